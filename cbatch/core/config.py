@@ -1,0 +1,79 @@
+"""Configuration of the scheduler."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cbatch.core.errors import FieldError
+
+QueuePolicy = Literal["fcfs", "priority", "shortest"]
+LookaheadPolicy = Literal["off", "fixed", "ema"]
+
+
+class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How each slot's k is chosen. `k` is the constant of `fixed` and the cap of the others."""
+
+    policy: LookaheadPolicy = "off"
+    k: int = 4
+    # `ema`: decay per trial, prior acceptance and its weight in trials (notes on the estimator are
+    # in lookahead.py), survival below which a draft is not worth verifying, drift while idle.
+    decay: float = 0.96
+    prior_acceptance: float = 0.7
+    prior_trials: float = 6.0
+    min_survival: float = 0.35
+    idle_drift: float = 0.98
+
+    def __post_init__(self) -> None:
+        for field, ok, remedy in (
+            ("lookahead.k", 1 <= self.k <= 32, "use 1 to 32; policy `off` drafts nothing"),
+            ("lookahead.decay", 0 < self.decay < 1, "use a number in (0, 1)"),
+            ("lookahead.prior_acceptance", 0 < self.prior_acceptance < 1, "use a number in (0, 1)"),
+            ("lookahead.prior_trials", self.prior_trials > 0, "use a positive number"),
+            ("lookahead.min_survival", 0 < self.min_survival < 1, "use a number in (0, 1)"),
+            ("lookahead.idle_drift", 0 < self.idle_drift < 1, "use a number in (0, 1)"),
+        ):
+            if not ok:
+                raise FieldError(field, "out of range", remedy)
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sizes and rules. Raises `FieldError` naming the field."""
+
+    num_blocks: int
+    block_size_tokens: int = 16
+    max_slots: int = 64  # sequences that run at once
+    max_model_tokens: int = 2048  # context: prompt and output together
+    step_budget_tokens: int = 2048  # target tokens and draft catch-up tokens in one step
+    vocab_size: int = 2**31 - 1
+    eos_ids: tuple[int, ...] = ()
+    queue_policy: QueuePolicy = "fcfs"
+    ageing_per_s: float = 0.0  # `priority`: levels gained a second; `shortest`: tokens gained a second
+    prefix_cache: bool = True
+    decode_reserve_tokens: int = 16  # room a request must find beyond its prompt to be admitted
+    draft_context_tokens: int | None = None  # None: no draft is loaded and k is always 0
+    lookahead: LookaheadConfig = LookaheadConfig()
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("num_blocks", self.num_blocks >= 1, "give at least 1 block"),
+            ("block_size_tokens", self.block_size_tokens >= 1, "give at least 1 token"),
+            ("max_slots", self.max_slots >= 1, "give at least 1 slot"),
+            ("max_model_tokens", self.max_model_tokens >= 2, "give room for a prompt and a token"),
+            (
+                "step_budget_tokens",
+                self.step_budget_tokens >= self.max_slots,
+                "give at least max_slots, so that every running sequence gets its token",
+            ),
+            ("decode_reserve_tokens", self.decode_reserve_tokens >= 1, "give at least 1"),
+            ("ageing_per_s", self.ageing_per_s >= 0, "give 0 or more"),
+        )
+        for field, ok, remedy in checks:
+            if not ok:
+                raise FieldError(field, f"{getattr(self, field)!r} is not allowed", remedy)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The longest sequence that fits: the context, or the whole pool if that is smaller."""
+        return min(self.max_model_tokens, self.num_blocks * self.block_size_tokens)

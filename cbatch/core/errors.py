@@ -1,0 +1,17 @@
+"""Errors that name the field at fault and what would mend it."""
+
+from __future__ import annotations
+
+
+class FieldError(ValueError):
+    """Bad input: `field` is the name the caller used, `remedy` what would be accepted."""
+
+    def __init__(self, field: str, problem: str, remedy: str) -> None:
+        super().__init__(f"{field}: {problem}; {remedy}")
+        self.field = field
+        self.problem = problem
+        self.remedy = remedy
+
+
+class RefusedError(FieldError):
+    """A well-formed request that this engine cannot ever run (too long for its context or pool)."""

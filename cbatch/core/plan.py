@@ -1,0 +1,96 @@
+"""What passes between scheduler and executor: the plan of a step, and its result.
+
+A plan is a batch of ragged rows. Row i computes `query_lens[i]` tokens of the sequence in slot
+`slots[i]`: a prefill chunk, or the last known token and `num_drafts[i]` drafted ones. There is no
+mode: any mix of rows is one forward pass. Draft tokens are not in the plan; drafters live in the
+executor and may return fewer than planned.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+import numpy as np
+
+from cbatch.core.request import SamplingParams
+
+
+class RowStatus(enum.IntEnum):
+    """Outcome of one row of a step, as stored in `StepResult.status` (uint8)."""
+
+    OK = 0
+    NON_FINITE = 1  # NaN or infinite logits: the request ends with an error, its blocks are zeroed
+    DRAFT_NON_FINITE = 2  # the draft's row was not finite: nothing drafted, the target's token stands
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """A sequence enters a slot. The executor forgets whatever the slot held before."""
+
+    slot: int
+    generation: int  # exposes a stale result for a slot that was reused
+    request_id: str
+    seed: int
+    choice: int
+    params: SamplingParams
+    stop_ids: tuple[int, ...]  # EOS and stop ids that end it (banned before min_tokens)
+    tokens: np.ndarray  # int32 [n]: prompt, and the output so far if it was preempted
+    num_prompt_tokens: int
+    max_total_tokens: int  # prompt + max_tokens, cut to the context
+    kv_len_tokens: int  # positions already in KV (prefix hit), always < n
+    draft_kv_len_tokens: int  # the same for the draft's KV, <= kv_len_tokens
+    blocks: np.ndarray  # int32: block ids by absolute block index
+
+
+class Deltas(msgspec.Struct, frozen=True):
+    """What changed since the previous plan. Apply in the order of the fields.
+
+    `reset` is the full-snapshot form: forget every slot; what follows is the whole state.
+    `zeroed_blocks` held non-finite values and must be zeroed before this step touches them.
+    """
+
+    reset: bool
+    released: np.ndarray  # int32 slots
+    zeroed_blocks: np.ndarray  # int32 block ids
+    admitted: tuple[Admission, ...]
+    append_slots: np.ndarray  # int32 \
+    append_indices: np.ndarray  # int32  > one appended block each; an index may be set again
+    append_blocks: np.ndarray  # int32 /
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step. Arrays are read-only by convention and may be shared between plans.
+
+    A row with `num_drafts` > 0 first lets the drafter ingest `catch_up` tokens it has not seen (its
+    KV lags after k = 0, a prefix hit, a preemption or a full acceptance). With a plan still in
+    flight these are bounds: the executor knows the true positions, and clips drafts so that a
+    sequence never passes `max_total_tokens`.
+    """
+
+    step_id: int
+    slots: np.ndarray  # int32 [R]
+    generations: np.ndarray  # int32 [R]
+    query_lens: np.ndarray  # int32 [R], a chunk or 1 + num_drafts
+    num_drafts: np.ndarray  # int32 [R]
+    catch_up: np.ndarray  # int32 [R], tokens the drafter ingests beyond the last known one
+    wants_logits: np.ndarray  # bool [R]: False for a prefill chunk that is not the last
+    deltas: Deltas
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """Filled by the executor. Row i emitted `tokens[row_splits[i]:row_splits[i+1]]`: nothing where
+    no logits were wanted or the status is NON_FINITE, else `num_accepted[i]` drafts and one more."""
+
+    step_id: int
+    generations: np.ndarray  # int32 [R], copied from the plan
+    tokens: np.ndarray  # int32 [sum of emitted]
+    row_splits: np.ndarray  # int32 [R + 1]
+    num_drafted: np.ndarray  # int32 [R], <= planned
+    num_accepted: np.ndarray  # int32 [R], <= num_drafted
+    status: np.ndarray  # uint8 [R], RowStatus
+    draft_s: float = 0.0  # measured seconds, for the step-cost model
+    target_s: float = 0.0
