@@ -1,0 +1,1 @@
+"""A serving engine for language models with per-slot speculative lookahead."""

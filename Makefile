@@ -1,0 +1,42 @@
+# Every target sets itself up in a local virtual environment and needs nothing but Python >= 3.11.
+#   make test PYTHON=python3.12             another interpreter
+#   make test TORCH=torch==2.13.0           another build of torch, installed first
+PYTHON ?= python3
+TORCH ?= torch>=2.11,<2.14
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+
+.PHONY: demo test bench lint clean
+
+demo: $(RUNTIME)
+	@$(BIN)/cbatch demo
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(DEV)
+	$(BIN)/python -m bench.scheduler
+	$(BIN)/python -m bench.engine
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUNTIME): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+		f"cbatch needs Python 3.11 or newer, this is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@

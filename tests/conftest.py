@@ -1,0 +1,19 @@
+"""Settings for the whole suite: two threads, and hypothesis that gives the same verdict twice."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "cbatch",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("cbatch")
