@@ -49,7 +49,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     vocab_size: int = 2**31 - 1
     eos_ids: tuple[int, ...] = ()
     queue_policy: QueuePolicy = "fcfs"
-    ageing_per_s: float = 0.0  # `priority`: levels gained a second; `shortest`: tokens gained a second
+    # What a waiting request gains a second: levels under `priority`, tokens under `shortest`.
+    ageing_per_s: float | None = None  # None: 0 (strict) under `priority`, 64 under `shortest`
     prefix_cache: bool = True
     decode_reserve_tokens: int = 16  # room a request must find beyond its prompt to be admitted
     draft_context_tokens: int | None = None  # None: no draft is loaded and k is always 0
@@ -67,7 +68,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 "give at least max_slots, so that every running sequence gets its token",
             ),
             ("decode_reserve_tokens", self.decode_reserve_tokens >= 1, "give at least 1"),
-            ("ageing_per_s", self.ageing_per_s >= 0, "give 0 or more"),
+            (
+                "ageing_per_s",
+                self.ageing_per_s is None or self.ageing_per_s >= 0,
+                "give 0 or more",
+            ),
         )
         for field, ok, remedy in checks:
             if not ok:

@@ -61,10 +61,12 @@ class Deltas(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """One step. Arrays are read-only by convention and may be shared between plans.
 
-    A row with `num_drafts` > 0 first lets the drafter ingest `catch_up` tokens it has not seen (its
-    KV lags after k = 0, a prefix hit, a preemption or a full acceptance). With a plan still in
-    flight these are bounds: the executor knows the true positions, and clips drafts so that a
-    sequence never passes `max_total_tokens`.
+    A row with `num_drafts` > 0 first lets the drafter ingest the `catch_up` tokens it has not seen
+    (its KV lags after k = 0, a prefix hit, a preemption or a full acceptance). A row with
+    `catch_up` > 0 and no drafts is a slice of a longer catch-up: the drafter ingests exactly the
+    next `catch_up` tokens and drafts nothing. With a plan still in flight these are bounds: the
+    executor knows the true positions, and clips drafts so that a sequence never passes
+    `max_total_tokens`.
     """
 
     step_id: int
