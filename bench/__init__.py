@@ -1,0 +1,1 @@
+"""Benchmarks. Each prints a table, then one JSON line last."""

@@ -1,0 +1,389 @@
+"""The fake executor of tests, benchmarks and the simulator: the contract of the real one, no model.
+
+It keeps per-slot state from the deltas exactly as a real executor must, and checks it: stale
+generations, gaps in a block table, query lengths that do not fit the sequence, and (through a
+shadow of the KV) every position that a row reads. Anything wrong raises `ContractBreachError`.
+Tokens are a function of the request alone (`sim.tokens`), acceptance and durations are modelled
+(`sim.models`), time is virtual.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cbatch.core.plan import Admission, Deltas, RowStatus, StepPlan, StepResult
+from sim.clock import VirtualClock
+from sim.models import Acceptance, ModelledAcceptance, StepCost
+from sim.shadow import ContractBreachError, ShadowKV
+from sim.slots import RowState, SlotState, require
+from sim.tokens import next_token
+
+
+class ScriptedFault(RuntimeError):  # noqa: N818 - a fault, as the engine calls it
+    """An executor failure that a test asked for."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong, and when. Runs are counted from 0 over the executor's life."""
+
+    raise_at_runs: frozenset[int] = frozenset()
+    raise_with_requests: frozenset[str] = frozenset()  # every run that has such a row
+    # The row that would emit output token number n (from 0) of the request is not finite.
+    non_finite_at: Mapping[str, int] = field(default_factory=dict)
+    draft_non_finite_at: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+
+@dataclass
+class ExecutorStats:
+    """What happened, so that a test of invariance can also assert that it did."""
+
+    num_runs: int = 0
+    prefill_tokens: int = 0
+    catch_up_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    num_rejections: int = 0
+    num_full_acceptances: int = 0
+    num_mixed_steps: int = 0  # a prefill chunk and a decode in one step
+    num_resets: int = 0
+    rows_by_k: Counter[int] = field(default_factory=Counter)  # decoding rows, by drafts
+
+
+class SimExecutor:
+    """`run(plan)`, or `submit(plan)` and later `wait()` with at most two plans in flight."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size_tokens: int,
+        max_slots: int,
+        vocab_size: int,
+        clock: VirtualClock | None = None,
+        acceptance: Acceptance | None = None,
+        cost: StepCost | None = None,
+        faults: Faults | None = None,
+        draft_context_tokens: int | None = None,
+    ) -> None:
+        self.stats = ExecutorStats()
+        self._clock = clock or VirtualClock()
+        self._acceptance = acceptance or ModelledAcceptance(0.7)
+        self._cost = cost or StepCost()
+        self._faults = faults or Faults()
+        self._draft_context_tokens = draft_context_tokens
+        self._vocab_size = vocab_size
+        self._block_size_tokens = block_size_tokens
+        self._num_blocks = num_blocks
+        self._slots: list[SlotState | None] = [None] * max_slots
+        self._generations: list[int | None] = [None] * max_slots
+        self._target_kv = ShadowKV("target", num_blocks, block_size_tokens)
+        self._draft_kv = ShadowKV("draft", num_blocks, block_size_tokens)
+        self._in_flight: deque[tuple[StepResult | Exception, float]] = deque()
+        self._busy_until_s = self._clock()
+        self._needs_reset = False
+        self._expects_snapshot = True
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.submit(plan)
+        return self.wait()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step. Its failure, if any, is raised by the `wait` that would return it."""
+        require(len(self._in_flight) < 2, "a third plan was submitted")
+        start_s = max(self._clock(), self._busy_until_s)
+        outcome: StepResult | Exception
+        try:
+            outcome = self._execute(plan, overlapped=bool(self._in_flight))
+            self._busy_until_s = start_s + outcome.draft_s + outcome.target_s
+        except ScriptedFault as fault:
+            self._needs_reset = True
+            outcome = fault
+            self._busy_until_s = start_s + self._cost.target_base_s
+        self._in_flight.append((outcome, self._busy_until_s))
+
+    def wait(self) -> StepResult:
+        require(bool(self._in_flight), "wait without a plan in flight")
+        outcome, ready_s = self._in_flight.popleft()
+        self._clock.advance_to(ready_s)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def reset(self) -> None:
+        """Forget everything, in flight or not. The next plan must be a full snapshot."""
+        self._in_flight.clear()
+        self._slots = [None] * len(self._slots)
+        self._target_kv.clear()
+        self._draft_kv.clear()
+        self._needs_reset = False
+        self._expects_snapshot = True
+        self.stats.num_resets += 1
+
+    # -- deltas
+
+    def _apply(self, deltas: Deltas) -> None:
+        if deltas.reset:
+            self._slots = [None] * len(self._slots)
+        elif self._expects_snapshot and self.stats.num_resets:
+            raise ContractBreachError("a plan without deltas.reset followed a reset")
+        self._expects_snapshot = False
+        for slot in deltas.released.tolist():
+            require(self._slots[slot] is not None, f"slot {slot} was released twice")
+            self._slots[slot] = None
+        self._target_kv.zero(deltas.zeroed_blocks)
+        self._draft_kv.zero(deltas.zeroed_blocks)
+        for admission in deltas.admitted:
+            self._admit(admission)
+        for slot, index, block in zip(
+            deltas.append_slots.tolist(),
+            deltas.append_indices.tolist(),
+            deltas.append_blocks.tolist(),
+            strict=True,
+        ):
+            require(0 <= block < self._num_blocks, f"block {block} does not exist")
+            self._occupied(slot).set_block(index, block)
+
+    def _admit(self, admission: Admission) -> None:
+        a = admission
+        require(self._slots[a.slot] is None, f"slot {a.slot} was admitted into while occupied")
+        previous = self._generations[a.slot]
+        require(
+            previous is None or a.generation > previous,
+            f"slot {a.slot}: generation {a.generation} after {previous}",
+        )
+        require(
+            0 < len(a.tokens) <= a.max_total_tokens,
+            f"request {a.request_id}: {len(a.tokens)} tokens of at most {a.max_total_tokens}",
+        )
+        require(
+            0 <= a.draft_kv_len_tokens <= a.kv_len_tokens < len(a.tokens),
+            f"request {a.request_id}: kv_len {a.kv_len_tokens} and draft's {a.draft_kv_len_tokens}"
+            f" do not fit {len(a.tokens)} tokens",
+        )
+        slot = SlotState(a)
+        self._target_kv.check_read(slot.who, slot.blocks, slot.hashes[: a.kv_len_tokens])
+        self._draft_kv.check_read(slot.who, slot.blocks, slot.hashes[: a.draft_kv_len_tokens])
+        self._slots[a.slot] = slot
+        self._generations[a.slot] = a.generation
+
+    def _occupied(self, index: int) -> SlotState:
+        slot = self._slots[index]
+        if slot is None:
+            raise ContractBreachError(f"slot {index} is empty but the plan uses it")
+        return slot
+
+    # -- one step
+
+    def _execute(self, plan: StepPlan, *, overlapped: bool) -> StepResult:
+        if self._needs_reset:  # what a real one does: everything after a fault fails until reset
+            raise ScriptedFault("the executor failed before and was not reset")
+        run = self.stats.num_runs
+        self.stats.num_runs += 1
+        self._apply(plan.deltas)
+        require(len(set(plan.slots.tolist())) == plan.num_rows, "a slot has two rows in one step")
+        rows = [self._row(plan, i, overlapped=overlapped) for i in range(plan.num_rows)]
+        self._raise_faults(run, rows)
+        for row in rows:
+            self._check_reads(row)
+        for row in rows:
+            self._compute(row)
+        for row in rows:  # again: did two rows of this step write the same position?
+            slot = row.slot
+            if not slot.failed:
+                known = slot.hashes[: slot.kv_len_tokens]
+                self._target_kv.check_read(slot.who, slot.blocks, known)
+        kinds = {row.wants_logits and row.query_len == 1 + row.num_drafts for row in rows}
+        self.stats.num_mixed_steps += len(kinds) == 2
+        return self._result(plan, rows)
+
+    def _row(self, plan: StepPlan, i: int, *, overlapped: bool) -> RowState:
+        slot = self._occupied(int(plan.slots[i]))
+        k = int(plan.num_drafts[i])
+        catch_up = int(plan.catch_up[i])
+        query_len = int(plan.query_lens[i])
+        wants_logits = bool(plan.wants_logits[i])
+        require(
+            int(plan.generations[i]) == slot.admission.generation, f"{slot.who}: stale generation"
+        )
+        unread = slot.num_tokens - slot.kv_len_tokens
+        if wants_logits:
+            fits = query_len - k == unread and (k == 0 or unread == 1)
+        else:
+            fits = k == 0 and 0 < query_len < unread
+        require(
+            fits or slot.failed,
+            f"{slot.who}: query of {query_len} with {k} drafts, {unread} tokens not in KV",
+        )
+        lag = slot.num_tokens - 1 - slot.draft_kv_len_tokens
+        if k == 0:
+            require(catch_up <= lag + 1 or slot.failed, f"{slot.who}: catch-up past the last token")
+        elif not overlapped:
+            require(catch_up == lag, f"{slot.who}: catch-up {catch_up}, the draft lags {lag}")
+        elif not (slot.draft_was_reset or slot.failed):
+            require(catch_up >= lag, f"{slot.who}: catch-up {catch_up}, the draft lags {lag}")
+        clipped = min(k, self._most_drafts(slot))
+        require(clipped == k or overlapped, f"{slot.who}: {k} drafts pass the end")
+        return RowState(slot, query_len - k + clipped, k, clipped, catch_up, wants_logits)
+
+    def _most_drafts(self, slot: SlotState) -> int:
+        """Drafts that fit: never past the end of the request, nor past the draft's context."""
+        most = slot.admission.max_total_tokens - slot.num_tokens - 1
+        if self._draft_context_tokens is not None:
+            most = min(most, self._draft_context_tokens - slot.num_tokens + 1)
+        return max(most, 0)
+
+    def _raise_faults(self, run: int, rows: list[RowState]) -> None:
+        if run in self._faults.raise_at_runs:
+            raise ScriptedFault(f"scripted for run {run}")
+        for row in rows:
+            name = row.slot.admission.request_id
+            if name in self._faults.raise_with_requests:
+                raise ScriptedFault(f"scripted for every run with request {name}")
+
+    def _check_reads(self, row: RowState) -> None:
+        slot = row.slot
+        if slot.failed:
+            return
+        stop = slot.kv_len_tokens + row.query_len
+        num_blocks = -(-stop // self._block_size_tokens)
+        require(
+            num_blocks <= len(slot.blocks),
+            f"{slot.who}: positions to {stop}, {len(slot.blocks)} blocks",
+        )
+        self._target_kv.check_finite(slot.who, slot.blocks[:num_blocks])
+        self._target_kv.check_read(slot.who, slot.blocks, slot.hashes[: slot.kv_len_tokens])
+        if row.num_drafts or row.catch_up:
+            known = slot.hashes[: slot.draft_kv_len_tokens]
+            self._draft_kv.check_read(slot.who, slot.blocks, known)
+
+    def _compute(self, row: RowState) -> None:
+        slot = row.slot
+        if slot.failed or slot.num_tokens >= slot.admission.max_total_tokens:
+            self._compute_ended(row)
+        elif not row.wants_logits:
+            self._write_known(slot, row.query_len)
+            self._catch_up(row)
+            self.stats.prefill_tokens += row.query_len
+        elif self._emits(row, self._faults.non_finite_at.get(slot.admission.request_id)):
+            stop = slot.kv_len_tokens + row.query_len
+            self._target_kv.poison(slot.blocks, slot.kv_len_tokens, stop)
+            row.status = RowStatus.NON_FINITE
+            row.num_drafts = 0
+            slot.failed = True
+        else:
+            self._decode(row)
+        row.context_tokens = slot.kv_len_tokens
+
+    def _compute_ended(self, row: RowState) -> None:
+        """The scheduler did not yet know that the sequence had ended: nothing comes of the row."""
+        row.num_drafts = 0
+        row.query_len = 1
+        row.status = RowStatus.NON_FINITE if row.slot.failed else RowStatus.OK
+
+    def _emits(self, row: RowState, at: int | None) -> bool:
+        return at is not None and row.slot.num_output_tokens + row.num_drafts >= at
+
+    def _write_known(self, slot: SlotState, query_len: int) -> None:
+        stop = slot.kv_len_tokens + query_len
+        self._target_kv.write(
+            slot.blocks, slot.kv_len_tokens, slot.hashes[slot.kv_len_tokens : stop]
+        )
+        slot.kv_len_tokens = stop
+
+    def _catch_up(self, row: RowState) -> None:
+        """A slice of a longer catch-up: the next `catch_up` known tokens, and no drafts."""
+        slot = row.slot
+        start, stop = slot.draft_kv_len_tokens, slot.draft_kv_len_tokens + row.catch_up
+        if row.catch_up and not row.num_drafts and not row.planned_drafts:
+            self._draft_kv.write(slot.blocks, start, slot.hashes[start:stop])
+            slot.draft_kv_len_tokens = stop
+            self.stats.catch_up_tokens += row.catch_up
+
+    def _decode(self, row: RowState) -> None:
+        slot = row.slot
+        a = slot.admission
+        known_tokens = slot.num_tokens
+        self.stats.prefill_tokens += row.query_len - 1 - row.num_drafts
+        if row.num_drafts == row.query_len - 1:
+            self.stats.rows_by_k[row.num_drafts] += 1
+        self._write_known(slot, row.query_len - row.num_drafts)
+        self._catch_up(row)
+        drafts = 0
+        if row.num_drafts and self._draft_fails(row):
+            row.status = RowStatus.DRAFT_NON_FINITE
+            row.num_drafts = 0
+            slot.draft_kv_len_tokens = 0
+            slot.draft_was_reset = True
+        elif row.num_drafts:
+            drafts = row.num_drafts
+            slot.draft_was_reset = False
+            row.num_accepted = self._acceptance.num_accepted(
+                a.request_id, a.seed, a.choice, known_tokens, drafts
+            )
+        emitted = [self._append_next(slot) for _ in range(row.num_accepted + 1)]
+        row.emitted = tuple(emitted)
+        if drafts:
+            self._write_drafted(row, known_tokens)
+        slot.kv_len_tokens = slot.num_tokens - 1
+
+    def _draft_fails(self, row: RowState) -> bool:
+        at = self._faults.draft_non_finite_at.get(row.slot.admission.request_id, frozenset())
+        first = row.slot.num_output_tokens
+        return any(n in at for n in range(first, first + row.num_drafts + 1))
+
+    def _append_next(self, slot: SlotState) -> int:
+        a = slot.admission
+        banned = a.stop_ids if slot.num_output_tokens < a.params.min_tokens else ()
+        token = next_token(
+            int(slot.hashes[slot.num_tokens - 1]),
+            seed=a.seed,
+            choice=a.choice,
+            position=slot.num_tokens,
+            vocab_size=self._vocab_size,
+            banned=banned,
+        )
+        slot.append(token)
+        return token
+
+    def _write_drafted(self, row: RowState, known_tokens: int) -> None:
+        """KV of the drafts in both models: true up to the last accepted one, dead data after it."""
+        slot = row.slot
+        k, accepted = row.num_drafts, row.num_accepted
+        hashes = np.full(k, 2, np.uint64)  # 2: a prefix that is nobody's
+        hashes[:accepted] = slot.hashes[known_tokens : known_tokens + accepted]
+        self._target_kv.write(slot.blocks, known_tokens, hashes)
+        start = slot.draft_kv_len_tokens
+        self._draft_kv.write(slot.blocks, start, slot.hashes[start:known_tokens])
+        self._draft_kv.write(slot.blocks, known_tokens, hashes[: k - 1])
+        self.stats.catch_up_tokens += max(known_tokens - 1 - start, 0)
+        slot.draft_kv_len_tokens = min(known_tokens - 1 + k, slot.num_tokens - 1)
+        self.stats.drafted_tokens += k
+        self.stats.accepted_tokens += accepted
+        self.stats.num_rejections += accepted < k
+        self.stats.num_full_acceptances += accepted == k
+
+    def _result(self, plan: StepPlan, rows: list[RowState]) -> StepResult:
+        emitted = [token for row in rows for token in row.emitted]
+        splits = np.cumsum([0, *(len(row.emitted) for row in rows)])
+        deepest = max((row.num_drafts for row in rows), default=0)
+        draft_tokens = sum(row.num_drafts + row.catch_up for row in rows)
+        return StepResult(
+            step_id=plan.step_id,
+            generations=plan.generations,
+            tokens=np.asarray(emitted, np.int32),
+            row_splits=splits.astype(np.int32),
+            num_drafted=np.asarray([row.num_drafts for row in rows], np.int32),
+            num_accepted=np.asarray([row.num_accepted for row in rows], np.int32),
+            status=np.asarray([row.status for row in rows], np.uint8),
+            draft_s=self._cost.draft_s(deepest, draft_tokens),
+            target_s=self._cost.target_s(
+                sum(row.query_len for row in rows),
+                sum(row.context_tokens for row in rows),
+                len(rows),
+            ),
+        )
