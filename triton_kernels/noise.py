@@ -1,0 +1,97 @@
+"""The noise of `cbatch/core/noise.py` in torch, bit for bit, on any device.
+
+int64 arithmetic stands in for unsigned words: a product of two 32-bit values wraps modulo 2**64,
+and masking after the shift recovers its high word exactly. The logarithm is the stated fp32
+polynomial, each operation a torch op of its own, so that nothing is fused.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
+PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
+PHILOX_ROUNDS = 10
+MASK32 = 0xFFFFFFFF
+THREE_QUARTERS_BITS = 0x3F400000
+SMALL_DRAW = 1 << 30
+LN2_BITS = 0x3F317218
+LOG1P_COEFFICIENT_BITS = (
+    0x3F800000,
+    0xBF000000,
+    0x3EAAAAE3,
+    0xBE800019,
+    0x3E4CB0A4,
+    0xBE2A73FB,
+    0x3E146A90,
+    0xBE070E71,
+    0x3DD5E1C4,
+    0xBD36AE97,
+)
+
+
+@functools.cache
+def _constants() -> tuple[float, tuple[float, ...]]:
+    """ln 2 and the polynomial, as Python floats that are exact in fp32."""
+    bits = [b - (1 << 32) if b >> 31 else b for b in (LN2_BITS, *LOG1P_COEFFICIENT_BITS)]
+    values = torch.tensor(bits, dtype=torch.int32).view(torch.float32).tolist()
+    return values[0], tuple(values[1:])
+
+
+def philox4x32(
+    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 on int64 tensors that hold 32-bit words and broadcast against each other."""
+    for _ in range(PHILOX_ROUNDS):
+        p0, p1 = c0 * PHILOX_M0, c2 * PHILOX_M1
+        c0, c2 = ((p1 >> 32) & MASK32) ^ c1 ^ k0, ((p0 >> 32) & MASK32) ^ c3 ^ k1
+        c1, c3 = p1 & MASK32, p0 & MASK32
+        k0, k1 = (k0 + PHILOX_W0) & MASK32, (k1 + PHILOX_W1) & MASK32
+    return c0, c1, c2, c3
+
+
+def token_words(
+    keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor, vocab_size: int
+) -> Tensor:
+    """The word of every token id: int64 [N, vocab_size], each in [0, 2**32).
+
+    `keys` int64 [N, 2] (low and high word of the seed); the others int64 [N].
+    """
+    groups = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=keys.device)
+    lanes = philox4x32(
+        groups[None, :],
+        positions[:, None],
+        choices[:, None],
+        purposes[:, None],
+        keys[:, 0:1],
+        keys[:, 1:2],
+    )
+    return torch.stack(lanes, dim=-1).flatten(1)[:, :vocab_size]
+
+
+def scalar_words(keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor) -> Tensor:
+    """One word a draw (that of token 0): int64 [N]."""
+    return token_words(keys, positions, choices, purposes, vocab_size=1)[:, 0]
+
+
+def uniform(words: Tensor) -> Tensor:
+    """u in (0, 1], fp32."""
+    return (words + 1).to(torch.float32) * 2.0**-32
+
+
+def exponential(words: Tensor) -> Tensor:
+    """E = -ln(1 - u) > 0, fp32; see the specification for the form."""
+    ln2, coefficients = _constants()
+    bits = (MASK32 - words).clamp_(min=1).to(torch.float32).view(torch.int32)
+    exponent = (bits - THREE_QUARTERS_BITS) >> 23
+    fraction = (bits - (exponent << 23)).view(torch.float32)
+    small = words < SMALL_DRAW
+    r = torch.where(small, -uniform(words), fraction - 1.0)
+    e = torch.where(small, 0, 32 - exponent).to(torch.float32)
+    poly = torch.full_like(r, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        poly = poly * r + coefficient
+    return e * ln2 - r * poly
