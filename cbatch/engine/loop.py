@@ -1,0 +1,153 @@
+"""The step loop: plan, run, commit. Depth 0 is serial; depth 1 plans a step while one runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.scheduler import Commit, Scheduler
+
+MAX_CONSECUTIVE_FAULTS = 3
+_logger = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """Runs one step at a time. Any `Exception` it raises is a fault: `reset` follows."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def reset(self) -> None:
+        """Forget every sequence and every KV position; the next plan is a full snapshot."""
+
+
+class OverlappedExecutor(Protocol):
+    """Takes a second plan while one runs. `wait` returns results in the order of `submit`, and
+    raises what that step raised; `reset` also drops whatever is in flight."""
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def wait(self) -> StepResult: ...
+
+    def reset(self) -> None: ...
+
+
+class StepLoop:
+    """Joins a scheduler and an executor: an `Executor` at depth 0, an `OverlappedExecutor` at 1.
+
+    A fault of the executor costs time, not requests: it is reset, and the scheduler plans its
+    requests again from their tokens. After `MAX_CONSECUTIVE_FAULTS` without a committed token in
+    between, the requests that every one of those steps had in common end with an error, so that
+    nothing hangs on one that always fails.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor | OverlappedExecutor,
+        *,
+        clock: Callable[[], float],
+        depth: int = 0,
+    ) -> None:
+        if depth not in (0, 1):
+            raise ValueError(f"depth: {depth!r} is not allowed; use 0 (serial) or 1 (overlapped)")
+        verb = "submit" if depth else "run"
+        if not hasattr(executor, verb):
+            raise TypeError(f"executor: depth {depth} needs its `{verb}`")
+        self._scheduler = scheduler
+        self._executor = executor
+        self._clock = clock
+        self._turn = self._turn_overlapped if depth else self._turn_serial
+        self._in_flight: StepPlan | None = None  # depth 1: submitted and not waited for
+        self._occupants: dict[int, tuple[int, str]] = {}  # slot: generation, request
+        self._num_faults = 0  # since the last committed token
+        self._suspects: set[str] = set()
+        self.last_plan: StepPlan | None = None  # the one last committed, for displays
+
+    def step(self) -> Commit | None:
+        """One turn. None when nothing can run now. Faults are handled here, by trying again."""
+        while True:
+            try:
+                commit = self._turn()
+            except _Fault as fault:
+                self._recover(fault)
+                continue
+            if self._num_faults and commit is not None and any(True for _ in commit.updates()):
+                self._num_faults = 0
+            return commit
+
+    def _turn_serial(self) -> Commit | None:
+        plan = self._plan()
+        if plan is None:
+            return None
+        try:
+            result = self._executor.run(plan)
+        except Exception as error:
+            raise _Fault(plan, error) from error
+        return self._commit(plan, result)
+
+    def _turn_overlapped(self) -> Commit | None:
+        plan = self._in_flight or self._submit_next()
+        if plan is None:
+            return None
+        self._in_flight = plan
+        self._in_flight = self._submit_next()
+        try:
+            result = self._executor.wait()
+        except Exception as error:
+            raise _Fault(plan, error) from error
+        return self._commit(plan, result)
+
+    def _submit_next(self) -> StepPlan | None:
+        plan = self._plan()
+        if plan is not None:
+            try:
+                self._executor.submit(plan)
+            except Exception as error:
+                raise _Fault(plan, error) from error
+        return plan
+
+    def _plan(self) -> StepPlan | None:
+        plan = self._scheduler.plan(self._clock())
+        if plan is not None:
+            for a in plan.deltas.admitted:
+                self._occupants[a.slot] = (a.generation, a.request_id)
+        return plan
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> Commit:
+        self.last_plan = plan
+        return self._scheduler.commit(result, self._clock())
+
+    def _recover(self, fault: _Fault) -> None:
+        self._in_flight = None
+        self._num_faults += 1
+        _logger.warning("executor fault %d: %r", self._num_faults, fault.error)
+        self._executor.reset()
+        self._scheduler.executor_reset(self._clock())
+        rows = self._requests_of(fault.plan)
+        if self._num_faults == 1:
+            self._suspects = rows
+        else:
+            self._suspects = self._suspects & rows or rows
+        if self._num_faults < MAX_CONSECUTIVE_FAULTS:
+            return
+        message = f"the executor failed {self._num_faults} times in a row: {fault.error!r}"
+        for request_id in sorted(self._suspects):
+            self._scheduler.fail(request_id, message, self._clock())
+        self._num_faults = 0
+
+    def _requests_of(self, plan: StepPlan) -> set[str]:
+        """Requests with a row in the plan, less those whose slot a later plan gave away."""
+        rows = zip(plan.slots.tolist(), plan.generations.tolist(), strict=True)
+        occupants = ((generation, self._occupants[slot]) for slot, generation in rows)
+        return {request_id for generation, (held, request_id) in occupants if held == generation}
+
+
+class _Fault(Exception):  # noqa: N818 - not an error of ours
+    """The executor failed while it held `plan`."""
+
+    def __init__(self, plan: StepPlan, error: Exception) -> None:
+        super().__init__(repr(error))
+        self.plan = plan
+        self.error = error

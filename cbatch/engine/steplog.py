@@ -1,0 +1,165 @@
+"""The step log on disk: every input of a scheduler, one JSON line each, and its replay.
+
+A log that a killed process left behind may end in the middle of a record; reading says so and keeps
+everything before it. Floats survive exactly, so a replay reproduces every decision to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cbatch.core.events import (
+    Added,
+    Cancelled,
+    Committed,
+    Configured,
+    Event,
+    ExecutorReset,
+    Failed,
+    Planned,
+    TextFinished,
+)
+from cbatch.core.plan import StepPlan
+from cbatch.core.scheduler import Commit, Scheduler
+
+AnyEvent = (
+    Configured | Added | Cancelled | TextFinished | Failed | Planned | Committed | ExecutorReset
+)
+FORMAT = "cbatch-step-log"
+VERSION = 1
+
+
+class StepLogError(ValueError):
+    """The file is no step log, or is damaged before its last record."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    format: str
+    version: int
+
+
+def encode_array(value: Any) -> Any:
+    """msgspec `enc_hook`: an array is written as its dtype and its values."""
+    if isinstance(value, np.ndarray):
+        return (value.dtype.name, value.tolist())
+    raise NotImplementedError(f"{type(value).__name__} does not belong in a step log")
+
+
+def decode_array(kind: type, value: Any) -> Any:
+    """msgspec `dec_hook`, the inverse of `encode_array`."""
+    if kind is np.ndarray:
+        dtype, values = value
+        return np.asarray(values, dtype=dtype)
+    raise NotImplementedError(f"{kind.__name__} does not belong in a step log")
+
+
+class StepLogWriter:
+    """Pass it to a scheduler as `log`. Every event is handed to the system before the next."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._encoder = msgspec.json.Encoder(enc_hook=encode_array)
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._write(Header(FORMAT, VERSION))
+
+    def __call__(self, event: Event) -> None:
+        self._write(event)
+
+    def _write(self, record: msgspec.Struct) -> None:
+        self._file.write(self._encoder.encode(record) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> StepLogWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class StepLog(msgspec.Struct, frozen=True):
+    """`warning` says what was dropped from the end of the file, None where it was whole."""
+
+    events: tuple[AnyEvent, ...]
+    warning: str | None
+
+
+def read_step_log(path: str | Path) -> StepLog:
+    """Raises `StepLogError` naming the line, except for a last record that was cut short."""
+    header, *lines = Path(path).read_bytes().split(b"\n")
+    _check_header(path, header)
+    tail = lines.pop() if lines else b""  # b"" where the last record is whole
+    decoder = msgspec.json.Decoder(AnyEvent, dec_hook=decode_array)
+    events = []
+    for number, line in enumerate(lines, start=2):
+        try:
+            events.append(decoder.decode(line))
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            raise StepLogError(f"{path}, line {number}: damaged record ({error})") from error
+    warning = None
+    if tail:
+        warning = (
+            f"{path}: the last record is cut short after {len(tail)} bytes and was dropped; "
+            f"{len(events)} events before it are whole"
+        )
+    return StepLog(tuple(events), warning)
+
+
+def _check_header(path: str | Path, line: bytes) -> None:
+    try:
+        header = msgspec.json.decode(line, type=Header)
+    except msgspec.MsgspecError as error:
+        raise StepLogError(f"{path}: not a step log, its first line is no header") from error
+    if header != Header(FORMAT, VERSION):
+        raise StepLogError(
+            f"{path}: {header.format} version {header.version}; this reads {FORMAT} {VERSION}"
+        )
+
+
+def replay(
+    events: Iterable[Event],
+    *,
+    on_plan: Callable[[StepPlan | None], None] | None = None,
+    on_commit: Callable[[Commit], None] | None = None,
+    log: Callable[[Event], None] | None = None,
+) -> Scheduler:
+    """A scheduler that was given these inputs; the callbacks see what it decided on the way."""
+    remaining = iter(events)
+    first = next(remaining, None)
+    if not isinstance(first, Configured):
+        raise StepLogError("events: the first is not the configuration")
+    scheduler = Scheduler(first.config, log)
+    for event in remaining:
+        match event:
+            case Planned(now_s):
+                plan = scheduler.plan(now_s)
+                if on_plan is not None:
+                    on_plan(plan)
+            case Committed(result, now_s):
+                commit = scheduler.commit(result, now_s)
+                if on_commit is not None:
+                    on_commit(commit)
+            case Added(request, now_s):
+                scheduler.add(request, now_s)
+            case Cancelled(request_id, now_s):
+                scheduler.cancel(request_id, now_s)
+            case TextFinished(request_id, keep_tokens, now_s):
+                scheduler.finish(request_id, keep_tokens, now_s)
+            case Failed(request_id, message, now_s):
+                scheduler.fail(request_id, message, now_s)
+            case ExecutorReset(now_s):
+                scheduler.executor_reset(now_s)
+            case _:
+                raise StepLogError(f"events: a second {type(event).__name__}")
+    return scheduler
