@@ -1,0 +1,188 @@
+"""A whole engine without a model in one object: scheduler, shadow-checking executor, step loop."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from cbatch.core.config import LookaheadConfig, SchedulerConfig
+from cbatch.core.events import Event
+from cbatch.core.plan import StepPlan
+from cbatch.core.request import FinishReason, Request, SamplingParams
+from cbatch.core.scheduler import Scheduler
+from cbatch.core.sequence import Commit, Finished
+from cbatch.engine.loop import StepLoop
+from sim.clock import VirtualClock
+from sim.executor import SimExecutor
+from sim.models import ModelledAcceptance
+from sim.tokens import reference_output
+
+VOCAB_SIZE = 1000
+
+
+def make_config(**overrides: Any) -> SchedulerConfig:
+    """Small sizes. `lookahead="fixed:3"` (or "ema:4", "off") is short for a LookaheadConfig."""
+    lookahead = overrides.pop("lookahead", "off")
+    if isinstance(lookahead, str):
+        policy, _, k = lookahead.partition(":")
+        lookahead = LookaheadConfig(policy=policy, k=int(k or 4))
+    settings: dict[str, Any] = {
+        "num_blocks": 64,
+        "block_size_tokens": 4,
+        "max_slots": 8,
+        "max_model_tokens": 128,
+        "step_budget_tokens": 64,
+        "vocab_size": VOCAB_SIZE,
+        "decode_reserve_tokens": 4,
+        "draft_context_tokens": None if lookahead.policy == "off" else 128,
+        "lookahead": lookahead,
+    }
+    return SchedulerConfig(**(settings | overrides))
+
+
+def make_request(
+    name: str, prompt: int | Iterable[int] = 8, *, seed: int = 0, choice: int = 0, **params: Any
+) -> Request:
+    """`prompt` is its token ids, or a number of tokens that no other name shares."""
+    if isinstance(prompt, int):
+        rng = np.random.default_rng([ord(c) for c in name])
+        prompt = rng.integers(0, VOCAB_SIZE, prompt).tolist()
+    priority = params.pop("priority", 0)
+    return Request(
+        request_id=name,
+        prompt=tuple(prompt),
+        params=SamplingParams(**params),
+        seed=seed,
+        choice=choice,
+        priority=priority,
+    )
+
+
+class RecordingExecutor(SimExecutor):
+    """Keeps every plan it was given."""
+
+    plans: list[StepPlan]
+
+    def submit(self, plan: StepPlan) -> None:
+        self.__dict__.setdefault("plans", []).append(plan)
+        super().submit(plan)
+
+
+class World:
+    """Steps an engine; checks every invariant, and what the caller may see, after each commit."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig | None = None,
+        *,
+        depth: int = 0,
+        log: Any = None,
+        acceptance: Any = None,
+        faults: Any = None,
+    ) -> None:
+        self.config = config or make_config()
+        self.clock = VirtualClock()
+        self.events: list[Event] = []
+        self.scheduler = Scheduler(self.config, log or self.events.append)
+        self.executor = RecordingExecutor(
+            num_blocks=self.config.num_blocks,
+            block_size_tokens=self.config.block_size_tokens,
+            max_slots=self.config.max_slots,
+            vocab_size=self.config.vocab_size,
+            clock=self.clock,
+            acceptance=acceptance or ModelledAcceptance(0.7),
+            faults=faults,
+            draft_context_tokens=self.config.draft_context_tokens,
+        )
+        self.executor.plans = []
+        self.loop = StepLoop(self.scheduler, self.executor, clock=self.clock, depth=depth)
+        self.requests: dict[str, Request] = {}
+        self.shown: defaultdict[str, list[int]] = defaultdict(list)
+        self.finished: dict[str, Finished] = {}
+        self.commits: list[Commit] = []
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        return self.executor.plans
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request, self.clock())
+            self.requests[request.request_id] = request
+
+    def step(self) -> Commit | None:
+        commit = self.loop.step()
+        self.scheduler.check()
+        if commit is not None:
+            self.commits.append(commit)
+            for name, tokens, drafted, accepted in commit.updates():
+                assert name not in self.finished, f"{name} added tokens after its end"
+                assert 0 <= accepted <= drafted
+                self.shown[name].extend(tokens.tolist())
+            self._end(commit.finished)
+        self._end(self.scheduler.take_finished())
+        return commit
+
+    def run(self, max_steps: int = 3000) -> dict[str, Finished]:
+        """Step until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.scheduler.has_work, "requests are left over"
+        self._end(self.scheduler.take_finished())
+        assert set(self.finished) == set(self.requests)
+        return self.finished
+
+    def _end(self, finished: tuple[Finished, ...]) -> None:
+        for end in finished:
+            name = end.request_id
+            assert name in self.requests and name not in self.finished, f"{name} ended twice"
+            self.finished[name] = end
+            shown = self.shown[name]
+            output = end.output.tolist()
+            assert shown[: len(output)] == output, f"{name}: its output is not what it showed"
+
+    def output(self, name: str) -> list[int]:
+        return self.finished[name].output.tolist()
+
+    def reference(self, name: str) -> tuple[list[int], FinishReason]:
+        """What the request gives when it is served alone."""
+        return reference_output(
+            self.requests[name],
+            vocab_size=self.config.vocab_size,
+            eos_ids=self.config.eos_ids,
+            max_model_tokens=self.config.max_sequence_tokens,
+        )
+
+    def assert_reference(self, *names: str) -> None:
+        """These (or all) requests ended of themselves, with exactly their reference output."""
+        for name in names or tuple(self.requests):
+            expected, reason = self.reference(name)
+            assert self.output(name) == expected, name
+            assert self.finished[name].reason is reason, name
+
+
+def rows_of(world: World, plan: StepPlan) -> dict[str, dict[str, int]]:
+    """The rows of a recorded plan by request id; every admission so far must be recorded too."""
+    names: dict[int, str] = {}
+    for earlier in world.plans:
+        for admission in earlier.deltas.admitted:
+            names[admission.generation * world.config.max_slots + admission.slot] = (
+                admission.request_id
+            )
+        if earlier is plan:
+            break
+    keys = plan.generations * world.config.max_slots + plan.slots
+    return {
+        names[int(key)]: {
+            "query_len": int(plan.query_lens[i]),
+            "num_drafts": int(plan.num_drafts[i]),
+            "catch_up": int(plan.catch_up[i]),
+            "wants_logits": int(plan.wants_logits[i]),
+        }
+        for i, key in enumerate(keys.tolist())
+    }

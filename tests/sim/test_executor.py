@@ -1,0 +1,228 @@
+"""The fake must catch what it is there to catch: every kind of broken plan raises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cbatch.core.plan import Admission, Deltas, RowStatus, StepPlan
+from cbatch.core.request import SamplingParams
+from sim.clock import VirtualClock
+from sim.executor import Faults, ScriptedFault, SimExecutor
+from sim.models import ScriptedAcceptance, StepCost
+from sim.shadow import ContractBreachError
+from sim.tokens import reference_output
+from tests.helpers import make_request
+
+NONE = np.zeros(0, np.int32)
+NO_DELTAS = Deltas(False, NONE, NONE, (), NONE, NONE, NONE)
+
+
+def ints(*values):
+    return np.asarray(values, np.int32)
+
+
+def executor(**settings):
+    base = {"num_blocks": 8, "block_size_tokens": 4, "max_slots": 2, "vocab_size": 100}
+    return SimExecutor(**(base | settings))
+
+
+def admit(name="a", slot=0, generation=0, prompt=(1, 2, 3, 4, 5), blocks=(0, 1, 2), **settings):
+    base = {
+        "seed": 0,
+        "choice": 0,
+        "params": SamplingParams(max_tokens=16),
+        "stop_ids": (),
+        "tokens": ints(*prompt),
+        "num_prompt_tokens": 5,
+        "max_total_tokens": 12,
+        "kv_len_tokens": 0,
+        "draft_kv_len_tokens": 0,
+    }
+    return Admission(
+        slot=slot, generation=generation, request_id=name, blocks=ints(*blocks), **(base | settings)
+    )
+
+
+def deltas(*admitted, reset=False, released=(), zeroed=(), appended=()):
+    columns = [ints(*column) for column in zip(*appended, strict=True)] or [NONE] * 3
+    return Deltas(reset, ints(*released), ints(*zeroed), admitted, *columns)
+
+
+def plan(*rows, changes=NO_DELTAS, step_id=0):
+    """Each row is (slot, generation, query_len, num_drafts, catch_up, wants_logits)."""
+    columns = [ints(*column) for column in zip(*rows, strict=True)]
+    return StepPlan(step_id, *columns[:5], columns[5].astype(bool), changes)
+
+
+PREFILL = (0, 0, 5, 0, 0, 1)
+
+
+def prefilled(**settings):
+    """An executor with `a` in slot 0: five prompt tokens in KV and one emitted."""
+    fake = executor(**settings)
+    result = fake.run(plan(PREFILL, changes=deltas(admit())))
+    return fake, result
+
+
+def test_prefill_then_verification_gives_the_reference():
+    fake, first = prefilled(acceptance=ScriptedAcceptance({"a": [1, 2]}))
+    second = fake.run(plan((0, 0, 3, 2, 5, 1)))
+    assert (second.num_drafted.tolist(), second.num_accepted.tolist()) == ([2], [1])
+    third = fake.run(plan((0, 0, 3, 2, 0, 1)))
+    assert third.num_accepted.tolist() == [2]
+    tokens = np.concatenate([first.tokens, second.tokens, third.tokens]).tolist()
+    request = make_request("a", [1, 2, 3, 4, 5])
+    expected, _ = reference_output(request, vocab_size=100, eos_ids=(), max_model_tokens=11)
+    assert tokens == expected
+    assert fake.stats.num_rejections == fake.stats.num_full_acceptances == 1
+    # After a full acceptance the draft lags by one token.
+    with pytest.raises(ContractBreachError, match="the draft lags 1"):
+        fake.run(plan((0, 0, 2, 1, 0, 1)))
+
+
+def test_chunks_give_the_same_token():
+    fake = executor()
+    assert len(fake.run(plan((0, 0, 3, 0, 0, 0), changes=deltas(admit()))).tokens) == 0
+    chunked = fake.run(plan((0, 0, 2, 0, 0, 1))).tokens.tolist()
+    assert chunked == prefilled()[1].tokens.tolist()
+
+
+def test_drafts_are_clipped_while_overlapped_and_refused_otherwise():
+    fake = executor(acceptance=ScriptedAcceptance({"a": [4]}))
+    fake.submit(plan(PREFILL, changes=deltas(admit(max_total_tokens=8))))
+    fake.submit(plan((0, 0, 5, 4, 5, 1)))
+    fake.wait()
+    fake.submit(plan((0, 0, 3, 2, 1, 1)))  # the row has all its tokens already
+    assert fake.wait().num_drafted.tolist() == [1]
+    result = fake.wait()
+    assert (len(result.tokens), result.num_drafted.tolist()) == (0, [0])
+    alone, _ = prefilled()
+    with pytest.raises(ContractBreachError, match="pass the end"):
+        alone.run(plan((0, 0, 8, 7, 5, 1)))
+
+
+def test_a_slice_of_a_catch_up_drafts_nothing():
+    fake, _ = prefilled()
+    fake.run(plan((0, 0, 1, 0, 2, 1)))
+    with pytest.raises(ContractBreachError, match="the draft lags 4"):
+        fake.run(plan((0, 0, 2, 1, 5, 1)))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (plan((0, 1, 1, 0, 0, 1)), "stale generation"),
+        (plan((1, 0, 1, 0, 0, 1)), "slot 1 is empty"),
+        (plan((0, 0, 2, 0, 0, 1)), "query of 2 with 0 drafts, 1 tokens"),
+        (plan((0, 0, 1, 0, 0, 0)), "query of 1 with 0 drafts"),
+        (plan((0, 0, 2, 1, 4, 1)), "catch-up 4, the draft lags 5"),
+        (plan((0, 0, 1, 0, 0, 1), (0, 0, 1, 0, 0, 1)), "two rows"),
+        (plan((0, 0, 1, 0, 0, 1), changes=deltas(admit())), "while occupied"),
+        (plan((0, 0, 1, 0, 0, 1), changes=deltas(admit(), released=[0])), "generation 0 after 0"),
+        (plan((0, 0, 1, 0, 0, 1), changes=deltas(released=[1])), "released twice"),
+        (plan((0, 0, 1, 0, 0, 1), changes=deltas(appended=[(0, 4, 4)])), "leaves a gap"),
+        (plan((0, 0, 1, 0, 0, 1), changes=deltas(appended=[(0, 3, 8)])), "does not exist"),
+        (plan((0, 0, 1, 0, 0, 1), changes=deltas(zeroed=[0])), "was never written"),
+        (
+            plan((0, 0, 1, 0, 0, 1), changes=deltas(appended=[(0, 0, 7)])),
+            "position 0 .block 7. was never written",
+        ),
+        (
+            plan((1, 0, 1, 0, 0, 1), changes=deltas(admit("b", 1, blocks=[3], kv_len_tokens=4))),
+            "was never written",
+        ),
+        (
+            plan(
+                (1, 0, 1, 0, 0, 1),
+                changes=deltas(admit("b", 1, prompt=(1, 9, 3, 4, 5), kv_len_tokens=4)),
+            ),
+            "position 1 .block 0. was written by another prefix",
+        ),
+        (
+            plan(
+                (1, 0, 1, 0, 0, 1),
+                changes=deltas(admit("b", 1, kv_len_tokens=4, draft_kv_len_tokens=4)),
+            ),
+            "draft KV position 0",
+        ),
+    ],
+)
+def test_a_broken_plan_raises(broken, message):
+    fake, _ = prefilled()
+    with pytest.raises(ContractBreachError, match=message):
+        fake.run(broken)
+
+
+def test_a_block_given_to_two_sequences_raises_in_the_same_step():
+    fake, _ = prefilled()
+    other = admit("b", 1, prompt=(9, 8, 7, 6, 5), blocks=(3, 1))
+    with pytest.raises(ContractBreachError, match="another prefix"):
+        fake.run(plan((0, 0, 1, 0, 0, 1), (1, 0, 5, 0, 0, 1), changes=deltas(other)))
+
+
+def test_positions_outside_the_block_table_raise():
+    fake = executor()
+    with pytest.raises(ContractBreachError, match="positions to 5, 1 blocks"):
+        fake.run(plan(PREFILL, changes=deltas(admit(blocks=[0]))))
+
+
+def test_a_shared_prefix_is_read():
+    fake, first = prefilled()
+    twin = admit("b", 1, blocks=[0, 5], kv_len_tokens=4)
+    result = fake.run(plan((1, 0, 1, 0, 0, 1), changes=deltas(twin)))
+    assert result.tokens.tolist() == first.tokens.tolist()
+
+
+def test_fault_needs_a_reset_and_then_a_snapshot():
+    fake = executor(faults=Faults(raise_at_runs=frozenset({1})))
+    fake.run(plan(PREFILL, changes=deltas(admit())))
+    for _ in range(2):
+        with pytest.raises(ScriptedFault):
+            fake.run(plan((0, 0, 1, 0, 0, 1)))
+    fake.reset()
+    again = plan((0, 1, 5, 0, 0, 1), changes=deltas(admit(generation=1)))
+    with pytest.raises(ContractBreachError, match="reset"):
+        fake.run(again)
+    fake.reset()
+    snapshot = deltas(admit(generation=1), reset=True)
+    assert len(fake.run(plan((0, 1, 5, 0, 0, 1), changes=snapshot)).tokens) == 1
+
+
+def test_non_finite_row_emits_nothing_and_its_blocks_must_be_zeroed():
+    fake = executor(faults=Faults(non_finite_at={"a": 1}))
+    fake.run(plan(PREFILL, changes=deltas(admit())))
+    result = fake.run(plan((0, 0, 1, 0, 0, 1)))
+    assert result.status.tolist() == [RowStatus.NON_FINITE] and len(result.tokens) == 0
+    heir = admit("b", 0, generation=1, prompt=(9, 8, 7, 6, 5))
+    row = (0, 1, 5, 0, 0, 1)
+    with pytest.raises(ContractBreachError, match="non-finite"):
+        fake.run(plan(row, changes=deltas(heir, released=[0])))
+    clean = admit("b", 0, generation=2, prompt=(9, 8, 7, 6, 5))
+    zeroed = deltas(clean, released=[0], zeroed=[0, 1, 2])
+    assert len(fake.run(plan((0, 2, 5, 0, 0, 1), changes=zeroed)).tokens) == 1
+
+
+def test_non_finite_draft_keeps_the_token_of_the_target():
+    plain = prefilled()[0].run(plan((0, 0, 1, 0, 0, 1))).tokens.tolist()
+    fake, _ = prefilled(faults=Faults(draft_non_finite_at={"a": frozenset({1})}))
+    result = fake.run(plan((0, 0, 3, 2, 5, 1)))
+    assert result.status.tolist() == [RowStatus.DRAFT_NON_FINITE]
+    assert (result.tokens.tolist(), result.num_drafted.tolist()) == (plain, [0])
+    with pytest.raises(ContractBreachError, match="the draft lags 6"):
+        fake.run(plan((0, 0, 2, 1, 0, 1)))
+
+
+def test_steps_take_their_modelled_time_one_after_the_other():
+    clock = VirtualClock()
+    cost = StepCost(target_base_s=1.0, target_token_s=0.1, target_context_token_s=0.01, row_s=0.001)
+    fake = executor(clock=clock, cost=cost)
+    fake.submit(plan(PREFILL, changes=deltas(admit())))
+    fake.submit(plan((0, 0, 1, 0, 0, 1)))
+    assert clock() == 0
+    first = fake.wait()
+    assert clock() == pytest.approx(1.0 + 0.5 + 0.05 + 0.001) == first.target_s
+    second = fake.wait()
+    assert clock() == pytest.approx(first.target_s + second.target_s)
+    with pytest.raises(ContractBreachError, match="without a plan"):
+        fake.wait()
