@@ -1,0 +1,17 @@
+"""Text above, token ids below: tokenizers, incremental decoding and stop strings.
+
+Imports nothing of the engine's, so that a client process can hold it alone.
+"""
+
+from cbatch.text.stop import StopMatcher
+from cbatch.text.stream import TextDelta, TextStream
+from cbatch.text.tokenizer import TextTokenizer, TokenizerError, load_tokenizer
+
+__all__ = [
+    "StopMatcher",
+    "TextDelta",
+    "TextStream",
+    "TextTokenizer",
+    "TokenizerError",
+    "load_tokenizer",
+]

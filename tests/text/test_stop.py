@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbatch.text import StopMatcher
+
+TEXT = st.text(alphabet="ab\n", max_size=30)
+STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), min_size=1, max_size=3)
+
+
+def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+    matcher, shown = StopMatcher(stops), ""
+    for piece in pieces:
+        text, stopped = matcher.push(piece)
+        shown += text
+        if stopped:
+            return shown, True
+    return shown + matcher.flush(), False
+
+
+def reference(stops: list[str], text: str) -> tuple[str, bool]:
+    """Character by character: the first completed stop string, the longest of several."""
+    for end in range(1, len(text) + 1):
+        done = [s for s in stops if text[:end].endswith(s)]
+        if done:
+            return text[: end - max(map(len, done))], True
+    return text, False
+
+
+@given(STOPS, TEXT, st.data())
+def test_any_split_gives_the_same_text(stops: list[str], text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    bounds = [0, *cuts, len(text)]
+    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert run(stops, pieces) == reference(stops, text)
+
+
+def test_every_split_of_a_stop_string_hides_all_of_it() -> None:
+    stop = "\n\ndef"
+    for cut in range(len(stop) + 1):
+        matcher = StopMatcher([stop])
+        first, stopped = matcher.push("x = 1" + stop[:cut])
+        if not stopped:
+            assert first == "x = 1", "a partial match must be held back"
+            second, stopped = matcher.push(stop[cut:] + " later")
+            assert (second, stopped) == ("", True)
+
+
+def test_a_partial_match_that_fails_is_shown() -> None:
+    matcher = StopMatcher(["STOP"])
+    assert matcher.push("aST") == ("a", False)
+    assert matcher.push("x") == ("STx", False)
+    assert matcher.push("S") == ("", False)
+    assert matcher.flush() == "S"
+
+
+def test_before_min_tokens_a_stop_string_is_text() -> None:
+    matcher = StopMatcher(["ab"])
+    assert matcher.push("xab", may_stop=False) == ("xab", False)
+    assert matcher.push("a", may_stop=False) == ("", False), "it may be completed later"
+    assert matcher.push("b") == ("", True)
+
+
+def test_no_stop_strings_hold_nothing() -> None:
+    assert StopMatcher([]).push("anything") == ("anything", False)

@@ -1,0 +1,54 @@
+"""Small tokenizers built in memory: byte-level BPE, and sentencepiece with byte fallback."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+CORPUS = [
+    "def add(a, b):\n    return a + b\n",
+    "for item in items:\n    print(item)\n",
+    "héllo wörld, 日本語 and 😀 twice 😀",
+    "class Node:\n    def __init__(self, value):\n        self.value = value\n",
+] * 8
+
+
+@lru_cache
+def byte_level(vocab_size: int = 400) -> Tokenizer:
+    """Byte-level BPE; id 0 is the end of text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+@lru_cache
+def byte_fallback() -> Tokenizer:
+    """Words with a leading U+2581, bytes as <0xNN>, and a decoder that drops the first space."""
+    words = ["▁hello", "▁world", "▁", "he", "llo", "lo", "▁a", "b", "c"]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocab |= {word: 259 + at for at, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
