@@ -145,5 +145,5 @@ def exponential(words: ArrayLike) -> F32:
 
 
 def race(probabilities: F32, exponentials: F32) -> NDArray[np.int64]:
-    """Exponential race (Gumbel-max): argmax of p_i / E_i on the last axis, ties to the lowest id."""
+    """Exponential race (Gumbel-max): argmax of p_i / E_i, last axis, ties to the lowest id."""
     return np.asarray(np.argmax(probabilities / exponentials, axis=-1), dtype=np.int64)

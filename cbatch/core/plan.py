@@ -21,7 +21,9 @@ class RowStatus(enum.IntEnum):
 
     OK = 0
     NON_FINITE = 1  # NaN or infinite logits: the request ends with an error, its blocks are zeroed
-    DRAFT_NON_FINITE = 2  # the draft's row was not finite: nothing drafted, the target's token stands
+    DRAFT_NON_FINITE = (
+        2  # the draft's row was not finite: nothing drafted, the target's token stands
+    )
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -84,8 +86,9 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """Filled by the executor. Row i emitted `tokens[row_splits[i]:row_splits[i+1]]`: nothing where
-    no logits were wanted or the status is NON_FINITE, else `num_accepted[i]` drafts and one more."""
+    """Filled by the executor. Row i emitted `tokens[row_splits[i] : row_splits[i + 1]]`: nothing
+    where no logits were wanted or the status is NON_FINITE, else its `num_accepted[i]` accepted
+    drafts and one more."""
 
     step_id: int
     generations: np.ndarray  # int32 [R], copied from the plan

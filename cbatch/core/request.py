@@ -25,9 +25,10 @@ class FinishReason(enum.Enum):
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the tokens of one request are chosen.
 
-    `temperature` 0 is greedy; ties go to the lowest token id. Filters apply in the order temperature,
-    top_k, top_p, min_p, and ties at an edge go to the lowest id. `n` is expanded into requests with
-    choice indices 0..n-1 and `stop` (strings) is matched on text, both above the core; everything
+    `temperature` 0 is greedy; ties go to the lowest token id. Filters apply in the order
+    temperature, top_k, top_p, min_p, and ties at an edge go to the lowest id. `n` is expanded into
+    requests with choice indices 0..n-1 and `stop` (strings) is matched on text, both above the
+    core; everything
     else is in token ids. Raises `FieldError` naming the field.
     """
 

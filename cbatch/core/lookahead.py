@@ -1,0 +1,85 @@
+"""How many tokens each slot drafts: pure functions of acceptance statistics.
+
+The estimator is a decayed *ratio of sums* with decay per trial: a step with A accepted drafts and
+R in {0, 1} rejected ones has d = A + R trials, and
+
+    N <- rho^d N + A,   D <- rho^d D + d,   alpha = N / D
+
+with the prior inside both sums. Positions after the first rejection were not trials. The mean of
+A / k would be biased low and would depend on k (at alpha = 0.7, k = 4 it reads 0.44).
+
+A slot's chance that its first j drafts all survive is the Beta moment
+
+    S_j = prod_{m < j} (a + m) / (a + b + m),   a = N, b = D - N,
+
+slightly above alpha^j while little is known, which keeps exploring.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cbatch.core.config import LookaheadConfig
+
+MAX_DEPTH = 32
+_DEPTHS = np.arange(MAX_DEPTH, dtype=np.float64)
+
+
+def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray:
+    """S_1..S_depth for each row, float64 [rows, depth], non-increasing along a row.
+
+    `accepted` and `trials` are the decayed sums N and D, float64 [rows].
+    """
+    steps = _DEPTHS[:depth]
+    hazards = (accepted[:, None] + steps) / (trials[:, None] + steps)
+    return np.asarray(np.cumprod(hazards, axis=1))
+
+
+def choose_lookahead(
+    config: LookaheadConfig, accepted: np.ndarray, trials: np.ndarray
+) -> np.ndarray:
+    """k of each row, int32 [rows], before the caps of request, context, pool and step budget.
+
+    `off` is 0, `fixed` is `config.k`, `ema` drafts position j while S_j >= `config.min_survival`.
+    """
+    rows = len(accepted)
+    if config.policy == "off":
+        return np.zeros(rows, dtype=np.int32)
+    if config.policy == "fixed":
+        return np.full(rows, config.k, dtype=np.int32)
+    worth = survival(accepted, trials, config.k) >= config.min_survival
+    return worth.sum(axis=1, dtype=np.int32)
+
+
+def observe(
+    config: LookaheadConfig,
+    accepted: np.ndarray,
+    trials: np.ndarray,
+    num_drafted: np.ndarray,
+    num_accepted: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The sums (N, D) after a step, float64 [rows]; `num_*` are int32 [rows].
+
+    A row that drafted nothing drifts towards the prior, so that k = 0 never absorbs a slot.
+    """
+    rejected = num_accepted < num_drafted
+    tried = num_accepted + rejected
+    keep = np.power(config.decay, tried)
+    new_accepted = keep * accepted + num_accepted
+    new_trials = keep * trials + tried
+    idle = num_drafted == 0
+    if idle.any():
+        new_accepted[idle], new_trials[idle] = drift(config, accepted[idle], trials[idle])
+    return new_accepted, new_trials
+
+
+def drift(
+    config: LookaheadConfig, accepted: np.ndarray, trials: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The sums (N, D) after a step without drafts: a little closer to the prior."""
+    keep = config.idle_drift
+    prior_accepted = config.prior_trials * config.prior_acceptance
+    return (
+        keep * accepted + (1 - keep) * prior_accepted,
+        keep * trials + (1 - keep) * config.prior_trials,
+    )

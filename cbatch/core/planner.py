@@ -1,0 +1,283 @@
+"""Packing a step: decodes and their drafts, chunks of prompts, new requests."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from cbatch.core import lookahead
+from cbatch.core.growth import Row, decide_growth, fit_drafts
+from cbatch.core.plan import StepPlan
+from cbatch.core.sequence import Flight, Sequence
+from cbatch.core.state import SchedulerState
+
+_NONE = np.zeros(0, dtype=np.int32)
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A prefilling row: its next `query_len` tokens; `last` if they reach the last known one."""
+
+    slot: int
+    query_len: int
+    last: bool
+
+
+class Decodes(msgspec.Struct, frozen=True):
+    """The decoding rows of a step. `rows` selects `slots` in the table, as a slice if it can."""
+
+    slots: np.ndarray
+    rows: slice | np.ndarray
+    num_drafts: np.ndarray
+    catch_up: np.ndarray
+    drafts_total: int  # drafts and catch-up tokens
+    preempted: bool = False  # a sequence was preempted for them: nothing is admitted this step
+
+
+class RowCache(msgspec.Struct, frozen=True):
+    """What is constant while the set of decoding slots is."""
+
+    version: int
+    slots: np.ndarray
+    rows: slice | np.ndarray
+    owners: list[Sequence]
+    generations: np.ndarray
+    ones: np.ndarray
+    zeros: np.ndarray
+    trues: np.ndarray
+
+
+def select(slots: np.ndarray) -> slice | np.ndarray:
+    """`slots` (ascending) as a slice where they are adjacent: numpy is several times faster."""
+    count = len(slots)
+    if count and int(slots[-1]) - int(slots[0]) == count - 1:
+        return slice(int(slots[0]), int(slots[0]) + count)
+    return slots
+
+
+class Planner:
+    def __init__(self, state: SchedulerState) -> None:
+        self.state = state
+        self._next_step_id = 0
+        self._cache = self._build_cache()
+
+    def plan(self) -> StepPlan | None:
+        state = self.state
+        decodes = self._decodes()
+        chunks: list[Chunk] = []
+        if state.prefilling or (state.waiting and state.table.num_free):
+            left = state.config.step_budget_tokens - len(decodes.slots) - decodes.drafts_total
+            chunks = self._continue_prefills(left)
+            left -= sum(chunk.query_len for chunk in chunks)
+            if not (decodes.preempted or state.doomed):
+                chunks += self._admit_waiting(left)
+        if not (len(decodes.slots) or chunks):
+            return None
+        return self._build(decodes, chunks)
+
+    # ---- decoding rows ------------------------------------------------------------------------
+
+    def _decodes(self) -> Decodes:
+        state, table = self.state, self.state.table
+        if self._cache.version != state.rows_version:
+            self._cache = self._build_cache()
+        cache = self._cache
+        slots, rows, zeros = cache.slots, cache.rows, cache.zeros
+        if not len(slots):
+            return Decodes(slots, rows, zeros, zeros, 0)
+        if state.flights or state.doomed:
+            # A row whose plan in flight is certain to reach max_tokens has nothing left to do.
+            open_rows = table.known[rows] < table.max_total[rows]
+            for sequence in state.doomed:
+                open_rows &= slots != sequence.slot
+            if not open_rows.all():
+                slots = slots[open_rows]
+                rows, zeros = select(slots), np.zeros(len(slots), dtype=np.int32)
+        num_drafts, catch_up, total = zeros, zeros, 0
+        if state.speculates:
+            num_drafts, catch_up, total = self._drafts(rows, len(slots))
+        need = table.kv_high[rows] + num_drafts
+        need += 1
+        np.minimum(need, table.max_total[rows], out=need)
+        held = table.num_blocks[rows]
+        block_size = state.pool.block_size
+        if not (need > held * block_size).any():
+            return Decodes(slots, rows, num_drafts, catch_up, total)
+        extra = -(-need // block_size) - held
+        np.maximum(extra, 0, out=extra)
+        growing = np.flatnonzero(extra)
+        if int(extra[growing].sum()) <= state.pool.num_available:
+            state.append_blocks(slots[growing], extra[growing])
+            return Decodes(slots, rows, num_drafts, catch_up, total)
+        return self._grow_short(slots, num_drafts, catch_up)
+
+    def _drafts(self, rows: slice | np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Drafts and catch-up tokens per row, and their total, before blocks are considered."""
+        state, table, config = self.state, self.state.table, self.state.config
+        draft_context = config.draft_context_tokens
+        assert draft_context is not None
+        drafts = lookahead.choose_lookahead(
+            config.lookahead, table.accepted[rows], table.trials[rows]
+        )
+        known = table.known[rows]
+        np.minimum(drafts, table.max_lookahead[rows], out=drafts)
+        np.minimum(drafts, table.max_total[rows] - known - 1, out=drafts)
+        np.minimum(drafts, draft_context - known, out=drafts)
+        np.maximum(drafts, 0, out=drafts)
+        lag = known - 1 - table.draft_kv_len[rows]
+        budget = config.step_budget_tokens - count
+        if state.prefilling or state.waiting:
+            budget //= 2  # speculation does not starve prompts
+        drafts, catch_up = fit_drafts(drafts, lag, budget, self._next_step_id % max(count, 1))
+        return drafts, catch_up, int(drafts.sum()) + int(catch_up.sum())
+
+    def _grow_short(
+        self, slots: np.ndarray, num_drafts: np.ndarray, catch_up: np.ndarray
+    ) -> Decodes:
+        """Blocks do not suffice for everybody: decide who runs, then preempt and append."""
+        state, table, pool = self.state, self.state.table, self.state.pool
+        wanted = dict(zip(slots.tolist(), num_drafts.tolist(), strict=True))
+        running = [owner for owner in state.owners if owner is not None]
+        rows = [self._row(owner, wanted) for owner in running if not owner.doomed]
+        held_back = [slot for flight in state.flights for slot in flight.held_slots]
+        leaving = held_back + [s.slot for s in state.doomed if s.slot is not None]
+        coming = sum(pool.count_sole(table.block_row(slot)) for slot in leaving)
+        growth = decide_growth(rows, pool.num_available, coming, pool.block_size)
+        for victim in growth.victims:
+            sequence = state.owners[victim]
+            assert sequence is not None
+            if self._in_flight(victim):
+                sequence.doomed = True
+                state.doomed.append(sequence)
+            else:
+                state.preempt(sequence)
+        keep = np.asarray([slot in growth.granted_drafts for slot in slots.tolist()], dtype=bool)
+        slots = slots[keep]
+        granted = [growth.granted_drafts[slot] for slot in slots.tolist()]
+        drafts = np.asarray(granted, dtype=np.int32)
+        catch_up = catch_up[keep]
+        need = np.minimum(table.kv_high[slots] + 1 + drafts, table.max_total[slots])
+        extra = np.maximum(-(-need // pool.block_size) - table.num_blocks[slots], 0)
+        state.append_blocks(slots[extra > 0], extra[extra > 0])
+        total = int(drafts.sum()) + int(catch_up.sum())
+        return Decodes(slots, select(slots), drafts, catch_up, total, bool(growth.victims))
+
+    def _row(self, sequence: Sequence, wanted: dict[int, int]) -> Row:
+        table, slot = self.state.table, sequence.slot
+        assert slot is not None
+        gained = int(table.num_tokens[slot]) - sequence.tokens_at_admission
+        return Row(
+            slot=slot,
+            rank=sequence.rank,
+            decodes=slot in wanted,
+            kv_tokens=int(table.kv_high[slot]),
+            num_drafts=wanted.get(slot, 0),
+            max_tokens=int(table.max_total[slot]),
+            blocks_held=int(table.num_blocks[slot]),
+            blocks_freed=self.state.pool.count_sole(table.block_row(slot)),
+            in_flight=self._in_flight(slot),
+            protected=sequence.preemptions > 0 and gained < self.state.pool.block_size,
+        )
+
+    def _in_flight(self, slot: int) -> bool:
+        return any((flight.plan.slots == slot).any() for flight in self.state.flights)
+
+    # ---- prefilling rows ----------------------------------------------------------------------
+
+    def _continue_prefills(self, budget_tokens: int) -> list[Chunk]:
+        chunks = []
+        for slot in self.state.prefilling:
+            if budget_tokens <= 0:
+                break
+            sequence = self.state.owners[slot]
+            assert sequence is not None
+            if sequence.doomed:
+                continue
+            chunk = self._chunk(slot, budget_tokens)
+            chunks.append(chunk)
+            budget_tokens -= chunk.query_len
+        return chunks
+
+    def _chunk(self, slot: int, budget_tokens: int) -> Chunk:
+        table = self.state.table
+        todo = int(table.known[slot]) - int(table.kv_low[slot])
+        return Chunk(slot, min(todo, budget_tokens), last=todo <= budget_tokens)
+
+    def _admit_waiting(self, budget_tokens: int) -> list[Chunk]:
+        state, pool = self.state, self.state.pool
+        chunks: list[Chunk] = []
+        for sequence in list(state.waiting) if budget_tokens > 0 else ():
+            if budget_tokens <= 0 or not state.table.num_free:
+                break
+            # The last known token is always computed: its logits are wanted.
+            most = (len(sequence.tokens) - 1) // pool.block_size if state.config.prefix_cache else 0
+            match = pool.match(sequence.tokens, most)
+            if match.promised:
+                continue
+            fresh = state.blocks_to_admit(sequence) - len(match.blocks)
+            if fresh + pool.count_unreferenced(match.blocks) > pool.num_available:
+                break
+            slot = state.admit(sequence, match)
+            chunks.append(self._chunk(slot, budget_tokens))
+            budget_tokens -= chunks[-1].query_len
+        return chunks
+
+    # ---- the plan -----------------------------------------------------------------------------
+
+    def _build(self, decodes: Decodes, chunks: list[Chunk]) -> StepPlan:
+        state, table, cache = self.state, self.state.table, self._cache
+        slots, drafts = decodes.slots, decodes.num_drafts
+        generations, owners, wants = cache.generations, cache.owners, cache.trues
+        if slots is not cache.slots:
+            generations, wants = table.generation[slots], np.ones(len(slots), dtype=np.bool_)
+            owners = [state.owners[slot] for slot in slots.tolist()]  # type: ignore[misc]
+        plain = decodes.drafts_total == 0
+        query_lens = cache.ones[: len(slots)] if plain else drafts + 1
+        rows, catch_up = decodes.rows, decodes.catch_up
+        if chunks:
+            plain = False
+            more = np.asarray([chunk.slot for chunk in chunks], dtype=np.int32)
+            chunk_lens = np.asarray([chunk.query_len for chunk in chunks], dtype=np.int32)
+            last = np.asarray([chunk.last for chunk in chunks], dtype=np.bool_)
+            zeros = np.zeros(len(chunks), dtype=np.int32)
+            slots = rows = np.concatenate([slots, more])
+            generations = np.concatenate([generations, table.generation[more]])
+            query_lens = np.concatenate([query_lens, chunk_lens])
+            drafts = np.concatenate([drafts, zeros])
+            catch_up = np.concatenate([catch_up, zeros])
+            wants = np.concatenate([wants, last])
+            owners = [*owners, *(state.owners[chunk.slot] for chunk in chunks)]
+        table.kv_high[rows] += query_lens
+        table.kv_low[rows] += query_lens if plain else query_lens - drafts
+        table.known[rows] += wants
+        for chunk in chunks:
+            if chunk.last:
+                state.start_decoding(chunk.slot)
+        plan = StepPlan(
+            step_id=self._next_step_id,
+            slots=slots,
+            generations=generations,
+            query_lens=query_lens,
+            num_drafts=drafts,
+            catch_up=catch_up,
+            wants_logits=wants,
+            deltas=state.take_deltas(),
+        )
+        self._next_step_id += 1
+        state.flights.append(Flight(plan, rows, owners, plain, [], []))
+        return plan
+
+    def _build_cache(self) -> RowCache:
+        state = self.state
+        slots = np.asarray(state.decoding, dtype=np.int32)
+        owners = [state.owners[slot] for slot in state.decoding]
+        count = len(slots)
+        return RowCache(
+            version=state.rows_version,
+            slots=slots,
+            rows=select(slots),
+            owners=owners,  # type: ignore[arg-type]
+            generations=state.table.generation[slots],
+            ones=np.ones(count, dtype=np.int32),
+            zeros=np.zeros(count, dtype=np.int32),
+            trues=np.ones(count, dtype=np.bool_),
+        )

@@ -1,0 +1,217 @@
+"""Blocks of KV memory: reference counts, and a prefix cache that shares them without copies.
+
+A block is in exactly one of three states: free, referenced (by one or more sequences), or cached
+and unreferenced (kept for a future prefix hit, evicted least recently used first):
+`free + referenced + cached_unreferenced == total`.
+
+The prefix cache is a trie stored as one dictionary. A node's key is (uid of the parent node, the
+bytes of the block's own token ids), so a hit compares the tokens themselves and a chain of hits
+compares the whole prefix; uids are never used twice. A node is *promised* when a running sequence
+is about to compute it, and *ready* once its KV is verified and complete.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+ROOT_UID = 0
+Key = tuple[int, bytes]
+
+
+class Match(msgspec.Struct, frozen=True):
+    """The longest ready prefix. `uid` names its last node; `promised` says that the very next block
+    is being computed by a running sequence, so waiting for it beats computing it twice."""
+
+    blocks: list[int]
+    uid: int
+    promised: bool
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size_tokens
+        self.ref_counts = np.zeros(num_blocks, dtype=np.int32)
+        # True where the block's draft-model KV is complete too.
+        self.draft_valid = np.zeros(num_blocks, dtype=np.bool_)
+        # A stack; reversed so that a fresh pool hands out 0, 1, 2, ...
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_free = num_blocks
+        self._lru: dict[int, None] = {}  # cached and unreferenced, oldest first
+        self._index: dict[Key, int] = {}
+        self._keys: list[Key | None] = [None] * num_blocks  # by block: its node, if it has one
+        self._uids = [ROOT_UID] * num_blocks
+        self._ready = bytearray(num_blocks)
+        self._next_uid = ROOT_UID + 1
+        self._dirty: dict[int, None] = {}  # held non-finite values: zero before the next use
+        self._to_zero: list[int] = []
+
+    # ---- counts -------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._lru)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out now."""
+        return self._num_free + len(self._lru)
+
+    def num_blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    # ---- allocation ---------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> np.ndarray:
+        """`count` blocks with one reference each, int32. The caller has checked `num_available`."""
+        if count > self._num_free:
+            self._evict(count - self._num_free)
+        self._num_free -= count
+        blocks = self._free[self._num_free : self._num_free + count][::-1].copy()
+        self.ref_counts[blocks] = 1
+        self.draft_valid[blocks] = False
+        if self._dirty:
+            for block in blocks.tolist():
+                if block in self._dirty:
+                    del self._dirty[block]
+                    self._to_zero.append(block)
+        return blocks
+
+    def acquire(self, blocks: list[int]) -> None:
+        """One more reference to each of the cached blocks of a `Match`."""
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                del self._lru[block]
+            self.ref_counts[block] += 1
+
+    def release(self, blocks: np.ndarray) -> None:
+        """Give up one reference to each block of a sequence, in order of position.
+
+        Tails go first into the LRU order, so that a chain is evicted from its end.
+        """
+        for block in blocks[::-1].tolist():
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] > 0:
+                continue
+            if self._ready[block]:
+                self._lru[block] = None
+            else:
+                self._forget(block)
+                self._push_free(block)
+
+    def release_private(self, blocks: np.ndarray) -> None:
+        """Give back blocks that nobody shares and no node names: reserved and not used."""
+        count = len(blocks)
+        self.ref_counts[blocks] = 0
+        self._free[self._num_free : self._num_free + count] = blocks
+        self._num_free += count
+
+    def count_unreferenced(self, blocks: list[int]) -> int:
+        return sum(1 for block in blocks if self.ref_counts[block] == 0)
+
+    def count_sole(self, blocks: np.ndarray) -> int:
+        """How many of them would become available if their one holder let go."""
+        return int(np.count_nonzero(self.ref_counts[blocks] == 1))
+
+    def take_to_zero(self) -> np.ndarray:
+        """Blocks handed out since the last call that must be zeroed before their first use."""
+        blocks = np.asarray(self._to_zero, dtype=np.int32)
+        self._to_zero = []
+        return blocks
+
+    # ---- prefix cache -------------------------------------------------------------------------
+
+    def match(self, tokens: np.ndarray, max_blocks: int) -> Match:
+        """The longest ready prefix of `tokens` (int32), in whole blocks, at most `max_blocks`."""
+        blocks: list[int] = []
+        uid = ROOT_UID
+        for index in range(max_blocks):
+            block = self._index.get((uid, self._bytes(tokens, index)))
+            if block is None:
+                break
+            if not self._ready[block]:
+                return Match(blocks, uid, promised=True)
+            blocks.append(block)
+            uid = self._uids[block]
+        return Match(blocks, uid, promised=False)
+
+    def promise(self, block: int, parent_uid: int, tokens: np.ndarray, index: int) -> int:
+        """Name the node that the holder of `block` will compute; returns the node's uid.
+
+        If the node exists already (another sequence computed it meanwhile) the block stays private
+        and the existing uid carries the chain on.
+        """
+        key = (parent_uid, self._bytes(tokens, index))
+        existing = self._index.get(key)
+        if existing is not None:
+            return self._uids[existing]
+        self._index[key] = block
+        self._keys[block] = key
+        self._uids[block] = uid = self._next_uid
+        self._next_uid += 1
+        return uid
+
+    def mark_ready(self, block: int) -> None:
+        """The block's KV is complete and verified. A block without a node is left alone."""
+        if self._keys[block] is not None:
+            self._ready[block] = 1
+
+    def taint(self, blocks: np.ndarray) -> None:
+        """Non-finite values may be in these blocks: out of the cache, zeroed before reuse."""
+        for block in blocks.tolist():
+            self._forget(block)
+            self._dirty[block] = None
+
+    def clear_cache(self) -> None:
+        """Forget every node: the executor lost the KV."""
+        for block in list(self._lru):
+            self._push_free(block)
+        self._lru.clear()
+        for block, key in enumerate(self._keys):
+            if key is not None:
+                self._forget(block)
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _bytes(self, tokens: np.ndarray, index: int) -> bytes:
+        return tokens[index * self.block_size : (index + 1) * self.block_size].tobytes()
+
+    def _push_free(self, block: int) -> None:
+        self._free[self._num_free] = block
+        self._num_free += 1
+
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
+        if key is not None:
+            del self._index[key]
+            self._keys[block] = None
+            self._uids[block] = ROOT_UID
+            self._ready[block] = 0
+
+    def _evict(self, count: int) -> None:
+        for _ in range(count):
+            block = next(iter(self._lru))
+            del self._lru[block]
+            self._forget(block)
+            self._push_free(block)
+
+    def check(self) -> None:
+        """Every invariant of the pool; raises AssertionError."""
+        free = self._free[: self._num_free]
+        referenced = int(np.count_nonzero(self.ref_counts))
+        assert (self.ref_counts >= 0).all(), "negative reference count"
+        assert self._num_free + referenced + len(self._lru) == self.num_blocks, (
+            f"{self._num_free} free + {referenced} referenced + {len(self._lru)} cached "
+            f"!= {self.num_blocks}"
+        )
+        assert len(np.unique(free)) == self._num_free, "a block is free twice"
+        assert (self.ref_counts[free] == 0).all(), "a free block is referenced"
+        assert not any(self._ready[b] for b in free.tolist()), "a free block is cached"
+        assert all(self.ref_counts[b] == 0 and self._ready[b] for b in self._lru)
+        assert len(self._index) == sum(key is not None for key in self._keys)
+        assert all(self._keys[block] == key for key, block in self._index.items())

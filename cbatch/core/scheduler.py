@@ -1,0 +1,212 @@
+"""The iteration-level scheduler: `plan`, run elsewhere, `commit`.
+
+Each step packs, within a budget of tokens, one token for every decoding sequence, the drafts that
+the lookahead policy asks for, chunks of the prompts that are still prefilling, and new requests.
+A plan may be made while one earlier plan is uncommitted (overlap); reservations then cover both.
+
+Admission: requests enter in service order (see waiting.py), only if blocks for all known tokens and
+a decode reserve are available, preempted ones first; the first that does not fit holds back those
+behind it. One whose next prefix block is being computed by a running sequence waits for it, and
+lets others pass. Preemption recomputes; the victim rule is in growth.py.
+
+It has no clock, no randomness and no other input than the calls below, in their order: `log`
+receives each as an event, and replaying the events reproduces every decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cbatch.core.committer import Committer
+from cbatch.core.config import SchedulerConfig
+from cbatch.core.errors import FieldError, RefusedError
+from cbatch.core.events import (
+    Added,
+    Cancelled,
+    Committed,
+    Configured,
+    Event,
+    ExecutorReset,
+    Failed,
+    Planned,
+    TextFinished,
+)
+from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.planner import Planner
+from cbatch.core.request import FinishReason, Request
+from cbatch.core.sequence import Commit, Finished, SchedulerStats, Sequence
+from cbatch.core.state import SchedulerState
+
+MAX_IN_FLIGHT = 2  # the plan being run, and one made meanwhile
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, log: Callable[[Event], None] | None = None) -> None:
+        self.config = config
+        self._state = SchedulerState(config)
+        self._planner = Planner(self._state)
+        self._committer = Committer(self._state)
+        self._log = log
+        if log:
+            log(Configured(config))
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def add(self, request: Request, now_s: float) -> None:
+        """Accept a request. Raises `FieldError` or `RefusedError`; then nothing was added."""
+        self._validate(request)
+        if self._log:
+            self._log(Added(request, now_s))
+        self._state.enqueue(request, now_s)
+
+    def cancel(self, request_id: str, now_s: float) -> bool:
+        """End it as CANCELLED, waiting or running; False if it is unknown or has ended."""
+        if self._log:
+            self._log(Cancelled(request_id, now_s))
+        return self._end(request_id, FinishReason.CANCELLED)
+
+    def finish(self, request_id: str, keep_tokens: int, now_s: float) -> bool:
+        """The text side found a stop string: the output is its first `keep_tokens` tokens."""
+        if self._log:
+            self._log(TextFinished(request_id, keep_tokens, now_s))
+        return self._end(request_id, FinishReason.STOP, keep_tokens=keep_tokens)
+
+    def fail(self, request_id: str, message: str, now_s: float) -> bool:
+        """End it as ERROR; the message is for its client."""
+        if self._log:
+            self._log(Failed(request_id, message, now_s))
+        return self._end(request_id, FinishReason.ERROR, message=message)
+
+    # ---- steps --------------------------------------------------------------------------------
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """The next step, or None if nothing can run now."""
+        if len(self._state.flights) >= MAX_IN_FLIGHT:
+            raise RuntimeError("two plans are uncommitted; commit the older one first")
+        if self._log:
+            self._log(Planned(now_s))
+        return self._planner.plan()
+
+    def commit(self, result: StepResult, now_s: float) -> Commit:
+        """Take in the result of the oldest plan in flight. Raises ValueError if it is not its."""
+        if self._log:
+            self._log(Committed(result, now_s))
+        return self._committer.commit(result)
+
+    def executor_reset(self, now_s: float) -> None:
+        """The executor lost its state: plans in flight are void, running requests go back to the
+        head of the queue with their tokens, the prefix cache is empty, and the next plan's deltas
+        are the full snapshot."""
+        if self._log:
+            self._log(ExecutorReset(now_s))
+        self._state.reset_executor()
+        self._state.stats.executor_resets += 1
+
+    def take_finished(self) -> tuple[Finished, ...]:
+        """Endings that no commit has delivered yet."""
+        finished = tuple(self._state.finished)
+        self._state.finished = []
+        return finished
+
+    # ---- what can be seen ---------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._state.sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._state.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._state.sequences) - len(self._state.waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._state.flights)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._state.stats
+
+    @property
+    def state(self) -> SchedulerState:
+        """For reading only: tests, metrics and pages look at it."""
+        return self._state
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        *,
+        keep_tokens: int | None = None,
+        message: str | None = None,
+    ) -> bool:
+        sequence = self._state.sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._state.end(sequence, reason, keep_tokens=keep_tokens, message=message)
+        return True
+
+    def _validate(self, request: Request) -> None:
+        config, prompt = self.config, request.prompt
+        if request.request_id in self._state.sequences:
+            raise FieldError("request_id", f"{request.request_id!r} is running", "use a new one")
+        if not prompt:
+            raise FieldError("prompt", "is empty", "give at least one token")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise FieldError(
+                "prompt", "has a token id out of range", f"use ids in [0, {config.vocab_size})"
+            )
+        if any(i >= config.vocab_size for i in request.params.stop_token_ids):
+            raise FieldError(
+                "stop_token_ids", "has an id out of range", f"use ids in [0, {config.vocab_size})"
+            )
+        longest = config.max_sequence_tokens - 1
+        if len(prompt) > longest:
+            limit = "context" if config.max_model_tokens <= longest + 1 else "whole KV pool"
+            raise RefusedError(
+                "prompt",
+                f"{len(prompt)} tokens do not fit",
+                f"the {limit} takes at most {longest} and one more for the output",
+            )
+
+    def check(self) -> None:
+        """Every invariant between the calls above; raises AssertionError."""
+        state, table = self._state, self._state.table
+        state.pool.check()
+        references = np.zeros(state.pool.num_blocks, dtype=np.int32)
+        held = [slot for flight in state.flights for slot in flight.held_slots]
+        running = [owner for owner in state.owners if owner is not None]
+        for slot in [*held, *(owner.slot for owner in running if owner.slot is not None)]:
+            references[table.block_row(slot)] += 1
+        assert (references == state.pool.ref_counts).all(), "references and tables disagree"
+        slots = sorted([*state.prefilling, *state.decoding])
+        assert slots == sorted(owner.slot for owner in running if owner.slot is not None)
+        assert len(slots) + len(held) + table.num_free == self.config.max_slots
+        assert len(running) + len(state.waiting) == len(state.sequences)
+        for owner in running:
+            self._check_row(owner)
+
+    def _check_row(self, owner: Sequence) -> None:
+        state, table, slot = self._state, self._state.table, owner.slot
+        assert slot is not None
+        tokens, kv_len = int(table.num_tokens[slot]), int(table.kv_len[slot])
+        assert owner.num_prompt_tokens <= tokens < owner.max_total_tokens
+        assert 0 <= table.draft_kv_len[slot] <= kv_len <= tokens - 1
+        used_tokens = min(int(table.kv_high[slot]), owner.max_total_tokens)
+        used_blocks = state.pool.num_blocks_for(used_tokens)
+        assert used_blocks <= table.num_blocks[slot], "computes beyond its blocks"
+        if any((flight.plan.slots == slot).any() for flight in state.flights):
+            return
+        assert table.kv_low[slot] == table.kv_high[slot] == kv_len
+        assert table.known[slot] == tokens
+        if slot in state.decoding:
+            assert kv_len == tokens - 1, f"kv_len {kv_len}, but {tokens} tokens are known"
+        spare = int(table.num_blocks[slot]) - max(used_blocks, int(table.floor_blocks[slot]))
+        assert spare <= 0, f"{spare} reserved blocks were not given back"

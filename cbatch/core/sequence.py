@@ -1,0 +1,98 @@
+"""A request on its way through the scheduler, and what the scheduler says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from cbatch.core.plan import StepPlan
+from cbatch.core.pool import ROOT_UID
+from cbatch.core.request import FinishReason, Request
+from cbatch.core.waiting import Rank
+
+
+class Sequence(msgspec.Struct, eq=False):
+    """An accepted request. Tokens and estimator live in the slot table while it runs, here while it
+    waits, so they survive the loss of its slot."""
+
+    request: Request
+    rank: Rank
+    stop_ids: tuple[int, ...]
+    min_total_tokens: int  # a stop id at an earlier position does not end it
+    max_total_tokens: int
+    tokens: np.ndarray  # int32, known tokens at the last moment it waited
+    accepted: float  # the estimator's N and D at that moment
+    trials: float
+    slot: int | None = None
+    chain_uid: int = ROOT_UID  # prefix-cache node of its last named block
+    chain_blocks: int = 0  # blocks that have been named, promised or ready
+    tokens_at_admission: int = 0
+    preemptions: int = 0
+    doomed: bool = False  # chosen as a victim; leaves once its plan in flight commits
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt)
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The one end of an accepted request. `output` is every token that counts, int32."""
+
+    request_id: str
+    reason: FinishReason
+    output: np.ndarray
+    message: str | None = None
+
+
+class Flight(msgspec.Struct, eq=False):
+    """A plan that has not been committed."""
+
+    plan: StepPlan
+    rows: slice | np.ndarray  # selects the plan's slots in the table
+    owners: list[Sequence]  # by row
+    plain: bool  # every row decodes one token
+    void_slots: list[int]  # ended since: their results are dropped
+    held_slots: list[int]  # of these, the ones to free when this plan commits
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """What a step added. `finished` also holds endings since the previous commit."""
+
+    step_id: int
+    owners: list[Sequence]
+    tokens: np.ndarray  # int32, as the executor returned them
+    starts: np.ndarray  # int32 [rows] into `tokens`
+    counts: np.ndarray  # int32 [rows], after every cut; 0 where nothing counts
+    num_drafted: np.ndarray
+    num_accepted: np.ndarray
+    finished: tuple[Finished, ...]
+
+    def updates(self) -> Iterator[tuple[str, np.ndarray, int, int]]:
+        """(request id, new tokens, drafted, accepted) for each row that added tokens."""
+        rows = zip(
+            self.owners,
+            self.starts.tolist(),
+            self.counts.tolist(),
+            self.num_drafted.tolist(),
+            self.num_accepted.tolist(),
+            strict=True,
+        )
+        for owner, start, count, drafted, accepted in rows:
+            if count:
+                new = self.tokens[start : start + count]
+                yield owner.request.request_id, new, drafted, accepted
+
+
+class SchedulerStats(msgspec.Struct):
+    """Totals since the start."""
+
+    steps: int = 0
+    emitted_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0  # of every admission
+    prefix_hit_tokens: int = 0  # of these, found in the prefix cache
+    executor_resets: int = 0

@@ -1,0 +1,306 @@
+"""The scheduler's state, and the only place that changes who holds which slot and which blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cbatch.core.config import SchedulerConfig
+from cbatch.core.plan import Admission, Deltas
+from cbatch.core.pool import BlockPool, Match
+from cbatch.core.request import FinishReason, Request
+from cbatch.core.sequence import Finished, Flight, SchedulerStats, Sequence
+from cbatch.core.slots import SlotTable
+from cbatch.core.waiting import WaitingQueue, rank_request
+
+_NONE = np.zeros(0, dtype=np.int32)
+NO_DELTAS = Deltas(False, _NONE, _NONE, (), _NONE, _NONE, _NONE)
+
+
+class SchedulerState:
+    """Queue, slots, blocks and plans in flight. Methods apply decisions; they decide nothing."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks, config.block_size_tokens)
+        max_blocks = self.pool.num_blocks_for(config.max_sequence_tokens)
+        self.table = SlotTable(config.max_slots, max_blocks)
+        self.waiting: WaitingQueue[Sequence] = WaitingQueue()
+        self.sequences: dict[str, Sequence] = {}  # every accepted request that has not ended
+        self.owners: list[Sequence | None] = [None] * config.max_slots
+        self.prefilling: list[int] = []  # slots, in order of admission
+        self.decoding: list[int] = []  # slots, ascending; the others that run
+        self.rows_version = 0  # changes whenever `decoding` does
+        self.flights: list[Flight] = []  # at most two, oldest first
+        self.doomed: list[Sequence] = []
+        self.finished: list[Finished] = []
+        self.stats = SchedulerStats()
+        # A reserve of at least a block makes every sequence gain one between two preemptions.
+        self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size_tokens)
+        self.stop_union = _NONE  # stop ids of all running sequences
+        self._stop_counts: dict[int, int] = {}
+        self._arrivals = 0
+        self._reset = True  # the executor has been told nothing yet
+        self._released: list[int] = []
+        self._admitted: list[Admission] = []
+        self._appends: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    @property
+    def speculates(self) -> bool:
+        return self.config.draft_context_tokens is not None and (
+            self.config.lookahead.policy != "off"
+        )
+
+    # ---- a request's way ----------------------------------------------------------------------
+
+    def enqueue(self, request: Request, now_s: float) -> None:
+        config, params = self.config, request.params
+        rank = rank_request(
+            config.queue_policy, config.ageing_per_s, request, self._arrivals, now_s
+        )
+        self._arrivals += 1
+        prompt_tokens = len(request.prompt)
+        eos_ids = () if params.ignore_eos else config.eos_ids
+        prior = config.lookahead
+        sequence = Sequence(
+            request=request,
+            rank=rank,
+            stop_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
+            min_total_tokens=prompt_tokens + params.min_tokens,
+            max_total_tokens=min(prompt_tokens + params.max_tokens, config.max_sequence_tokens),
+            tokens=request.prompt_array(),
+            accepted=prior.prior_acceptance * prior.prior_trials,
+            trials=prior.prior_trials,
+        )
+        self.sequences[request.request_id] = sequence
+        self.waiting.push(sequence, rank)
+
+    def blocks_to_admit(self, sequence: Sequence) -> int:
+        """Blocks it holds once admitted: all known tokens and the decode reserve."""
+        tokens = min(len(sequence.tokens) + self.reserve_tokens, sequence.max_total_tokens)
+        return self.pool.num_blocks_for(tokens)
+
+    def admit(self, sequence: Sequence, match: Match) -> int:
+        """Move a waiting sequence into a slot, on top of its prefix hit; returns the slot."""
+        table, pool, request = self.table, self.pool, sequence.request
+        self.waiting.remove(sequence.rank)
+        slot = table.take_slot()
+        hits = len(match.blocks)
+        pool.acquire(match.blocks)
+        total_blocks = self.blocks_to_admit(sequence)
+        blocks = np.empty(total_blocks, dtype=np.int32)
+        blocks[:hits] = match.blocks
+        blocks[hits:] = pool.allocate(total_blocks - hits)
+        tokens = sequence.tokens
+        kv_len = hits * pool.block_size
+        drafted = pool.draft_valid[blocks[:hits]]
+        draft_blocks = hits if drafted.all() else int(np.argmin(drafted))
+        table.ensure_width(sequence.max_total_tokens)
+        table.tokens[slot, : len(tokens)] = tokens
+        table.blocks[slot, :total_blocks] = blocks
+        for column, value in (
+            (table.num_tokens, len(tokens)),
+            (table.known, len(tokens)),
+            (table.kv_len, kv_len),
+            (table.kv_low, kv_len),
+            (table.kv_high, kv_len),
+            (table.draft_kv_len, draft_blocks * pool.block_size),
+            (table.max_total, sequence.max_total_tokens),
+            (table.max_lookahead, self._lookahead_cap(request)),
+            (table.num_blocks, total_blocks),
+            (table.floor_blocks, total_blocks),
+            (table.ready_blocks, hits),
+            (table.accepted, sequence.accepted),
+            (table.trials, sequence.trials),
+        ):
+            column[slot] = value
+        sequence.slot = slot
+        sequence.tokens_at_admission = len(tokens)
+        sequence.chain_uid, sequence.chain_blocks = match.uid, hits
+        if self.config.prefix_cache:
+            for index in range(hits, len(tokens) // pool.block_size):
+                self.name_block(sequence, index)
+        self.owners[slot] = sequence
+        self.prefilling.append(slot)
+        self._count_stops(sequence, 1)
+        self._admitted.append(
+            Admission(
+                slot=slot,
+                generation=int(table.generation[slot]),
+                request_id=request.request_id,
+                seed=request.seed,
+                choice=request.choice,
+                params=request.params,
+                stop_ids=sequence.stop_ids,
+                tokens=tokens,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                max_total_tokens=sequence.max_total_tokens,
+                kv_len_tokens=kv_len,
+                draft_kv_len_tokens=int(table.draft_kv_len[slot]),
+                blocks=blocks,
+            )
+        )
+        self.stats.prompt_tokens += len(tokens)
+        self.stats.prefix_hit_tokens += kv_len
+        return slot
+
+    def start_decoding(self, slot: int) -> None:
+        """Its last chunk is planned; from the next step on it has one token to compute."""
+        self.prefilling.remove(slot)
+        self.decoding.append(slot)
+        self.decoding.sort()
+        self.rows_version += 1
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue, tokens and estimator kept, blocks released."""
+        slot = sequence.slot
+        assert slot is not None
+        table = self.table
+        sequence.tokens = table.token_row(slot).copy()
+        sequence.accepted = float(table.accepted[slot])
+        sequence.trials = float(table.trials[slot])
+        sequence.preemptions += 1
+        sequence.doomed = False
+        self.leave_slot(sequence)
+        self.waiting.push(sequence, sequence.rank, preempted=True)
+        self.stats.preemptions += 1
+
+    def end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        keep_tokens: int | None = None,
+        message: str | None = None,
+    ) -> None:
+        """The one end of an accepted request; `keep_tokens` cuts its output."""
+        if sequence.slot is None:
+            self.waiting.remove(sequence.rank)
+            tokens = sequence.tokens
+        else:
+            tokens = self.table.token_row(sequence.slot).copy()
+            self.leave_slot(sequence)
+        output = tokens[sequence.num_prompt_tokens :][:keep_tokens]
+        del self.sequences[sequence.request.request_id]
+        self.finished.append(Finished(sequence.request.request_id, reason, output, message))
+
+    # ---- slots and blocks ---------------------------------------------------------------------
+
+    def leave_slot(self, sequence: Sequence) -> None:
+        """Void its rows in flight and free slot and blocks, once the last such plan commits."""
+        slot = sequence.slot
+        assert slot is not None
+        self.table.generation[slot] += 1
+        self.owners[slot] = None
+        sequence.slot = None
+        if slot in self.prefilling:
+            self.prefilling.remove(slot)
+        else:
+            self.decoding.remove(slot)
+            self.rows_version += 1
+        self._count_stops(sequence, -1)
+        flying = [flight for flight in self.flights if (flight.plan.slots == slot).any()]
+        for flight in flying:
+            flight.void_slots.append(slot)
+        if flying:
+            flying[-1].held_slots.append(slot)
+        else:
+            self.free_slot(slot)
+
+    def free_slot(self, slot: int) -> None:
+        self.pool.release(self.table.block_row(slot))
+        self.table.num_blocks[slot] = 0
+        self.table.free_slot(slot)
+        self._released.append(slot)
+
+    def append_blocks(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Give `counts[i]` more blocks to `slots[i]`; int32 arrays, the pool has enough."""
+        table = self.table
+        rows = np.repeat(slots, counts)
+        ramp = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+        indices = table.num_blocks[rows] + ramp
+        blocks = self.pool.allocate(len(rows))
+        table.blocks[rows, indices] = blocks
+        table.num_blocks[slots] += counts
+        self._appends.append((rows, indices, blocks))
+
+    def return_tails(self, slots: np.ndarray, excess: np.ndarray) -> None:
+        """Take the last `excess[i]` (> 0) reserved and unused blocks back from `slots[i]`."""
+        table = self.table
+        rows = np.repeat(slots, excess)
+        ramp = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(excess) - excess, excess)
+        table.num_blocks[slots] -= excess
+        self.pool.release_private(table.blocks[rows, table.num_blocks[rows] + ramp])
+
+    def name_block(self, sequence: Sequence, index: int) -> None:
+        """Name the prefix-cache node of the sequence's next full block."""
+        slot = sequence.slot
+        assert slot is not None and index == sequence.chain_blocks
+        block = int(self.table.blocks[slot, index])
+        tokens = self.table.tokens[slot]
+        sequence.chain_uid = self.pool.promise(block, sequence.chain_uid, tokens, index)
+        sequence.chain_blocks += 1
+
+    def publish(self, slot: int, full_blocks: int) -> None:
+        """The KV of the sequence's first `full_blocks` blocks is complete: open them to others."""
+        sequence = self.owners[slot]
+        assert sequence is not None
+        for index in range(int(self.table.ready_blocks[slot]), full_blocks):
+            if index >= sequence.chain_blocks:
+                self.name_block(sequence, index)
+            self.pool.mark_ready(int(self.table.blocks[slot, index]))
+        self.table.ready_blocks[slot] = full_blocks
+
+    def reset_executor(self) -> None:
+        """All KV is lost: every running sequence goes back to the head of the queue."""
+        self.doomed.clear()
+        for flight in self.flights:
+            for slot in flight.held_slots:
+                self.free_slot(slot)
+        self.flights.clear()
+        for sequence in [owner for owner in self.owners if owner is not None]:
+            self.preempt(sequence)
+        self.pool.clear_cache()
+        self._admitted.clear()
+        self._appends.clear()
+        self._released.clear()
+        self._reset = True
+
+    # ---- deltas -------------------------------------------------------------------------------
+
+    def take_deltas(self) -> Deltas:
+        """What has changed since the previous plan."""
+        to_zero = self.pool.take_to_zero()
+        if not (self._appends or self._admitted or self._released or self._reset or len(to_zero)):
+            return NO_DELTAS
+        appends = [np.concatenate(parts) for parts in zip(*self._appends, strict=True)]
+        slots, indices, blocks = appends if appends else (_NONE, _NONE, _NONE)
+        deltas = Deltas(
+            reset=self._reset,
+            released=np.asarray(self._released, dtype=np.int32),
+            zeroed_blocks=to_zero,
+            admitted=tuple(self._admitted),
+            append_slots=slots,
+            append_indices=indices,
+            append_blocks=blocks,
+        )
+        self._reset = False
+        self._released, self._admitted, self._appends = [], [], []
+        return deltas
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _lookahead_cap(self, request: Request) -> int:
+        if not self.speculates:
+            return 0
+        cap = request.params.max_lookahead
+        return self.config.lookahead.k if cap is None else min(cap, self.config.lookahead.k)
+
+    def _count_stops(self, sequence: Sequence, change: int) -> None:
+        counts = self._stop_counts
+        kinds = len(counts)
+        for token_id in sequence.stop_ids:
+            counts[token_id] = counts.get(token_id, 0) + change
+            if counts[token_id] == 0:
+                del counts[token_id]
+        if len(counts) != kinds:
+            self.stop_union = np.asarray(sorted(counts), dtype=np.int32)
