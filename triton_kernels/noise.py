@@ -8,9 +8,17 @@ polynomial, each operation a torch op of its own, so that nothing is fused.
 from __future__ import annotations
 
 import functools
+from typing import Final
 
 import torch
 from torch import Tensor
+
+# Streams; the same numbers as `cbatch.core.noise.Purpose`.
+DRAFT: Final = 0
+ACCEPT: Final = 1
+RESIDUAL: Final = 2
+BONUS: Final = 3
+COUPLED: Final = 4
 
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85

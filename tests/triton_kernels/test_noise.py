@@ -15,6 +15,7 @@ def test_constants_are_those_of_the_specification():
     assert noise.LN2_BITS == spec.LN2_BITS
     assert (noise.PHILOX_M0, noise.PHILOX_M1) == spec.PHILOX_M
     assert (noise.PHILOX_W0, noise.PHILOX_W1) == spec.PHILOX_W
+    assert all(getattr(noise, purpose.name) == purpose for purpose in Purpose)
 
 
 def test_words_equal_bit_for_bit():

@@ -1,0 +1,226 @@
+"""Drafters: who guesses the next tokens of a slot before the target verifies them.
+
+A drafter lives in the executor. It may propose fewer tokens than planned, never more, and nothing
+it does can change the law of what is emitted: it only has to report the true distribution its
+tokens were drawn from (or None where it chose with certainty).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.runtime.kv import KVCache
+from cbatch.runtime.model import Model, RaggedBatch
+from cbatch.runtime.rows import I64, SlotTable, iota, make_batch
+from cbatch.runtime.sampling import (
+    ban_stop_ids,
+    filtered_probs,
+    filters_of,
+    greedy_choice,
+    noise_rows,
+)
+from triton_kernels import noise
+from triton_kernels.verify import draw
+
+
+class DraftRows(NamedTuple):
+    """Rows that may be drafted for: each has `num_drafts` >= 1."""
+
+    slots: I64
+    num_tokens: I64  # known tokens; the first draft stands at this position
+    num_drafts: I64
+    catch_up: I64  # the most unseen tokens beyond the last known one that the plan paid for
+
+
+class Proposal(NamedTuple):
+    """`tokens[i, :num_drafted[i]]` are the drafts of row i.
+
+    `probs` fp32 [sum of num_drafted over *sampled* rows, V], row after row: the distributions they
+    were drawn from. None: every draft was chosen with certainty.
+    """
+
+    tokens: I64  # [R, max k]
+    num_drafted: I64  # [R], <= num_drafts
+    probs: Tensor | None
+    non_finite: NDArray[np.bool_]  # [R]: the draft's own numbers were broken, nothing drafted
+
+
+class Drafter(Protocol):
+    """Contract of a drafter. All calls come from the executor, in the order of a step."""
+
+    def bind(self, table: SlotTable, num_blocks: int, device: torch.device) -> None:
+        """Called once, before anything else: the slots and the block pool it shares."""
+
+    def reset(self) -> None:
+        """Forget every slot."""
+
+    def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
+        """Blocks that held non-finite values; zero what it keeps in them."""
+
+    def admit(self, slot: int, kv_len_tokens: int) -> None:
+        """A sequence entered `slot`; its first `kv_len_tokens` positions are in the drafter's KV."""
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        """Draft for `rows`, each as deep as its own `num_drafts`."""
+
+    def truncate(self, slots: I64, kv_len_tokens: I64) -> None:
+        """After verification: only the first `kv_len_tokens[i]` positions of a slot are valid."""
+
+
+class DraftModel:
+    """A small model of the target's vocabulary as drafter.
+
+    Its KV cache has the target's block ids. `kv_len` counts its valid positions per slot; it lags
+    after k = 0, a prefix hit, a preemption or a full acceptance, and the first pass of a proposal
+    ingests what is missing together with the last known token.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.context_tokens = model.config.max_position_tokens
+
+    def bind(self, table: SlotTable, num_blocks: int, device: torch.device) -> None:
+        if self.model.device != device:
+            raise ValueError(
+                f"draft: it is on {self.model.device}, the target on {device}; load both on one"
+            )
+        self.table = table
+        self.kv = KVCache(
+            self.model.config, num_blocks, table.block_size_tokens, self.model.dtype, device
+        )
+        self.kv_len = np.zeros(table.max_slots, dtype=np.int64)
+
+    def reset(self) -> None:
+        self.kv_len[:] = 0
+
+    def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
+        self.kv.zero_blocks(block_ids)
+
+    def admit(self, slot: int, kv_len_tokens: int) -> None:
+        self.kv_len[slot] = kv_len_tokens
+
+    def truncate(self, slots: I64, kv_len_tokens: I64) -> None:
+        self.kv_len[slots] = np.minimum(self.kv_len[slots], kv_len_tokens)
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        slots, known = rows.slots, rows.num_tokens
+        # The last draft stands at position known + k - 1; its predecessor must fit the context.
+        depths = np.minimum(rows.num_drafts, self.context_tokens + 1 - known)
+        missing = known - self.kv_len[slots]
+        depths[(missing > rows.catch_up + 1) | (depths < 0)] = 0
+        drafting = _Drafting(self, rows, depths)
+        active = depths.nonzero()[0]
+        if len(active):
+            self._ingest_and_draft(drafting, active, missing)
+        depths[drafting.non_finite] = 0
+        # KV now holds the known tokens and all drafts but the last.
+        self.kv_len[slots] = np.where(depths > 0, known - 1 + depths, self.kv_len[slots])
+        self.kv_len[slots[drafting.non_finite]] = 0
+        return Proposal(drafting.tokens, depths, drafting.probs(), drafting.non_finite)
+
+    def _ingest_and_draft(self, drafting: _Drafting, active: I64, missing: I64) -> None:
+        """First a ragged pass over the unseen tokens, then one token a pass, while any row goes
+        deeper."""
+        rows, depths = drafting.rows, drafting.depths
+        batch = self._first_batch(rows.slots[active], rows.num_tokens[active], missing[active])
+        last_context = int((rows.num_tokens[active] + depths[active]).max())
+        tables = self.table.block_rows(rows.slots[active], last_context)
+        positions = rows.num_tokens[active]
+        for depth in range(drafting.tokens.shape[1]):
+            logits = self.model.forward(batch, self.kv)
+            tokens, finite = drafting.choose(logits, active, depth)
+            keep = depths[active] > depth + 1
+            if not finite.all():
+                keep &= finite
+            if not keep.all():
+                active, tokens, tables = active[keep], tokens[keep], tables[keep]
+                positions = positions[keep]
+                if not len(active):
+                    return
+            batch = self._next_batch(tokens, positions, tables)
+            positions = positions + 1
+
+    def _first_batch(self, slots: I64, known: I64, missing: I64) -> RaggedBatch:
+        ones = np.ones(len(slots), dtype=np.int64)
+        batch = self.table.ragged(slots, known - missing, missing, ones, self.model.device)
+        if self.model.config.vocab_size < self.table.vocab_size:
+            batch.tokens.clamp_(max=self.model.config.vocab_size - 1)
+        return batch
+
+    def _next_batch(self, tokens: I64, positions: I64, tables: NDArray[np.int32]) -> RaggedBatch:
+        ones = np.ones(len(tokens), dtype=np.int32)
+        contexts = (positions + 1).astype(np.int32)
+        index = iota(len(tokens))
+        return make_batch(tokens, positions, ones, contexts, tables, index, self.model.device)
+
+
+class _Drafting:
+    """The choices of one proposal as it deepens."""
+
+    def __init__(self, drafter: DraftModel, rows: DraftRows, depths: I64) -> None:
+        self.rows, self.depths = rows, depths
+        self.table = drafter.table
+        self.device = drafter.model.device
+        self.tokens = np.zeros((len(depths), max(int(depths.max()), 0)), dtype=np.int64)
+        self.non_finite = np.zeros(len(depths), dtype=bool)
+        sampled = ~self.table.greedy[rows.slots]
+        self.sampled = sampled if sampled.any() else None
+        self.banning = bool((rows.num_tokens < self.table.first_stop[rows.slots]).any())
+        self._q: list[Tensor] = []  # per depth, the rows of `_q_rows`
+        self._q_rows: list[I64] = []
+
+    def choose(self, logits: Tensor, active: I64, depth: int) -> tuple[I64, NDArray[np.bool_]]:
+        """Next token of each active row, and whether its numbers were finite."""
+        logits = logits[:, : self.table.vocab_size]  # a draft may pad the vocabulary further
+        if self.banning:
+            slots, positions = self.rows.slots[active], self.rows.num_tokens[active] + depth
+            lens = np.ones(len(active), dtype=np.int64)
+            finite = greedy_choice(logits)[1]
+            ban_stop_ids(logits, self.table, slots, positions, iota(len(active)), lens)
+            tokens = greedy_choice(logits)[0]
+        else:
+            tokens, finite = greedy_choice(logits)
+        if not finite.all():
+            self.non_finite[active[~finite]] = True
+        if self.sampled is not None:
+            self._sample(logits, active, depth, tokens)
+        self.tokens[active, depth] = tokens
+        return tokens, finite
+
+    def _sample(self, logits: Tensor, active: I64, depth: int, tokens: I64) -> None:
+        """Overwrite the tokens of sampled rows with draws from q, and keep q."""
+        assert self.sampled is not None
+        at = self.sampled[active].nonzero()[0]
+        if not len(at):
+            return
+        rows = active[at]
+        slots, positions = self.rows.slots[rows], self.rows.num_tokens[rows] + depth
+        if len(at) < len(active):
+            logits = logits[torch.from_numpy(at).to(self.device)]
+        q = filtered_probs(logits, filters_of(self.table, slots, self.device))
+        padding = self.table.vocab_size - q.shape[1]
+        if padding:
+            q = torch.nn.functional.pad(q, (0, padding))
+        where = noise_rows(self.table, slots, positions, self.device)
+        tokens[at] = draw(q, where, noise.DRAFT).cpu().numpy()
+        self._q.append(q)
+        self._q_rows.append(rows)
+
+    def probs(self) -> Tensor | None:
+        """q of every draft that stands, row after row and by depth within a row."""
+        if not self._q:
+            return None
+        row = np.concatenate(self._q_rows)
+        depth = np.repeat(iota(len(self._q_rows)), [len(r) for r in self._q_rows])
+        stands = depth < self.depths[row]
+        order = np.lexsort((depth, row))
+        order = order[stands[order]]
+        flat = torch.cat(self._q)
+        if len(order) == len(row) and (order == iota(len(order))).all():
+            return flat
+        return flat[torch.from_numpy(order).to(self.device)]

@@ -1,0 +1,163 @@
+"""What the executor knows of every slot, and the ragged batches made from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cbatch.core.noise import split_seed
+from cbatch.core.plan import Admission, Deltas
+from cbatch.runtime.model import RaggedBatch
+
+I64 = NDArray[np.int64]
+
+_iota = np.arange(1024, dtype=np.int64)
+
+
+def iota(n: int) -> I64:
+    """0..n-1 as a view of one shared array (read only by convention)."""
+    global _iota
+    if n > len(_iota):
+        _iota = np.arange(2 * n, dtype=np.int64)
+    return _iota[:n]
+
+
+class SlotTable:
+    """Struct of arrays over slots, kept current by the deltas of each plan.
+
+    `tokens[s, :num_tokens[s]]` are known; what lies behind is dead data (drafts of the step in
+    progress are written there). `kv_len` counts valid target positions. Rows of `blocks` are block
+    ids by absolute block index.
+    """
+
+    def __init__(self, max_slots: int, block_size_tokens: int, vocab_size: int) -> None:
+        self.max_slots = max_slots
+        self.block_size_tokens = block_size_tokens
+        self.vocab_size = vocab_size
+        self.tokens = np.zeros((max_slots, 0), dtype=np.int64)
+        self.blocks = np.zeros((max_slots, 0), dtype=np.int32)
+        self.stop_ids: list[I64] = [np.zeros(0, dtype=np.int64)] * max_slots
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every slot."""
+        size = self.max_slots
+        self.occupied = np.zeros(size, dtype=bool)
+        self.failed = np.zeros(size, dtype=bool)  # ended by NON_FINITE; computes nothing more
+        self.generation = np.zeros(size, dtype=np.int32)
+        self.num_tokens = np.zeros(size, dtype=np.int64)
+        self.kv_len = np.zeros(size, dtype=np.int64)
+        self.max_total = np.zeros(size, dtype=np.int64)
+        self.first_stop = np.zeros(size, dtype=np.int64)  # stop ids are banned before this position
+        self.greedy = np.ones(size, dtype=bool)
+        self.temperature = np.ones(size, dtype=np.float32)
+        self.top_k = np.full(size, self.vocab_size, dtype=np.int64)
+        self.top_p = np.full(size, np.inf, dtype=np.float32)
+        self.min_p = np.zeros(size, dtype=np.float32)
+        self.keys = np.zeros((size, 2), dtype=np.int64)
+        self.choice = np.zeros(size, dtype=np.int64)
+
+    def apply_blocks(self, deltas: Deltas) -> None:
+        """The appended blocks, one each (the last field of the deltas)."""
+        if len(deltas.append_slots):
+            self._widen_blocks(int(deltas.append_indices.max()) + 1)
+            self.blocks[deltas.append_slots, deltas.append_indices] = deltas.append_blocks
+
+    def admit(self, a: Admission) -> None:
+        """Fill a slot; what it held before is forgotten. Raises ValueError on a broken admission."""
+        slot, n = a.slot, len(a.tokens)
+        if not (0 <= slot < self.max_slots and 0 <= a.kv_len_tokens < n <= a.max_total_tokens):
+            raise ValueError(
+                f"admission of {a.request_id!r}: slot {slot}, {n} tokens, kv_len "
+                f"{a.kv_len_tokens}, max_total {a.max_total_tokens} do not fit together"
+            )
+        self._widen_tokens(a.max_total_tokens)
+        self._widen_blocks(len(a.blocks))
+        self.tokens[slot, :n] = a.tokens
+        self.blocks[slot, : len(a.blocks)] = a.blocks
+        self.occupied[slot], self.failed[slot] = True, False
+        self.generation[slot] = a.generation
+        self.num_tokens[slot], self.kv_len[slot] = n, a.kv_len_tokens
+        self.max_total[slot] = a.max_total_tokens
+        params = a.params
+        self.stop_ids[slot] = np.asarray(a.stop_ids, dtype=np.int64)
+        bans = params.min_tokens if a.stop_ids else 0
+        self.first_stop[slot] = a.num_prompt_tokens + bans
+        self.greedy[slot] = params.greedy
+        self.temperature[slot] = 1.0 if params.greedy else params.temperature
+        self.top_k[slot] = self.vocab_size if params.top_k is None else params.top_k
+        # 1 keeps every token; a cumulative sum that rounds to 1 early must not cut the tail.
+        self.top_p[slot] = params.top_p if params.top_p < 1 else np.inf
+        self.min_p[slot] = params.min_p
+        self.keys[slot] = split_seed(a.seed)
+        self.choice[slot] = a.choice
+
+    def _widen_tokens(self, width: int) -> None:
+        have = self.tokens.shape[1]
+        if width > have:
+            grow = max(width, 2 * have) - have
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, grow)))
+
+    def _widen_blocks(self, width: int) -> None:
+        have = self.blocks.shape[1]
+        if width > have:
+            grow = max(width, 2 * have) - have
+            self.blocks = np.pad(self.blocks, ((0, 0), (0, grow)))
+
+    def block_rows(self, slots: I64, context_tokens: int) -> NDArray[np.int32]:
+        """Block tables of `slots`, wide enough for `context_tokens` positions: int32 [R, width]."""
+        width = -(-context_tokens // self.block_size_tokens)
+        return self.blocks[:, :width].take(slots, axis=0)
+
+    def ragged(
+        self, slots: I64, starts: I64, query_lens: I64, wanted: I64, device: torch.device
+    ) -> RaggedBatch:
+        """One row for each slot: `query_lens[i]` >= 1 tokens from position `starts[i]`, read from
+        `tokens`; logits of the last `wanted[i]` of them."""
+        ends = query_lens.cumsum()
+        total, num_rows = int(ends[-1]), len(slots)
+        contexts = starts + query_lens
+        if total == num_rows:
+            positions, row_slots = starts, slots
+        else:
+            positions = iota(total) + (starts - ends + query_lens).repeat(query_lens)
+            row_slots = slots.repeat(query_lens)
+        num_wanted = int(wanted.sum())
+        if num_wanted == total:
+            index = iota(total)
+        else:
+            offsets = ends - wanted.cumsum()  # flat row minus running number of wanted rows
+            index = iota(num_wanted) + offsets.repeat(wanted)
+        return make_batch(
+            self.tokens[row_slots, positions],
+            positions,
+            query_lens.astype(np.int32),
+            contexts.astype(np.int32),
+            self.block_rows(slots, int(contexts.max())),
+            index,
+            device,
+        )
+
+
+def make_batch(
+    tokens: I64,
+    positions: I64,
+    query_lens: NDArray[np.int32],
+    context_lens: NDArray[np.int32],
+    block_tables: NDArray[np.int32],
+    logits_index: I64,
+    device: torch.device,
+) -> RaggedBatch:
+    """A `RaggedBatch` from numpy arrays; on the CPU the tensors share their memory."""
+    flat = (torch.from_numpy(tokens), torch.from_numpy(positions), torch.from_numpy(logits_index))
+    if device.type != "cpu":
+        flat = tuple(t.to(device) for t in flat)  # type: ignore[assignment]
+    return RaggedBatch(
+        tokens=flat[0],
+        positions=flat[1],
+        query_lens=query_lens,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        logits_index=flat[2],
+    )

@@ -1,0 +1,151 @@
+"""Batched speculative rejection sampling over ragged drafts.
+
+Leviathan, Kalman, Matias 2023 ("Fast inference from transformers via speculative decoding"),
+Algorithm 1: draft x ~ q is accepted with probability min(1, p(x) / q(x)); the first rejected one is
+replaced by a draw from norm(max(0, p - q)); after a full acceptance one more token comes from p.
+Each emitted token then has the law p whatever q is. p and q are *filtered* distributions: what the
+draft was really drawn from, and what the request really asked for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from triton_kernels import noise
+
+
+class NoiseRows(NamedTuple):
+    """Where B rows draw their noise: see `cbatch/core/noise.py`."""
+
+    keys: Tensor  # int64 [B, 2]: low and high word of the seed
+    choices: Tensor  # int64 [B]
+    positions: Tensor  # int64 [B]: absolute position of the first token that the row decides
+
+
+class Verdict(NamedTuple):
+    num_accepted: Tensor  # int64 [B]
+    next_tokens: Tensor  # int64 [B]: the replacement or the bonus
+
+
+def draw(probabilities: Tensor, rows: NoiseRows, purposes: Tensor | int) -> Tensor:
+    """One token a row by an exponential race: argmax of p_i / E_i, ties to the lowest id.
+
+    `probabilities` fp32 [B, V], not necessarily normalised; returns int64 [B].
+    """
+    if isinstance(purposes, int):
+        purposes = torch.full_like(rows.positions, purposes)
+    words = noise.token_words(
+        rows.keys, rows.positions, rows.choices, purposes, probabilities.shape[1]
+    )
+    return (probabilities / noise.exponential(words)).argmax(dim=-1)
+
+
+def rejection_verify(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    num_drafts: Tensor,
+    rows: NoiseRows,
+) -> Verdict:
+    """Verify the drafts of B rows, k_i = num_drafts[i] >= 0 each; rows lie one after the other.
+
+    target_probs fp32 [sum(k_i + 1), V]; draft_tokens int64 [sum(k_i)]; draft_probs fp32
+    [sum(k_i), V], or None where every draft was chosen with certainty (greedy or n-gram drafts:
+    q is one-hot); num_drafts int64 [B]. Raises ValueError naming the argument that does not fit.
+    """
+    _check(target_probs, draft_tokens, draft_probs, num_drafts, rows)
+    return rejection_verify_reference(target_probs, draft_tokens, draft_probs, num_drafts, rows)
+
+
+def rejection_verify_reference(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    num_drafts: Tensor,
+    rows: NoiseRows,
+) -> Verdict:
+    """`rejection_verify` in plain torch."""
+    if draft_tokens.numel() == 0:
+        return Verdict(torch.zeros_like(num_drafts), draw(target_probs, rows, noise.BONUS))
+    target_starts = (num_drafts + 1).cumsum(0) - (num_drafts + 1)
+    draft_starts = num_drafts.cumsum(0) - num_drafts
+    num_accepted = _count_accepted(
+        target_probs, draft_tokens, draft_probs, num_drafts, rows, target_starts, draft_starts
+    )
+    weights = target_probs[target_starts + num_accepted]
+    rejected = num_accepted < num_drafts
+    hit = rejected.nonzero().squeeze(1)
+    if hit.numel():
+        at = draft_starts[hit] + num_accepted[hit]
+        p = weights[hit]
+        if draft_probs is None:
+            residual = p.scatter(1, draft_tokens[at, None], 0.0)
+        else:
+            residual = (p - draft_probs[at]).clamp_(min=0)
+        # Round-off where p and q are nearly equal may leave no mass: then p itself is the law.
+        weights[hit] = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
+    purposes = torch.where(rejected, noise.RESIDUAL, noise.BONUS)
+    at_last = rows._replace(positions=rows.positions + num_accepted)
+    return Verdict(num_accepted, draw(weights, at_last, purposes))
+
+
+def _count_accepted(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    num_drafts: Tensor,
+    rows: NoiseRows,
+    target_starts: Tensor,
+    draft_starts: Tensor,
+) -> Tensor:
+    """Length of the leading run of accepted drafts of each row, int64 [B]."""
+    flat = torch.arange(draft_tokens.numel(), device=draft_tokens.device)
+    row = torch.repeat_interleave(num_drafts)
+    depth = flat - draft_starts[row]
+    p = target_probs[target_starts[row] + depth, draft_tokens]
+    words = noise.scalar_words(
+        rows.keys[row],
+        rows.positions[row] + depth,
+        rows.choices[row],
+        torch.full_like(depth, noise.ACCEPT),
+    )
+    threshold = noise.uniform(words)
+    if draft_probs is not None:
+        threshold = threshold * draft_probs[flat, draft_tokens]
+    # u * q <= p with u in (0, 1]; p > 0 keeps a token that the target forbids out for good.
+    accepted = (p > 0) & (threshold <= p)
+    grid = torch.zeros(
+        (num_drafts.numel(), int(num_drafts.max())), dtype=torch.int64, device=p.device
+    )
+    grid[row, depth] = accepted.to(torch.int64)
+    return grid.cumprod(dim=1).sum(dim=1)
+
+
+def _check(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    num_drafts: Tensor,
+    rows: NoiseRows,
+) -> None:
+    batch, drafts = num_drafts.numel(), draft_tokens.numel()
+    shapes: list[tuple[str, Tensor, torch.dtype, tuple[int, ...]]] = [
+        ("num_drafts", num_drafts, torch.int64, (batch,)),
+        ("draft_tokens", draft_tokens, torch.int64, (drafts,)),
+        ("target_probs", target_probs, torch.float32, (batch + drafts, target_probs.shape[-1])),
+        ("rows.keys", rows.keys, torch.int64, (batch, 2)),
+        ("rows.choices", rows.choices, torch.int64, (batch,)),
+        ("rows.positions", rows.positions, torch.int64, (batch,)),
+    ]
+    if draft_probs is not None:
+        shape = (drafts, target_probs.shape[-1])
+        shapes.append(("draft_probs", draft_probs, torch.float32, shape))
+    for name, tensor, dtype, shape in shapes:
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name}: {tensor.dtype} {list(tensor.shape)} does not fit; "
+                f"give {dtype} {list(shape)}"
+            )
