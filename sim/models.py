@@ -22,12 +22,13 @@ class Acceptance(Protocol):
 class ModelledAcceptance:
     """Every draft of a request is accepted with its own probability, position by position.
 
-    The noise is a function of (seed, choice, position): k and preemption do not move it.
+    The noise is a function of (seed, choice, position): k and preemption do not move it. The
+    mapping is read at every use, so requests may be added to it later.
     """
 
     def __init__(self, default: float, by_request: Mapping[str, float] | None = None) -> None:
         self._default = default
-        self._by_request = dict(by_request or {})
+        self._by_request = {} if by_request is None else by_request
 
     def num_accepted(
         self, request_id: str, seed: int, choice: int, position: int, num_drafted: int

@@ -162,7 +162,7 @@ class World:
         """These (or all) requests ended of themselves, with exactly their reference output."""
         for name in names or tuple(self.requests):
             expected, reason = self.reference(name)
-            assert self.output(name) == expected, name
+            assert self.output(name) == self.shown[name] == expected, name
             assert self.finished[name].reason is reason, name
 
 
