@@ -52,3 +52,18 @@ def byte_fallback() -> Tokenizer:
         ]
     )
     return tokenizer
+
+
+@lru_cache
+def printable() -> Tokenizer:
+    """Every id is text: printable ASCII, and pairs of a few letters. Id 0 is the end of text."""
+    table = byte_level().encode  # "Ġ" for the space and "Ċ" for the line end, as in byte level
+    characters = [table(chr(code)).tokens[0] for code in (10, *range(32, 127))]
+    letters = characters[1:2] + [c for c in characters if c in "abcdefgh"]
+    pairs = [(a, b) for a in letters for b in letters]
+    names = [END_OF_TEXT, *characters, *(a + b for a, b in pairs)]
+    tokenizer = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, pairs))
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

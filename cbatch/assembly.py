@@ -1,0 +1,263 @@
+"""Puts an engine together from model directories; only here scheduler and runtime meet."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from cbatch.core.config import LookaheadConfig, QueuePolicy, SchedulerConfig
+from cbatch.core.errors import FieldError
+from cbatch.core.scheduler import Scheduler
+from cbatch.stepwise import Engine
+from cbatch.text import TextTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from cbatch.runtime.model import Model
+
+_logger = logging.getLogger("cbatch")
+
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the memory, for KV, unless a size is given
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model is served. Every field has a default that fits a small machine.
+
+    `lookahead` is "off", "ema", "fixed:4" (the number is k; with "ema:8" the cap), or a
+    `LookaheadConfig`; without a draft nothing is drafted. KV takes `num_blocks` blocks, or as many
+    as `kv_memory_bytes` holds, or a share of the machine's memory. `overlap` 1 plans a step while
+    one runs. `seed` makes the seeds drawn for requests without one reproducible.
+    `tokenizer` is where the tokenizer lies, if not with the model; "none" does without text.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    numerics: Literal["auto", "invariant", "fast"] = "auto"
+    lookahead: str | LookaheadConfig = "ema"
+    max_slots: int = 32
+    num_blocks: int | None = None
+    kv_memory_bytes: int | None = None
+    block_size_tokens: int = 16
+    max_model_tokens: int | None = None
+    step_budget_tokens: int = 1024
+    queue_policy: QueuePolicy = "fcfs"
+    ageing_per_s: float = 0.0
+    prefix_cache: bool = True
+    overlap: Literal[0, 1] = 0
+    seed: int | None = None
+    tokenizer: str | None = None
+    random_weights_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("num_blocks", "kv_memory_bytes", "max_model_tokens"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise FieldError(field, f"{value!r} is not allowed", "give 1 or more, or leave out")
+        for field, allowed in (("overlap", (0, 1)), ("numerics", ("auto", "invariant", "fast"))):
+            if getattr(self, field) not in allowed:
+                remedy = "use " + " or ".join(map(repr, allowed))
+                raise FieldError(field, f"{getattr(self, field)!r} is not known", remedy)
+        parse_lookahead(self.lookahead)
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What was put together, for a log line or a report."""
+
+    model: str
+    draft: str | None
+    dtype: str
+    device: str
+    numerics: str
+    row_invariant: bool
+    lookahead: str
+    num_blocks: int
+    kv_memory_bytes: int
+    max_model_tokens: int
+
+    def lines(self) -> list[str]:
+        draft = f", draft {self.draft}" if self.draft else ""
+        return [
+            f"model {self.model}{draft}: {self.dtype} on {self.device}, lookahead {self.lookahead}",
+            f"row_invariant: {'yes' if self.row_invariant else 'no'} (numerics {self.numerics})",
+            f"KV: {self.num_blocks} blocks, {self.kv_memory_bytes / 2**20:.0f} MiB, "
+            f"context {self.max_model_tokens} tokens",
+        ]
+
+
+def parse_lookahead(value: str | LookaheadConfig) -> LookaheadConfig:
+    """From "off", "ema", "ema:8", "fixed:4". Raises `FieldError`."""
+    if isinstance(value, LookaheadConfig):
+        return value
+    policy, _, k = value.partition(":")
+    if policy == "off" and not k:
+        return LookaheadConfig(policy="off")
+    if policy in ("ema", "fixed") and (k.isdecimal() or not k) and not value.endswith(":"):
+        chosen: Literal["ema", "fixed"] = "ema" if policy == "ema" else "fixed"
+        return LookaheadConfig(policy=chosen, k=int(k)) if k else LookaheadConfig(policy=chosen)
+    raise FieldError("lookahead", f"{value!r} is not known", "use off, ema, ema:8 or fixed:4")
+
+
+def lookahead_name(config: LookaheadConfig) -> str:
+    return "off" if config.policy == "off" else f"{config.policy}:{config.k}"
+
+
+def load_engine(
+    model: str | Path, draft: str | Path | None = None, options: EngineOptions | None = None
+) -> tuple[Engine, EngineInfo]:
+    """Loads a model, and the draft that guesses for it, into an `Engine` to be driven by the
+    caller. Raises `FieldError`, or the runtime's or tokenizer's error naming file and field."""
+    from cbatch.runtime.drafter import DraftModel
+    from cbatch.runtime.executor import TorchExecutor
+    from cbatch.runtime.model import load_model
+
+    options = options or EngineOptions()
+    tokenizer = _tokenizers(model, draft, options)
+    device = _device(options.device)
+
+    def load(path: str | Path) -> Model:
+        return load_model(
+            path,
+            dtype=options.dtype,
+            device=device,
+            numerics=options.numerics,
+            random_weights_seed=options.random_weights_seed,
+        )
+
+    target = load(model)
+    draft_model = load(draft) if draft is not None else None
+    config = _scheduler_config(target, draft_model, options)
+    executor = TorchExecutor(
+        target,
+        num_blocks=config.num_blocks,
+        block_size_tokens=config.block_size_tokens,
+        max_slots=config.max_slots,
+        drafter=DraftModel(draft_model) if draft_model is not None else None,
+    )
+    info = _info(model, draft, target, draft_model, config)
+    for line in info.lines():
+        _logger.info(line)
+    engine = Engine(
+        Scheduler(config),
+        _overlapped(executor) if options.overlap else executor,
+        tokenizer=tokenizer,
+        depth=options.overlap,
+        seed=options.seed,
+    )
+    return engine, info
+
+
+def _tokenizers(
+    model: str | Path, draft: str | Path | None, options: EngineOptions
+) -> TextTokenizer | None:
+    if options.tokenizer == "none":
+        return None
+    tokenizer = load_tokenizer(options.tokenizer or model)
+    if draft is not None:
+        load_tokenizer(draft).require_same_as(tokenizer)
+    return tokenizer
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _scheduler_config(
+    target: Model, draft: Model | None, options: EngineOptions
+) -> SchedulerConfig:
+    context = target.config.max_position_tokens
+    max_tokens = options.max_model_tokens or context
+    if max_tokens > context:
+        raise FieldError(
+            "max_model_tokens",
+            f"{max_tokens} is more than the model's context",
+            f"use <= {context}",
+        )
+    lookahead = parse_lookahead(options.lookahead) if draft is not None else LookaheadConfig()
+    return SchedulerConfig(
+        num_blocks=_num_blocks(target, draft, options, max_tokens),
+        block_size_tokens=options.block_size_tokens,
+        max_slots=options.max_slots,
+        max_model_tokens=max_tokens,
+        step_budget_tokens=max(options.step_budget_tokens, options.max_slots),
+        vocab_size=target.config.vocab_size,
+        eos_ids=target.config.eos_token_ids,
+        queue_policy=options.queue_policy,
+        ageing_per_s=options.ageing_per_s,
+        prefix_cache=options.prefix_cache,
+        draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
+        lookahead=lookahead,
+    )
+
+
+def _num_blocks(target: Model, draft: Model | None, options: EngineOptions, max_tokens: int) -> int:
+    """As asked, or enough for every slot at full length within the memory for KV."""
+    if options.num_blocks is not None:
+        return options.num_blocks
+    size = _block_bytes(target, draft, options.block_size_tokens)
+    if options.kv_memory_bytes is not None:
+        if options.kv_memory_bytes < size:
+            raise FieldError("kv_memory_bytes", "holds no block", f"give at least {size}")
+        return options.kv_memory_bytes // size
+    wanted = options.max_slots * -(-max_tokens // options.block_size_tokens)
+    return max(1, min(wanted, _memory_for_kv_bytes(target.device) // size))
+
+
+def _block_bytes(target: Model, draft: Model | None, block_size_tokens: int) -> int:
+    from cbatch.runtime.kv import KVCache
+
+    models = [target] if draft is None else [target, draft]
+    return sum(KVCache.block_bytes(m.config, block_size_tokens, m.dtype) for m in models)
+
+
+def _memory_for_kv_bytes(device: torch.device | str) -> int:
+    import torch
+
+    kind = torch.device(device).type
+    if kind == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return int(free_bytes * MEMORY_SHARE["cuda"])
+    try:
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # not a POSIX system
+        memory_bytes = 4 * 2**30
+    return int(memory_bytes * MEMORY_SHARE["cpu"])
+
+
+def _overlapped(executor: object) -> object:
+    from cbatch.runtime.threaded import ThreadedExecutor
+
+    return ThreadedExecutor(executor)
+
+
+def _info(
+    model: str | Path,
+    draft: str | Path | None,
+    target: Model,
+    draft_model: Model | None,
+    config: SchedulerConfig,
+) -> EngineInfo:
+    from cbatch.runtime.numerics import probe_row_invariance
+
+    report = probe_row_invariance(target)
+    return EngineInfo(
+        model=str(model),
+        draft=None if draft is None else str(draft),
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=str(target.device),
+        numerics=target.numerics,
+        row_invariant=report.row_invariant,
+        lookahead=lookahead_name(config.lookahead),
+        num_blocks=config.num_blocks,
+        kv_memory_bytes=config.num_blocks
+        * _block_bytes(target, draft_model, config.block_size_tokens),
+        max_model_tokens=config.max_model_tokens,
+    )

@@ -1,0 +1,95 @@
+"""What a caller gets back: text and tokens as they come, and the whole at the end."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cbatch.core.request import FinishReason
+
+
+class Speculation(msgspec.Struct):
+    """How lookahead went, over steps that decoded. The step that ends a prompt is not counted."""
+
+    steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    rejections: int = 0  # steps that refused a draft
+    k_histogram: dict[int, int] = msgspec.field(default_factory=dict)  # drafted tokens: steps
+
+    @property
+    def mean_accepted_tokens(self) -> float | None:
+        """Tokens a decoding step yields, its bonus token included: 1.0 without speculation."""
+        return 1 + self.accepted_tokens / self.steps if self.steps else None
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of judged drafts that were accepted. Drafts after a rejection are not judged."""
+        judged = self.accepted_tokens + self.rejections
+        return self.accepted_tokens / judged if judged else None
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.steps += 1
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        self.rejections += accepted < drafted
+        self.k_histogram[drafted] = self.k_histogram.get(drafted, 0) + 1
+
+    def merge(self, other: Speculation) -> None:
+        self.steps += other.steps
+        self.drafted_tokens += other.drafted_tokens
+        self.accepted_tokens += other.accepted_tokens
+        self.rejections += other.rejections
+        for k, steps in other.k_histogram.items():
+            self.k_histogram[k] = self.k_histogram.get(k, 0) + steps
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One completed sequence. `text` is empty where the engine has no tokenizer; with a stop string
+    it ends before it, and `token_ids` ends with the token that completed it."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    error: str | None
+    speculation: Speculation
+
+
+class Output(msgspec.Struct, frozen=True):
+    """What one step added to one choice. `finished` is set once, in its last output."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finished: Choice | None = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """All choices of one prompt, in order. A refused request has `error` and no choices."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    seed: int | None  # given or drawn: the same seed gives the same choices again
+    choices: tuple[Choice, ...] = ()
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text if self.choices else ""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids if self.choices else ()
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason if self.choices else FinishReason.ERROR
+
+    @property
+    def speculation(self) -> Speculation:
+        """Of all choices together."""
+        total = Speculation()
+        for choice in self.choices:
+            total.merge(choice.speculation)
+        return total

@@ -1,0 +1,44 @@
+"""An `Engine` without a model: the real scheduler, the simulator's executor, a toy tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cbatch.core.scheduler import Scheduler
+from cbatch.stepwise import Engine
+from cbatch.text import TextTokenizer
+from sim.clock import VirtualClock
+from sim.executor import SimExecutor
+from sim.models import ModelledAcceptance
+from tests.helpers import make_config
+from tests.text.toy_tokenizers import printable
+
+TOKENIZER = TextTokenizer(printable(), "toy")
+
+
+def make_engine(
+    *,
+    lookahead: str = "fixed:3",
+    depth: int = 0,
+    tokenizer: TextTokenizer | None = TOKENIZER,
+    acceptance: float = 0.7,
+    faults: Any = None,
+    seed: int | None = None,
+    clock: VirtualClock | None = None,
+    **overrides: Any,
+) -> Engine:
+    config = make_config(lookahead=lookahead, vocab_size=TOKENIZER.vocab_size, **overrides)
+    clock = clock or VirtualClock()
+    executor = SimExecutor(
+        num_blocks=config.num_blocks,
+        block_size_tokens=config.block_size_tokens,
+        max_slots=config.max_slots,
+        vocab_size=config.vocab_size,
+        draft_context_tokens=config.draft_context_tokens,
+        acceptance=ModelledAcceptance(acceptance),
+        clock=clock,
+        faults=faults,
+    )
+    return Engine(
+        Scheduler(config), executor, tokenizer=tokenizer, clock=clock, depth=depth, seed=seed
+    )
