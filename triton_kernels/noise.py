@@ -49,16 +49,22 @@ def _constants() -> tuple[float, tuple[float, ...]]:
     return values[0], tuple(values[1:])
 
 
-def philox4x32(
-    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 on int64 tensors that hold 32-bit words and broadcast against each other."""
-    for _ in range(PHILOX_ROUNDS):
-        p0, p1 = c0 * PHILOX_M0, c2 * PHILOX_M1
-        c0, c2 = ((p1 >> 32) & MASK32) ^ c1 ^ k0, ((p0 >> 32) & MASK32) ^ c3 ^ k1
-        c1, c3 = p1 & MASK32, p0 & MASK32
-        k0, k1 = (k0 + PHILOX_W0) & MASK32, (k1 + PHILOX_W1) & MASK32
-    return c0, c1, c2, c3
+def philox4x32(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Philox4x32-10 on int64 words below 2**32, lane first: `even` holds counter words (c0, c2),
+    `odd` (c1, c3), `keys` the two key words, each [2, ...]. Returns the same lanes."""
+    device = even.device
+    lanes_first = (2, *(1,) * (even.dim() - 1))
+    multiplier = torch.tensor((PHILOX_M0, PHILOX_M1), device=device).view(lanes_first)
+    weyl = torch.tensor((PHILOX_W0, PHILOX_W1), device=device).view(1, *lanes_first)
+    rounds = torch.arange(PHILOX_ROUNDS, device=device).view(-1, *(1,) * even.dim())
+    round_keys = (keys + rounds * weyl) & MASK32
+    for round_key in round_keys.unbind():
+        # High and low word of each product go to the other lane. Only the low 32 bits of `odd`
+        # count: it enters by xor, and what xor leaves is masked.
+        crossed = (even * multiplier).flip(0)
+        even = (crossed >> 32).bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(MASK32)
+        odd = crossed
+    return even, odd & MASK32
 
 
 def token_words(
@@ -69,15 +75,11 @@ def token_words(
     `keys` int64 [N, 2] (low and high word of the seed); the others int64 [N].
     """
     groups = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=keys.device)
-    lanes = philox4x32(
-        groups[None, :],
-        positions[:, None],
-        choices[:, None],
-        purposes[:, None],
-        keys[:, 0:1],
-        keys[:, 1:2],
-    )
-    return torch.stack(lanes, dim=-1).flatten(1)[:, :vocab_size]
+    even = torch.stack(torch.broadcast_tensors(groups[None, :], choices[:, None]))
+    odd = torch.stack((positions, purposes))[:, :, None]
+    even, odd = philox4x32(even, odd, keys.t()[:, :, None])
+    lanes = torch.stack((even[0], odd[0], even[1], odd[1]), dim=-1)
+    return lanes.flatten(1)[:, :vocab_size]
 
 
 def scalar_words(keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor) -> Tensor:
@@ -97,9 +99,9 @@ def exponential(words: Tensor) -> Tensor:
     exponent = (bits - THREE_QUARTERS_BITS) >> 23
     fraction = (bits - (exponent << 23)).view(torch.float32)
     small = words < SMALL_DRAW
-    r = torch.where(small, -uniform(words), fraction - 1.0)
-    e = torch.where(small, 0, 32 - exponent).to(torch.float32)
-    poly = torch.full_like(r, coefficients[-1])
-    for coefficient in coefficients[-2::-1]:
-        poly = poly * r + coefficient
-    return e * ln2 - r * poly
+    r = torch.where(small, -uniform(words), fraction.sub_(1.0))
+    e = (32 - exponent).masked_fill_(small, 0).to(torch.float32)
+    poly = r * coefficients[-1]
+    for coefficient in coefficients[-2:0:-1]:
+        poly = poly.add_(coefficient).mul_(r)
+    return e.mul_(ln2).sub_(poly.add_(coefficients[0]).mul_(r))

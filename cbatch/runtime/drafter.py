@@ -63,7 +63,7 @@ class Drafter(Protocol):
         """Blocks that held non-finite values; zero what it keeps in them."""
 
     def admit(self, slot: int, kv_len_tokens: int) -> None:
-        """A sequence entered `slot`; its first `kv_len_tokens` positions are in the drafter's KV."""
+        """A sequence entered `slot`; the drafter's KV holds its first `kv_len_tokens` positions."""
 
     def propose(self, rows: DraftRows) -> Proposal:
         """Draft for `rows`, each as deep as its own `num_drafts`."""

@@ -28,7 +28,7 @@ from triton_kernels.verify import rejection_verify
 class _Rows(NamedTuple):
     """The rows of a plan that compute something, at their true positions. All int64 [R]."""
 
-    index: I64 | None  # rows of the plan; None: all of them
+    plan_rows: I64 | None  # rows of the plan; None: all of them
     slots: I64
     known: I64  # known tokens of the sequence
     start: I64  # first position computed
@@ -137,7 +137,7 @@ class TorchExecutor:
         """Drafts, written behind the known tokens of each slot; None if nobody drafts."""
         if self.drafter is None or not rows.num_drafts.any():
             return None
-        catch_up = plan.catch_up if rows.index is None else plan.catch_up[rows.index]
+        catch_up = plan.catch_up if rows.plan_rows is None else plan.catch_up[rows.plan_rows]
         at = np.flatnonzero(rows.num_drafts)
         asked = DraftRows(rows.slots[at], rows.known[at], rows.num_drafts[at], catch_up[at])
         drafts = self.drafter.propose(asked)
@@ -264,7 +264,7 @@ class TorchExecutor:
         emitted = np.zeros(num_rows, dtype=np.int64)
         accepted, drafted = np.zeros((2, num_rows), dtype=np.int32)
         status = np.where(table.failed[plan.slots], RowStatus.NON_FINITE, RowStatus.OK)
-        index = iota(num_rows) if rows.index is None else rows.index
+        index = iota(num_rows) if rows.plan_rows is None else rows.plan_rows
         flat = np.zeros(0, dtype=np.int64)
         kv_len = rows.start + rows.fresh
         if proposal is not None:

@@ -65,7 +65,7 @@ class SlotTable:
             self.blocks[deltas.append_slots, deltas.append_indices] = deltas.append_blocks
 
     def admit(self, a: Admission) -> None:
-        """Fill a slot; what it held before is forgotten. Raises ValueError on a broken admission."""
+        """Fill a slot and forget what it held. Raises ValueError on a broken admission."""
         slot, n = a.slot, len(a.tokens)
         if not (0 <= slot < self.max_slots and 0 <= a.kv_len_tokens < n <= a.max_total_tokens):
             raise ValueError(
