@@ -62,6 +62,8 @@ class Output(msgspec.Struct, frozen=True):
     index: int
     text: str
     token_ids: tuple[int, ...]
+    num_drafted: int = 0
+    num_accepted: int = 0
     finished: Choice | None = None
 
 

@@ -89,6 +89,10 @@ class Engine:
         """Whether a step could still bring an output."""
         return bool(self._live or self._ready or self.scheduler.num_in_flight)
 
+    def is_running(self, request_id: str) -> bool:
+        """Whether a choice of the request has yet to finish."""
+        return request_id in self._groups
+
     def add(
         self,
         prompt: Prompt,
@@ -163,7 +167,7 @@ class Engine:
             if live.tokens:
                 live.speculation.observe(drafted, accepted)
                 self.stats.speculation.observe(drafted, accepted)
-            output = self._extend(live, new.tolist())
+            output = self._extend(live, new.tolist(), drafted, accepted)
             end = endings.get(core_id)
             if output.finished is None and end is not None:
                 last = self._end(live, end.reason, end.message)
@@ -173,7 +177,7 @@ class Engine:
             outputs.append(output)
         return outputs
 
-    def _extend(self, live: _Live, tokens: list[int]) -> Output:
+    def _extend(self, live: _Live, tokens: list[int], drafted: int, accepted: int) -> Output:
         text, keep_tokens = live.stream.push(tokens) if live.stream else ("", None)
         if keep_tokens is not None:
             tokens = tokens[: keep_tokens - len(live.tokens)]
@@ -184,7 +188,7 @@ class Engine:
         if keep_tokens is not None:
             self.scheduler.finish(live.core_id, keep_tokens, self._clock())
             ended = self._end(live, FinishReason.STOP).finished
-        return Output(live.group_id, live.index, text, tuple(tokens), ended)
+        return Output(live.group_id, live.index, text, tuple(tokens), drafted, accepted, ended)
 
     def _end(self, live: _Live, reason: FinishReason, error: str | None = None) -> Output:
         rest = live.stream.finish() if live.stream else ""
@@ -194,7 +198,7 @@ class Engine:
         siblings.remove(live.core_id)
         if not siblings:
             del self._groups[live.group_id]
-        return Output(live.group_id, live.index, rest, (), live.end(reason, error))
+        return Output(live.group_id, live.index, rest, (), finished=live.end(reason, error))
 
     def _add_all(self, requests: list[Request]) -> None:
         for at, request in enumerate(requests):
@@ -220,4 +224,5 @@ class Engine:
         return TextStream(self.tokenizer, prompt, stop=params.stop, min_tokens=params.min_tokens)
 
     def _draw_seed(self) -> int:
-        return secrets.randbits(64) if self._seeds is None else self._seeds.getrandbits(64)
+        """53 bits, so that a seed survives every JSON reader on its way back."""
+        return secrets.randbits(53) if self._seeds is None else self._seeds.getrandbits(53)

@@ -1,0 +1,126 @@
+"""`cbatch demo`: watch the pair that is shipped complete Python functions."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import time
+
+from rich.console import Console
+from rich.live import Live
+from rich.syntax import Syntax
+from rich.text import Text
+
+from cbatch.assembly import EngineInfo, EngineOptions, load_engine
+from cbatch.cli.lanes import Lanes
+from cbatch.cli.summary import Run, print_json, print_summary
+from cbatch.core.request import SamplingParams
+from cbatch.llm import Collector
+from cbatch.outputs import Completion
+from cbatch.stepwise import Engine
+
+STEPS_PER_S = 12.0  # as fast as an eye can follow; the figures count the steps alone
+STOPS = ("\ndef ", "\nclass ", "\n@", "\nif __name__", "\n# ")  # where a function is over
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="watch the shipped models complete Python functions",
+        description="Many sequences in every step, each slot speculating with its own k.",
+    )
+    parser.add_argument("--lookahead", default="ema", metavar="POLICY", help="off, ema, fixed:K")
+    parser.add_argument("--max-slots", type=int, default=12, help="sequences that run at once")
+    parser.add_argument("--max-tokens", type=int, default=120)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    parser.add_argument("--prompts", type=int, default=24, help="how many of the prompts")
+    parser.add_argument(
+        "--steps-per-s", type=float, default=STEPS_PER_S, help="pace on a terminal; 0: full speed"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from cbatch.demo import demo_paths, demo_prompts
+
+    console = Console()
+    target, draft = demo_paths()
+    options = EngineOptions(lookahead=args.lookahead, max_slots=args.max_slots, seed=0)
+    engine, info = load_engine(target, draft, options)
+    for line in info.lines():
+        console.print(line, highlight=False)
+    prompts = demo_prompts()[: args.prompts]
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, stop=STOPS)
+    collector, texts = Collector(), {}
+    for prompt in prompts:
+        accepted = engine.add(prompt, params)
+        collector.expect(accepted)
+        texts[accepted.request_id] = prompt
+    pace_s = 1 / args.steps_per_s if console.is_terminal and args.steps_per_s > 0 else 0.0
+    elapsed_s = _watch(engine, collector, texts, console, args.max_slots, pace_s)
+    for request_id, prompt in texts.items():
+        _print_function(console, prompt, collector.done[request_id])
+    _print_end(engine, info, console, len(prompts), args.max_slots, elapsed_s)
+    return 0
+
+
+def _watch(
+    engine: Engine,
+    collector: Collector,
+    texts: dict[str, str],
+    console: Console,
+    num_lanes: int,
+    pace_s: float,
+) -> float:
+    """Steps until all is done; returns the seconds spent in steps. Without a terminal there is
+    nothing to watch, and nothing is drawn."""
+    lanes = Lanes(min(num_lanes, len(texts)), {r: _title(t) for r, t in texts.items()})
+    live = Live(console=console, refresh_per_second=20) if console.is_terminal else None
+    elapsed_s = 0.0
+    with live or contextlib.nullcontext():
+        while collector.waiting:
+            started_s = time.perf_counter()
+            outputs = engine.step()
+            step_s = time.perf_counter() - started_s
+            elapsed_s += step_s
+            collector.take(outputs)
+            if live is not None:
+                lanes.update(outputs)
+                live.update(lanes.render(engine, elapsed_s, console.width))
+                time.sleep(max(pace_s - step_s, 0.0))
+    return elapsed_s
+
+
+def _title(prompt: str) -> str:
+    names = re.findall(r"(?:def|class)\s+(\w+)", prompt)
+    return names[-1] if names else prompt.strip()[:18]
+
+
+def _print_function(console: Console, prompt: str, completion: Completion) -> None:
+    """The prompt, and what the model wrote behind a bar in the margin."""
+    console.rule(_title(prompt), align="left", style="dim")
+    console.print(Text(prompt.rstrip("\n"), style="dim"))
+    code = Syntax("", "python", background_color="default").highlight(completion.text.strip("\n"))
+    for line in code.split("\n"):
+        console.print(Text("│ ", style="green") + line)
+
+
+def _print_end(
+    engine: Engine,
+    info: EngineInfo,
+    console: Console,
+    num_prompts: int,
+    max_slots: int,
+    elapsed_s: float,
+) -> None:
+    summary = Run(
+        info=info,
+        stats=engine.stats,
+        batch=min(max_slots, num_prompts),
+        num_requests=num_prompts,
+        num_errors=0,
+        elapsed_s=elapsed_s,
+    )
+    print_summary(summary, console)
+    print_json(summary, console)

@@ -1,0 +1,90 @@
+"""A live picture of a batch: one line for each running sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from cbatch.outputs import Output, Speculation
+from cbatch.stepwise import Engine
+
+K_COLOURS = ("dim", "cyan", "cyan", "green", "green", "bright_green", "bright_green")
+
+
+class _Lane:
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.text = ""
+        self.k = 0
+        self.accepted = 0
+        self.speculation = Speculation()
+        self.done = False
+
+
+class Lanes:
+    """Sequences side by side. A finished one keeps its lane until another needs it."""
+
+    def __init__(self, num_lanes: int, titles: dict[str, str]) -> None:
+        self._titles = titles
+        self._lanes: list[_Lane | None] = [None] * num_lanes
+        self._lane_of: dict[str, _Lane] = {}
+
+    def update(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            lane = self._lane_of.get(output.request_id)
+            if lane is None:
+                lane = self._enter(output.request_id)
+            else:
+                lane.k, lane.accepted = output.num_drafted, output.num_accepted
+                lane.speculation.observe(output.num_drafted, output.num_accepted)
+            lane.text += output.text
+            lane.done = output.finished is not None
+
+    def _enter(self, request_id: str) -> _Lane:
+        lane = _Lane(self._titles[request_id])
+        free = [at for at, old in enumerate(self._lanes) if old is None]
+        free = free or [at for at, old in enumerate(self._lanes) if old is not None and old.done]
+        self._lane_of[request_id] = lane
+        self._lanes[free[0] if free else 0] = lane
+        return lane
+
+    def render(self, engine: Engine, elapsed_s: float, width: int) -> Group:
+        table = Table(expand=True, box=None, padding=(0, 1), header_style="bold")
+        table.add_column("", width=2, justify="right", style="dim")
+        table.add_column("function", width=18, no_wrap=True)
+        table.add_column("k", width=8, no_wrap=True)
+        table.add_column("accepted", width=8, justify="right")
+        table.add_column("text", ratio=1, no_wrap=True)
+        room = max(width - 48, 20)
+        for number, lane in enumerate(self._lanes):
+            if lane is not None:
+                table.add_row(str(number), *_cells(lane, room))
+        stats = engine.stats
+        mean = stats.speculation.mean_accepted_tokens
+        words = [
+            f"step {stats.steps:,}",
+            f"{stats.output_tokens:,} tokens",
+            f"{engine.scheduler.num_running} running",
+            f"{engine.scheduler.num_waiting} waiting",
+            f"{stats.output_tokens / elapsed_s:,.0f} tokens/s" if elapsed_s > 0 else "",
+            f"{mean:.2f} tokens a step and sequence" if mean else "",
+        ]
+        return Group(Text("  ·  ".join(w for w in words if w), style="bold"), table)
+
+
+def _cells(lane: _Lane, room: int) -> tuple[Text, Text, Text, Text]:
+    share = lane.speculation.acceptance
+    # One dot for each draft of the last step, filled where it was accepted.
+    dots = "●" * lane.accepted + "○" * (lane.k - lane.accepted)
+    k = Text(f"{lane.k} {dots}", style=K_COLOURS[min(lane.k, len(K_COLOURS) - 1)])
+    tail = lane.text.replace("\n", "⏎").replace("    ", "⇥")[-room:]
+    style = "dim" if lane.done else ""
+    return (
+        Text(lane.title, style=style or "yellow"),
+        Text("done", style="dim") if lane.done else k,
+        Text("-" if share is None else f"{share:.0%}", style=style),
+        Text(tail, style=style),
+    )

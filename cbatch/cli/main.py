@@ -1,0 +1,49 @@
+"""`cbatch`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from cbatch.cli import demo, generate, serve
+from cbatch.cli.generate import INTERRUPTED
+from cbatch.core.errors import FieldError
+from cbatch.text import TokenizerError
+
+FAILED = 2  # exit status for bad input, as argparse's
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cbatch",
+        description="Serves language models: many sequences in every step, each speculating with "
+        "a lookahead of its own. Without a model the small pair that is shipped is used.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in (generate, serve, demo):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ValueError as error:
+        if not _is_bad_input(error):
+            raise
+        print(f"cbatch: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _is_bad_input(error: ValueError) -> bool:
+    from cbatch.runtime.config import ModelError
+
+    return isinstance(error, (FieldError, TokenizerError, ModelError))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Options that several commands share, and what they mean to the engine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cbatch.assembly import EngineOptions
+from cbatch.core.errors import FieldError
+from cbatch.core.request import SamplingParams
+
+GIB = 2**30
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--draft", metavar="DIR", help="small model that guesses ahead")
+    group.add_argument("--tokenizer", metavar="DIR", help="tokenizer, if not beside the model")
+    group.add_argument("--dtype", default="auto", help="auto (the model's), float32, bfloat16")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
+    group.add_argument(
+        "--numerics",
+        default="auto",
+        choices=["auto", "invariant", "fast"],
+        help="invariant: a row's bits do not depend on the batch",
+    )
+    group.add_argument(
+        "--lookahead",
+        default="ema",
+        metavar="POLICY",
+        help="off, ema, ema:K (at most K), fixed:K; needs a draft (default: ema)",
+    )
+    group.add_argument("--max-slots", type=int, default=32, help="sequences that run at once")
+    group.add_argument("--num-blocks", type=int, help="KV blocks (default: by memory)")
+    group.add_argument("--kv-memory", type=float, metavar="GIB", help="memory for KV")
+    group.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
+    group.add_argument("--max-model-tokens", type=int, help="context (default: the model's)")
+    group.add_argument("--step-budget", type=int, default=1024, help="tokens of a step, at most")
+    group.add_argument("--queue-policy", default="fcfs", choices=["fcfs", "priority", "shortest"])
+    group.add_argument("--ageing", type=float, default=0.0, help="what waiting a second is worth")
+    group.add_argument("--no-prefix-cache", action="store_true", help="share no prompt prefixes")
+    group.add_argument(
+        "--overlap", type=int, default=0, choices=[0, 1], help="1: plan a step while one runs"
+    )
+    group.add_argument(
+        "--engine-seed", type=int, metavar="SEED", help="draw the requests' seeds from this"
+    )
+
+
+def engine_options(args: argparse.Namespace) -> EngineOptions:
+    return EngineOptions(
+        dtype=args.dtype,
+        device=args.device,
+        numerics=args.numerics,
+        lookahead=args.lookahead,
+        max_slots=args.max_slots,
+        num_blocks=args.num_blocks,
+        kv_memory_bytes=None if args.kv_memory is None else int(args.kv_memory * GIB),
+        block_size_tokens=args.block_size,
+        max_model_tokens=args.max_model_tokens,
+        step_budget_tokens=args.step_budget,
+        queue_policy=args.queue_policy,
+        ageing_per_s=args.ageing,
+        prefix_cache=not args.no_prefix_cache,
+        overlap=args.overlap,
+        seed=args.engine_seed,
+        tokenizer=args.tokenizer,
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "sampling", "for every prompt; a JSON line's own fields come first"
+    )
+    group.add_argument("--max-tokens", type=int, default=64)
+    group.add_argument("--min-tokens", type=int, default=0)
+    group.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    group.add_argument("--top-k", type=int)
+    group.add_argument("--top-p", type=float, default=1.0)
+    group.add_argument("--min-p", type=float, default=0.0)
+    group.add_argument("--seed", type=int, help="of the sampling noise (default: drawn)")
+    group.add_argument("-n", type=int, default=1, help="choices for each prompt")
+    group.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
+    group.add_argument("--stop-token-id", type=int, action="append", default=[])
+    group.add_argument("--ignore-eos", action="store_true")
+    group.add_argument("--max-lookahead", type=int, help="cap on k for these prompts")
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        n=args.n,
+        stop=tuple(args.stop),
+        stop_token_ids=tuple(args.stop_token_id),
+        ignore_eos=args.ignore_eos,
+        max_lookahead=args.max_lookahead,
+    )
+
+
+def model_paths(model: str | None, draft: str | None) -> tuple[str | Path, str | Path | None]:
+    """The model and draft asked for, or the pair that is shipped with the package."""
+    if model is not None:
+        return model, draft
+    if draft is not None:
+        raise FieldError("--draft", "needs its target", "name the model as well")
+    from cbatch.demo import demo_paths
+
+    return demo_paths()

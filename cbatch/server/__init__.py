@@ -1,0 +1,1 @@
+"""HTTP: completions over the engine, whole or streamed."""
