@@ -70,6 +70,7 @@ def create_app(service: EngineService, model: str) -> Litestar:
             streams = await _submit(service, call, answer.id, stack)
             if call.stream:
                 events = _events(streams, call, answer, stack.pop_all())
+                await anext(events)  # from here on it cancels its request however it ends
                 return Stream(events, media_type="text/event-stream", headers=headers)
             await _or_disconnect(request, _gather(streams, answer))
         finally:
@@ -87,6 +88,7 @@ def create_app(service: EngineService, model: str) -> Litestar:
             ClientGoneError: _failed(499),
         },
         openapi_config=None,
+        logging_config=None,  # the program that runs the server decides about logs
     )
 
 
@@ -175,9 +177,10 @@ async def _gather(streams: list[OutputStream], answer: Answer) -> None:
 async def _events(
     streams: list[OutputStream], call: CompletionCall, answer: Answer, stack: AsyncExitStack
 ) -> AsyncIterator[bytes]:
-    """Server-sent events. Closing the generator (the client left) closes `stack`, which cancels
-    what still runs."""
+    """Server-sent events, after an empty first item. Closing the generator (the client left) closes
+    `stack`, which cancels what still runs; one that was never started could not be closed."""
     async with stack:
+        yield b""
         for stream in streams:
             answer.open(stream)
         try:
