@@ -1,0 +1,65 @@
+"""`cbatch` in this process, over an engine without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cbatch.assembly import EngineInfo, EngineOptions
+from cbatch.cli.main import main
+from cbatch.stepwise import Engine
+from tests.toy_engine import make_engine
+
+INFO = EngineInfo(
+    model="toy",
+    draft=None,
+    dtype="float32",
+    device="cpu",
+    numerics="invariant",
+    row_invariant=True,
+    lookahead="fixed:3",
+    num_blocks=64,
+    kv_memory_bytes=2**20,
+    max_model_tokens=128,
+)
+
+
+@dataclass
+class Run:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """The engines that commands have loaded, the latest last."""
+    loaded: list[Engine] = []
+
+    def load(model: Any, draft: Any, options: EngineOptions) -> tuple[Engine, EngineInfo]:
+        loaded.append(make_engine(max_slots=min(options.max_slots, 8), seed=options.seed))
+        return loaded[-1], INFO
+
+    for command in ("generate", "demo", "serve"):
+        monkeypatch.setattr(f"cbatch.cli.{command}.load_engine", load)
+    return loaded
+
+
+@pytest.fixture
+def cbatch(engines: list[Engine], capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+    """Runs a command line."""
+
+    def run(*argv: Any) -> Run:
+        status = main([str(a) for a in argv])
+        out, err = capsys.readouterr()
+        return Run(status, out, err)
+
+    return run

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch import SamplingParams
+from cbatch.llm import complete_all
+from cbatch.stepwise import Engine
+from tests.cli.conftest import Run
+from tests.toy_engine import make_engine
+
+Command = Callable[..., Run]
+PROMPT = "def add(a, b):"
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def expected(prompt: str = PROMPT, **params: Any) -> str:
+    return complete_all(make_engine(), [prompt], [SamplingParams(temperature=0, **params)])[0].text
+
+
+def write_jsonl(path: Path, *lines: dict[str, Any] | str) -> Path:
+    text = "".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_prompts_as_arguments_to_standard_output(cbatch: Command) -> None:
+    run = cbatch("generate", PROMPT, "class A", "--max-tokens", 9, "--seed", 4)
+    assert run.status == 0
+    *lines, report = run.lines
+    assert sorted(line["index"] for line in lines) == [0, 1]
+    by_index = {line["index"]: line for line in lines}
+    assert by_index[0]["choices"][0]["text"] == expected(max_tokens=9, seed=4)
+    assert by_index[1]["prompt"] == "class A" and by_index[1]["seed"] == 4
+    (result,) = report["results"]
+    assert {"system", "lookahead", "batch", "dtype", "output_tokens_per_s"} < set(result)
+    assert result["system"] == "cbatch" and result["batch"] == 2
+    assert result["mean_accepted_tokens"] > 1
+    assert report["machine"] and report["versions"]["python"]
+    assert run.out.splitlines()[-1] == json.dumps(report), "the JSON line is the last"
+    assert "row_invariant: yes" in run.err and "mean accepted length" in run.err
+
+
+def test_a_text_file_has_a_prompt_a_line(cbatch: Command, tmp_path: Path) -> None:
+    source = tmp_path / "prompts.txt"
+    source.write_text("one\r\n\n  two\nthree", encoding="utf-8")
+    output = tmp_path / "out.jsonl"
+    run = cbatch("generate", "--input", source, "--output", output, "--max-tokens", 3)
+    assert run.status == 0
+    assert {r["index"]: r["prompt"] for r in results(output)} == {0: "one", 1: "  two", 2: "three"}
+    assert "Summary" in run.out and len(run.lines) == 1
+
+
+def test_a_json_line_has_its_own_sampling(cbatch: Command, tmp_path: Path) -> None:
+    source = write_jsonl(
+        tmp_path / "in.jsonl",
+        {"prompt": PROMPT, "max_tokens": 5, "id": "a"},
+        {"prompt": PROMPT, "temperature": 0.5, "seed": 3, "n": 2, "stop": "zzz"},
+        {"prompt": [5, 6, 7]},
+    )
+    output = tmp_path / "out.jsonl"
+    cbatch("generate", "--input", source, "--output", output, "--max-tokens", 7)
+    first, second, third = sorted(results(output), key=lambda r: r["index"])
+    assert first["id"] == "a" and len(first["choices"][0]["token_ids"]) == 5
+    assert second["params"]["temperature"] == 0.5 and second["params"]["stop"] == ["zzz"]
+    assert [len(c["token_ids"]) for c in second["choices"]] == [7, 7]
+    assert third["prompt"] == [5, 6, 7] and len(third["choices"][0]["token_ids"]) == 7
+
+
+def test_a_line_at_fault_is_answered_and_the_others_go_on(cbatch: Command, tmp_path: Path) -> None:
+    bad = {
+        '{"prompt": "x", "colour": 1}': "colour",
+        '{"prompt": "x", "temperature": NaN}': "temperature",
+        '{"prompt": "x", "temperature": -1}': "temperature",
+        '{"prompt": "x", "top_p": 0}': "top_p",
+        '{"prompt": "x", "max_tokens": 0}': "max_tokens",
+        '{"prompt": "x", "max_tokens": "9"}': "max_tokens",
+        '{"prompt": ""}': "prompt",
+        '{"prompt": [9999999]}': "prompt",
+        '{"prompt": [true]}': "prompt",
+        '{"max_tokens": 3}': "prompt",
+        '{"prompt": "%s"}' % ("ab" * 400): "prompt",
+        "not json": "line",
+        "[1]": "line",
+    }
+    source = write_jsonl(tmp_path / "in.jsonl", {"prompt": PROMPT}, *bad, {"prompt": PROMPT})
+    output = tmp_path / "out.jsonl"
+    assert cbatch("generate", "--input", source, "--output", output).status == 0
+    lines = sorted(results(output), key=lambda r: r["index"])
+    assert len(lines) == len(bad) + 2
+    for line, field in zip(lines[1:-1], bad.values(), strict=True):
+        assert line["choices"] == [], line
+        assert f"{field}: " in line["error"], line
+    assert "line 2: colour: is not a known field" in lines[1]["error"]
+    for line in (lines[0], lines[-1]):
+        assert line["error"] is None and len(line["choices"][0]["token_ids"]) == 64
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Ctrl-C in the given step, once."""
+    step, count = Engine.step, [0]
+
+    def interrupted(engine: Engine) -> Any:
+        count[0] += 1
+        if count[0] == steps:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+
+
+def test_an_interrupted_run_is_resumed_without_losing_or_repeating_a_line(
+    cbatch: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"prompt": f"def f{i}(", "max_tokens": 3 + i, "seed": i} for i in range(20)]
+    source = write_jsonl(tmp_path / "in.jsonl", *lines, {"prompt": "", "id": "bad"})
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    cbatch("generate", "--input", source, "--output", whole)
+    undisturbed = sorted(results(whole), key=lambda r: r["index"])
+
+    command = ("generate", "--input", source, "--output", output)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 8)
+        run = cbatch(*command)
+    assert run.status == 130 and "--resume" in run.out
+    first = results(output)
+    assert 1 < len(first) < 21, "it must have been interrupted in the middle"
+
+    whole_lines = output.read_bytes()
+    for cut in (1, 30):  # killed while it wrote: the last line is broken
+        output.write_bytes(whole_lines[:-cut])
+        run = cbatch(*command, "--resume")
+        assert run.status == 0
+        assert f"{len(first) - 1} of 21 prompts are answered already" in run.out
+        resumed = results(output)
+        assert resumed[: len(first) - 1] == first[:-1], "what was there stays"
+        resumed.sort(key=lambda r: r["index"])
+        stable = ("index", "prompt", "seed", "choices", "error")
+        assert [
+            {k: v for k, v in r.items() if k in stable and k != "choices"} for r in resumed
+        ] == [{k: v for k, v in r.items() if k in stable and k != "choices"} for r in undisturbed]
+        assert [[c["token_ids"] for c in r["choices"]] for r in resumed] == [
+            [c["token_ids"] for c in r["choices"]] for r in undisturbed
+        ]
+
+
+def test_resuming_a_finished_run_does_nothing(
+    cbatch: Command, engines: list[Engine], tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    cbatch("generate", PROMPT, "--output", output)
+    before = output.read_bytes()
+    assert cbatch("generate", PROMPT, "--output", output, "--resume").status == 0
+    assert output.read_bytes() == before
+    assert len(engines) == 1, "no model is loaded for nothing"
+
+
+def test_a_file_is_not_overwritten_nor_continued_with_other_work(
+    cbatch: Command, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    cbatch("generate", PROMPT, "--output", output)
+    before = output.read_bytes()
+    for argv, words in (
+        ((PROMPT,), "--output: .* exists"),
+        (("other", "--resume"), "answers another prompt"),
+        ((PROMPT, "--resume", "--max-tokens", 5), "answers another prompt or other sampling"),
+    ):
+        run = cbatch("generate", *argv, "--output", output)
+        assert run.status == 2
+        assert re.search(words, run.err), run.err
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        ((), "PROMPT"),
+        ((PROMPT, "--input", "x.txt"), "PROMPT"),
+        (("--input", "/nowhere/x.jsonl"), "--input"),
+        ((PROMPT, "--resume"), "--resume"),
+        ((PROMPT, "--temperature", "nan"), "temperature"),
+        ((PROMPT, "--max-tokens", "0"), "max_tokens"),
+        ((PROMPT, "--lookahead", "sometimes"), "lookahead"),
+        ((PROMPT, "--lookahead", "fixed:99"), "lookahead.k"),
+        ((PROMPT, "--num-blocks", "0"), "num_blocks"),
+        ((PROMPT, "--draft", "x"), "--draft"),
+    ],
+)
+def test_bad_options_are_named(cbatch: Command, argv: tuple[str, ...], field: str) -> None:
+    run = cbatch("generate", *argv)
+    assert run.status == 2
+    assert run.err.startswith(f"cbatch: {field}: "), run.err
