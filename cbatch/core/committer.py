@@ -8,6 +8,7 @@ from cbatch.core import lookahead
 from cbatch.core.plan import RowStatus, StepResult
 from cbatch.core.request import FinishReason
 from cbatch.core.sequence import Commit, Flight
+from cbatch.core.slots import advance
 from cbatch.core.state import SchedulerState
 
 _NON_FINITE = int(RowStatus.NON_FINITE)
@@ -16,42 +17,46 @@ _ERROR_MESSAGE = "the model's logits were not finite for this request"
 
 
 class _Step:
-    """One committing step, by row of its live rows."""
+    """A committing step: the rows of its plan that are still wanted, and what they returned."""
 
     def __init__(self, flight: Flight, result: StepResult) -> None:
         plan = flight.plan
         self.owners = flight.owners
         self.rows = flight.rows
-        self.slots = plan.slots
         self.plain = flight.plain
+        self.slots = plan.slots
         self.query_lens = plan.query_lens
         self.planned_drafts = plan.num_drafts
         self.catch_up = plan.catch_up
+        self.wants = plan.wants_logits
         self.num_drafted = result.num_drafted
         self.num_accepted = result.num_accepted
         self.status = result.status
+        self.tokens = result.tokens
         self.starts = result.row_splits[:-1]
         self.counts = result.row_splits[1:] - self.starts
-        self.wants = plan.wants_logits
+        self.cut_tokens = 0
+        if flight.void_slots:
+            self._drop(np.isin(self.slots, flight.void_slots))
 
-    def keep(self, live: np.ndarray) -> None:
-        """Drop the rows that are void; `live` is bool [rows]."""
+    def _drop(self, void: np.ndarray) -> None:
+        live = ~void
+        self.tokens = self.tokens[np.repeat(live, self.counts)]
         self.owners = [o for o, alive in zip(self.owners, live.tolist(), strict=True) if alive]
         for name in (
             "slots",
             "query_lens",
             "planned_drafts",
             "catch_up",
+            "wants",
             "num_drafted",
             "num_accepted",
             "status",
-            "starts",
             "counts",
-            "wants",
         ):
             setattr(self, name, getattr(self, name)[live])
+        self.starts = np.cumsum(self.counts, dtype=np.int32) - self.counts
         self.rows = self.slots
-        self.plain = False
 
 
 class Committer:
@@ -62,20 +67,15 @@ class Committer:
         state = self.state
         flight = self._take_flight(result)
         step = _Step(flight, result)
-        if flight.void_slots:
-            step.keep(~np.isin(step.slots, flight.void_slots))
-        failed = step.status == _NON_FINITE
-        any_failed = bool(failed.any())
-        if step.plain and not any_failed:
-            self._advance_plain(step, result.tokens)
-            if state.speculates:
-                self._drift(step)
+        troubled = np.count_nonzero(step.status) > 0
+        if step.plain and not troubled:
+            self._advance_plain(step)
         else:
-            self._advance(step, result.tokens)
-        ended = self._find_ends(step, result.tokens)
-        if any_failed:
-            self._fail(step, failed)
-            ended = [(row, reason) for row, reason in ended if not failed[row]]
+            self._advance(step)
+        ended = self._find_ends(step)
+        if troubled:
+            self._forget_drafts(step)
+            self._fail(step)
         if state.config.prefix_cache:
             self._publish(step)
         for row, reason in ended:
@@ -84,11 +84,12 @@ class Committer:
             state.free_slot(slot)
         if not step.plain:
             self._return_tails(step)
-        for sequence in state.doomed:
-            if sequence.slot is not None:
-                state.preempt(sequence)
-        state.doomed.clear()
-        return self._report(flight, step, result)
+        if state.doomed:
+            for sequence in state.doomed:
+                if sequence.slot is not None:
+                    state.preempt(sequence)
+            state.doomed.clear()
+        return self._report(flight, step)
 
     # ---- one step -----------------------------------------------------------------------------
 
@@ -104,76 +105,75 @@ class Committer:
             raise ValueError(f"step {result.step_id}: the result's generations are not the plan's")
         return flights.pop(0)
 
-    def _advance_plain(self, step: _Step, tokens: np.ndarray) -> None:
+    def _advance_plain(self, step: _Step) -> None:
         """Every row decoded one token, as the plan's bounds say already."""
         table, rows = self.state.table, step.rows
-        table.tokens[step.slots, table.num_tokens[rows]] = tokens
-        table.num_tokens[rows] += 1
-        table.kv_len[rows] += 1
+        table.tokens[step.slots, table.num_tokens[rows]] = step.tokens
+        advance(table.num_tokens, rows, 1)
+        advance(table.kv_len, rows, 1)
+        if self.state.learns:
+            estimate = table.estimate[:, rows]
+            table.estimate[:, rows] = lookahead.drift(self.state.config.lookahead, estimate)
 
-    def _advance(self, step: _Step, tokens: np.ndarray) -> None:
+    def _advance(self, step: _Step) -> None:
         state, table, rows = self.state, self.state.table, step.rows
         before = table.num_tokens[rows]
-        total = int(step.counts.sum())
-        ramp = np.arange(total) - np.repeat(np.cumsum(step.counts) - step.counts, step.counts)
-        source = np.repeat(step.starts, step.counts) + ramp
-        owners = np.repeat(step.slots, step.counts)
-        table.tokens[owners, np.repeat(before, step.counts) + ramp] = tokens[source]
-        table.num_tokens[rows] += step.counts
-        # Bounds held `planned` drafts; `num_accepted` of them are real.
-        table.kv_len[rows] += step.query_lens - step.planned_drafts + step.num_accepted
-        table.kv_low[rows] += step.num_accepted
-        table.kv_high[rows] += step.num_accepted - step.planned_drafts
-        table.known[rows] += step.counts - step.wants
+        width = table.tokens.shape[1]
+        first = np.repeat(step.slots * width + before - step.starts, step.counts)
+        table.tokens.reshape(-1)[first + np.arange(len(first))] = step.tokens
         if state.speculates:
-            self._observe(step, before)
+            self._advance_draft(step, before - 1)
+        # Bounds held `planned_drafts`; `num_accepted` of them are real.
+        unaccepted = step.planned_drafts - step.num_accepted
+        advance(table.num_tokens, rows, step.counts)
+        advance(table.kv_len, rows, step.query_lens - unaccepted)
+        advance(table.kv_high, rows, -unaccepted)
+        advance(table.known, rows, step.counts - step.wants)
+        if state.learns:
+            table.estimate[:, rows] = lookahead.observe(
+                state.config.lookahead,
+                table.estimate[:, rows],
+                step.num_drafted,
+                step.num_accepted,
+            )
 
-    def _drift(self, step: _Step) -> None:
-        """Nobody drafted: every estimate moves a little towards the prior."""
+    def _advance_draft(self, step: _Step, kv_before: np.ndarray) -> None:
+        """How far the draft's KV reaches: to the last draft, or to the first rejected one.
+
+        Drafting k tokens from n known ones writes its positions up to n - 2 + k; of these the
+        accepted ones stay valid, so a full acceptance leaves it one position behind.
+        """
         table, rows = self.state.table, step.rows
-        table.accepted[rows], table.trials[rows] = lookahead.drift(
-            self.state.config.lookahead, table.accepted[rows], table.trials[rows]
-        )
-
-    def _observe(self, step: _Step, tokens_before: np.ndarray) -> None:
-        """Acceptance statistics, and how far the draft's KV reaches now."""
-        state, table, rows = self.state, self.state.table, step.rows
-        table.accepted[rows], table.trials[rows] = lookahead.observe(
-            state.config.lookahead,
-            table.accepted[rows],
-            table.trials[rows],
-            step.num_drafted,
-            step.num_accepted,
-        )
-        old = table.draft_kv_len[rows]
-        drafted = step.num_drafted > 0
-        new = np.where(drafted, tokens_before - 1 + step.num_drafted, old)
-        slices = (step.planned_drafts == 0) & (step.catch_up > 0)
-        new = np.minimum(np.where(slices, old + step.catch_up, new), table.kv_len[rows])
-        bad = step.status == _DRAFT_NON_FINITE
-        if bad.any():
-            new[bad] = 0
-            for slot in step.slots[bad].tolist():
-                state.pool.draft_valid[table.block_row(slot)] = False
+        new = kv_before + np.minimum(step.num_drafted, step.num_accepted + 1)
+        if np.count_nonzero(step.num_drafted) < len(new):
+            # Drafted nothing: where it was, or further by a slice of a long catch-up.
+            sliced = step.catch_up * (step.planned_drafts == 0)
+            caught_up = np.minimum(table.draft_kv_len[rows] + sliced, kv_before)
+            new = np.where(step.num_drafted > 0, new, caught_up)
         table.draft_kv_len[rows] = new
-        if state.config.prefix_cache:
-            size = state.pool.block_size
-            first, last = old // size, new // size
-            for row in np.flatnonzero(last > first).tolist():
-                blocks = table.blocks[step.slots[row], first[row] : last[row]]
-                state.pool.draft_valid[blocks] = True
+        complete = (new >= table.draft_mark_at[rows]).nonzero()[0]
+        if len(complete):
+            self.state.mark_drafted(step.slots[complete])
 
-    def _find_ends(self, step: _Step, tokens: np.ndarray) -> list[tuple[int, FinishReason]]:
+    def _forget_drafts(self, step: _Step) -> None:
+        """The draft's KV of these rows may hold what is not finite: it starts anew."""
+        state, table = self.state, self.state.table
+        for slot in step.slots[step.status == _DRAFT_NON_FINITE].tolist():
+            state.pool.draft_valid[table.block_row(slot)] = False
+            table.draft_kv_len[slot] = 0
+            table.draft_mark_at[slot] = state.pool.block_size
+
+    def _find_ends(self, step: _Step) -> list[tuple[int, FinishReason]]:
         """Rows that reached a stop id or their last token; cuts both counts at the end."""
         table, rows = self.state.table, step.rows
         candidates = table.num_tokens[rows] >= table.max_total[rows]
-        if self._any_stop(tokens):
+        if self._any_stop(step.tokens):
             candidates |= self._saw_stop(step)
-        if not candidates.any():
+        if not np.count_nonzero(candidates):
             return []
         ended = []
         step.counts = step.counts.copy()
-        for row in np.flatnonzero(candidates).tolist():
+        for row in candidates.nonzero()[0].tolist():
             reason = self._cut(step, row)
             if reason is not None:
                 ended.append((row, reason))
@@ -182,7 +182,7 @@ class Committer:
     def _any_stop(self, tokens: np.ndarray) -> bool:
         union = self.state.stop_union
         if len(union) <= 1:  # the usual case: one EOS id; isin costs twenty times as much
-            return len(union) == 1 and bool((tokens == union[0]).any())
+            return bool(len(union)) and bool(np.count_nonzero(tokens == union))
         return bool(np.isin(tokens, union).any())
 
     def _saw_stop(self, step: _Step) -> np.ndarray:
@@ -207,52 +207,53 @@ class Committer:
                 reason, end = FinishReason.STOP, position + 1
                 break
         if reason is not None:
+            step.cut_tokens += total - end
             step.counts[row] = end - first
             table.num_tokens[slot] = end
             table.kv_len[slot] = min(int(table.kv_len[slot]), end - 1)
         return reason
 
-    def _fail(self, step: _Step, failed: np.ndarray) -> None:
+    def _fail(self, step: _Step) -> None:
         """Their blocks may hold what is not finite: out of the cache, zeroed before reuse."""
-        for row in np.flatnonzero(failed).tolist():
-            slot = int(step.slots[row])
-            self.state.pool.taint(self.state.table.block_row(slot))
+        for row in (step.status == _NON_FINITE).nonzero()[0].tolist():
+            self.state.pool.taint(self.state.table.block_row(int(step.slots[row])))
             self.state.end(step.owners[row], FinishReason.ERROR, message=_ERROR_MESSAGE)
 
     def _publish(self, step: _Step) -> None:
-        state, table = self.state, self.state.table
-        full = table.kv_len[step.rows] // state.pool.block_size
-        crossing = full > table.ready_blocks[step.rows]
-        if crossing.any():
-            for row in np.flatnonzero(crossing).tolist():
-                slot = int(step.slots[row])
-                if state.owners[slot] is step.owners[row]:
-                    state.publish(slot, int(full[row]))
+        table, rows = self.state.table, step.rows
+        complete = (table.kv_len[rows] >= table.publish_at[rows]).nonzero()[0]
+        if len(complete):
+            alive = [row for row in complete.tolist() if step.owners[row].slot is not None]
+            self.state.publish(step.slots[alive])
 
     def _return_tails(self, step: _Step) -> None:
         state, table = self.state, self.state.table
-        slots, block_size = step.slots, state.pool.block_size
-        used = -(-np.minimum(table.kv_high[slots], table.max_total[slots]) // block_size)
-        excess = table.num_blocks[slots] - np.maximum(used, table.floor_blocks[slots])
-        tails = np.flatnonzero(excess > 0)
+        spare = table.capacity[step.rows] - table.kv_high[step.rows]
+        slots = step.slots[spare >= state.pool.block_size]
+        if not len(slots):
+            return
+        used_tokens = np.minimum(table.kv_high[slots], table.max_total[slots])
+        used_blocks = -(-used_tokens // state.pool.block_size)
+        excess = table.num_blocks[slots] - np.maximum(used_blocks, table.floor_blocks[slots])
+        tails = (excess > 0).nonzero()[0]
         # A slot that was left in this commit holds no blocks, so it has no tail.
         if len(tails):
             state.return_tails(slots[tails], excess[tails])
 
-    def _report(self, flight: Flight, step: _Step, result: StepResult) -> Commit:
+    def _report(self, flight: Flight, step: _Step) -> Commit:
         state, stats = self.state, self.state.stats
         stats.steps += 1
-        stats.emitted_tokens += len(step.owners) if step.plain else int(step.counts.sum())
+        stats.emitted_tokens += len(step.tokens) - step.cut_tokens
         if not step.plain:
-            stats.drafted_tokens += int(step.num_drafted.sum())
-            stats.accepted_tokens += int(step.num_accepted.sum())
+            stats.drafted_tokens += int(np.add.reduce(step.num_drafted))
+            stats.accepted_tokens += int(np.add.reduce(step.num_accepted))
         finished = tuple(state.finished)
         if finished:
             state.finished = []
         return Commit(
             step_id=flight.plan.step_id,
             owners=step.owners,
-            tokens=result.tokens,
+            tokens=step.tokens,
             starts=step.starts,
             counts=step.counts,
             num_drafted=step.num_drafted,

@@ -10,24 +10,25 @@ from cbatch.core.waiting import Rank
 
 def fit_drafts(
     num_drafts: np.ndarray, lag: np.ndarray, budget_tokens: int, first: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Drafts and catch-up tokens per row within a token budget; int32 [rows] each.
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Drafts and catch-up tokens per row within a token budget, int32 [rows], and their total.
 
     A row that drafts pays for its drafts and for the `lag` tokens its draft KV is behind. Rows are
     served in turn starting at row `first`, so that none is always last. The row at the edge gets
     what is left: a shorter draft, or a slice of its catch-up and no draft yet.
     """
-    lag = np.where(num_drafts > 0, lag, 0).astype(np.int32)
+    lag = lag * (num_drafts > 0)
     cost = num_drafts + lag
-    if int(cost.sum()) <= budget_tokens:
-        return num_drafts, lag
+    total = int(np.add.reduce(cost))
+    if total <= budget_tokens:
+        return num_drafts, lag, total
     order = np.roll(np.arange(len(cost)), -first)
     left = budget_tokens - (np.cumsum(cost[order]) - cost[order])  # before each row, in turn
     drafts = num_drafts.copy()
     catch_up = lag.copy()
     catch_up[order] = np.clip(left, 0, lag[order])
     drafts[order] = np.clip(left - lag[order], 0, num_drafts[order])
-    return drafts, catch_up
+    return drafts, catch_up, int(np.add.reduce(drafts + catch_up))
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -31,55 +31,49 @@ def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray
     `accepted` and `trials` are the decayed sums N and D, float64 [rows].
     """
     steps = _DEPTHS[:depth]
-    hazards = (accepted[:, None] + steps) / (trials[:, None] + steps)
-    return np.asarray(np.cumprod(hazards, axis=1))
+    hazards: np.ndarray = (accepted[:, None] + steps) / (trials[:, None] + steps)
+    survivals: np.ndarray = np.multiply.accumulate(hazards, axis=1)
+    return survivals
 
 
-def choose_lookahead(
-    config: LookaheadConfig, accepted: np.ndarray, trials: np.ndarray
-) -> np.ndarray:
+def choose_lookahead(config: LookaheadConfig, estimate: np.ndarray) -> np.ndarray:
     """k of each row, int32 [rows], before the caps of request, context, pool and step budget.
 
-    `off` is 0, `fixed` is `config.k`, `ema` drafts position j while S_j >= `config.min_survival`.
+    `estimate` is float64 [2, rows], the sums N and D. `off` is 0, `fixed` is `config.k`, `ema`
+    drafts position j while S_j >= `config.min_survival`.
     """
-    rows = len(accepted)
+    rows = estimate.shape[1]
     if config.policy == "off":
         return np.zeros(rows, dtype=np.int32)
     if config.policy == "fixed":
         return np.full(rows, config.k, dtype=np.int32)
-    worth = survival(accepted, trials, config.k) >= config.min_survival
-    return worth.sum(axis=1, dtype=np.int32)
+    worth = survival(estimate[0], estimate[1], config.k) >= config.min_survival
+    drafts: np.ndarray = np.add.reduce(worth, axis=1, dtype=np.int32)
+    return drafts
 
 
 def observe(
     config: LookaheadConfig,
-    accepted: np.ndarray,
-    trials: np.ndarray,
+    estimate: np.ndarray,
     num_drafted: np.ndarray,
     num_accepted: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The sums (N, D) after a step, float64 [rows]; `num_*` are int32 [rows].
+) -> np.ndarray:
+    """The sums N and D after a step, float64 [2, rows]; `num_*` are int32 [rows].
 
     A row that drafted nothing drifts towards the prior, so that k = 0 never absorbs a slot.
     """
-    rejected = num_accepted < num_drafted
-    tried = num_accepted + rejected
-    keep = np.power(config.decay, tried)
-    new_accepted = keep * accepted + num_accepted
-    new_trials = keep * trials + tried
+    tried = num_accepted + (num_accepted < num_drafted)
+    after = estimate * np.power(config.decay, tried)
+    after[0] += num_accepted
+    after[1] += tried
     idle = num_drafted == 0
-    if idle.any():
-        new_accepted[idle], new_trials[idle] = drift(config, accepted[idle], trials[idle])
-    return new_accepted, new_trials
+    if np.count_nonzero(idle):
+        after[:, idle] = drift(config, estimate[:, idle])
+    return after
 
 
-def drift(
-    config: LookaheadConfig, accepted: np.ndarray, trials: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The sums (N, D) after a step without drafts: a little closer to the prior."""
-    keep = config.idle_drift
-    prior_accepted = config.prior_trials * config.prior_acceptance
-    return (
-        keep * accepted + (1 - keep) * prior_accepted,
-        keep * trials + (1 - keep) * config.prior_trials,
-    )
+def drift(config: LookaheadConfig, estimate: np.ndarray) -> np.ndarray:
+    """The sums N and D after a step without drafts: a little closer to the prior."""
+    prior = config.prior_trials * np.array([[config.prior_acceptance], [1.0]])
+    drifted: np.ndarray = config.idle_drift * estimate + (1 - config.idle_drift) * prior
+    return drifted

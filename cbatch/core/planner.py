@@ -9,6 +9,7 @@ from cbatch.core import lookahead
 from cbatch.core.growth import Row, decide_growth, fit_drafts
 from cbatch.core.plan import StepPlan
 from cbatch.core.sequence import Flight, Sequence
+from cbatch.core.slots import advance
 from cbatch.core.state import SchedulerState
 
 _NONE = np.zeros(0, dtype=np.int32)
@@ -82,8 +83,6 @@ class Planner:
             self._cache = self._build_cache()
         cache = self._cache
         slots, rows, zeros = cache.slots, cache.rows, cache.zeros
-        if not len(slots):
-            return Decodes(slots, rows, zeros, zeros, 0)
         if state.flights or state.doomed:
             # A row whose plan in flight is certain to reach max_tokens has nothing left to do.
             open_rows = table.known[rows] < table.max_total[rows]
@@ -93,42 +92,37 @@ class Planner:
                 slots = slots[open_rows]
                 rows, zeros = select(slots), np.zeros(len(slots), dtype=np.int32)
         num_drafts, catch_up, total = zeros, zeros, 0
+        if not len(slots):
+            return Decodes(slots, rows, num_drafts, catch_up, total)
+        need = table.kv_high[rows] + 1
         if state.speculates:
             num_drafts, catch_up, total = self._drafts(rows, len(slots))
-        need = table.kv_high[rows] + num_drafts
-        need += 1
-        np.minimum(need, table.max_total[rows], out=need)
-        held = table.num_blocks[rows]
-        block_size = state.pool.block_size
-        if not (need > held * block_size).any():
+            need += num_drafts
+        if state.flights:  # two bounds together may pass the end
+            np.minimum(need, table.max_total[rows], out=need)
+        short = (need > table.capacity[rows]).nonzero()[0]
+        if not len(short):
             return Decodes(slots, rows, num_drafts, catch_up, total)
-        extra = -(-need // block_size) - held
-        np.maximum(extra, 0, out=extra)
-        growing = np.flatnonzero(extra)
-        if int(extra[growing].sum()) <= state.pool.num_available:
-            state.append_blocks(slots[growing], extra[growing])
+        growing = slots[short]
+        extra = -(-need[short] // state.pool.block_size) - table.num_blocks[growing]
+        if np.add.reduce(extra) <= state.pool.num_available:
+            state.append_blocks(growing, extra)
             return Decodes(slots, rows, num_drafts, catch_up, total)
         return self._grow_short(slots, num_drafts, catch_up)
 
     def _drafts(self, rows: slice | np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Drafts and catch-up tokens per row, and their total, before blocks are considered."""
         state, table, config = self.state, self.state.table, self.state.config
-        draft_context = config.draft_context_tokens
-        assert draft_context is not None
-        drafts = lookahead.choose_lookahead(
-            config.lookahead, table.accepted[rows], table.trials[rows]
-        )
+        drafts = lookahead.choose_lookahead(config.lookahead, table.estimate[:, rows])
         known = table.known[rows]
         np.minimum(drafts, table.max_lookahead[rows], out=drafts)
-        np.minimum(drafts, table.max_total[rows] - known - 1, out=drafts)
-        np.minimum(drafts, draft_context - known, out=drafts)
+        np.minimum(drafts, table.lookahead_end[rows] - known, out=drafts)
         np.maximum(drafts, 0, out=drafts)
         lag = known - 1 - table.draft_kv_len[rows]
         budget = config.step_budget_tokens - count
         if state.prefilling or state.waiting:
             budget //= 2  # speculation does not starve prompts
-        drafts, catch_up = fit_drafts(drafts, lag, budget, self._next_step_id % max(count, 1))
-        return drafts, catch_up, int(drafts.sum()) + int(catch_up.sum())
+        return fit_drafts(drafts, lag, budget, self._next_step_id % count)
 
     def _grow_short(
         self, slots: np.ndarray, num_drafts: np.ndarray, catch_up: np.ndarray
@@ -199,7 +193,7 @@ class Planner:
 
     def _chunk(self, slot: int, budget_tokens: int) -> Chunk:
         table = self.state.table
-        todo = int(table.known[slot]) - int(table.kv_low[slot])
+        todo = int(table.known[slot]) - int(table.kv_high[slot])  # exact while it prefills
         return Chunk(slot, min(todo, budget_tokens), last=todo <= budget_tokens)
 
     def _admit_waiting(self, budget_tokens: int) -> list[Chunk]:
@@ -229,9 +223,9 @@ class Planner:
         generations, owners, wants = cache.generations, cache.owners, cache.trues
         if slots is not cache.slots:
             generations, wants = table.generation[slots], np.ones(len(slots), dtype=np.bool_)
-            owners = [state.owners[slot] for slot in slots.tolist()]  # type: ignore[misc]
+            owners = self._owners_of(slots.tolist())
         plain = decodes.drafts_total == 0
-        query_lens = cache.ones[: len(slots)] if plain else drafts + 1
+        query_lens = drafts + 1 if decodes.drafts_total else cache.ones[: len(slots)]
         rows, catch_up = decodes.rows, decodes.catch_up
         if chunks:
             plain = False
@@ -245,10 +239,13 @@ class Planner:
             drafts = np.concatenate([drafts, zeros])
             catch_up = np.concatenate([catch_up, zeros])
             wants = np.concatenate([wants, last])
-            owners = [*owners, *(state.owners[chunk.slot] for chunk in chunks)]
-        table.kv_high[rows] += query_lens
-        table.kv_low[rows] += query_lens if plain else query_lens - drafts
-        table.known[rows] += wants
+            owners = owners + self._owners_of(more.tolist())
+        if plain:
+            advance(table.kv_high, rows, 1)
+            advance(table.known, rows, 1)
+        else:
+            advance(table.kv_high, rows, query_lens)
+            advance(table.known, rows, wants)
         for chunk in chunks:
             if chunk.last:
                 state.start_decoding(chunk.slot)
@@ -266,16 +263,20 @@ class Planner:
         state.flights.append(Flight(plan, rows, owners, plain, [], []))
         return plan
 
+    def _owners_of(self, slots: list[int]) -> list[Sequence]:
+        owners = self.state.owners
+        return [owner for slot in slots if (owner := owners[slot]) is not None]
+
     def _build_cache(self) -> RowCache:
         state = self.state
         slots = np.asarray(state.decoding, dtype=np.int32)
-        owners = [state.owners[slot] for slot in state.decoding]
+        owners = self._owners_of(state.decoding)
         count = len(slots)
         return RowCache(
             version=state.rows_version,
             slots=slots,
             rows=select(slots),
-            owners=owners,  # type: ignore[arg-type]
+            owners=owners,
             generations=state.table.generation[slots],
             ones=np.ones(count, dtype=np.int32),
             zeros=np.zeros(count, dtype=np.int32),

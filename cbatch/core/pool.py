@@ -126,12 +126,16 @@ class BlockPool:
 
     # ---- prefix cache -------------------------------------------------------------------------
 
+    def token_bytes(self, tokens: np.ndarray, index: int) -> bytes:
+        """The token ids (int32) of the block at `index` of a sequence, as a node's key has them."""
+        return tokens[index * self.block_size : (index + 1) * self.block_size].tobytes()
+
     def match(self, tokens: np.ndarray, max_blocks: int) -> Match:
         """The longest ready prefix of `tokens` (int32), in whole blocks, at most `max_blocks`."""
         blocks: list[int] = []
         uid = ROOT_UID
         for index in range(max_blocks):
-            block = self._index.get((uid, self._bytes(tokens, index)))
+            block = self._index.get((uid, self.token_bytes(tokens, index)))
             if block is None:
                 break
             if not self._ready[block]:
@@ -140,20 +144,19 @@ class BlockPool:
             uid = self._uids[block]
         return Match(blocks, uid, promised=False)
 
-    def promise(self, block: int, parent_uid: int, tokens: np.ndarray, index: int) -> int:
-        """Name the node that the holder of `block` will compute; returns the node's uid.
-
-        If the node exists already (another sequence computed it meanwhile) the block stays private
-        and the existing uid carries the chain on.
+    def name(self, block: int, parent_uid: int, tokens: bytes) -> int:
+        """Name the node that `block` holds, or that its holder will compute (a promise); returns
+        the node's uid. If the node exists already (another sequence has computed it meanwhile) the
+        block stays private and the existing uid carries the chain on.
         """
-        key = (parent_uid, self._bytes(tokens, index))
+        key = (parent_uid, tokens)
         existing = self._index.get(key)
         if existing is not None:
             return self._uids[existing]
         self._index[key] = block
         self._keys[block] = key
         self._uids[block] = uid = self._next_uid
-        self._next_uid += 1
+        self._next_uid = uid + 1
         return uid
 
     def mark_ready(self, block: int) -> None:
@@ -177,9 +180,6 @@ class BlockPool:
                 self._forget(block)
 
     # ---- inside -------------------------------------------------------------------------------
-
-    def _bytes(self, tokens: np.ndarray, index: int) -> bytes:
-        return tokens[index * self.block_size : (index + 1) * self.block_size].tobytes()
 
     def _push_free(self, block: int) -> None:
         self._free[self._num_free] = block

@@ -23,8 +23,7 @@ class Sequence(msgspec.Struct, eq=False):
     min_total_tokens: int  # a stop id at an earlier position does not end it
     max_total_tokens: int
     tokens: np.ndarray  # int32, known tokens at the last moment it waited
-    accepted: float  # the estimator's N and D at that moment
-    trials: float
+    estimate: tuple[float, float]  # the estimator's N and D at that moment
     slot: int | None = None
     chain_uid: int = ROOT_UID  # prefix-cache node of its last named block
     chain_blocks: int = 0  # blocks that have been named, promised or ready
@@ -62,7 +61,7 @@ class Commit(msgspec.Struct, frozen=True):
 
     step_id: int
     owners: list[Sequence]
-    tokens: np.ndarray  # int32, as the executor returned them
+    tokens: np.ndarray  # int32, as the executor returned them for these rows
     starts: np.ndarray  # int32 [rows] into `tokens`
     counts: np.ndarray  # int32 [rows], after every cut; 0 where nothing counts
     num_drafted: np.ndarray

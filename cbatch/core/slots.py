@@ -7,12 +7,21 @@ import numpy as np
 _INITIAL_WIDTH_TOKENS = 256
 
 
+def advance(column: np.ndarray, rows: slice | np.ndarray, by: np.ndarray | int) -> None:
+    """`column[rows] += by`, without the second copy that numpy makes of a slice."""
+    if isinstance(rows, slice):
+        view = column[rows]
+        view += by
+    else:
+        column[rows] += by
+
+
 class SlotTable:
     """Row i belongs to the sequence in slot i. All token counts are absolute.
 
-    With nothing in flight `kv_low == kv_high == kv_len` and `known == num_tokens`. While plans are
-    in flight these three include them: `kv_low` and `known` as the least, `kv_high` as the most
-    that the sequence can have once they commit.
+    With nothing in flight `kv_high == kv_len` and `known == num_tokens`. While plans are in flight
+    these two include them: `known` as the least, `kv_high` as the most that the sequence can have
+    once they commit.
     """
 
     def __init__(self, max_slots: int, max_blocks_per_sequence: int) -> None:
@@ -22,17 +31,18 @@ class SlotTable:
         self.generation = column()
         self.num_tokens = column()  # prompt and committed output
         self.kv_len = column()  # valid target positions
-        self.draft_kv_len = column()  # valid draft positions, <= kv_len
-        self.kv_low = column()
-        self.kv_high = column()
         self.known = column()
+        self.kv_high = column()
+        self.draft_kv_len = column()  # valid draft positions, <= kv_len
+        self.draft_mark_at = column()  # draft_kv_len that completes the next block
+        self.publish_at = column()  # kv_len that completes the next block
         self.max_total = column()  # prompt + max_tokens, cut to what fits
         self.max_lookahead = column()
+        self.lookahead_end = column()  # no draft beyond this many known tokens
         self.num_blocks = column()
+        self.capacity = column()  # positions those blocks can hold
         self.floor_blocks = column()  # reserved at admission, never given back as a tail
-        self.ready_blocks = column()  # full blocks whose KV is complete and published
-        self.accepted = column(np.float64)  # the estimator's N and D
-        self.trials = column(np.float64)
+        self.estimate = np.zeros((2, max_slots), dtype=np.float64)  # the estimator's N and D
         self.blocks = np.zeros((max_slots, max_blocks_per_sequence), dtype=np.int32)
         self.tokens = np.zeros((max_slots, _INITIAL_WIDTH_TOKENS), dtype=np.int32)
         self._free_slots = list(range(max_slots - 1, -1, -1))

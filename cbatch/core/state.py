@@ -50,6 +50,11 @@ class SchedulerState:
             self.config.lookahead.policy != "off"
         )
 
+    @property
+    def learns(self) -> bool:
+        """Whether the policy looks at acceptance statistics."""
+        return self.speculates and self.config.lookahead.policy == "ema"
+
     # ---- a request's way ----------------------------------------------------------------------
 
     def enqueue(self, request: Request, now_s: float) -> None:
@@ -68,8 +73,7 @@ class SchedulerState:
             min_total_tokens=prompt_tokens + params.min_tokens,
             max_total_tokens=min(prompt_tokens + params.max_tokens, config.max_sequence_tokens),
             tokens=request.prompt_array(),
-            accepted=prior.prior_acceptance * prior.prior_trials,
-            trials=prior.prior_trials,
+            estimate=(prior.prior_acceptance * prior.prior_trials, prior.prior_trials),
         )
         self.sequences[request.request_id] = sequence
         self.waiting.push(sequence, rank)
@@ -101,24 +105,27 @@ class SchedulerState:
             (table.num_tokens, len(tokens)),
             (table.known, len(tokens)),
             (table.kv_len, kv_len),
-            (table.kv_low, kv_len),
             (table.kv_high, kv_len),
             (table.draft_kv_len, draft_blocks * pool.block_size),
+            (table.draft_mark_at, (draft_blocks + 1) * pool.block_size),
+            (table.publish_at, (hits + 1) * pool.block_size),
             (table.max_total, sequence.max_total_tokens),
             (table.max_lookahead, self._lookahead_cap(request)),
+            (table.lookahead_end, self._lookahead_end(sequence)),
             (table.num_blocks, total_blocks),
+            (table.capacity, total_blocks * pool.block_size),
             (table.floor_blocks, total_blocks),
-            (table.ready_blocks, hits),
-            (table.accepted, sequence.accepted),
-            (table.trials, sequence.trials),
         ):
             column[slot] = value
+        table.estimate[:, slot] = sequence.estimate
         sequence.slot = slot
         sequence.tokens_at_admission = len(tokens)
         sequence.chain_uid, sequence.chain_blocks = match.uid, hits
         if self.config.prefix_cache:
             for index in range(hits, len(tokens) // pool.block_size):
-                self.name_block(sequence, index)
+                name = pool.token_bytes(tokens, index)
+                sequence.chain_uid = pool.name(int(blocks[index]), sequence.chain_uid, name)
+                sequence.chain_blocks += 1
         self.owners[slot] = sequence
         self.prefilling.append(slot)
         self._count_stops(sequence, 1)
@@ -156,8 +163,7 @@ class SchedulerState:
         assert slot is not None
         table = self.table
         sequence.tokens = table.token_row(slot).copy()
-        sequence.accepted = float(table.accepted[slot])
-        sequence.trials = float(table.trials[slot])
+        sequence.estimate = (float(table.estimate[0, slot]), float(table.estimate[1, slot]))
         sequence.preemptions += 1
         sequence.doomed = False
         self.leave_slot(sequence)
@@ -208,47 +214,63 @@ class SchedulerState:
 
     def free_slot(self, slot: int) -> None:
         self.pool.release(self.table.block_row(slot))
-        self.table.num_blocks[slot] = 0
+        self.table.num_blocks[slot] = self.table.capacity[slot] = 0
         self.table.free_slot(slot)
         self._released.append(slot)
 
     def append_blocks(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """Give `counts[i]` more blocks to `slots[i]`; int32 arrays, the pool has enough."""
+        """Give `counts[i]` (> 0) more blocks to `slots[i]`; int32 arrays, the pool has enough."""
         table = self.table
-        rows = np.repeat(slots, counts)
-        ramp = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
-        indices = table.num_blocks[rows] + ramp
+        rows, indices = _runs(slots, table.num_blocks[slots], counts)
         blocks = self.pool.allocate(len(rows))
         table.blocks[rows, indices] = blocks
         table.num_blocks[slots] += counts
+        table.capacity[slots] += counts * self.pool.block_size
         self._appends.append((rows, indices, blocks))
 
     def return_tails(self, slots: np.ndarray, excess: np.ndarray) -> None:
         """Take the last `excess[i]` (> 0) reserved and unused blocks back from `slots[i]`."""
         table = self.table
-        rows = np.repeat(slots, excess)
-        ramp = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(excess) - excess, excess)
         table.num_blocks[slots] -= excess
-        self.pool.release_private(table.blocks[rows, table.num_blocks[rows] + ramp])
+        table.capacity[slots] -= excess * self.pool.block_size
+        self.pool.release_private(table.blocks[_runs(slots, table.num_blocks[slots], excess)])
 
-    def name_block(self, sequence: Sequence, index: int) -> None:
-        """Name the prefix-cache node of the sequence's next full block."""
-        slot = sequence.slot
-        assert slot is not None and index == sequence.chain_blocks
-        block = int(self.table.blocks[slot, index])
-        tokens = self.table.tokens[slot]
-        sequence.chain_uid = self.pool.promise(block, sequence.chain_uid, tokens, index)
-        sequence.chain_blocks += 1
+    def publish(self, slots: np.ndarray) -> None:
+        """Open the next block of each slot, whose KV is now complete, to other sequences.
 
-    def publish(self, slot: int, full_blocks: int) -> None:
-        """The KV of the sequence's first `full_blocks` blocks is complete: open them to others."""
-        sequence = self.owners[slot]
-        assert sequence is not None
-        for index in range(int(self.table.ready_blocks[slot]), full_blocks):
-            if index >= sequence.chain_blocks:
-                self.name_block(sequence, index)
-            self.pool.mark_ready(int(self.table.blocks[slot, index]))
-        self.table.ready_blocks[slot] = full_blocks
+        Called again for slots that completed several. One gather serves all the slots: this runs
+        for a good part of the rows in every step.
+        """
+        table, pool = self.table, self.pool
+        size = pool.block_size
+        ends = table.publish_at[slots]
+        blocks = table.blocks[slots, ends // size - 1].tolist()
+        tokens = table.tokens[slots[:, None], ends[:, None] + np.arange(-size, 0)].tobytes()
+        width = len(tokens) // len(slots)
+        for at, (slot, end, block) in enumerate(
+            zip(slots.tolist(), ends.tolist(), blocks, strict=True)
+        ):
+            sequence = self.owners[slot]
+            assert sequence is not None
+            if end > sequence.chain_blocks * size:
+                name = tokens[at * width : (at + 1) * width]
+                sequence.chain_uid = pool.name(block, sequence.chain_uid, name)
+                sequence.chain_blocks += 1
+            pool.mark_ready(block)
+        table.publish_at[slots] += size
+        more = (table.kv_len[slots] >= table.publish_at[slots]).nonzero()[0]
+        if len(more):
+            self.publish(slots[more])
+
+    def mark_drafted(self, slots: np.ndarray) -> None:
+        """The next block of each slot is covered by the draft's KV too: for later prefix hits."""
+        table, size = self.table, self.pool.block_size
+        indices = table.draft_mark_at[slots] // size - 1
+        self.pool.draft_valid[table.blocks[slots, indices]] = True
+        table.draft_mark_at[slots] += size
+        more = (table.draft_kv_len[slots] >= table.draft_mark_at[slots]).nonzero()[0]
+        if len(more):
+            self.mark_drafted(slots[more])
 
     def reset_executor(self) -> None:
         """All KV is lost: every running sequence goes back to the head of the queue."""
@@ -295,6 +317,12 @@ class SchedulerState:
         cap = request.params.max_lookahead
         return self.config.lookahead.k if cap is None else min(cap, self.config.lookahead.k)
 
+    def _lookahead_end(self, sequence: Sequence) -> int:
+        """A row with n known tokens drafts at most this - n: its last token is never a draft's
+        successor, and the draft model reads no position beyond its own context."""
+        draft_context = self.config.draft_context_tokens or 0
+        return min(sequence.max_total_tokens - 1, draft_context)
+
     def _count_stops(self, sequence: Sequence, change: int) -> None:
         counts = self._stop_counts
         kinds = len(counts)
@@ -304,3 +332,14 @@ class SchedulerState:
                 del counts[token_id]
         if len(counts) != kinds:
             self.stop_union = np.asarray(sorted(counts), dtype=np.int32)
+
+
+def _runs(
+    slots: np.ndarray, first: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(slot, index) for `counts[i]` consecutive indices from `first[i]` in each `slots[i]`."""
+    if np.add.reduce(counts) == len(counts):  # one each: nearly always
+        return slots, first
+    rows = np.repeat(slots, counts)
+    ramp = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows, np.repeat(first, counts) + ramp

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cbatch.core.plan import StepPlan, StepResult
-from cbatch.core.scheduler import Commit, Scheduler
+from cbatch.core.scheduler import Scheduler
+from cbatch.core.sequence import Commit
 
 MAX_CONSECUTIVE_FAULTS = 3
 _logger = logging.getLogger(__name__)
