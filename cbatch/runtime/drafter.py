@@ -21,7 +21,7 @@ from cbatch.runtime.sampling import (
     ban_stop_ids,
     filtered_probs,
     filters_of,
-    greedy_choice,
+    greedy_drafts,
     noise_rows,
 )
 from triton_kernels import noise
@@ -31,7 +31,7 @@ from triton_kernels.verify import draw
 class DraftRows(NamedTuple):
     """Rows that may be drafted for: each has `num_drafts` >= 1."""
 
-    slots: I64
+    slots: NDArray[np.integer]
     num_tokens: I64  # known tokens; the first draft stands at this position
     num_drafts: I64
     catch_up: I64  # the most unseen tokens beyond the last known one that the plan paid for
@@ -68,7 +68,7 @@ class Drafter(Protocol):
     def propose(self, rows: DraftRows) -> Proposal:
         """Draft for `rows`, each as deep as its own `num_drafts`."""
 
-    def truncate(self, slots: I64, kv_len_tokens: I64) -> None:
+    def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         """After verification: only the first `kv_len_tokens[i]` positions of a slot are valid."""
 
 
@@ -104,7 +104,7 @@ class DraftModel:
     def admit(self, slot: int, kv_len_tokens: int) -> None:
         self.kv_len[slot] = kv_len_tokens
 
-    def truncate(self, slots: I64, kv_len_tokens: I64) -> None:
+    def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         self.kv_len[slots] = np.minimum(self.kv_len[slots], kv_len_tokens)
 
     def propose(self, rows: DraftRows) -> Proposal:
@@ -112,51 +112,62 @@ class DraftModel:
         # The last draft stands at position known + k - 1; its predecessor must fit the context.
         depths = np.minimum(rows.num_drafts, self.context_tokens + 1 - known)
         missing = known - self.kv_len[slots]
-        depths[(missing > rows.catch_up + 1) | (depths < 0)] = 0
+        unable = (missing > rows.catch_up + 1) | (depths < 0)
+        if np.count_nonzero(unable):
+            depths[unable] = 0
         drafting = _Drafting(self, rows, depths)
         active = depths.nonzero()[0]
         if len(active):
             self._ingest_and_draft(drafting, active, missing)
-        depths[drafting.non_finite] = 0
-        # KV now holds the known tokens and all drafts but the last.
-        self.kv_len[slots] = np.where(depths > 0, known - 1 + depths, self.kv_len[slots])
+        # KV now holds the known tokens and all drafts but the last; where it held values that are
+        # not finite, nothing that counts.
+        drafted = drafting.take_depths()
+        self.kv_len[slots[active]] = (known - 1 + drafted)[active]
         self.kv_len[slots[drafting.non_finite]] = 0
-        return Proposal(drafting.tokens, depths, drafting.probs(), drafting.non_finite)
+        return Proposal(drafting.tokens, drafted, drafting.probs(), drafting.non_finite)
 
     def _ingest_and_draft(self, drafting: _Drafting, active: I64, missing: I64) -> None:
         """First a ragged pass over the unseen tokens, then one token a pass, while any row goes
         deeper."""
-        rows, depths = drafting.rows, drafting.depths
-        batch = self._first_batch(rows.slots[active], rows.num_tokens[active], missing[active])
-        last_context = int((rows.num_tokens[active] + depths[active]).max())
-        tables = self.table.block_rows(rows.slots[active], last_context)
-        positions = rows.num_tokens[active]
-        for depth in range(drafting.tokens.shape[1]):
+        everyone = len(active) == len(drafting.depths)
+        slots, positions, depths = drafting.rows.slots, drafting.rows.num_tokens, drafting.depths
+        if not everyone:
+            slots, positions, depths = slots[active], positions[active], depths[active]
+            missing = missing[active]
+        batch = self._first_batch(slots, positions, missing)
+        tables = self.table.block_rows(slots, int((positions + depths).max()))
+        contexts = positions.astype(np.int32)
+        shallowest, deepest = int(depths.min()), int(depths.max())
+        for depth in range(1, deepest + 1):
             logits = self.model.forward(batch, self.kv)
-            tokens, finite = drafting.choose(logits, active, depth)
-            keep = depths[active] > depth + 1
-            if not finite.all():
-                keep &= finite
-            if not keep.all():
-                active, tokens, tables = active[keep], tokens[keep], tables[keep]
-                positions = positions[keep]
-                if not len(active):
+            tokens, finite = drafting.choose(logits, active, depth - 1)
+            if depth == deepest:
+                return
+            if depth >= shallowest or not finite:
+                keep = (depths > depth) & ~drafting.non_finite[active]
+                if not np.count_nonzero(keep):
                     return
-            batch = self._next_batch(tokens, positions, tables)
+                active, tokens, tables = active[keep], tokens[keep], tables[keep]
+                positions, contexts, depths = positions[keep], contexts[keep], depths[keep]
+                shallowest = int(depths.min())
+            contexts = contexts + 1
+            batch = make_batch(
+                tokens,
+                positions,
+                np.ones(len(tokens), dtype=np.int32),
+                contexts,
+                tables,
+                iota(len(tokens)),
+                self.model.device,
+            )
             positions = positions + 1
 
-    def _first_batch(self, slots: I64, known: I64, missing: I64) -> RaggedBatch:
+    def _first_batch(self, slots: NDArray[np.integer], known: I64, missing: I64) -> RaggedBatch:
         ones = np.ones(len(slots), dtype=np.int64)
         batch = self.table.ragged(slots, known - missing, missing, ones, self.model.device)
         if self.model.config.vocab_size < self.table.vocab_size:
             batch.tokens.clamp_(max=self.model.config.vocab_size - 1)
         return batch
-
-    def _next_batch(self, tokens: I64, positions: I64, tables: NDArray[np.int32]) -> RaggedBatch:
-        ones = np.ones(len(tokens), dtype=np.int32)
-        contexts = (positions + 1).astype(np.int32)
-        index = iota(len(tokens))
-        return make_batch(tokens, positions, ones, contexts, tables, index, self.model.device)
 
 
 class _Drafting:
@@ -168,29 +179,34 @@ class _Drafting:
         self.device = drafter.model.device
         self.tokens = np.zeros((len(depths), max(int(depths.max()), 0)), dtype=np.int64)
         self.non_finite = np.zeros(len(depths), dtype=bool)
-        sampled = ~self.table.greedy[rows.slots]
-        self.sampled = sampled if sampled.any() else None
-        self.banning = bool((rows.num_tokens < self.table.first_stop[rows.slots]).any())
+        greedy = self.table.greedy[rows.slots]
+        self.sampled = None if np.count_nonzero(greedy) == len(greedy) else ~greedy
+        first_stop = self.table.first_stop[rows.slots]
+        self.banning = np.count_nonzero(rows.num_tokens < first_stop) > 0
         self._q: list[Tensor] = []  # per depth, the rows of `_q_rows`
         self._q_rows: list[I64] = []
 
-    def choose(self, logits: Tensor, active: I64, depth: int) -> tuple[I64, NDArray[np.bool_]]:
-        """Next token of each active row, and whether its numbers were finite."""
+    def take_depths(self) -> I64:
+        """How many drafts stand in each row."""
+        if np.count_nonzero(self.non_finite):
+            self.depths[self.non_finite] = 0
+        return self.depths
+
+    def choose(self, logits: Tensor, active: I64, depth: int) -> tuple[I64, bool]:
+        """Next token of each active row, and whether all their numbers were finite."""
         logits = logits[:, : self.table.vocab_size]  # a draft may pad the vocabulary further
         if self.banning:
             slots, positions = self.rows.slots[active], self.rows.num_tokens[active] + depth
             lens = np.ones(len(active), dtype=np.int64)
-            finite = greedy_choice(logits)[1]
             ban_stop_ids(logits, self.table, slots, positions, iota(len(active)), lens)
-            tokens = greedy_choice(logits)[0]
-        else:
-            tokens, finite = greedy_choice(logits)
-        if not finite.all():
+        tokens, finite = greedy_drafts(logits)
+        all_are = np.count_nonzero(finite) == len(finite)
+        if not all_are:
             self.non_finite[active[~finite]] = True
         if self.sampled is not None:
             self._sample(logits, active, depth, tokens)
         self.tokens[active, depth] = tokens
-        return tokens, finite
+        return tokens, all_are
 
     def _sample(self, logits: Tensor, active: I64, depth: int, tokens: I64) -> None:
         """Overwrite the tokens of sampled rows with draws from q, and keep q."""

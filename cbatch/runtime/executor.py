@@ -8,41 +8,29 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cbatch.core.plan import Deltas, RowStatus, StepPlan, StepResult
 from cbatch.runtime.drafter import Drafter, DraftRows, Proposal
 from cbatch.runtime.kv import KVCache
 from cbatch.runtime.model import Model
 from cbatch.runtime.rows import I64, SlotTable, iota
-from cbatch.runtime.sampling import (
-    ban_stop_ids,
-    filtered_probs,
-    filters_of,
-    greedy_choice,
-    noise_rows,
-)
-from triton_kernels.verify import rejection_verify
+from cbatch.runtime.verification import Verified, Wanted, verify
+
+_NON_FINITE = int(RowStatus.NON_FINITE)
+_DRAFT_NON_FINITE = int(RowStatus.DRAFT_NON_FINITE)
 
 
 class _Rows(NamedTuple):
-    """The rows of a plan that compute something, at their true positions. All int64 [R]."""
+    """The R rows of a plan that compute something, at their true positions."""
 
-    plan_rows: I64 | None  # rows of the plan; None: all of them
-    slots: I64
+    plan_rows: I64 | None  # which rows of the plan; None: all of them
+    slots: NDArray[np.int32]
     known: I64  # known tokens of the sequence
     start: I64  # first position computed
     fresh: I64  # known tokens computed: a chunk, or the last one
-    num_drafts: I64  # planned, clipped to what max_total_tokens leaves
+    num_drafts: I64 | None  # planned, clipped to what max_total_tokens leaves; None: no drafts
     wants: NDArray[np.bool_]
-
-
-class _Verified(NamedTuple):
-    """Outcome of the wanted rows: row i emits `tokens[i, :num_accepted[i] + 1]` if it is finite."""
-
-    tokens: I64  # [W, max k + 1]
-    num_accepted: I64
-    finite: NDArray[np.bool_]
+    all_want: bool
 
 
 class TorchExecutor:
@@ -75,26 +63,28 @@ class TorchExecutor:
         if self.drafter is not None:
             self.drafter.reset()
 
+    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises ValueError for a plan that does not fit the slots."""
-        with torch.inference_mode():
-            self._apply(plan.deltas)
-            rows = self._rows(plan)
-            started = time.perf_counter()
+        self._apply(plan.deltas)
+        rows = self._rows(plan)
+        started = drafted = time.perf_counter()
+        proposal = None
+        if rows.num_drafts is not None:
             proposal = self._propose(plan, rows)
             drafted = time.perf_counter()
-            verified = self._forward(rows, proposal)
-            finished = time.perf_counter()
-            return self._result(
-                plan, rows, proposal, verified, drafted - started, finished - drafted
-            )
+        verified = self._forward(rows, proposal)
+        ended = time.perf_counter()
+        tokens, counts = self._advance(rows, verified)
+        durations_s = drafted - started, ended - drafted
+        return self._report(plan, rows, proposal, tokens, counts, durations_s)
 
     def _apply(self, deltas: Deltas) -> None:
         table = self.table
         if deltas.reset:
             self.reset()
-        if len(deltas.released):
-            table.occupied[deltas.released] = False
+        for slot in deltas.released.tolist():
+            table.release(slot)
         if len(deltas.zeroed_blocks):
             self.kv.zero_blocks(deltas.zeroed_blocks)
             if self.drafter is not None:
@@ -106,27 +96,27 @@ class TorchExecutor:
         table.apply_blocks(deltas)
 
     def _rows(self, plan: StepPlan) -> _Rows:
-        table, slots = self.table, plan.slots.astype(np.int64)
-        stale = (table.generation[slots] != plan.generations) | ~table.occupied[slots]
-        if stale.any():
+        table, slots, wants = self.table, plan.slots, plan.wants_logits
+        if np.count_nonzero(table.generation[slots] != plan.generations):
             raise ValueError(
-                f"step {plan.step_id}: slots {slots[stale].tolist()} do not hold the planned "
-                "generation; send a plan with `deltas.reset` and the whole state"
+                f"step {plan.step_id}: slots {slots.tolist()} do not hold the planned generations; "
+                "send a plan with `deltas.reset` and the whole state"
             )
         known, start = table.num_tokens[slots], table.kv_len[slots]
         room = table.max_total[slots] - known
-        if self.drafter is None or not plan.num_drafts.any():
-            num_drafts = np.zeros(len(slots), dtype=np.int64)
-        else:
-            num_drafts = np.minimum(plan.num_drafts, room - 1).clip(min=0)
-        fresh = plan.query_lens.astype(np.int64) - plan.num_drafts
-        idle = table.failed[slots] | ((room <= 0) & plan.wants_logits)
-        rows = _Rows(None, slots, known, start, fresh, num_drafts, plan.wants_logits)
-        if idle.any():
-            index = np.flatnonzero(~idle)
-            rows = _Rows(index, *(field[index] for field in rows[1:]))
+        all_want = np.count_nonzero(wants) == len(wants)
+        fresh, num_drafts = plan.query_lens - plan.num_drafts, None
+        if self.drafter is not None and np.count_nonzero(plan.num_drafts):
+            num_drafts = np.minimum(plan.num_drafts, room - 1)
+        rows = _Rows(None, slots, known, start, fresh, num_drafts, wants, all_want)
+        # A row that already reached its end, or failed, has nothing left to do.
+        idle = (room <= 0) & wants
+        if table.num_failed:
+            idle |= table.failed[slots]
+        if np.count_nonzero(idle):
+            rows = _select(rows, np.flatnonzero(~idle))
         reached = rows.start + rows.fresh
-        if np.where(rows.wants, reached != rows.known, reached > rows.known).any():
+        if np.count_nonzero(reached != rows.known if all_want else _misfits(rows, reached)):
             raise ValueError(
                 f"step {plan.step_id}: query_lens {plan.query_lens.tolist()} do not fit sequences "
                 f"of {known.tolist()} tokens with {start.tolist()} in KV"
@@ -134,169 +124,140 @@ class TorchExecutor:
         return rows
 
     def _propose(self, plan: StepPlan, rows: _Rows) -> Proposal | None:
-        """Drafts, written behind the known tokens of each slot; None if nobody drafts."""
-        if self.drafter is None or not rows.num_drafts.any():
-            return None
+        """Drafts for all rows, also written behind the known tokens; None if nobody drafted."""
+        assert self.drafter is not None and rows.num_drafts is not None
         catch_up = plan.catch_up if rows.plan_rows is None else plan.catch_up[rows.plan_rows]
-        at = np.flatnonzero(rows.num_drafts)
-        asked = DraftRows(rows.slots[at], rows.known[at], rows.num_drafts[at], catch_up[at])
-        drafts = self.drafter.propose(asked)
-        row, depth = np.nonzero(iota(drafts.tokens.shape[1]) < drafts.num_drafted[:, None])
-        self.table.tokens[asked.slots[row], asked.num_tokens[row] + depth] = drafts.tokens[
-            row, depth
-        ]
-        if len(at) == len(rows.slots):
-            return drafts
-        num_drafted = np.zeros(len(rows.slots), dtype=np.int64)
-        non_finite = np.zeros(len(rows.slots), dtype=bool)
-        tokens = np.zeros((len(rows.slots), drafts.tokens.shape[1]), dtype=np.int64)
-        num_drafted[at], non_finite[at] = drafts.num_drafted, drafts.non_finite
-        tokens[at] = drafts.tokens
-        return Proposal(tokens, num_drafted, drafts.probs, non_finite)
+        asked = DraftRows(rows.slots, rows.known, rows.num_drafts, catch_up)
+        if np.count_nonzero(rows.num_drafts > 0) == len(rows.slots):
+            drafts = self.drafter.propose(asked)
+        else:
+            at = np.flatnonzero(rows.num_drafts > 0)
+            if not len(at):
+                return None
+            drafts = self.drafter.propose(DraftRows(*(field[at] for field in asked)))
+            drafts = _spread(drafts, at, len(rows.slots))
+        row, depth = (iota(drafts.tokens.shape[1]) < drafts.num_drafted[:, None]).nonzero()
+        where = rows.slots[row], rows.known[row] + depth
+        self.table.tokens[where] = drafts.tokens[row, depth]
+        return drafts
 
-    def _forward(self, rows: _Rows, proposal: Proposal | None) -> _Verified | None:
+    def _forward(self, rows: _Rows, proposal: Proposal | None) -> Verified | None:
         """One pass over all rows, then the verdict on those that want logits."""
         if not len(rows.slots):
             return None
-        num_drafted = rows.num_drafts if proposal is None else proposal.num_drafted
-        if proposal is None and num_drafted.any():
-            num_drafted = np.zeros_like(num_drafted)
-        query_lens = rows.fresh + num_drafted
-        wanted = (1 + num_drafted) * rows.wants
+        query_lens, wanted = rows.fresh, rows.wants
+        drafts = probs = None
+        num_drafted = np.zeros(len(rows.slots), dtype=np.int64)
+        if proposal is not None:
+            num_drafted = proposal.num_drafted
+            query_lens = query_lens + num_drafted
+            wanted = wanted * (1 + num_drafted)
+            if np.count_nonzero(num_drafted):
+                drafts, probs = proposal.tokens, proposal.probs
         batch = self.table.ragged(rows.slots, rows.start, query_lens, wanted, self.device)
         logits = self.model.forward(batch, self.kv)
         if not len(logits):
             return None
-        if not rows.wants.all():
+        slots, known = rows.slots, rows.known
+        if not rows.all_want:
             at = np.flatnonzero(rows.wants)
-            slots, known, num_drafted = rows.slots[at], rows.known[at], num_drafted[at]
-            drafts = None if proposal is None else proposal.tokens[at]
-        else:
-            slots, known = rows.slots, rows.known
-            drafts = None if proposal is None else proposal.tokens
-        probs = None if proposal is None else proposal.probs
-        return self._verify(logits, slots, known, num_drafted, drafts, probs)
+            slots, known, num_drafted = slots[at], known[at], num_drafted[at]
+            drafts = None if drafts is None else drafts[at]
+        return verify(logits, Wanted(slots, known, num_drafted, drafts, probs), self.table)
 
-    def _verify(
-        self,
-        logits: Tensor,
-        slots: I64,
-        known: I64,
-        num_drafted: I64,
-        drafts: I64 | None,
-        probs: Tensor | None,
-    ) -> _Verified:
-        """Verdict on W wanted rows whose logits rows (1 + num_drafted each) follow one another."""
-        table, lens = self.table, num_drafted + 1
-        starts = lens.cumsum() - lens
-        ids, finite = greedy_choice(logits)
-        if (known < table.first_stop[slots]).any():
-            ban_stop_ids(logits, table, slots, known, starts, lens)
-            ids, _ = greedy_choice(logits)
-        deepest = int(num_drafted.max())
-        if deepest == 0 or drafts is None:
-            tokens, num_accepted, row_finite = ids[:, None], np.zeros_like(known), finite
-        else:
-            grid = starts[:, None] + np.minimum(iota(deepest + 1), num_drafted[:, None])
-            tokens = ids[grid]
-            drafts = drafts[:, :deepest]
-            # Greedy: accept while the draft is the target's own choice; the first False ends it.
-            agrees = np.zeros(tokens.shape, dtype=bool)
-            agrees[:, :-1] = (tokens[:, :-1] == drafts) & (iota(deepest) < num_drafted[:, None])
-            num_accepted = agrees.argmin(axis=1)
-            row_finite = np.logical_and.reduceat(finite, starts)
-        sampled = ~table.greedy[slots]
-        if sampled.any():
-            at = np.flatnonzero(sampled)
-            accepted, last = self._verify_sampled(
-                logits, slots[at], known[at], num_drafted[at], starts[at], drafts, at, probs
-            )
-            if drafts is not None and deepest:
-                tokens[at, :-1] = drafts[at]
-            tokens[at, accepted] = last
-            num_accepted[at] = accepted
-        return _Verified(tokens, num_accepted, row_finite)
+    def _advance(self, rows: _Rows, verified: Verified | None) -> tuple[I64, I64]:
+        """Move the slots on; returns the emitted tokens, and how many each row emitted."""
+        table = self.table
+        kv_len = rows.start + rows.fresh
+        counts = np.zeros(len(rows.slots), dtype=np.int64)
+        tokens = counts[:0]
+        if verified is not None:
+            slots, known, emits = rows.slots, rows.known, verified.num_accepted + 1
+            if np.count_nonzero(verified.finite) < len(emits):
+                emits *= verified.finite
+            if rows.all_want:
+                kv_len = kv_len + verified.num_accepted
+                counts = emits
+            else:
+                at = np.flatnonzero(rows.wants)
+                slots, known = slots[at], known[at]
+                kv_len[at] += verified.num_accepted
+                counts[at] = emits
+            if np.count_nonzero(verified.finite) < len(emits):
+                table.fail(slots[~verified.finite])
+            row, depth = (iota(verified.tokens.shape[1]) < emits[:, None]).nonzero()
+            tokens = verified.tokens[row, depth]
+            table.tokens[slots[row], known[row] + depth] = tokens
+            table.num_tokens[slots] = known + emits
+        table.kv_len[rows.slots] = kv_len
+        if rows.num_drafts is not None and self.drafter is not None:
+            self.drafter.truncate(rows.slots, kv_len)
+        return tokens, counts
 
-    def _verify_sampled(
-        self,
-        logits: Tensor,
-        slots: I64,
-        known: I64,
-        num_drafted: I64,
-        starts: I64,
-        drafts: I64 | None,
-        at: I64,
-        probs: Tensor | None,
-    ) -> tuple[I64, I64]:
-        """Rejection sampling of the sampled rows: accepted drafts, and the token after them."""
-        lens = num_drafted + 1
-        total = int(lens.sum())
-        if total < len(logits):
-            flat = iota(total) + (starts - lens.cumsum() + lens).repeat(lens)
-            logits = logits[torch.from_numpy(flat).to(self.device)]
-        filters = filters_of(self.table, slots.repeat(lens), self.device)
-        if drafts is None:
-            draft_tokens = np.zeros(0, dtype=np.int64)
-        else:
-            own = drafts[at]
-            draft_tokens = own[iota(own.shape[1]) < num_drafted[:, None]]
-        verdict = rejection_verify(
-            filtered_probs(logits, filters),
-            torch.from_numpy(draft_tokens).to(self.device),
-            probs,
-            torch.from_numpy(num_drafted).to(self.device),
-            noise_rows(self.table, slots, known, self.device),
-        )
-        host = torch.stack(verdict).cpu().numpy()
-        return host[0], host[1]
-
-    def _result(
+    def _report(
         self,
         plan: StepPlan,
         rows: _Rows,
         proposal: Proposal | None,
-        verified: _Verified | None,
-        draft_s: float,
-        target_s: float,
+        tokens: I64,
+        counts: I64,
+        durations_s: tuple[float, float],
     ) -> StepResult:
-        """Advance the slots and report."""
         table, num_rows = self.table, plan.num_rows
-        emitted = np.zeros(num_rows, dtype=np.int64)
-        accepted, drafted = np.zeros((2, num_rows), dtype=np.int32)
-        status = np.where(table.failed[plan.slots], RowStatus.NON_FINITE, RowStatus.OK)
-        index = iota(num_rows) if rows.plan_rows is None else rows.plan_rows
-        flat = np.zeros(0, dtype=np.int64)
-        kv_len = rows.start + rows.fresh
+        drafted, accepted = np.zeros((2, num_rows), dtype=np.int32)
+        status = np.zeros(num_rows, dtype=np.uint8)
+        at = slice(None) if rows.plan_rows is None else rows.plan_rows
         if proposal is not None:
-            drafted[index] = proposal.num_drafted
-            status[index[proposal.non_finite]] = RowStatus.DRAFT_NON_FINITE
-        if verified is not None:
-            at = np.flatnonzero(rows.wants)
-            slots, count = rows.slots[at], (verified.num_accepted + 1) * verified.finite
-            row, depth = np.nonzero(iota(verified.tokens.shape[1]) < count[:, None])
-            flat = verified.tokens[row, depth]
-            table.tokens[slots[row], rows.known[at][row] + depth] = flat
-            table.num_tokens[slots] += count
-            kv_len[at] += verified.num_accepted * verified.finite
-            emitted[index[at]] = count
-            accepted[index[at]] = verified.num_accepted * verified.finite
-            if not verified.finite.all():
-                bad = ~verified.finite
-                status[index[at[bad]]] = RowStatus.NON_FINITE
-                table.failed[slots[bad]] = True
-        table.kv_len[rows.slots] = kv_len
-        if proposal is not None and self.drafter is not None:
-            self.drafter.truncate(rows.slots, kv_len)
+            drafted[at] = proposal.num_drafted
+            accepted[at] = np.maximum(counts - 1, 0)
+            if np.count_nonzero(proposal.non_finite):
+                status[at] = proposal.non_finite * np.uint8(_DRAFT_NON_FINITE)
+        if table.num_failed:
+            status[table.failed[plan.slots]] = _NON_FINITE
+        if rows.plan_rows is not None:
+            counts, emitted = np.zeros(num_rows, dtype=np.int64), counts
+            counts[rows.plan_rows] = emitted
         row_splits = np.zeros(num_rows + 1, dtype=np.int32)
-        emitted.cumsum(out=row_splits[1:])
+        counts.cumsum(out=row_splits[1:])
         return StepResult(
             step_id=plan.step_id,
             generations=plan.generations,
-            tokens=flat.astype(np.int32),
+            tokens=tokens.astype(np.int32),
             row_splits=row_splits,
             num_drafted=drafted,
             num_accepted=accepted,
-            status=status.astype(np.uint8),
-            draft_s=draft_s,
-            target_s=target_s,
+            status=status,
+            draft_s=durations_s[0],
+            target_s=durations_s[1],
         )
+
+
+def _misfits(rows: _Rows, reached: I64) -> NDArray[np.bool_]:
+    """Rows that do not end at the last known token where they want logits, or pass it."""
+    return np.where(rows.wants, reached != rows.known, reached > rows.known)
+
+
+def _select(rows: _Rows, at: I64) -> _Rows:
+    return _Rows(
+        plan_rows=at,
+        slots=rows.slots[at],
+        known=rows.known[at],
+        start=rows.start[at],
+        fresh=rows.fresh[at],
+        num_drafts=None if rows.num_drafts is None else rows.num_drafts[at],
+        wants=rows.wants[at],
+        all_want=rows.all_want,
+    )
+
+
+def _spread(drafts: Proposal, at: I64, num_rows: int) -> Proposal:
+    """A proposal for the rows `at`, as one for all rows; the others drafted nothing."""
+    tokens = np.zeros((num_rows, drafts.tokens.shape[1]), dtype=np.int64)
+    num_drafted = np.zeros(num_rows, dtype=np.int64)
+    non_finite = np.zeros(num_rows, dtype=np.bool_)
+    tokens[at], num_drafted[at], non_finite[at] = (
+        drafts.tokens,
+        drafts.num_drafted,
+        drafts.non_finite,
+    )
+    return Proposal(tokens, num_drafted, drafts.probs, non_finite)

@@ -43,8 +43,8 @@ class SlotTable:
     def clear(self) -> None:
         """Forget every slot."""
         size = self.max_slots
-        self.occupied = np.zeros(size, dtype=bool)
         self.failed = np.zeros(size, dtype=bool)  # ended by NON_FINITE; computes nothing more
+        self.num_failed = 0
         self.generation = np.zeros(size, dtype=np.int32)
         self.num_tokens = np.zeros(size, dtype=np.int64)
         self.kv_len = np.zeros(size, dtype=np.int64)
@@ -76,7 +76,7 @@ class SlotTable:
         self._widen_blocks(len(a.blocks))
         self.tokens[slot, :n] = a.tokens
         self.blocks[slot, : len(a.blocks)] = a.blocks
-        self.occupied[slot], self.failed[slot] = True, False
+        self.release(slot)
         self.generation[slot] = a.generation
         self.num_tokens[slot], self.kv_len[slot] = n, a.kv_len_tokens
         self.max_total[slot] = a.max_total_tokens
@@ -93,6 +93,17 @@ class SlotTable:
         self.keys[slot] = split_seed(a.seed)
         self.choice[slot] = a.choice
 
+    def release(self, slot: int) -> None:
+        """Empty a slot: no plan fits it until it is filled again."""
+        self.num_tokens[slot] = self.kv_len[slot] = 0
+        self.failed[slot] = False
+        self.num_failed = np.count_nonzero(self.failed)
+
+    def fail(self, slots: NDArray[np.integer]) -> None:
+        """These produced values that are not finite."""
+        self.failed[slots] = True
+        self.num_failed = np.count_nonzero(self.failed)
+
     def _widen_tokens(self, width: int) -> None:
         have = self.tokens.shape[1]
         if width > have:
@@ -105,30 +116,34 @@ class SlotTable:
             grow = max(width, 2 * have) - have
             self.blocks = np.pad(self.blocks, ((0, 0), (0, grow)))
 
-    def block_rows(self, slots: I64, context_tokens: int) -> NDArray[np.int32]:
+    def block_rows(self, slots: NDArray[np.integer], context_tokens: int) -> NDArray[np.int32]:
         """Block tables of `slots`, wide enough for `context_tokens` positions: int32 [R, width]."""
         width = -(-context_tokens // self.block_size_tokens)
         return self.blocks[:, :width].take(slots, axis=0)
 
     def ragged(
-        self, slots: I64, starts: I64, query_lens: I64, wanted: I64, device: torch.device
+        self,
+        slots: NDArray[np.integer],
+        starts: I64,
+        query_lens: NDArray[np.integer],
+        wanted: NDArray[np.integer] | NDArray[np.bool_],
+        device: torch.device,
     ) -> RaggedBatch:
         """One row for each slot: `query_lens[i]` >= 1 tokens from position `starts[i]`, read from
         `tokens`; logits of the last `wanted[i]` of them."""
+        contexts = starts + query_lens
         ends = query_lens.cumsum()
         total, num_rows = int(ends[-1]), len(slots)
-        contexts = starts + query_lens
         if total == num_rows:
             positions, row_slots = starts, slots
         else:
             positions = iota(total) + (starts - ends + query_lens).repeat(query_lens)
             row_slots = slots.repeat(query_lens)
-        num_wanted = int(wanted.sum())
-        if num_wanted == total:
-            index = iota(total)
-        else:
-            offsets = ends - wanted.cumsum()  # flat row minus running number of wanted rows
-            index = iota(num_wanted) + offsets.repeat(wanted)
+        wanted_ends = wanted.cumsum()
+        num_wanted = int(wanted_ends[-1])
+        index = iota(num_wanted)
+        if num_wanted < total:  # flat row of a wanted one, less its number among them
+            index = index + (ends - wanted_ends).repeat(wanted)
         return make_batch(
             self.tokens[row_slots, positions],
             positions,
@@ -150,14 +165,7 @@ def make_batch(
     device: torch.device,
 ) -> RaggedBatch:
     """A `RaggedBatch` from numpy arrays; on the CPU the tensors share their memory."""
-    flat = (torch.from_numpy(tokens), torch.from_numpy(positions), torch.from_numpy(logits_index))
+    flat = torch.from_numpy(tokens), torch.from_numpy(positions), torch.from_numpy(logits_index)
     if device.type != "cpu":
-        flat = tuple(t.to(device) for t in flat)  # type: ignore[assignment]
-    return RaggedBatch(
-        tokens=flat[0],
-        positions=flat[1],
-        query_lens=query_lens,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        logits_index=flat[2],
-    )
+        flat = flat[0].to(device), flat[1].to(device), flat[2].to(device)
+    return RaggedBatch(flat[0], flat[1], query_lens, context_lens, block_tables, flat[2])

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.rows import I64, SlotTable
+from cbatch.runtime.rows import I64, SlotTable, iota
 from triton_kernels.verify import NoiseRows
 
 
@@ -25,7 +25,7 @@ class Filters(NamedTuple):
         return Filters(*(None if field is None else field[index] for field in self))
 
 
-def filters_of(table: SlotTable, slots: I64, device: torch.device) -> Filters:
+def filters_of(table: SlotTable, slots: NDArray[np.integer], device: torch.device) -> Filters:
     """The filters of `slots`, in that order."""
 
     def load(values: NDArray[np.generic], used: bool) -> Tensor | None:
@@ -34,13 +34,15 @@ def filters_of(table: SlotTable, slots: I64, device: torch.device) -> Filters:
     top_k, top_p, min_p = table.top_k[slots], table.top_p[slots], table.min_p[slots]
     return Filters(
         torch.from_numpy(table.temperature[slots]).to(device),
-        load(top_k, bool((top_k < table.vocab_size).any())),
-        load(top_p, bool((top_p <= 1).any())),
-        load(min_p, bool((min_p > 0).any())),
+        load(top_k, np.count_nonzero(top_k < table.vocab_size) > 0),
+        load(top_p, np.count_nonzero(top_p <= 1) > 0),
+        load(min_p, np.count_nonzero(min_p) > 0),
     )
 
 
-def noise_rows(table: SlotTable, slots: I64, positions: I64, device: torch.device) -> NoiseRows:
+def noise_rows(
+    table: SlotTable, slots: NDArray[np.integer], positions: I64, device: torch.device
+) -> NoiseRows:
     """Where the rows in `slots` draw the noise of the tokens at `positions`."""
     return NoiseRows(
         torch.from_numpy(table.keys[slots]).to(device),
@@ -74,24 +76,49 @@ def filtered_probs(logits: Tensor, filters: Filters) -> Tensor:
     return x.softmax(dim=-1)
 
 
-def greedy_choice(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
-    """Most likely token (ties to the lowest id) and "all finite" of each row, on the host.
+def greedy_tokens(logits: Tensor) -> I64:
+    """Most likely token of each row on the host, ties to the lowest id; the id of a NaN if any.
 
-    One transfer from a device; on the CPU numpy views, whose row reductions are the fastest here.
+    On the CPU numpy's row reductions are several times faster than torch's on few rows.
     """
     if logits.device.type == "cpu":
+        return logits.numpy().argmax(axis=1)
+    return np.asarray(logits.argmax(dim=1).cpu().numpy())
+
+
+def greedy_drafts(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
+    """`greedy_tokens`, and whether each chosen logit is finite (NaN and +inf are always chosen)."""
+    if logits.device.type == "cpu":
         x = logits.numpy()
-        ids = x.argmax(axis=1)
-        # NaN is its own maximum; an infinity shows in the maximum or in the minimum.
-        return ids, np.isfinite(x[np.arange(len(ids)), ids] + x.min(axis=1))
+        tokens = x.argmax(axis=1)
+        return tokens, np.isfinite(x[iota(len(x)), tokens])
+    top, ids = logits.max(dim=1)
+    finite, host = torch.stack((torch.isfinite(top).to(torch.int64), ids)).cpu().numpy()
+    return host, finite.astype(np.bool_)
+
+
+def all_finite(logits: Tensor) -> NDArray[np.bool_]:
+    """Whether every logit of a row is finite, for each row, on the host."""
+    if logits.device.type == "cpu":
+        x = logits.numpy()
+        # One pass: a finite sum has finite terms. A sum may also overflow, so the rare other case
+        # looks again: minimum and maximum pass NaN on, and show an infinity of their side.
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = np.isfinite(np.add.reduce(x, axis=1))
+            if np.count_nonzero(finite) < len(finite):
+                finite = np.isfinite(x.min(axis=1)) & np.isfinite(x.max(axis=1))
+        return finite
     low, high = logits.aminmax(dim=1)
-    both = torch.stack((logits.argmax(dim=1), torch.isfinite(low + high).to(torch.int64)))
-    host = both.cpu().numpy()
-    return host[0], host[1].astype(bool)
+    return np.asarray((torch.isfinite(low) & torch.isfinite(high)).cpu().numpy())
 
 
 def ban_stop_ids(
-    logits: Tensor, table: SlotTable, slots: I64, positions: I64, row_starts: I64, row_lens: I64
+    logits: Tensor,
+    table: SlotTable,
+    slots: NDArray[np.integer],
+    positions: I64,
+    row_starts: I64,
+    row_lens: I64,
 ) -> None:
     """Set the stop ids of rows short of min_tokens to -inf, in place.
 

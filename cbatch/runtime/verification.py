@@ -1,0 +1,108 @@
+"""The verdict on the drafts of a step: greedy rows by comparison, sampled rows by rejection."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.runtime.rows import I64, SlotTable, iota
+from cbatch.runtime.sampling import (
+    all_finite,
+    ban_stop_ids,
+    filtered_probs,
+    filters_of,
+    greedy_tokens,
+    noise_rows,
+)
+from triton_kernels.verify import rejection_verify
+
+
+class Wanted(NamedTuple):
+    """W rows of a step that decide tokens, the first at position `known[i]`.
+
+    Their logits rows, `1 + num_drafted[i]` each, follow one another. `drafts` int64 [W, >= max k],
+    `probs` fp32 [sum of num_drafted over sampled rows, V] (None: drafts chosen with certainty);
+    `drafts` is None where nobody drafted.
+    """
+
+    slots: NDArray[np.integer]
+    known: I64
+    num_drafted: I64
+    drafts: I64 | None
+    probs: Tensor | None
+
+
+class Verified(NamedTuple):
+    """Row i emits `tokens[i, : num_accepted[i] + 1]`, provided that its logits were `finite`."""
+
+    tokens: I64  # [W, max k + 1]
+    num_accepted: I64
+    finite: NDArray[np.bool_]
+
+
+def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
+    """Accept, replace and extend. Rows whose logits are not finite get an arbitrary verdict."""
+    finite = all_finite(logits)
+    if wanted.drafts is None:
+        starts, lens = iota(len(wanted.slots)), np.ones(len(wanted.slots), dtype=np.int64)
+    else:
+        lens = wanted.num_drafted + 1
+        starts = lens.cumsum() - lens
+        if len(logits) > len(lens):
+            finite = np.logical_and.reduceat(finite, starts)
+    if np.count_nonzero(wanted.known < table.first_stop[wanted.slots]):
+        ban_stop_ids(logits, table, wanted.slots, wanted.known, starts, lens)
+    ids = greedy_tokens(logits)
+    if wanted.drafts is None:
+        tokens, num_accepted = ids[:, None], np.zeros(len(ids), dtype=np.int64)
+    else:
+        tokens, num_accepted = _match(ids, starts, wanted.num_drafted, wanted.drafts)
+    greedy = table.greedy[wanted.slots]
+    if np.count_nonzero(greedy) < len(greedy):
+        at = np.flatnonzero(~greedy)
+        accepted, last = _reject(logits, wanted, at, starts, lens, table)
+        if wanted.drafts is not None:
+            tokens[at, :-1] = wanted.drafts[at, : tokens.shape[1] - 1]
+        tokens[at, accepted] = last
+        num_accepted[at] = accepted
+    return Verified(tokens, num_accepted, finite)
+
+
+def _match(ids: I64, starts: I64, num_drafted: I64, drafts: I64) -> tuple[I64, I64]:
+    """Greedy rows: accept while the draft is the target's own choice, whose next one follows."""
+    deepest = int(num_drafted.max())
+    depth = iota(deepest + 1)
+    tokens = ids[starts[:, None] + np.minimum(depth, num_drafted[:, None])]
+    agrees = depth < num_drafted[:, None]  # the last column is False: argmin stops there
+    agrees[:, :-1] &= tokens[:, :-1] == drafts[:, :deepest]
+    return tokens, agrees.argmin(axis=1)
+
+
+def _reject(
+    logits: Tensor, wanted: Wanted, at: I64, starts: I64, lens: I64, table: SlotTable
+) -> tuple[I64, I64]:
+    """Rejection sampling of the rows `at`: number of accepted drafts, and the token after them."""
+    device, lens = logits.device, lens[at]
+    ends = lens.cumsum()
+    total = int(ends[-1])
+    if total < len(logits):
+        flat = iota(total) + (starts[at] - ends + lens).repeat(lens)
+        logits = logits[torch.from_numpy(flat).to(device)]
+    slots = wanted.slots[at]
+    draft_tokens = np.zeros(0, dtype=np.int64)
+    if wanted.drafts is not None:
+        own = wanted.drafts[at]
+        draft_tokens = own[iota(own.shape[1]) < lens[:, None] - 1]
+    verdict = rejection_verify(
+        filtered_probs(logits, filters_of(table, slots.repeat(lens), device)),
+        torch.from_numpy(draft_tokens).to(device),
+        wanted.probs,
+        torch.from_numpy(lens - 1).to(device),
+        noise_rows(table, slots, wanted.known[at], device),
+    )
+    host = torch.stack(verdict).cpu().numpy()
+    return host[0], host[1]

@@ -1,0 +1,161 @@
+"""A whole engine around tiny models, with a record of every logit bit that decided a token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from cbatch.core.config import LookaheadConfig, SchedulerConfig
+from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.request import FinishReason, Request, SamplingParams
+from cbatch.core.scheduler import Scheduler
+from cbatch.engine.loop import StepLoop
+from cbatch.runtime import executor as executor_module
+from cbatch.runtime.drafter import DraftModel
+from cbatch.runtime.executor import TorchExecutor
+from cbatch.runtime.model import Model
+from cbatch.runtime.threaded import ThreadedExecutor
+from cbatch.runtime.verification import Verified, Wanted, verify
+
+LogitBits = dict[tuple[str, int], bytes]
+
+
+class RecordingExecutor(TorchExecutor):
+    """Also keeps, per (request, position), the logits that decided it, and drafts per step."""
+
+    def __init__(self, model: Model, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self.bits: LogitBits = {}
+        self.owner: dict[int, str] = {}
+        self.drafted: list[np.ndarray] = []  # of the rows that decoded, each step
+        self.accepted: list[np.ndarray] = []
+        self.row_of_request: dict[str, list[tuple[int, int, int]]] = {}  # slot, drafted, accepted
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for a in plan.deltas.admitted:
+            self.owner[a.slot] = a.request_id
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(executor_module, "verify", self._verify)
+            result = super().run(plan)
+        self.drafted.append(result.num_drafted[plan.wants_logits])
+        self.accepted.append(result.num_accepted[plan.wants_logits])
+        for i, slot in enumerate(plan.slots.tolist()):
+            row = (slot, int(result.num_drafted[i]), int(result.num_accepted[i]))
+            self.row_of_request.setdefault(self.owner[slot], []).append(row)
+        return result
+
+    def _verify(self, logits: Tensor, wanted: Wanted, table: Any) -> Verified:
+        raw = logits.clone().numpy()
+        verdict = verify(logits, wanted, table)
+        start = 0
+        for i, slot in enumerate(wanted.slots.tolist()):
+            for depth in range(int(verdict.num_accepted[i]) + 1):
+                key = (self.owner[slot], int(wanted.known[i]) + depth)
+                bits = raw[start + depth].tobytes()
+                assert self.bits.setdefault(key, bits) == bits, f"{key} was decided twice"
+            start += int(wanted.num_drafted[i]) + 1
+        return verdict
+
+
+class Run:
+    """Outputs, reasons and statistics of a finished engine."""
+
+    def __init__(self, scheduler: Scheduler, executor: RecordingExecutor) -> None:
+        self.scheduler, self.executor = scheduler, executor
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.messages: dict[str, str | None] = {}
+
+    @property
+    def drafted(self) -> np.ndarray:
+        return np.concatenate(self.executor.drafted)
+
+    @property
+    def accepted(self) -> np.ndarray:
+        return np.concatenate(self.executor.accepted)
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted over observed trials: the ratio of sums that does not depend on k."""
+        rejected = (self.accepted < self.drafted).sum()
+        return float(self.accepted.sum() / (self.accepted.sum() + rejected))
+
+    def acceptance_of(self, request_id: str) -> float:
+        rows = np.array(self.executor.row_of_request[request_id])
+        hits = rows[:, 2].sum()
+        return float(hits / (hits + (rows[:, 2] < rows[:, 1]).sum()))
+
+
+def parse_lookahead(text: str) -> LookaheadConfig:
+    policy, _, k = text.partition(":")
+    return LookaheadConfig(policy=policy, k=int(k or 4))
+
+
+def run_engine(
+    requests: Sequence[Request],
+    target: Model,
+    draft: Model | None = None,
+    *,
+    lookahead: str = "off",
+    depth: int = 0,
+    num_blocks: int = 256,
+    block_size_tokens: int = 4,
+    max_slots: int = 8,
+    arrivals: Sequence[int] | None = None,
+    executor: RecordingExecutor | None = None,
+    **settings: Any,
+) -> Run:
+    """Run `requests` to their ends; request i enters before step `arrivals[i]` (default: 0)."""
+    config = SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size_tokens=block_size_tokens,
+        max_slots=max_slots,
+        max_model_tokens=target.config.max_position_tokens,
+        vocab_size=target.config.vocab_size,
+        draft_context_tokens=None if draft is None else draft.config.max_position_tokens,
+        lookahead=parse_lookahead(lookahead),
+        **({"step_budget_tokens": 256, "decode_reserve_tokens": 4} | settings),
+    )
+    scheduler = Scheduler(config)
+    if executor is None:
+        executor = RecordingExecutor(
+            target,
+            num_blocks=num_blocks,
+            block_size_tokens=block_size_tokens,
+            max_slots=max_slots,
+            drafter=None if draft is None else DraftModel(draft),
+        )
+    threaded = ThreadedExecutor(executor)
+    loop = StepLoop(scheduler, threaded if depth else executor, clock=time.monotonic, depth=depth)
+    run, step = Run(scheduler, executor), 0
+    due = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda x: x[0])
+    while due or scheduler.has_work:
+        while due and due[0][0] <= step:
+            scheduler.add(due.pop(0)[1], time.monotonic())
+        commit = loop.step()
+        scheduler.check()
+        step += 1
+        for end in commit.finished if commit is not None else ():
+            run.outputs[end.request_id] = end.output.tolist()
+            run.reasons[end.request_id] = end.reason
+            run.messages[end.request_id] = end.message
+    threaded.close()
+    return run
+
+
+def make_request(name: str, prompt: Sequence[int], **params: Any) -> Request:
+    seed = params.pop("seed", 7)
+    choice = params.pop("choice", 0)
+    settings = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True} | params
+    return Request(
+        request_id=name,
+        prompt=tuple(prompt),
+        params=SamplingParams(**settings),
+        seed=seed,
+        choice=choice,
+    )
