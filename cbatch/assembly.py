@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
 from cbatch.core.config import LookaheadConfig, QueuePolicy, SchedulerConfig
 from cbatch.core.errors import FieldError
 from cbatch.core.scheduler import Scheduler
+from cbatch.engine.loop import Executor, OverlappedExecutor
 from cbatch.stepwise import Engine
 from cbatch.text import TextTokenizer, load_tokenizer
 
@@ -58,7 +59,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise FieldError(field, f"{value!r} is not allowed", "give 1 or more, or leave out")
-        for field, allowed in (("overlap", (0, 1)), ("numerics", ("auto", "invariant", "fast"))):
+        for field, allowed in (
+            ("overlap", (0, 1)),
+            ("numerics", ("auto", "invariant", "fast")),
+            ("queue_policy", get_args(QueuePolicy)),
+        ):
             if getattr(self, field) not in allowed:
                 remedy = "use " + " or ".join(map(repr, allowed))
                 raise FieldError(field, f"{getattr(self, field)!r} is not known", remedy)
@@ -232,7 +237,7 @@ def _memory_for_kv_bytes(device: torch.device | str) -> int:
     return int(memory_bytes * MEMORY_SHARE["cpu"])
 
 
-def _overlapped(executor: object) -> object:
+def _overlapped(executor: Executor) -> OverlappedExecutor:
     from cbatch.runtime.threaded import ThreadedExecutor
 
     return ThreadedExecutor(executor)

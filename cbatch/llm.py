@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from cbatch.assembly import EngineOptions, load_engine
 from cbatch.core.errors import FieldError
@@ -19,9 +20,7 @@ class LLM:
     """A model ready to complete prompts. `model` and `draft` are Hugging Face directories (or hub
     names); the options are the fields of `EngineOptions`. `info` says what was put together."""
 
-    def __init__(
-        self, model: str | Path, draft: str | Path | None = None, **options: object
-    ) -> None:
+    def __init__(self, model: str | Path, draft: str | Path | None = None, **options: Any) -> None:
         self.engine, self.info = load_engine(model, draft, EngineOptions(**options))
 
     def generate(
@@ -59,8 +58,8 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]
-    return list(prompts)
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))
 
 
 def complete_all(

@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
-        return args.run(args)
+        status: int = args.run(args)
     except KeyboardInterrupt:
         return INTERRUPTED
     except ValueError as error:
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"cbatch: {error}", file=sys.stderr)
         return FAILED
+    return status
 
 
 def _is_bad_input(error: ValueError) -> bool:

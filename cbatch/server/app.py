@@ -57,7 +57,7 @@ def create_app(service: EngineService, model: str) -> Litestar:
         return {"object": "list", "data": [entry]}
 
     @post("/v1/completions", status_code=200)
-    async def completions(request: Request) -> HttpResponse[bytes] | Stream:
+    async def completions(request: Request[Any, Any, Any]) -> HttpResponse[bytes] | Stream:
         call = parse_call(await request.body())
         if call.model not in (None, model):
             raise FieldError("model", f"{call.model!r} is not served", f"use {model!r}")
@@ -204,7 +204,7 @@ class ClientGoneError(RuntimeError):
     """The client closed the connection before its answer was ready."""
 
 
-async def _or_disconnect(request: Request, work: Any) -> None:
+async def _or_disconnect(request: Request[Any, Any, Any], work: Any) -> None:
     """Awaits `work`, but gives it up if the client leaves: no framework cancels a plain handler."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -218,7 +218,7 @@ async def _or_disconnect(request: Request, work: Any) -> None:
             each.cancel()
 
 
-async def _disconnected(request: Request) -> None:
+async def _disconnected(request: Request[Any, Any, Any]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -227,14 +227,14 @@ def _error_body(message: str, kind: str, field: str | None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": field, "code": None}}
 
 
-def _bad_request(_: Request, error: FieldError) -> HttpResponse[dict[str, Any]]:
+def _bad_request(_: Request[Any, Any, Any], error: FieldError) -> HttpResponse[dict[str, Any]]:
     return HttpResponse(
         _error_body(str(error), "invalid_request_error", error.field), status_code=400
     )
 
 
 def _failed(status: int) -> Any:
-    def handler(_: Request, error: Exception) -> HttpResponse[dict[str, Any]]:
+    def handler(_: Request[Any, Any, Any], error: Exception) -> HttpResponse[dict[str, Any]]:
         return HttpResponse(_error_body(str(error), "server_error", None), status_code=status)
 
     return handler

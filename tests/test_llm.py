@@ -1,0 +1,205 @@
+"""The Python API over real, tiny models with random weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch import LLM, EngineOptions, FieldError, FinishReason, LookaheadConfig, SamplingParams
+from cbatch.assembly import parse_lookahead
+from cbatch.llm import as_batch
+from cbatch.text import TokenizerError
+from tests.text.toy_tokenizers import byte_level, printable
+
+PROMPTS = ["def add(a, b):", "class Node", "for x in y", "abc"]
+
+
+def write_model(folder: Path, *, layers: int = 2, hidden: int = 32) -> Path:
+    """A directory with a tokenizer and a configuration; weights are drawn when it is loaded."""
+    folder.mkdir()
+    printable().save(str(folder / "tokenizer.json"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": printable().get_vocab_size(),
+        "hidden_size": hidden,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return write_model(folder / "target"), write_model(folder / "draft", layers=1)
+
+
+def make(pair: tuple[Path, Path], *, draft: bool = True, **options: Any) -> LLM:
+    settings = {"max_slots": 4, "random_weights_seed": 0, "numerics": "invariant"} | options
+    return LLM(pair[0], pair[1] if draft else None, **settings)
+
+
+@pytest.fixture(scope="module")
+def llm(pair: tuple[Path, Path]) -> LLM:
+    return make(pair)
+
+
+def test_many_prompts_with_params_of_their_own(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=4 + i, temperature=0, ignore_eos=True) for i in range(4)]
+    completions = llm.generate(PROMPTS, params)
+    assert [len(c.token_ids) for c in completions] == [4, 5, 6, 7]
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        assert llm.engine.tokenizer is not None
+        assert list(completion.prompt_token_ids) == llm.engine.tokenizer.encode(prompt)
+        assert completion.finish_reason is FinishReason.LENGTH and completion.error is None
+        assert completion.text
+
+
+def test_a_lone_prompt_and_token_ids(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, temperature=0)
+    (text,) = llm.generate(PROMPTS[0], params)
+    (ids,) = llm.generate(list(text.prompt_token_ids), params)
+    assert ids.token_ids == text.token_ids
+    assert as_batch([]) == [] and llm.generate([]) == []
+
+
+def test_n_choices_and_the_drawn_seed(llm: LLM) -> None:
+    (first,) = llm.generate("abc", SamplingParams(n=3, max_tokens=12, ignore_eos=True))
+    assert len({c.token_ids for c in first.choices}) == 3
+    assert [c.index for c in first.choices] == [0, 1, 2]
+    assert first.seed is not None
+    assert first.speculation.steps == sum(c.speculation.steps for c in first.choices)
+    without = SamplingParams(n=3, max_tokens=12, ignore_eos=True, seed=first.seed, max_lookahead=0)
+    (plain,) = llm.generate("abc", without)
+    (again,) = llm.generate("abc", without)
+    assert [c.token_ids for c in plain.choices] == [c.token_ids for c in again.choices]
+
+
+def test_one_bad_request_never_loses_the_others(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    completions = llm.generate(["abc", "", [10**6], "a" * 4000, "abc"], params)
+    assert [c.error is None for c in completions] == [True, False, False, False, True]
+    assert completions[0].token_ids == completions[4].token_ids
+    for bad in completions[1:4]:
+        assert bad.error is not None and bad.error.startswith("prompt: ")
+        assert bad.finish_reason is FinishReason.ERROR and bad.choices == ()
+
+
+def test_greedy_tokens_do_not_depend_on_how_the_engine_runs(pair: tuple[Path, Path]) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    reference: list[tuple[int, ...]] | None = None
+    for options in (
+        {"draft": False},
+        {"lookahead": "fixed:3"},
+        {"lookahead": "ema", "overlap": 1, "max_slots": 3},
+        {"num_blocks": 9, "lookahead": "fixed:2"},
+    ):
+        llm = make(pair, **options)
+        tokens = [c.token_ids for c in llm.generate(PROMPTS, params)]
+        reference = reference or tokens
+        assert tokens == reference, options
+        speculated = llm.engine.stats.speculation.drafted_tokens > 0
+        assert speculated == options.get("draft", True)
+        if "num_blocks" in options:
+            assert llm.engine.scheduler.stats.preemptions > 0, "the pool must have run short"
+
+
+def test_what_was_put_together_is_logged(
+    pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="cbatch"):
+        llm = make(pair, num_blocks=20, lookahead=LookaheadConfig(policy="fixed", k=2))
+    assert "row_invariant: yes" in caplog.text
+    assert llm.info.lookahead == "fixed:2" and llm.info.num_blocks == 20
+    assert llm.info.dtype == "float32" and llm.info.numerics == "invariant"
+
+
+def test_memory_for_kv_sets_the_number_of_blocks(pair: tuple[Path, Path]) -> None:
+    with_draft = make(pair, kv_memory_bytes=2**20).info
+    alone = make(pair, draft=False, kv_memory_bytes=2**20).info
+    assert alone.num_blocks > with_draft.num_blocks > 1
+    assert with_draft.kv_memory_bytes <= 2**20
+    with pytest.raises(FieldError, match="kv_memory_bytes: holds no block"):
+        make(pair, kv_memory_bytes=10)
+
+
+def test_without_a_tokenizer(pair: tuple[Path, Path]) -> None:
+    llm = make(pair, tokenizer="none")
+    (text, ids) = llm.generate(["abc", [1, 2, 3]], SamplingParams(max_tokens=3))
+    assert text.error is not None and "there is no tokenizer" in text.error
+    assert ids.token_ids and ids.text == ""
+
+
+def test_wrong_tokenizers_are_refused_by_name(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other")
+    byte_level().save(str(other / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match="draft: the tokenizer of .*other differs"):
+        LLM(pair[0], other, random_weights_seed=0)
+    (other / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerError, match=r"tokenizer: .*other has no tokenizer\.json"):
+        LLM(other, random_weights_seed=0)
+
+
+def test_bad_options_are_named(pair: tuple[Path, Path]) -> None:
+    for options, field in (
+        ({"lookahead": "often"}, "lookahead"),
+        ({"lookahead": "fixed:"}, "lookahead"),
+        ({"lookahead": "off:3"}, "lookahead"),
+        ({"lookahead": "ema:0"}, "lookahead.k"),
+        ({"overlap": 2}, "overlap"),
+        ({"numerics": "exact"}, "numerics"),
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"max_model_tokens": 129}, "max_model_tokens"),
+        ({"max_slots": 0}, "max_slots"),
+        ({"queue_policy": "lifo"}, "queue_policy"),
+    ):
+        with pytest.raises(FieldError) as caught:
+            make(pair, **options)
+        assert caught.value.field == field
+    with pytest.raises(TypeError, match="colour"):
+        EngineOptions(colour=1)  # type: ignore[call-arg]
+    with pytest.raises(FieldError, match="params: 1 for 2 prompts"):
+        make(pair).generate(["a", "b"], [SamplingParams()])
+
+
+def test_lookahead_by_name() -> None:
+    assert parse_lookahead("off").policy == "off"
+    assert parse_lookahead("ema") == LookaheadConfig(policy="ema")
+    assert parse_lookahead("ema:8") == LookaheadConfig(policy="ema", k=8)
+    assert parse_lookahead("fixed:2") == LookaheadConfig(policy="fixed", k=2)
+
+
+def test_an_interrupted_batch_leaves_the_engine_usable(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, count = llm.engine.step, [0]
+
+    def interrupted() -> Any:
+        count[0] += 1
+        if count[0] == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    before = [c.token_ids for c in llm.generate(PROMPTS, params)]
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, params)
+    assert [c.token_ids for c in llm.generate(PROMPTS, params)] == before
+    assert llm.engine.scheduler.num_running == 0
