@@ -13,6 +13,7 @@ from cbatch.core.config import LookaheadConfig, QueuePolicy, SchedulerConfig
 from cbatch.core.errors import FieldError
 from cbatch.core.scheduler import Scheduler
 from cbatch.engine.loop import Executor, OverlappedExecutor
+from cbatch.notyet import refuse_model_files
 from cbatch.stepwise import Engine
 from cbatch.text import TextTokenizer, load_tokenizer
 
@@ -121,7 +122,9 @@ def load_engine(
     from cbatch.runtime.model import load_model
 
     options = options or EngineOptions()
-    tokenizer = _tokenizers(model, draft, options)
+    tokenizer = _tokenizers(
+        _checked(model, "model"), None if draft is None else _checked(draft, "draft"), options
+    )
     device = _device(options.device)
 
     def load(path: str | Path) -> Model:
@@ -156,9 +159,18 @@ def load_engine(
     return engine, info
 
 
-def _tokenizers(
-    model: str | Path, draft: str | Path | None, options: EngineOptions
-) -> TextTokenizer | None:
+def _checked(model: str | Path, field: str) -> Path:
+    """The model's directory, once its configuration can be served: before anything large loads."""
+    from cbatch.runtime.config import load_config
+    from cbatch.runtime.weights import resolve_directory
+
+    refuse_model_files(Path(model), field)
+    path = resolve_directory(model, weights=False)
+    load_config(path)
+    return path
+
+
+def _tokenizers(model: Path, draft: Path | None, options: EngineOptions) -> TextTokenizer | None:
     if options.tokenizer == "none":
         return None
     tokenizer = load_tokenizer(options.tokenizer or model)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from cbatch.assembly import EngineOptions, load_engine
 from cbatch.core.errors import FieldError
 from cbatch.core.request import SamplingParams
+from cbatch.notyet import refuse_options
 from cbatch.outputs import Choice, Completion, Output
 from cbatch.stepwise import Accepted, Engine, Prompt
 
@@ -21,6 +22,7 @@ class LLM:
     names); the options are the fields of `EngineOptions`. `info` says what was put together."""
 
     def __init__(self, model: str | Path, draft: str | Path | None = None, **options: Any) -> None:
+        refuse_options(options)
         self.engine, self.info = load_engine(model, draft, EngineOptions(**options))
 
     def generate(

@@ -9,6 +9,7 @@ import msgspec
 
 from cbatch.core.errors import FieldError
 from cbatch.core.request import SamplingParams
+from cbatch.notyet import without_neutral_fields
 
 _FIELDS = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
 SAMPLING_FIELDS = tuple(_FIELDS)
@@ -22,7 +23,7 @@ def sampling_from_json(
     Raises `FieldError` for an unknown field, a wrong type or a value out of range.
     """
     known: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in without_neutral_fields(values).items():
         field = _FIELDS.get(name)
         if field is None:
             raise FieldError(name, "is not a known field", f"use {', '.join(_FIELDS)}")

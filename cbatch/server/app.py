@@ -56,6 +56,11 @@ def create_app(service: EngineService, model: str) -> Litestar:
         entry = {"id": model, "object": "model", "created": started_s, "owned_by": "cbatch"}
         return {"object": "list", "data": [entry]}
 
+    @post("/v1/embeddings")
+    async def embeddings() -> HttpResponse[dict[str, Any]]:
+        message = "embeddings are not supported yet; this server completes text"
+        return HttpResponse(_error_body(message, "not_implemented", None), status_code=501)
+
     @post("/v1/completions", status_code=200)
     async def completions(request: Request[Any, Any, Any]) -> HttpResponse[bytes] | Stream:
         call = parse_call(await request.body())
@@ -78,7 +83,7 @@ def create_app(service: EngineService, model: str) -> Litestar:
         return HttpResponse(_encode(answer.whole()), media_type="application/json", headers=headers)
 
     return Litestar(
-        [health, models, completions],
+        [health, models, embeddings, completions],
         lifespan=[lifespan],
         request_max_body_size=MAX_BODY_BYTES,
         exception_handlers={

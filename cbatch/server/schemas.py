@@ -8,19 +8,9 @@ import msgspec
 
 from cbatch.core.errors import FieldError
 from cbatch.core.request import SamplingParams
+from cbatch.notyet import without_neutral_fields
 from cbatch.params import SAMPLING_FIELDS, sampling_from_json
 
-# Fields that would change the answer but are not served yet, with the values that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "logprobs": (None,),
-    "presence_penalty": (None, 0),
-    "response_format": (None,),
-    "suffix": (None, ""),
-}
 DEFAULTS = SamplingParams()
 MAX_CHOICES = 128  # sequences that one call may start
 
@@ -72,10 +62,8 @@ def parse_call(body: bytes) -> CompletionCall:
         raise FieldError("body", f"is not JSON ({error})", "send a JSON object") from error
     if not isinstance(record, dict):
         raise FieldError("body", "is not a JSON object", 'send {"prompt": ...}')
-    rest = {name: value for name, value in record.items() if value is not None}
-    for name, neutral in NEUTRAL.items():
-        if rest.pop(name, None) not in neutral:
-            raise FieldError(name, "is not supported yet", "leave it out")
+    given = {name: value for name, value in record.items() if value is not None}
+    rest = without_neutral_fields(given)
     model = _take(rest, "model", str, None)
     prompts = _prompts(rest.pop("prompt", None))
     stream = _take(rest, "stream", bool, False)

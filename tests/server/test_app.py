@@ -193,6 +193,12 @@ def test_models_and_health(client: Client) -> None:
     assert client.get("/health")[0] == 200
 
 
+def test_embeddings_are_refused_by_name(client: Client) -> None:
+    with client.open({"input": "x"}, "/v1/embeddings") as response:
+        assert response.status == 501
+        assert "embeddings are not supported yet" in response.read().decode()
+
+
 def test_many_clients_at_once_get_their_own_text(client: Client) -> None:
     texts: dict[int, str] = {}
 

@@ -1,0 +1,92 @@
+"""What other engines offer and this one does not yet, refused by name rather than ignored.
+
+The README's "Not yet" table tells the same; model files are refused by `cbatch.runtime.config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cbatch.core.errors import FieldError
+
+# Options of an engine, by the names they have elsewhere.
+OPTIONS = {
+    "adapter": "LoRA",
+    "cpu_offload_gb": "KV offload",
+    "enable_lora": "LoRA",
+    "kv_offload_bytes": "KV offload",
+    "limit_mm_per_prompt": "multimodal input",
+    "lora_modules": "LoRA",
+    "pipeline_parallel_size": "pipeline parallelism",
+    "quantization": "quantised weights",
+    "speculative_config": "drafters other than a draft model (EAGLE, MTP, Medusa)",
+    "swap_space": "KV offload",
+    "task": "embeddings",
+    "tensor_parallel_size": "tensor parallelism",
+}
+
+# Fields of a request, and the values of each that ask for nothing.
+FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "best_of": ("best_of", (1,)),
+    "echo": ("echo", (False,)),
+    "frequency_penalty": ("penalties", (0,)),
+    "grammar": ("structured output", ()),
+    "guided_choice": ("structured output", ()),
+    "guided_grammar": ("structured output", ()),
+    "guided_json": ("structured output", ()),
+    "guided_regex": ("structured output", ()),
+    "images": ("multimodal input", ([],)),
+    "json_schema": ("structured output", ()),
+    "logit_bias": ("logit bias", ({},)),
+    "logprobs": ("log probabilities", (False,)),
+    "lora_request": ("LoRA", ()),
+    "multi_modal_data": ("multimodal input", ({},)),
+    "presence_penalty": ("penalties", (0,)),
+    "prompt_logprobs": ("log probabilities", ()),
+    "repetition_penalty": ("penalties", (1,)),
+    "response_format": ("structured output", ({"type": "text"},)),
+    "structured_outputs": ("structured output", ()),
+    "suffix": ("text after the completion", ("",)),
+}
+
+
+def refuse_options(options: Mapping[str, object]) -> None:
+    """Raises `FieldError` for the first option that asks for something of `OPTIONS`."""
+    for name in options:
+        if name in OPTIONS:
+            raise _refusal(name, OPTIONS[name])
+
+
+def without_neutral_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields but those of `FIELDS`. Raises `FieldError` if one of these asks for something."""
+    rest: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name not in FIELDS:
+            rest[name] = value
+            continue
+        feature, neutral = FIELDS[name]
+        if value is not None and value not in neutral:
+            raise _refusal(name, feature)
+    return rest
+
+
+def refuse_model_files(path: Path, field: str) -> None:
+    """Raises `FieldError` for a GGUF file, or a directory that holds one or a LoRA adapter."""
+    if path.suffix == ".gguf" or (path.is_dir() and not _has_weights(path) and _any_gguf(path)):
+        raise _refusal(field, f"GGUF ({path})", "give the model as safetensors")
+    if (path / "adapter_config.json").is_file():
+        raise _refusal(field, f"LoRA ({path})", "merge the adapter into its model first")
+
+
+def _has_weights(path: Path) -> bool:
+    return any(path.glob("*.safetensors"))
+
+
+def _any_gguf(path: Path) -> bool:
+    return any(path.glob("*.gguf"))
+
+
+def _refusal(field: str, feature: str, remedy: str = "leave it out") -> FieldError:
+    return FieldError(field, f"{feature} is not supported yet", remedy)

@@ -1,0 +1,80 @@
+"""The public face is small, and it is what the README shows."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import cbatch
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def code_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_all_is_what_the_readme_lists() -> None:
+    (listed,) = re.findall(r"`cbatch` exports: (.*?)\.\n", README, flags=re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", listed)) == set(cbatch.__all__)
+    used = {n for line in re.findall(r"from cbatch import (.*)", README) for n in line.split(", ")}
+    assert used <= set(cbatch.__all__)
+
+
+def test_every_public_name_is_there() -> None:
+    for name in cbatch.__all__:
+        assert getattr(cbatch, name).__name__ == name
+    assert set(cbatch.__all__) <= set(dir(cbatch))
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = cbatch.nonsense
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_examples_of_the_readme_run(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code_blocks()[number], "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_there_are_no_other_examples() -> None:
+    assert len(code_blocks()) == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("cbatch", ("torch", "tokenizers", "numpy")),
+        ("cbatch.core.scheduler", ("torch", "tokenizers", "cbatch.engine", "cbatch.text")),
+        ("cbatch.text", ("torch", "cbatch.core", "cbatch.engine")),
+        ("cbatch.engine.loop", ("torch", "cbatch.text", "cbatch.runtime")),
+        ("cbatch.cli.main", ("torch", "litestar")),
+        ("sim.executor", ("torch", "cbatch.runtime", "cbatch.text")),
+        ("cbatch.runtime.executor", ("sim", "cbatch.engine", "cbatch.text")),
+    ],
+)
+def test_rooms_import_only_what_they_may(module: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*[m for m in {absent!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_the_core_reads_no_clock_and_draws_nothing() -> None:
+    for file in (ROOT / "cbatch" / "core").glob("*.py"):
+        source = file.read_text(encoding="utf-8")
+        imports = re.findall(r"^\s*(?:import|from)\s+([\w.]+)", source, flags=re.MULTILINE)
+        banned = {"torch", "time", "datetime", "random", "secrets", "uuid"}
+        assert not banned & {name.split(".")[0] for name in imports}, file.name
+        assert "np.random" not in source, file.name
+
+
+def test_the_ranges_of_the_dependencies_are_the_stated_ones() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "torch>=2.11,<2.14" in project["dependencies"]
+    assert "triton>=3.6; platform_system == 'Linux'" in project["dependencies"]
+    assert project["requires-python"] == ">=3.11"
