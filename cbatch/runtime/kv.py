@@ -1,0 +1,69 @@
+"""Paged keys and values of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.runtime.config import ModelConfig
+
+
+class KVCache:
+    """K and V in blocks of `block_size` tokens; block ids 0 .. num_blocks - 1 are the caller's.
+
+    Layout per layer: [2 (K, V), kv_heads, blocks, block_size, head_dim], so that the tokens of one
+    head in one block lie together: a gather of tiles copies long runs, and its result is an
+    operand of a batched product as it stands. One more block (`scratch_block`) stays zero: it
+    stands for whatever a block table does not hold.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(
+                f"num_blocks and block_size must be positive, got {num_blocks} and {block_size}"
+            )
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.scratch_block = num_blocks
+        shape = (config.num_layers, 2, config.num_kv_heads, num_blocks + 1)
+        # Zeroed, not empty: positions never written are masked, but they must be finite.
+        self.data = torch.zeros(
+            *shape, block_size, config.head_dim, dtype=dtype, device=torch.device(device)
+        )
+        self.block_rows = [layer.view(-1, block_size * config.head_dim) for layer in self.data]
+        self.token_rows = [layer.view(-1, config.head_dim) for layer in self.data]
+        heads = np.arange(2 * config.num_kv_heads, dtype=np.int64) * (num_blocks + 1)
+        # First block row of [K or V, head]: add a block id to get a row of `block_rows`.
+        self.head_base = heads.reshape(2, config.num_kv_heads)
+
+    @torch.inference_mode()
+    def zero_blocks(self, block_ids: Sequence[int] | NDArray[np.integer]) -> None:
+        """Forget the contents of blocks, so that values that were not finite cannot spread."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        if ids.size == 0:
+            return
+        if ids.min() < 0 or ids.max() >= self.num_blocks:
+            raise ValueError(f"block ids must lie in 0..{self.num_blocks - 1}, got {ids.tolist()}")
+        index = torch.from_numpy(ids).to(self.data.device)
+        self.data.index_fill_(3, index, 0)
+
+    def block_view(self, layer: int, block_id: int) -> Tensor:
+        """[2, kv_heads, block_size, head_dim]: the K and V of one block, not a copy."""
+        return self.data[layer, :, :, block_id]
+
+    @staticmethod
+    def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes one block takes over all layers."""
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        return per_token * block_size * dtype.itemsize

@@ -1,0 +1,312 @@
+"""One decoder for every supported family, over a ragged flat batch and paged KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.runtime.attention import AttentionPlanner, Group, HeadShape
+from cbatch.runtime.config import ModelConfig, ModelError, load_config
+from cbatch.runtime.kv import KVCache
+from cbatch.runtime.linear import Linear
+from cbatch.runtime.rope import RotaryTable, interleave_halves
+from cbatch.runtime.weights import (
+    RandomWeights,
+    Safetensors,
+    WeightSource,
+    resolve_directory,
+    resolve_dtype,
+)
+
+# Elementwise kernels treat the end of a thread's share differently from the rest (scalar against
+# vector code). Up to this many elements a call has one share, and its layout is fixed.
+_ONE_SHARE = 32768
+_NORM_PAD = 16  # columns behind the residual stream: 64 bytes, to keep rows aligned
+
+
+@dataclass
+class RaggedBatch:
+    """Tokens of B sequences, flat: the rows of a sequence are consecutive, lengths differ freely.
+
+    tokens, positions: int64 [T] on the model's device. query_lens, context_lens: int32 [B]; the
+    last row of sequence b stands at position `context_lens[b] - 1`, and that many positions are in
+    KV after the pass. block_tables: int32 [B, blocks], block ids by absolute block index (entries
+    beyond the context are not read). logits_index: int64 [N], rows whose logits are wanted.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    query_lens: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    logits_index: Tensor
+
+
+@dataclass
+class _Layer:
+    window: int | None
+    qkv: Linear
+    qk_weight: Tensor | None  # [group + 1, head_dim], q rows then k, where the family norms them
+    out: Linear
+    gate_up: Linear
+    down: Linear
+
+
+class _Buffers:
+    """Views of T rows into the step's working memory."""
+
+    def __init__(self, memory: _Memory, num_rows: int) -> None:
+        h = memory.heads
+        self.residual = memory.residual[:num_rows]
+        self.x = self.residual[:, : memory.hidden_size]
+        self.fused = memory.fused[:num_rows]
+        heads = (num_rows, h.kv_heads, h.roles)
+        self.rotated = torch.view_as_complex(self.fused.view(*heads, h.head_dim // 2, 2))
+        self.kv = self.fused.view(*heads, h.head_dim)[:, :, h.group :]
+        self.turn = memory.turn[:num_rows]
+        self.attended = memory.attended[: num_rows + 1]
+        self.heads_out = self.attended[:num_rows]
+
+
+class _Memory:
+    """Working memory for up to `capacity` rows."""
+
+    def __init__(self, config: ModelConfig, capacity: int, device: torch.device) -> None:
+        self.heads = h = HeadShape.of(config)
+        self.hidden_size, self.capacity = config.hidden_size, capacity
+        self.residual = torch.zeros(capacity, config.hidden_size + _NORM_PAD, device=device)
+        # sqrt(sum(x^2) + n eps) is then one norm of the padded row.
+        self.residual[:, config.hidden_size] = (config.hidden_size * config.rms_norm_eps) ** 0.5
+        # Spare rows: products over queries read past the last one (see `Group.bind`).
+        self.fused = torch.zeros(capacity + 4, h.row_width, device=device)
+        self.turn = torch.ones(
+            capacity, 1, h.roles, h.head_dim // 2, dtype=torch.complex64, device=device
+        )
+        width = config.num_heads * h.head_dim
+        self.attended = torch.zeros(capacity + 1, width, device=device)
+        self._views: dict[int, _Buffers] = {}
+
+    def rows(self, num_rows: int) -> _Buffers:
+        found = self._views.get(num_rows)
+        if found is None:
+            found = self._views[num_rows] = _Buffers(self, num_rows)
+        return found
+
+
+class Model:
+    """A decoder with its weights. Not reentrant: one forward pass at a time."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        numerics: str,
+    ) -> None:
+        self.config, self.dtype, self.device, self.numerics = config, dtype, device, numerics
+        self._heads = HeadShape.of(config)
+        self._planner = AttentionPlanner(config)
+        self._rotary = RotaryTable(config.rope, config.head_dim, device)
+        self._windows = sorted(set(config.sliding_window), key=lambda w: w or 0)
+        with torch.inference_mode():
+            builder = _Builder(config, source, dtype, device)
+            self._embedding, self._layers, self._head = builder.build()
+            self._memory = _Memory(config, 64, device)
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
+        """Logits fp32 [N, vocab] of `batch.logits_index`.
+
+        Writes K and V of all T tokens, then attends. The result is the caller's to change.
+        """
+        num_rows = len(batch.tokens)
+        if num_rows > self._memory.capacity:
+            self._memory = _Memory(self.config, 2 * num_rows, self.device)
+        buffers = self._memory.rows(num_rows)
+        slots, groups = self._plan(batch, kv, buffers)
+        buffers.x.copy_(self._embedding.index_select(0, batch.tokens))
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            self._project(layer, buffers)
+            kv.token_rows[index].index_put_((slots,), buffers.kv.to(kv.data.dtype))
+            if index == last and len(batch.logits_index) == 0:
+                return torch.empty(0, self.config.vocab_size, device=self.device)
+            for group in groups[layer.window]:
+                group.run(kv.block_rows[index])
+            buffers.x.add_(layer.out(buffers.heads_out))
+            buffers.x.add_(layer.down(_swiglu(layer.gate_up(_normed(buffers.residual)))))
+        wanted = buffers.residual.index_select(0, batch.logits_index)
+        return self._head(_normed(wanted))
+
+    def _plan(
+        self, batch: RaggedBatch, kv: KVCache, buffers: _Buffers
+    ) -> tuple[Tensor, dict[int | None, list[Group]]]:
+        """Where each token's K and V go, and the attention groups of each window."""
+        query_lens = batch.query_lens.astype(np.int64)
+        contexts = batch.context_lens.astype(np.int64)
+        tables = batch.block_tables.astype(np.int64)
+        last_position = int(contexts.max()) - 1
+        if last_position >= self.config.max_position_tokens:
+            raise ValueError(
+                f"context_lens: {last_position + 1} tokens exceed the model's context of "
+                f"{self.config.max_position_tokens}"
+            )
+        rows = np.repeat(np.arange(len(query_lens)), query_lens)
+        slots = self._planner.token_slots(kv, rows, batch.positions.cpu().numpy(), tables)
+        turn = self._rotary.rows(batch.positions, last_position)
+        buffers.turn[:, 0, : self._heads.group + 1] = turn[:, None]
+        groups = {
+            w: self._planner.groups(kv, query_lens, contexts, tables, w) for w in self._windows
+        }
+        for found in groups.values():
+            for group in found:
+                group.bind(buffers.fused, buffers.attended)
+        return slots, groups
+
+    def _project(self, layer: _Layer, buffers: _Buffers) -> None:
+        """Rotated queries and keys, and values, of all rows into `buffers.fused`."""
+        fused = layer.qkv(_normed(buffers.residual)).view(buffers.fused.shape)
+        h = self._heads
+        if layer.qk_weight is not None:
+            rows = fused.view(-1, h.kv_heads, h.roles, h.head_dim)[:, :, : h.group + 1]
+            rows.copy_(F.rms_norm(rows, (h.head_dim,), eps=self.config.rms_norm_eps))
+            rows.mul_(layer.qk_weight)
+        turned = torch.view_as_complex(fused.view(*buffers.rotated.shape, 2))
+        step = max(1, _ONE_SHARE // h.row_width)
+        if len(fused) <= step:
+            torch.mul(turned, buffers.turn, out=buffers.rotated)
+            return
+        for at in range(0, len(fused), step):
+            part = slice(at, at + step)
+            torch.mul(turned[part], buffers.turn[part], out=buffers.rotated[part])
+
+
+def _normed(residual: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + n eps): RMSNorm but for its weight and sqrt(n), which the next product
+    holds (`Linear.in_scale`)."""
+    norm = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
+    return residual[:, :-_NORM_PAD] / norm
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [T, gate | up]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    step = max(1, _ONE_SHARE // gate.shape[-1])
+    if len(gate) <= step:
+        return F.silu(gate).mul_(up)
+    return torch.cat([F.silu(part) for part in gate.split(step)]).mul_(up)
+
+
+class _Builder:
+    """Fuses the tensors of a checkpoint into the layers above."""
+
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config, self.source, self.dtype, self.device = config, source, dtype, device
+
+    def build(self) -> tuple[Tensor, list[_Layer], Linear]:
+        c = self.config
+        embedding = self._get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+        layers = [self._layer(i) for i in range(c.num_layers)]
+        head = embedding
+        if not c.tie_embeddings:
+            head = self._get("lm_head.weight", c.vocab_size, c.hidden_size)
+        return embedding, layers, Linear(head, None, self._norm("model.norm.weight"))
+
+    def _get(self, name: str, *shape: int) -> Tensor:
+        return self.source.get(name, shape).to(self.device, self.dtype)
+
+    def _norm(self, name: str) -> Tensor:
+        """Weight of a norm times sqrt(n), fp32 (see `_normed`)."""
+        size = self.config.hidden_size
+        return self._get(name, size).float() * size**0.5
+
+    def _layer(self, index: int) -> _Layer:
+        c, name = self.config, f"model.layers.{index}"
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        width = c.num_heads * c.head_dim
+        out = self._get(f"{attention}.o_proj.weight", c.hidden_size, width)
+        out_bias = down_bias = gate_up_bias = None
+        if c.attention_out_bias:
+            out_bias = self._get(f"{attention}.o_proj.bias", c.hidden_size)
+        halves = ("gate_proj", "up_proj")
+        gate_up = [
+            self._get(f"{mlp}.{n}.weight", c.intermediate_size, c.hidden_size) for n in halves
+        ]
+        down = self._get(f"{mlp}.down_proj.weight", c.hidden_size, c.intermediate_size)
+        if c.mlp_bias:
+            biases = [self._get(f"{mlp}.{n}.bias", c.intermediate_size) for n in halves]
+            gate_up_bias = torch.cat(biases)
+            down_bias = self._get(f"{mlp}.down_proj.bias", c.hidden_size)
+        return _Layer(
+            window=c.sliding_window[index],
+            qkv=self._qkv(attention, self._norm(f"{name}.input_layernorm.weight")),
+            qk_weight=self._qk_weight(attention) if c.qk_norm else None,
+            out=Linear(out, out_bias, None),
+            gate_up=Linear(
+                torch.cat(gate_up),
+                gate_up_bias,
+                self._norm(f"{name}.post_attention_layernorm.weight"),
+            ),
+            down=Linear(down, down_bias, None),
+        )
+
+    def _qkv(self, attention: str, norm: Tensor) -> Linear:
+        """Rows [kv_heads, group + 2, head_dim]: see `HeadShape`."""
+        c = self.config
+        weight = self._fuse(attention, "weight", c.hidden_size)
+        bias = self._fuse(attention, "bias") if c.attention_bias else None
+        return Linear(weight, bias, norm)
+
+    def _fuse(self, attention: str, kind: str, *columns: int) -> Tensor:
+        c = self.config
+        parts = []
+        for letter, heads in (("q", c.num_heads), ("k", c.num_kv_heads), ("v", c.num_kv_heads)):
+            part = self._get(f"{attention}.{letter}_proj.{kind}", heads * c.head_dim, *columns)
+            if letter != "v":
+                part = interleave_halves(part, c.head_dim)
+            parts.append(part.view(c.num_kv_heads, -1, c.head_dim, *columns))
+        return torch.cat(parts, dim=1).flatten(0, 2)
+
+    def _qk_weight(self, attention: str) -> Tensor:
+        c = self.config
+        q, k = (
+            interleave_halves(self._get(f"{attention}.{n}_norm.weight", c.head_dim), c.head_dim)
+            for n in "qk"
+        )
+        return torch.stack([q] * c.group_size + [k]).float()
+
+
+def load_model(
+    path_or_name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    numerics: str = "auto",
+    random_weights_seed: int | None = None,
+) -> Model:
+    """A model from a Hugging Face directory or hub name.
+
+    `random_weights_seed` draws the weights instead (only config.json is read). Raises ModelError
+    for whatever in the checkpoint cannot be served, naming file and field or tensor.
+    """
+    if numerics not in ("auto", "invariant", "fast"):
+        raise ModelError(f"numerics: must be auto, invariant or fast, got {numerics!r}")
+    directory = resolve_directory(path_or_name, weights=random_weights_seed is None)
+    config = load_config(directory)
+    source: WeightSource
+    if random_weights_seed is None:
+        source = Safetensors(directory)
+    else:
+        source = RandomWeights(random_weights_seed)
+    numerics = "invariant" if numerics == "auto" else numerics
+    served = resolve_dtype(dtype, config.torch_dtype)
+    return Model(config, source, served, torch.device(device), numerics)
