@@ -29,12 +29,14 @@ from triton_kernels.verify import draw
 
 
 class DraftRows(NamedTuple):
-    """Rows that may be drafted for: each has `num_drafts` >= 1."""
+    """Rows that a drafter works for: each has `num_drafts` >= 1, or a slice to catch up."""
 
     slots: NDArray[np.integer]
     num_tokens: I64  # known tokens; the first draft stands at this position
     num_drafts: I64
-    catch_up: I64  # the most unseen tokens beyond the last known one that the plan paid for
+    # With drafts: the most unseen tokens beyond the last known one that the plan paid for.
+    # Without: a slice of a long catch-up; exactly that many tokens are to be ingested now.
+    catch_up: NDArray[np.integer]
 
 
 class Proposal(NamedTuple):
@@ -115,6 +117,8 @@ class DraftModel:
         unable = (missing > rows.catch_up + 1) | (depths < 0)
         if np.count_nonzero(unable):
             depths[unable] = 0
+        if np.count_nonzero(rows.num_drafts) < len(slots):
+            self._ingest_slices(rows, missing)
         drafting = _Drafting(self, rows, depths)
         active = depths.nonzero()[0]
         if len(active):
@@ -126,6 +130,16 @@ class DraftModel:
         self.kv_len[slots[drafting.non_finite]] = 0
         return Proposal(drafting.tokens, drafted, drafting.probs(), drafting.non_finite)
 
+    def _ingest_slices(self, rows: DraftRows, missing: I64) -> None:
+        """Rows without drafts: their next `catch_up` tokens, short of the last known one."""
+        slices = np.minimum(rows.catch_up, missing - 1) * (rows.num_drafts == 0)
+        at = np.flatnonzero(slices > 0)
+        if len(at):
+            slots, lens = rows.slots[at], slices[at]
+            starts = self.kv_len[slots]
+            self.model.forward(self._batch(slots, starts, lens, np.zeros_like(lens)), self.kv)
+            self.kv_len[slots] = starts + lens
+
     def _ingest_and_draft(self, drafting: _Drafting, active: I64, missing: I64) -> None:
         """First a ragged pass over the unseen tokens, then one token a pass, while any row goes
         deeper."""
@@ -134,7 +148,8 @@ class DraftModel:
         if not everyone:
             slots, positions, depths = slots[active], positions[active], depths[active]
             missing = missing[active]
-        batch = self._first_batch(slots, positions, missing)
+        ones = np.ones(len(slots), dtype=np.int64)
+        batch = self._batch(slots, positions - missing, missing, ones)
         tables = self.table.block_rows(slots, int((positions + depths).max()))
         contexts = positions.astype(np.int32)
         shallowest, deepest = int(depths.min()), int(depths.max())
@@ -162,9 +177,10 @@ class DraftModel:
             )
             positions = positions + 1
 
-    def _first_batch(self, slots: NDArray[np.integer], known: I64, missing: I64) -> RaggedBatch:
-        ones = np.ones(len(slots), dtype=np.int64)
-        batch = self.table.ragged(slots, known - missing, missing, ones, self.model.device)
+    def _batch(
+        self, slots: NDArray[np.integer], starts: I64, query_lens: I64, wanted: I64
+    ) -> RaggedBatch:
+        batch = self.table.ragged(slots, starts, query_lens, wanted, self.model.device)
         if self.model.config.vocab_size < self.table.vocab_size:
             batch.tokens.clamp_(max=self.model.config.vocab_size - 1)
         return batch

@@ -28,7 +28,10 @@ class _Rows(NamedTuple):
     known: I64  # known tokens of the sequence
     start: I64  # first position computed
     fresh: I64  # known tokens computed: a chunk, or the last one
-    num_drafts: I64 | None  # planned, clipped to what max_total_tokens leaves; None: no drafts
+    # Planned, clipped to what max_total_tokens leaves, and tokens for the drafter to catch up;
+    # None: the drafter has nothing to do.
+    num_drafts: I64 | None
+    catch_up: NDArray[np.int32]
     wants: NDArray[np.bool_]
     all_want: bool
 
@@ -71,7 +74,7 @@ class TorchExecutor:
         started = drafted = time.perf_counter()
         proposal = None
         if rows.num_drafts is not None:
-            proposal = self._propose(plan, rows)
+            proposal = self._propose(rows)
             drafted = time.perf_counter()
         verified = self._forward(rows, proposal)
         ended = time.perf_counter()
@@ -106,9 +109,13 @@ class TorchExecutor:
         room = table.max_total[slots] - known
         all_want = np.count_nonzero(wants) == len(wants)
         fresh, num_drafts = plan.query_lens - plan.num_drafts, None
-        if self.drafter is not None and np.count_nonzero(plan.num_drafts):
+        catch_up = plan.catch_up
+        if self.drafter is not None and np.count_nonzero(plan.num_drafts | catch_up):
             num_drafts = np.minimum(plan.num_drafts, room - 1)
-        rows = _Rows(None, slots, known, start, fresh, num_drafts, wants, all_want)
+            if np.count_nonzero(num_drafts < plan.num_drafts):
+                num_drafts = np.maximum(num_drafts, 0)
+                catch_up = catch_up * (num_drafts >= np.minimum(plan.num_drafts, 1))
+        rows = _Rows(None, slots, known, start, fresh, num_drafts, catch_up, wants, all_want)
         # A row that already reached its end, or failed, has nothing left to do.
         idle = (room <= 0) & wants
         if table.num_failed:
@@ -123,15 +130,15 @@ class TorchExecutor:
             )
         return rows
 
-    def _propose(self, plan: StepPlan, rows: _Rows) -> Proposal | None:
+    def _propose(self, rows: _Rows) -> Proposal | None:
         """Drafts for all rows, also written behind the known tokens; None if nobody drafted."""
         assert self.drafter is not None and rows.num_drafts is not None
-        catch_up = plan.catch_up if rows.plan_rows is None else plan.catch_up[rows.plan_rows]
-        asked = DraftRows(rows.slots, rows.known, rows.num_drafts, catch_up)
-        if np.count_nonzero(rows.num_drafts > 0) == len(rows.slots):
+        asked = DraftRows(rows.slots, rows.known, rows.num_drafts, rows.catch_up)
+        works = (rows.num_drafts > 0) | (rows.catch_up > 0)
+        if np.count_nonzero(works) == len(rows.slots):
             drafts = self.drafter.propose(asked)
         else:
-            at = np.flatnonzero(rows.num_drafts > 0)
+            at = np.flatnonzero(works)
             if not len(at):
                 return None
             drafts = self.drafter.propose(DraftRows(*(field[at] for field in asked)))
@@ -245,6 +252,7 @@ def _select(rows: _Rows, at: I64) -> _Rows:
         start=rows.start[at],
         fresh=rows.fresh[at],
         num_drafts=None if rows.num_drafts is None else rows.num_drafts[at],
+        catch_up=rows.catch_up[at],
         wants=rows.wants[at],
         all_want=rows.all_want,
     )

@@ -92,7 +92,8 @@ def greedy_drafts(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
         x = logits.numpy()
         tokens = x.argmax(axis=1)
         return tokens, np.isfinite(x[iota(len(x)), tokens])
-    top, ids = logits.max(dim=1)
+    ids = logits.argmax(dim=1)
+    top = logits.gather(1, ids[:, None]).squeeze(1)
     finite, host = torch.stack((torch.isfinite(top).to(torch.int64), ids)).cpu().numpy()
     return host, finite.astype(np.bool_)
 

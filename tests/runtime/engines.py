@@ -34,6 +34,7 @@ class RecordingExecutor(TorchExecutor):
         self.owner: dict[int, str] = {}
         self.drafted: list[np.ndarray] = []  # of the rows that decoded, each step
         self.accepted: list[np.ndarray] = []
+        self.chunk_steps: list[tuple[int, int]] = []  # rows without and with logits, each step
         self.row_of_request: dict[str, list[tuple[int, int, int]]] = {}  # slot, drafted, accepted
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -44,6 +45,8 @@ class RecordingExecutor(TorchExecutor):
             result = super().run(plan)
         self.drafted.append(result.num_drafted[plan.wants_logits])
         self.accepted.append(result.num_accepted[plan.wants_logits])
+        wanting = int(plan.wants_logits.sum())
+        self.chunk_steps.append((plan.num_rows - wanting, wanting))
         for i, slot in enumerate(plan.slots.tolist()):
             row = (slot, int(result.num_drafted[i]), int(result.num_accepted[i]))
             self.row_of_request.setdefault(self.owner[slot], []).append(row)

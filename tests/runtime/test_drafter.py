@@ -1,0 +1,188 @@
+"""The draft model: its KV after every kind of lag, vocabularies, contexts, broken numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch.core import lookahead as lookahead_module
+from cbatch.runtime.drafter import DraftModel, DraftRows, Proposal
+from cbatch.runtime.model import Model
+from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
+from tests.runtime.pairs import VOCAB, tiny_model
+
+NOISE = 0.08
+
+
+class CheckedDraftModel(DraftModel):
+    """Compares every proposal with that of a draft that has seen nothing before."""
+
+    def __init__(self, model: Model, fresh: Model) -> None:
+        super().__init__(model)
+        self.fresh = fresh
+        self.lags: list[int] = []
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        lag = rows.num_tokens - 1 - self.kv_len[rows.slots]
+        self.lags += lag[rows.num_drafts > 0].tolist()
+        proposal = super().propose(rows)
+        cold = DraftModel(self.fresh)
+        cold.bind(self.table, self.kv.num_blocks, self.fresh.device)
+        patient = rows._replace(catch_up=rows.num_tokens.astype(np.int32))
+        expected = cold.propose(patient._replace(num_drafts=proposal.num_drafted))
+        # A slice to catch up is not the cold one's business: it drafts nothing there.
+        assert np.array_equal(expected.num_drafted, proposal.num_drafted)
+        depth = np.arange(proposal.tokens.shape[1]) < proposal.num_drafted[:, None]
+        width = expected.tokens.shape[1]
+        assert np.array_equal(
+            proposal.tokens[:, :width][depth[:, :width]], expected.tokens[depth[:, :width]]
+        )
+        return proposal
+
+
+def checked_run(requests: Any, *, draft: Model | None = None, **settings: Any) -> Run:
+    """A run whose drafts are all checked against a cold draft model."""
+    target = tiny_model(dtype=torch.bfloat16)
+    draft = draft or tiny_model(noise=NOISE, dtype=torch.bfloat16)
+    sizes = {"num_blocks": 256, "block_size_tokens": 4, "max_slots": 8} | {
+        k: v for k, v in settings.items() if k in ("num_blocks", "block_size_tokens", "max_slots")
+    }
+    drafter = CheckedDraftModel(draft, tiny_model(noise=NOISE, dtype=torch.bfloat16))
+    executor = RecordingExecutor(target, drafter=drafter, **sizes)
+    return run_engine(requests, target, draft, executor=executor, **settings)
+
+
+def prompts(count: int, seed: int = 1, low: int = 2, high: int = 40) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, rng.integers(low, high)).tolist() for _ in range(count)]
+
+
+def test_drafts_equal_those_of_a_cold_draft_whatever_its_kv_went_through(monkeypatch):
+    """k varies by step and row; preemptions, prefix hits, full acceptances, slices."""
+    rng = np.random.default_rng(3)
+    monkeypatch.setattr(
+        lookahead_module,
+        "choose_lookahead",
+        lambda config, estimate: rng.integers(0, 5, estimate.shape[1]).astype(np.int32),
+    )
+    shared = prompts(1, seed=9, low=24, high=25)[0]
+    requests = [
+        make_request(f"r{i}", (shared if i % 2 else []) + p, max_tokens=40)
+        for i, p in enumerate(prompts(8))
+    ]
+    run = checked_run(
+        requests, lookahead="fixed:4", num_blocks=48, step_budget_tokens=40, max_slots=6
+    )
+    drafter = run.executor.drafter
+    assert isinstance(drafter, CheckedDraftModel)
+    assert {0, 1} <= set(drafter.lags) and max(drafter.lags) > 4
+    assert run.scheduler.stats.preemptions > 0 and run.scheduler.stats.prefix_hit_tokens > 0
+    assert (run.accepted[run.drafted >= 2] == run.drafted[run.drafted >= 2]).any()
+
+
+def test_acceptance_recovers_after_k_was_zero(monkeypatch):
+    """k 3 -> 0 -> 3: the drafter catches up, and accepts as if it had never paused."""
+    steps = {"n": 0}
+
+    def choose(config: Any, estimate: np.ndarray) -> np.ndarray:
+        steps["n"] += 1
+        k = 0 if 15 <= steps["n"] < 45 else 3
+        return np.full(estimate.shape[1], k, dtype=np.int32)
+
+    requests = [make_request(f"r{i}", p, max_tokens=120) for i, p in enumerate(prompts(6))]
+    steady = checked_run(requests, lookahead="fixed:3")
+    monkeypatch.setattr(lookahead_module, "choose_lookahead", choose)
+    run = checked_run(requests, lookahead="fixed:3")
+    assert run.outputs == steady.outputs
+    drafted = [int(rows.sum()) for rows in run.executor.drafted]
+    first_pause = drafted.index(0, 5)
+    resumed = next(i for i in range(first_pause, len(drafted)) if drafted[i])
+    assert resumed - first_pause >= 20
+    after = np.concatenate(run.executor.accepted[resumed:])
+    lost = after < np.concatenate(run.executor.drafted[resumed:])
+    acceptance = after.sum() / (after.sum() + lost.sum())
+    assert acceptance > 0.75 * steady.acceptance > 0.2
+
+
+def test_prefix_hit_on_blocks_without_draft_kv_accepts_like_a_cold_run():
+    prompt = prompts(1, seed=5, low=60, high=61)[0]
+    cold = checked_run([make_request("hit", prompt)], lookahead="fixed:3")
+    writer = make_request("writer", prompt, max_lookahead=0)
+    run = checked_run([writer, make_request("hit", prompt)], lookahead="fixed:3", arrivals=[0, 40])
+    assert run.scheduler.stats.prefix_hit_tokens >= 56
+    assert all(drafted == 0 for _, drafted, _ in run.executor.row_of_request["writer"])
+    ours, theirs = ([row[1:] for row in r.executor.row_of_request["hit"]] for r in (run, cold))
+    assert ours == theirs and run.acceptance_of("hit") == cold.acceptance_of("hit") > 0.2
+
+
+def test_acceptance_is_the_same_in_every_slot():
+    prompt = prompts(1, seed=6)[0]
+    requests = [make_request(f"r{i}", prompt, max_tokens=60) for i in range(8)]
+    run = checked_run(requests, lookahead="fixed:3", prefix_cache=False)
+    rows = [run.executor.row_of_request[f"r{i}"] for i in range(8)]
+    assert sorted({slot for row in rows for slot, _, _ in row}) == list(range(8))
+    assert all([r[1:] for r in row] == [r[1:] for r in rows[0]] for row in rows)
+    assert run.acceptance > 0.2
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB - 8, VOCAB + 8])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_vocabularies_of_one_tokenizer_may_be_padded_differently(vocab_size, temperature):
+    target = tiny_model()
+    draft = tiny_model(noise=NOISE, vocab_size=vocab_size)
+    requests = [make_request(f"r{i}", p, temperature=temperature) for i, p in enumerate(prompts(4))]
+    run = run_engine(requests, target, draft, lookahead="fixed:3")
+    assert run.acceptance > 0.15
+    outputs = np.concatenate(list(run.outputs.values()))
+    assert outputs.max() < VOCAB
+    if vocab_size < VOCAB:  # ids that the draft does not know do occur
+        prompt_ids = np.concatenate(prompts(4))
+        assert max(prompt_ids.max(), outputs.max()) >= vocab_size
+    if temperature == 0:
+        assert run.outputs == run_engine(requests, target).outputs
+
+
+def test_no_drafts_past_the_context_of_the_draft():
+    target = tiny_model()
+    requests = [make_request("r", prompts(1)[0], max_tokens=80)]
+    run = run_engine(requests, target, tiny_model(noise=NOISE, context=48), lookahead="fixed:4")
+    assert run.outputs == run_engine(requests, target).outputs
+    known = len(requests[0].prompt)
+    for _, drafted, accepted in run.executor.row_of_request["r"][1:]:
+        assert known - 1 + drafted <= 48 or drafted == 0
+        known += accepted + 1
+    drafted = [row[1] for row in run.executor.row_of_request["r"]]
+    assert any(drafted) and not any(drafted[-10:])
+
+
+class _PoisonDraft(RecordingExecutor):
+    """Writes NaN into the draft's KV of one slot before one step."""
+
+    poisoned_step = 12
+
+    def run(self, plan):
+        if plan.step_id == self.poisoned_step:
+            block = int(self.table.blocks[1, 0])
+            self.drafter.kv.data[:, :, :, block] = torch.nan
+        result = super().run(plan)
+        self.statuses.append(result.status.tolist())
+        return result
+
+
+def test_a_broken_draft_row_costs_its_drafts_of_that_step_only():
+    target, draft = tiny_model(), tiny_model(noise=NOISE)
+    executor = _PoisonDraft(
+        target, num_blocks=256, block_size_tokens=4, max_slots=8, drafter=DraftModel(draft)
+    )
+    executor.statuses = []
+    requests = [make_request(f"r{i}", p, max_tokens=60) for i, p in enumerate(prompts(3))]
+    run = run_engine(requests, target, draft, lookahead="fixed:3", executor=executor)
+    assert run.outputs == run_engine(requests, target).outputs
+    broken = [i for i, statuses in enumerate(executor.statuses) if any(statuses)]
+    assert broken == [12] and executor.statuses[12] == [0, 2, 0]
+    assert executor.drafted[12][1] == 0 and executor.drafted[12][0] > 0
+    later = executor.row_of_request["r1"][14:]
+    assert sum(accepted for _, _, accepted in later) > 0

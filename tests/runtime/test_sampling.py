@@ -1,0 +1,117 @@
+"""Filters against a slow reading of their definition, ties, bans, and what counts as finite."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch.runtime.rows import SlotTable
+from cbatch.runtime.sampling import (
+    Filters,
+    all_finite,
+    ban_stop_ids,
+    filtered_probs,
+    greedy_drafts,
+    greedy_tokens,
+)
+
+
+def slow_filter(logits, temperature, top_k, top_p, min_p):
+    """The definition, one row, in float64: ids in the order (-logit, id), cut from the end."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    weight = {i: math.exp((logits[i] - logits[order[0]]) / temperature) for i in order}
+    kept = order[:top_k]
+    total, mass, nucleus = sum(weight[i] for i in kept), 0.0, []
+    for i in kept:
+        if mass < top_p * total or not nucleus:
+            nucleus.append(i)
+        mass += weight[i]
+    kept = [i for i in nucleus if weight[i] >= min_p * weight[order[0]]]
+    total = sum(weight[i] for i in kept)
+    return [weight[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+def make_filters(rows) -> Filters:
+    t, k, p, m = zip(*rows, strict=True)
+    return Filters(
+        torch.tensor(t, dtype=torch.float32),
+        torch.tensor(k, dtype=torch.int64),
+        torch.tensor([x if x < 1 else math.inf for x in p], dtype=torch.float32),
+        torch.tensor(m, dtype=torch.float32),
+    )
+
+
+def test_filters_follow_their_definition():
+    rng = np.random.default_rng(1)
+    vocab = 40
+    rows = [
+        (t, k, p, m)
+        for t in (0.3, 1.0, 2.0)
+        for k in (1, 5, vocab)
+        for p in (0.05, 0.6, 0.95, 1.0)
+        for m in (0.0, 0.05, 1.0)
+    ]
+    logits = np.round(rng.normal(size=(len(rows), vocab)) * 2, 1)  # rounded: many ties
+    got = filtered_probs(torch.from_numpy(logits).float(), make_filters(rows)).numpy()
+    for i, row in enumerate(rows):
+        want = np.array(slow_filter(logits[i].tolist(), *row))
+        # An edge that falls on round-off may keep or drop one token; none of these does.
+        assert np.array_equal(got[i] > 0, want > 0), row
+        assert np.abs(got[i] - want).max() < 1e-5
+
+
+def test_ties_at_the_edges_go_to_the_lowest_id():
+    logits = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0]]).repeat(2, 1)
+    filters = make_filters([(1.0, 3, 1.0, 0.0), (1.0, 5, 0.4, 0.0)])
+    kept = filtered_probs(logits, filters) > 0
+    assert kept.tolist() == [[True, True, False, True, False], [False, True, False, False, False]]
+
+
+def test_tiny_temperature_and_forbidden_tokens_stay_finite():
+    logits = torch.tensor([[-math.inf, 90.0, 89.0], [5.0, -math.inf, 5.0]])
+    probs = filtered_probs(logits, Filters(torch.full((2,), 1e-30), None, None, None))
+    assert probs.tolist() == [[0.0, 1.0, 0.0], [0.5, 0.0, 0.5]]
+
+
+def test_a_row_has_the_same_bits_in_any_company():
+    rng = np.random.default_rng(2)
+    logits = torch.from_numpy(rng.normal(size=(9, 500)).astype(np.float32))
+    filters = make_filters([(0.8, 500 if i % 2 else 40, 0.9, 0.01) for i in range(9)])
+    together = filtered_probs(logits, filters)
+    for i in range(9):
+        index = torch.tensor([i])
+        alone = filtered_probs(logits[index], filters.select(index))
+        assert torch.equal(alone[0], together[i])
+
+
+def test_unfiltered_row_keeps_its_tail_beside_filtered_ones():
+    logits = torch.zeros(2, 1000)
+    logits[:, 0] = 30.0  # the cumulative sum rounds to 1 long before the last token
+    probs = filtered_probs(logits, make_filters([(1.0, 1000, 1.0, 0.0), (1.0, 2, 0.5, 0.0)]))
+    assert (probs[0] > 0).all() and (probs[1] > 0).sum() == 1
+
+
+def test_greedy_ties_and_what_is_finite():
+    logits = torch.tensor([[1.0, 2.0, 2.0], [0.0, math.nan, 9.0], [3.0, 1.0, -math.inf]])
+    assert greedy_tokens(logits).tolist() == [1, 1, 0]
+    assert all_finite(logits).tolist() == [True, False, False]
+    assert greedy_drafts(logits)[1].tolist() == [True, False, True]
+    huge = torch.full((1, 64), 3e38)  # the sum overflows, the terms are finite
+    assert all_finite(huge).tolist() == [True]
+    assert all_finite(torch.tensor([[math.inf, -math.inf]])).tolist() == [False]
+
+
+@pytest.mark.parametrize("known", [4, 6, 9])
+def test_bans_reach_up_to_min_tokens(known):
+    table = SlotTable(2, 4, 5)
+    table.first_stop[1], table.stop_ids[1] = 8, np.array([0, 3, 77])
+    logits = torch.zeros(4, 5)
+    slots, starts, lens = np.array([0, 1]), np.array([0, 1]), np.array([1, 3])
+    ban_stop_ids(logits, table, slots, np.array([0, known]), starts, lens)
+    banned = (logits == -math.inf).any(dim=1).tolist()
+    assert banned == [False, *(known + j < 8 for j in range(3))]
+    columns = torch.nonzero((logits == -math.inf).any(dim=0)).flatten().tolist()
+    assert columns == ([0, 3] if known < 8 else [])
