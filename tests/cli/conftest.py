@@ -45,7 +45,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     loaded: list[Engine] = []
 
     def load(model: Any, draft: Any, options: EngineOptions) -> tuple[Engine, EngineInfo]:
-        loaded.append(make_engine(max_slots=min(options.max_slots, 8), seed=options.seed))
+        sizes = {"num_blocks": 512, "max_model_tokens": 600, "block_size_tokens": 8}
+        loaded.append(make_engine(max_slots=options.max_slots, seed=options.seed, **sizes))
         return loaded[-1], INFO
 
     for command in ("generate", "demo", "serve"):

@@ -87,7 +87,7 @@ def test_a_line_at_fault_is_answered_and_the_others_go_on(cbatch: Command, tmp_p
         '{"prompt": [9999999]}': "prompt",
         '{"prompt": [true]}': "prompt",
         '{"max_tokens": 3}': "prompt",
-        '{"prompt": "%s"}' % ("ab" * 400): "prompt",
+        '{"prompt": "%s"}' % ("ab" * 4000): "prompt",
         "not json": "line",
         "[1]": "line",
     }

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from cbatch import Output, SamplingParams
+from cbatch.cli.lanes import Lanes
+from cbatch.cli.progress import ProgressBar
+from cbatch.demo import demo_prompts
+from cbatch.stepwise import Engine
+from tests.cli.conftest import Run
+from tests.toy_engine import make_engine
+
+
+def test_the_demo_without_a_terminal(cbatch: Callable[..., Run], engines: list[Engine]) -> None:
+    run = cbatch("demo", "--prompts", 5, "--max-tokens", 24, "--max-slots", 3)
+    assert run.status == 0
+    assert "\x1b" not in run.out, "no colours where nobody sees them"
+    for prompt in demo_prompts()[:5]:
+        assert prompt.splitlines()[0] in run.out
+    assert run.out.count("│ ") >= 5 and "row_invariant: yes" in run.out
+    (report,) = run.lines
+    (result,) = report["results"]
+    assert result["batch"] == 3 and result["output_tokens_per_s"] > 0
+    assert run.out.rstrip().splitlines()[-1].startswith('{"results"')
+    assert engines[0].scheduler.stats.steps > 10
+
+
+def lanes_after(engine: Engine, steps: int) -> str:
+    names = {}
+    for at in range(4):
+        accepted = engine.add(
+            f"def function_{at}(", SamplingParams(max_tokens=30 + 10 * at, seed=at)
+        )
+        names[accepted.request_id] = f"function_{at}"
+    lanes = Lanes(2, names)
+    for _ in range(steps):
+        if engine.has_work:
+            lanes.update(engine.step())
+    console = Console(width=100, file=io.StringIO())
+    console.print(lanes.render(engine, 1.0, console.width))
+    return console.file.getvalue()
+
+
+def test_lanes_show_each_sequence_with_its_own_lookahead() -> None:
+    early = lanes_after(make_engine(max_slots=2, lookahead="fixed:3"), 4)
+    assert "function_0" in early and "function_1" in early and "function_2" not in early
+    assert "2 running" in early and "2 waiting" in early
+    assert "3 ●" in early or "3 ○" in early, "k and its fate"
+    late = lanes_after(make_engine(max_slots=2, lookahead="fixed:3"), 500)
+    assert "done" in late and "0 running" in late
+    assert "function_3" in late, "a finished sequence makes room"
+    assert all(len(line) <= 100 for line in late.splitlines())
+
+
+def test_progress_without_a_terminal_says_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.cli.progress.LINE_EVERY_S", 0.0)
+    with ProgressBar(2) as bar:
+        bar.update([Output("a", 0, "x", (1, 2))])
+    assert "0 of 2 sequences" in capsys.readouterr().err
+    with ProgressBar(2, shown=False) as bar:
+        bar.update([Output("a", 0, "x", (1, 2))])
+    assert capsys.readouterr().err == ""
