@@ -15,8 +15,15 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._longest = max((len(s) for s in self._stops), default=0)
+        self._beginnings = frozenset(s[:n] for s in self._stops for n in range(1, len(s)))
+        self._longest = max(map(len, self._beginnings), default=0)
+        self._last_characters = frozenset(b[-1] for b in self._beginnings)
         self._held = ""
+
+    def completes(self, text: str) -> bool:
+        """Whether `text` would complete a stop string, if it came next."""
+        buffer = self._held + text if self._held else text
+        return any(stop in buffer for stop in self._stops)
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """(text to show, whether a stop string was completed). With `may_stop` False a stop string
@@ -44,8 +51,9 @@ class StopMatcher:
 
     def _partial(self, buffer: str) -> int:
         """Length of the longest end of `buffer` that begins a stop string."""
-        for length in range(min(self._longest - 1, len(buffer)), 0, -1):
-            tail = buffer[-length:]
-            if any(len(s) > length and s.startswith(tail) for s in self._stops):
+        if not buffer or buffer[-1] not in self._last_characters:
+            return 0
+        for length in range(min(self._longest, len(buffer)), 0, -1):
+            if buffer[-length:] in self._beginnings:
                 return length
         return 0

@@ -53,12 +53,15 @@ class TextStream:
         """Takes the next output tokens. After a stop string nothing may be pushed."""
         if self._ended:
             raise RuntimeError("the sequence has ended")
+        texts = [self._step(token_id) for token_id in ids]
+        whole = "".join(texts)
+        if not self._matcher.completes(whole):
+            self._num_tokens += len(texts)
+            return TextDelta(self._matcher.push(whole)[0], None)
         shown: list[str] = []
-        for token_id in ids:
+        for text in texts:
             self._num_tokens += 1
-            part, stopped = self._matcher.push(
-                self._step(token_id), may_stop=self._num_tokens >= self._min_tokens
-            )
+            part, stopped = self._matcher.push(text, may_stop=self._num_tokens >= self._min_tokens)
             shown.append(part)
             if stopped:
                 self._ended = True
