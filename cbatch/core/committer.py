@@ -66,6 +66,8 @@ class Committer:
     def commit(self, result: StepResult) -> Commit:
         state = self.state
         flight = self._take_flight(result)
+        if flight.void_slots:
+            self._taint_void(flight, result)
         step = _Step(flight, result)
         troubled = np.count_nonzero(step.status) > 0
         if step.plain and not troubled:
@@ -151,9 +153,6 @@ class Committer:
             caught_up = np.minimum(table.draft_kv_len[rows] + sliced, kv_before)
             new = np.where(step.num_drafted > 0, new, caught_up)
         table.draft_kv_len[rows] = new
-        complete = (new >= table.draft_mark_at[rows]).nonzero()[0]
-        if len(complete):
-            self.state.mark_drafted(step.slots[complete])
 
     def _forget_drafts(self, step: _Step) -> None:
         """The draft's KV of these rows may hold what is not finite: it starts anew."""
@@ -213,27 +212,36 @@ class Committer:
             table.kv_len[slot] = min(int(table.kv_len[slot]), end - 1)
         return reason
 
+    def _taint_void(self, flight: Flight, result: StepResult) -> None:
+        """Rows that ended meanwhile are dropped, but what they wrote may not be finite either."""
+        for slot in flight.plan.slots[result.status == _NON_FINITE].tolist():
+            if slot in flight.void_slots:
+                self.state.pool.taint(self.state.table.block_row(slot))
+
     def _fail(self, step: _Step) -> None:
         """Their blocks may hold what is not finite: out of the cache, zeroed before reuse."""
+        table = self.state.table
         for row in (step.status == _NON_FINITE).nonzero()[0].tolist():
-            self.state.pool.taint(self.state.table.block_row(int(step.slots[row])))
+            slot = int(step.slots[row])
+            table.kv_len[slot] = 0  # nothing of it is published
+            self.state.pool.taint(table.block_row(slot))
             self.state.end(step.owners[row], FinishReason.ERROR, message=_ERROR_MESSAGE)
 
     def _publish(self, step: _Step) -> None:
         table, rows = self.state.table, step.rows
         complete = (table.kv_len[rows] >= table.publish_at[rows]).nonzero()[0]
         if len(complete):
-            alive = [row for row in complete.tolist() if step.owners[row].slot is not None]
-            self.state.publish(step.slots[alive])
+            self.state.publish(step.slots[complete])
 
     def _return_tails(self, step: _Step) -> None:
         state, table = self.state, self.state.table
-        spare = table.capacity[step.rows] - table.kv_high[step.rows]
-        slots = step.slots[spare >= state.pool.block_size]
+        size = state.pool.block_size
+        spare = table.num_blocks[step.rows] * size - table.kv_high[step.rows]
+        slots = step.slots[spare >= size]
         if not len(slots):
             return
         used_tokens = np.minimum(table.kv_high[slots], table.max_total[slots])
-        used_blocks = -(-used_tokens // state.pool.block_size)
+        used_blocks = -(-used_tokens // size)
         excess = table.num_blocks[slots] - np.maximum(used_blocks, table.floor_blocks[slots])
         tails = (excess > 0).nonzero()[0]
         # A slot that was left in this commit holds no blocks, so it has no tail.

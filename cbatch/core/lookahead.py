@@ -63,7 +63,7 @@ def observe(
     A row that drafted nothing drifts towards the prior, so that k = 0 never absorbs a slot.
     """
     tried = num_accepted + (num_accepted < num_drafted)
-    after = estimate * np.power(config.decay, tried)
+    after: np.ndarray = estimate * np.power(config.decay, tried)
     after[0] += num_accepted
     after[1] += tried
     idle = num_drafted == 0

@@ -100,7 +100,7 @@ class Planner:
             need += num_drafts
         if state.flights:  # two bounds together may pass the end
             np.minimum(need, table.max_total[rows], out=need)
-        short = (need > table.capacity[rows]).nonzero()[0]
+        short = (need > table.num_blocks[rows] * state.pool.block_size).nonzero()[0]
         if not len(short):
             return Decodes(slots, rows, num_drafts, catch_up, total)
         growing = slots[short]
@@ -199,6 +199,8 @@ class Planner:
     def _admit_waiting(self, budget_tokens: int) -> list[Chunk]:
         state, pool = self.state, self.state.pool
         chunks: list[Chunk] = []
+        if budget_tokens > 0:
+            state.sync_draft_marks(np.asarray(state.decoding, dtype=np.int32))
         for sequence in list(state.waiting) if budget_tokens > 0 else ():
             if budget_tokens <= 0 or not state.table.num_free:
                 break

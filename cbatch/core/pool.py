@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 ROOT_UID = 0
+_NONE = np.zeros(0, dtype=np.int32)
 Key = tuple[int, bytes]
 
 
@@ -74,7 +75,6 @@ class BlockPool:
         self._num_free -= count
         blocks = self._free[self._num_free : self._num_free + count][::-1].copy()
         self.ref_counts[blocks] = 1
-        self.draft_valid[blocks] = False
         if self._dirty:
             for block in blocks.tolist():
                 if block in self._dirty:
@@ -120,6 +120,8 @@ class BlockPool:
 
     def take_to_zero(self) -> np.ndarray:
         """Blocks handed out since the last call that must be zeroed before their first use."""
+        if not self._to_zero:
+            return _NONE
         blocks = np.asarray(self._to_zero, dtype=np.int32)
         self._to_zero = []
         return blocks
@@ -182,6 +184,7 @@ class BlockPool:
     # ---- inside -------------------------------------------------------------------------------
 
     def _push_free(self, block: int) -> None:
+        self.draft_valid[block] = False
         self._free[self._num_free] = block
         self._num_free += 1
 

@@ -40,7 +40,6 @@ class SlotTable:
         self.max_lookahead = column()
         self.lookahead_end = column()  # no draft beyond this many known tokens
         self.num_blocks = column()
-        self.capacity = column()  # positions those blocks can hold
         self.floor_blocks = column()  # reserved at admission, never given back as a tail
         self.estimate = np.zeros((2, max_slots), dtype=np.float64)  # the estimator's N and D
         self.blocks = np.zeros((max_slots, max_blocks_per_sequence), dtype=np.int32)

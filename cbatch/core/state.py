@@ -42,7 +42,7 @@ class SchedulerState:
         self._reset = True  # the executor has been told nothing yet
         self._released: list[int] = []
         self._admitted: list[Admission] = []
-        self._appends: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._appended = (_NONE, _NONE, _NONE)  # slots, indices, blocks; once a plan at most
 
     @property
     def speculates(self) -> bool:
@@ -113,7 +113,6 @@ class SchedulerState:
             (table.max_lookahead, self._lookahead_cap(request)),
             (table.lookahead_end, self._lookahead_end(sequence)),
             (table.num_blocks, total_blocks),
-            (table.capacity, total_blocks * pool.block_size),
             (table.floor_blocks, total_blocks),
         ):
             column[slot] = value
@@ -195,6 +194,7 @@ class SchedulerState:
         """Void its rows in flight and free slot and blocks, once the last such plan commits."""
         slot = sequence.slot
         assert slot is not None
+        self.sync_draft_marks(np.asarray([slot], dtype=np.int32))
         self.table.generation[slot] += 1
         self.owners[slot] = None
         sequence.slot = None
@@ -214,7 +214,7 @@ class SchedulerState:
 
     def free_slot(self, slot: int) -> None:
         self.pool.release(self.table.block_row(slot))
-        self.table.num_blocks[slot] = self.table.capacity[slot] = 0
+        self.table.num_blocks[slot] = 0
         self.table.free_slot(slot)
         self._released.append(slot)
 
@@ -225,14 +225,12 @@ class SchedulerState:
         blocks = self.pool.allocate(len(rows))
         table.blocks[rows, indices] = blocks
         table.num_blocks[slots] += counts
-        table.capacity[slots] += counts * self.pool.block_size
-        self._appends.append((rows, indices, blocks))
+        self._appended = (rows, indices, blocks)
 
     def return_tails(self, slots: np.ndarray, excess: np.ndarray) -> None:
         """Take the last `excess[i]` (> 0) reserved and unused blocks back from `slots[i]`."""
         table = self.table
         table.num_blocks[slots] -= excess
-        table.capacity[slots] -= excess * self.pool.block_size
         self.pool.release_private(table.blocks[_runs(slots, table.num_blocks[slots], excess)])
 
     def publish(self, slots: np.ndarray) -> None:
@@ -262,15 +260,16 @@ class SchedulerState:
         if len(more):
             self.publish(slots[more])
 
-    def mark_drafted(self, slots: np.ndarray) -> None:
-        """The next block of each slot is covered by the draft's KV too: for later prefix hits."""
+    def sync_draft_marks(self, slots: np.ndarray) -> None:
+        """Blocks that the draft's KV covers completely say so. Called before they can be hit:
+        when a request is about to be matched, and when a sequence leaves."""
         table, size = self.table, self.pool.block_size
-        indices = table.draft_mark_at[slots] // size - 1
-        self.pool.draft_valid[table.blocks[slots, indices]] = True
-        table.draft_mark_at[slots] += size
-        more = (table.draft_kv_len[slots] >= table.draft_mark_at[slots]).nonzero()[0]
-        if len(more):
-            self.mark_drafted(slots[more])
+        while len(slots):
+            complete = table.draft_kv_len[slots] >= table.draft_mark_at[slots]
+            slots = slots[complete]
+            indices = table.draft_mark_at[slots] // size - 1
+            self.pool.draft_valid[table.blocks[slots, indices]] = True
+            table.draft_mark_at[slots] += size
 
     def reset_executor(self) -> None:
         """All KV is lost: every running sequence goes back to the head of the queue."""
@@ -283,7 +282,7 @@ class SchedulerState:
             self.preempt(sequence)
         self.pool.clear_cache()
         self._admitted.clear()
-        self._appends.clear()
+        self._appended = (_NONE, _NONE, _NONE)
         self._released.clear()
         self._reset = True
 
@@ -292,13 +291,12 @@ class SchedulerState:
     def take_deltas(self) -> Deltas:
         """What has changed since the previous plan."""
         to_zero = self.pool.take_to_zero()
-        if not (self._appends or self._admitted or self._released or self._reset or len(to_zero)):
+        slots, indices, blocks = self._appended
+        if not (len(slots) or self._admitted or self._released or self._reset or len(to_zero)):
             return NO_DELTAS
-        appends = [np.concatenate(parts) for parts in zip(*self._appends, strict=True)]
-        slots, indices, blocks = appends if appends else (_NONE, _NONE, _NONE)
         deltas = Deltas(
             reset=self._reset,
-            released=np.asarray(self._released, dtype=np.int32),
+            released=np.asarray(self._released, dtype=np.int32) if self._released else _NONE,
             zeroed_blocks=to_zero,
             admitted=tuple(self._admitted),
             append_slots=slots,
@@ -306,7 +304,8 @@ class SchedulerState:
             append_blocks=blocks,
         )
         self._reset = False
-        self._released, self._admitted, self._appends = [], [], []
+        self._released, self._admitted = [], []
+        self._appended = (_NONE, _NONE, _NONE)
         return deltas
 
     # ---- inside -------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""The block pool: counts, sharing, eviction order, promises, tainted blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.core.pool import ROOT_UID, BlockPool
+
+SIZE = 4
+
+
+def tokens(*blocks: int) -> np.ndarray:
+    """One block of equal tokens per argument."""
+    return np.repeat(np.asarray(blocks, dtype=np.int32), SIZE)
+
+
+def compute(pool: BlockPool, sequence: np.ndarray) -> np.ndarray:
+    """Allocate, name and complete every block of a sequence."""
+    blocks = pool.allocate(len(sequence) // SIZE)
+    uid = ROOT_UID
+    for index, block in enumerate(blocks.tolist()):
+        uid = pool.name(block, uid, pool.token_bytes(sequence, index))
+        pool.mark_ready(block)
+    return blocks
+
+
+def test_a_prefix_is_shared_without_copies() -> None:
+    pool = BlockPool(8, SIZE)
+    blocks = compute(pool, tokens(1, 2, 3))
+    match = pool.match(tokens(1, 2, 9), 3)
+    assert match.blocks == blocks[:2].tolist() and not match.promised
+    pool.acquire(match.blocks)
+    assert pool.ref_counts[blocks].tolist() == [2, 2, 1]
+    pool.release(blocks)
+    pool.check()
+    assert pool.num_cached == 1  # only the block that nobody else holds
+
+
+def test_the_same_tokens_after_another_prefix_are_another_block() -> None:
+    pool = BlockPool(8, SIZE)
+    compute(pool, tokens(1, 7))
+    assert pool.match(tokens(2, 7), 2).blocks == []
+    assert len(pool.match(tokens(1, 7), 2).blocks) == 2
+
+
+def test_a_promised_block_is_waited_for_until_its_holder_leaves() -> None:
+    pool = BlockPool(8, SIZE)
+    sequence = tokens(1, 2)
+    blocks = pool.allocate(2)
+    uid = pool.name(int(blocks[0]), ROOT_UID, pool.token_bytes(sequence, 0))
+    pool.name(int(blocks[1]), uid, pool.token_bytes(sequence, 1))
+    assert pool.match(sequence, 2).promised
+    pool.mark_ready(int(blocks[0]))
+    match = pool.match(sequence, 2)
+    assert match.promised and match.blocks == [blocks[0]]
+    pool.release(blocks)
+    match = pool.match(sequence, 2)
+    assert not match.promised and match.blocks == [blocks[0]]
+    pool.check()
+
+
+def test_eviction_takes_the_least_recently_used_and_the_tail_of_a_chain_first() -> None:
+    pool = BlockPool(4, SIZE)
+    old, new = tokens(1, 2), tokens(3, 4)
+    pool.release(compute(pool, old))
+    pool.release(compute(pool, new))
+    pool.acquire(pool.match(old, 2).blocks)  # used again: now the most recent
+    pool.release(np.asarray(pool.match(old, 2).blocks, dtype=np.int32))
+    pool.allocate(1)
+    assert len(pool.match(old, 2).blocks) == 2
+    assert len(pool.match(new, 2).blocks) == 1  # its tail went
+    pool.check()
+
+
+def test_a_block_computed_twice_stays_private_and_carries_the_chain_on() -> None:
+    pool = BlockPool(8, SIZE)
+    first = compute(pool, tokens(1))
+    again = pool.allocate(2)
+    uid = pool.name(int(again[0]), ROOT_UID, pool.token_bytes(tokens(1, 2), 0))
+    pool.name(int(again[1]), uid, pool.token_bytes(tokens(1, 2), 1))
+    pool.mark_ready(int(again[0]))
+    pool.mark_ready(int(again[1]))
+    assert pool.match(tokens(1, 2), 2).blocks == [first[0], again[1]]
+    pool.release(again)
+    pool.check()
+    assert pool.num_cached == 1  # the private copy is free at once
+
+
+def test_tainted_blocks_leave_the_cache_and_are_zeroed_when_handed_out() -> None:
+    pool = BlockPool(2, SIZE)
+    blocks = compute(pool, tokens(1, 2))
+    pool.taint(blocks)
+    assert pool.match(tokens(1, 2), 2).blocks == []
+    pool.release(blocks)
+    assert pool.num_free == 2
+    again = pool.allocate(2)
+    assert sorted(pool.take_to_zero().tolist()) == sorted(again.tolist())
+    pool.release(again)
+    pool.allocate(2)
+    assert len(pool.take_to_zero()) == 0  # once is enough
+
+
+def test_fresh_blocks_are_not_draft_valid() -> None:
+    pool = BlockPool(2, SIZE)
+    blocks = pool.allocate(2)
+    pool.draft_valid[blocks] = True
+    pool.release(blocks)
+    assert not pool.draft_valid[pool.allocate(2)].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_counts_hold_under_any_order_of_calls(data: st.DataObject) -> None:
+    pool = BlockPool(data.draw(st.integers(1, 12)), SIZE)
+    held: list[np.ndarray] = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        sequence = tokens(*data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4)))
+        action = data.draw(st.sampled_from(["compute", "hit", "release", "taint", "clear"]))
+        if action == "compute" and len(sequence) // SIZE <= pool.num_available:
+            held.append(compute(pool, sequence))
+        elif action == "hit":
+            match = pool.match(sequence, len(sequence) // SIZE)
+            pool.acquire(match.blocks)
+            held.append(np.asarray(match.blocks, dtype=np.int32))
+        elif action == "release" and held:
+            pool.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
+        elif action == "taint" and held:
+            pool.taint(held[-1])
+        elif action == "clear":
+            pool.clear_cache()
+            assert pool.num_cached == 0
+        pool.check()
+    for blocks in held:
+        pool.release(blocks)
+    pool.check()
+    assert pool.num_available == pool.num_blocks
