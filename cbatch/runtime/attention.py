@@ -332,11 +332,10 @@ class AttentionPlanner:
         offsets = np.arange(queries)
         units = (rows[:, None] + offsets) * h.kv_heads
         real = offsets < query_lens[:, None]
-        shape = (len(rows), h.kv_heads, queries)
         heads = np.arange(h.kv_heads)[None, :, None]
         read = np.where(real[:, None], units[:, None] + heads, 0)
         write = np.where(real[:, None], units[:, None] + heads, num_rows * h.kv_heads)
-        return np.broadcast_to(read, shape).reshape(-1), write.reshape(-1)
+        return read.reshape(-1), write.reshape(-1)
 
     def _reuse(self, pairs: int, rows: int, keys: int, kv: KVCache, out_rows: int) -> _Operands:
         key = (pairs, rows, keys, out_rows)

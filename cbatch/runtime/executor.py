@@ -135,12 +135,12 @@ class TorchExecutor:
         assert self.drafter is not None and rows.num_drafts is not None
         asked = DraftRows(rows.slots, rows.known, rows.num_drafts, rows.catch_up)
         works = (rows.num_drafts > 0) | (rows.catch_up > 0)
+        if not np.count_nonzero(works):
+            return None
         if np.count_nonzero(works) == len(rows.slots):
             drafts = self.drafter.propose(asked)
         else:
             at = np.flatnonzero(works)
-            if not len(at):
-                return None
             drafts = self.drafter.propose(DraftRows(*(field[at] for field in asked)))
             drafts = _spread(drafts, at, len(rows.slots))
         row, depth = (iota(drafts.tokens.shape[1]) < drafts.num_drafted[:, None]).nonzero()

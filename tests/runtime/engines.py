@@ -111,6 +111,7 @@ def run_engine(
     max_slots: int = 8,
     arrivals: Sequence[int] | None = None,
     executor: RecordingExecutor | None = None,
+    num_faults: int = 0,
     **settings: Any,
 ) -> Run:
     """Run `requests` to their ends; request i enters before step `arrivals[i]` (default: 0)."""
@@ -148,6 +149,8 @@ def run_engine(
             run.reasons[end.request_id] = end.reason
             run.messages[end.request_id] = end.message
     threaded.close()
+    # The loop recovers from any exception, one that a test did not mean included.
+    assert scheduler.stats.executor_resets == num_faults
     return run
 
 

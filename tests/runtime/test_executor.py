@@ -1,0 +1,348 @@
+"""The executor: plans against true positions, broken numbers, faults, what costs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch.core.plan import Admission, Deltas, RowStatus, StepPlan, StepResult
+from cbatch.core.request import FinishReason, SamplingParams
+from cbatch.runtime.drafter import DraftModel
+from cbatch.runtime.executor import TorchExecutor
+from cbatch.runtime.model import Model
+from cbatch.runtime.threaded import ThreadedExecutor, VoidedStepError
+from tests.runtime.engines import RecordingExecutor, make_request, run_engine
+from tests.runtime.pairs import VOCAB, tiny_model
+
+NOISE = 0.08
+SIZES: dict[str, int] = {"num_blocks": 256, "block_size_tokens": 4, "max_slots": 8}
+
+
+def prompts(count: int, seed: int = 1, low: int = 2, high: int = 40) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, rng.integers(low, high)).tolist() for _ in range(count)]
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def admit(slot: int, prompt: list[int], *, max_total: int = 64, **params: Any) -> Admission:
+    settings = {"temperature": 0.0, "max_tokens": 64} | params
+    return Admission(
+        slot=slot,
+        generation=1,
+        request_id=f"r{slot}",
+        seed=5,
+        choice=0,
+        params=SamplingParams(**settings),
+        stop_ids=(),
+        tokens=np.array(prompt, dtype=np.int32),
+        num_prompt_tokens=len(prompt),
+        max_total_tokens=max_total,
+        kv_len_tokens=0,
+        draft_kv_len_tokens=0,
+        blocks=np.arange(slot * 16, slot * 16 + 16, dtype=np.int32),
+    )
+
+
+def make_plan(
+    step_id: int,
+    rows: list[tuple[int, int, int, int, bool]],
+    *,
+    admitted: tuple[Admission, ...] = (),
+    released: np.ndarray | None = None,
+) -> StepPlan:
+    """`rows`: (slot, query_len, num_drafts, catch_up, wants_logits)."""
+    columns = np.array(rows, dtype=np.int32).reshape(-1, 5).T
+    none = ints()
+    deltas = Deltas(False, none if released is None else released, none, admitted, *[none] * 3)
+    return StepPlan(
+        step_id=step_id,
+        slots=columns[0],
+        generations=np.ones_like(columns[0]),
+        query_lens=columns[1],
+        num_drafts=columns[2],
+        catch_up=columns[3],
+        wants_logits=columns[4].astype(bool),
+        deltas=deltas,
+    )
+
+
+def executor_with(draft: Model | None = None, **sizes: int) -> TorchExecutor:
+    drafter = None if draft is None else DraftModel(draft)
+    return TorchExecutor(tiny_model(), drafter=drafter, **(SIZES | sizes))
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+def test_result_of_a_ragged_step():
+    """A chunk, a last chunk and two decodes with and without drafts share one step."""
+    executor = executor_with(tiny_model(noise=NOISE))
+    first = [(slot, 5, 0, 0, True) for slot in (0, 1)]
+    admitted = tuple(admit(s, list(range(3, 3 + n))) for s, n in ((0, 5), (1, 5), (2, 9), (3, 4)))
+    executor.run(make_plan(0, first, admitted=admitted))
+    rows = [(0, 4, 3, 5, True), (1, 1, 0, 0, True), (2, 6, 0, 0, False), (3, 4, 0, 0, True)]
+    result = executor.run(make_plan(1, rows))
+    counts = np.diff(result.row_splits)
+    assert counts.tolist() == [1 + int(result.num_accepted[0]), 1, 0, 1]
+    assert result.num_drafted.tolist() == [3, 0, 0, 0] and not result.status.any()
+    assert len(result.tokens) == counts.sum() and result.tokens.dtype == np.int32
+    assert result.draft_s > 0 and result.target_s > 0
+    table = executor.table
+    assert table.kv_len[:4].tolist() == [5 + int(result.num_accepted[0]), 6, 6, 4]
+    assert table.num_tokens[:4].tolist() == [6 + int(result.num_accepted[0]), 7, 9, 5]
+
+
+def test_a_plan_that_does_not_fit_is_refused():
+    executor = executor_with()
+    executor.run(make_plan(0, [(0, 5, 0, 0, True)], admitted=(admit(0, [1, 2, 3, 4, 5]),)))
+    with pytest.raises(ValueError, match="query_lens"):
+        executor.run(make_plan(1, [(0, 2, 0, 0, True)]))
+    stale = make_plan(2, [(0, 1, 0, 0, True)])
+    stale.generations[0] = 7
+    with pytest.raises(ValueError, match="generations"):
+        executor.run(stale)
+    with pytest.raises(ValueError, match="query_lens"):
+        executor.run(make_plan(3, [(0, 1, 0, 0, True)], released=ints(0)))
+    with pytest.raises(ValueError, match="max_total"):
+        executor.run(make_plan(4, [], admitted=(admit(1, [1, 2, 3], max_total=2),)))
+
+
+def test_drafts_are_clipped_and_a_full_row_emits_nothing():
+    """Bounds of a plan made while another was in flight may pass the end; the row does not."""
+    draft = tiny_model()  # the target itself: all drafts are accepted
+    executor = executor_with(draft)
+    executor.run(
+        make_plan(0, [(0, 5, 0, 0, True)], admitted=(admit(0, [1, 2, 3, 4, 5], max_total=9),))
+    )
+    result = executor.run(make_plan(1, [(0, 5, 4, 5, True)]))
+    assert result.num_drafted.tolist() == [2] and result.num_accepted.tolist() == [2]
+    assert executor.table.num_tokens[0] == 9
+    result = executor.run(make_plan(2, [(0, 5, 4, 1, True)]))
+    assert len(result.tokens) == 0 and result.num_drafted.tolist() == [0]
+    assert result.status.tolist() == [RowStatus.OK] and executor.table.num_tokens[0] == 9
+
+
+def test_catch_up_beyond_what_was_paid_for_drafts_nothing():
+    executor = executor_with(tiny_model(noise=NOISE))
+    executor.run(make_plan(0, [(0, 5, 0, 0, True)], admitted=(admit(0, [1, 2, 3, 4, 5]),)))
+    assert executor.run(make_plan(1, [(0, 3, 2, 4, True)])).num_drafted.tolist() == [0]
+    assert executor.run(make_plan(2, [(0, 3, 2, 6, True)])).num_drafted.tolist() == [2]
+
+
+def test_plain_steps_touch_neither_draft_nor_sampler(monkeypatch):
+    """k = 0 for everybody is the plain path; all greedy rows draw nothing."""
+    draft = tiny_model(noise=NOISE)
+    monkeypatch.setattr(draft, "forward", lambda *_: pytest.fail("the draft ran"))
+    monkeypatch.setattr(
+        "cbatch.runtime.verification.rejection_verify", lambda *_: pytest.fail("sampled")
+    )
+    executor = executor_with(draft)
+    executor.run(make_plan(0, [(0, 5, 0, 0, True)], admitted=(admit(0, [1, 2, 3, 4, 5]),)))
+    result = executor.run(make_plan(1, [(0, 1, 0, 0, True)]))
+    assert len(result.tokens) == 1 and result.draft_s == 0
+
+
+# --- what KV holds -------------------------------------------------------------------------------
+
+
+class _KvChecker(RecordingExecutor):
+    """After each step, valid KV equals that of the emitted tokens processed afresh (flaw A1)."""
+
+    checks = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        table, size = self.table, self.table.block_size_tokens
+        for slot in plan.slots.tolist():
+            length = int(table.kv_len[slot])
+            fresh = TorchExecutor(self.model, num_blocks=64, block_size_tokens=size, max_slots=1)
+            tokens = table.tokens[slot, : length + 1].tolist()
+            # One position more is known than is in KV: exactly the last one.
+            one = admit(0, tokens, max_total=len(tokens) + 1)
+            one = Admission(
+                **{f: getattr(one, f) for f in one.__struct_fields__}
+                | {"blocks": np.arange(64, dtype=np.int32)}
+            )
+            fresh.run(make_plan(0, [(0, length, 0, 0, False)], admitted=(one,)))
+            for position in range(length):
+                ours = self.kv.block_view(0, int(table.blocks[slot, position // size]))
+                theirs = fresh.kv.block_view(0, position // size)
+                assert torch.equal(ours[:, :, position % size], theirs[:, :, position % size])
+            self.checks += 1
+        return result
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_flaw_a1_kv_is_that_of_the_emitted_tokens(temperature):
+    target = tiny_model(dtype=torch.bfloat16)
+    draft = tiny_model(noise=NOISE, dtype=torch.bfloat16)
+    executor = _KvChecker(target, drafter=DraftModel(draft), **SIZES)
+    requests = [
+        make_request(f"r{i}", p, max_tokens=16, temperature=temperature, seed=i)
+        for i, p in enumerate(prompts(3, high=12))
+    ]
+    run = run_engine(requests, target, draft, lookahead="fixed:3", executor=executor)
+    assert executor.checks > 20
+    assert (run.accepted < run.drafted).any() and run.accepted.any()
+
+
+# --- sampling through the engine -----------------------------------------------------------------
+
+
+def test_sampled_tokens_depend_on_the_request_alone_without_drafts():
+    requests = [
+        make_request(f"r{i}", p, temperature=0.9, top_k=20, top_p=0.9, seed=i, choice=i % 2)
+        for i, p in enumerate(prompts(6))
+    ]
+    alone = run_engine(requests, tiny_model(dtype=torch.bfloat16), max_slots=1)
+    varied = run_engine(
+        requests,
+        tiny_model(dtype=torch.bfloat16),
+        num_blocks=40,
+        step_budget_tokens=20,
+        arrivals=[0, 0, 3, 3, 9, 15],
+    )
+    assert varied.scheduler.stats.preemptions > 0
+    assert varied.outputs == alone.outputs
+    reseeded = [make_request("r0", requests[0].prompt, temperature=0.9, seed=99)]
+    assert run_engine(reseeded, tiny_model()).outputs["r0"] != alone.outputs["r0"]
+
+
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_ids_are_banned_before_min_tokens(lookahead, temperature):
+    """Every second id stops; none may come early, in target or draft, at any depth."""
+    stops = tuple(range(0, VOCAB, 2))
+    requests = [
+        make_request(
+            f"r{i}", p, temperature=temperature, stop_token_ids=stops, min_tokens=10, seed=i
+        )
+        for i, p in enumerate(prompts(6))
+    ]
+    run = run_engine(requests, tiny_model(), tiny_model(noise=NOISE), lookahead=lookahead)
+    for output in run.outputs.values():
+        assert len(output) > 10 and all(token % 2 for token in output[:10])
+    assert any(len(output) < 32 for output in run.outputs.values())
+    if temperature == 0:
+        assert run.outputs == run_engine(requests, tiny_model()).outputs
+    if lookahead != "off":
+        assert run.acceptance > 0.2
+
+
+# --- broken numbers and faults -------------------------------------------------------------------
+
+
+class _PoisonTarget(RecordingExecutor):
+    """Writes NaN into the first block of a request's target KV before one step."""
+
+    victim, step = "r1", 6
+    poisoned: int | None = None
+    reused_by: str | None = None
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.step_id == self.step:
+            slot = next(s for s, name in self.owner.items() if name == self.victim)
+            self.poisoned = int(self.table.blocks[slot, 0])
+            self.kv.data[:, :, :, self.poisoned] = torch.nan
+        for a in plan.deltas.admitted:
+            if self.poisoned is not None and self.poisoned in a.blocks:
+                self.reused_by = a.request_id
+        if self.poisoned is not None and self.poisoned in plan.deltas.zeroed_blocks:
+            self.was_zeroed = True
+        return super().run(plan)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
+def test_non_finite_logits_end_one_request_and_its_blocks_are_clean_for_a_neighbour(
+    depth, lookahead
+):
+    target, draft = tiny_model(), tiny_model(noise=NOISE)
+    executor = _PoisonTarget(target, drafter=DraftModel(draft), **(SIZES | {"num_blocks": 40}))
+    requests = [
+        make_request(f"r{i}", p, max_tokens=30)
+        for i, p in enumerate(prompts(6, seed=2, low=20, high=30))
+    ]
+    requests[5] = make_request("r5", requests[1].prompt, max_tokens=30)  # would hit its prefix
+    run = run_engine(
+        requests,
+        target,
+        draft,
+        lookahead=lookahead,
+        depth=depth,
+        num_blocks=40,
+        executor=executor,
+    )
+    clean = run_engine(requests, target)
+    assert run.reasons.pop("r1") is FinishReason.ERROR and "finite" in (run.messages["r1"] or "")
+    lost = run.outputs.pop("r1")
+    assert lost == clean.outputs.pop("r1")[: len(lost)]
+    assert run.outputs == clean.outputs and set(run.reasons.values()) == {FinishReason.LENGTH}
+    assert executor.was_zeroed and executor.reused_by is not None
+
+
+class _Faulty(RecordingExecutor):
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        if plan.step_id in (5, 11):
+            raise RuntimeError("injected after the state changed")
+        return result
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_requests_survive_faults_of_the_executor(depth):
+    target = tiny_model(dtype=torch.bfloat16)
+    draft = tiny_model(noise=NOISE, dtype=torch.bfloat16)
+    executor = _Faulty(target, drafter=DraftModel(draft), **SIZES)
+    requests = [make_request(f"r{i}", p) for i, p in enumerate(prompts(4))]
+    run = run_engine(
+        requests, target, draft, lookahead="fixed:3", depth=depth, executor=executor, num_faults=2
+    )
+    assert run.scheduler.stats.executor_resets == 2
+    assert run.outputs == run_engine(requests, target).outputs
+
+
+# --- the worker thread ---------------------------------------------------------------------------
+
+
+class _Scripted:
+    """Returns the plan's id as result; fails at the steps given."""
+
+    def __init__(self, *failing: int) -> None:
+        self.failing, self.ran, self.resets = failing, [], 0
+
+    def run(self, plan: StepPlan) -> Any:
+        self.ran.append(plan.step_id)
+        if plan.step_id in self.failing:
+            raise RuntimeError(f"step {plan.step_id}")
+        return plan.step_id
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def test_results_come_in_order_and_a_failure_voids_what_follows():
+    scripted = _Scripted(2)
+    threaded = ThreadedExecutor(scripted)
+    for step in range(4):
+        threaded.submit(make_plan(step, []))
+    assert [threaded.wait(), threaded.wait()] == [0, 1] and threaded.num_pending == 2
+    with pytest.raises(RuntimeError, match="step 2"):
+        threaded.wait()
+    with pytest.raises(VoidedStepError, match="step 3"):
+        threaded.wait()
+    with pytest.raises(RuntimeError, match="submit"):
+        threaded.wait()
+    threaded.submit(make_plan(4, []))
+    threaded.reset()
+    assert threaded.num_pending == 0 and scripted.resets == 1
+    threaded.submit(make_plan(5, []))
+    assert threaded.wait() == 5 and scripted.ran == [0, 1, 2, 5]
+    threaded.close()
+    threaded.close()
