@@ -219,16 +219,23 @@ class SimExecutor:
             fits or slot.failed,
             f"{slot.who}: query of {query_len} with {k} drafts, {unread} tokens not in KV",
         )
-        lag = slot.num_tokens - 1 - slot.draft_kv_len_tokens
-        if k == 0:
-            require(catch_up <= lag + 1 or slot.failed, f"{slot.who}: catch-up past the last token")
-        elif not overlapped:
-            require(catch_up == lag, f"{slot.who}: catch-up {catch_up}, the draft lags {lag}")
-        elif not (slot.draft_was_reset or slot.failed):
-            require(catch_up >= lag, f"{slot.who}: catch-up {catch_up}, the draft lags {lag}")
-        clipped = min(k, self._most_drafts(slot))
-        require(clipped == k or overlapped, f"{slot.who}: {k} drafts pass the end")
+        clipped = self._clip_drafts(slot, k, catch_up, overlapped=overlapped)
         return RowState(slot, query_len - k + clipped, k, clipped, catch_up, wants_logits)
+
+    def _clip_drafts(self, slot: SlotState, k: int, catch_up: int, *, overlapped: bool) -> int:
+        """What can be drafted of `k`. Only a plan made before the true positions were known, or
+        after a draft that was not finite, may promise more, and must pay for enough catch-up."""
+        lag = slot.num_tokens - 1 - slot.draft_kv_len_tokens
+        fits = min(k, self._most_drafts(slot))
+        if slot.failed or (k == 0 and overlapped):
+            return fits
+        if not overlapped:
+            enough = catch_up == lag if k else catch_up <= lag
+            require(enough, f"{slot.who}: catch-up {catch_up}, the draft lags {lag}")
+            require(fits == k, f"{slot.who}: {k} drafts pass the end")
+        elif not slot.draft_was_reset:
+            require(catch_up >= lag, f"{slot.who}: catch-up {catch_up}, the draft lags {lag}")
+        return fits if catch_up >= lag else 0
 
     def _most_drafts(self, slot: SlotState) -> int:
         """Drafts that fit: never past the end of the request, nor past the draft's context."""
@@ -298,11 +305,12 @@ class SimExecutor:
     def _catch_up(self, row: RowState) -> None:
         """A slice of a longer catch-up: the next `catch_up` known tokens, and no drafts."""
         slot = row.slot
-        start, stop = slot.draft_kv_len_tokens, slot.draft_kv_len_tokens + row.catch_up
-        if row.catch_up and not row.num_drafts and not row.planned_drafts:
+        if row.catch_up and not row.planned_drafts:
+            start = slot.draft_kv_len_tokens
+            stop = min(start + row.catch_up, slot.num_tokens - 1)
             self._draft_kv.write(slot.blocks, start, slot.hashes[start:stop])
             slot.draft_kv_len_tokens = stop
-            self.stats.catch_up_tokens += row.catch_up
+            self.stats.catch_up_tokens += stop - start
 
     def _decode(self, row: RowState) -> None:
         slot = row.slot

@@ -1,0 +1,167 @@
+"""Microseconds per step that the scheduler itself costs: `python -m bench.scheduler`.
+
+Steady-state decode: every request has its prompt in KV and drafts `k` tokens a step (`fixed`), each
+accepted with probability 0.7. Timed are `plan` and `commit`; results are built outside the timer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from bench.report import print_report
+from cbatch.core.config import LookaheadConfig, SchedulerConfig
+from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.request import Request, SamplingParams
+from cbatch.core.scheduler import Scheduler
+
+BLOCK_SIZE_TOKENS = 16
+PROMPT_TOKENS = 128
+CONTEXT_TOKENS = 4096
+VOCAB_SIZE = 32_000
+ACCEPTANCE = 0.7
+WARM_UP_STEPS = 50
+# (running, k, prefix cache): most microseconds a step, from the issue that this answers.
+LIMITS_US = {(8, 0): 20.0, (32, 4, True): 60.0, 256: 256.0, 1024: 1024.0}
+PEER = "vLLM 0.33, published by others on machines of this class: 8 to 16 us per running request"
+
+
+def limit_us(running: int, k: int, prefix_cache: bool) -> float | None:
+    """The stated limit for a cell; None where none is stated."""
+    keys: tuple[Any, ...] = (running, (running, k), (running, k, prefix_cache))
+    return next((LIMITS_US[key] for key in keys if key in LIMITS_US), None)
+
+
+def build_scheduler(running: int, k: int, prefix_cache: bool) -> Scheduler:
+    """A scheduler with `running` waiting requests whose prompts share no block."""
+    lookahead = LookaheadConfig(policy="fixed", k=k) if k else LookaheadConfig()
+    config = SchedulerConfig(
+        num_blocks=running * CONTEXT_TOKENS // BLOCK_SIZE_TOKENS,
+        block_size_tokens=BLOCK_SIZE_TOKENS,
+        max_slots=running,
+        max_model_tokens=CONTEXT_TOKENS,
+        step_budget_tokens=max(2048, 8 * running),
+        vocab_size=VOCAB_SIZE,
+        prefix_cache=prefix_cache,
+        draft_context_tokens=CONTEXT_TOKENS if k else None,
+        lookahead=lookahead,
+    )
+    scheduler = Scheduler(config)
+    rng = np.random.default_rng(0)
+    params = SamplingParams(max_tokens=CONTEXT_TOKENS - PROMPT_TOKENS, temperature=0.0)
+    for i in range(running):
+        prompt = tuple(rng.integers(0, VOCAB_SIZE, PROMPT_TOKENS).tolist())
+        scheduler.add(Request(request_id=f"r{i}", prompt=prompt, params=params, seed=i), 0.0)
+    return scheduler
+
+
+def build_result(plan: StepPlan, rng: np.random.Generator) -> StepResult:
+    """What an executor could answer: runs of accepted drafts, random tokens."""
+    drafted = plan.num_drafts
+    deepest = int(drafted.max(initial=0))
+    accept = rng.random((plan.num_rows, deepest)) < ACCEPTANCE
+    accept &= np.arange(deepest) < drafted[:, None]
+    accepted = np.cumprod(accept, axis=1).sum(axis=1, dtype=np.int32)
+    emitted = np.where(plan.wants_logits, accepted + 1, 0)
+    splits = np.zeros(plan.num_rows + 1, np.int32)
+    np.cumsum(emitted, out=splits[1:])
+    return StepResult(
+        step_id=plan.step_id,
+        generations=plan.generations,
+        tokens=rng.integers(0, VOCAB_SIZE, int(splits[-1]), dtype=np.int32),
+        row_splits=splits,
+        num_drafted=drafted,
+        num_accepted=accepted,
+        status=np.zeros(plan.num_rows, np.uint8),
+        draft_s=1e-3,
+        target_s=1e-2,
+    )
+
+
+def step(scheduler: Scheduler, rng: np.random.Generator) -> tuple[int, StepPlan]:
+    """One turn: nanoseconds in `plan` and `commit`, and the plan."""
+    started_ns = time.perf_counter_ns()
+    plan = scheduler.plan(0.0)
+    planned_ns = time.perf_counter_ns()
+    if plan is None:
+        raise RuntimeError("the scheduler has nothing to run; the pool is too small")
+    result = build_result(plan, rng)
+    built_ns = time.perf_counter_ns()
+    scheduler.commit(result, 0.0)
+    return planned_ns - started_ns + time.perf_counter_ns() - built_ns, plan
+
+
+def steady_state(running: int, k: int, prefix_cache: bool) -> tuple[Scheduler, np.random.Generator]:
+    """A scheduler in which every request decodes, k drafts in every row, and its result noise."""
+    scheduler = build_scheduler(running, k, prefix_cache)
+    rng = np.random.default_rng(1)
+    warm_steps = 0
+    while warm_steps < WARM_UP_STEPS:
+        _, plan = step(scheduler, rng)
+        steady = plan.num_rows == running and bool((plan.query_lens == 1 + k).all())
+        warm_steps += steady
+    return scheduler, rng
+
+
+def sample_us(running: int, k: int, prefix_cache: bool, steps: int) -> np.ndarray:
+    """Microseconds of each of `steps` steps of a fresh scheduler, float64."""
+    scheduler, rng = steady_state(running, k, prefix_cache)
+    gc.collect()
+    gc.freeze()
+    spent_ns = [step(scheduler, rng)[0] for _ in range(steps)]
+    gc.unfreeze()
+    return np.asarray(spent_ns) / 1e3
+
+
+def measure(running: int, k: int, prefix_cache: bool, steps: int, repeats: int) -> dict[str, Any]:
+    """One row of the report: the repeat with the best median."""
+    samples = [sample_us(running, k, prefix_cache, steps) for _ in range(repeats)]
+    best = min(samples, key=lambda us: float(np.median(us)))
+    median_us = float(np.median(best))
+    limit = limit_us(running, k, prefix_cache)
+    return {
+        "running": running,
+        "k": k,
+        "prefix_cache": prefix_cache,
+        "us_per_step_p50": round(median_us, 2),
+        "us_per_step_p99": round(float(np.percentile(best, 99)), 2),
+        "us_per_request": round(median_us / running, 3),
+        "limit_us": limit,
+        "of_limit": None if limit is None else round(median_us / limit, 3),
+    }
+
+
+def cells(running: list[int]) -> Iterator[tuple[int, int, bool]]:
+    for count in running:
+        for k in (0, 4):
+            for prefix_cache in (False, True):
+                yield count, k, prefix_cache
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--running", type=int, nargs="+", default=[8, 32, 256, 1024])
+    parser.add_argument("--steps", type=int, default=400, help="timed steps of a repeat")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    rows = [measure(*cell, arguments.steps, arguments.repeats) for cell in cells(arguments.running)]
+    print_report(
+        "scheduler: plan + commit, steady-state decode",
+        rows,
+        notes=(
+            f"acceptance {ACCEPTANCE}, prompts of {PROMPT_TOKENS} tokens, blocks of "
+            f"{BLOCK_SIZE_TOKENS}; {arguments.steps} steps, best median of {arguments.repeats} "
+            "repeats; garbage collector on, start-up objects frozen",
+            PEER,
+        ),
+        extra={"steps": arguments.steps, "repeats": arguments.repeats, "peer": PEER},
+    )
+
+
+if __name__ == "__main__":
+    main()

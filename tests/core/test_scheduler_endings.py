@@ -1,0 +1,225 @@
+"""Every accepted request ends in exactly one way, at any moment, and the others do not notice."""
+
+from __future__ import annotations
+
+import pytest
+
+from cbatch.core.errors import FieldError, RefusedError
+from cbatch.core.request import FinishReason
+from sim.executor import Faults
+from sim.models import ModelledAcceptance
+from tests.helpers import World, make_config, make_request
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+ALWAYS = ModelledAcceptance(1.0)
+
+
+def crowd():
+    return [make_request(f"r{i}", 5 + 9 * i, seed=i, max_tokens=12) for i in range(4)]
+
+
+@DEPTHS
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
+@pytest.mark.parametrize("steps", range(0, 12, 2))
+@pytest.mark.parametrize("num_blocks", [16, 64])
+def test_cancel_at_any_moment(depth, lookahead, steps, num_blocks):
+    config = make_config(lookahead=lookahead, step_budget_tokens=16, num_blocks=num_blocks)
+    world = World(config, depth=depth)
+    world.add(*crowd())
+    for _ in range(steps):
+        world.step()
+    ended = "r2" in world.finished
+    assert world.scheduler.cancel("r2", world.clock()) is not ended
+    assert not world.scheduler.cancel("r2", world.clock())
+    world.scheduler.check()
+    world.run()
+    world.assert_reference("r0", "r1", "r3")
+    end = world.finished["r2"]
+    assert end.output.tolist() == world.shown["r2"][: len(end.output)]
+    expected, _ = world.reference("r2")
+    assert end.output.tolist() == expected[: len(end.output)]
+    if not ended:
+        assert end.reason is FinishReason.CANCELLED
+
+
+def test_cancel_of_an_unknown_request_is_false():
+    assert not World().scheduler.cancel("nobody", 0.0)
+
+
+@DEPTHS
+@pytest.mark.parametrize("keep_tokens", [0, 1, 3])
+def test_the_text_side_cuts_the_output(depth, keep_tokens):
+    world = World(make_config(lookahead="fixed:3"), depth=depth)
+    world.add(*crowd())
+    while len(world.shown["r1"]) < 4:
+        world.step()
+    assert world.scheduler.finish("r1", keep_tokens, world.clock())
+    assert not world.scheduler.finish("r1", keep_tokens, world.clock())
+    assert not world.scheduler.cancel("r1", world.clock())
+    world.run()
+    world.assert_reference("r0", "r2", "r3")
+    assert world.finished["r1"].reason is FinishReason.STOP
+    assert world.output("r1") == world.reference("r1")[0][:keep_tokens]
+
+
+@DEPTHS
+@pytest.mark.parametrize("index", range(7))
+def test_a_stop_id_cuts_an_accepted_run_anywhere(depth, index):
+    plain = make_request("a", 6, max_tokens=12)
+    world = World(make_config(lookahead="fixed:4"), depth=depth, acceptance=ALWAYS)
+    world.add(plain)
+    world.run()
+    stop = world.output("a")[index]
+    first = world.output("a").index(stop)
+    world.add(make_request("b", plain.prompt, max_tokens=12, stop_token_ids=(stop,)))
+    world.run()
+    world.assert_reference()
+    assert world.finished["b"].reason is FinishReason.STOP
+    assert world.output("b") == world.output("a")[: first + 1]
+
+
+@DEPTHS
+@pytest.mark.parametrize("min_tokens", [0, 3, 4, 5, 9])
+def test_eos_ends_only_from_min_tokens_on(depth, min_tokens):
+    plain = make_request("a", 6, max_tokens=16)
+    world = World(make_config(lookahead="fixed:4"), depth=depth, acceptance=ALWAYS)
+    world.add(plain)
+    world.run()
+    eos = world.output("a")[3]
+    config = make_config(lookahead="fixed:4", eos_ids=(eos,))
+    other = World(config, depth=depth, acceptance=ALWAYS)
+    settings = {"max_tokens": 16, "min_tokens": min_tokens}
+    other.add(
+        make_request("b", plain.prompt, **settings),
+        make_request("c", plain.prompt, ignore_eos=True, **settings),
+    )
+    other.run()
+    other.assert_reference()
+    assert eos not in other.output("b")[:min_tokens]
+    assert other.output("c") == world.output("a")
+    if min_tokens <= 3:
+        assert (len(other.output("b")), other.output("b")[-1]) == (4, eos)
+
+
+@DEPTHS
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_max_tokens_cuts_exactly(depth, max_tokens):
+    world = World(make_config(lookahead="fixed:4"), depth=depth, acceptance=ALWAYS)
+    world.add(make_request("a", 6, max_tokens=max_tokens))
+    world.run()
+    world.assert_reference()
+    assert len(world.output("a")) == max_tokens
+    assert world.finished["a"].reason is FinishReason.LENGTH
+
+
+@DEPTHS
+def test_the_end_of_the_context_is_a_length_ending(depth):
+    world = World(make_config(lookahead="fixed:4", max_model_tokens=32), depth=depth)
+    world.add(make_request("a", 20, max_tokens=100), make_request("b", 31, max_tokens=100))
+    world.run()
+    world.assert_reference()
+    assert (len(world.output("a")), len(world.output("b"))) == (12, 1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (make_request("a", ()), "prompt"),
+        (make_request("a", (1, 2, 1000)), "prompt"),
+        (make_request("a", (1, -2)), "prompt"),
+        (make_request("r0", 4), "request_id"),
+    ],
+)
+def test_bad_requests_name_the_field_and_change_nothing(request_, field):
+    world = World()
+    world.add(*crowd())
+    with pytest.raises(FieldError) as caught:
+        world.scheduler.add(request_, 0.0)
+    assert caught.value.field == field
+    world.scheduler.check()
+    world.run()
+    world.assert_reference()
+
+
+@pytest.mark.parametrize(
+    ("config", "prompt_tokens"),
+    [
+        (make_config(max_model_tokens=32), 32),
+        (make_config(max_model_tokens=32), 500),
+        (make_config(num_blocks=5), 20),
+    ],
+)
+def test_an_over_long_request_is_refused_and_never_blocks_the_queue(config, prompt_tokens):
+    world = World(config)
+    world.add(make_request("a", 8, max_tokens=4))
+    with pytest.raises(RefusedError, match="prompt"):
+        world.scheduler.add(make_request("long", prompt_tokens), 0.0)
+    world.add(make_request("b", 8, max_tokens=4))
+    world.run()
+    world.assert_reference()
+
+
+@DEPTHS
+def test_the_longest_request_that_is_not_refused_runs(depth):
+    world = World(make_config(num_blocks=5, lookahead="fixed:3"), depth=depth)
+    world.add(make_request("a", 19, max_tokens=50), make_request("b", 8, max_tokens=50))
+    world.run()
+    world.assert_reference()
+
+
+@DEPTHS
+def test_fail_ends_one_request_with_its_message(depth):
+    world = World(depth=depth)
+    world.add(*crowd())
+    for _ in range(3):
+        world.step()
+    assert world.scheduler.fail("r1", "the reason", world.clock())
+    assert not world.scheduler.fail("r1", "again", world.clock())
+    world.run()
+    assert world.finished["r1"].reason is FinishReason.ERROR
+    assert world.finished["r1"].message == "the reason"
+    world.assert_reference("r0", "r2", "r3")
+
+
+@DEPTHS
+def test_a_request_id_is_free_again_once_its_request_has_ended(depth):
+    world = World(depth=depth)
+    world.add(make_request("a", max_tokens=3))
+    world.run()
+    world.scheduler.add(make_request("a", max_tokens=3), world.clock())
+    while world.scheduler.has_work:
+        world.loop.step()
+
+
+@DEPTHS
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_an_executor_reset_forgets_the_cache_and_keeps_the_tokens(depth, steps):
+    world = World(make_config(lookahead="fixed:2"), depth=depth)
+    world.add(*crowd())
+    for _ in range(steps):
+        world.step()
+    world.executor.reset()
+    world.loop._in_flight = None
+    world.scheduler.executor_reset(world.clock())
+    world.scheduler.check()
+    before = len(world.plans)
+    world.run()
+    world.assert_reference()
+    assert world.plans[before].deltas.reset
+    first_back = world.plans[before].deltas.admitted
+    assert first_back and all(a.kv_len_tokens == 0 for a in first_back)
+
+
+def test_blocks_of_a_row_that_was_cancelled_while_it_failed_are_zeroed():
+    """Depth 1: the step in flight when the client cancels turns out not to be finite."""
+    config = make_config(num_blocks=8, max_slots=2)
+    world = World(config, depth=1, faults=Faults(non_finite_at={"a": 3}))
+    world.add(make_request("a", 8, max_tokens=10))
+    while len(world.shown["a"]) < 3:
+        world.step()
+    assert world.scheduler.cancel("a", world.clock())
+    heirs = [make_request(f"b{i}", 10, max_tokens=8) for i in range(4)]
+    world.add(*heirs)
+    world.run()
+    world.assert_reference(*(heir.request_id for heir in heirs))
+    assert any(len(plan.deltas.zeroed_blocks) for plan in world.plans)

@@ -1,0 +1,146 @@
+"""Drafts: how many, what they reserve, and how the draft's KV keeps up with the target's."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim.models import ModelledAcceptance, ScriptedAcceptance
+from tests.helpers import World, make_config, make_request, rows_of
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+PROMPT = tuple(range(300, 316))
+
+
+def rows(world, name):
+    found = (rows_of(world, plan).get(name) for plan in world.plans)
+    return [row for row in found if row is not None and row["wants_logits"]]
+
+
+def one(lookahead, acceptance, depth=0, max_tokens=30, **settings):
+    world = World(make_config(lookahead=lookahead, **settings), acceptance=acceptance, depth=depth)
+    world.add(make_request("a", 6, max_tokens=max_tokens))
+    world.run()
+    world.assert_reference()
+    return world
+
+
+def test_off_and_no_draft_never_draft():
+    for settings in ({"lookahead": "off"}, {"lookahead": "fixed:4", "draft_context_tokens": None}):
+        world = one(acceptance=ModelledAcceptance(1.0), **settings)
+        assert all(row["num_drafts"] == row["catch_up"] == 0 for row in rows(world, "a"))
+
+
+def test_fixed_drafts_k_and_ends_within_the_limit():
+    world = one("fixed:4", ModelledAcceptance(1.0))
+    drafts = [row["num_drafts"] for row in rows(world, "a")]
+    assert drafts[0] == 0  # the prompt's last chunk
+    assert drafts[1:] == [4, 4, 4, 4, 4, 3]  # 1 + 5 * 5 + 4 = 30
+
+
+def test_a_request_may_cap_its_own_lookahead():
+    world = World(make_config(lookahead="fixed:4"))
+    world.add(
+        make_request("none", 6, max_lookahead=0, max_tokens=12),
+        make_request("two", 6, max_lookahead=2, max_tokens=12),
+        make_request("all", 6, max_lookahead=9, max_tokens=12),
+    )
+    world.run()
+    world.assert_reference()
+    most = {name: max(row["num_drafts"] for row in rows(world, name)) for name in world.requests}
+    assert most == {"none": 0, "two": 2, "all": 4}
+
+
+def test_after_a_full_acceptance_the_draft_lags_one_token_and_after_a_rejection_none():
+    world = one("fixed:3", ScriptedAcceptance({"a": [3, 3, 1, 0, 2, 3, 0]}))
+    lags = [row["catch_up"] for row in rows(world, "a") if row["num_drafts"] == 3]
+    assert lags[0] == 6  # the first drafting step ingests the whole prompt
+    assert lags[1:7] == [1, 1, 0, 0, 0, 1]
+
+
+@DEPTHS
+def test_k_goes_to_zero_and_comes_back_with_the_draft_caught_up(depth):
+    """`ema`: a run of rejections turns drafting off, the drift to the prior turns it on again."""
+    script = ScriptedAcceptance({"a": [3] * 3 + [0] * 20 + [3]})
+    config = make_config(
+        lookahead="ema:3", max_model_tokens=256, num_blocks=80, draft_context_tokens=256
+    )
+    world = World(config, acceptance=script, depth=depth)
+    world.add(make_request("a", 6, max_tokens=200))
+    world.run()
+    world.assert_reference()
+    drafts = [row["num_drafts"] for row in rows(world, "a")][1:]
+    off = drafts.index(0)
+    assert drafts[0] == 3 and 3 in drafts[:off]
+    back = next(i for i in range(off, len(drafts)) if drafts[i] > 0)
+    resumed = rows(world, "a")[1 + back]
+    assert resumed["catch_up"] >= back - off  # every token that was not drafted for
+    assert back - off >= 2 and 3 in drafts[back:]
+
+
+@DEPTHS
+def test_a_prefix_hit_on_blocks_that_were_never_drafted(depth):
+    world = World(make_config(lookahead="fixed:2"), depth=depth)
+    world.add(make_request("cold", (*PROMPT, 1), max_lookahead=0, max_tokens=6))
+    world.run()
+    for name in ("first", "second"):
+        world.add(make_request(name, (*PROMPT, 1), max_tokens=12, seed=5))
+        world.run()
+    world.assert_reference()
+    admitted = {a.request_id: a for plan in world.plans for a in plan.deltas.admitted}
+    first, second = admitted["first"], admitted["second"]
+    assert (first.kv_len_tokens, first.draft_kv_len_tokens) == (16, 0)
+    assert rows(world, "first")[1]["catch_up"] >= 17
+    # `first` caught up inside the shared blocks, so `second` finds the draft's KV there too.
+    assert (second.kv_len_tokens, second.draft_kv_len_tokens) == (16, 16)
+    assert world.output("first") == world.output("second")
+
+
+def test_a_catch_up_longer_than_the_budget_is_sliced():
+    config = make_config(lookahead="fixed:2", step_budget_tokens=10)
+    world = World(config, acceptance=ModelledAcceptance(0.6))
+    world.add(make_request("a", 40, max_tokens=30))
+    world.run()
+    world.assert_reference()
+    slices = [row for row in rows(world, "a") if row["catch_up"] and not row["num_drafts"]]
+    assert len(slices) >= 3 and all(row["catch_up"] <= 9 for row in slices)
+    assert world.executor.stats.drafted_tokens > 10
+
+
+@DEPTHS
+def test_past_the_context_of_the_draft_nothing_is_drafted(depth):
+    config = make_config(lookahead="fixed:4", draft_context_tokens=20)
+    world = World(config, depth=depth, acceptance=ModelledAcceptance(1.0))
+    world.add(make_request("a", 6, max_tokens=40))
+    world.run()
+    world.assert_reference()
+    drafts = [row["num_drafts"] for row in rows(world, "a")]
+    assert 4 in drafts and drafts[-15:] == [0] * 15
+
+
+@DEPTHS
+def test_drafts_do_not_starve_a_row_when_the_budget_is_short(depth):
+    config = make_config(lookahead="fixed:4", step_budget_tokens=24)
+    world = World(config, depth=depth, acceptance=ModelledAcceptance(0.8))
+    world.add(*(make_request(f"r{i}", 4, seed=i, max_tokens=40) for i in range(8)))
+    world.run()
+    world.assert_reference()
+    drafted = [sum(r["num_drafts"] for r in rows(world, f"r{i}")) for i in range(8)]
+    assert min(drafted) > 0.25 * max(drafted)
+
+
+def test_unused_tail_blocks_are_given_back_after_every_commit():
+    world = World(make_config(lookahead="fixed:8"), acceptance=ModelledAcceptance(0.0))
+    world.add(make_request("a", 8, max_tokens=30))
+    pool = world.scheduler.state.pool
+    reserved = 0
+    while world.scheduler.has_work:
+        world.step()
+        if "a" in world.finished:
+            break
+        tokens = 8 + len(world.shown["a"])
+        held = world.config.num_blocks - pool.num_available
+        # Room for the known tokens, and what admission reserved for the first decodes.
+        assert held <= max(-(-tokens // 4), 3)
+        reserved = max(reserved, max(len(p.deltas.append_blocks) for p in world.plans))
+    world.assert_reference()
+    assert reserved >= 2  # drafts did reserve beyond it

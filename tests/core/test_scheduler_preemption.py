@@ -1,0 +1,99 @@
+"""Preemption by recompute: who goes, who comes back first, and that nobody's tokens change."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.helpers import World, make_config, make_request
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+
+
+def admitted_names(world):
+    return [a.request_id for plan in world.plans for a in plan.deltas.admitted]
+
+
+@DEPTHS
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_tight_pool_preempts_and_loses_nothing(depth, lookahead, prefix_cache):
+    config = make_config(num_blocks=12, lookahead=lookahead, prefix_cache=prefix_cache)
+    world = World(config, depth=depth)
+    world.add(*(make_request(f"r{i}", 6, seed=i, max_tokens=24) for i in range(6)))
+    world.run()
+    world.assert_reference()
+    assert world.scheduler.stats.preemptions > 2
+
+
+@DEPTHS
+def test_a_pool_of_one_sequence_serves_everyone(depth):
+    world = World(make_config(num_blocks=8, lookahead="fixed:2"), depth=depth)
+    world.add(*(make_request(f"r{i}", 20, seed=i, max_tokens=12) for i in range(5)))
+    world.run()
+    world.assert_reference()
+
+
+@DEPTHS
+def test_preempted_requests_re_enter_before_all_others(depth):
+    world = World(make_config(num_blocks=10, max_slots=3), depth=depth)
+    world.add(*(make_request(f"r{i}", 8, seed=i, max_tokens=24) for i in range(3)))
+    world.add(*(make_request(f"new{i}", 4, max_tokens=4) for i in range(3)))
+    world.run()
+    world.assert_reference()
+    names = admitted_names(world)
+    again = [i for i, name in enumerate(names) if name in names[:i]]
+    assert again and world.scheduler.stats.preemptions == len(again)
+    # Whoever was admitted a second time entered before every request that had never run, unless
+    # that one had been admitted before the preemption.
+    preempted = {names[i] for i in again}
+    assert preempted <= {"r0", "r1", "r2"}
+    assert max(again) < names.index("new2")
+
+
+@DEPTHS
+@pytest.mark.parametrize("num_blocks", [8, 10, 13, 17])
+def test_the_same_victim_is_not_chosen_twice_without_having_gained_a_block(depth, num_blocks):
+    config = make_config(num_blocks=num_blocks, max_model_tokens=32)
+    world = World(config, depth=depth)
+    world.add(*(make_request(f"r{i}", 3 + i, seed=i, max_tokens=24) for i in range(6)))
+    world.run()
+    world.assert_reference()
+    assert world.scheduler.stats.preemptions > 0
+    by_name = {}
+    for plan in world.plans:
+        for a in plan.deltas.admitted:
+            by_name.setdefault(a.request_id, []).append(len(a.tokens))
+    for lengths in by_name.values():
+        # The first admission is no preemption; from the second on each must have gained a block.
+        for earlier, later in itertools.pairwise(lengths[1:]):
+            assert later // 4 > earlier // 4, by_name
+
+
+def test_speculation_never_causes_a_preemption():
+    # Both sequences fit to their ends, but not with eight drafts each on top.
+    config = make_config(num_blocks=14, lookahead="fixed:8")
+    world = World(config)
+    world.add(*(make_request(f"r{i}", 8, seed=i, max_tokens=20) for i in range(2)))
+    world.run()
+    world.assert_reference()
+    assert world.scheduler.stats.preemptions == 0
+    assert world.executor.stats.drafted_tokens > 0
+
+
+def test_the_estimator_survives_preemption():
+    """A request with hopeless drafts is not drafted for eagerly again once it comes back."""
+    config = make_config(num_blocks=12, lookahead="ema:4")
+    world = World(config)
+    world.executor._acceptance = type(world.executor._acceptance)(0.0)
+    world.add(*(make_request(f"r{i}", 6, seed=i, max_tokens=24) for i in range(4)))
+    world.run()
+    assert world.scheduler.stats.preemptions > 0
+    seen = set()
+    for plan in world.plans:
+        for a in plan.deltas.admitted:
+            if a.request_id in seen and len(a.tokens) >= a.num_prompt_tokens + 8:
+                row = plan.slots.tolist().index(a.slot)
+                assert plan.num_drafts[row] <= 1
+            seen.add(a.request_id)

@@ -1,0 +1,128 @@
+"""Prefix sharing: what one request computed, the others read."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers import World, make_config, make_request
+
+SYSTEM = tuple(range(500, 532))  # 8 blocks of 4
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+
+
+def chat(name, *question, **params):
+    return make_request(name, SYSTEM + question, **({"max_tokens": 6} | params))
+
+
+def admissions(world, name):
+    return [a for plan in world.plans for a in plan.deltas.admitted if a.request_id == name]
+
+
+@DEPTHS
+@pytest.mark.parametrize("budget_tokens", [16, 128])
+def test_a_burst_with_one_system_prompt_prefills_it_once(depth, budget_tokens):
+    world = World(make_config(step_budget_tokens=budget_tokens), depth=depth)
+    world.add(*(chat(f"r{i}", 5 * i, 1, 2, 3, 4) for i in range(6)))
+    world.run()
+    world.assert_reference()
+    # Positions computed without being the last known token: the system prompt once, and each
+    # question less its last token, which every request computes to get its first logits.
+    assert world.executor.stats.prefill_tokens == len(SYSTEM) + 6 * 4
+    assert world.scheduler.stats.prefix_hit_tokens == 5 * len(SYSTEM)
+
+
+@DEPTHS
+def test_the_choices_of_one_request_prefill_once(depth):
+    world = World(depth=depth)
+    world.add(*(make_request(f"c{i}", SYSTEM + (1,), choice=i, max_tokens=6) for i in range(4)))
+    world.run()
+    world.assert_reference()
+    assert world.executor.stats.prefill_tokens == len(SYSTEM)
+    assert len({tuple(world.output(f"c{i}")) for i in range(4)}) == 4
+
+
+def test_others_pass_a_request_that_waits_for_a_prefix():
+    world = World()
+    world.add(chat("first", 1), chat("waits", 2), make_request("other", 4))
+    world.run()
+    world.assert_reference()
+    admitted = [[a.request_id for a in plan.deltas.admitted] for plan in world.plans]
+    assert admitted[:2] == [["first", "other"], ["waits"]]
+
+
+@DEPTHS
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_waiters_go_on_when_the_one_they_wait_for_is_cancelled(depth, steps):
+    world = World(make_config(step_budget_tokens=8), depth=depth)
+    world.add(chat("first", 1), chat("a", 2), chat("b", 3))
+    for _ in range(steps):
+        world.step()
+    assert world.scheduler.cancel("first", world.clock())
+    world.run()
+    world.assert_reference("a", "b")
+
+
+def test_without_the_cache_everyone_prefills():
+    world = World(make_config(prefix_cache=False))
+    world.add(*(chat(f"r{i}", i) for i in range(3)))
+    world.run()
+    world.assert_reference()
+    assert world.executor.stats.prefill_tokens == 3 * len(SYSTEM)
+
+
+def test_a_hit_never_covers_the_whole_prompt():
+    world = World()
+    for name in ("a", "b"):
+        world.add(make_request(name, SYSTEM, max_tokens=3))
+        world.run()
+    world.assert_reference()
+    assert admissions(world, "b")[0].kv_len_tokens == len(SYSTEM) - 4
+
+
+def test_output_is_cached_too():
+    world = World()
+    world.add(chat("a", 1, max_tokens=20))
+    world.run()
+    follow_up = (*SYSTEM, 1, *world.output("a"), 9, 9)
+    world.add(make_request("b", follow_up, max_tokens=3))
+    world.run()
+    world.assert_reference()
+    # Positions 0..51 were verified KV of `a` (its last token never was), in blocks of 4.
+    assert admissions(world, "b")[0].kv_len_tokens == (len(SYSTEM) + 1 + 20 - 1) // 4 * 4
+
+
+def test_a_rejected_draft_never_enters_the_cache():
+    """The executor's shadow raises if a hit leads to positions that a rejected draft wrote."""
+    world = World(make_config(lookahead="fixed:6", num_blocks=128))
+    for turn in range(6):
+        world.add(make_request(f"a{turn}", (*SYSTEM, turn), max_tokens=20))
+        world.run()
+        world.add(
+            make_request(f"b{turn}", (*SYSTEM, turn, *world.output(f"a{turn}")), max_tokens=5)
+        )
+        world.run()
+    world.assert_reference()
+    assert world.executor.stats.num_rejections > 10
+    assert world.scheduler.stats.prefix_hit_tokens > 6 * len(SYSTEM)
+
+
+def test_least_recently_used_prefixes_are_evicted_first():
+    # 24 blocks: three finished prompts of 8 blocks each fill the pool's cache.
+    world = World(make_config(num_blocks=26, max_slots=1))
+    prompts = {name: tuple(range(base, base + 33)) for name, base in (("a", 0), ("b", 100))}
+    world.add(make_request("a1", prompts["a"], max_tokens=2))
+    world.run()
+    world.add(make_request("b1", prompts["b"], max_tokens=2))
+    world.run()
+    world.add(make_request("a2", prompts["a"], max_tokens=2))  # `a` is now the fresher one
+    world.run()
+    world.add(make_request("c1", tuple(range(200, 240)), max_tokens=2))  # evicts some of `b`
+    world.run()
+    world.add(make_request("a3", prompts["a"], max_tokens=2))
+    world.run()
+    assert admissions(world, "a2")[0].kv_len_tokens == 32
+    assert admissions(world, "a3")[0].kv_len_tokens == 32
+    world.add(make_request("b2", prompts["b"], max_tokens=2))
+    world.run()
+    assert admissions(world, "b2")[0].kv_len_tokens < 32
+    world.assert_reference()

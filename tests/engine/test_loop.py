@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import pytest
+
+from cbatch.core.request import FinishReason
+from cbatch.engine.loop import MAX_CONSECUTIVE_FAULTS, StepLoop
+from sim.clock import VirtualClock
+from sim.executor import Faults, ScriptedFault
+from sim.models import ModelledAcceptance
+from sim.shadow import ContractBreachError
+from tests.helpers import World, make_config, make_request
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+
+
+def crowd(count=6, **params):
+    settings = {"max_tokens": 12} | params
+    return [make_request(f"r{i}", 5 + 3 * i, seed=i, **settings) for i in range(count)]
+
+
+@DEPTHS
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3", "ema:4"])
+def test_every_request_gets_its_reference(depth, lookahead):
+    world = World(make_config(lookahead=lookahead), depth=depth)
+    world.add(*crowd())
+    world.run()
+    world.assert_reference()
+    assert world.executor.stats.num_mixed_steps > 0
+    if lookahead != "off":
+        assert world.executor.stats.num_rejections and world.executor.stats.num_full_acceptances
+
+
+@DEPTHS
+def test_idle_is_none(depth):
+    world = World(depth=depth)
+    assert world.step() is None
+    world.add(make_request("a", max_tokens=2))
+    world.run()
+    assert world.step() is None
+    world.add(make_request("b", max_tokens=2))
+    assert world.step() is not None
+
+
+class CountingExecutor:
+    """Counts plans between `submit` and `wait`."""
+
+    def __init__(self, inner):
+        self._inner = inner
+        self.in_flight = []
+
+    def submit(self, plan):
+        self._inner.submit(plan)
+        self.in_flight.append(self.in_flight[-1] + 1 if self.in_flight else 1)
+
+    def wait(self):
+        self.in_flight.append(self.in_flight[-1] - 1)
+        return self._inner.wait()
+
+    def reset(self):
+        self._inner.reset()
+
+
+def test_depth_1_submits_the_next_plan_before_it_waits():
+    world = World(depth=1)
+    counting = CountingExecutor(world.executor)
+    world.loop = StepLoop(world.scheduler, counting, clock=world.clock, depth=1)
+    world.add(*crowd(3))
+    world.run()
+    world.assert_reference()
+    assert counting.in_flight.count(2) > 10
+    assert counting.in_flight[-1] == 0
+
+
+@DEPTHS
+def test_a_fault_costs_time_and_no_tokens(depth):
+    faults = Faults(raise_at_runs=frozenset({0, 4, 9, 14}))
+    world = World(make_config(lookahead="fixed:2"), depth=depth, faults=faults)
+    world.add(*crowd())
+    world.run()
+    world.assert_reference()
+    assert world.executor.stats.num_resets == world.scheduler.stats.executor_resets == 4
+
+
+@DEPTHS
+def test_a_request_that_always_fails_ends_and_the_others_go_on(depth):
+    world = World(depth=depth, faults=Faults(raise_with_requests=frozenset({"bad"})))
+    world.add(*crowd(3))
+    for _ in range(3):
+        world.step()
+    long = make_request("long", 40, max_tokens=20)
+    world.add(make_request("bad"), long)
+    # Those that share its steps fall with it, and no more than those.
+    world.run()
+    assert world.finished["bad"].reason is FinishReason.ERROR
+    assert "executor failed 3 times in a row" in world.finished["bad"].message
+    assert world.executor.stats.num_resets == MAX_CONSECUTIVE_FAULTS
+    later = [make_request(f"late{i}", max_tokens=6) for i in range(3)]
+    world.add(*later)
+    world.run()
+    world.assert_reference("late0", "late1", "late2")
+
+
+def test_only_requests_common_to_all_failing_steps_are_suspects():
+    world = World(make_config(max_slots=1), faults=Faults(raise_with_requests=frozenset({"bad"})))
+    world.add(*crowd(2), make_request("bad"), make_request("last", max_tokens=4))
+    world.run()
+    assert world.finished["bad"].reason is FinishReason.ERROR
+    world.assert_reference("r0", "r1", "last")
+
+
+@DEPTHS
+def test_nothing_hangs_on_an_executor_that_always_fails(depth):
+    world = World(depth=depth, faults=Faults(raise_at_runs=frozenset(range(10_000))))
+    world.add(*crowd(12))
+    world.run(max_steps=100)
+    assert {end.reason for end in world.finished.values()} == {FinishReason.ERROR}
+
+
+@DEPTHS
+def test_faults_with_tokens_in_between_never_add_up(depth):
+    config = make_config(max_slots=1, step_budget_tokens=32)
+    every_other = Faults(raise_at_runs=frozenset(range(0, 200, 4)))
+    world = World(config, depth=depth, faults=every_other)
+    world.add(make_request("a", max_tokens=20))
+    world.run()
+    world.assert_reference()
+    assert world.executor.stats.num_resets > MAX_CONSECUTIVE_FAULTS
+
+
+@DEPTHS
+def test_non_finite_row_ends_alone(depth):
+    config = make_config(lookahead="fixed:3", num_blocks=24, max_slots=3)
+    world = World(config, depth=depth, faults=Faults(non_finite_at={"r1": 5}))
+    world.add(*crowd(8))
+    world.run()
+    end = world.finished["r1"]
+    assert end.reason is FinishReason.ERROR and end.message
+    expected, _ = world.reference("r1")
+    assert end.output.tolist() == expected[: len(end.output)] and len(end.output) <= 5
+    world.assert_reference(*(f"r{i}" for i in range(8) if i != 1))
+    assert any(len(plan.deltas.zeroed_blocks) for plan in world.plans)
+
+
+@DEPTHS
+def test_non_finite_draft_never_is_an_error(depth):
+    faults = Faults(draft_non_finite_at={f"r{i}": frozenset({4, 9}) for i in range(6)})
+    world = World(
+        make_config(lookahead="fixed:3"),
+        depth=depth,
+        faults=faults,
+        acceptance=ModelledAcceptance(0.8),
+    )
+    world.add(*crowd(max_tokens=20))
+    world.run()
+    world.assert_reference()
+    assert world.executor.stats.drafted_tokens > 30
+
+
+@DEPTHS
+def test_a_bug_of_the_scheduler_is_not_taken_for_a_fault(depth):
+    world = World(depth=depth)
+    world.add(make_request("a"))
+    world.step()
+    world.executor._target_kv.clear()  # as if its blocks had been given away
+    with pytest.raises(ContractBreachError):
+        world.step()
+
+
+@pytest.mark.parametrize("depth", [2, -1])
+def test_other_depths_are_refused(depth):
+    world = World()
+    with pytest.raises(ValueError, match="depth"):
+        StepLoop(world.scheduler, world.executor, clock=VirtualClock(), depth=depth)
+
+
+def test_depth_1_needs_submit():
+    class Serial:
+        def run(self, plan):
+            raise ScriptedFault
+
+        def reset(self):
+            pass
+
+    with pytest.raises(TypeError, match="submit"):
+        StepLoop(World().scheduler, Serial(), clock=VirtualClock(), depth=1)
