@@ -80,6 +80,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     device: str
     numerics: str
     row_invariant: bool
+    row_invariance: str  # the same in words, with what it costs here
     lookahead: str
     num_blocks: int
     kv_memory_bytes: int
@@ -89,7 +90,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         draft = f", draft {self.draft}" if self.draft else ""
         return [
             f"model {self.model}{draft}: {self.dtype} on {self.device}, lookahead {self.lookahead}",
-            f"row_invariant: {'yes' if self.row_invariant else 'no'} (numerics {self.numerics})",
+            self.row_invariance,
             f"KV: {self.num_blocks} blocks, {self.kv_memory_bytes / 2**20:.0f} MiB, "
             f"context {self.max_model_tokens} tokens",
         ]
@@ -272,6 +273,7 @@ def _info(
         device=str(target.device),
         numerics=target.numerics,
         row_invariant=report.row_invariant,
+        row_invariance=str(report),
         lookahead=lookahead_name(config.lookahead),
         num_blocks=config.num_blocks,
         kv_memory_bytes=config.num_blocks

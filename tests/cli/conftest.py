@@ -21,6 +21,7 @@ INFO = EngineInfo(
     device="cpu",
     numerics="invariant",
     row_invariant=True,
+    row_invariance="row_invariant: yes",
     lookahead="fixed:3",
     num_blocks=64,
     kv_memory_bytes=2**20,
