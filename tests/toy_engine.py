@@ -27,6 +27,8 @@ def make_engine(
     clock: VirtualClock | None = None,
     **overrides: Any,
 ) -> Engine:
+    if lookahead != "off":
+        overrides.setdefault("draft_context_tokens", overrides.get("max_model_tokens", 128))
     config = make_config(lookahead=lookahead, vocab_size=TOKENIZER.vocab_size, **overrides)
     clock = clock or VirtualClock()
     executor = SimExecutor(

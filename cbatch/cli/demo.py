@@ -7,6 +7,7 @@ import contextlib
 import re
 import time
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.syntax import Syntax
@@ -16,12 +17,13 @@ from cbatch.assembly import EngineInfo, EngineOptions, load_engine
 from cbatch.cli.lanes import Lanes
 from cbatch.cli.summary import Run, print_json, print_summary
 from cbatch.core.request import SamplingParams
-from cbatch.llm import Collector
+from cbatch.llm import Collector, complete_all
 from cbatch.outputs import Completion
-from cbatch.stepwise import Engine
+from cbatch.stepwise import Engine, EngineStats
 
 STEPS_PER_S = 12.0  # as fast as an eye can follow; the figures count the steps alone
 STOPS = ("\ndef ", "\nclass ", "\n@", "\nif __name__", "\n# ")  # where a function is over
+RACE_PROMPTS = 6
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -61,7 +63,16 @@ def run(args: argparse.Namespace) -> int:
     elapsed_s = _watch(engine, collector, texts, console, args.max_slots, pace_s)
     for request_id, prompt in texts.items():
         _print_function(console, prompt, collector.done[request_id])
-    _print_end(engine, info, console, len(prompts), args.max_slots, elapsed_s)
+    shown = Run(
+        info=info,
+        stats=msgspec.structs.replace(engine.stats),
+        batch=min(args.max_slots, len(prompts)),
+        num_requests=len(prompts),
+        num_errors=sum(c.error is not None for c in collector.done.values()),
+        elapsed_s=elapsed_s,
+    )
+    print_summary(shown, console)
+    print_json([shown, *_race(engine, info, console, prompts[:RACE_PROMPTS], params)], console)
     return 0
 
 
@@ -106,21 +117,29 @@ def _print_function(console: Console, prompt: str, completion: Completion) -> No
         console.print(Text("│ ", style="green") + line)
 
 
-def _print_end(
-    engine: Engine,
-    info: EngineInfo,
-    console: Console,
-    num_prompts: int,
-    max_slots: int,
-    elapsed_s: float,
-) -> None:
-    summary = Run(
-        info=info,
-        stats=engine.stats,
-        batch=min(max_slots, num_prompts),
-        num_requests=num_prompts,
-        num_errors=0,
-        elapsed_s=elapsed_s,
-    )
-    print_summary(summary, console)
-    print_json(summary, console)
+def _race(
+    engine: Engine, info: EngineInfo, console: Console, prompts: list[str], params: SamplingParams
+) -> list[Run]:
+    """One sequence at a time, without lookahead and with it, at full speed. Every prompt is known
+    to the prefix cache by now, so this times decoding."""
+    console.print("\none sequence at a time, at full speed:")
+    runs, texts = [], []
+    for max_lookahead in (0, None):
+        each = msgspec.structs.replace(params, max_lookahead=max_lookahead, seed=0)
+        before_steps = engine.stats.steps
+        started_s = time.perf_counter()
+        done = [complete_all(engine, [prompt], [each])[0] for prompt in prompts]
+        elapsed_s = time.perf_counter() - started_s
+        stats = EngineStats(steps=engine.stats.steps - before_steps)
+        for completion in done:
+            stats.output_tokens += len(completion.token_ids)
+            stats.speculation.merge(completion.speculation)
+        lookahead = "off" if max_lookahead == 0 else info.lookahead
+        run_info = msgspec.structs.replace(info, lookahead=lookahead)
+        runs.append(Run(run_info, stats, 1, len(prompts), 0, elapsed_s))
+        texts.append([completion.text for completion in done])
+        console.print(f"  lookahead {lookahead:<6} {runs[-1].tokens_per_s or 0:7,.0f} tokens/s")
+    if params.greedy:
+        same = "yes" if texts[0] == texts[1] else "no"
+        console.print(f"  the same text: {same}")
+    return runs

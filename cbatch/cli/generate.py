@@ -122,7 +122,7 @@ def _complete(
         elapsed_s=time.perf_counter() - started_s,
     )
     print_summary(summary, console)
-    print_json(summary, Console())
+    print_json([summary], Console())
     return 0
 
 

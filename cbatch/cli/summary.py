@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -65,12 +66,12 @@ def print_summary(run: Run, console: Console) -> None:
         console.print(_histogram(speculation.k_histogram, speculation.steps))
 
 
-def print_json(run: Run, console: Console) -> None:
+def print_json(runs: Sequence[Run], console: Console) -> None:
     """The last line. `console` must not wrap: it is written as it is."""
     from bench.report import describe_machine, describe_versions
 
     document = {
-        "results": [run.result()],
+        "results": [run.result() for run in runs],
         "machine": describe_machine(),
         "versions": describe_versions(),
     }

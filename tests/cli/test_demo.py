@@ -23,8 +23,11 @@ def test_the_demo_without_a_terminal(cbatch: Callable[..., Run], engines: list[E
         assert prompt.splitlines()[0] in run.out
     assert run.out.count("│ ") >= 5 and "row_invariant: yes" in run.out
     (report,) = run.lines
-    (result,) = report["results"]
-    assert result["batch"] == 3 and result["output_tokens_per_s"] > 0
+    shown, without, with_lookahead = report["results"]
+    assert shown["batch"] == 3 and shown["output_tokens_per_s"] > 0
+    assert without["lookahead"] == "off" and without["mean_accepted_tokens"] == 1
+    assert with_lookahead["batch"] == 1 and with_lookahead["mean_accepted_tokens"] > 1
+    assert "the same text: yes" in run.out
     assert run.out.rstrip().splitlines()[-1].startswith('{"results"')
     assert engines[0].scheduler.stats.steps > 10
 
