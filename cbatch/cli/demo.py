@@ -36,6 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--max-slots", type=int, default=12, help="sequences that run at once")
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    parser.add_argument("--numerics", default="invariant", choices=["auto", "invariant", "fast"])
     parser.add_argument("--prompts", type=int, default=24, help="how many of the prompts")
     parser.add_argument(
         "--steps-per-s", type=float, default=STEPS_PER_S, help="pace on a terminal; 0: full speed"
@@ -48,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console()
     target, draft = demo_paths()
-    options = EngineOptions(lookahead=args.lookahead, max_slots=args.max_slots, seed=0)
+    options = EngineOptions(
+        lookahead=args.lookahead, max_slots=args.max_slots, numerics=args.numerics, seed=0
+    )
     engine, info = load_engine(target, draft, options)
     for line in info.lines():
         console.print(line, highlight=False)

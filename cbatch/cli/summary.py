@@ -62,7 +62,7 @@ def print_summary(run: Run, console: Console) -> None:
     ):
         table.add_row(name, value)
     console.print(table)
-    if speculation.steps:
+    if speculation.drafted_tokens:
         console.print(_histogram(speculation.k_histogram, speculation.steps))
 
 
