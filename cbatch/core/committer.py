@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec import structs
 
 from cbatch.core import lookahead
 from cbatch.core.plan import RowStatus, StepResult
@@ -20,43 +21,36 @@ class _Step:
     """A committing step: the rows of its plan that are still wanted, and what they returned."""
 
     def __init__(self, flight: Flight, result: StepResult) -> None:
-        plan = flight.plan
-        self.owners = flight.owners
-        self.rows = flight.rows
-        self.plain = flight.plain
-        self.slots = plan.slots
-        self.query_lens = plan.query_lens
-        self.planned_drafts = plan.num_drafts
-        self.catch_up = plan.catch_up
-        self.wants = plan.wants_logits
-        self.num_drafted = result.num_drafted
-        self.num_accepted = result.num_accepted
-        self.status = result.status
-        self.tokens = result.tokens
-        self.starts = result.row_splits[:-1]
-        self.counts = result.row_splits[1:] - self.starts
+        self.plan, self.result = flight.plan, result
+        self.owners, self.rows = flight.owners, flight.rows
         self.cut_tokens = 0
         if flight.void_slots:
-            self._drop(np.isin(self.slots, flight.void_slots))
+            self._drop(~np.isin(flight.plan.slots, flight.void_slots))
+        self.slots = self.plan.slots
+        splits = self.result.row_splits
+        self.counts = self.plan.query_lens if flight.plain else splits[1:] - splits[:-1]
 
-    def _drop(self, void: np.ndarray) -> None:
-        live = ~void
-        self.tokens = self.tokens[np.repeat(live, self.counts)]
+    def _drop(self, live: np.ndarray) -> None:
+        plan, result = self.plan, self.result
+        counts = np.diff(result.row_splits)
         self.owners = [o for o, alive in zip(self.owners, live.tolist(), strict=True) if alive]
-        for name in (
-            "slots",
-            "query_lens",
-            "planned_drafts",
-            "catch_up",
-            "wants",
-            "num_drafted",
-            "num_accepted",
-            "status",
-            "counts",
-        ):
-            setattr(self, name, getattr(self, name)[live])
-        self.starts = np.cumsum(self.counts, dtype=np.int32) - self.counts
-        self.rows = self.slots
+        self.plan = structs.replace(
+            plan,
+            slots=plan.slots[live],
+            query_lens=plan.query_lens[live],
+            num_drafts=plan.num_drafts[live],
+            catch_up=plan.catch_up[live],
+            wants_logits=plan.wants_logits[live],
+        )
+        self.result = structs.replace(
+            result,
+            tokens=result.tokens[np.repeat(live, counts)],
+            row_splits=np.concatenate([[0], np.cumsum(counts[live])]).astype(np.int32),
+            num_drafted=result.num_drafted[live],
+            num_accepted=result.num_accepted[live],
+            status=result.status[live],
+        )
+        self.rows = self.plan.slots
 
 
 class Committer:
@@ -69,29 +63,27 @@ class Committer:
         if flight.void_slots:
             self._taint_void(flight, result)
         step = _Step(flight, result)
-        troubled = np.count_nonzero(step.status) > 0
-        if step.plain and not troubled:
-            self._advance_plain(step)
+        troubled = np.count_nonzero(result.status) > 0
+        if troubled or not flight.plain:
+            self._advance(step, flight.has_chunks)
         else:
-            self._advance(step)
-        ended = self._find_ends(step)
+            self._advance_plain(step)
+        ended = self._find_ends(step, flight.may_end)
         if troubled:
             self._forget_drafts(step)
             self._fail(step)
-        if state.config.prefix_cache:
-            self._publish(step)
         for row, reason in ended:
             state.end(step.owners[row], reason)
         for slot in flight.held_slots:
             state.free_slot(slot)
-        if not step.plain:
+        if not flight.plain:
             self._return_tails(step)
         if state.doomed:
             for sequence in state.doomed:
                 if sequence.slot is not None:
                     state.preempt(sequence)
             state.doomed.clear()
-        return self._report(flight, step)
+        return self._report(step, flight.plain)
 
     # ---- one step -----------------------------------------------------------------------------
 
@@ -108,65 +100,72 @@ class Committer:
         return flights.pop(0)
 
     def _advance_plain(self, step: _Step) -> None:
-        """Every row decoded one token, as the plan's bounds say already."""
-        table, rows = self.state.table, step.rows
-        table.tokens[step.slots, table.num_tokens[rows]] = step.tokens
-        advance(table.num_tokens, rows, 1)
-        advance(table.kv_len, rows, 1)
-        if self.state.learns:
-            estimate = table.estimate[:, rows]
-            table.estimate[:, rows] = lookahead.drift(self.state.config.lookahead, estimate)
-
-    def _advance(self, step: _Step) -> None:
+        """Every row decoded one token."""
         state, table, rows = self.state, self.state.table, step.rows
-        before = table.num_tokens[rows]
-        width = table.tokens.shape[1]
-        first = np.repeat(step.slots * width + before - step.starts, step.counts)
-        table.tokens.reshape(-1)[first + np.arange(len(first))] = step.tokens
+        table.flat_tokens[table.row_start[rows] + table.num_tokens[rows]] = step.result.tokens
+        advance(table.num_tokens, rows, 1)
         if state.speculates:
-            self._advance_draft(step, before - 1)
-        # Bounds held `planned_drafts`; `num_accepted` of them are real.
-        unaccepted = step.planned_drafts - step.num_accepted
+            advance(table.draft_lag, rows, 1)
+        if state.learns:
+            estimate = table.estimate[:, rows]
+            table.estimate[:, rows] = lookahead.drift(state.config.lookahead, estimate)
+
+    def _advance(self, step: _Step, has_chunks: bool) -> None:
+        state, table, rows = self.state, self.state.table, step.rows
+        plan, result = step.plan, step.result
+        if len(step.counts) and step.counts is plan.query_lens:  # planned as plain, but one failed
+            step.counts = np.diff(result.row_splits)
+        first = table.row_start[rows] + table.num_tokens[rows] - result.row_splits[:-1]
+        where = np.repeat(first, step.counts) + np.arange(len(result.tokens))
+        table.flat_tokens[where] = result.tokens
         advance(table.num_tokens, rows, step.counts)
-        advance(table.kv_len, rows, step.query_lens - unaccepted)
-        advance(table.kv_high, rows, -unaccepted)
-        advance(table.known, rows, step.counts - step.wants)
+        if has_chunks:
+            # A chunk moves `query_lens` tokens into KV and adds what it emitted; a decode, as many
+            # as it emitted, so that one stays to do.
+            moved = plan.query_lens - plan.num_drafts + result.num_accepted
+            advance(table.todo, rows, step.counts - moved)
+        if state.speculates:
+            self._advance_draft(step)
         if state.learns:
             table.estimate[:, rows] = lookahead.observe(
                 state.config.lookahead,
                 table.estimate[:, rows],
-                step.num_drafted,
-                step.num_accepted,
+                result.num_drafted,
+                result.num_accepted,
             )
 
-    def _advance_draft(self, step: _Step, kv_before: np.ndarray) -> None:
-        """How far the draft's KV reaches: to the last draft, or to the first rejected one.
+    def _advance_draft(self, step: _Step) -> None:
+        """How far the draft's KV is behind now.
 
-        Drafting k tokens from n known ones writes its positions up to n - 2 + k; of these the
-        accepted ones stay valid, so a full acceptance leaves it one position behind.
+        Drafting k tokens from n known ones writes the draft's positions up to n - 2 + k, and the
+        accepted ones stay valid: after a full acceptance one is missing, otherwise none.
         """
-        table, rows = self.state.table, step.rows
-        new = kv_before + np.minimum(step.num_drafted, step.num_accepted + 1)
-        if np.count_nonzero(step.num_drafted) < len(new):
-            # Drafted nothing: where it was, or further by a slice of a long catch-up.
-            sliced = step.catch_up * (step.planned_drafts == 0)
-            caught_up = np.minimum(table.draft_kv_len[rows] + sliced, kv_before)
-            new = np.where(step.num_drafted > 0, new, caught_up)
-        table.draft_kv_len[rows] = new
+        table, rows, plan = self.state.table, step.rows, step.plan
+        drafted = step.result.num_drafted
+        lag = drafted == step.result.num_accepted
+        if np.count_nonzero(drafted) < len(lag):
+            # Drafted nothing: further behind, less a slice of a long catch-up.
+            sliced = plan.catch_up * (plan.num_drafts == 0)
+            behind = np.maximum(table.draft_lag[rows] - sliced, 0)
+            behind += plan.query_lens - plan.num_drafts
+            lag = np.where(drafted > 0, lag, behind)
+        table.draft_lag[rows] = lag
 
     def _forget_drafts(self, step: _Step) -> None:
         """The draft's KV of these rows may hold what is not finite: it starts anew."""
         state, table = self.state, self.state.table
-        for slot in step.slots[step.status == _DRAFT_NON_FINITE].tolist():
-            state.pool.draft_valid[table.block_row(slot)] = False
-            table.draft_kv_len[slot] = 0
-            table.draft_mark_at[slot] = state.pool.block_size
+        for slot in step.slots[step.result.status == _DRAFT_NON_FINITE].tolist():
+            state.pool.draft_valid[state.block_row(slot)] = False
+            table.draft_lag[slot] = table.kv_len(slot)
 
-    def _find_ends(self, step: _Step) -> list[tuple[int, FinishReason]]:
+    def _find_ends(self, step: _Step, may_end: bool) -> list[tuple[int, FinishReason]]:
         """Rows that reached a stop id or their last token; cuts both counts at the end."""
         table, rows = self.state.table, step.rows
+        saw_stop = self._any_stop(step.result.tokens)
+        if not (may_end or saw_stop):
+            return []
         candidates = table.num_tokens[rows] >= table.max_total[rows]
-        if self._any_stop(step.tokens):
+        if saw_stop:
             candidates |= self._saw_stop(step)
         if not np.count_nonzero(candidates):
             return []
@@ -208,63 +207,64 @@ class Committer:
         if reason is not None:
             step.cut_tokens += total - end
             step.counts[row] = end - first
-            table.num_tokens[slot] = end
-            table.kv_len[slot] = min(int(table.kv_len[slot]), end - 1)
+            table.num_tokens[slot] = end  # and one of them stays out of KV
+            table.draft_lag[slot] = max(0, int(table.draft_lag[slot]) - (total - end))
         return reason
 
     def _taint_void(self, flight: Flight, result: StepResult) -> None:
         """Rows that ended meanwhile are dropped, but what they wrote may not be finite either."""
         for slot in flight.plan.slots[result.status == _NON_FINITE].tolist():
             if slot in flight.void_slots:
-                self.state.pool.taint(self.state.table.block_row(slot))
+                self.state.pool.taint(self.state.block_row(slot))
 
     def _fail(self, step: _Step) -> None:
         """Their blocks may hold what is not finite: out of the cache, zeroed before reuse."""
         table = self.state.table
-        for row in (step.status == _NON_FINITE).nonzero()[0].tolist():
+        for row in (step.result.status == _NON_FINITE).nonzero()[0].tolist():
             slot = int(step.slots[row])
-            table.kv_len[slot] = 0  # nothing of it is published
-            self.state.pool.taint(table.block_row(slot))
+            table.published[slot] = table.num_tokens[slot]  # nothing of it is opened
+            self.state.pool.taint(self.state.block_row(slot))
             self.state.end(step.owners[row], FinishReason.ERROR, message=_ERROR_MESSAGE)
 
-    def _publish(self, step: _Step) -> None:
-        table, rows = self.state.table, step.rows
-        complete = (table.kv_len[rows] >= table.publish_at[rows]).nonzero()[0]
-        if len(complete):
-            self.state.publish(step.slots[complete])
-
     def _return_tails(self, step: _Step) -> None:
-        state, table = self.state, self.state.table
-        size = state.pool.block_size
-        spare = table.num_blocks[step.rows] * size - table.kv_high[step.rows]
-        slots = step.slots[spare >= size]
-        if not len(slots):
+        """Give back whole blocks beyond what the known tokens and the plan in flight need."""
+        state, table, rows = self.state, self.state.table, step.rows
+        size, flights = state.pool.block_size, state.flights
+        capacity = table.capacity[rows]
+        # A slot that was left in this commit holds no blocks: its spare is negative.
+        spare = capacity - np.maximum(table.num_tokens[rows] - 1, table.floor[rows])
+        tails = (spare >= size).nonzero()[0]
+        if not len(tails):
             return
-        used_tokens = np.minimum(table.kv_high[slots], table.max_total[slots])
-        used_blocks = -(-used_tokens // size)
-        excess = table.num_blocks[slots] - np.maximum(used_blocks, table.floor_blocks[slots])
-        tails = (excess > 0).nonzero()[0]
-        # A slot that was left in this commit holds no blocks, so it has no tail.
-        if len(tails):
-            state.return_tails(slots[tails], excess[tails])
+        slots = step.slots[tails]
+        if state.most_emitted <= size and not flights:
+            state.return_tails(slots)
+            return
+        needed = table.num_tokens - table.todo
+        for flight in flights:
+            needed[flight.plan.slots] += flight.plan.query_lens
+        used = np.minimum(needed[slots], table.max_total[slots])
+        counts = (capacity[tails] - np.maximum(used, table.floor[slots])) // size
+        if np.count_nonzero(counts > 0):
+            state.return_tails(slots[counts > 0], counts[counts > 0])
 
-    def _report(self, flight: Flight, step: _Step) -> Commit:
-        state, stats = self.state, self.state.stats
+    def _report(self, step: _Step, plain: bool) -> Commit:
+        state, stats, result = self.state, self.state.stats, step.result
         stats.steps += 1
-        stats.emitted_tokens += len(step.tokens) - step.cut_tokens
-        if not step.plain:
-            stats.drafted_tokens += int(np.add.reduce(step.num_drafted))
-            stats.accepted_tokens += int(np.add.reduce(step.num_accepted))
+        stats.emitted_tokens += len(result.tokens) - step.cut_tokens
+        if not plain:
+            stats.drafted_tokens += int(np.add.reduce(result.num_drafted))
+            stats.accepted_tokens += int(np.add.reduce(result.num_accepted))
         finished = tuple(state.finished)
         if finished:
             state.finished = []
         return Commit(
-            step_id=flight.plan.step_id,
+            step_id=result.step_id,
             owners=step.owners,
-            tokens=step.tokens,
-            starts=step.starts,
+            tokens=result.tokens,
+            row_splits=result.row_splits,
             counts=step.counts,
-            num_drafted=step.num_drafted,
-            num_accepted=step.num_accepted,
+            num_drafted=result.num_drafted,
+            num_accepted=result.num_accepted,
             finished=finished,
         )

@@ -36,19 +36,23 @@ def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray
     return survivals
 
 
-def choose_lookahead(config: LookaheadConfig, estimate: np.ndarray) -> np.ndarray:
-    """k of each row, int32 [rows], before the caps of request, context, pool and step budget.
+def choose_lookahead(
+    config: LookaheadConfig, estimate: np.ndarray, rows: slice | np.ndarray, caps: np.ndarray
+) -> np.ndarray:
+    """k of each row, int32 [rows], before the step budget and the pool have their say.
 
-    `estimate` is float64 [2, rows], the sums N and D. `off` is 0, `fixed` is `config.k`, `ema`
-    drafts position j while S_j >= `config.min_survival`.
+    `estimate` is float64 [2, slots], the sums N and D, of which `rows` selects some; `caps` is
+    int32 [rows], what request and context allow. `off` is 0, `fixed` is `config.k`, `ema` drafts
+    position j while S_j >= `config.min_survival`.
     """
-    rows = estimate.shape[1]
     if config.policy == "off":
-        return np.zeros(rows, dtype=np.int32)
+        return np.zeros(len(caps), dtype=np.int32)
     if config.policy == "fixed":
-        return np.full(rows, config.k, dtype=np.int32)
-    worth = survival(estimate[0], estimate[1], config.k) >= config.min_survival
-    drafts: np.ndarray = np.add.reduce(worth, axis=1, dtype=np.int32)
+        drafts: np.ndarray = np.minimum(caps, config.k)
+        return drafts
+    accepted, trials = estimate[:, rows]
+    worth = survival(accepted, trials, config.k) >= config.min_survival
+    drafts = np.minimum(np.add.reduce(worth, axis=1, dtype=np.int32), caps)
     return drafts
 
 

@@ -9,7 +9,6 @@ from cbatch.core import lookahead
 from cbatch.core.growth import Row, decide_growth, fit_drafts
 from cbatch.core.plan import StepPlan
 from cbatch.core.sequence import Flight, Sequence
-from cbatch.core.slots import advance
 from cbatch.core.state import SchedulerState
 
 _NONE = np.zeros(0, dtype=np.int32)
@@ -31,11 +30,12 @@ class Decodes(msgspec.Struct, frozen=True):
     num_drafts: np.ndarray
     catch_up: np.ndarray
     drafts_total: int  # drafts and catch-up tokens
+    may_end: bool = True  # some row may reach its last token
     preempted: bool = False  # a sequence was preempted for them: nothing is admitted this step
 
 
-class RowCache(msgspec.Struct, frozen=True):
-    """What is constant while the set of decoding slots is."""
+class RowCache(msgspec.Struct):
+    """What is constant while the set of decoding slots is, and a bound that is seldom renewed."""
 
     version: int
     slots: np.ndarray
@@ -45,6 +45,7 @@ class RowCache(msgspec.Struct, frozen=True):
     ones: np.ndarray
     zeros: np.ndarray
     trues: np.ndarray
+    slack_tokens: int = 0  # every row can take so many more before any comes near its end
 
 
 def select(slots: np.ndarray) -> slice | np.ndarray:
@@ -83,46 +84,86 @@ class Planner:
             self._cache = self._build_cache()
         cache = self._cache
         slots, rows, zeros = cache.slots, cache.rows, cache.zeros
-        if state.flights or state.doomed:
-            # A row whose plan in flight is certain to reach max_tokens has nothing left to do.
-            open_rows = table.known[rows] < table.max_total[rows]
-            for sequence in state.doomed:
-                open_rows &= slots != sequence.slot
-            if not open_rows.all():
-                slots = slots[open_rows]
-                rows, zeros = select(slots), np.zeros(len(slots), dtype=np.int32)
-        num_drafts, catch_up, total = zeros, zeros, 0
+        if state.flights:
+            return self._decodes_in_flight()
         if not len(slots):
-            return Decodes(slots, rows, num_drafts, catch_up, total)
-        need = table.kv_high[rows] + 1
+            return Decodes(slots, rows, zeros, zeros, 0)
+        known = table.num_tokens[rows]
+        near_end = cache.slack_tokens < state.most_emitted
+        if near_end:
+            cache.slack_tokens = int(np.minimum.reduce(table.lookahead_end[rows] - known))
+            near_end = cache.slack_tokens < state.most_emitted
+        cache.slack_tokens -= state.most_emitted
+        num_drafts, catch_up, total, reach = zeros, zeros, 0, known
         if state.speculates:
-            num_drafts, catch_up, total = self._drafts(rows, len(slots))
-            need += num_drafts
-        if state.flights:  # two bounds together may pass the end
-            np.minimum(need, table.max_total[rows], out=need)
-        short = (need > table.num_blocks[rows] * state.pool.block_size).nonzero()[0]
-        if not len(short):
-            return Decodes(slots, rows, num_drafts, catch_up, total)
-        growing = slots[short]
-        extra = -(-need[short] // state.pool.block_size) - table.num_blocks[growing]
-        if np.add.reduce(extra) <= state.pool.num_available:
-            state.append_blocks(growing, extra)
-            return Decodes(slots, rows, num_drafts, catch_up, total)
-        return self._grow_short(slots, num_drafts, catch_up)
+            lag = table.draft_lag[rows]
+            num_drafts, catch_up, total = self._drafts(rows, known, lag, near_end)
+            reach = known + num_drafts
+        decodes = Decodes(slots, rows, num_drafts, catch_up, total, near_end)
+        return self._grow(decodes, reach)
 
-    def _drafts(self, rows: slice | np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def _decodes_in_flight(self) -> Decodes:
+        """The same while a plan is uncommitted, by bounds."""
+        state, table, slots = self.state, self.state.table, self._cache.slots
+        known, reach = self._bounds()
+        # A row whose plan in flight is certain to reach max_tokens has nothing left to do.
+        open_rows = known[slots] < table.max_total[slots]
+        for sequence in state.doomed:
+            open_rows &= slots != sequence.slot
+        slots = slots if open_rows.all() else slots[open_rows]
+        rows, zeros = select(slots), self._cache.zeros[: len(slots)]
+        if not len(slots):
+            return Decodes(slots, rows, zeros, zeros, 0)
+        num_drafts, catch_up, total = zeros, zeros, 0
+        if state.speculates:
+            lag = table.draft_lag + known - table.num_tokens + table.todo - 1
+            num_drafts, catch_up, total = self._drafts(rows, known[rows], lag[rows], True)
+        # Two bounds together may pass the end.
+        reach = np.minimum(reach[rows] + num_drafts, table.max_total[rows])
+        return self._grow(Decodes(slots, rows, num_drafts, catch_up, total), reach)
+
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """By slot: the tokens it knows at least, and the positions it needs at most for one more
+        token, once the plans in flight have committed."""
+        table = self.state.table
+        known = table.num_tokens.copy()
+        reach = table.num_tokens - table.todo + 1
+        for flight in self.state.flights:
+            known[flight.plan.slots] += flight.plan.wants_logits
+            reach[flight.plan.slots] += flight.plan.query_lens
+        return known, reach
+
+    def _drafts(
+        self, rows: slice | np.ndarray, known: np.ndarray, lag: np.ndarray, near_end: bool
+    ) -> tuple[np.ndarray, np.ndarray, int]:
         """Drafts and catch-up tokens per row, and their total, before blocks are considered."""
         state, table, config = self.state, self.state.table, self.state.config
-        drafts = lookahead.choose_lookahead(config.lookahead, table.estimate[:, rows])
-        known = table.known[rows]
-        np.minimum(drafts, table.max_lookahead[rows], out=drafts)
-        np.minimum(drafts, table.lookahead_end[rows] - known, out=drafts)
-        np.maximum(drafts, 0, out=drafts)
-        lag = known - 1 - table.draft_kv_len[rows]
-        budget = config.step_budget_tokens - count
+        caps = table.max_lookahead[rows]
+        if near_end:
+            caps = np.minimum(caps, np.maximum(table.lookahead_end[rows] - known, 0))
+        drafts = lookahead.choose_lookahead(config.lookahead, table.estimate, rows, caps)
+        budget = config.step_budget_tokens - len(known)
         if state.prefilling or state.waiting:
             budget //= 2  # speculation does not starve prompts
-        return fit_drafts(drafts, lag, budget, self._next_step_id % count)
+        return fit_drafts(drafts, lag, budget, self._next_step_id % len(known))
+
+    def _grow(self, decodes: Decodes, reach: np.ndarray) -> Decodes:
+        """Blocks for positions up to `reach`, int32 [rows]; if there are not enough, fewer rows."""
+        state, table = self.state, self.state.table
+        short = (reach > table.capacity[decodes.rows]).nonzero()[0]
+        if not len(short):
+            return decodes
+        growing, size = decodes.slots[short], state.pool.block_size
+        if state.most_emitted <= size and not state.flights:
+            if len(short) <= state.pool.num_available:
+                state.append_blocks(growing)
+                return decodes
+        else:
+            extra = (reach[short] - table.capacity[growing] + (size - 1)) // size
+            if np.add.reduce(extra) <= state.pool.num_available:
+                state.append_blocks(growing, extra)
+                return decodes
+        return self._grow_short(decodes.slots, decodes.num_drafts, decodes.catch_up)
 
     def _grow_short(
         self, slots: np.ndarray, num_drafts: np.ndarray, catch_up: np.ndarray
@@ -131,10 +172,11 @@ class Planner:
         state, table, pool = self.state, self.state.table, self.state.pool
         wanted = dict(zip(slots.tolist(), num_drafts.tolist(), strict=True))
         running = [owner for owner in state.owners if owner is not None]
-        rows = [self._row(owner, wanted) for owner in running if not owner.doomed]
+        reach = self._bounds()[1]
+        rows = [self._row(owner, wanted, reach) for owner in running if not owner.doomed]
         held_back = [slot for flight in state.flights for slot in flight.held_slots]
         leaving = held_back + [s.slot for s in state.doomed if s.slot is not None]
-        coming = sum(pool.count_sole(table.block_row(slot)) for slot in leaving)
+        coming = sum(pool.count_sole(state.block_row(slot)) for slot in leaving)
         growth = decide_growth(rows, pool.num_available, coming, pool.block_size)
         for victim in growth.victims:
             sequence = state.owners[victim]
@@ -149,13 +191,15 @@ class Planner:
         granted = [growth.granted_drafts[slot] for slot in slots.tolist()]
         drafts = np.asarray(granted, dtype=np.int32)
         catch_up = catch_up[keep]
-        need = np.minimum(table.kv_high[slots] + 1 + drafts, table.max_total[slots])
-        extra = np.maximum(-(-need // pool.block_size) - table.num_blocks[slots], 0)
-        state.append_blocks(slots[extra > 0], extra[extra > 0])
+        need = np.minimum(reach[slots] + drafts, table.max_total[slots])
+        extra = -(-(need - table.capacity[slots]) // pool.block_size)
+        if len(growing := slots[extra > 0]):
+            state.append_blocks(growing, extra[extra > 0])
         total = int(drafts.sum()) + int(catch_up.sum())
-        return Decodes(slots, select(slots), drafts, catch_up, total, bool(growth.victims))
+        preempted = bool(growth.victims)
+        return Decodes(slots, select(slots), drafts, catch_up, total, preempted=preempted)
 
-    def _row(self, sequence: Sequence, wanted: dict[int, int]) -> Row:
+    def _row(self, sequence: Sequence, wanted: dict[int, int], reach: np.ndarray) -> Row:
         table, slot = self.state.table, sequence.slot
         assert slot is not None
         gained = int(table.num_tokens[slot]) - sequence.tokens_at_admission
@@ -163,11 +207,11 @@ class Planner:
             slot=slot,
             rank=sequence.rank,
             decodes=slot in wanted,
-            kv_tokens=int(table.kv_high[slot]),
+            kv_tokens=int(reach[slot]) - 1,
             num_drafts=wanted.get(slot, 0),
             max_tokens=int(table.max_total[slot]),
-            blocks_held=int(table.num_blocks[slot]),
-            blocks_freed=self.state.pool.count_sole(table.block_row(slot)),
+            blocks_held=len(self.state.block_row(slot)),
+            blocks_freed=self.state.pool.count_sole(self.state.block_row(slot)),
             in_flight=self._in_flight(slot),
             protected=sequence.preemptions > 0 and gained < self.state.pool.block_size,
         )
@@ -192,15 +236,16 @@ class Planner:
         return chunks
 
     def _chunk(self, slot: int, budget_tokens: int) -> Chunk:
-        table = self.state.table
-        todo = int(table.known[slot]) - int(table.kv_high[slot])  # exact while it prefills
+        todo = int(self.state.table.todo[slot])
+        for flight in self.state.flights:  # exact, since a prefilling row drafts nothing
+            todo -= int(flight.plan.query_lens[flight.plan.slots == slot].sum())
         return Chunk(slot, min(todo, budget_tokens), last=todo <= budget_tokens)
 
     def _admit_waiting(self, budget_tokens: int) -> list[Chunk]:
         state, pool = self.state, self.state.pool
         chunks: list[Chunk] = []
-        if budget_tokens > 0:
-            state.sync_draft_marks(np.asarray(state.decoding, dtype=np.int32))
+        if budget_tokens > 0 and state.config.prefix_cache:
+            state.open_stale_blocks()
         for sequence in list(state.waiting) if budget_tokens > 0 else ():
             if budget_tokens <= 0 or not state.table.num_free:
                 break
@@ -242,12 +287,6 @@ class Planner:
             catch_up = np.concatenate([catch_up, zeros])
             wants = np.concatenate([wants, last])
             owners = owners + self._owners_of(more.tolist())
-        if plain:
-            advance(table.kv_high, rows, 1)
-            advance(table.known, rows, 1)
-        else:
-            advance(table.kv_high, rows, query_lens)
-            advance(table.known, rows, wants)
         for chunk in chunks:
             if chunk.last:
                 state.start_decoding(chunk.slot)
@@ -262,7 +301,8 @@ class Planner:
             deltas=state.take_deltas(),
         )
         self._next_step_id += 1
-        state.flights.append(Flight(plan, rows, owners, plain, [], []))
+        may_end = decodes.may_end or bool(chunks)
+        state.flights.append(Flight(plan, rows, owners, plain, bool(chunks), may_end, [], []))
         return plan
 
     def _owners_of(self, slots: list[int]) -> list[Sequence]:

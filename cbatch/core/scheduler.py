@@ -184,7 +184,7 @@ class Scheduler:
         held = [slot for flight in state.flights for slot in flight.held_slots]
         running = [owner for owner in state.owners if owner is not None]
         for slot in [*held, *(owner.slot for owner in running if owner.slot is not None)]:
-            references[table.block_row(slot)] += 1
+            references[state.block_row(slot)] += 1
         assert (references == state.pool.ref_counts).all(), "references and tables disagree"
         slots = sorted([*state.prefilling, *state.decoding])
         assert slots == sorted(owner.slot for owner in running if owner.slot is not None)
@@ -196,17 +196,16 @@ class Scheduler:
     def _check_row(self, owner: Sequence) -> None:
         state, table, slot = self._state, self._state.table, owner.slot
         assert slot is not None
-        tokens, kv_len = int(table.num_tokens[slot]), int(table.kv_len[slot])
+        tokens, kv_len = int(table.num_tokens[slot]), table.kv_len(slot)
         assert owner.num_prompt_tokens <= tokens < owner.max_total_tokens
-        assert 0 <= table.draft_kv_len[slot] <= kv_len <= tokens - 1
-        used_tokens = min(int(table.kv_high[slot]), owner.max_total_tokens)
-        used_blocks = state.pool.num_blocks_for(used_tokens)
-        assert used_blocks <= table.num_blocks[slot], "computes beyond its blocks"
-        if any((flight.plan.slots == slot).any() for flight in state.flights):
+        assert 0 <= table.draft_kv_len(slot) <= kv_len <= tokens - 1
+        flights = [flight.plan for flight in state.flights]
+        flying = [plan.query_lens[plan.slots == slot].sum() for plan in flights]
+        used_tokens = min(kv_len + int(sum(flying)), owner.max_total_tokens)
+        assert used_tokens <= table.capacity[slot], "computes beyond its blocks"
+        if any(flying):
             return
-        assert table.kv_high[slot] == kv_len
-        assert table.known[slot] == tokens
         if slot in state.decoding:
             assert kv_len == tokens - 1, f"kv_len {kv_len}, but {tokens} tokens are known"
-        spare = int(table.num_blocks[slot]) - max(used_blocks, int(table.floor_blocks[slot]))
-        assert spare <= 0, f"{spare} reserved blocks were not given back"
+        spare_tokens = int(table.capacity[slot]) - max(used_tokens, int(table.floor[slot]))
+        assert spare_tokens < state.pool.block_size, f"{spare_tokens} reserved and not given back"

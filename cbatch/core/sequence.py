@@ -52,6 +52,8 @@ class Flight(msgspec.Struct, eq=False):
     rows: slice | np.ndarray  # selects the plan's slots in the table
     owners: list[Sequence]  # by row
     plain: bool  # every row decodes one token
+    has_chunks: bool  # some rows prefill
+    may_end: bool  # some row may reach its last token
     void_slots: list[int]  # ended since: their results are dropped
     held_slots: list[int]  # of these, the ones to free when this plan commits
 
@@ -62,8 +64,8 @@ class Commit(msgspec.Struct, frozen=True):
     step_id: int
     owners: list[Sequence]
     tokens: np.ndarray  # int32, as the executor returned them for these rows
-    starts: np.ndarray  # int32 [rows] into `tokens`
-    counts: np.ndarray  # int32 [rows], after every cut; 0 where nothing counts
+    row_splits: np.ndarray  # int32 [rows + 1] into `tokens`
+    counts: np.ndarray  # int32 [rows], how many of a row's tokens count, after every cut
     num_drafted: np.ndarray
     num_accepted: np.ndarray
     finished: tuple[Finished, ...]
@@ -72,7 +74,7 @@ class Commit(msgspec.Struct, frozen=True):
         """(request id, new tokens, drafted, accepted) for each row that added tokens."""
         rows = zip(
             self.owners,
-            self.starts.tolist(),
+            self.row_splits[:-1].tolist(),
             self.counts.tolist(),
             self.num_drafted.tolist(),
             self.num_accepted.tolist(),

@@ -17,11 +17,11 @@ def advance(column: np.ndarray, rows: slice | np.ndarray, by: np.ndarray | int) 
 
 
 class SlotTable:
-    """Row i belongs to the sequence in slot i. All token counts are absolute.
+    """Row i belongs to the sequence in slot i. All counts are in tokens, of committed steps only:
+    what plans in flight will add is read off those plans.
 
-    With nothing in flight `kv_high == kv_len` and `known == num_tokens`. While plans are in flight
-    these two include them: `known` as the least, `kv_high` as the most that the sequence can have
-    once they commit.
+    A decoding sequence has one known token that is not in KV, so its step changes `num_tokens` and
+    nothing else here; the counts of KV positions are derived.
     """
 
     def __init__(self, max_slots: int, max_blocks_per_sequence: int) -> None:
@@ -29,22 +29,27 @@ class SlotTable:
             return np.zeros(max_slots, dtype=dtype)
 
         self.generation = column()
-        self.num_tokens = column()  # prompt and committed output
-        self.kv_len = column()  # valid target positions
-        self.known = column()
-        self.kv_high = column()
-        self.draft_kv_len = column()  # valid draft positions, <= kv_len
-        self.draft_mark_at = column()  # draft_kv_len that completes the next block
-        self.publish_at = column()  # kv_len that completes the next block
+        self.num_tokens = column()  # known: prompt and output
+        self.todo = column()  # of these not in KV: 1 while it decodes, more while it prefills
+        self.draft_lag = column()  # positions in the target's KV that the draft's KV lacks
         self.max_total = column()  # prompt + max_tokens, cut to what fits
         self.max_lookahead = column()
         self.lookahead_end = column()  # no draft beyond this many known tokens
-        self.num_blocks = column()
-        self.floor_blocks = column()  # reserved at admission, never given back as a tail
+        self.capacity = column()  # positions that its blocks can hold
+        self.floor = column()  # capacity reserved at admission, never given back as a tail
+        self.published = column()  # leading positions whose blocks are open to others
         self.estimate = np.zeros((2, max_slots), dtype=np.float64)  # the estimator's N and D
         self.blocks = np.zeros((max_slots, max_blocks_per_sequence), dtype=np.int32)
-        self.tokens = np.zeros((max_slots, _INITIAL_WIDTH_TOKENS), dtype=np.int32)
         self._free_slots = list(range(max_slots - 1, -1, -1))
+        self._set_tokens(np.zeros((max_slots, _INITIAL_WIDTH_TOKENS), dtype=np.int32))
+
+    def kv_len(self, slot: int) -> int:
+        """Valid target positions."""
+        return int(self.num_tokens[slot]) - int(self.todo[slot])
+
+    def draft_kv_len(self, slot: int) -> int:
+        """Valid draft positions."""
+        return self.kv_len(slot) - int(self.draft_lag[slot])
 
     @property
     def num_free(self) -> int:
@@ -67,12 +72,13 @@ class SlotTable:
             width *= 2
         wider = np.zeros((self.tokens.shape[0], width), dtype=np.int32)
         wider[:, : self.tokens.shape[1]] = self.tokens
-        self.tokens = wider
-
-    def block_row(self, slot: int) -> np.ndarray:
-        """The blocks of a sequence by absolute index, a view."""
-        return self.blocks[slot, : self.num_blocks[slot]]
+        self._set_tokens(wider)
 
     def token_row(self, slot: int) -> np.ndarray:
         """The known tokens of a sequence, a view."""
         return self.tokens[slot, : self.num_tokens[slot]]
+
+    def _set_tokens(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+        self.flat_tokens = tokens.reshape(-1)  # the same memory, and where each row starts in it
+        self.row_start = np.arange(0, tokens.size, tokens.shape[1])

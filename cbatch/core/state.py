@@ -34,6 +34,11 @@ class SchedulerState:
         self.doomed: list[Sequence] = []
         self.finished: list[Finished] = []
         self.stats = SchedulerStats()
+        self.speculates = (
+            config.draft_context_tokens is not None and config.lookahead.policy != "off"
+        )
+        self.learns = self.speculates and config.lookahead.policy == "ema"
+        self.most_emitted = 1 + (config.lookahead.k if self.speculates else 0)  # by a row, a step
         # A reserve of at least a block makes every sequence gain one between two preemptions.
         self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size_tokens)
         self.stop_union = _NONE  # stop ids of all running sequences
@@ -43,17 +48,6 @@ class SchedulerState:
         self._released: list[int] = []
         self._admitted: list[Admission] = []
         self._appended = (_NONE, _NONE, _NONE)  # slots, indices, blocks; once a plan at most
-
-    @property
-    def speculates(self) -> bool:
-        return self.config.draft_context_tokens is not None and (
-            self.config.lookahead.policy != "off"
-        )
-
-    @property
-    def learns(self) -> bool:
-        """Whether the policy looks at acceptance statistics."""
-        return self.speculates and self.config.lookahead.policy == "ema"
 
     # ---- a request's way ----------------------------------------------------------------------
 
@@ -103,17 +97,14 @@ class SchedulerState:
         table.blocks[slot, :total_blocks] = blocks
         for column, value in (
             (table.num_tokens, len(tokens)),
-            (table.known, len(tokens)),
-            (table.kv_len, kv_len),
-            (table.kv_high, kv_len),
-            (table.draft_kv_len, draft_blocks * pool.block_size),
-            (table.draft_mark_at, (draft_blocks + 1) * pool.block_size),
-            (table.publish_at, (hits + 1) * pool.block_size),
+            (table.todo, len(tokens) - kv_len),
+            (table.draft_lag, (hits - draft_blocks) * pool.block_size),
+            (table.published, kv_len),
             (table.max_total, sequence.max_total_tokens),
             (table.max_lookahead, self._lookahead_cap(request)),
             (table.lookahead_end, self._lookahead_end(sequence)),
-            (table.num_blocks, total_blocks),
-            (table.floor_blocks, total_blocks),
+            (table.capacity, total_blocks * pool.block_size),
+            (table.floor, total_blocks * pool.block_size),
         ):
             column[slot] = value
         table.estimate[:, slot] = sequence.estimate
@@ -141,7 +132,7 @@ class SchedulerState:
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 max_total_tokens=sequence.max_total_tokens,
                 kv_len_tokens=kv_len,
-                draft_kv_len_tokens=int(table.draft_kv_len[slot]),
+                draft_kv_len_tokens=table.draft_kv_len(slot),
                 blocks=blocks,
             )
         )
@@ -194,7 +185,7 @@ class SchedulerState:
         """Void its rows in flight and free slot and blocks, once the last such plan commits."""
         slot = sequence.slot
         assert slot is not None
-        self.sync_draft_marks(np.asarray([slot], dtype=np.int32))
+        self.open_blocks(slot)
         self.table.generation[slot] += 1
         self.owners[slot] = None
         sequence.slot = None
@@ -213,63 +204,64 @@ class SchedulerState:
             self.free_slot(slot)
 
     def free_slot(self, slot: int) -> None:
-        self.pool.release(self.table.block_row(slot))
-        self.table.num_blocks[slot] = 0
+        self.pool.release(self.block_row(slot))
+        self.table.capacity[slot] = 0
         self.table.free_slot(slot)
         self._released.append(slot)
 
-    def append_blocks(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """Give `counts[i]` (> 0) more blocks to `slots[i]`; int32 arrays, the pool has enough."""
-        table = self.table
-        rows, indices = _runs(slots, table.num_blocks[slots], counts)
+    def block_row(self, slot: int) -> np.ndarray:
+        """The blocks of a sequence by absolute index, a view."""
+        return self.table.blocks[slot, : self.table.capacity[slot] // self.pool.block_size]
+
+    def append_blocks(self, slots: np.ndarray, counts: np.ndarray | None = None) -> None:
+        """Give `counts[i]` (> 0) more blocks to `slots[i]`, or one to each; int32 arrays. The pool
+        has enough."""
+        table, size = self.table, self.pool.block_size
+        held = table.capacity[slots]
+        rows, indices = _runs(slots, held // size, counts)
         blocks = self.pool.allocate(len(rows))
         table.blocks[rows, indices] = blocks
-        table.num_blocks[slots] += counts
+        table.capacity[slots] = held + size if counts is None else held + counts * size
         self._appended = (rows, indices, blocks)
 
-    def return_tails(self, slots: np.ndarray, excess: np.ndarray) -> None:
-        """Take the last `excess[i]` (> 0) reserved and unused blocks back from `slots[i]`."""
+    def return_tails(self, slots: np.ndarray, counts: np.ndarray | None = None) -> None:
+        """Take the last `counts[i]` (> 0) reserved and unused blocks back from `slots[i]`, or the
+        last one from each."""
+        table, size = self.table, self.pool.block_size
+        kept = table.capacity[slots] - (size if counts is None else counts * size)
+        rows, indices = _runs(slots, kept // size, counts)
+        self.pool.release_private(table.blocks[rows, indices])
+        table.capacity[slots] = kept
+
+    def open_stale_blocks(self) -> None:
+        """Before a lookup: open what running sequences have completed since the last one."""
         table = self.table
-        table.num_blocks[slots] -= excess
-        self.pool.release_private(table.blocks[_runs(slots, table.num_blocks[slots], excess)])
+        running = np.asarray(self.decoding + self.prefilling, dtype=np.int32)
+        kv_len = table.num_tokens[running] - table.todo[running]
+        complete = kv_len - table.published[running] >= self.pool.block_size
+        for slot in running[complete].tolist():
+            self.open_blocks(slot)
 
-    def publish(self, slots: np.ndarray) -> None:
-        """Open the next block of each slot, whose KV is now complete, to other sequences.
-
-        Called again for slots that completed several. One gather serves all the slots: this runs
-        for a good part of the rows in every step.
-        """
-        table, pool = self.table, self.pool
+    def open_blocks(self, slot: int) -> None:
+        """Open the sequence's complete blocks to prefix hits. Nobody can see the difference to
+        doing so after every step: it is done before each lookup and when the sequence leaves."""
+        table, pool, sequence = self.table, self.pool, self.owners[slot]
+        assert sequence is not None
+        if not self.config.prefix_cache:
+            return
         size = pool.block_size
-        ends = table.publish_at[slots]
-        blocks = table.blocks[slots, ends // size - 1].tolist()
-        tokens = table.tokens[slots[:, None], ends[:, None] + np.arange(-size, 0)].tobytes()
-        width = len(tokens) // len(slots)
-        for at, (slot, end, block) in enumerate(
-            zip(slots.tolist(), ends.tolist(), blocks, strict=True)
-        ):
-            sequence = self.owners[slot]
-            assert sequence is not None
-            if end > sequence.chain_blocks * size:
-                name = tokens[at * width : (at + 1) * width]
+        first, last = int(table.published[slot]) // size, table.kv_len(slot) // size
+        blocks = table.blocks[slot, first:last].tolist()
+        for index, block in enumerate(blocks, start=first):
+            if index >= sequence.chain_blocks:
+                name = pool.token_bytes(table.tokens[slot], index)
                 sequence.chain_uid = pool.name(block, sequence.chain_uid, name)
                 sequence.chain_blocks += 1
             pool.mark_ready(block)
-        table.publish_at[slots] += size
-        more = (table.kv_len[slots] >= table.publish_at[slots]).nonzero()[0]
-        if len(more):
-            self.publish(slots[more])
-
-    def sync_draft_marks(self, slots: np.ndarray) -> None:
-        """Blocks that the draft's KV covers completely say so. Called before they can be hit:
-        when a request is about to be matched, and when a sequence leaves."""
-        table, size = self.table, self.pool.block_size
-        while len(slots):
-            complete = table.draft_kv_len[slots] >= table.draft_mark_at[slots]
-            slots = slots[complete]
-            indices = table.draft_mark_at[slots] // size - 1
-            self.pool.draft_valid[table.blocks[slots, indices]] = True
-            table.draft_mark_at[slots] += size
+        table.published[slot] = max(first, last) * size
+        if self.speculates:
+            drafted_blocks = table.draft_kv_len(slot) // size
+            pool.draft_valid[table.blocks[slot, :drafted_blocks]] = True
 
     def reset_executor(self) -> None:
         """All KV is lost: every running sequence goes back to the head of the queue."""
@@ -294,6 +286,7 @@ class SchedulerState:
         slots, indices, blocks = self._appended
         if not (len(slots) or self._admitted or self._released or self._reset or len(to_zero)):
             return NO_DELTAS
+        self._appended = (_NONE, _NONE, _NONE)
         deltas = Deltas(
             reset=self._reset,
             released=np.asarray(self._released, dtype=np.int32) if self._released else _NONE,
@@ -305,7 +298,6 @@ class SchedulerState:
         )
         self._reset = False
         self._released, self._admitted = [], []
-        self._appended = (_NONE, _NONE, _NONE)
         return deltas
 
     # ---- inside -------------------------------------------------------------------------------
@@ -319,8 +311,9 @@ class SchedulerState:
     def _lookahead_end(self, sequence: Sequence) -> int:
         """A row with n known tokens drafts at most this - n: its last token is never a draft's
         successor, and the draft model reads no position beyond its own context."""
-        draft_context = self.config.draft_context_tokens or 0
-        return min(sequence.max_total_tokens - 1, draft_context)
+        end = sequence.max_total_tokens - 1
+        draft_context = self.config.draft_context_tokens
+        return end if draft_context is None else min(end, draft_context)
 
     def _count_stops(self, sequence: Sequence, change: int) -> None:
         counts = self._stop_counts
@@ -334,10 +327,10 @@ class SchedulerState:
 
 
 def _runs(
-    slots: np.ndarray, first: np.ndarray, counts: np.ndarray
+    slots: np.ndarray, first: np.ndarray, counts: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(slot, index) for `counts[i]` consecutive indices from `first[i]` in each `slots[i]`."""
-    if np.add.reduce(counts) == len(counts):  # one each: nearly always
+    if counts is None:
         return slots, first
     rows = np.repeat(slots, counts)
     ramp = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)

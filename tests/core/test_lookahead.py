@@ -10,6 +10,8 @@ from cbatch.core.errors import FieldError
 from cbatch.core.lookahead import choose_lookahead, drift, observe, survival
 
 EMA = LookaheadConfig(policy="ema", k=8)
+ALL = slice(0, 3)
+CAPS = np.full(3, 8, dtype=np.int32)
 
 
 def prior(rows: int) -> np.ndarray:
@@ -66,18 +68,20 @@ def test_survival_is_the_beta_moment_and_never_rises_along_a_row() -> None:
 
 def test_k_follows_acceptance_and_zero_is_not_absorbing() -> None:
     estimate = np.array([[30.0, 20.0, 2.0], [31.0, 31.0, 31.0]])
-    k = choose_lookahead(EMA, estimate)
+    k = choose_lookahead(EMA, estimate, ALL, CAPS)
     assert k[0] == 8 and 1 <= k[1] <= 3 and k[2] == 0
     idle = estimate
     for _ in range(500):
         idle = drift(EMA, idle)
-    assert (choose_lookahead(EMA, idle) >= 2).all()
+    assert (choose_lookahead(EMA, idle, ALL, CAPS) >= 2).all()
 
 
 def test_the_simple_policies() -> None:
     estimate = prior(3)
-    assert choose_lookahead(LookaheadConfig(policy="off"), estimate).tolist() == [0, 0, 0]
-    assert choose_lookahead(LookaheadConfig(policy="fixed", k=5), estimate).tolist() == [5, 5, 5]
+    caps = np.array([9, 5, 2], dtype=np.int32)
+    off, fixed = LookaheadConfig(policy="off"), LookaheadConfig(policy="fixed", k=5)
+    assert choose_lookahead(off, estimate, ALL, caps).tolist() == [0, 0, 0]
+    assert choose_lookahead(fixed, estimate, ALL, caps).tolist() == [5, 5, 2]
 
 
 @pytest.mark.parametrize("field", ["k", "decay", "prior_acceptance", "min_survival"])
