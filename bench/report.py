@@ -80,9 +80,13 @@ def print_report(
     console.print(table)
     for note in notes:
         console.print(note, markup=False)
+    machine = describe_machine()
+    load, cores = machine["load_1min"], machine["cores"]
+    if load is not None and cores and load > cores:
+        console.print(f"machine busy (load {load} on {cores} cores): times are upper bounds")
     document = {
         "results": [dict(row) for row in rows],
-        "machine": describe_machine(),
+        "machine": machine,
         "versions": describe_versions(),
         **(extra or {}),
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 from cbatch.core.plan import StepPlan, StepResult
 from cbatch.core.scheduler import Scheduler
@@ -14,6 +15,7 @@ MAX_CONSECUTIVE_FAULTS = 3
 _logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Executor(Protocol):
     """Runs one step at a time. Any `Exception` it raises is a fault: `reset` follows."""
 
@@ -23,6 +25,7 @@ class Executor(Protocol):
         """Forget every sequence and every KV position; the next plan is a full snapshot."""
 
 
+@runtime_checkable
 class OverlappedExecutor(Protocol):
     """Takes a second plan while one runs. `wait` returns results in the order of `submit`, and
     raises what that step raised; `reset` also drops whatever is in flight."""
@@ -53,13 +56,16 @@ class StepLoop:
     ) -> None:
         if depth not in (0, 1):
             raise ValueError(f"depth: {depth!r} is not allowed; use 0 (serial) or 1 (overlapped)")
-        verb = "submit" if depth else "run"
-        if not hasattr(executor, verb):
-            raise TypeError(f"executor: depth {depth} needs its `{verb}`")
+        if depth == 0 and isinstance(executor, Executor):
+            self._turn = partial(self._turn_serial, executor)
+        elif depth == 1 and isinstance(executor, OverlappedExecutor):
+            self._turn = partial(self._turn_overlapped, executor)
+        else:
+            verbs = "`submit` and `wait`" if depth else "`run`"
+            raise TypeError(f"executor: depth {depth} needs its {verbs}")
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
-        self._turn = self._turn_overlapped if depth else self._turn_serial
         self._in_flight: StepPlan | None = None  # depth 1: submitted and not waited for
         self._occupants: dict[int, tuple[int, str]] = {}  # slot: generation, request
         self._num_faults = 0  # since the last committed token
@@ -78,33 +84,33 @@ class StepLoop:
                 self._num_faults = 0
             return commit
 
-    def _turn_serial(self) -> Commit | None:
+    def _turn_serial(self, executor: Executor) -> Commit | None:
         plan = self._plan()
         if plan is None:
             return None
         try:
-            result = self._executor.run(plan)
+            result = executor.run(plan)
         except Exception as error:
             raise _Fault(plan, error) from error
         return self._commit(plan, result)
 
-    def _turn_overlapped(self) -> Commit | None:
-        plan = self._in_flight or self._submit_next()
+    def _turn_overlapped(self, executor: OverlappedExecutor) -> Commit | None:
+        plan = self._in_flight or self._submit_next(executor)
         if plan is None:
             return None
         self._in_flight = plan
-        self._in_flight = self._submit_next()
+        self._in_flight = self._submit_next(executor)
         try:
-            result = self._executor.wait()
+            result = executor.wait()
         except Exception as error:
             raise _Fault(plan, error) from error
         return self._commit(plan, result)
 
-    def _submit_next(self) -> StepPlan | None:
+    def _submit_next(self, executor: OverlappedExecutor) -> StepPlan | None:
         plan = self._plan()
         if plan is not None:
             try:
-                self._executor.submit(plan)
+                executor.submit(plan)
             except Exception as error:
                 raise _Fault(plan, error) from error
         return plan

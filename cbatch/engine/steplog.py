@@ -26,7 +26,8 @@ from cbatch.core.events import (
     TextFinished,
 )
 from cbatch.core.plan import StepPlan
-from cbatch.core.scheduler import Commit, Scheduler
+from cbatch.core.scheduler import Scheduler
+from cbatch.core.sequence import Commit
 
 AnyEvent = (
     Configured | Added | Cancelled | TextFinished | Failed | Planned | Committed | ExecutorReset
