@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     )
     engine, info = load_engine(target, draft, options)
     for line in info.lines():
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     prompts = demo_prompts()[: args.prompts]
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, stop=STOPS)
     collector, texts = Collector(), {}

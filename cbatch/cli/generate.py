@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     engine, info = load_engine(*model_paths(args.model, args.draft), options)
     for line in info.lines():
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     return _complete(args, engine, info, todo, console)
 
 

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     engine, info = load_engine(model, draft, engine_options(args))
     console = Console(stderr=True, highlight=False)
     for line in info.lines():
-        console.print(line)
+        console.print(line, soft_wrap=True)
     name = args.served_name or (Path(model).name if args.model else "cbatch-demo")
     console.print(f"serving {name} on http://{args.host}:{args.port}/v1/completions")
     uvicorn.run(
