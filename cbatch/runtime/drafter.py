@@ -151,8 +151,8 @@ class DraftModel:
         ones = np.ones(len(slots), dtype=np.int64)
         batch = self._batch(slots, positions - missing, missing, ones)
         tables = self.table.block_rows(slots, int((positions + depths).max()))
-        contexts = positions.astype(np.int32)
         shallowest, deepest = int(depths.min()), int(depths.max())
+        single: _OneTokenRows | None = None
         for depth in range(1, deepest + 1):
             logits = self.model.forward(batch, self.kv)
             tokens, finite = drafting.choose(logits, active, depth - 1)
@@ -163,19 +163,11 @@ class DraftModel:
                 if not np.count_nonzero(keep):
                     return
                 active, tokens, tables = active[keep], tokens[keep], tables[keep]
-                positions, contexts, depths = positions[keep], contexts[keep], depths[keep]
-                shallowest = int(depths.min())
-            contexts = contexts + 1
-            batch = make_batch(
-                tokens,
-                positions,
-                np.ones(len(tokens), dtype=np.int32),
-                contexts,
-                tables,
-                iota(len(tokens)),
-                self.model.device,
-            )
-            positions = positions + 1
+                positions, depths = positions[keep], depths[keep]
+                shallowest, single = int(depths.min()), None
+            if single is None:
+                single = _OneTokenRows(positions + depth - 1, tables, self.model.device)
+            batch = single.take(tokens)
 
     def _batch(
         self, slots: NDArray[np.integer], starts: I64, query_lens: I64, wanted: I64
@@ -183,6 +175,36 @@ class DraftModel:
         batch = self.table.ragged(slots, starts, query_lens, wanted, self.model.device)
         if self.model.config.vocab_size < self.table.vocab_size:
             batch.tokens.clamp_(max=self.model.config.vocab_size - 1)
+        return batch
+
+
+class _OneTokenRows:
+    """Batches of one token a row, each a position further than the one before; memory is reused."""
+
+    def __init__(self, positions: I64, tables: NDArray[np.int32], device: torch.device) -> None:
+        count = len(positions)
+        self._positions = positions.copy()
+        self._device = device
+        self._batch = make_batch(
+            self._positions,  # stands in for the tokens, which come with each pass
+            self._positions,
+            np.ones(count, dtype=np.int32),
+            (positions + 1).astype(np.int32),
+            tables,
+            iota(count),
+            device,
+        )
+        self._taken = 0
+
+    def take(self, tokens: I64) -> RaggedBatch:
+        batch = self._batch
+        batch.tokens = torch.from_numpy(tokens)
+        if self._taken:
+            batch.positions += 1
+            batch.context_lens += 1
+        self._taken += 1
+        if self._device.type != "cpu":
+            batch.tokens = batch.tokens.to(self._device)
         return batch
 
 
@@ -210,7 +232,8 @@ class _Drafting:
 
     def choose(self, logits: Tensor, active: I64, depth: int) -> tuple[I64, bool]:
         """Next token of each active row, and whether all their numbers were finite."""
-        logits = logits[:, : self.table.vocab_size]  # a draft may pad the vocabulary further
+        if logits.shape[1] > self.table.vocab_size:  # a draft may pad the vocabulary further
+            logits = logits[:, : self.table.vocab_size]
         if self.banning:
             slots, positions = self.rows.slots[active], self.rows.num_tokens[active] + depth
             lens = np.ones(len(active), dtype=np.int64)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cbatch.runtime.config import ModelConfig, RopeConfig
 from cbatch.runtime.model import Model
+from cbatch.runtime.numerics import Numerics
 
 VOCAB = 64
 
@@ -71,4 +72,5 @@ def tiny_model(
 ) -> Model:
     config = tiny_config(vocab_size, context)
     source = NoisyWeights(seed, noise)
-    return Model(config, source, dtype, torch.device("cpu"), "invariant")
+    numerics = Numerics(mode="invariant", may_pack=True, cost={})
+    return Model(config, source, dtype, torch.device("cpu"), numerics)

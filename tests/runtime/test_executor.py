@@ -94,8 +94,8 @@ def test_result_of_a_ragged_step():
     assert len(result.tokens) == counts.sum() and result.tokens.dtype == np.int32
     assert result.draft_s > 0 and result.target_s > 0
     table = executor.table
-    assert table.kv_len[:4].tolist() == [5 + int(result.num_accepted[0]), 6, 6, 4]
-    assert table.num_tokens[:4].tolist() == [6 + int(result.num_accepted[0]), 7, 9, 5]
+    assert table.kv_len[:4].tolist() == [6 + int(result.num_accepted[0]), 6, 6, 4]
+    assert table.num_tokens[:4].tolist() == [7 + int(result.num_accepted[0]), 7, 9, 5]
 
 
 def test_a_plan_that_does_not_fit_is_refused():

@@ -17,21 +17,7 @@ from cbatch.runtime.sampling import (
     greedy_drafts,
     greedy_tokens,
 )
-
-
-def slow_filter(logits, temperature, top_k, top_p, min_p):
-    """The definition, one row, in float64: ids in the order (-logit, id), cut from the end."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    weight = {i: math.exp((logits[i] - logits[order[0]]) / temperature) for i in order}
-    kept = order[:top_k]
-    total, mass, nucleus = sum(weight[i] for i in kept), 0.0, []
-    for i in kept:
-        if mass < top_p * total or not nucleus:
-            nucleus.append(i)
-        mass += weight[i]
-    kept = [i for i in nucleus if weight[i] >= min_p * weight[order[0]]]
-    total = sum(weight[i] for i in kept)
-    return [weight[i] / total if i in kept else 0.0 for i in range(len(logits))]
+from tests.runtime.reference import slow_filter
 
 
 def make_filters(rows) -> Filters:

@@ -1,0 +1,63 @@
+"""Slow, plain readings of what the runtime computes fast."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from cbatch.runtime.kv import KVCache
+from cbatch.runtime.model import Model, RaggedBatch
+
+
+def slow_filter(
+    logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> list[float]:
+    """The definition, one row, in float64: ids in the order (-logit, id), cut from the end."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    weight = {i: math.exp((logits[i] - logits[order[0]]) / temperature) for i in order}
+    kept = order[:top_k]
+    total, mass, nucleus = sum(weight[i] for i in kept), 0.0, []
+    for i in kept:
+        if mass < top_p * total or not nucleus:
+            nucleus.append(i)
+        mass += weight[i]
+    kept = [i for i in nucleus if weight[i] >= min_p * weight[order[0]]]
+    total = sum(weight[i] for i in kept)
+    return [weight[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+def next_logits(model: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    """Logits behind each sequence, each processed alone from nothing: [len(sequences), vocab]."""
+    rows = []
+    for tokens in sequences:
+        count = len(tokens)
+        kv = KVCache(model.config, 1, count, model.dtype, model.device)
+        batch = RaggedBatch(
+            torch.tensor(tokens),
+            torch.arange(count),
+            np.array([count], dtype=np.int32),
+            np.array([count], dtype=np.int32),
+            np.zeros((1, 1), dtype=np.int32),
+            torch.tensor([count - 1]),
+        )
+        rows.append(model.forward(batch, kv)[0].double().numpy())
+    return np.stack(rows)
+
+
+def joint_law(
+    model: Model, prompt: Sequence[int], length: int, filters: tuple[float, int, float, float]
+) -> np.ndarray:
+    """Law of the first `length` tokens behind `prompt` under temperature, top_k, top_p, min_p:
+    [vocab] * length."""
+    vocab = model.config.vocab_size
+    law = np.ones(())
+    for depth in range(length):
+        prefixes = list(itertools.product(range(vocab), repeat=depth))
+        logits = next_logits(model, [[*prompt, *prefix] for prefix in prefixes])
+        probs = np.array([slow_filter(row.tolist(), *filters) for row in logits])
+        law = law[..., None] * probs.reshape((vocab,) * (depth + 1))
+    return law
