@@ -4,7 +4,8 @@ Keys are gathered in tiles of a fixed width from absolute position 0 (or a fixed
 sliding window), so a row always meets the same keys in the same lanes, however long its neighbours
 are. What lies beyond a row is masked with a large finite number and is an exact no-op:
 
-- a score is a sum over `head_dim` alone;
+- a score is a sum over `head_dim` alone (queries come scaled: a factor of the product that is not a
+  power of two is applied at different places for few rows and for many);
 - softmax adds lane by lane in order of position, and a masked key adds exactly 0;
 - the product with V runs over segments of `SEGMENT_TOKENS` at absolute positions, each short enough
   to be summed in one piece, and the segments are added in order.
@@ -43,7 +44,7 @@ _MAX_WASTE = 1 << 18  # padded scores that are cheaper than one more group
 def product_rows(head_dim: int, device_type: str, threads: int) -> tuple[int, int]:
     """Smallest row counts (q k^T, p v) from which a row's bits do not depend on the count.
 
-    Measured on random data once per process; 8 if nothing below agrees. `threads` is part of the
+    Measured on random data once per process, up to 16. `threads` is part of the
     key only.
     """
     if device_type != "cpu":
@@ -61,10 +62,10 @@ def product_rows(head_dim: int, device_type: str, threads: int) -> tuple[int, in
 
     score_rows = [
         torch.equal(torch.baddbmm(zero, q[:, :m], k.transpose(1, 2)), scores[:, :m])
-        for m in range(1, 9)
+        for m in range(1, 17)
     ]
-    value_rows = [torch.equal(torch.bmm(p[:, :m], k), values[:, :m]) for m in range(1, 9)]
-    return min(smallest(score_rows), 8), min(smallest(value_rows), 8)
+    value_rows = [torch.equal(torch.bmm(p[:, :m], k), values[:, :m]) for m in range(1, 17)]
+    return min(smallest(score_rows), 16), min(smallest(value_rows), 16)
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,12 @@ class Group:
         operands: _Operands,
         gather: Tensor,
         mask: Tensor,
-        scale: float,
         rows: tuple[int, int] | None,
         pack: Tensor | None,
         unpack: Tensor | None,
         heads: HeadShape,
     ) -> None:
-        self.operands, self.gather, self.mask, self.scale = operands, gather, mask, scale
+        self.operands, self.gather, self.mask = operands, gather, mask
         self.rows, self.pack, self.unpack, self.heads = rows, pack, unpack, heads
 
     def bind(self, fused: Tensor, out: Tensor) -> None:
@@ -164,7 +164,7 @@ class Group:
         query = self.source
         if self.pack is not None:
             query = query.index_select(0, self.pack).view(op.scores.shape[0], -1, op.dim)
-        torch.baddbmm(self.mask, query, op.k_transposed, alpha=self.scale, out=op.scores)
+        torch.baddbmm(self.mask, query, op.k_transposed, out=op.scores)
         torch.softmax(op.scores, -1, out=op.probs)
         direct = self.unpack is None and op.out.shape == self.target.shape
         out = self.target if direct else op.out
@@ -183,7 +183,6 @@ class AttentionPlanner:
 
     def __init__(self, config: ModelConfig) -> None:
         self.heads = HeadShape.of(config)
-        self.scale = self.heads.head_dim**-0.5
         self._operands: dict[tuple[int, ...], _Operands] = {}
         self._kv: KVCache | None = None
 
@@ -294,7 +293,6 @@ class AttentionPlanner:
             operands,
             torch.from_numpy(gather.reshape(-1)).to(device),
             self._mask_operand(mask, copies, query_rows).to(device),
-            self.scale,
             (int(rows[0]), int(rows[0]) + count) if consecutive else None,
             None if packed is None else torch.from_numpy(packed[0]).to(device),
             None if packed is None else torch.from_numpy(packed[1]).to(device),

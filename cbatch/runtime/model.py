@@ -14,7 +14,8 @@ from torch import Tensor
 from cbatch.runtime.attention import AttentionPlanner, Group, HeadShape
 from cbatch.runtime.config import ModelConfig, ModelError, load_config
 from cbatch.runtime.kv import KVCache
-from cbatch.runtime.linear import Linear
+from cbatch.runtime.linear import Linear, make_plan
+from cbatch.runtime.numerics import Numerics, resolve_numerics
 from cbatch.runtime.rope import RotaryTable, interleave_halves
 from cbatch.runtime.weights import (
     RandomWeights,
@@ -108,16 +109,17 @@ class Model:
         source: WeightSource,
         dtype: torch.dtype,
         device: torch.device,
-        numerics: str,
+        numerics: Numerics,
     ) -> None:
-        self.config, self.dtype, self.device, self.numerics = config, dtype, device, numerics
+        self.config, self.dtype, self.device = config, dtype, device
+        self.numerics, self.invariance_cost = numerics.mode, numerics.cost
         self._heads = HeadShape.of(config)
         self._planner = AttentionPlanner(config)
         self._rotary = RotaryTable(config.rope, config.head_dim, device)
         self._windows = sorted(set(config.sliding_window), key=lambda w: w or 0)
         with torch.inference_mode():
-            builder = _Builder(config, source, dtype, device)
-            self._embedding, self._layers, self._head = builder.build()
+            builder = _Builder(config, source, dtype, device, numerics)
+            self._embedding, self.layers, self.head = builder.build()
             self._memory = _Memory(config, 64, device)
 
     @torch.inference_mode()
@@ -132,8 +134,8 @@ class Model:
         buffers = self._memory.rows(num_rows)
         slots, groups = self._plan(batch, kv, buffers)
         buffers.x.copy_(self._embedding.index_select(0, batch.tokens))
-        last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
             self._project(layer, buffers)
             kv.token_rows[index].index_put_((slots,), buffers.kv.to(kv.data.dtype))
             if index == last and len(batch.logits_index) == 0:
@@ -143,7 +145,7 @@ class Model:
             buffers.x.add_(layer.out(buffers.heads_out))
             buffers.x.add_(layer.down(_swiglu(layer.gate_up(_normed(buffers.residual)))))
         wanted = buffers.residual.index_select(0, batch.logits_index)
-        return self._head(_normed(wanted))
+        return self.head(_normed(wanted))
 
     def _plan(
         self, batch: RaggedBatch, kv: KVCache, buffers: _Buffers
@@ -161,7 +163,9 @@ class Model:
         rows = np.repeat(np.arange(len(query_lens)), query_lens)
         slots = self._planner.token_slots(kv, rows, batch.positions.cpu().numpy(), tables)
         turn = self._rotary.rows(batch.positions, last_position)
-        buffers.turn[:, 0, : self._heads.group + 1] = turn[:, None]
+        group = self._heads.group
+        buffers.turn[:, 0, :group] = turn[:, :1]
+        buffers.turn[:, 0, group] = turn[:, 1]
         groups = {
             w: self._planner.groups(kv, query_lens, contexts, tables, w) for w in self._windows
         }
@@ -208,9 +212,15 @@ class _Builder:
     """Fuses the tensors of a checkpoint into the layers above."""
 
     def __init__(
-        self, config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        numerics: Numerics,
     ) -> None:
         self.config, self.source, self.dtype, self.device = config, source, dtype, device
+        self.numerics = numerics
 
     def build(self) -> tuple[Tensor, list[_Layer], Linear]:
         c = self.config
@@ -219,7 +229,17 @@ class _Builder:
         head = embedding
         if not c.tie_embeddings:
             head = self._get("lm_head.weight", c.vocab_size, c.hidden_size)
-        return embedding, layers, Linear(head, None, self._norm("model.norm.weight"))
+        return embedding, layers, self._linear(head, None, self._norm("model.norm.weight"))
+
+    def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Linear:
+        plan = make_plan(
+            (weight.shape[0], weight.shape[1]),
+            self.dtype,
+            self.device,
+            invariant=self.numerics.mode == "invariant",
+            may_pack=self.numerics.may_pack,
+        )
+        return Linear(weight, bias, in_scale, plan)
 
     def _get(self, name: str, *shape: int) -> Tensor:
         return self.source.get(name, shape).to(self.device, self.dtype)
@@ -250,13 +270,13 @@ class _Builder:
             window=c.sliding_window[index],
             qkv=self._qkv(attention, self._norm(f"{name}.input_layernorm.weight")),
             qk_weight=self._qk_weight(attention) if c.qk_norm else None,
-            out=Linear(out, out_bias, None),
-            gate_up=Linear(
+            out=self._linear(out, out_bias, None),
+            gate_up=self._linear(
                 torch.cat(gate_up),
                 gate_up_bias,
                 self._norm(f"{name}.post_attention_layernorm.weight"),
             ),
-            down=Linear(down, down_bias, None),
+            down=self._linear(down, down_bias, None),
         )
 
     def _qkv(self, attention: str, norm: Tensor) -> Linear:
@@ -264,7 +284,7 @@ class _Builder:
         c = self.config
         weight = self._fuse(attention, "weight", c.hidden_size)
         bias = self._fuse(attention, "bias") if c.attention_bias else None
-        return Linear(weight, bias, norm)
+        return self._linear(weight, bias, norm)
 
     def _fuse(self, attention: str, kind: str, *columns: int) -> Tensor:
         c = self.config
@@ -307,6 +327,5 @@ def load_model(
         source = Safetensors(directory)
     else:
         source = RandomWeights(random_weights_seed)
-    numerics = "invariant" if numerics == "auto" else numerics
-    served = resolve_dtype(dtype, config.torch_dtype)
-    return Model(config, source, served, torch.device(device), numerics)
+    served, where = resolve_dtype(dtype, config.torch_dtype), torch.device(device)
+    return Model(config, source, served, where, resolve_numerics(numerics, config, served, where))

@@ -64,10 +64,12 @@ class RotaryTable:
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._attention_factor = rope.attention_factor
+        self._score_scale = head_dim**-0.5
         self._table = self._compute(256)
 
     def rows(self, positions: Tensor, last_position: int) -> Tensor:
-        """complex64 [T, head_dim / 2] of int64 `positions` [T], none beyond `last_position`."""
+        """complex64 [T, 2, head_dim / 2]: the turn of queries, which also scales scores by
+        1 / sqrt(head_dim), and that of keys. int64 `positions` [T], none beyond `last_position`."""
         if last_position >= len(self._table):
             self._table = self._compute(max(last_position + 1, 2 * len(self._table)))
         return self._table.index_select(0, positions)
@@ -76,7 +78,8 @@ class RotaryTable:
         positions = torch.arange(num_positions, device=self._frequencies.device)
         angles = positions.float()[:, None] * self._frequencies
         cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
-        return torch.complex(cos, sin)
+        keys = torch.complex(cos, sin)
+        return torch.stack([keys * self._score_scale, keys], dim=1)
 
 
 def interleave_halves(weight: Tensor, head_dim: int) -> Tensor:
