@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from bench import report
+from bench import scheduler as bench
+
+
+def test_prints_a_table_and_then_one_json_line(capsys, monkeypatch):
+    argv = ["bench.scheduler", "--running", "2", "8", "--steps", "5", "--repeats", "2"]
+    monkeypatch.setattr("sys.argv", argv)
+    bench.main()
+    *table, last = capsys.readouterr().out.strip().split("\n")
+    assert any("us_per_step_p50" in line for line in table)
+    document = json.loads(last)
+    assert [(r["running"], r["k"], r["prefix_cache"]) for r in document["results"]] == [
+        (running, k, cache) for running in (2, 8) for k in (0, 4) for cache in (False, True)
+    ]
+    for row in document["results"]:
+        assert 0 < row["us_per_step_p50"] <= row["us_per_step_p99"]
+    assert document["machine"]["cores"] >= 1 and "numpy" in document["versions"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "limit"),
+    [
+        ((8, 0, False), 20),
+        ((32, 4, True), 60),
+        ((32, 4, False), None),
+        ((256, 0, True), 256),
+        ((1024, 4, True), 1024),
+    ],
+)
+def test_limits_are_those_of_the_issue(cell, limit):
+    assert bench.limit_us(*cell) == limit
+
+
+@pytest.mark.parametrize(("k", "prefix_cache"), [(0, False), (4, True)])
+def test_steady_state_is_what_it_says(k, prefix_cache):
+    scheduler, rng = bench.steady_state(4, k, prefix_cache)
+    before = scheduler.stats.emitted_tokens, scheduler.stats.accepted_tokens
+    for _ in range(200):
+        _, plan = bench.step(scheduler, rng)
+        assert plan.query_lens.tolist() == [1 + k] * 4
+    emitted = scheduler.stats.emitted_tokens - before[0]
+    accepted = scheduler.stats.accepted_tokens - before[1]
+    assert emitted == accepted + 4 * 200
+    expected = sum(bench.ACCEPTANCE**j for j in range(1, k + 1))
+    assert accepted / 800 == pytest.approx(expected, abs=0.25)
+    assert scheduler.num_running == 4
+
+
+def test_result_of_a_plan_has_its_shape():
+    scheduler, rng = bench.steady_state(4, 4, True)
+    plan = scheduler.plan(0.0)
+    result = bench.build_result(plan, rng)
+    assert np.diff(result.row_splits).tolist() == (result.num_accepted + 1).tolist()
+    assert len(result.tokens) == result.row_splits[-1]
+
+
+def test_cells_of_a_table_are_readable(capsys):
+    report.print_report("t", [{"a": None, "b": True, "c": 1.23456, "d": "x"}])
+    out = capsys.readouterr().out
+    assert "-" in out and "yes" in out and "1.235" in out
