@@ -1,0 +1,27 @@
+"""`pytest bench --benchmark-enable`: a batch through the whole engine under pytest-benchmark."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.engine import build_cbatch, make_prompts, parse
+from bench.shapes import write_random_model
+
+OUTPUT_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_random_model("llama-1m", tmp_path_factory.mktemp("models"), "float32")
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("lookahead", ["off", "fixed:4", "ema"])
+def test_generate(benchmark, model, batch, lookahead):
+    """The model drafts for itself: every draft is accepted, so steps with drafts are certain."""
+    args = parse(["--batch", str(batch), "--output-tokens", str(OUTPUT_TOKENS)])
+    system, _ = build_cbatch(model, model, lookahead, args)
+    prompts = make_prompts(model, args.prompt_tokens, batch, real=False)
+    run = benchmark(system.run, prompts, OUTPUT_TOKENS)
+    assert run.tokens == batch * OUTPUT_TOKENS
+    assert (run.speculating_share > 0) == (lookahead != "off")
