@@ -75,11 +75,25 @@ def token_words(
     `keys` int64 [N, 2] (low and high word of the seed); the others int64 [N].
     """
     groups = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=keys.device)
-    even = torch.stack(torch.broadcast_tensors(groups[None, :], choices[:, None]))
+    return _blocks(keys, positions, choices, purposes, groups[None]).flatten(1)[:, :vocab_size]
+
+
+def words_of(
+    keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor, token_ids: Tensor
+) -> Tensor:
+    """The words of the tokens `token_ids` int64 [N, W] only: int64 [N, W]."""
+    blocks = _blocks(keys, positions, choices, purposes, token_ids >> 2)
+    return blocks.gather(-1, (token_ids & 3)[..., None]).squeeze(-1)
+
+
+def _blocks(
+    keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor, groups: Tensor
+) -> Tensor:
+    """All four words of the counters with first word `groups` ([N or 1, G]): [N, G, 4]."""
+    even = torch.stack(torch.broadcast_tensors(groups, choices[:, None]))
     odd = torch.stack((positions, purposes))[:, :, None]
     even, odd = philox4x32(even, odd, keys.t()[:, :, None])
-    lanes = torch.stack((even[0], odd[0], even[1], odd[1]), dim=-1)
-    return lanes.flatten(1)[:, :vocab_size]
+    return torch.stack((even[0], odd[0], even[1], odd[1]), dim=-1)
 
 
 def scalar_words(keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor) -> Tensor:

@@ -37,10 +37,17 @@ def draw(probabilities: Tensor, rows: NoiseRows, purposes: Tensor | int) -> Tens
     """
     if isinstance(purposes, int):
         purposes = torch.full_like(rows.positions, purposes)
-    words = noise.token_words(
-        rows.keys, rows.positions, rows.choices, purposes, probabilities.shape[1]
-    )
-    return (probabilities / noise.exponential(words)).argmax(dim=-1)
+    # Filters leave few tokens: then only their noise is computed. Ids ascend, for the ties.
+    width = int((probabilities > 0).sum(dim=-1).max())
+    if width * 8 > probabilities.shape[1]:
+        words = noise.token_words(
+            rows.keys, rows.positions, rows.choices, purposes, probabilities.shape[1]
+        )
+        return (probabilities / noise.exponential(words)).argmax(dim=-1)
+    ids = probabilities.topk(width, dim=-1).indices.sort(dim=-1).values
+    words = noise.words_of(rows.keys, rows.positions, rows.choices, purposes, ids)
+    scores = probabilities.gather(1, ids) / noise.exponential(words)
+    return ids.gather(1, scores.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
 def rejection_verify(

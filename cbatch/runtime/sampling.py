@@ -12,6 +12,9 @@ from torch import Tensor
 from cbatch.runtime.rows import I64, SlotTable, iota
 from triton_kernels.verify import NoiseRows
 
+# Enough for any usual top-k and most nuclei; a larger prefix costs more on every row.
+_LEADING_TOKENS = 256
+
 
 class Filters(NamedTuple):
     """Sampling parameters of N logits rows. None: no row uses that filter."""
@@ -61,19 +64,75 @@ def filtered_probs(logits: Tensor, filters: Filters) -> Tensor:
     # The maximum goes first: a tiny temperature then overflows to -inf at most, never to NaN.
     x = (logits - logits.amax(dim=-1, keepdim=True)) / filters.temperature[:, None]
     if filters.top_k is not None or filters.top_p is not None:
-        ordered, order = x.sort(dim=-1, descending=True, stable=True)
-        if filters.top_k is not None:
-            rank = torch.arange(x.shape[-1], device=x.device)
-            ordered = ordered.masked_fill(rank >= filters.top_k[:, None], -torch.inf)
-        if filters.top_p is not None:
-            p = ordered.softmax(dim=-1)
-            before = p.cumsum(dim=-1) - p
-            before[:, 0] = 0  # the most likely token always stays
-            ordered = ordered.masked_fill(before >= filters.top_p[:, None], -torch.inf)
-        x = torch.empty_like(x).scatter_(-1, order, ordered)
+        x = _cut(x, filters)
     if filters.min_p is not None:
         x = x.masked_fill(x < filters.min_p.log()[:, None], -torch.inf)
     return x.softmax(dim=-1)
+
+
+def _cut(x: Tensor, filters: Filters) -> Tensor:
+    """`x`, whose maximum is 0, with what top-k and top-p drop set to -inf.
+
+    Nearly every cut lies among the first `_LEADING_TOKENS`, which are found without sorting the
+    vocabulary. Which way a row goes depends on that row alone.
+    """
+    rows, vocab = x.shape
+    top_k, top_p = filters.top_k, filters.top_p
+    if top_k is None:
+        top_k = torch.full((rows,), vocab, device=x.device)
+    if top_p is None:
+        top_p = torch.full((rows,), torch.inf, device=x.device)
+    if vocab <= 2 * _LEADING_TOKENS:
+        return _cut_sorted(x, top_k, top_p)
+    values, ids, edge = _leading(x)
+    total = torch.where(top_k <= _LEADING_TOKENS, _mass(values, top_k), x.exp().sum(dim=-1))
+    keep = _kept(values, top_k, top_p * total)
+    count = keep.sum(dim=-1)
+    # The mass that top-p refers to is known, the cut is inside, and every token that ties with the
+    # last one kept is among those seen.
+    known = (top_k <= _LEADING_TOKENS) | (top_k >= vocab)
+    last = values.gather(1, count[:, None] - 1).squeeze(1)
+    found = known & (count < _LEADING_TOKENS) & (last > edge)
+    cut = torch.full_like(x, -torch.inf)
+    cut.scatter_(1, ids, values.masked_fill(~keep, -torch.inf))
+    whole = (top_k >= vocab) & torch.isinf(top_p)
+    cut = torch.where(whole[:, None], x, cut)
+    rest = (~found & ~whole).nonzero().squeeze(1)
+    if rest.numel():
+        cut[rest] = _cut_sorted(x[rest], top_k[rest], top_p[rest])
+    return cut
+
+
+def _cut_sorted(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    values, ids = x.sort(dim=-1, descending=True, stable=True)
+    keep = _kept(values, top_k, top_p * _mass(values, top_k))
+    return torch.empty_like(x).scatter_(1, ids, values.masked_fill_(~keep, -torch.inf))
+
+
+def _leading(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The leading tokens of each row in the order (-x, id): values, ids, and the next value."""
+    values, ids = x.topk(_LEADING_TOKENS + 1, dim=-1)
+    edge = values[:, -1]
+    ids, order = ids[:, :-1].sort(dim=-1)
+    values = values[:, :-1].gather(1, order)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order), edge
+
+
+def _mass(values: Tensor, top_k: Tensor) -> Tensor:
+    """Sum of exp over the first `top_k` of each row."""
+    rank = torch.arange(values.shape[-1], device=values.device)
+    return values.exp().masked_fill_(rank >= top_k[:, None], 0).sum(dim=-1)
+
+
+def _kept(values: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
+    """Which of the descending `values` stay: rank below top_k, and less than `nucleus` of mass
+    before them. The first always does."""
+    rank = torch.arange(values.shape[-1], device=values.device)
+    before = torch.nn.functional.pad(values.exp().cumsum(dim=-1)[:, :-1], (1, 0))
+    keep = (rank < top_k[:, None]) & (before < nucleus[:, None])
+    keep[:, 0] = True
+    return keep
 
 
 def greedy_tokens(logits: Tensor) -> I64:

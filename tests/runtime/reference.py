@@ -22,7 +22,7 @@ def slow_filter(
     kept = order[:top_k]
     total, mass, nucleus = sum(weight[i] for i in kept), 0.0, []
     for i in kept:
-        if mass < top_p * total or not nucleus:
+        if top_p == 1 or mass < top_p * total or not nucleus:
             nucleus.append(i)
         mass += weight[i]
     kept = [i for i in nucleus if weight[i] >= min_p * weight[order[0]]]

@@ -66,7 +66,9 @@ def test_drafts_equal_those_of_a_cold_draft_whatever_its_kv_went_through(monkeyp
     monkeypatch.setattr(
         lookahead_module,
         "choose_lookahead",
-        lambda config, estimate: rng.integers(0, 5, estimate.shape[1]).astype(np.int32),
+        lambda config, estimate, rows, caps: np.minimum(
+            caps, rng.integers(0, 5, len(caps)).astype(np.int32)
+        ),
     )
     shared = prompts(1, seed=9, low=24, high=25)[0]
     requests = [
@@ -87,10 +89,10 @@ def test_acceptance_recovers_after_k_was_zero(monkeypatch):
     """k 3 -> 0 -> 3: the drafter catches up, and accepts as if it had never paused."""
     steps = {"n": 0}
 
-    def choose(config: Any, estimate: np.ndarray) -> np.ndarray:
+    def choose(config: Any, estimate: Any, rows: Any, caps: np.ndarray) -> np.ndarray:
         steps["n"] += 1
         k = 0 if 15 <= steps["n"] < 45 else 3
-        return np.full(estimate.shape[1], k, dtype=np.int32)
+        return np.minimum(caps, np.int32(k))
 
     requests = [make_request(f"r{i}", p, max_tokens=120) for i, p in enumerate(prompts(6))]
     steady = checked_run(requests, lookahead="fixed:3")

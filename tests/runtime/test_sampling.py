@@ -30,23 +30,28 @@ def make_filters(rows) -> Filters:
     )
 
 
-def test_filters_follow_their_definition():
+@pytest.mark.parametrize(("vocab", "spread"), [(40, 2.0), (1500, 2.0), (1500, 0.3)])
+def test_filters_follow_their_definition(vocab, spread):
+    """Small and large vocabularies, cuts among the leading tokens and beyond them."""
     rng = np.random.default_rng(1)
-    vocab = 40
     rows = [
         (t, k, p, m)
         for t in (0.3, 1.0, 2.0)
-        for k in (1, 5, vocab)
+        for k in (1, 5, 30, vocab // 2, vocab)
         for p in (0.05, 0.6, 0.95, 1.0)
         for m in (0.0, 0.05, 1.0)
     ]
-    logits = np.round(rng.normal(size=(len(rows), vocab)) * 2, 1)  # rounded: many ties
+    logits = np.round(rng.normal(size=(len(rows), vocab)) * spread, 1)  # many ties
     got = filtered_probs(torch.from_numpy(logits).float(), make_filters(rows)).numpy()
+    on_edge = 0
     for i, row in enumerate(rows):
         want = np.array(slow_filter(logits[i].tolist(), *row))
-        # An edge that falls on round-off may keep or drop one token; none of these does.
-        assert np.array_equal(got[i] > 0, want > 0), row
-        assert np.abs(got[i] - want).max() < 1e-5
+        # A cumulative mass that meets top_p to the last bit may keep or drop one token.
+        differ = int(((got[i] > 0) != (want > 0)).sum())
+        on_edge += differ
+        assert differ <= 1, row
+        assert np.abs(got[i] - want).max() < 1e-5 + differ * want[want > 0].min(), row
+    assert on_edge <= len(rows) // 50
 
 
 def test_ties_at_the_edges_go_to_the_lowest_id():
@@ -64,8 +69,11 @@ def test_tiny_temperature_and_forbidden_tokens_stay_finite():
 
 def test_a_row_has_the_same_bits_in_any_company():
     rng = np.random.default_rng(2)
-    logits = torch.from_numpy(rng.normal(size=(9, 500)).astype(np.float32))
-    filters = make_filters([(0.8, 500 if i % 2 else 40, 0.9, 0.01) for i in range(9)])
+    vocab = 2000
+    logits = torch.from_numpy(rng.normal(size=(9, vocab)).astype(np.float32))
+    filters = make_filters(
+        [(0.8, (vocab, 40, 900)[i % 3], (0.9, 1.0)[i % 2], 0.01) for i in range(9)]
+    )
     together = filtered_probs(logits, filters)
     for i in range(9):
         index = torch.tensor([i])

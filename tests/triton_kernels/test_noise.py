@@ -29,6 +29,11 @@ def test_words_equal_bit_for_bit():
         as_tensor(keys), as_tensor(positions), as_tensor(choices), as_tensor(purposes), 1003
     )
     assert np.array_equal(got.numpy(), want.astype(np.int64))
+    ids = as_tensor(rng.integers(0, 1003, (7, 5)))
+    some = noise.words_of(
+        as_tensor(keys), as_tensor(positions), as_tensor(choices), as_tensor(purposes), ids
+    )
+    assert torch.equal(some, got.gather(1, ids))
     scalars = noise.scalar_words(
         as_tensor(keys), as_tensor(positions), as_tensor(choices), as_tensor(purposes)
     )

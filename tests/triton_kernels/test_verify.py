@@ -328,6 +328,23 @@ def test_a_row_does_not_depend_on_its_neighbours(laws):
     assert 0 < together.num_accepted.sum() < total
 
 
+def test_a_sparse_law_draws_what_the_dense_way_would(monkeypatch):
+    """Only the noise of possible tokens is computed; the winner is the same."""
+    rng = np.random.default_rng(8)
+    p = torch.from_numpy(rng.random((300, 512)).astype(np.float32))
+    p[torch.from_numpy(rng.random((300, 512))) > 0.05] = 0
+    p[0] = 0
+    p[0, 77] = 1.0
+    rows = rows_for(300)
+    sparse = draw(p, rows, noise.BONUS)
+    words = noise.token_words(
+        rows.keys, rows.positions, rows.choices, torch.full((300,), noise.BONUS), 512
+    )
+    assert torch.equal(sparse, (p / noise.exponential(words)).argmax(dim=-1))
+    monkeypatch.setattr(noise, "token_words", lambda *_: pytest.fail("computed all noise"))
+    draw(p, rows, noise.BONUS)
+
+
 def test_shapes_are_checked_by_name():
     p, ones = torch.full((2, 3), 1 / 3), torch.ones(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="target_probs"):
