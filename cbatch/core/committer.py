@@ -76,7 +76,9 @@ class Committer:
             state.end(step.owners[row], reason)
         for slot in flight.held_slots:
             state.free_slot(slot)
-        if not flight.plain:
+        if flight.grown_slots is not None and not state.flights:
+            self._return_tail_blocks(flight.grown_slots)
+        elif not flight.plain:
             self._return_tails(step)
         if state.doomed:
             for sequence in state.doomed:
@@ -226,6 +228,15 @@ class Committer:
             self.state.pool.taint(self.state.block_row(slot))
             self.state.end(step.owners[row], FinishReason.ERROR, message=_ERROR_MESSAGE)
 
+    def _return_tail_blocks(self, grown_slots: np.ndarray) -> None:
+        """Nothing is in flight, so only rows that got a block for this step can have too many."""
+        if len(grown_slots):
+            table, size = self.state.table, self.state.pool.block_size
+            spare = table.capacity[grown_slots] - table.num_tokens[grown_slots]
+            slots = grown_slots[spare >= size - 1]
+            if len(slots):
+                self.state.return_tails(slots)
+
     def _return_tails(self, step: _Step) -> None:
         """Give back whole blocks beyond what the known tokens and the plan in flight need."""
         state, table, rows = self.state, self.state.table, step.rows
@@ -237,9 +248,6 @@ class Committer:
         if not len(tails):
             return
         slots = step.slots[tails]
-        if state.most_emitted <= size and not flights:
-            state.return_tails(slots)
-            return
         needed = table.num_tokens - table.todo
         for flight in flights:
             needed[flight.plan.slots] += flight.plan.query_lens

@@ -42,17 +42,16 @@ def choose_lookahead(
     """k of each row, int32 [rows], before the step budget and the pool have their say.
 
     `estimate` is float64 [2, slots], the sums N and D, of which `rows` selects some; `caps` is
-    int32 [rows], what request and context allow. `off` is 0, `fixed` is `config.k`, `ema` drafts
-    position j while S_j >= `config.min_survival`.
+    int32 [rows], what request and context allow, at most `config.k`. `off` is 0, `fixed` the cap,
+    `ema` drafts position j while S_j >= `config.min_survival`.
     """
     if config.policy == "off":
         return np.zeros(len(caps), dtype=np.int32)
     if config.policy == "fixed":
-        drafts: np.ndarray = np.minimum(caps, config.k)
-        return drafts
+        return caps
     accepted, trials = estimate[:, rows]
     worth = survival(accepted, trials, config.k) >= config.min_survival
-    drafts = np.minimum(np.add.reduce(worth, axis=1, dtype=np.int32), caps)
+    drafts: np.ndarray = np.minimum(np.add.reduce(worth, axis=1, dtype=np.int32), caps)
     return drafts
 
 

@@ -22,7 +22,7 @@ class Chunk(msgspec.Struct, frozen=True):
     last: bool
 
 
-class Decodes(msgspec.Struct, frozen=True):
+class Decodes(msgspec.Struct):
     """The decoding rows of a step. `rows` selects `slots` in the table, as a slice if it can."""
 
     slots: np.ndarray
@@ -31,6 +31,7 @@ class Decodes(msgspec.Struct, frozen=True):
     catch_up: np.ndarray
     drafts_total: int  # drafts and catch-up tokens
     may_end: bool = True  # some row may reach its last token
+    grown_slots: np.ndarray | None = None  # those that got one block; None: any may have
     preempted: bool = False  # a sequence was preempted for them: nothing is admitted this step
 
 
@@ -45,6 +46,7 @@ class RowCache(msgspec.Struct):
     ones: np.ndarray
     zeros: np.ndarray
     trues: np.ndarray
+    max_lookahead: np.ndarray
     slack_tokens: int = 0  # every row can take so many more before any comes near its end
 
 
@@ -96,8 +98,10 @@ class Planner:
         cache.slack_tokens -= state.most_emitted
         num_drafts, catch_up, total, reach = zeros, zeros, 0, known
         if state.speculates:
-            lag = table.draft_lag[rows]
-            num_drafts, catch_up, total = self._drafts(rows, known, lag, near_end)
+            caps = cache.max_lookahead
+            if near_end:
+                caps = np.minimum(caps, np.maximum(table.lookahead_end[rows] - known, 0))
+            num_drafts, catch_up, total = self._drafts(rows, caps, table.draft_lag[rows])
             reach = known + num_drafts
         decodes = Decodes(slots, rows, num_drafts, catch_up, total, near_end)
         return self._grow(decodes, reach)
@@ -117,7 +121,9 @@ class Planner:
         num_drafts, catch_up, total = zeros, zeros, 0
         if state.speculates:
             lag = table.draft_lag + known - table.num_tokens + table.todo - 1
-            num_drafts, catch_up, total = self._drafts(rows, known[rows], lag[rows], True)
+            caps = np.maximum(table.lookahead_end[rows] - known[rows], 0)
+            caps = np.minimum(table.max_lookahead[rows], caps)
+            num_drafts, catch_up, total = self._drafts(rows, caps, lag[rows])
         # Two bounds together may pass the end.
         reach = np.minimum(reach[rows] + num_drafts, table.max_total[rows])
         return self._grow(Decodes(slots, rows, num_drafts, catch_up, total), reach)
@@ -134,30 +140,33 @@ class Planner:
         return known, reach
 
     def _drafts(
-        self, rows: slice | np.ndarray, known: np.ndarray, lag: np.ndarray, near_end: bool
+        self, rows: slice | np.ndarray, caps: np.ndarray, lag: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, int]:
-        """Drafts and catch-up tokens per row, and their total, before blocks are considered."""
-        state, table, config = self.state, self.state.table, self.state.config
-        caps = table.max_lookahead[rows]
-        if near_end:
-            caps = np.minimum(caps, np.maximum(table.lookahead_end[rows] - known, 0))
-        drafts = lookahead.choose_lookahead(config.lookahead, table.estimate, rows, caps)
-        budget = config.step_budget_tokens - len(known)
+        """Drafts and catch-up tokens per row, and their total, before blocks are considered.
+
+        `caps` is what request and context allow, `lag` how far the draft's KV is behind."""
+        state, config = self.state, self.state.config
+        estimate = state.table.estimate
+        drafts = lookahead.choose_lookahead(config.lookahead, estimate, rows, caps)
+        budget = config.step_budget_tokens - len(caps)
         if state.prefilling or state.waiting:
             budget //= 2  # speculation does not starve prompts
-        return fit_drafts(drafts, lag, budget, self._next_step_id % len(known))
+        return fit_drafts(drafts, lag, budget, self._next_step_id % len(caps))
 
     def _grow(self, decodes: Decodes, reach: np.ndarray) -> Decodes:
         """Blocks for positions up to `reach`, int32 [rows]; if there are not enough, fewer rows."""
         state, table = self.state, self.state.table
+        size = state.pool.block_size
         short = (reach > table.capacity[decodes.rows]).nonzero()[0]
-        if not len(short):
-            return decodes
-        growing, size = decodes.slots[short], state.pool.block_size
+        growing = decodes.slots[short]
         if state.most_emitted <= size and not state.flights:
             if len(short) <= state.pool.num_available:
-                state.append_blocks(growing)
+                decodes.grown_slots = growing
+                if len(short):
+                    state.append_blocks(growing)
                 return decodes
+        elif not len(short):
+            return decodes
         else:
             extra = (reach[short] - table.capacity[growing] + (size - 1)) // size
             if np.add.reduce(extra) <= state.pool.num_available:
@@ -301,8 +310,11 @@ class Planner:
             deltas=state.take_deltas(),
         )
         self._next_step_id += 1
-        may_end = decodes.may_end or bool(chunks)
-        state.flights.append(Flight(plan, rows, owners, plain, bool(chunks), may_end, [], []))
+        has_chunks = bool(chunks)
+        may_end = decodes.may_end or has_chunks
+        grown = decodes.grown_slots
+        flight = Flight(plan, rows, owners, plain, has_chunks, may_end, grown, [], [])
+        state.flights.append(flight)
         return plan
 
     def _owners_of(self, slots: list[int]) -> list[Sequence]:
@@ -323,4 +335,5 @@ class Planner:
             ones=np.ones(count, dtype=np.int32),
             zeros=np.zeros(count, dtype=np.int32),
             trues=np.ones(count, dtype=np.bool_),
+            max_lookahead=state.table.max_lookahead[slots],
         )

@@ -54,6 +54,7 @@ class Flight(msgspec.Struct, eq=False):
     plain: bool  # every row decodes one token
     has_chunks: bool  # some rows prefill
     may_end: bool  # some row may reach its last token
+    grown_slots: np.ndarray | None  # got a block for this plan; None: look at every row
     void_slots: list[int]  # ended since: their results are dropped
     held_slots: list[int]  # of these, the ones to free when this plan commits
 

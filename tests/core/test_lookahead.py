@@ -78,7 +78,7 @@ def test_k_follows_acceptance_and_zero_is_not_absorbing() -> None:
 
 def test_the_simple_policies() -> None:
     estimate = prior(3)
-    caps = np.array([9, 5, 2], dtype=np.int32)
+    caps = np.array([5, 5, 2], dtype=np.int32)
     off, fixed = LookaheadConfig(policy="off"), LookaheadConfig(policy="fixed", k=5)
     assert choose_lookahead(off, estimate, ALL, caps).tolist() == [0, 0, 0]
     assert choose_lookahead(fixed, estimate, ALL, caps).tolist() == [5, 5, 2]
