@@ -86,9 +86,12 @@ class _Memory:
         self.residual[:, config.hidden_size] = (config.hidden_size * config.rms_norm_eps) ** 0.5
         # Spare rows: products over queries read past the last one (see `Group.bind`).
         self.fused = torch.zeros(capacity + 4, h.row_width, device=device)
-        self.turn = torch.ones(
-            capacity, 1, h.roles, h.head_dim // 2, dtype=torch.complex64, device=device
+        # One role too many: rows that do not touch are never merged into one loop, whose end
+        # (scalar code) would lie elsewhere for every row count.
+        turn = torch.ones(
+            capacity, 1, h.roles + 1, h.head_dim // 2, dtype=torch.complex64, device=device
         )
+        self.turn = turn[:, :, : h.roles]
         width = config.num_heads * h.head_dim
         self.attended = torch.zeros(capacity + 1, width, device=device)
         self._views: dict[int, _Buffers] = {}

@@ -15,6 +15,8 @@ from torch import Tensor
 from cbatch.runtime.kv import KVCache
 from cbatch.runtime.model import Model, RaggedBatch
 
+transformers.utils.logging.disable_progress_bar()
+
 CONTEXT_TOKENS = 384
 
 SHAPE: dict[str, Any] = {
@@ -104,9 +106,7 @@ class PagedSequence:
         self.tokens, self.blocks, self.done = tokens, blocks, 0
 
 
-def paged(
-    kv: KVCache, sequences: list[NDArray[np.int64]], seed: int = 0
-) -> list[PagedSequence]:
+def paged(kv: KVCache, sequences: list[NDArray[np.int64]], seed: int = 0) -> list[PagedSequence]:
     """Sequences with blocks of `kv` in random order."""
     free = np.random.default_rng(seed).permutation(kv.num_blocks).astype(np.int32)
     found = []

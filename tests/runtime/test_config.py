@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.runtime.config import ModelError, load_config
+from tests.runtime.hf_models import FAMILY, ROPE, build, use_old_rope_spelling
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": [2, 7],
+    "bos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(tmp_path: Path, **changes: Any) -> Path:
+    values = {k: v for k, v in {**LLAMA, **changes}.items() if v != "absent"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+def test_fields_of_a_plain_config(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path))
+    assert (config.family, config.num_layers, config.head_dim, config.group_size) == (
+        "llama",
+        4,
+        8,
+        4,
+    )
+    assert config.eos_token_ids == (2, 7) and config.bos_token_id == 1
+    assert config.torch_dtype == "bfloat16" and config.rope.type == "default"
+    assert config.sliding_window == (None,) * 4 and not config.tie_embeddings
+
+
+def test_a_file_is_as_good_as_its_directory(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path) / "config.json") == load_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("rope", ROPE)
+def test_both_spellings_of_rope_mean_the_same(tmp_path: Path, family: str, rope: str) -> None:
+    build(tmp_path, family, rope, num_hidden_layers=1)
+    new = load_config(tmp_path)
+    use_old_rope_spelling(tmp_path)
+    assert load_config(tmp_path) == new
+    assert new.rope.type == ROPE[rope]["rope_type"]
+    if rope == "yarn_mscale":
+        assert 1.0 < new.rope.attention_factor < 1.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, (128,) * 4),
+        ({"architectures": ["MistralForCausalLM"]}, (4096,) * 4),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 4),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}, (None,) * 4),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 128,
+                "use_sliding_window": True,
+                "max_window_layers": 3,
+            },
+            (None, None, None, 128),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 128,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (128, None, 128, None),
+        ),
+    ],
+)
+def test_sliding_window_by_layer(
+    tmp_path: Path, changes: dict[str, Any], window: tuple[int | None, ...]
+) -> None:
+    assert load_config(write(tmp_path, **changes)).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, ["architectures", "MixtralForCausalLM"]),
+        ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "Qwen3"]),
+        ({"num_local_experts": 8}, ["num_experts", "mixtures of experts"]),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            ["quantization_config", "full weights"],
+        ),
+        ({"hidden_size": "absent"}, ["hidden_size", "missing"]),
+        ({"hidden_size": "64"}, ["hidden_size", "positive integer"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "positive integer"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "does not divide"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "positive number"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id"]),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            ["rope_scaling.rope_type", "dynamic", "llama3"],
+        ),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.rope_type", "longrope"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor", "missing"]),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}},
+            ["rope_parameters.low_freq_factor", "missing"],
+        ),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+    ],
+)
+def test_what_cannot_be_served_is_named(
+    tmp_path: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_config(write(tmp_path, **changes))
+    assert all(word in str(caught.value) for word in ["config.json", *words])
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: not found"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": [')
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read as JSON"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="JSON object"):
+        load_config(tmp_path)

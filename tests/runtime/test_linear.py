@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.runtime import linear
+from cbatch.runtime.linear import NO_PADDING, Linear, Plan, RowPadding, find_padding, make_plan
+
+CPU = torch.device("cpu")
+needs_packing = pytest.mark.skipif(
+    not linear.packing_available(), reason="this build of torch has no packed products"
+)
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    y = (x if scale is None else x * scale).double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize("native_rows", [None, pytest.param(0, marks=needs_packing)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", [NO_PADDING, RowPadding(8, 8)])
+def test_values(native_rows: int | None, dtype: torch.dtype, padding: RowPadding) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
+    scale = torch.rand(64) + 0.5
+    product = Linear(weight, bias, scale, Plan(native_rows, padding, True))
+    for rows in (1, 2, 9, 33):
+        x = torch.randn(rows, 64)
+        y = product(x)
+        tolerance = 1e-4 if dtype == torch.float32 or native_rows == 0 else 0.2
+        assert y.shape == (rows, 96) and y.dtype == torch.float32
+        torch.testing.assert_close(
+            y.double(), reference(x, weight, bias, scale), rtol=0, atol=tolerance
+        )
+
+
+@needs_packing
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(192, 64), (64, 96), (128, 128), (199, 64)])
+def test_invariant_plans_keep_their_word(
+    threads: int, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    torch.set_num_threads(threads)
+    plan = make_plan(shape, dtype, CPU, invariant=True, may_pack=True)
+    assert plan.invariant and plan.native_rows in (0, None)
+    torch.manual_seed(1)
+    product = Linear(torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype), None, plan)
+    x = torch.randn(200, shape[1])
+    whole = product(x)
+    for start in (0, 1, 7):
+        for rows in [*range(1, 41), 64, 150]:
+            assert torch.equal(product(x[start : start + rows]), whole[start : start + rows])
+
+
+def test_the_least_padding_that_holds_is_found() -> None:
+    """A product whose bits change below 5 rows, and one that changes at all but multiples of 8."""
+
+    def wrong_if(bad: Callable[[int], bool]) -> Callable[[Tensor], Tensor]:
+        return lambda x: x + float(bad(len(x)))
+
+    assert find_padding(wrong_if(lambda n: False), (4, 4), CPU) == NO_PADDING
+    assert find_padding(wrong_if(lambda n: n < 5), (4, 4), CPU) == RowPadding(8, 1)
+    assert find_padding(wrong_if(lambda n: n % 8 != 0), (4, 4), CPU) == RowPadding(8, 8)
+
+
+def test_no_padding_is_said_so() -> None:
+    calls = iter(range(10**6))
+    assert find_padding(lambda x: x + float(next(calls)), (4, 4), CPU) is None
+
+
+def test_rows_are_padded_to_the_minimum_then_to_multiples() -> None:
+    assert [RowPadding(2, 1).rows(n) for n in (1, 2, 3)] == [2, 2, 3]
+    assert [RowPadding(8, 8).rows(n) for n in (1, 8, 9)] == [8, 8, 16]
+
+
+@needs_packing
+def test_fast_plans_take_the_faster_product_at_each_row_count() -> None:
+    assert linear._crossover((1, 1, 3, 9, 9), (2, 2, 2, 2, 2)) == 2
+    assert linear._crossover((3, 1, 1, 1, 1), (2, 2, 2, 2, 2)) == 0
+    assert linear._crossover((1,) * 5, (2,) * 5) == linear.TIMED_ROWS[-1]
+    plan = make_plan((64, 64), torch.bfloat16, CPU, invariant=False, may_pack=True)
+    assert plan.native_rows is not None and len(plan.times_s) == len(linear.TIMED_ROWS)
+
+
+def test_without_packing_products_are_native() -> None:
+    for invariant in (False, True):
+        plan = make_plan((64, 64), torch.float32, CPU, invariant=invariant, may_pack=False)
+        assert plan.native_rows is None

@@ -1,0 +1,197 @@
+"""Against Hugging Face with eager attention: teacher-forced logits, free-running greedy tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.runtime.kv import KVCache
+from cbatch.runtime.model import Model, RaggedBatch, load_model
+from tests.runtime.hf_models import (
+    CONTEXT_TOKENS,
+    FAMILY,
+    ROPE,
+    build,
+    paged,
+    run_all,
+    step,
+    tokens_of,
+)
+
+BLOCK = 16
+BOUND = 1e-4  # of the standard deviation of the logits
+LENGTHS = (150, 37, 301)  # past two sliding windows, several blocks and one segment of values
+
+
+def cache(model: Model, num_blocks: int = 64, block_size: int = BLOCK) -> KVCache:
+    return KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
+
+
+def worst_error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference in standard deviations of the expected logits."""
+    return float((found - expected).abs().max() / expected.std())
+
+
+@pytest.mark.parametrize("rope", ROPE)
+@pytest.mark.parametrize("family", FAMILY)
+def test_teacher_forced_logits(tmp_path: Path, family: str, rope: str) -> None:
+    reference = build(tmp_path, family, rope)
+    model = load_model(tmp_path, numerics="invariant")
+    sequences = [tokens_of(i, n) for i, n in enumerate(LENGTHS)]
+    kv = cache(model)
+    found = run_all(model, kv, paged(kv, sequences), [1, 7, 40, 3, 140])
+    with torch.no_grad():
+        expected = [reference(torch.from_numpy(s)[None]).logits[0] for s in sequences]
+    assert worst_error(found, torch.cat(expected)) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+        ("llama", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}),
+        ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 1}),
+        ("qwen2", {"use_sliding_window": False}),
+        ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 40,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+        ),
+    ],
+)
+def test_variants_of_a_family(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    reference = build(tmp_path, family, **changes)
+    model = load_model(tmp_path, numerics="invariant")
+    sequences = [tokens_of(i, n) for i, n in enumerate((90, 21))]
+    kv = cache(model, block_size=8)
+    found = run_all(model, kv, paged(kv, sequences), [5, 1, 33])
+    with torch.no_grad():
+        expected = [reference(torch.from_numpy(s)[None]).logits[0] for s in sequences]
+    assert worst_error(found, torch.cat(expected)) < BOUND
+
+
+def test_free_running_greedy(tmp_path: Path) -> None:
+    """Equal up to the first position where the reference's own top two are within the bound: such
+    positions are counted, at most 1 in 1,000."""
+    counts = np.array([_greedy_positions_and_ties(tmp_path / f, f) for f in FAMILY])
+    positions, ties = counts.sum(axis=0)
+    assert positions > 2500 and ties <= positions / 1000
+
+
+def _greedy_positions_and_ties(directory: Path, family: str) -> tuple[int, int]:
+    reference = build(directory, family, "llama3")
+    model = load_model(directory, numerics="invariant")
+    prompts = [tokens_of(i, n) for i, n in enumerate((5, 33, 90))]
+    length = 250
+    kv = cache(model)
+    sequences = paged(kv, [np.concatenate([p, np.zeros(length, np.int64)]) for p in prompts])
+    chunks = [(s, len(p)) for s, p in zip(sequences, prompts, strict=True)]
+    for _ in range(length):
+        for (sequence, _), logits in zip(chunks, step(model, kv, chunks), strict=True):
+            sequence.tokens[sequence.done] = int(logits[-1].argmax())
+        chunks = [(s, 1) for s in sequences]
+    positions = ties = 0
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        with torch.no_grad():
+            expected = reference(torch.from_numpy(sequence.tokens)[None]).logits[0]
+        top = expected.topk(2)
+        for at in range(len(prompt) - 1, len(sequence.tokens) - 1):
+            positions += 1
+            if top.values[at, 0] - top.values[at, 1] < BOUND * expected.std():
+                ties += 1
+                break
+            assert int(top.indices[at, 0]) == sequence.tokens[at + 1]
+    return positions, ties
+
+
+def test_only_the_wanted_logits_come_back(tmp_path: Path) -> None:
+    build(tmp_path, "llama")
+    model = load_model(tmp_path, numerics="invariant")
+    kv = cache(model)
+    sequence = paged(kv, [tokens_of(0, 12)])[0]
+    whole = step(model, kv, [(sequence, 12)])[0]
+    batch = RaggedBatch(
+        tokens=torch.from_numpy(sequence.tokens),
+        positions=torch.arange(12),
+        query_lens=np.array([12], dtype=np.int32),
+        context_lens=np.array([12], dtype=np.int32),
+        block_tables=sequence.blocks[None],
+        logits_index=torch.tensor([11, 3]),
+    )
+    assert torch.equal(model.forward(batch, kv), whole[[11, 3]])
+    kv.data.zero_()
+    batch.logits_index = torch.tensor([], dtype=torch.int64)
+    assert model.forward(batch, kv).shape == (0, model.config.vocab_size)
+    assert (kv.data[:, :, :, sequence.blocks].abs().amax((1, 2, 3, 4, 5)) > 0).all(), (
+        "KV is written"
+    )
+
+
+def test_a_pass_writes_its_own_blocks_only(tmp_path: Path) -> None:
+    build(tmp_path, "mistral")
+    model = load_model(tmp_path, numerics="invariant")
+    kv = cache(model)
+    kv.data.fill_(7.0)
+    sequences = paged(kv, [tokens_of(i, n) for i, n in enumerate((20, 100))])
+    run_all(model, kv, sequences, [9, 3])
+    own = {int(b) for s in sequences for b in s.blocks}
+    others = [b for b in range(kv.num_blocks) if b not in own]
+    assert len(own) == 2 + 7 and (kv.data[:, :, :, others] == 7.0).all()
+
+
+def test_zeroed_blocks_are_safe_for_the_next_owner(tmp_path: Path) -> None:
+    build(tmp_path, "llama")
+    model = load_model(tmp_path, numerics="invariant")
+    kv = cache(model)
+    clean = run_all(model, kv, paged(kv, [tokens_of(0, 20)]), [7])
+    kv.data.fill_(float("nan"))
+    kv.data[:, :, :, kv.scratch_block] = 0
+    dirty = run_all(model, kv, paged(kv, [tokens_of(0, 20)]), [7])
+    assert dirty.isnan().any(), "stale values behind the context do reach a product"
+    kv.data[:, :, :, : kv.num_blocks] = float("nan")
+    kv.zero_blocks(paged(kv, [tokens_of(0, 20)])[0].blocks)
+    assert torch.equal(run_all(model, kv, paged(kv, [tokens_of(0, 20)]), [7]), clean)
+
+
+def test_a_broken_sequence_leaves_its_neighbours_alone(tmp_path: Path) -> None:
+    build(tmp_path, "llama")
+    model = load_model(tmp_path, numerics="invariant")
+    kv = cache(model)
+    sequences = paged(kv, [tokens_of(0, 20), tokens_of(1, 20)])
+    alone = run_all(model, kv, sequences[:1], [20])
+    for s in sequences:
+        s.done = 0
+    step(model, kv, [(s, 10) for s in sequences])
+    kv.data[0, :, :, sequences[1].blocks[0]] = float("nan")
+    first, second = step(model, kv, [(s, 10) for s in sequences])
+    assert torch.equal(first, alone[10:]) and second.isnan().all()
+
+
+def test_a_context_beyond_the_models_is_refused(tmp_path: Path) -> None:
+    build(tmp_path, "llama")
+    model = load_model(tmp_path, numerics="invariant")
+    kv = cache(model)
+    sequence = paged(kv, [tokens_of(0, CONTEXT_TOKENS + 1)])[0]
+    with pytest.raises(ValueError, match=f"context_lens: {CONTEXT_TOKENS + 1} tokens exceed"):
+        step(model, kv, [(sequence, CONTEXT_TOKENS + 1)])
+
+
+def test_block_bytes_is_what_a_block_takes(tmp_path: Path) -> None:
+    build(tmp_path, "qwen3")
+    model = load_model(tmp_path, dtype="bfloat16", numerics="invariant")
+    kv = cache(model, num_blocks=9)
+    taken = kv.data.numel() * kv.data.element_size()
+    assert KVCache.block_bytes(model.config, BLOCK, model.dtype) * (9 + 1) == taken
+    with pytest.raises(ValueError, match=r"block ids must lie in 0\.\.8"):
+        kv.zero_blocks([9])

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from cbatch.runtime.config import load_config
+from cbatch.runtime.rope import RotaryTable, interleave_halves, inverse_frequencies
+from tests.runtime.hf_models import ROPE, build
+
+FAR = 100_000
+
+
+@pytest.mark.parametrize("rope", ROPE)
+def test_cos_and_sin_are_those_of_transformers_at_far_positions(tmp_path: Path, rope: str) -> None:
+    build(tmp_path, "llama", rope, num_hidden_layers=1, head_dim=64)
+    config = load_config(tmp_path)
+    reference = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    positions = torch.tensor([0, 1, 77, 255, 256, 4000, FAR])
+    cos, sin = reference(torch.zeros(1, 1, 1), positions[None])
+    queries, keys = RotaryTable(config.rope, 64, torch.device("cpu")).rows(positions, FAR).unbind(1)
+    torch.testing.assert_close(keys.real, cos[0, :, :32], rtol=0, atol=1e-6)
+    torch.testing.assert_close(keys.imag, sin[0, :, :32], rtol=0, atol=1e-6)
+    torch.testing.assert_close(queries, keys / 8)
+
+
+def test_scalings_differ(tmp_path: Path) -> None:
+    found = []
+    for rope in ROPE:
+        build(tmp_path / rope, "llama", rope, num_hidden_layers=1, head_dim=64)
+        config = load_config(tmp_path / rope)
+        found.append((*inverse_frequencies(config.rope, 64).tolist(), config.rope.attention_factor))
+    assert len(set(found)) == len(ROPE)
+
+
+def test_interleaving_pairs_what_transformers_rotates_together() -> None:
+    weight = torch.arange(2 * 6).float()[:, None].expand(-1, 3)
+    assert interleave_halves(weight, 6)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
