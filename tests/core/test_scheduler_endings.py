@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cbatch.core.errors import FieldError, RefusedError
+from cbatch.core.plan import StepResult
 from cbatch.core.request import FinishReason
+from cbatch.core.scheduler import Scheduler
 from sim.executor import Faults
 from sim.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
@@ -223,3 +226,31 @@ def test_blocks_of_a_row_that_was_cancelled_while_it_failed_are_zeroed():
     world.run()
     world.assert_reference(*(heir.request_id for heir in heirs))
     assert any(len(plan.deltas.zeroed_blocks) for plan in world.plans)
+
+
+@pytest.mark.parametrize(("min_tokens", "kept"), [(0, 2), (1, 2), (2, 4), (3, 4)])
+def test_commit_itself_cuts_at_a_stop_id_but_not_before_min_tokens(min_tokens, kept):
+    """An executor bans stop ids before min_tokens; the core does not rely on it."""
+    scheduler = Scheduler(make_config(lookahead="fixed:4", eos_ids=(7,)))
+    scheduler.add(make_request("a", 6, max_tokens=9, min_tokens=min_tokens), 0.0)
+
+    def emit(*tokens):
+        plan = scheduler.plan(0.0)
+        return scheduler.commit(
+            StepResult(
+                step_id=plan.step_id,
+                generations=plan.generations,
+                tokens=np.asarray(tokens, np.int32),
+                row_splits=np.asarray([0, len(tokens)], np.int32),
+                num_drafted=plan.num_drafts,
+                num_accepted=np.asarray([len(tokens) - 1], np.int32),
+                status=np.zeros(1, np.uint8),
+            ),
+            0.0,
+        )
+
+    assert not emit(5).finished
+    (end,) = emit(7, 6, 7, 6, 6).finished
+    assert end.output.tolist() == [5, 7, 6, 7, 6, 6][:kept]
+    assert end.reason is FinishReason.STOP
+    scheduler.check()

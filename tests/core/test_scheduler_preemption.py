@@ -53,6 +53,21 @@ def test_preempted_requests_re_enter_before_all_others(depth):
 
 
 @DEPTHS
+def test_a_preempted_request_goes_before_one_that_the_policy_prefers(depth):
+    world = World(make_config(num_blocks=12, queue_policy="priority"), depth=depth)
+    world.add(*(make_request(f"r{i}", 8, seed=i, priority=5, max_tokens=24) for i in range(2)))
+    while world.scheduler.num_running < 2:
+        world.step()
+    # It fits only once there is nobody left to come back.
+    world.add(make_request("urgent", 24, priority=0, max_tokens=4))
+    world.run()
+    world.assert_reference()
+    names = admitted_names(world)
+    assert world.scheduler.stats.preemptions > 0
+    assert names[-1] == "urgent" and len(names) > 3
+
+
+@DEPTHS
 @pytest.mark.parametrize("num_blocks", [8, 10, 13, 17])
 def test_the_same_victim_is_not_chosen_twice_without_having_gained_a_block(depth, num_blocks):
     config = make_config(num_blocks=num_blocks, max_model_tokens=32)

@@ -79,16 +79,19 @@ def test_a_hit_never_covers_the_whole_prompt():
     assert admissions(world, "b")[0].kv_len_tokens == len(SYSTEM) - 4
 
 
-def test_output_is_cached_too():
-    world = World()
-    world.add(chat("a", 1, max_tokens=20))
+@DEPTHS
+@pytest.mark.parametrize("max_tokens", range(17, 21))  # ends at every offset of a block
+def test_output_is_cached_up_to_its_last_verified_position(depth, max_tokens):
+    world = World(depth=depth)
+    world.add(chat("a", 1, max_tokens=max_tokens))
     world.run()
-    follow_up = (*SYSTEM, 1, *world.output("a"), 9, 9)
+    follow_up = (*SYSTEM, 1, *world.output("a"), 9, 9, 9, 9)
     world.add(make_request("b", follow_up, max_tokens=3))
     world.run()
     world.assert_reference()
-    # Positions 0..51 were verified KV of `a` (its last token never was), in blocks of 4.
-    assert admissions(world, "b")[0].kv_len_tokens == (len(SYSTEM) + 1 + 20 - 1) // 4 * 4
+    # The KV of the last token of `a` was never computed.
+    kv_len_tokens = len(SYSTEM) + 1 + max_tokens - 1
+    assert admissions(world, "b")[0].kv_len_tokens == kv_len_tokens // 4 * 4
 
 
 def test_a_rejected_draft_never_enters_the_cache():
