@@ -11,8 +11,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from cbatch.demo.parallel import Workers
+
 # Quintic Newton-Schulz coefficients, Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon)
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STACKED_MATRICES = 12
 
 
 def orthogonalise(gradients: Tensor, steps: int = 5) -> Tensor:
@@ -29,8 +32,9 @@ def orthogonalise(gradients: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised per matrix, with decoupled weight decay."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95,
-                 weight_decay: float = 0.1) -> None:
+    def __init__(self, params: Iterable[Tensor], lr: float, workers: Workers,
+                 momentum: float = 0.95, weight_decay: float = 0.1) -> None:
+        self._workers = workers
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -39,12 +43,21 @@ class Muon(torch.optim.Optimizer):
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for weight in group["params"]:
                 by_shape.setdefault(weight.shape, []).append(weight)
-            for shape, weights in by_shape.items():
-                updates = orthogonalise(torch.stack([self._nesterov(w, group) for w in weights]))
-                scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
-                for weight, update in zip(weights, updates, strict=True):
-                    weight.mul_(1 - group["lr"] * group["weight_decay"])
-                    weight.add_(update, alpha=-scale)
+            stacks = [
+                weights[i : i + STACKED_MATRICES]
+                for weights in by_shape.values()
+                for i in range(0, len(weights), STACKED_MATRICES)
+            ]
+            self._workers.map(lambda weights, group=group: self._update(weights, group), stacks)
+
+    @torch.no_grad()
+    def _update(self, weights: list[Tensor], group: dict[str, float]) -> None:
+        updates = orthogonalise(torch.stack([self._nesterov(w, group) for w in weights]))
+        rows, columns = weights[0].shape
+        scale = group["lr"] * max(1.0, rows / columns) ** 0.5
+        for weight, update in zip(weights, updates, strict=True):
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(update, alpha=-scale)
 
     def _nesterov(self, weight: Tensor, group: dict[str, float]) -> Tensor:
         assert weight.grad is not None
@@ -58,11 +71,12 @@ class Muon(torch.optim.Optimizer):
 class Optimizers:
     """Both optimizers behind one schedule: `step(scale)` multiplies every base rate."""
 
-    def __init__(self, net: nn.Module, matrix_lr: float, embedding_lr: float) -> None:
+    def __init__(self, net: nn.Module, matrix_lr: float, embedding_lr: float, workers: Workers
+                 ) -> None:
         named = list(net.named_parameters())
         matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in named if p.ndim != 2 or "embed" in n]
-        self.muon = Muon(matrices, matrix_lr)
+        self.muon = Muon(matrices, matrix_lr, workers)
         self.adam = torch.optim.AdamW(others, embedding_lr, betas=(0.9, 0.95), weight_decay=0.0)
         self._base = (matrix_lr, embedding_lr)
 

@@ -2,98 +2,94 @@
 
 from __future__ import annotations
 
-import math
-import time
-from dataclasses import dataclass
+import dataclasses
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from cbatch.demo.batches import Streams, draw
-from cbatch.demo.nets import TARGET, Llama
-from cbatch.demo.optim import Optimizers, wsd_scale
+from cbatch.demo.loop import Budget, Progress, Training
+from cbatch.demo.nets import TARGET, Llama, NetConfig
+from cbatch.demo.optim import wsd_scale
+from cbatch.demo.parallel import Workers
 
-TOKENS_PER_STEP = 4096
-CONTEXT_TOKENS = 512
-# Half windows cost a fifth less and lose little while the model learns short-range structure.
-SHORT_CONTEXT_TOKENS = 256
-SHORT_CONTEXT_SHARE = 0.6
-DECAY_SHARE = 0.25
-CHECKPOINT_EVERY_S = 180.0
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Training ends at `seconds` of training time or at `steps`, whichever comes first."""
-
-    seconds: float
-    steps: int | None = None
-
-    def progress(self, elapsed_s: float, step: int) -> float:
-        by_steps = step / self.steps if self.steps else 0.0
-        return max(elapsed_s / self.seconds, by_steps)
+TOKENS_PER_STEP = 2048
+MICROBATCH_TOKENS = 512
+# (share of the budget from which it holds, context): attention over short windows costs less and
+# loses little while the model learns short-range structure.
+CONTEXTS = ((0.0, 128), (0.4, 256), (0.7, 512))
+# A third of the layers learn the first half: few tokens do not fill more, and steps are cheap.
+SHALLOW_LAYERS = 4
+GROW_AT_SHARE = 0.5
+DECAY_SHARE = 0.3
+WARMUP_STEPS = 40
 
 
-@dataclass
-class Progress:
-    """What a checkpoint restores beside the weights and the optimizer."""
+def grow(net: Llama, config: NetConfig) -> Llama:
+    """A deeper net that computes the same function.
 
-    step: int = 0
-    elapsed_s: float = 0.0
-    tokens: int = 0
-
-
-def save_checkpoint(path: Path, net: Llama, optimizers: Optimizers, progress: Progress) -> None:
-    """Write whole or not at all: a killed run must find the last good checkpoint."""
-    part = path.with_suffix(".part")
-    torch.save(
-        {"net": net.state_dict(), "optimizers": optimizers.state_dict(), "progress": progress},
-        part,
-    )
-    part.replace(path)
-
-
-def load_checkpoint(path: Path, net: Llama, optimizers: Optimizers) -> Progress:
-    state = torch.load(path, weights_only=False, map_location="cpu")
-    net.load_state_dict(state["net"])
-    optimizers.load_state_dict(state["optimizers"])
-    return state["progress"]
+    Each layer is followed by copies of itself whose output projections are zero, so they add
+    nothing until they have learnt to. `config.num_layers` is a multiple of the net's layers.
+    """
+    copies = config.num_layers // net.config.num_layers
+    deeper = Llama(config)
+    deeper.model.embed_tokens.load_state_dict(net.model.embed_tokens.state_dict())
+    deeper.model.norm.load_state_dict(net.model.norm.state_dict())
+    for index, layer in enumerate(deeper.model.layers):
+        layer.load_state_dict(net.model.layers[index // copies].state_dict())
+        if index % copies:
+            torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+            torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return deeper.to(net.model.embed_tokens.weight.device)
 
 
-def train_target(work: Path, streams: Streams, budget: Budget, seed: int, device: str
-                 ) -> tuple[Llama, Progress]:
-    """Train, or go on from `work/target.pt`; returns the net and what it took."""
-    torch.manual_seed(seed)
-    net = Llama(TARGET).init_weights().to(device)
-    optimizers = Optimizers(net, matrix_lr=0.02, embedding_lr=3e-3)
-    checkpoint = work / "target.pt"
-    progress = Progress()
-    if checkpoint.exists():
-        progress = load_checkpoint(checkpoint, net, optimizers)
-    saved_s, smooth = progress.elapsed_s, math.nan
-    while (share := budget.progress(progress.elapsed_s, progress.step)) < 1.0:
-        start = time.perf_counter()
-        context = SHORT_CONTEXT_TOKENS if share < SHORT_CONTEXT_SHARE else CONTEXT_TOKENS
+class TargetTraining(Training):
+    label = "target"
+
+    def __init__(self, work: Path, streams: Streams, device: str, seed: int, workers: Workers
+                 ) -> None:
+        torch.manual_seed(seed)
+        self.streams, self.device, self.seed = streams, device, seed
+        super().__init__(work / "target.pt", workers, SHALLOW_LAYERS)
+
+    def build(self) -> Llama:
+        shape = dataclasses.replace(TARGET, num_layers=self.progress.layers)
+        return Llama(shape).init_weights().to(self.device)
+
+    def grow(self) -> None:
+        """Go on with the full depth, if that has not happened yet."""
+        if self.progress.layers < TARGET.num_layers:
+            self.adopt(grow(self.net, TARGET))
+            self.progress.layers = TARGET.num_layers
+
+    def step(self, share: float) -> float:
+        if share >= GROW_AT_SHARE:
+            self.grow()
+        context = [length for start, length in CONTEXTS if share >= start][-1]
         rows = TOKENS_PER_STEP // context
         # Test code widens the stable phase; the decay settles on library code alone.
         with_tests = share < 1.0 - DECAY_SHARE
-        batch = draw(streams, progress.step, seed, rows, context + 1, with_tests).to(device)
-        logits = net(batch[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
-        optimizers.step(wsd_scale(share, progress.step, decay_share=DECAY_SHARE))
-        value = loss.item()
-        smooth = value if math.isnan(smooth) else 0.95 * smooth + 0.05 * value
-        progress.step += 1
-        progress.tokens += TOKENS_PER_STEP
-        progress.elapsed_s += time.perf_counter() - start
-        if progress.step % 10 == 0:
-            rate = TOKENS_PER_STEP / (time.perf_counter() - start)
-            print(f"target {share:6.1%} step {progress.step} loss {smooth:.3f} "
-                  f"{rate:,.0f} tokens/s {progress.elapsed_s:,.0f} s", flush=True)
-        if progress.elapsed_s - saved_s > CHECKPOINT_EVERY_S:
-            save_checkpoint(checkpoint, net, optimizers, progress)
-            saved_s = progress.elapsed_s
-    save_checkpoint(checkpoint, net, optimizers, progress)
-    return net, progress
+        at = self.progress.step
+        batch = draw(self.streams, at, self.seed, rows, context + 1, with_tests).to(self.device)
+        micro_rows = max(1, MICROBATCH_TOKENS // context) if self.workers.count > 1 else rows
+        loss, _ = self.workers.backward(self._losses, batch, self.params, micro_rows)
+        warm_step = at - self.progress.warm_from_step
+        self.optimizers.step(wsd_scale(share, warm_step, WARMUP_STEPS, DECAY_SHARE))
+        self.progress.tokens += TOKENS_PER_STEP
+        return loss
+
+    def _losses(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.net(part[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+        return loss, loss
+
+
+def train_target(work: Path, streams: Streams, budget: Budget, seed: int, device: str,
+                 workers: Workers) -> tuple[Llama, Progress]:
+    """Train, or go on from `work/target.pt`; returns the net and what it took."""
+    training = TargetTraining(work, streams, device, seed, workers)
+    training.run(budget)
+    training.grow()
+    return training.net, training.progress

@@ -22,13 +22,18 @@ from cbatch.demo.batches import Streams, prepare
 from cbatch.demo.card import render
 from cbatch.demo.checkpoint import load_pretrained, save_pretrained
 from cbatch.demo.data import Corpus, total_bytes
-from cbatch.demo.draft import build_pool, pool_prompts, train_draft
+from cbatch.demo.draft import build_pool, distil_draft, pool_prompts, pretrain_draft
 from cbatch.demo.evaluate import evaluate, folder_bytes
+from cbatch.demo.loop import Budget, Progress
+from cbatch.demo.parallel import Workers
 from cbatch.demo.prompts import choose_prompts
-from cbatch.demo.target import Budget, Progress, train_target
+from cbatch.demo.target import train_target
 
-STAGES = ("tokenizer", "target", "draft", "evaluate")
-POOL_SHARE = 0.25
+STAGES = ("tokenizer", "target", "draft-text", "draft", "evaluate")
+# Shares of the draft's time: the target writes its pool, the draft learns text, distillation.
+POOL_PROMPTS = 8192
+POOL_SHARE = 0.2
+TEXT_SHARE = 0.3
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -45,7 +50,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-steps", type=int, help="end the draft earlier, at this step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--draft-from", type=Path, help="folder of an earlier draft to improve")
     args = parser.parse_args(argv)
     if unknown := set(args.stages) - set(STAGES):
         parser.error(f"stages: unknown {', '.join(sorted(unknown))}; use {', '.join(STAGES)}")
@@ -56,26 +60,38 @@ def save_progress(work: Path, stage: str, progress: Progress) -> None:
     (work / f"{stage}.json").write_text(json.dumps(vars(progress)))
 
 
-def run_target(args: argparse.Namespace, tokenizer: Tokenizer, streams: Streams, device: str
-               ) -> None:
+def run_target(args: argparse.Namespace, tokenizer: Tokenizer, streams: Streams, device: str,
+               workers: Workers) -> None:
     budget = Budget(args.target_minutes * 60, args.target_steps)
-    net, progress = train_target(args.work, streams, budget, args.seed, device)
+    net, progress = train_target(args.work, streams, budget, args.seed, device, workers)
     save_pretrained(net, tokenizer, args.out / "target")
     save_progress(args.work, "target", progress)
 
 
+def run_draft_text(args: argparse.Namespace, streams: Streams, device: str, workers: Workers
+                   ) -> None:
+    budget = Budget(args.draft_minutes * 60 * TEXT_SHARE, args.draft_steps)
+    _, progress = pretrain_draft(args.work, streams, budget, args.seed, device, workers)
+    save_progress(args.work, "draft-text", progress)
+
+
 def run_draft(args: argparse.Namespace, tokenizer: Tokenizer, streams: Streams, corpus: Corpus,
-              device: str) -> None:
+              device: str, workers: Workers) -> None:
     target = load_pretrained(args.out / "target").to(device)
     seconds = args.draft_minutes * 60
     pool_file = args.work / "pool.pt"
     if not pool_file.exists():
-        prompts = pool_prompts(tokenizer, streams, corpus, args.seed, 8192)
-        torch.save(build_pool(target, prompts, seconds * POOL_SHARE, args.seed), pool_file)
+        prompts = pool_prompts(tokenizer, streams, corpus, args.seed, POOL_PROMPTS)
+        pool = build_pool(target, prompts, seconds * POOL_SHARE, args.seed, workers)
+        torch.save(pool, pool_file)
     pool = torch.load(pool_file)
-    start_from = load_pretrained(args.draft_from) if args.draft_from else None
-    budget = Budget(seconds * (1 - POOL_SHARE), args.draft_steps)
-    net, progress = train_draft(args.work, target, pool, streams, budget, args.seed, start_from)
+    # No step is left in this budget: it only loads what the text stage trained.
+    spent = Budget(0.0)
+    start_from, _ = pretrain_draft(args.work, streams, spent, args.seed, device, workers)
+    budget = Budget(seconds * (1 - POOL_SHARE - TEXT_SHARE), args.draft_steps)
+    net, progress = distil_draft(
+        args.work, target, pool, streams, budget, args.seed, workers, start_from
+    )
     save_pretrained(net, tokenizer, args.out / "draft")
     save_progress(args.work, "draft", progress)
 
@@ -84,8 +100,9 @@ def training_lines(args: argparse.Namespace) -> list[str]:
     """What the card says of the two runs, from the progress files that they left."""
     lines = []
     for stage, what in (("target", "next-token loss, Muon and AdamW, warm-up, stable, decay"),
-                        ("draft", "distilled from the target (KL and its argmax), half on real "
-                                  "text, half on the target's own continuations")):
+                        ("draft-text", "the draft on text alone, next-token loss"),
+                        ("draft", "distilled from the target (KL and its argmax), 3 rows of 8 real "
+                                  "text, 5 the target's own continuations")):
         file = args.work / f"{stage}.json"
         if file.exists():
             spent = json.loads(file.read_text())
@@ -98,6 +115,7 @@ def training_lines(args: argparse.Namespace) -> list[str]:
 
 def run_evaluate(args: argparse.Namespace, tokenizer: Tokenizer, streams: Streams, corpus: Corpus
                  ) -> None:
+    torch.set_num_threads(args.threads)
     folders = args.out / "target", args.out / "draft"
     target, draft = (load_pretrained(folder) for folder in folders)
     report = evaluate(target, draft, tokenizer, corpus.held_out)
@@ -118,17 +136,20 @@ def run_evaluate(args: argparse.Namespace, tokenizer: Tokenizer, streams: Stream
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    torch.set_num_threads(args.threads)
-    args.work.mkdir(parents=True, exist_ok=True)
+    for folder in (args.work, args.out):
+        folder.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    workers = Workers(args.threads if device == "cpu" else 1)
     tokenizer, streams, corpus = prepare(args.work, args.seed)
     if "tokenizer" in args.stages:
         prompts = json.dumps(choose_prompts(corpus.held_out), indent=1, ensure_ascii=False)
         (args.out / "prompts.json").write_text(prompts + "\n", encoding="utf-8")
     if "target" in args.stages:
-        run_target(args, tokenizer, streams, device)
+        run_target(args, tokenizer, streams, device, workers)
+    if "draft-text" in args.stages:
+        run_draft_text(args, streams, device, workers)
     if "draft" in args.stages:
-        run_draft(args, tokenizer, streams, corpus, device)
+        run_draft(args, tokenizer, streams, corpus, device, workers)
     if "evaluate" in args.stages:
         run_evaluate(args, tokenizer, streams, corpus)
 

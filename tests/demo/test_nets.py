@@ -8,6 +8,7 @@ import torch
 from cbatch.demo.checkpoint import load_pretrained, save_pretrained
 from cbatch.demo.nets import DRAFT, TARGET, KVCache, Llama
 from cbatch.demo.optim import Optimizers, orthogonalise, wsd_scale
+from cbatch.demo.parallel import Workers
 from cbatch.demo.sample import cut_at, generate
 from cbatch.demo.tokenizer import END_OF_TEXT, train_tokenizer
 
@@ -84,20 +85,41 @@ def test_orthogonalise_flattens_the_spectrum(shape):
 def test_optimizers_learn_a_batch_and_restore(net):
     ids = torch.randint(0, 300, (2, 33))
 
-    def loss():
-        logits = net(ids[:, :-1])
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    def loss(part):
+        logits = net(part[:, :-1])
+        value = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+        return value, value
 
     net.train()
-    optimizers = Optimizers(net, 0.02, 3e-3)
-    before = loss().item()
+    workers = Workers(2)
+    optimizers = Optimizers(net, 0.02, 3e-3, workers)
+    params = list(net.parameters())
+    before = loss(ids)[0].item()
     for _ in range(10):
-        loss().backward()
+        workers.backward(loss, ids, params, 1)
         optimizers.step(1.0)
-    assert loss().item() < 0.8 * before
-    other = Optimizers(net, 0.02, 3e-3)
+    assert loss(ids)[0].item() < 0.8 * before
+    other = Optimizers(net, 0.02, 3e-3, workers)
     other.load_state_dict(optimizers.state_dict())
     assert len(other.muon.state) == len(optimizers.muon.state) > 0
+
+
+def test_microbatches_add_up_to_the_whole_batch(net):
+    params = list(net.parameters())
+    ids = torch.randint(0, 300, (6, 20))
+
+    def losses(part):
+        value = net(part).square().mean()
+        return value, value
+
+    value, statistic = Workers(2).backward(losses, ids, params, 2)
+    got = [param.grad.clone() for param in params]
+    net.zero_grad()
+    whole = losses(ids)[0]
+    whole.backward()
+    assert value == statistic == pytest.approx(whole.item(), rel=1e-5)
+    for gradient, param in zip(got, params, strict=True):
+        torch.testing.assert_close(gradient, param.grad, atol=1e-6, rtol=1e-3)
 
 
 def test_schedule_warms_up_holds_and_decays_to_zero():

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import cbatch.demo.target as target_module
+from cbatch.demo.batches import Streams, draw
+from cbatch.demo.draft import Distillation, build_pool, distillation_loss
+from cbatch.demo.evaluate import agreements, tokens_per_step, total_nats
+from cbatch.demo.loop import Budget
+from cbatch.demo.nets import TARGET, Llama
+from cbatch.demo.parallel import Workers
+from cbatch.demo.target import TargetTraining, grow
+
+SMALL = dataclasses.replace(
+    TARGET, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=32,
+    vocab_size=128,
+)
+
+
+@pytest.fixture
+def streams():
+    generator = torch.Generator().manual_seed(3)
+    library = torch.randint(0, 40, (4000,), generator=generator, dtype=torch.int32)
+    return Streams(library, library + 40)
+
+
+@pytest.fixture
+def small_target(monkeypatch):
+    monkeypatch.setattr(target_module, "TARGET", SMALL)
+    monkeypatch.setattr(target_module, "SHALLOW_LAYERS", 1)
+    monkeypatch.setattr(target_module, "TOKENS_PER_STEP", 512)
+
+
+def small_net(seed=0):
+    torch.manual_seed(seed)
+    return Llama(SMALL).init_weights().eval()
+
+
+def test_a_batch_depends_on_seed_and_step_alone(streams):
+    first, again = (draw(streams, 5, 1, 8, 33, True) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, draw(streams, 6, 1, 8, 33, True))
+    assert draw(streams, 5, 1, 64, 33, True).max() >= 40
+    assert draw(streams, 5, 1, 64, 33, False).max() < 40
+
+
+def test_growing_changes_no_logits_and_the_new_layers_learn():
+    ids = torch.randint(0, 100, (2, 20))
+    shallow = small_net()
+    deep = grow(shallow, dataclasses.replace(SMALL, num_layers=6))
+    torch.testing.assert_close(deep(ids), shallow(ids))
+    deep(ids).square().mean().backward()
+    assert deep.model.layers[1].mlp.down_proj.weight.grad.abs().max() > 0
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, streams, small_target):
+    """Interrupted after the growth: the restart reads depth, momentum and step back."""
+    budget = Budget(1e9, steps=6)
+    whole = TargetTraining(tmp_path / "a", streams, "cpu", 1, Workers(2))
+    (tmp_path / "a").mkdir()
+    whole.run(budget)
+    assert whole.progress.layers == 2
+
+    (tmp_path / "b").mkdir()
+    killed = TargetTraining(tmp_path / "b", streams, "cpu", 1, Workers(2))
+    step = killed.step
+
+    def dying_step(share):
+        if killed.progress.step == 4:
+            killed.save()
+            raise KeyboardInterrupt
+        return step(share)
+
+    killed.step = dying_step
+    with pytest.raises(KeyboardInterrupt):
+        killed.run(budget)
+    resumed = TargetTraining(tmp_path / "b", streams, "cpu", 1, Workers(2))
+    assert resumed.progress.step == 4
+    resumed.run(budget)
+    assert resumed.progress.step == 6
+    for a, b in zip(whole.params, resumed.params, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_distillation_learns_what_the_target_says(tmp_path, streams, monkeypatch):
+    import cbatch.demo.draft as draft_module
+
+    monkeypatch.setattr(draft_module, "DRAFT", dataclasses.replace(SMALL, num_layers=1))
+    monkeypatch.setattr(draft_module, "CONTEXT_TOKENS", 32)
+    target = small_net(1)
+    pool = build_pool(target, [[1, 2, 3], [4, 5, 6, 7]], 0.0, 0, Workers(2))
+    assert pool.shape == (2, 33)
+    training = Distillation(tmp_path, target, pool, streams, 0, Workers(2), None)
+    before = training.losses(pool)[0].item()
+    for _ in range(30):
+        training.step(0.0)
+        training.progress.step += 1
+    assert training.losses(pool)[0].item() < 0.8 * before
+
+
+def test_distillation_loss_of_equal_logits():
+    logits = torch.randn(2, 5, 11)
+    loss, agreement = distillation_loss(logits, logits)
+    entropy_term = -torch.log_softmax(logits, -1).max(-1).values.mean()
+    assert agreement == 1
+    assert loss.item() == pytest.approx(0.5 * entropy_term.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("count", [2, 256, 257, 512, 513, 700, 1300])
+def test_every_token_is_scored_once(count):
+    net = small_net()
+    with torch.no_grad():
+        net.model.norm.weight.zero_()
+    expected = (count - 1) * math.log(SMALL.vocab_size)
+    assert total_nats(net, [7] * count) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_net_agrees_with_itself_and_stops_at_the_end_token():
+    net = small_net(2)
+    prompts = [[5, 6, 7], [8, 9]]
+    hits, kept = agreements(net, net, prompts, end=127)
+    assert [len(row) for row in hits] == [len(row) for row in kept]
+    assert all(all(row) for row in hits)
+    end = kept[0][10]
+    _, cut = agreements(net, net, prompts, end=end)
+    assert cut[0] == kept[0][: kept[0].index(end) + 1]
+
+
+def test_tokens_per_step():
+    assert tokens_per_step([[True] * 50], 4) == 5
+    assert tokens_per_step([[False] * 50], 4) == 1
+    assert tokens_per_step([[True, False] * 30], 4) == 2
