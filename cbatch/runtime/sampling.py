@@ -24,9 +24,6 @@ class Filters(NamedTuple):
     top_p: Tensor | None  # fp32 [N]; infinite where a row has none
     min_p: Tensor | None  # fp32 [N]
 
-    def select(self, index: Tensor) -> Filters:
-        return Filters(*(None if field is None else field[index] for field in self))
-
 
 def filters_of(table: SlotTable, slots: NDArray[np.integer], device: torch.device) -> Filters:
     """The filters of `slots`, in that order."""
