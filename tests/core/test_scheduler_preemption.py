@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from tests.helpers import World, make_config, make_request
+from sim.models import ModelledAcceptance
+from tests.helpers import World, make_config, make_request, rows_of
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -98,17 +99,28 @@ def test_speculation_never_causes_a_preemption():
 
 
 def test_the_estimator_survives_preemption():
-    """A request with hopeless drafts is not drafted for eagerly again once it comes back."""
-    config = make_config(num_blocks=12, lookahead="ema:4")
-    world = World(config)
-    world.executor._acceptance = type(world.executor._acceptance)(0.0)
+    """A request whose drafts all fail is not drafted for eagerly again once it comes back."""
+    world = World(make_config(num_blocks=12, lookahead="ema:4"), acceptance=ModelledAcceptance(0.0))
     world.add(*(make_request(f"r{i}", 6, seed=i, max_tokens=24) for i in range(4)))
     world.run()
-    assert world.scheduler.stats.preemptions > 0
-    seen = set()
+    world.assert_reference()
+    resumed = {}  # drafts by request since its last admission, by its output at that moment
     for plan in world.plans:
         for a in plan.deltas.admitted:
-            if a.request_id in seen and len(a.tokens) >= a.num_prompt_tokens + 8:
-                row = plan.slots.tolist().index(a.slot)
-                assert plan.num_drafts[row] <= 1
-            seen.add(a.request_id)
+            resumed[a.request_id] = (len(a.tokens) - a.num_prompt_tokens, [])
+        for name, row in rows_of(world, plan).items():
+            resumed[name][1].append(row["num_drafts"])
+    late = [drafts for output_tokens, drafts in resumed.values() if output_tokens >= 12]
+    assert late and all(max(drafts) <= 1 for drafts in late), resumed
+
+
+@pytest.mark.parametrize(("prompt_tokens", "enters"), [(4, True), (5, False), (8, False)])
+def test_a_request_enters_only_if_its_prompt_and_a_decode_reserve_fit(prompt_tokens, enters):
+    world = World(make_config(num_blocks=8, decode_reserve_tokens=8))
+    world.add(make_request("first", 12, max_tokens=30))  # holds 5 of the 8 blocks
+    world.step()
+    world.add(make_request("second", prompt_tokens, max_tokens=30))
+    world.step()
+    assert admitted_names(world) == ["first", "second"][: 1 + enters]
+    world.run()
+    world.assert_reference()
