@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import re
 import time
 
@@ -36,6 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--max-slots", type=int, default=12, help="sequences that run at once")
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+    parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16")
     parser.add_argument("--numerics", default="invariant", choices=["auto", "invariant", "fast"])
     parser.add_argument("--prompts", type=int, default=24, help="how many of the prompts")
     parser.add_argument(
@@ -50,7 +52,11 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     target, draft = demo_paths()
     options = EngineOptions(
-        lookahead=args.lookahead, max_slots=args.max_slots, numerics=args.numerics, seed=0
+        lookahead=args.lookahead,
+        max_slots=args.max_slots,
+        dtype=args.dtype,
+        numerics=args.numerics,
+        seed=0,
     )
     engine, info = load_engine(target, draft, options)
     for line in info.lines():
@@ -62,14 +68,16 @@ def run(args: argparse.Namespace) -> int:
         accepted = engine.add(prompt, params)
         collector.expect(accepted)
         texts[accepted.request_id] = prompt
+    at_once = min(args.max_slots, len(prompts))
+    console.print(f"completing {len(prompts)} functions, {at_once} at a time", highlight=False)
     pace_s = 1 / args.steps_per_s if console.is_terminal and args.steps_per_s > 0 else 0.0
     elapsed_s = _watch(engine, collector, texts, console, args.max_slots, pace_s)
     for request_id, prompt in texts.items():
         _print_function(console, prompt, collector.done[request_id])
     shown = Run(
         info=info,
-        stats=msgspec.structs.replace(engine.stats),
-        batch=min(args.max_slots, len(prompts)),
+        stats=copy.deepcopy(engine.stats),  # what follows is counted apart
+        batch=at_once,
         num_requests=len(prompts),
         num_errors=sum(c.error is not None for c in collector.done.values()),
         elapsed_s=elapsed_s,
@@ -114,10 +122,10 @@ def _title(prompt: str) -> str:
 def _print_function(console: Console, prompt: str, completion: Completion) -> None:
     """The prompt, and what the model wrote behind a bar in the margin."""
     console.rule(_title(prompt), align="left", style="dim")
-    console.print(Text(prompt.rstrip("\n"), style="dim"))
+    console.print(Text(prompt.rstrip("\n"), style="dim"), soft_wrap=True)
     code = Syntax("", "python", background_color="default").highlight(completion.text.strip("\n"))
     for line in code.split("\n"):
-        console.print(Text("│ ", style="green") + line)
+        console.print(Text("│ ", style="green") + line, soft_wrap=True)
 
 
 def _race(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 
 import pytest
@@ -24,6 +25,11 @@ def test_the_demo_without_a_terminal(cbatch: Callable[..., Run], engines: list[E
     assert run.out.count("│ ") >= 5 and "row_invariant: yes" in run.out
     (report,) = run.lines
     shown, without, with_lookahead = report["results"]
+    speculation = engines[0].stats.speculation
+    assert f"│ mean accepted length │ {shown['mean_accepted_tokens']:.2f}" in re.sub(
+        r" +", " ", run.out
+    ), "the table and the line are of the same run"
+    assert speculation.mean_accepted_tokens != shown["mean_accepted_tokens"], "the race came after"
     assert shown["batch"] == 3 and shown["output_tokens_per_s"] > 0
     assert without["lookahead"] == "off" and without["mean_accepted_tokens"] == 1
     assert with_lookahead["batch"] == 1 and with_lookahead["mean_accepted_tokens"] > 1
