@@ -48,7 +48,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_model_tokens: int | None = None
     step_budget_tokens: int = 1024
     queue_policy: QueuePolicy = "fcfs"
-    ageing_per_s: float = 0.0
+    ageing_per_s: float | None = None
     prefix_cache: bool = True
     overlap: Literal[0, 1] = 0
     seed: int | None = None

@@ -37,7 +37,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-tokens", type=int, help="context (default: the model's)")
     group.add_argument("--step-budget", type=int, default=1024, help="tokens of a step, at most")
     group.add_argument("--queue-policy", default="fcfs", choices=["fcfs", "priority", "shortest"])
-    group.add_argument("--ageing", type=float, default=0.0, help="what waiting a second is worth")
+    group.add_argument("--ageing", type=float, help="what waiting a second is worth")
     group.add_argument("--no-prefix-cache", action="store_true", help="share no prompt prefixes")
     group.add_argument(
         "--overlap", type=int, default=0, choices=[0, 1], help="1: plan a step while one runs"
