@@ -1,85 +1,47 @@
 """Distillation of the draft: agreement with the target where the draft will be asked.
 
-The draft first learns from text alone, which needs no target. Then it is distilled: three rows of
-eight are real text, the others text that the target itself continued from training prompts,
+The draft first learns from text alone, which needs no target. Then it is distilled: a quarter of
+the rows is real text, the others text that the target itself continued from training prompts,
 greedily or by sampling, because that is what a draft sees when it is served.
 """
 
 from __future__ import annotations
 
-import random
-import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from cbatch.demo.batches import Streams, draw, windows
-from cbatch.demo.data import Corpus
+from cbatch.demo.batches import Streams, draw
+from cbatch.demo.lessons import CONTEXT_TOKENS, Lessons
 from cbatch.demo.loop import Budget, Progress, Training
 from cbatch.demo.nets import DRAFT, Llama
 from cbatch.demo.optim import wsd_scale
 from cbatch.demo.parallel import Workers
-from cbatch.demo.prompts import function_heads
-from cbatch.demo.sample import generate
 
-CONTEXT_TOKENS = 256
+ROWS_PER_STEP = 8
+TEXT_ROWS_PER_STEP = 4
 MICROBATCH_ROWS = 2
-PROMPT_TOKENS = 96
-POOL_ROWS = 64
 ARGMAX_WEIGHT = 0.5
-REAL_SHARE = 0.375
 DECAY_SHARE = 0.4
 
 
-def pool_prompts(tokenizer: Tokenizer, streams: Streams, corpus: Corpus, seed: int, count: int
-                 ) -> list[list[int]]:
-    """Training prompts: half function heads, half windows of library text, at most 96 tokens."""
-    heads = [h for d in corpus.train if not d.is_test for h in function_heads(d)]
-    random.Random(seed).shuffle(heads)
-    encoded = [e.ids[-PROMPT_TOKENS:] for e in tokenizer.encode_batch(heads[: count // 2])]
-    generator = torch.Generator().manual_seed(seed)
-    cuts = windows(streams.library, count - len(encoded), PROMPT_TOKENS, generator)
-    return encoded + cuts.tolist()
+def distillation_loss(draft_logits: Tensor, top_ids: Tensor, top_logits: Tensor
+                      ) -> tuple[Tensor, Tensor]:
+    """Cross-entropy to the target's likeliest tokens mixed with that to its argmax.
 
-
-def build_pool(target: Llama, prompts: list[list[int]], seconds: float, seed: int,
-               workers: Workers) -> Tensor:
-    """Rows [n, context + 1] of a prompt and the target's continuation, made for `seconds`.
-
-    Two batches in three are greedy, the third is sampled at temperature 0.8. A short prompt gets
-    a longer continuation, so every row is full.
+    The first is KL(target, draft) but for a constant, with the target cut to its top tokens. Also
+    returns the share of positions at which both would choose the same token.
     """
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    batches = [order[i : i + POOL_ROWS] for i in range(0, len(order), POOL_ROWS)]
-    random.Random(seed).shuffle(batches)
-    deadline = time.perf_counter() + seconds
-
-    def continue_batch(index: int) -> list[list[int]]:
-        if index >= workers.count and time.perf_counter() > deadline:
-            return []
-        chosen = [prompts[i] for i in batches[index]]
-        length = CONTEXT_TOKENS + 1 - min(len(prompt) for prompt in chosen)
-        temperature = 0.8 if index % 3 == 2 else 0.0
-        new = generate(target, chosen, length, temperature, seed + index)
-        print(f"pool batch {index} of {len(batches)}", flush=True)
-        return [(p + n)[: CONTEXT_TOKENS + 1] for p, n in zip(chosen, new, strict=True)]
-
-    made = workers.map(continue_batch, range(len(batches)))
-    return torch.tensor([row for rows in made for row in rows])
-
-
-def distillation_loss(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(target, draft) mixed with cross-entropy to the target's argmax; and the agreement."""
     log_draft = F.log_softmax(draft_logits, dim=-1)
-    choice = target_logits.argmax(-1)
-    divergence = F.kl_div(log_draft, F.log_softmax(target_logits, dim=-1), reduction="none",
-                          log_target=True).sum(-1).mean()
-    greedy = F.nll_loss(log_draft.flatten(0, 1), choice.flatten())
+    chances = torch.softmax(top_logits.float(), dim=-1)
+    top_ids = top_ids.long()
+    soft = -(chances * log_draft.gather(-1, top_ids)).sum(-1).mean()
+    choice = top_ids[..., 0]
+    greedy = F.nll_loss(log_draft.flatten(0, -2), choice.flatten())
     agreement = (draft_logits.argmax(-1) == choice).float().mean()
-    return (1 - ARGMAX_WEIGHT) * divergence + ARGMAX_WEIGHT * greedy, agreement
+    return (1 - ARGMAX_WEIGHT) * soft + ARGMAX_WEIGHT * greedy, agreement
 
 
 def project_embedding(embedding: Tensor, size: int) -> Tensor:
@@ -98,7 +60,6 @@ class Pretraining(Training):
     label = "draft (text)"
     matrix_lr = 0.02
     embedding_lr = 3e-3
-    rows_per_step = 4
 
     def __init__(self, work: Path, streams: Streams, device: str, seed: int, workers: Workers
                  ) -> None:
@@ -119,54 +80,57 @@ class Pretraining(Training):
 
     def step(self, share: float) -> float:
         at = self.progress.step
-        batch = draw(self.streams, at, self.seed + 1, self.rows_per_step, CONTEXT_TOKENS + 1, False)
-        value = self.learn(batch.to(self.device))
+        rows = TEXT_ROWS_PER_STEP
+        batch = draw(self.streams, at, self.seed + 1, rows, CONTEXT_TOKENS + 1, False)
+        micro_rows = MICROBATCH_ROWS if self.workers.count > 1 else rows
+        loss, _ = self.workers.backward(
+            self.losses, batch.to(self.device), self.params, micro_rows
+        )
         # No decay: distillation goes on from here.
         self.optimizers.step(wsd_scale(0.0, at - self.progress.warm_from_step))
-        return value
-
-    def learn(self, batch: Tensor) -> float:
-        micro_rows = MICROBATCH_ROWS if self.workers.count > 1 else len(batch)
-        _, value = self.workers.backward(self.losses, batch, self.params, micro_rows)
-        self.progress.tokens += batch.numel() - len(batch)
-        return value
+        self.progress.tokens += rows * CONTEXT_TOKENS
+        return loss
 
     def losses(self, part: Tensor) -> tuple[Tensor, Tensor]:
         loss = F.cross_entropy(self.net(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten())
         return loss, loss
 
 
-class Distillation(Pretraining):
+class Distillation(Training):
+    """Learning from lessons; goes on from `start_from`, the draft trained on text."""
+
     label = "draft"
     figure = "agreement"
-    rows_per_step = 8
+    matrix_lr = 0.02
+    embedding_lr = 3e-3
 
-    def __init__(self, work: Path, target: Llama, pool: Tensor, streams: Streams, seed: int,
-                 workers: Workers, start_from: Llama | None) -> None:
-        self.target, self.pool, self.start_from = target.eval(), pool, start_from
-        self.streams, self.device, self.seed = streams, target.cos.device, seed
-        torch.manual_seed(seed)
-        Training.__init__(self, work / "draft.pt", workers, DRAFT.num_layers)
+    def __init__(self, work: Path, lessons: Lessons, seed: int, workers: Workers,
+                 start_from: Llama) -> None:
+        self.lessons, self.start_from, self.seed = lessons, start_from, seed
+        super().__init__(work / "draft.pt", workers, DRAFT.num_layers)
 
     def build(self) -> Llama:
-        return (self.start_from or Llama(DRAFT).init_weights()).to(self.device)
+        return self.start_from
 
     def step(self, share: float) -> float:
         at = self.progress.step
         generator = torch.Generator().manual_seed(self.seed * 7_000_003 + at)
-        num_real = int(self.rows_per_step * REAL_SHARE)
-        count = (self.rows_per_step - num_real,)
-        picked = torch.randint(0, len(self.pool), count, generator=generator)
-        real = draw(self.streams, at, self.seed + 2, num_real, CONTEXT_TOKENS + 1, False)
-        value = self.learn(torch.cat((real, self.pool[picked])).to(self.device))
+        picked = torch.randint(0, len(self.lessons.ids), (ROWS_PER_STEP,), generator=generator)
+        micro_rows = MICROBATCH_ROWS if self.workers.count > 1 else ROWS_PER_STEP
+        _, agreement = self.workers.backward(self.losses, picked, self.params, micro_rows)
         warm_step = at - self.progress.warm_from_step
         self.optimizers.step(wsd_scale(share, warm_step, decay_share=DECAY_SHARE))
-        return value
+        self.progress.tokens += ROWS_PER_STEP * CONTEXT_TOKENS
+        return agreement
 
-    def losses(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            wanted = self.target(part[:, :-1])
-        return distillation_loss(self.net(part[:, :-1]), wanted)
+    def losses(self, picked: Tensor) -> tuple[Tensor, Tensor]:
+        device = self.net.cos.device
+        ids = self.lessons.ids[picked].long().to(device)
+        return distillation_loss(
+            self.net(ids[:, :-1]),
+            self.lessons.top_ids[picked].to(device),
+            self.lessons.top_logits[picked].to(device),
+        )
 
 
 def pretrain_draft(work: Path, streams: Streams, budget: Budget, seed: int, device: str,
@@ -177,10 +141,9 @@ def pretrain_draft(work: Path, streams: Streams, budget: Budget, seed: int, devi
     return training.net, training.progress
 
 
-def distil_draft(work: Path, target: Llama, pool: Tensor, streams: Streams, budget: Budget,
-                 seed: int, workers: Workers, start_from: Llama | None
-                 ) -> tuple[Llama, Progress]:
-    """Distil, or go on from `work/draft.pt`; `start_from` is the draft trained on text."""
-    training = Distillation(work, target, pool, streams, seed, workers, start_from)
+def distil_draft(work: Path, lessons: Lessons, budget: Budget, seed: int, workers: Workers,
+                 start_from: Llama) -> tuple[Llama, Progress]:
+    """Distil, or go on from `work/draft.pt`."""
+    training = Distillation(work, lessons, seed, workers, start_from)
     training.run(budget)
     return training.net, training.progress

@@ -129,10 +129,18 @@ class Attention(nn.Module):
             cache.keys[self.layer, :, :, cache.length : end] = k
             cache.values[self.layer, :, :, cache.length : end] = v
             k, v = cache.keys[self.layer, :, :, :end], cache.values[self.layer, :, :, :end]
-        groups = self.config.num_heads // self.config.num_kv_heads
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        out = self._attend(q, k, v, mask)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        groups = self.config.num_heads // self.config.num_kv_heads
+        if mask is None:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # A long cache is not copied for each query head: the heads of a group become queries.
+        grouped = q.reshape(q.shape[0], self.config.num_kv_heads, -1, self.config.head_dim)
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask.repeat(1, 1, groups, 1))
+        return out.view_as(q)
 
 
 class Mlp(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,25 +19,31 @@ def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 
 
 @torch.inference_mode()
+def decode(net: Llama, ids: Tensor, pad: Tensor, new_tokens: int, temperature: float, seed: int
+           ) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (logits [batch, fed, vocab], chosen [batch, 1]) per pass; greedy at temperature 0.
+
+    The first pass feeds the prompts, each later one the token chosen before it.
+    """
+    generator = torch.Generator(device=ids.device).manual_seed(seed)
+    cache = KVCache(net.config, pad, ids.shape[1] + new_tokens)
+    fed = ids
+    for _ in range(new_tokens):
+        logits = net(fed, cache)
+        if temperature > 0:
+            chances = torch.softmax(logits[:, -1] / temperature, dim=-1)
+            fed = torch.multinomial(chances, 1, generator=generator)
+        else:
+            fed = logits[:, -1].argmax(-1, keepdim=True)
+        yield logits, fed
+
+
 def generate(net: Llama, prompts: Sequence[Sequence[int]], new_tokens: int,
              temperature: float = 0.0, seed: int = 0) -> list[list[int]]:
-    """Continue every prompt by `new_tokens` tokens (no stop at the end token); greedy at 0."""
-    device = net.model.embed_tokens.weight.device
-    generator = torch.Generator(device=device).manual_seed(seed)
-    ids, pad = left_pad(prompts, device)
-    cache = KVCache(net.config, pad, ids.shape[1] + new_tokens)
-    logits = net(ids, cache)[:, -1]
-    new: list[Tensor] = []
-    for index in range(new_tokens):
-        if temperature > 0:
-            chances = torch.softmax(logits / temperature, dim=-1)
-            tokens = torch.multinomial(chances, 1, generator=generator)
-        else:
-            tokens = logits.argmax(-1, keepdim=True)
-        new.append(tokens)
-        if index + 1 < new_tokens:
-            logits = net(tokens, cache)[:, -1]
-    return torch.cat(new, dim=1).tolist()
+    """Continue every prompt by `new_tokens` tokens; the end token does not stop a row."""
+    ids, pad = left_pad(prompts, net.model.embed_tokens.weight.device)
+    steps = decode(net, ids, pad, new_tokens, temperature, seed)
+    return torch.cat([chosen for _, chosen in steps], dim=1).tolist()
 
 
 def cut_at(tokens: Sequence[int], end: int) -> list[int]:

@@ -22,18 +22,19 @@ from cbatch.demo.batches import Streams, prepare
 from cbatch.demo.card import render
 from cbatch.demo.checkpoint import load_pretrained, save_pretrained
 from cbatch.demo.data import Corpus, total_bytes
-from cbatch.demo.draft import build_pool, distil_draft, pool_prompts, pretrain_draft
+from cbatch.demo.draft import distil_draft, pretrain_draft
 from cbatch.demo.evaluate import evaluate, folder_bytes
+from cbatch.demo.lessons import Lessons, build_lessons, lesson_prompts
 from cbatch.demo.loop import Budget, Progress
 from cbatch.demo.parallel import Workers
 from cbatch.demo.prompts import choose_prompts
 from cbatch.demo.target import train_target
 
 STAGES = ("tokenizer", "target", "draft-text", "draft", "evaluate")
-# Shares of the draft's time: the target writes its pool, the draft learns text, distillation.
-POOL_PROMPTS = 8192
-POOL_SHARE = 0.2
-TEXT_SHARE = 0.3
+# Shares of the draft's time: the target writes lessons, the draft learns text, distillation.
+LESSON_PROMPTS = 8192
+LESSON_SHARE = 0.4
+TEXT_SHARE = 0.1
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -79,36 +80,40 @@ def run_draft(args: argparse.Namespace, tokenizer: Tokenizer, streams: Streams, 
               device: str, workers: Workers) -> None:
     target = load_pretrained(args.out / "target").to(device)
     seconds = args.draft_minutes * 60
-    pool_file = args.work / "pool.pt"
-    if not pool_file.exists():
-        prompts = pool_prompts(tokenizer, streams, corpus, args.seed, POOL_PROMPTS)
-        pool = build_pool(target, prompts, seconds * POOL_SHARE, args.seed, workers)
-        torch.save(pool, pool_file)
-    pool = torch.load(pool_file)
+    lesson_file = args.work / "lessons.pt"
+    if not lesson_file.exists():
+        prompts = lesson_prompts(tokenizer, streams, corpus, args.seed, LESSON_PROMPTS)
+        lessons = build_lessons(
+            target, prompts, streams, seconds * LESSON_SHARE, args.seed, workers
+        )
+        lessons.save(lesson_file)
+    lessons = Lessons.load(lesson_file)
+    print(f"lessons of {lessons.ids.numel():,} tokens", flush=True)
     # No step is left in this budget: it only loads what the text stage trained.
     spent = Budget(0.0)
     start_from, _ = pretrain_draft(args.work, streams, spent, args.seed, device, workers)
-    budget = Budget(seconds * (1 - POOL_SHARE - TEXT_SHARE), args.draft_steps)
-    net, progress = distil_draft(
-        args.work, target, pool, streams, budget, args.seed, workers, start_from
-    )
+    budget = Budget(seconds * (1 - LESSON_SHARE - TEXT_SHARE), args.draft_steps)
+    net, progress = distil_draft(args.work, lessons, budget, args.seed, workers, start_from)
     save_pretrained(net, tokenizer, args.out / "draft")
     save_progress(args.work, "draft", progress)
 
 
 def training_lines(args: argparse.Namespace) -> list[str]:
-    """What the card says of the two runs, from the progress files that they left."""
+    """What the card says of the runs, from the progress files that they left."""
+    what = {
+        "target": "next-token loss, Muon and AdamW; warm-up, stable, decay",
+        "draft-text": "the draft on text alone, next-token loss",
+        "draft": "distilled from the target (its likeliest tokens and its argmax), a quarter on "
+                 "real text, the rest on the target's own continuations",
+    }  # fmt: skip
     lines = []
-    for stage, what in (("target", "next-token loss, Muon and AdamW, warm-up, stable, decay"),
-                        ("draft-text", "the draft on text alone, next-token loss"),
-                        ("draft", "distilled from the target (KL and its argmax), 3 rows of 8 real "
-                                  "text, 5 the target's own continuations")):
+    for stage, description in what.items():
         file = args.work / f"{stage}.json"
         if file.exists():
             spent = json.loads(file.read_text())
             lines.append(
                 f"{stage}: {spent['step']:,} steps, {spent['tokens']:,} tokens, "
-                f"{spent['elapsed_s'] / 60:.0f} minutes, seed {args.seed}; {what}"
+                f"{spent['elapsed_s'] / 60:.0f} minutes, seed {args.seed};\n  {description}"
             )
     return lines
 
@@ -122,9 +127,9 @@ def run_evaluate(args: argparse.Namespace, tokenizer: Tokenizer, streams: Stream
     library = [document for document in corpus.train if not document.is_test]
     report["data"] = (
         f"Python {platform.python_version()}: {len(library)} library files, "
-        f"{total_bytes(library) / 1e6:.1f} MB, {streams.library.numel():,} tokens; and "
+        f"{total_bytes(library) / 1e6:.1f} MB, {streams.library.numel():,} tokens;\nand "
         f"{streams.tests.numel():,} tokens of the library's tests, a fifth of each batch until "
-        f"the decay. Near-duplicates dropped: {corpus.dropped_bytes / 1e6:.2f} MB."
+        f"the decay.\nNear-duplicates dropped: {corpus.dropped_bytes / 1e6:.2f} MB."
     )
     report["training"] = training_lines(args)
     report["machine"] = f"{platform.machine()} CPU, torch {torch.__version__}"

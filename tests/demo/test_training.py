@@ -6,10 +6,13 @@ import math
 import pytest
 import torch
 
+import cbatch.demo.draft as draft_module
+import cbatch.demo.lessons as lessons_module
 import cbatch.demo.target as target_module
 from cbatch.demo.batches import Streams, draw
-from cbatch.demo.draft import Distillation, build_pool, distillation_loss
+from cbatch.demo.draft import Distillation, distillation_loss
 from cbatch.demo.evaluate import agreements, tokens_per_step, total_nats
+from cbatch.demo.lessons import build_lessons, read_lesson
 from cbatch.demo.loop import Budget
 from cbatch.demo.nets import TARGET, Llama
 from cbatch.demo.parallel import Workers
@@ -87,27 +90,37 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, streams, small_targe
 
 
 def test_distillation_learns_what_the_target_says(tmp_path, streams, monkeypatch):
-    import cbatch.demo.draft as draft_module
-
     monkeypatch.setattr(draft_module, "DRAFT", dataclasses.replace(SMALL, num_layers=1))
     monkeypatch.setattr(draft_module, "CONTEXT_TOKENS", 32)
-    target = small_net(1)
-    pool = build_pool(target, [[1, 2, 3], [4, 5, 6, 7]], 0.0, 0, Workers(2))
-    assert pool.shape == (2, 33)
-    training = Distillation(tmp_path, target, pool, streams, 0, Workers(2), None)
-    before = training.losses(pool)[0].item()
+    monkeypatch.setattr(lessons_module, "CONTEXT_TOKENS", 32)
+    monkeypatch.setattr(lessons_module, "LESSON_ROWS", 2)
+    target, draft = small_net(1), small_net(2)
+    prompts = [[1, 2, 3], [4, 5, 6]] * 4
+    lessons = build_lessons(target, prompts, streams, 1e9, 0, Workers(2))
+    assert lessons.ids.shape == (8, 33)
+    # What was noted while writing is what the target says when it reads the rows again.
+    again = read_lesson(target, lessons.ids.long())
+    torch.testing.assert_close(lessons.top_logits, again.top_logits, atol=2e-3, rtol=1e-2)
+    assert torch.equal(lessons.top_ids[:4, 2:, 0], lessons.ids[:4, 3:].short())
+
+    training = Distillation(tmp_path, lessons, 0, Workers(2), draft)
+    everything = torch.arange(8)
+    before = training.losses(everything)[0].item()
     for _ in range(30):
         training.step(0.0)
         training.progress.step += 1
-    assert training.losses(pool)[0].item() < 0.8 * before
+    assert training.losses(everything)[0].item() < 0.9 * before
 
 
 def test_distillation_loss_of_equal_logits():
     logits = torch.randn(2, 5, 11)
-    loss, agreement = distillation_loss(logits, logits)
-    entropy_term = -torch.log_softmax(logits, -1).max(-1).values.mean()
+    top = logits.topk(11)
+    loss, agreement = distillation_loss(logits, top.indices, top.values)
+    log_chances = torch.log_softmax(logits, -1)
+    entropy = -(log_chances.exp() * log_chances).sum(-1).mean()
+    greedy = -log_chances.max(-1).values.mean()
     assert agreement == 1
-    assert loss.item() == pytest.approx(0.5 * entropy_term.item(), rel=1e-4)
+    assert loss.item() == pytest.approx(0.5 * (entropy + greedy).item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("count", [2, 256, 257, 512, 513, 700, 1300])
