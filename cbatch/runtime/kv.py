@@ -15,10 +15,13 @@ from cbatch.runtime.config import ModelConfig
 class KVCache:
     """K and V in blocks of `block_size` tokens; block ids 0 .. num_blocks - 1 are the caller's.
 
-    Layout per layer: [2 (K, V), kv_heads, blocks, block_size, head_dim], so that the tokens of one
-    head in one block lie together: a gather of tiles copies long runs, and its result is an
-    operand of a batched product as it stands. One more block (`scratch_block`) stays zero: it
-    stands for whatever a block table does not hold.
+    Memory per layer: [kv_heads, blocks, block_size, 2 (K, V), head_dim]. K and V of a token lie
+    together, as they do in the projection that makes them, and so do the tokens of one head in one
+    block: writing copies one run for each (token, head), gathering one for each (block, head), and
+    the gathered tiles are operands of a batched product as they stand. One more block
+    (`scratch_block`) stays zero: it stands for whatever a block table does not hold.
+
+    `data` [layers, 2, kv_heads, blocks, block_size, head_dim] is a view of all of it.
     """
 
     def __init__(
@@ -36,16 +39,18 @@ class KVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.scratch_block = num_blocks
-        shape = (config.num_layers, 2, config.num_kv_heads, num_blocks + 1)
+        heads, dim = config.num_kv_heads, config.head_dim
         # Zeroed, not empty: positions never written are masked, but they must be finite.
-        self.data = torch.zeros(
-            *shape, block_size, config.head_dim, dtype=dtype, device=torch.device(device)
+        memory = torch.zeros(
+            (config.num_layers, heads, num_blocks + 1, block_size, 2, dim),
+            dtype=dtype,
+            device=torch.device(device),
         )
-        self.block_rows = [layer.view(-1, block_size * config.head_dim) for layer in self.data]
-        self.token_rows = [layer.view(-1, config.head_dim) for layer in self.data]
-        heads = np.arange(2 * config.num_kv_heads, dtype=np.int64) * (num_blocks + 1)
-        # First block row of [K or V, head]: add a block id to get a row of `block_rows`.
-        self.head_base = heads.reshape(2, config.num_kv_heads)
+        self.data = memory.permute(0, 4, 1, 2, 3, 5)
+        self.block_rows = [layer.view(-1, block_size * 2 * dim) for layer in memory]
+        self.token_rows = [layer.view(-1, 2 * dim) for layer in memory]
+        # First block row of each head: add a block id to get a row of `block_rows`.
+        self.head_base = np.arange(heads, dtype=np.int64) * (num_blocks + 1)
 
     @torch.inference_mode()
     def zero_blocks(self, block_ids: Sequence[int] | NDArray[np.integer]) -> None:

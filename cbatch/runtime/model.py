@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.attention import AttentionPlanner, Group, HeadShape
+from cbatch.runtime.attention import Group, HeadShape
 from cbatch.runtime.config import ModelConfig, ModelError, load_config
 from cbatch.runtime.kv import KVCache
-from cbatch.runtime.linear import Linear, make_plan
+from cbatch.runtime.layout import AttentionPlanner, token_slots
+from cbatch.runtime.linear import Linear, RowPadding, make_plan
 from cbatch.runtime.numerics import Numerics, resolve_numerics
 from cbatch.runtime.rope import RotaryTable, interleave_halves
 from cbatch.runtime.weights import (
@@ -28,7 +30,8 @@ from cbatch.runtime.weights import (
 # Elementwise kernels treat the end of a thread's share differently from the rest (scalar against
 # vector code). Up to this many elements a call has one share, and its layout is fixed.
 _ONE_SHARE = 32768
-_NORM_PAD = 16  # columns behind the residual stream: 64 bytes, to keep rows aligned
+_NORM_GAP = 16  # columns behind the residual stream: 64 bytes, to keep rows aligned
+_MOST_SPARE_ROWS = 8
 
 
 @dataclass
@@ -58,49 +61,44 @@ class _Layer:
     gate_up: Linear
     down: Linear
 
-
-class _Buffers:
-    """Views of T rows into the step's working memory."""
-
-    def __init__(self, memory: _Memory, num_rows: int) -> None:
-        h = memory.heads
-        self.residual = memory.residual[:num_rows]
-        self.x = self.residual[:, : memory.hidden_size]
-        self.fused = memory.fused[:num_rows]
-        heads = (num_rows, h.kv_heads, h.roles)
-        self.rotated = torch.view_as_complex(self.fused.view(*heads, h.head_dim // 2, 2))
-        self.kv = self.fused.view(*heads, h.head_dim)[:, :, h.group :]
-        self.turn = memory.turn[:num_rows]
-        self.attended = memory.attended[: num_rows + 1]
-        self.heads_out = self.attended[:num_rows]
+    def products(self) -> tuple[Linear, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
 
 
 class _Memory:
     """Working memory for up to `capacity` rows."""
 
     def __init__(self, config: ModelConfig, capacity: int, device: torch.device) -> None:
-        self.heads = h = HeadShape.of(config)
-        self.hidden_size, self.capacity = config.hidden_size, capacity
-        self.residual = torch.zeros(capacity, config.hidden_size + _NORM_PAD, device=device)
+        h = HeadShape.of(config)
+        self.capacity, self.hidden_size = capacity, config.hidden_size
+        self.heads = h
+        self.residual = torch.zeros(capacity, config.hidden_size + _NORM_GAP, device=device)
         # sqrt(sum(x^2) + n eps) is then one norm of the padded row.
         self.residual[:, config.hidden_size] = (config.hidden_size * config.rms_norm_eps) ** 0.5
-        # Spare rows: products over queries read past the last one (see `Group.bind`).
-        self.fused = torch.zeros(capacity + 4, h.row_width, device=device)
-        # One role too many: rows that do not touch are never merged into one loop, whose end
-        # (scalar code) would lie elsewhere for every row count.
-        turn = torch.ones(
-            capacity, 1, h.roles + 1, h.head_dim // 2, dtype=torch.complex64, device=device
-        )
-        self.turn = turn[:, :, : h.roles]
-        width = config.num_heads * h.head_dim
-        self.attended = torch.zeros(capacity + 1, width, device=device)
-        self._views: dict[int, _Buffers] = {}
+        # Spare rows: products over queries read past the last one (see `Group.bind_rows`).
+        self.fused = torch.zeros(capacity + _MOST_SPARE_ROWS, h.row_width, device=device)
+        self.attended = torch.zeros(capacity + 1, config.num_heads * h.head_dim, device=device)
+        self._views: dict[tuple[int, int], _Buffers] = {}
 
-    def rows(self, num_rows: int) -> _Buffers:
-        found = self._views.get(num_rows)
+    def rows(self, num_rows: int, padded: int) -> _Buffers:
+        found = self._views.get((num_rows, padded))
         if found is None:
-            found = self._views[num_rows] = _Buffers(self, num_rows)
+            found = self._views[num_rows, padded] = _Buffers(self, num_rows, padded)
         return found
+
+
+class _Buffers:
+    """Views into the working memory for T rows, and behind them padding up to P."""
+
+    def __init__(self, memory: _Memory, num_rows: int, padded: int) -> None:
+        h = memory.heads
+        self.residual = memory.residual[:padded]
+        self.x = self.residual[:, : memory.hidden_size]
+        self.fused = memory.fused[:num_rows]
+        self.turned = memory.fused[:padded].view(torch.complex64)
+        self.kv = self.fused.view(-1, h.roles * h.head_dim)[:, h.group * h.head_dim :]
+        self.attended = memory.attended[: num_rows + 1]  # and a row that belongs to no one
+        self.heads_out = memory.attended[:padded]
 
 
 class Model:
@@ -118,12 +116,20 @@ class Model:
         self.numerics, self.invariance_cost = numerics.mode, numerics.cost
         self._heads = HeadShape.of(config)
         self._planner = AttentionPlanner(config)
-        self._rotary = RotaryTable(config.rope, config.head_dim, device)
         self._windows = sorted(set(config.sliding_window), key=lambda w: w or 0)
         with torch.inference_mode():
             builder = _Builder(config, source, dtype, device, numerics)
             self._embedding, self.layers, self.head = builder.build()
+            self._rotary = RotaryTable(
+                config.rope,
+                config.head_dim,
+                config.num_kv_heads,
+                config.group_size,
+                config.max_position_tokens,
+                device,
+            )
             self._memory = _Memory(config, 64, device)
+        self._padding = self._common_padding()
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
@@ -131,84 +137,118 @@ class Model:
 
         Writes K and V of all T tokens, then attends. The result is the caller's to change.
         """
-        num_rows = len(batch.tokens)
-        if num_rows > self._memory.capacity:
-            self._memory = _Memory(self.config, 2 * num_rows, self.device)
-        buffers = self._memory.rows(num_rows)
-        slots, groups = self._plan(batch, kv, buffers)
-        buffers.x.copy_(self._embedding.index_select(0, batch.tokens))
+        num_rows, num_wanted = batch.tokens.shape[0], batch.logits_index.shape[0]
+        padded = self._padding.rows(num_rows)
+        if padded > self._memory.capacity:
+            self._memory = _Memory(self.config, 2 * padded, self.device)
+        buffers = self._memory.rows(num_rows, padded)
+        slots, turn, groups = self._plan(batch, kv, buffers, padded)
+        tokens = _pad_index(batch.tokens, padded)
+        buffers.x.copy_(self._embedding.index_select(0, tokens))
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            self._project(layer, buffers)
-            kv.token_rows[index].index_put_((slots,), buffers.kv.to(kv.data.dtype))
-            if index == last and len(batch.logits_index) == 0:
+            self._project(layer, buffers, turn, padded)
+            kv.token_rows[index].index_copy_(0, slots, buffers.kv.to(kv.data.dtype))
+            if index == last and not num_wanted:
                 return torch.empty(0, self.config.vocab_size, device=self.device)
             for group in groups[layer.window]:
                 group.run(kv.block_rows[index])
-            buffers.x.add_(layer.out(buffers.heads_out))
-            buffers.x.add_(layer.down(_swiglu(layer.gate_up(_normed(buffers.residual)))))
-        wanted = buffers.residual.index_select(0, batch.logits_index)
-        return self.head(_normed(wanted))
+            if index < last or num_wanted == num_rows:
+                _finish_layer(layer, buffers.residual, buffers.x, buffers.heads_out)
+        wanted = _pad_index(batch.logits_index, self._padding.rows(num_wanted))
+        residual = buffers.residual.index_select(0, wanted)
+        if num_wanted != num_rows:  # the rest of the last layer, for the wanted rows alone
+            x = residual[:, : self.config.hidden_size]
+            _finish_layer(self.layers[last], residual, x, buffers.heads_out.index_select(0, wanted))
+        logits = self.head.product(_normed(residual), len(residual))
+        return logits if len(logits) == num_wanted else logits[:num_wanted]
 
     def _plan(
-        self, batch: RaggedBatch, kv: KVCache, buffers: _Buffers
-    ) -> tuple[Tensor, dict[int | None, list[Group]]]:
-        """Where each token's K and V go, and the attention groups of each window."""
+        self, batch: RaggedBatch, kv: KVCache, buffers: _Buffers, padded: int
+    ) -> tuple[Tensor, Tensor, dict[int | None, list[Group]]]:
+        """Where each token's K and V go, the turn of each row, the attention of each window."""
         query_lens = batch.query_lens.astype(np.int64)
         contexts = batch.context_lens.astype(np.int64)
-        tables = batch.block_tables.astype(np.int64)
         last_position = int(contexts.max()) - 1
         if last_position >= self.config.max_position_tokens:
             raise ValueError(
                 f"context_lens: {last_position + 1} tokens exceed the model's context of "
                 f"{self.config.max_position_tokens}"
             )
-        rows = np.repeat(np.arange(len(query_lens)), query_lens)
-        slots = self._planner.token_slots(kv, rows, batch.positions.cpu().numpy(), tables)
-        turn = self._rotary.rows(batch.positions, last_position)
-        group = self._heads.group
-        buffers.turn[:, 0, :group] = turn[:, :1]
-        buffers.turn[:, 0, group] = turn[:, 1]
+        positions = batch.positions.cpu().numpy()
+        slots = token_slots(kv, query_lens, positions, batch.block_tables)
+        turn = self._rotary.rows(_pad_index(batch.positions, padded), last_position)
         groups = {
-            w: self._planner.groups(kv, query_lens, contexts, tables, w) for w in self._windows
+            window: self._planner.groups(
+                kv,
+                query_lens,
+                contexts,
+                batch.block_tables,
+                window,
+                buffers.fused,
+                buffers.attended,
+            )
+            for window in self._windows
         }
-        for found in groups.values():
-            for group in found:
-                group.bind(buffers.fused, buffers.attended)
-        return slots, groups
+        return slots, turn, groups
 
-    def _project(self, layer: _Layer, buffers: _Buffers) -> None:
-        """Rotated queries and keys, and values, of all rows into `buffers.fused`."""
-        fused = layer.qkv(_normed(buffers.residual)).view(buffers.fused.shape)
-        h = self._heads
+    def _project(self, layer: _Layer, buffers: _Buffers, turn: Tensor, padded: int) -> None:
+        """Turned queries and keys, and values, of all rows into the step's buffer."""
+        fused = layer.qkv.product(_normed(buffers.residual), padded)
         if layer.qk_weight is not None:
+            h = self._heads
             rows = fused.view(-1, h.kv_heads, h.roles, h.head_dim)[:, :, : h.group + 1]
             rows.copy_(F.rms_norm(rows, (h.head_dim,), eps=self.config.rms_norm_eps))
             rows.mul_(layer.qk_weight)
-        turned = torch.view_as_complex(fused.view(*buffers.rotated.shape, 2))
-        step = max(1, _ONE_SHARE // h.row_width)
-        if len(fused) <= step:
-            torch.mul(turned, buffers.turn, out=buffers.rotated)
+        pairs = fused.view(torch.complex64)
+        step = max(1, _ONE_SHARE // turn.shape[1])
+        if padded <= step:
+            torch.mul(pairs, turn, out=buffers.turned)
             return
-        for at in range(0, len(fused), step):
+        for at in range(0, padded, step):
             part = slice(at, at + step)
-            torch.mul(turned[part], buffers.turn[part], out=buffers.rotated[part])
+            torch.mul(pairs[part], turn[part], out=buffers.turned[part])
+
+    def _common_padding(self) -> RowPadding:
+        """The padding that suits every product."""
+        plans = [linear.plan for layer in self.layers for linear in layer.products()]
+        paddings = [plan.padding for plan in (*plans, self.head.plan)]
+        return RowPadding(
+            max(p.minimum for p in paddings), math.lcm(*(p.multiple for p in paddings))
+        )
+
+
+def _finish_layer(layer: _Layer, residual: Tensor, x: Tensor, heads_out: Tensor) -> None:
+    """Output projection and MLP; `x` is the view of `residual` without its gap."""
+    rows = residual.shape[0]
+    x.add_(layer.out.product(heads_out, rows))
+    gate_up = layer.gate_up.product(_normed(residual), rows)
+    x.add_(layer.down.product(_swiglu(gate_up), rows))
 
 
 def _normed(residual: Tensor) -> Tensor:
     """x / sqrt(sum(x^2) + n eps): RMSNorm but for its weight and sqrt(n), which the next product
     holds (`Linear.in_scale`)."""
     norm = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
-    return residual[:, :-_NORM_PAD] / norm
+    return residual[:, :-_NORM_GAP] / norm
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [T, gate | up]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    step = max(1, _ONE_SHARE // gate.shape[-1])
-    if len(gate) <= step:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    gate, up = gate_up[:, :width], gate_up[:, width:]
+    step = max(1, _ONE_SHARE // width)
+    if rows <= step:
         return F.silu(gate).mul_(up)
     return torch.cat([F.silu(part) for part in gate.split(step)]).mul_(up)
+
+
+def _pad_index(index: Tensor, rows: int) -> Tensor:
+    """`index` with valid but meaningless entries behind it."""
+    count = index.shape[0]
+    if count == rows:
+        return index
+    return index.expand(rows) if count == 1 else F.pad(index, (0, rows - count))
 
 
 class _Builder:

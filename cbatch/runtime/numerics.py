@@ -165,7 +165,7 @@ def probe_row_invariance(model: Model) -> InvarianceReport:
 
 def _linears(model: Model) -> Iterator[Linear]:
     for layer in model.layers:
-        yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+        yield from layer.products()
     yield model.head
 
 

@@ -9,6 +9,10 @@ from torch import Tensor
 
 from cbatch.runtime.config import RopeConfig
 
+_FIRST_POSITIONS = 256
+_MAX_TABLE_BYTES = 64 << 20
+ROW_GAP = 8  # complex numbers between rows: 64 bytes, to keep them aligned
+
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """fp32 [head_dim / 2], in radians per token.
@@ -59,27 +63,67 @@ def _yarn(rope: RopeConfig, base: Tensor, head_dim: int) -> Tensor:
 
 
 class RotaryTable:
-    """cos + i sin by position, grown on demand so that a long context costs nothing unused."""
+    """The factors that turn a row of the fused projection, by position.
 
-    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
+    A row is [kv_heads, group + 2, head_dim]: queries, then K, then V of each KV head, pairs of
+    dimensions side by side. Queries are turned by cos + i sin and scaled by 1 / sqrt(head_dim) (so
+    that scores need no scaling), keys are turned, values multiplied by 1.
+    """
+
+    def __init__(
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        kv_heads: int,
+        group: int,
+        max_position_tokens: int,
+        device: torch.device,
+    ) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._attention_factor = rope.attention_factor
         self._score_scale = head_dim**-0.5
-        self._table = self._compute(256)
+        self._kv_heads, self._group = kv_heads, group
+        self._width = kv_heads * (group + 2) * head_dim // 2
+        self._by_position = self._segment(0, _FIRST_POSITIONS)
+        # Whole rows, ready to use, where those of every position are small enough to keep.
+        row_bytes = (self._width + ROW_GAP) * self._by_position.itemsize
+        expand = max_position_tokens * row_bytes <= _MAX_TABLE_BYTES
+        self._rows = self._expand(self._by_position) if expand else None
 
     def rows(self, positions: Tensor, last_position: int) -> Tensor:
-        """complex64 [T, 2, head_dim / 2]: the turn of queries, which also scales scores by
-        1 / sqrt(head_dim), and that of keys. int64 `positions` [T], none beyond `last_position`."""
-        if last_position >= len(self._table):
-            self._table = self._compute(max(last_position + 1, 2 * len(self._table)))
-        return self._table.index_select(0, positions)
+        """complex64 [T, row_width / 2] of int64 `positions` [T], none beyond `last_position`.
 
-    def _compute(self, num_positions: int) -> Tensor:
-        positions = torch.arange(num_positions, device=self._frequencies.device)
+        Rows have a gap between them, so that an operation on several rows is never merged into one
+        loop, whose end (scalar code) would lie elsewhere for every row count.
+        """
+        while last_position >= len(self._by_position):
+            self._grow()
+        if self._rows is not None:
+            return self._rows.index_select(0, positions)[:, : self._width]
+        return self._expand(self._by_position.index_select(0, positions))[:, : self._width]
+
+    def _grow(self) -> None:
+        # Always the same segments: how a cosine is rounded depends on its place in the call.
+        have = len(self._by_position)
+        self._by_position = torch.cat([self._by_position, self._segment(have, 2 * have)])
+        if self._rows is not None:
+            self._rows = self._expand(self._by_position)
+
+    def _segment(self, start: int, stop: int) -> Tensor:
+        """cos + i sin of positions [start, stop): complex64 [positions, head_dim / 2]."""
+        positions = torch.arange(start, stop, device=self._frequencies.device)
         angles = positions.float()[:, None] * self._frequencies
         cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
-        keys = torch.complex(cos, sin)
-        return torch.stack([keys * self._score_scale, keys], dim=1)
+        return torch.complex(cos, sin)
+
+    def _expand(self, keys: Tensor) -> Tensor:
+        """complex64 [T, row_width / 2 + gap] from [T, head_dim / 2]."""
+        count, half = keys.shape
+        found = keys.new_ones(count, self._width + ROW_GAP)
+        roles = found[:, : self._width].unflatten(1, (self._kv_heads, self._group + 2, half))
+        roles[:, :, : self._group] = (keys * self._score_scale)[:, None, None]
+        roles[:, :, self._group] = keys[:, None]
+        return found
 
 
 def interleave_halves(weight: Tensor, head_dim: int) -> Tensor:

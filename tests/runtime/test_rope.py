@@ -21,7 +21,18 @@ def test_cos_and_sin_are_those_of_transformers_at_far_positions(tmp_path: Path, 
     reference = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
     positions = torch.tensor([0, 1, 77, 255, 256, 4000, FAR])
     cos, sin = reference(torch.zeros(1, 1, 1), positions[None])
-    queries, keys = RotaryTable(config.rope, 64, torch.device("cpu")).rows(positions, FAR).unbind(1)
+    found = []
+    for most in (512, 10**6):  # whole rows kept, and put together at every step
+        table = RotaryTable(config.rope, 64, 2, 3, most, torch.device("cpu"))
+        found.append(table.rows(positions, FAR).unflatten(1, (2, 5, 32)))
+    assert torch.equal(found[0], found[1])
+    queries, keys, values = found[0].split([3, 1, 1], dim=2)
+    assert (
+        (values == 1).all()
+        and (keys == keys[:, :1]).all()
+        and (queries == queries[:, :1, :1]).all()
+    )
+    queries, keys = queries[:, 0, 0], keys[:, 0, 0]
     torch.testing.assert_close(keys.real, cos[0, :, :32], rtol=0, atol=1e-6)
     torch.testing.assert_close(keys.imag, sin[0, :, :32], rtol=0, atol=1e-6)
     torch.testing.assert_close(queries, keys / 8)
