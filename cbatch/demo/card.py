@@ -73,9 +73,7 @@ def render(report: dict, target: Llama, draft: Llama, size_bytes: int) -> str:
     """The card's text from `report` (the evaluation, `data`, `training` and `machine`)."""
     costs = report["costs"]
     return CARD.format(
-        shapes="\n".join([
-            shape_row("target", TARGET, target), shape_row("draft", DRAFT, draft)
-        ]),
+        shapes="\n".join([shape_row("target", TARGET, target), shape_row("draft", DRAFT, draft)]),
         size_mb=size_bytes / 1e6,
         data=report["data"],
         held_out=", ".join(f"`{name}`" for name in HELD_OUT_MODULES),

@@ -62,8 +62,7 @@ class NearDuplicates:
         """
         lines = [line for raw in chunk.splitlines() if (line := normalise(raw))]
         shingles = {
-            hash(tuple(lines[i : i + SHINGLE_LINES]))
-            for i in range(len(lines) - SHINGLE_LINES + 1)
+            hash(tuple(lines[i : i + SHINGLE_LINES])) for i in range(len(lines) - SHINGLE_LINES + 1)
         }
         known = len(shingles & self._seen)
         self._seen |= shingles

@@ -27,8 +27,9 @@ ARGMAX_WEIGHT = 0.5
 DECAY_SHARE = 0.4
 
 
-def distillation_loss(draft_logits: Tensor, top_ids: Tensor, top_logits: Tensor
-                      ) -> tuple[Tensor, Tensor]:
+def distillation_loss(
+    draft_logits: Tensor, top_ids: Tensor, top_logits: Tensor
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy to the target's likeliest tokens mixed with that to its argmax.
 
     The first is KL(target, draft) but for a constant, with the target cut to its top tokens. Also
@@ -61,8 +62,9 @@ class Pretraining(Training):
     matrix_lr = 0.02
     embedding_lr = 3e-3
 
-    def __init__(self, work: Path, streams: Streams, device: str, seed: int, workers: Workers
-                 ) -> None:
+    def __init__(
+        self, work: Path, streams: Streams, device: str, seed: int, workers: Workers
+    ) -> None:
         torch.manual_seed(seed)
         self.streams, self.device, self.seed = streams, device, seed
         self.target_file = work / "target.pt"
@@ -83,9 +85,7 @@ class Pretraining(Training):
         rows = TEXT_ROWS_PER_STEP
         batch = draw(self.streams, at, self.seed + 1, rows, CONTEXT_TOKENS + 1, False)
         micro_rows = MICROBATCH_ROWS if self.workers.count > 1 else rows
-        loss, _ = self.workers.backward(
-            self.losses, batch.to(self.device), self.params, micro_rows
-        )
+        loss, _ = self.workers.backward(self.losses, batch.to(self.device), self.params, micro_rows)
         # No decay: distillation goes on from here.
         self.optimizers.step(wsd_scale(0.0, at - self.progress.warm_from_step))
         self.progress.tokens += rows * CONTEXT_TOKENS
@@ -104,8 +104,9 @@ class Distillation(Training):
     matrix_lr = 0.02
     embedding_lr = 3e-3
 
-    def __init__(self, work: Path, lessons: Lessons, seed: int, workers: Workers,
-                 start_from: Llama) -> None:
+    def __init__(
+        self, work: Path, lessons: Lessons, seed: int, workers: Workers, start_from: Llama
+    ) -> None:
         self.lessons, self.start_from, self.seed = lessons, start_from, seed
         super().__init__(work / "draft.pt", workers, DRAFT.num_layers)
 
@@ -133,16 +134,18 @@ class Distillation(Training):
         )
 
 
-def pretrain_draft(work: Path, streams: Streams, budget: Budget, seed: int, device: str,
-                   workers: Workers) -> tuple[Llama, Progress]:
+def pretrain_draft(
+    work: Path, streams: Streams, budget: Budget, seed: int, device: str, workers: Workers
+) -> tuple[Llama, Progress]:
     """Train on text, or go on from `work/draft_text.pt`."""
     training = Pretraining(work, streams, device, seed, workers)
     training.run(budget)
     return training.net, training.progress
 
 
-def distil_draft(work: Path, lessons: Lessons, budget: Budget, seed: int, workers: Workers,
-                 start_from: Llama) -> tuple[Llama, Progress]:
+def distil_draft(
+    work: Path, lessons: Lessons, budget: Budget, seed: int, workers: Workers, start_from: Llama
+) -> tuple[Llama, Progress]:
     """Distil, or go on from `work/draft.pt`."""
     training = Distillation(work, lessons, seed, workers, start_from)
     training.run(budget)

@@ -52,8 +52,9 @@ def total_nats(net: Llama, ids: list[int]) -> float:
 
 
 @torch.inference_mode()
-def agreements(target: Llama, draft: Llama, prompts: list[list[int]], end: int
-               ) -> tuple[list[list[bool]], list[list[int]]]:
+def agreements(
+    target: Llama, draft: Llama, prompts: list[list[int]], end: int
+) -> tuple[list[list[bool]], list[list[int]]]:
     """Per prompt: whether the draft names each token of the target's greedy continuation.
 
     The draft is teacher-forced along the target's tokens, which is what verification compares.
@@ -111,8 +112,9 @@ def measure_costs(target: Llama, draft: Llama) -> dict[str, float]:
     return costs
 
 
-def evaluate(target: Llama, draft: Llama, tokenizer: Tokenizer, held_out: list[Document]
-             ) -> dict[str, object]:
+def evaluate(
+    target: Llama, draft: Llama, tokenizer: Tokenizer, held_out: list[Document]
+) -> dict[str, object]:
     """All held-out figures as plain data: `modules`, `total`, `costs` and `completions`."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     by_module: dict[str, list[Document]] = defaultdict(list)
@@ -130,13 +132,18 @@ def evaluate(target: Llama, draft: Llama, tokenizer: Tokenizer, held_out: list[D
         all_rows += rows
         completions += [{"module": module, **entry} for entry in shown]
         nats, num_bytes = nats + module_nats, num_bytes + size
-        print(f"{module:12} loss {figures.nats_per_token:.3f} acceptance {figures.acceptance}",
-              flush=True)
+        print(
+            f"{module:12} loss {figures.nats_per_token:.3f} acceptance {figures.acceptance}",
+            flush=True,
+        )
     count = sum(len(row) for row in all_rows)
     scored = sum(figures.tokens for figures in modules.values())
     total = ModuleFigures(
-        tokens=scored, nats_per_token=nats / scored, bits_per_byte=nats / math.log(2) / num_bytes,
-        prompts=len(all_rows), continued_tokens=count,
+        tokens=scored,
+        nats_per_token=nats / scored,
+        bits_per_byte=nats / math.log(2) / num_bytes,
+        prompts=len(all_rows),
+        continued_tokens=count,
         acceptance=sum(map(sum, all_rows)) / count,
         tokens_per_step=tokens_per_step(all_rows, LOOKAHEAD),
     )

@@ -53,8 +53,9 @@ class Lessons:
         return cls(**torch.load(path))
 
 
-def lesson_prompts(tokenizer: Tokenizer, streams: Streams, corpus: Corpus, seed: int, count: int
-                   ) -> list[list[int]]:
+def lesson_prompts(
+    tokenizer: Tokenizer, streams: Streams, corpus: Corpus, seed: int, count: int
+) -> list[list[int]]:
     """Training prompts: half function heads, half windows of library text, at most 96 tokens."""
     heads = [h for d in corpus.train if not d.is_test for h in function_heads(d)]
     random.Random(seed).shuffle(heads)
@@ -72,8 +73,7 @@ def read_lesson(target: Llama, rows: Tensor) -> Lessons:
 
 
 @torch.inference_mode()
-def write_lesson(target: Llama, prompts: list[list[int]], temperature: float, seed: int
-                 ) -> Lessons:
+def write_lesson(target: Llama, prompts: list[list[int]], temperature: float, seed: int) -> Lessons:
     """The target continues the prompts, cut to the shortest of them, to full rows."""
     shortest = min(len(prompt) for prompt in prompts)
     ids = torch.tensor([prompt[-shortest:] for prompt in prompts], device=target.cos.device)
@@ -92,8 +92,14 @@ def write_lesson(target: Llama, prompts: list[list[int]], temperature: float, se
     )
 
 
-def build_lessons(target: Llama, prompts: list[list[int]], streams: Streams, seconds: float,
-                  seed: int, workers: Workers) -> Lessons:
+def build_lessons(
+    target: Llama,
+    prompts: list[list[int]],
+    streams: Streams,
+    seconds: float,
+    seed: int,
+    workers: Workers,
+) -> Lessons:
     """Lessons in batches of 64 rows, made for `seconds` (at least one batch per worker).
 
     Of every four batches two are greedy continuations, one is sampled at temperature 0.8 and one

@@ -104,8 +104,11 @@ class Training:
             progress.step += 1
             progress.elapsed_s += time.perf_counter() - start
             if progress.step % REPORT_EVERY_STEPS == 0:
-                print(f"{self.label} {share:6.1%} step {progress.step} {self.figure} {smooth:.3f} "
-                      f"{progress.tokens:,} tokens {progress.elapsed_s:,.0f} s", flush=True)
+                print(
+                    f"{self.label} {share:6.1%} step {progress.step} {self.figure} {smooth:.3f} "
+                    f"{progress.tokens:,} tokens {progress.elapsed_s:,.0f} s",
+                    flush=True,
+                )
             if progress.elapsed_s - saved_s > CHECKPOINT_EVERY_S:
                 self.save()
                 saved_s = progress.elapsed_s

@@ -117,8 +117,9 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None,
-                mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None
+    ) -> Tensor:
         batch, length, _ = x.shape
         split = (batch, length, -1, self.config.head_dim)
         q = rotate(self.q_proj(x).view(split).transpose(1, 2), rope)
@@ -172,8 +173,9 @@ class Layer(nn.Module):
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None,
-                mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache | None, mask: Tensor | None
+    ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, cache, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 

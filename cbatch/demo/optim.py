@@ -32,8 +32,14 @@ def orthogonalise(gradients: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised per matrix, with decoupled weight decay."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float, workers: Workers,
-                 momentum: float = 0.95, weight_decay: float = 0.1) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        workers: Workers,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+    ) -> None:
         self._workers = workers
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
@@ -71,8 +77,9 @@ class Muon(torch.optim.Optimizer):
 class Optimizers:
     """Both optimizers behind one schedule: `step(scale)` multiplies every base rate."""
 
-    def __init__(self, net: nn.Module, matrix_lr: float, embedding_lr: float, workers: Workers
-                 ) -> None:
+    def __init__(
+        self, net: nn.Module, matrix_lr: float, embedding_lr: float, workers: Workers
+    ) -> None:
         named = list(net.named_parameters())
         matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in named if p.ndim != 2 or "embed" in n]
@@ -95,8 +102,9 @@ class Optimizers:
         self.adam.load_state_dict(state["adam"])
 
 
-def wsd_scale(progress: float, step: int, warmup_steps: int = 40, decay_share: float = 0.25
-              ) -> float:
+def wsd_scale(
+    progress: float, step: int, warmup_steps: int = 40, decay_share: float = 0.25
+) -> float:
     """Warm-up, stable, then linear decay to zero over the last `decay_share` of the budget."""
     warmup = min(1.0, (step + 1) / warmup_steps)
     decay = min(1.0, max(0.0, 1.0 - progress) / decay_share)

@@ -29,13 +29,19 @@ class Workers:
         """Apply `function` to every item; results in the order of the items."""
         return list(self._pool.map(function, items))
 
-    def backward(self, losses: Callable[[Tensor], tuple[Tensor, Tensor]], batch: Tensor,
-                 params: Sequence[Tensor], rows: int) -> tuple[float, float]:
+    def backward(
+        self,
+        losses: Callable[[Tensor], tuple[Tensor, Tensor]],
+        batch: Tensor,
+        params: Sequence[Tensor],
+        rows: int,
+    ) -> tuple[float, float]:
         """Set `.grad` to the mean gradient over `batch`, cut into microbatches of `rows`.
 
         `losses` gives (loss, statistic) as means over its microbatch; their means are returned.
         Sums run in the order of the microbatches, so the result does not depend on the timing.
         """
+
         def run(part: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
             share = len(part) / len(batch)
             loss, statistic = losses(part)

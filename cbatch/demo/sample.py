@@ -19,8 +19,9 @@ def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 
 
 @torch.inference_mode()
-def decode(net: Llama, ids: Tensor, pad: Tensor, new_tokens: int, temperature: float, seed: int
-           ) -> Iterator[tuple[Tensor, Tensor]]:
+def decode(
+    net: Llama, ids: Tensor, pad: Tensor, new_tokens: int, temperature: float, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (logits [batch, fed, vocab], chosen [batch, 1]) per pass; greedy at temperature 0.
 
     The first pass feeds the prompts, each later one the token chosen before it.
@@ -38,8 +39,13 @@ def decode(net: Llama, ids: Tensor, pad: Tensor, new_tokens: int, temperature: f
         yield logits, fed
 
 
-def generate(net: Llama, prompts: Sequence[Sequence[int]], new_tokens: int,
-             temperature: float = 0.0, seed: int = 0) -> list[list[int]]:
+def generate(
+    net: Llama,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[list[int]]:
     """Continue every prompt by `new_tokens` tokens; the end token does not stop a row."""
     ids, pad = left_pad(prompts, net.model.embed_tokens.weight.device)
     steps = decode(net, ids, pad, new_tokens, temperature, seed)

@@ -48,8 +48,9 @@ def grow(net: Llama, config: NetConfig) -> Llama:
 class TargetTraining(Training):
     label = "target"
 
-    def __init__(self, work: Path, streams: Streams, device: str, seed: int, workers: Workers
-                 ) -> None:
+    def __init__(
+        self, work: Path, streams: Streams, device: str, seed: int, workers: Workers
+    ) -> None:
         torch.manual_seed(seed)
         self.streams, self.device, self.seed = streams, device, seed
         super().__init__(work / "target.pt", workers, SHALLOW_LAYERS)
@@ -86,8 +87,9 @@ class TargetTraining(Training):
         return loss, loss
 
 
-def train_target(work: Path, streams: Streams, budget: Budget, seed: int, device: str,
-                 workers: Workers) -> tuple[Llama, Progress]:
+def train_target(
+    work: Path, streams: Streams, budget: Budget, seed: int, device: str, workers: Workers
+) -> tuple[Llama, Progress]:
     """Train, or go on from `work/target.pt`; returns the net and what it took."""
     training = TargetTraining(work, streams, device, seed, workers)
     training.run(budget)

@@ -39,12 +39,22 @@ TEXT_SHARE = 0.1
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("stages", nargs="*", default=list(STAGES), metavar="stage",
-                        help=f"any of {', '.join(STAGES)}; default all")
-    parser.add_argument("--work", type=Path, default=Path("build/demo"),
-                        help="checkpoints and packed data")
-    parser.add_argument("--out", type=Path, default=demo_paths()[0].parent,
-                        help="folder that gets target/, draft/ and README.md")
+    parser.add_argument(
+        "stages",
+        nargs="*",
+        default=list(STAGES),
+        metavar="stage",
+        help=f"any of {', '.join(STAGES)}; default all",
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/demo"), help="checkpoints and packed data"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=demo_paths()[0].parent,
+        help="folder that gets target/, draft/ and README.md",
+    )
     parser.add_argument("--target-minutes", type=float, default=90.0)
     parser.add_argument("--target-steps", type=int, help="end the target earlier, at this step")
     parser.add_argument("--draft-minutes", type=float, default=20.0)
@@ -61,23 +71,31 @@ def save_progress(work: Path, stage: str, progress: Progress) -> None:
     (work / f"{stage}.json").write_text(json.dumps(vars(progress)))
 
 
-def run_target(args: argparse.Namespace, tokenizer: Tokenizer, streams: Streams, device: str,
-               workers: Workers) -> None:
+def run_target(
+    args: argparse.Namespace, tokenizer: Tokenizer, streams: Streams, device: str, workers: Workers
+) -> None:
     budget = Budget(args.target_minutes * 60, args.target_steps)
     net, progress = train_target(args.work, streams, budget, args.seed, device, workers)
     save_pretrained(net, tokenizer, args.out / "target")
     save_progress(args.work, "target", progress)
 
 
-def run_draft_text(args: argparse.Namespace, streams: Streams, device: str, workers: Workers
-                   ) -> None:
+def run_draft_text(
+    args: argparse.Namespace, streams: Streams, device: str, workers: Workers
+) -> None:
     budget = Budget(args.draft_minutes * 60 * TEXT_SHARE, args.draft_steps)
     _, progress = pretrain_draft(args.work, streams, budget, args.seed, device, workers)
     save_progress(args.work, "draft-text", progress)
 
 
-def run_draft(args: argparse.Namespace, tokenizer: Tokenizer, streams: Streams, corpus: Corpus,
-              device: str, workers: Workers) -> None:
+def run_draft(
+    args: argparse.Namespace,
+    tokenizer: Tokenizer,
+    streams: Streams,
+    corpus: Corpus,
+    device: str,
+    workers: Workers,
+) -> None:
     target = load_pretrained(args.out / "target").to(device)
     seconds = args.draft_minutes * 60
     lesson_file = args.work / "lessons.pt"
@@ -118,8 +136,9 @@ def training_lines(args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def run_evaluate(args: argparse.Namespace, tokenizer: Tokenizer, streams: Streams, corpus: Corpus
-                 ) -> None:
+def run_evaluate(
+    args: argparse.Namespace, tokenizer: Tokenizer, streams: Streams, corpus: Corpus
+) -> None:
     torch.set_num_threads(args.threads)
     folders = args.out / "target", args.out / "draft"
     target, draft = (load_pretrained(folder) for folder in folders)

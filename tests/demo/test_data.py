@@ -134,9 +134,7 @@ def test_held_out_names_are_real_modules():
 
 def test_heads_end_with_the_docstring(library):
     document = load_corpus(library).held_out[0]
-    assert list(function_heads(document)) == [
-        'def mean(values):\n    """Average of the values."""'
-    ]
+    assert list(function_heads(document)) == ['def mean(values):\n    """Average of the values."""']
     prompts = choose_prompts([document])
     assert len(prompts["functions"]) == 1
     assert prompts["edits"][0].endswith("\n\n\ndef mean_copy(values):")

@@ -19,7 +19,12 @@ from cbatch.demo.parallel import Workers
 from cbatch.demo.target import TargetTraining, grow
 
 SMALL = dataclasses.replace(
-    TARGET, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=32,
+    TARGET,
+    num_layers=2,
+    hidden_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    intermediate_size=32,
     vocab_size=128,
 )
 
