@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import OrderedDict
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +46,57 @@ def iota(n: int) -> I64:
     return _iota[:n]
 
 
+class RowMask(NamedTuple):
+    """Mask of the single rows [start, stop) of a step, `values` [rows, kv_heads or 1, keys], whose
+    memory a group's mask shares."""
+
+    start: int
+    stop: int
+    values: NDArray[np.float32]
+
+
+class StepLayout:
+    """Index arithmetic of one step: `slots` [T * kv_heads], the rows of `kv.token_rows` that take
+    K and V of each (token, KV head), and the attention groups of each window."""
+
+    def __init__(self, slots: I64, device: torch.device) -> None:
+        self._slots = slots
+        self.slots = torch.from_numpy(slots).to(device)
+        self.groups: dict[int | None, list[Group]] = {}
+
+    def keep(
+        self,
+        masks: list[RowMask],
+        contexts: I64,
+        tables: NDArray[np.int32],
+        block_size: int,
+        most_keys: int | None,
+    ) -> None:
+        """What `advance` needs; no context may grow beyond `most_keys`."""
+        self._masks, self._contexts, self._tables = masks, contexts, tables.copy()
+        self._block_size, self._most_keys = block_size, most_keys
+
+    def advance(self, contexts: I64, tables: NDArray[np.int32]) -> bool:
+        """Become the layout of the next token of every sequence, if that is what is asked for and
+        each stays within its block: a few numbers change, nothing is rebuilt."""
+        if len(contexts) != len(self._contexts) or (contexts != self._contexts + 1).any():
+            return False
+        index = (contexts - 1) // self._block_size
+        if (index * self._block_size == contexts - 1).any():
+            return False
+        width = int(index.max()) + 1
+        if not np.array_equal(tables[:, :width], self._tables[:, :width]):
+            return False
+        if self._most_keys is not None and int(contexts.max()) > self._most_keys:
+            return False
+        self._contexts = contexts
+        self._slots += 1
+        for mask in self._masks:
+            rows = iota(mask.stop - mask.start)
+            mask.values[rows, :, contexts[mask.start : mask.stop] - 1] = 0
+        return True
+
+
 class AttentionPlanner:
     """Forms groups that together cover every row of a step once.
 
@@ -53,10 +106,57 @@ class AttentionPlanner:
 
     def __init__(self, config: ModelConfig) -> None:
         self.heads = HeadShape.of(config)
+        self._windows = sorted(set(config.sliding_window), key=lambda w: w or 0)
         self._operands: OrderedDict[GroupShape, Operands] = OrderedDict()
         self._kv: KVCache | None = None
+        self._last: StepLayout | None = None  # one that can be advanced
+        self._bound: tuple[object, ...] = ()  # the cache and the buffers of its groups
+        self._masks: list[RowMask] = []
 
-    def groups(
+    def plan(
+        self,
+        kv: KVCache,
+        query_lens: I64,
+        contexts: I64,
+        positions: Tensor,
+        tables: NDArray[np.int32],
+        fused: Tensor,
+        out: Tensor,
+    ) -> StepLayout:
+        """Layout of a step whose queries stand in `fused` [T, row_width], and whose results go to
+        `out` [T + 1, heads * head_dim]. `tables` [B, blocks]: entries beyond a context are not
+        read."""
+        buffers = (kv, fused, out)
+        if (
+            self._last is not None
+            and len(contexts) == len(out) - 1
+            and all(map(operator.is_, self._bound, buffers))
+            and self._last.advance(contexts, tables)
+        ):
+            return self._last
+        if self._kv is not kv:
+            self._kv = kv
+            self._operands.clear()
+        device = kv.data.device
+        slots = _token_slots(kv, query_lens, positions.cpu().numpy(), tables)
+        layout = StepLayout(slots, device)
+        longest = int(contexts.max())
+        # A window that no context has outgrown is no window.
+        reached = {w: w if w is not None and longest > w else None for w in self._windows}
+        self._masks = []
+        groups = {
+            window: self._groups(kv, query_lens, contexts, tables, window, fused, out)
+            for window in sorted(set(reached.values()), key=lambda w: w or 0)
+        }
+        layout.groups = {window: groups[reached[window]] for window in self._windows}
+        self._last = None
+        if self._masks and set(groups) == {None} and device.type == "cpu":
+            most_keys = min((w for w in self._windows if w is not None), default=None)
+            layout.keep(self._masks, contexts, tables, kv.block_size, most_keys)
+            self._last, self._bound = layout, buffers
+        return layout
+
+    def _groups(
         self,
         kv: KVCache,
         query_lens: I64,
@@ -66,16 +166,8 @@ class AttentionPlanner:
         fused: Tensor,
         out: Tensor,
     ) -> list[Group]:
-        """Groups bound to the step's buffers: queries in `fused` [T, row_width], results to `out`
-        [T + 1, heads * head_dim]. Entries of `tables` [B, blocks] beyond a context are not read."""
-        if self._kv is not kv:
-            self._kv = kv
-            self._operands.clear()
-        longest = int(contexts.max())
-        if window is not None and longest <= window:
-            window = None
         if len(contexts) == len(out) - 1:  # one row each
-            if not self._wasteful(contexts, longest):
+            if not self._wasteful(contexts, int(contexts.max())):
                 return self._row_groups(kv, contexts, tables, window, fused, out)
             starts = iota(len(contexts))
         else:
@@ -113,7 +205,12 @@ class AttentionPlanner:
             keys = self._num_keys(kv, part, first_key)
             group = self._group(kv, stop - start, 1, keys, rows_in_place=True)
             seen = _seen_by_rows(part, first_key, keys, window)
-            self._fill(group, kv, tables[start:stop], first_key, part, seen[:, None])
+            mask = np.where(seen, _ZERO, _MASKED)[:, None]
+            if len(part) > 1 and h.kv_heads > 1:
+                mask = mask.repeat(h.kv_heads, axis=1)
+            self._masks.append(RowMask(start, stop, mask))
+            group.mask = self._mask_operand(group, mask.reshape(-1, 1, keys), kv)
+            group.gather = self._gather(group, kv, tables[start:stop], first_key, part)
             group.bind_rows(fused, out, start, stop)
             groups.append(group)
         return groups
@@ -172,7 +269,11 @@ class AttentionPlanner:
         queries = max(int(query_lens.max()), -(-least // h.group))
         group = self._group(kv, len(rows), queries, keys, rows_in_place=False)
         seen = _seen_by_queries(queries, query_lens, contexts, first_key, keys, window)
-        self._fill(group, kv, tables[sequences], first_key, contexts, seen)
+        mask = np.where(seen, _ZERO, _MASKED).repeat(h.group, axis=1)
+        if len(rows) > 1 and h.kv_heads > 1:
+            mask = mask.repeat(h.kv_heads, axis=0)
+        group.mask = self._mask_operand(group, mask, kv)
+        group.gather = self._gather(group, kv, tables[sequences], first_key, contexts)
         pack, unpack = self._units(rows, query_lens, queries, len(out) - 1)
         copies = group.operands.shape.pairs // (len(rows) * h.kv_heads)
         if copies > 1:
@@ -210,16 +311,20 @@ class AttentionPlanner:
             self._operands.move_to_end(shape)
         return Group(operands, h)
 
-    def _fill(
+    def _mask_operand(self, group: Group, mask: NDArray[np.float32], kv: KVCache) -> Tensor:
+        """[pairs or 1, rows or 1, keys] spread over the scores of a group, sharing memory."""
+        shared = torch.from_numpy(mask).to(kv.data.device)
+        return shared.expand(group.operands.scores.shape)
+
+    def _gather(
         self,
         group: Group,
         kv: KVCache,
         tables: NDArray[np.int32],
         first_key: I64,
         contexts: I64,
-        seen: NDArray[np.bool_],
-    ) -> None:
-        """The gather index and the mask, from `seen` [pieces, 1 or queries, keys]."""
+    ) -> Tensor:
+        """Rows of `kv.block_rows` in the order of the operands: int64 [pairs * blocks]."""
         h, shape = self.heads, group.operands.shape
         size = kv.block_size
         index = first_key[:, None] // size + iota(shape.keys // size)
@@ -229,17 +334,10 @@ class AttentionPlanner:
             known = tables[:, : index.shape[1]]
         blocks = np.where(index * size < contexts[:, None], known, kv.scratch_block)
         gather = (blocks[:, None, :] + kv.head_base[:, None]).reshape(-1)
-        mask = torch.from_numpy(np.where(seen, _ZERO, _MASKED))
         copies = shape.pairs // (len(contexts) * h.kv_heads)
         if copies > 1:
             gather = np.tile(gather, copies)
-        if seen.shape[1] > 1:
-            mask = mask.repeat_interleave(h.group, dim=1)
-        if len(contexts) > 1 and h.kv_heads > 1:
-            mask = mask.repeat_interleave(h.kv_heads, dim=0)
-        device = kv.data.device
-        group.gather = torch.from_numpy(gather).to(device)
-        group.mask = mask.to(device).expand(group.operands.scores.shape)
+        return torch.from_numpy(gather).to(kv.data.device)
 
     def _units(self, rows: I64, query_lens: I64, queries: int, spare: int) -> tuple[I64, I64]:
         """(token, KV head) units for each (piece, KV head, query): where to read, and where to
@@ -253,16 +351,16 @@ class AttentionPlanner:
         return read.reshape(-1), write.reshape(-1)
 
 
-def token_slots(kv: KVCache, query_lens: I64, positions: I64, tables: NDArray[np.int32]) -> Tensor:
-    """Rows of `kv.token_rows` that take K and V of each (token, KV head): int64 [T * kv_heads]."""
+def _token_slots(kv: KVCache, query_lens: I64, positions: I64, tables: NDArray[np.int32]) -> I64:
+    """Rows of `kv.token_rows` of each (token, KV head): [T * kv_heads]."""
     size = kv.block_size
     rows = iota(len(query_lens))
     if len(positions) != len(rows):
         rows = rows.repeat(query_lens)
     index = positions // size
     flat = tables[rows, index] * size + (positions - index * size)
-    slots = (flat[:, None] + kv.head_base * size).reshape(-1)
-    return torch.from_numpy(slots).to(kv.data.device)
+    slots: I64 = (flat[:, None] + kv.head_base * size).reshape(-1)
+    return slots
 
 
 def _log2_class(values: I64) -> I64:

@@ -28,10 +28,11 @@ from torch import Tensor
 _PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 33, 64)
 _PROBE_ROWS_LARGE = (1, 2, 4, 8, 9, 33)  # for weights so large that a probe would be felt
 _LARGE_WEIGHT = 1 << 26
-TIMED_ROWS = (1, 2, 4, 8, 32)
+TIMED_ROWS = (1, 2, 8, 32)
 _PACK_ROWS = 64  # one packing serves every row count; this one is near the best for all
 _REPEATS = 12
-_TIMING_BUDGET_S = 0.01  # per shape and row count; at least two runs of each
+_TIMING_BUDGET_S = (0.03, 0.01, 0.01, 0.01)  # per shape; one row is where they are closest
+_MOST_TIMED_BYTES = 48 << 20  # of fp32 weights per shape: more than caches hold
 
 
 class RowPadding(NamedTuple):
@@ -82,6 +83,7 @@ class Linear:
         if plan.native_rows is not None:
             wide = weight.float() if in_scale is None else weight.float() * in_scale
             self._packed = pack(wide)
+            self._packed_product = torch.ops.mkl._mkl_linear.default
             # Only its shape is read while rows and packing agree.
             self._shape_only = wide.new_empty(1).expand(self.shape)
             self._wide_bias = None if bias is None else bias.float()
@@ -99,12 +101,13 @@ class Linear:
         """As a call, for `rows` that the plan's padding leaves as they are."""
         native_rows = self._native_rows
         if native_rows is not None and rows > native_rows:
-            return torch.ops.mkl._mkl_linear(
-                x, self._packed, self._shape_only, self._wide_bias, rows
-            )
+            return self._packed_product(x, self._packed, self._shape_only, self._wide_bias, rows)
         if self.in_scale is not None:
             x = x * self.in_scale
-        return F.linear(x.to(self._weight.dtype), self._weight, self._bias).float()
+        x = x.to(self._weight.dtype)
+        if rows == 1 and self._bias is None:  # the faster kernel for half precision on CPUs
+            return torch.mv(self._weight, x.view(-1)).float().view(1, -1)
+        return F.linear(x, self._weight, self._bias).float()
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -140,15 +143,18 @@ def make_plan(
     *,
     invariant: bool,
     may_pack: bool,
+    count: int = 1,
 ) -> Plan:
-    """The plan for weights [out, in], measured once per process and setting.
+    """The plan for weights [out, in] of which a model has `count`, measured once per process and
+    setting. Timings go round as many weights, since those of a large model are never in a cache.
 
     `invariant` admits only one implementation, with padding under which bits agree; otherwise the
     faster one is taken at each row count. `may_pack` False where memory does not allow a copy.
     """
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     packing = may_pack and device.type == "cpu" and packing_available()
-    return _measured_plan(shape, dtype, device, invariant, packing, threads)
+    copies = max(1, min(count, _MOST_TIMED_BYTES // (4 * shape[0] * shape[1])))
+    return _measured_plan(shape, dtype, device, invariant, packing, threads, copies)
 
 
 @functools.lru_cache(maxsize=256)
@@ -159,11 +165,12 @@ def _measured_plan(
     invariant: bool,
     packing: bool,
     threads: int,
+    copies: int,
 ) -> Plan:
     if not packing:
         native = _native(shape, dtype, device)
         return _invariant_plan([native], [()]) if invariant else Plan(None, NO_PADDING, False)
-    times = _race(shape, dtype, threads)
+    times = _race(shape, dtype, threads, copies)
     if not invariant:
         cut = _crossover(*times)
         best = tuple(n if rows <= cut else p for rows, n, p in zip(TIMED_ROWS, *times, strict=True))
@@ -221,31 +228,35 @@ def _packed(shape: tuple[int, int], dtype: torch.dtype) -> _Candidate:
 
 
 def _random_weight(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    """Random rows, repeated where there are many: drawing them would take longer than the rest."""
+    rows = min(shape[0], 64)
+    drawn = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(0))
+    return drawn.to(device, dtype).repeat(-(-shape[0] // rows), 1)[: shape[0]].contiguous()
 
 
 @functools.lru_cache(maxsize=256)
 def _race(
-    shape: tuple[int, int], dtype: torch.dtype, threads: int
+    shape: tuple[int, int], dtype: torch.dtype, threads: int, copies: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds at `TIMED_ROWS`, native and packed: the best of a few interleaved runs, and no more
-    than at larger counts, so that a stall of a busy machine decides nothing."""
-    runs = (_native(shape, dtype, torch.device("cpu")).run, _packed(shape, dtype).run)
-    best = [[float("inf")] * len(TIMED_ROWS) for _ in runs]
+    """Seconds at `TIMED_ROWS`, native and packed: of the best of a few interleaved rounds over
+    `copies` weights, and no more than at larger counts, so that a stall of a busy machine decides
+    nothing."""
+    native = [_native(shape, dtype, torch.device("cpu")).run for _ in range(copies)]
+    packed = [_packed(shape, dtype).run for _ in range(copies)]
+    best = [[float("inf")] * len(TIMED_ROWS) for _ in range(2)]
     for at, rows in enumerate(TIMED_ROWS):
         x = torch.randn(rows, shape[1])
-        for run in runs:
-            run(x)
-        deadline = time.perf_counter() + _TIMING_BUDGET_S
+        deadline = time.perf_counter() + _TIMING_BUDGET_S[at]
         for turn in range(_REPEATS):
             if turn >= 2 and time.perf_counter() > deadline:
                 break
-            for times, run in zip(best, runs, strict=True):
+            for times, runs in zip(best, (native, packed), strict=True):
                 started = time.perf_counter()
-                run(x)
-                times[at] = min(times[at], time.perf_counter() - started)
-    native, packed = (tuple(np.minimum.accumulate(t[::-1])[::-1].tolist()) for t in best)
-    return native, packed
+                for run in runs:
+                    run(x)
+                times[at] = min(times[at], (time.perf_counter() - started) / copies)
+    native_s, packed_s = (tuple(np.minimum.accumulate(t[::-1])[::-1].tolist()) for t in best)
+    return native_s, packed_s
 
 
 def _invariant_plan(candidates: list[_Candidate], times_s: list[tuple[float, ...]]) -> Plan:

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.attention import Group, HeadShape
+from cbatch.runtime.attention import HeadShape
 from cbatch.runtime.config import ModelConfig, ModelError, load_config
 from cbatch.runtime.kv import KVCache
-from cbatch.runtime.layout import AttentionPlanner, token_slots
+from cbatch.runtime.layout import AttentionPlanner, StepLayout
 from cbatch.runtime.linear import Linear, RowPadding, make_plan
-from cbatch.runtime.numerics import Numerics, resolve_numerics
+from cbatch.runtime.numerics import Numerics, resolve_numerics, weight_shapes
 from cbatch.runtime.rope import RotaryTable, interleave_halves
 from cbatch.runtime.weights import (
     RandomWeights,
@@ -116,7 +116,6 @@ class Model:
         self.numerics, self.invariance_cost = numerics.mode, numerics.cost
         self._heads = HeadShape.of(config)
         self._planner = AttentionPlanner(config)
-        self._windows = sorted(set(config.sliding_window), key=lambda w: w or 0)
         with torch.inference_mode():
             builder = _Builder(config, source, dtype, device, numerics)
             self._embedding, self.layers, self.head = builder.build()
@@ -131,27 +130,32 @@ class Model:
             self._memory = _Memory(config, 64, device)
         self._padding = self._common_padding()
 
-    @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
         """Logits fp32 [N, vocab] of `batch.logits_index`.
 
         Writes K and V of all T tokens, then attends. The result is the caller's to change.
         """
+        if torch.is_inference_mode_enabled():
+            return self._forward(batch, kv)
+        with torch.inference_mode():
+            return self._forward(batch, kv)
+
+    def _forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
         num_rows, num_wanted = batch.tokens.shape[0], batch.logits_index.shape[0]
         padded = self._padding.rows(num_rows)
         if padded > self._memory.capacity:
             self._memory = _Memory(self.config, 2 * padded, self.device)
         buffers = self._memory.rows(num_rows, padded)
-        slots, turn, groups = self._plan(batch, kv, buffers, padded)
+        turn, layout = self._plan(batch, kv, buffers, padded)
         tokens = _pad_index(batch.tokens, padded)
         buffers.x.copy_(self._embedding.index_select(0, tokens))
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             self._project(layer, buffers, turn, padded)
-            kv.token_rows[index].index_copy_(0, slots, buffers.kv.to(kv.data.dtype))
+            kv.token_rows[index].index_copy_(0, layout.slots, buffers.kv.to(kv.data.dtype))
             if index == last and not num_wanted:
                 return torch.empty(0, self.config.vocab_size, device=self.device)
-            for group in groups[layer.window]:
+            for group in layout.groups[layer.window]:
                 group.run(kv.block_rows[index])
             if index < last or num_wanted == num_rows:
                 _finish_layer(layer, buffers.residual, buffers.x, buffers.heads_out)
@@ -165,8 +169,8 @@ class Model:
 
     def _plan(
         self, batch: RaggedBatch, kv: KVCache, buffers: _Buffers, padded: int
-    ) -> tuple[Tensor, Tensor, dict[int | None, list[Group]]]:
-        """Where each token's K and V go, the turn of each row, the attention of each window."""
+    ) -> tuple[Tensor, StepLayout]:
+        """The turn of each row; where its K and V go, and its attention."""
         query_lens = batch.query_lens.astype(np.int64)
         contexts = batch.context_lens.astype(np.int64)
         last_position = int(contexts.max()) - 1
@@ -175,22 +179,17 @@ class Model:
                 f"context_lens: {last_position + 1} tokens exceed the model's context of "
                 f"{self.config.max_position_tokens}"
             )
-        positions = batch.positions.cpu().numpy()
-        slots = token_slots(kv, query_lens, positions, batch.block_tables)
         turn = self._rotary.rows(_pad_index(batch.positions, padded), last_position)
-        groups = {
-            window: self._planner.groups(
-                kv,
-                query_lens,
-                contexts,
-                batch.block_tables,
-                window,
-                buffers.fused,
-                buffers.attended,
-            )
-            for window in self._windows
-        }
-        return slots, turn, groups
+        layout = self._planner.plan(
+            kv,
+            query_lens,
+            contexts,
+            batch.positions,
+            batch.block_tables,
+            buffers.fused,
+            buffers.attended,
+        )
+        return turn, layout
 
     def _project(self, layer: _Layer, buffers: _Buffers, turn: Tensor, padded: int) -> None:
         """Turned queries and keys, and values, of all rows into the step's buffer."""
@@ -263,7 +262,7 @@ class _Builder:
         numerics: Numerics,
     ) -> None:
         self.config, self.source, self.dtype, self.device = config, source, dtype, device
-        self.numerics = numerics
+        self.numerics, self.counts = numerics, weight_shapes(config)
 
     def build(self) -> tuple[Tensor, list[_Layer], Linear]:
         c = self.config
@@ -275,12 +274,14 @@ class _Builder:
         return embedding, layers, self._linear(head, None, self._norm("model.norm.weight"))
 
     def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Linear:
+        shape = (weight.shape[0], weight.shape[1])
         plan = make_plan(
-            (weight.shape[0], weight.shape[1]),
+            shape,
             self.dtype,
             self.device,
             invariant=self.numerics.mode == "invariant",
             may_pack=self.numerics.may_pack,
+            count=self.counts[shape],
         )
         return Linear(weight, bias, in_scale, plan)
 

@@ -76,7 +76,8 @@ def _invariance_cost(
     extra, fastest = np.zeros(len(TIMED_ROWS)), np.zeros(len(TIMED_ROWS))
     for shape, count in weight_shapes(config).items():
         plans = [
-            make_plan(shape, dtype, device, invariant=i, may_pack=may_pack) for i in (True, False)
+            make_plan(shape, dtype, device, invariant=i, may_pack=may_pack, count=count)
+            for i in (True, False)
         ]
         if not plans[1].times_s:
             continue

@@ -80,9 +80,9 @@ def test_rows_are_padded_to_the_minimum_then_to_multiples() -> None:
 
 @needs_packing
 def test_fast_plans_take_the_faster_product_at_each_row_count() -> None:
-    assert linear._crossover((1, 1, 3, 9, 9), (2, 2, 2, 2, 2)) == 2
-    assert linear._crossover((3, 1, 1, 1, 1), (2, 2, 2, 2, 2)) == 0
-    assert linear._crossover((1,) * 5, (2,) * 5) == linear.TIMED_ROWS[-1]
+    assert linear._crossover((1, 1, 3, 9), (2, 2, 2, 2)) == 2
+    assert linear._crossover((3, 1, 1, 1), (2, 2, 2, 2)) == 0
+    assert linear._crossover((1,) * 4, (2,) * 4) == linear.TIMED_ROWS[-1]
     plan = make_plan((64, 64), torch.bfloat16, CPU, invariant=False, may_pack=True)
     assert plan.native_rows is not None and len(plan.times_s) == len(linear.TIMED_ROWS)
 
