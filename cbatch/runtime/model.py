@@ -147,8 +147,8 @@ class Model:
             self._memory = _Memory(self.config, 2 * padded, self.device)
         buffers = self._memory.rows(num_rows, padded)
         turn, layout = self._plan(batch, kv, buffers, padded)
-        tokens = _pad_index(batch.tokens, padded)
-        buffers.x.copy_(self._embedding.index_select(0, tokens))
+        # A single token's row spreads over the padding.
+        buffers.x.copy_(self._embedding.index_select(0, _pad_index(batch.tokens, padded)))
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             self._project(layer, buffers, turn, padded)
@@ -159,13 +159,24 @@ class Model:
                 group.run(kv.block_rows[index])
             if index < last or num_wanted == num_rows:
                 _finish_layer(layer, buffers.residual, buffers.x, buffers.heads_out)
-        wanted = _pad_index(batch.logits_index, self._padding.rows(num_wanted))
+        if num_rows == num_wanted == 1:
+            return self.head.product(_normed(buffers.residual, buffers.x), padded)[:1]
+        return self._wanted_logits(buffers, batch.logits_index, num_wanted != num_rows)
+
+    def _wanted_logits(self, buffers: _Buffers, index: Tensor, unfinished: bool) -> Tensor:
+        """Logits of some rows; `unfinished`: the last layer still lacks its second half, which
+        these rows alone need."""
+        count = index.shape[0]
+        rows = self._padding.rows(count)
+        wanted = _pad_index(index, rows)
+        if wanted.shape[0] < rows:
+            wanted = wanted.repeat(rows)
         residual = buffers.residual.index_select(0, wanted)
-        if num_wanted != num_rows:  # the rest of the last layer, for the wanted rows alone
-            x = residual[:, : self.config.hidden_size]
-            _finish_layer(self.layers[last], residual, x, buffers.heads_out.index_select(0, wanted))
-        logits = self.head.product(_normed(residual), len(residual))
-        return logits if len(logits) == num_wanted else logits[:num_wanted]
+        x = residual[:, : self.config.hidden_size]
+        if unfinished:
+            _finish_layer(self.layers[-1], residual, x, buffers.heads_out.index_select(0, wanted))
+        logits = self.head.product(_normed(residual, x), rows)
+        return logits if rows == count else logits[:count]
 
     def _plan(
         self, batch: RaggedBatch, kv: KVCache, buffers: _Buffers, padded: int
@@ -193,7 +204,7 @@ class Model:
 
     def _project(self, layer: _Layer, buffers: _Buffers, turn: Tensor, padded: int) -> None:
         """Turned queries and keys, and values, of all rows into the step's buffer."""
-        fused = layer.qkv.product(_normed(buffers.residual), padded)
+        fused = layer.qkv.product(_normed(buffers.residual, buffers.x), padded)
         if layer.qk_weight is not None:
             h = self._heads
             rows = fused.view(-1, h.kv_heads, h.roles, h.head_dim)[:, :, : h.group + 1]
@@ -221,15 +232,14 @@ def _finish_layer(layer: _Layer, residual: Tensor, x: Tensor, heads_out: Tensor)
     """Output projection and MLP; `x` is the view of `residual` without its gap."""
     rows = residual.shape[0]
     x.add_(layer.out.product(heads_out, rows))
-    gate_up = layer.gate_up.product(_normed(residual), rows)
+    gate_up = layer.gate_up.product(_normed(residual, x), rows)
     x.add_(layer.down.product(_swiglu(gate_up), rows))
 
 
-def _normed(residual: Tensor) -> Tensor:
+def _normed(residual: Tensor, x: Tensor) -> Tensor:
     """x / sqrt(sum(x^2) + n eps): RMSNorm but for its weight and sqrt(n), which the next product
-    holds (`Linear.in_scale`)."""
-    norm = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
-    return residual[:, :-_NORM_GAP] / norm
+    holds (`Linear.in_scale`). `x` is the view of `residual` without its gap."""
+    return x / torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
@@ -243,11 +253,9 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _pad_index(index: Tensor, rows: int) -> Tensor:
-    """`index` with valid but meaningless entries behind it."""
+    """`index` with valid but meaningless entries behind it; one alone may broadcast."""
     count = index.shape[0]
-    if count == rows:
-        return index
-    return index.expand(rows) if count == 1 else F.pad(index, (0, rows - count))
+    return index if count == rows or count == 1 else F.pad(index, (0, rows - count))
 
 
 class _Builder:
