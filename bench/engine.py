@@ -118,16 +118,30 @@ def make_prompts(model: Path, tokens: int, count: int, real: bool) -> Prompts:
     return [long_enough[i % len(long_enough)][-shortest:] for i in range(count)]
 
 
-def measure(systems: Sequence[System], prompts: Prompts, args: Any) -> list[list[Run]]:
+def run_batches(system: System, prompts: Prompts, batch: int, output_tokens: int) -> Run:
+    """One batch after the other; small batches take several, since prompts differ."""
+    runs = [
+        system.run(prompts[at : at + batch], output_tokens) for at in range(0, len(prompts), batch)
+    ]
+    return Run(
+        sum(run.seconds for run in runs),
+        sum(run.tokens for run in runs),
+        None if runs[0].accepted is None else statistics.mean(run.accepted or 0 for run in runs),
+        statistics.mean(run.speculating_share for run in runs),
+    )
+
+
+def measure(systems: Sequence[System], prompts: Prompts, batch: int, args: Any) -> list[list[Run]]:
     """Runs by system, in repeats; the order turns round from one repeat to the next."""
     for system in systems:
-        system.run(prompts[: args.warm_up], min(8, args.output_tokens))
+        system.run(prompts[:batch], min(8, args.output_tokens))
     runs: list[list[Run]] = [[] for _ in systems]
     gc.collect()
     for repeat in range(args.repeats):
         order = list(range(len(systems)))
         for index in order if repeat % 2 == 0 else reversed(order):
-            runs[index].append(systems[index].run(prompts, args.output_tokens))
+            run = run_batches(systems[index], prompts, batch, args.output_tokens)
+            runs[index].append(run)
     return runs
 
 
@@ -172,7 +186,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--warm-up", type=int, default=2, help="prompts of the untimed first run")
+    parser.add_argument("--prompts", type=int, default=8, help="at least so many a repeat")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     args = parser.parse_args(argv)
     if args.shape and (args.model or args.draft):
@@ -195,8 +209,9 @@ def main() -> None:
             systems.append(build_transformers(model, args.dtype))
         rows: list[dict[str, Any]] = []
         for batch in args.batch:
-            prompts = make_prompts(model, args.prompt_tokens, batch, real=not args.shape)
-            rows += rows_of(systems, measure(systems, prompts, args), batch, args.dtype)
+            count = -(-max(batch, args.prompts) // batch) * batch
+            prompts = make_prompts(model, args.prompt_tokens, count, real=not args.shape)
+            rows += rows_of(systems, measure(systems, prompts, batch, args), batch, args.dtype)
             print(f"batch {batch} measured", flush=True)
     info = built[0][1].info
     print_report(
