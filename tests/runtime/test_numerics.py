@@ -25,6 +25,7 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "mistral": ("mistral", {"head_dim": 64, "num_key_value_heads": 4}),
     "qwen2": ("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 4}),
     "qwen3": ("qwen3", {"head_dim": 128}),
+    "tiny_heads": ("llama", {"head_dim": 8}),
     "one_head": ("llama", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}),
 }
 pytestmark = pytest.mark.skipif(
