@@ -87,6 +87,7 @@ def test_the_card_names_the_held_out_modules_and_the_figures():
     total = next(line for line in card.splitlines() if line.startswith("| **total** |"))
     acceptance = float(total.split("|")[6])
     assert acceptance >= 0.6
+    assert 0 < float(total.split("|")[7]) < acceptance + 0.1
     assert re.search(r"c =\s[0-9.]+", card)
 
 

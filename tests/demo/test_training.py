@@ -11,7 +11,7 @@ import cbatch.demo.lessons as lessons_module
 import cbatch.demo.target as target_module
 from cbatch.demo.batches import Streams, draw
 from cbatch.demo.draft import Distillation, distillation_loss
-from cbatch.demo.evaluate import agreements, tokens_per_step, total_nats
+from cbatch.demo.evaluate import agreements, fresh_hits, tokens_per_step, total_nats
 from cbatch.demo.lessons import build_lessons, read_lesson
 from cbatch.demo.loop import Budget
 from cbatch.demo.nets import TARGET, Llama
@@ -152,3 +152,11 @@ def test_tokens_per_step():
     assert tokens_per_step([[True] * 50], 4) == 5
     assert tokens_per_step([[False] * 50], 4) == 1
     assert tokens_per_step([[True, False] * 30], 4) == 2
+
+
+def test_a_repeated_run_is_not_fresh():
+    tokens = [1, 2, 3, 4, 9, 1, 2, 3, 4, 5]
+    hits = [False] * 8 + [True, False]
+    # Only the second 4 completes a run of four seen before.
+    assert fresh_hits([hits], [tokens]) == [False] * 9
+    assert len(fresh_hits([[True] * 20], [[7] * 20])) == 4
