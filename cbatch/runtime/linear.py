@@ -58,13 +58,15 @@ class Plan(NamedTuple):
 
     Up to `native_rows` rows natively, packed above (None: natively always). `padding` is what
     row-invariance needs; `invariant` whether it was reached. `times_s` by `TIMED_ROWS`, empty if
-    nothing was timed.
+    nothing was timed. `transposed`: native weights are kept as [in, out], which reads long rows of
+    a wide product in order; for single rows only.
     """
 
     native_rows: int | None
     padding: RowPadding
     invariant: bool
     times_s: tuple[float, ...] = ()
+    transposed: bool = False
 
 
 class Linear:
@@ -89,6 +91,8 @@ class Linear:
             self._wide_bias = None if bias is None else bias.float()
         if plan.native_rows != 0:
             self._weight, self._bias = weight, bias
+        if plan.transposed:
+            self._weight = weight.t().contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -105,6 +109,9 @@ class Linear:
         if self.in_scale is not None:
             x = x * self.in_scale
         x = x.to(self._weight.dtype)
+        if self.plan.transposed:
+            y = torch.mm(x, self._weight).float()
+            return y if self._bias is None else y.add_(self._bias)
         if rows == 1 and self._bias is None:  # the faster kernel for half precision on CPUs
             return torch.mv(self._weight, x.view(-1)).float().view(1, -1)
         return F.linear(x, self._weight, self._bias).float()
@@ -172,9 +179,7 @@ def _measured_plan(
         return _invariant_plan([native], [()]) if invariant else Plan(None, NO_PADDING, False)
     times = _race(shape, dtype, threads, copies)
     if not invariant:
-        cut = _crossover(*times)
-        best = tuple(n if rows <= cut else p for rows, n, p in zip(TIMED_ROWS, *times, strict=True))
-        return Plan(cut, NO_PADDING, False, best)
+        return _fast_plan(times, _transposed_s(shape, dtype, threads, copies))
     candidates, times_s = [_packed(shape, dtype)], [times[1]]
     if _native_may_be_invariant(dtype):
         candidates.append(_native(shape, dtype, device))
@@ -207,6 +212,15 @@ def _crossover(native: Sequence[float], packed: Sequence[float]) -> int:
             return cut
         cut = rows
     return cut
+
+
+def _fast_plan(times: Sequence[Sequence[float]], transposed_s: float) -> Plan:
+    cut = _crossover(*times)
+    best = [n if rows <= cut else p for rows, n, p in zip(TIMED_ROWS, *times, strict=True)]
+    if cut <= 1 and transposed_s < best[0]:
+        best[0] = transposed_s
+        return Plan(1, NO_PADDING, False, tuple(best), transposed=True)
+    return Plan(cut, NO_PADDING, False, tuple(best))
 
 
 class _Candidate(NamedTuple):
@@ -243,20 +257,42 @@ def _race(
     nothing."""
     native = [_native(shape, dtype, torch.device("cpu")).run for _ in range(copies)]
     packed = [_packed(shape, dtype).run for _ in range(copies)]
-    best = [[float("inf")] * len(TIMED_ROWS) for _ in range(2)]
-    for at, rows in enumerate(TIMED_ROWS):
-        x = torch.randn(rows, shape[1])
-        deadline = time.perf_counter() + _TIMING_BUDGET_S[at]
-        for turn in range(_REPEATS):
-            if turn >= 2 and time.perf_counter() > deadline:
-                break
-            for times, runs in zip(best, (native, packed), strict=True):
-                started = time.perf_counter()
-                for run in runs:
-                    run(x)
-                times[at] = min(times[at], (time.perf_counter() - started) / copies)
-    native_s, packed_s = (tuple(np.minimum.accumulate(t[::-1])[::-1].tolist()) for t in best)
+    best = np.array(
+        [
+            _best_rounds((native, packed), torch.randn(rows, shape[1]), budget_s)
+            for rows, budget_s in zip(TIMED_ROWS, _TIMING_BUDGET_S, strict=True)
+        ]
+    )
+    native_s, packed_s = (tuple(t.tolist()) for t in np.minimum.accumulate(best[::-1])[::-1].T)
     return native_s, packed_s
+
+
+@functools.lru_cache(maxsize=256)
+def _transposed_s(shape: tuple[int, int], dtype: torch.dtype, threads: int, copies: int) -> float:
+    """Seconds of a single row with weights [in, out]; infinite in fp32, where it never wins."""
+    if dtype == torch.float32:
+        return float("inf")
+    weight = _random_weight(shape, dtype, torch.device("cpu"))
+    plan = Plan(None, NO_PADDING, False, transposed=True)
+    runs = [Linear(weight, None, None, plan) for _ in range(copies)]
+    return _best_rounds((runs,), torch.randn(1, shape[1]), _TIMING_BUDGET_S[0])[0]
+
+
+def _best_rounds(
+    contestants: Sequence[Sequence[Callable[[Tensor], Tensor]]], x: Tensor, budget_s: float
+) -> list[float]:
+    """Seconds a call of each contestant: of the best of a few interleaved rounds."""
+    best = [float("inf")] * len(contestants)
+    deadline = time.perf_counter() + budget_s
+    for turn in range(_REPEATS):
+        if turn >= 2 and time.perf_counter() > deadline:
+            break
+        for at, runs in enumerate(contestants):
+            started = time.perf_counter()
+            for run in runs:
+                run(x)
+            best[at] = min(best[at], (time.perf_counter() - started) / len(runs))
+    return best
 
 
 def _invariant_plan(candidates: list[_Candidate], times_s: list[tuple[float, ...]]) -> Plan:

@@ -39,6 +39,27 @@ def test_values(native_rows: int | None, dtype: torch.dtype, padding: RowPadding
 
 
 @needs_packing
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 96)])
+def test_single_rows_may_read_transposed_weights(bias: Tensor | None) -> None:
+    torch.manual_seed(0)
+    weight, scale = torch.randn(96, 64).bfloat16(), torch.rand(64) + 0.5
+    bias = None if bias is None else bias.bfloat16()
+    product = Linear(weight, bias, scale, Plan(1, NO_PADDING, False, transposed=True))
+    for rows, tolerance in ((1, 0.2), (5, 1e-4)):
+        x = torch.randn(rows, 64)
+        expected = reference(x, weight, bias, scale)
+        torch.testing.assert_close(product(x).double(), expected, rtol=0, atol=tolerance)
+
+
+def test_transposed_weights_are_for_single_rows_only() -> None:
+    native_wins_once, packed_wins = [(1.0, 3, 3, 3), (2.0, 2, 2, 2)], [(3.0,) * 4, (2.0,) * 4]
+    assert linear._fast_plan(native_wins_once, 0.5).transposed
+    assert linear._fast_plan(packed_wins, 0.5).native_rows == 1
+    assert not linear._fast_plan(native_wins_once, 1.5).transposed
+    assert not linear._fast_plan([(1.0, 1, 3, 3), (2.0, 2, 2, 2)], 0.5).transposed
+
+
+@needs_packing
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(192, 64), (64, 96), (128, 128), (199, 64)])
