@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("cbatch")
 
+_DEFAULT_K = {"ema": 8, "fixed": 4}  # the cap of one, the constant of the other
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the memory, for KV, unless a size is given
 
 
@@ -105,7 +106,7 @@ def parse_lookahead(value: str | LookaheadConfig) -> LookaheadConfig:
         return LookaheadConfig(policy="off")
     if policy in ("ema", "fixed") and (k.isdecimal() or not k) and not value.endswith(":"):
         chosen: Literal["ema", "fixed"] = "ema" if policy == "ema" else "fixed"
-        return LookaheadConfig(policy=chosen, k=int(k)) if k else LookaheadConfig(policy=chosen)
+        return LookaheadConfig(policy=chosen, k=int(k) if k else _DEFAULT_K[chosen])
     raise FieldError("lookahead", f"{value!r} is not known", "use off, ema, ema:8 or fixed:4")
 
 

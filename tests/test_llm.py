@@ -179,7 +179,7 @@ def test_bad_options_are_named(pair: tuple[Path, Path]) -> None:
 
 def test_lookahead_by_name() -> None:
     assert parse_lookahead("off").policy == "off"
-    assert parse_lookahead("ema") == LookaheadConfig(policy="ema")
+    assert parse_lookahead("ema") == LookaheadConfig(policy="ema", k=8)
     assert parse_lookahead("ema:8") == LookaheadConfig(policy="ema", k=8)
     assert parse_lookahead("fixed:2") == LookaheadConfig(policy="fixed", k=2)
 
