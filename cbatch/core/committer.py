@@ -225,6 +225,7 @@ class Committer:
         for row in (step.result.status == _NON_FINITE).nonzero()[0].tolist():
             slot = int(step.slots[row])
             table.published[slot] = table.num_tokens[slot]  # nothing of it is opened
+            table.draft_lag[slot] = table.kv_len(slot)  # nor does its draft's KV count
             self.state.pool.taint(self.state.block_row(slot))
             self.state.end(step.owners[row], FinishReason.ERROR, message=_ERROR_MESSAGE)
 

@@ -261,6 +261,7 @@ class SchedulerState:
         table.published[slot] = max(first, last) * size
         if self.speculates:
             drafted_blocks = table.draft_kv_len(slot) // size
+            assert drafted_blocks >= 0, "the draft's KV is further behind than there is KV"
             pool.draft_valid[table.blocks[slot, :drafted_blocks]] = True
 
     def reset_executor(self) -> None:
