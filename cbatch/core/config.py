@@ -22,7 +22,7 @@ class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decay: float = 0.96
     prior_acceptance: float = 0.7
     prior_trials: float = 6.0
-    min_survival: float = 0.35
+    min_survival: float = 0.2
     idle_drift: float = 0.98
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cbatch.core.config import LookaheadConfig
 from sim.models import ModelledAcceptance, ScriptedAcceptance
 from tests.helpers import World, make_config, make_request, rows_of
 
@@ -61,8 +62,9 @@ def test_after_a_full_acceptance_the_draft_lags_one_token_and_after_a_rejection_
 def test_k_goes_to_zero_and_comes_back_with_the_draft_caught_up(depth):
     """`ema`: a run of rejections turns drafting off, the drift to the prior turns it on again."""
     script = ScriptedAcceptance({"a": [3] * 3 + [0] * 20 + [3]})
+    lookahead = LookaheadConfig(policy="ema", k=3, min_survival=0.35)
     config = make_config(
-        lookahead="ema:3", max_model_tokens=256, num_blocks=80, draft_context_tokens=256
+        lookahead=lookahead, max_model_tokens=256, num_blocks=80, draft_context_tokens=256
     )
     world = World(config, acceptance=script, depth=depth)
     world.add(make_request("a", 6, max_tokens=200))
