@@ -113,9 +113,7 @@ class SchedulerState:
         sequence.chain_uid, sequence.chain_blocks = match.uid, hits
         if self.config.prefix_cache:
             for index in range(hits, len(tokens) // pool.block_size):
-                name = pool.token_bytes(tokens, index)
-                sequence.chain_uid = pool.name(int(blocks[index]), sequence.chain_uid, name)
-                sequence.chain_blocks += 1
+                self._name_block(sequence, tokens, index, int(blocks[index]))
         self.owners[slot] = sequence
         self.prefilling.append(slot)
         self._count_stops(sequence, 1)
@@ -254,9 +252,7 @@ class SchedulerState:
         blocks = table.blocks[slot, first:last].tolist()
         for index, block in enumerate(blocks, start=first):
             if index >= sequence.chain_blocks:
-                name = pool.token_bytes(table.tokens[slot], index)
-                sequence.chain_uid = pool.name(block, sequence.chain_uid, name)
-                sequence.chain_blocks += 1
+                self._name_block(sequence, table.tokens[slot], index, block)
             pool.mark_ready(block)
         table.published[slot] = max(first, last) * size
         if self.speculates:
@@ -315,6 +311,12 @@ class SchedulerState:
         end = sequence.max_total_tokens - 1
         draft_context = self.config.draft_context_tokens
         return end if draft_context is None else min(end, draft_context)
+
+    def _name_block(self, sequence: Sequence, tokens: np.ndarray, index: int, block: int) -> None:
+        """The next node of the sequence's chain: promised at admission, or complete."""
+        name = self.pool.token_bytes(tokens, index)
+        sequence.chain_uid = self.pool.name(block, sequence.chain_uid, name)
+        sequence.chain_blocks += 1
 
     def _count_stops(self, sequence: Sequence, change: int) -> None:
         counts = self._stop_counts

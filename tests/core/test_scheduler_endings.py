@@ -190,8 +190,11 @@ def test_a_request_id_is_free_again_once_its_request_has_ended(depth):
     world.add(make_request("a", max_tokens=3))
     world.run()
     world.scheduler.add(make_request("a", max_tokens=3), world.clock())
+    finished = []
     while world.scheduler.has_work:
-        world.loop.step()
+        commit = world.loop.step()
+        finished += commit.finished if commit else ()
+    assert [(end.request_id, len(end.output)) for end in finished] == [("a", 3)]
 
 
 @DEPTHS
