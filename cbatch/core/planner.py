@@ -110,6 +110,7 @@ class Planner:
         """The same while a plan is uncommitted, by bounds."""
         state, table, slots = self.state, self.state.table, self._cache.slots
         known, reach = self._bounds()
+        self._cache.slack_tokens = 0  # it counts only what steps outside an overlap emit
         # A row whose plan in flight is certain to reach max_tokens has nothing left to do.
         open_rows = known[slots] < table.max_total[slots]
         for sequence in state.doomed:

@@ -45,6 +45,23 @@ def test_cancel_at_any_moment(depth, lookahead, steps, num_blocks):
         assert end.reason is FinishReason.CANCELLED
 
 
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
+def test_a_row_ends_in_time_if_only_some_plans_overlap(lookahead):
+    """The bound on how near the end is must count the tokens of overlapped plans too."""
+    world = World(make_config(lookahead=lookahead), depth=1, acceptance=ALWAYS)
+    world.add(make_request("a", max_tokens=60))
+    scheduler, executor = world.scheduler, world.executor
+    ended = []
+    while scheduler.has_work:
+        for _ in range(2):
+            if (plan := scheduler.plan(0.0)) is not None:
+                executor.submit(plan)
+        while scheduler.num_in_flight:
+            ended += scheduler.commit(executor.wait(), 0.0).finished
+            scheduler.check()
+    assert [end.output.tolist() for end in ended] == [world.reference("a")[0]]
+
+
 def test_cancel_of_an_unknown_request_is_false():
     assert not World().scheduler.cancel("nobody", 0.0)
 
