@@ -46,10 +46,11 @@ def test_cancel_at_any_moment(depth, lookahead, steps, num_blocks):
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-def test_a_row_ends_in_time_if_only_some_plans_overlap(lookahead):
+@pytest.mark.parametrize("max_tokens", range(60, 68))
+def test_a_row_ends_in_time_if_only_some_plans_overlap(lookahead, max_tokens):
     """The bound on how near the end is must count the tokens of overlapped plans too."""
     world = World(make_config(lookahead=lookahead), depth=1, acceptance=ALWAYS)
-    world.add(make_request("a", max_tokens=60))
+    world.add(make_request("a", max_tokens=max_tokens))
     scheduler, executor = world.scheduler, world.executor
     ended = []
     while scheduler.has_work:
