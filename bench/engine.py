@@ -27,18 +27,29 @@ from bench.report import print_report
 from bench.shapes import SHAPES, write_random_model
 from cbatch import LLM, SamplingParams
 from cbatch.demo import demo_paths, demo_prompts
+from cbatch.outputs import Speculation
 from cbatch.text import load_tokenizer
 
 Prompts = list[list[int]]
 
 
 class Run(msgspec.Struct):
-    """One timed batch. `accepted` is tokens a decoding step of a sequence, 1.0 without drafts."""
+    """Timed batches, and how their lookahead went."""
 
     seconds: float
     tokens: int
-    accepted: float | None = None
-    speculating_share: float = 0.0  # of decoding steps that drafted
+    speculation: Speculation | None = None
+
+    @property
+    def accepted(self) -> float | None:
+        """Tokens a decoding step of a sequence, 1.0 without drafts."""
+        return self.speculation.mean_accepted_tokens if self.speculation else None
+
+    @property
+    def speculating_share(self) -> float | None:
+        """Of decoding steps: those that drafted."""
+        found = self.speculation
+        return 1 - found.k_histogram.get(0, 0) / max(found.steps, 1) if found else None
 
 
 class System(msgspec.Struct):
@@ -70,12 +81,10 @@ def build_cbatch(model: Path, draft: Path | None, lookahead: str, args: Any) -> 
         started_s = time.perf_counter()
         completions = llm.generate(prompts, params)
         seconds = time.perf_counter() - started_s
-        total = completions[0].speculation
-        for completion in completions[1:]:
+        total = Speculation()
+        for completion in completions:
             total.merge(completion.speculation)
-        tokens = sum(len(completion.token_ids) for completion in completions)
-        share = 1 - total.k_histogram.get(0, 0) / max(total.steps, 1)
-        return Run(seconds, tokens, total.mean_accepted_tokens, share)
+        return Run(seconds, sum(len(completion.token_ids) for completion in completions), total)
 
     return System("cbatch", lookahead, run), llm
 
@@ -123,12 +132,12 @@ def run_batches(system: System, prompts: Prompts, batch: int, output_tokens: int
     runs = [
         system.run(prompts[at : at + batch], output_tokens) for at in range(0, len(prompts), batch)
     ]
-    return Run(
-        sum(run.seconds for run in runs),
-        sum(run.tokens for run in runs),
-        None if runs[0].accepted is None else statistics.mean(run.accepted or 0 for run in runs),
-        statistics.mean(run.speculating_share for run in runs),
-    )
+    whole = Run(sum(run.seconds for run in runs), sum(run.tokens for run in runs))
+    for run in runs:
+        if run.speculation is not None:
+            whole.speculation = whole.speculation or Speculation()
+            whole.speculation.merge(run.speculation)
+    return whole
 
 
 def measure(systems: Sequence[System], prompts: Prompts, batch: int, args: Any) -> list[list[Run]]:
@@ -158,7 +167,7 @@ def rows_of(systems: Sequence[System], runs: list[list[Run]], batch: int, dtype:
             "dtype": dtype,
             "output_tokens_per_s": round(statistics.median(speed), 1),
             "mean_accepted_tokens": _rounded(system_runs[-1].accepted),
-            "steps_with_drafts": round(system_runs[-1].speculating_share, 3),
+            "steps_with_drafts": _rounded(system_runs[-1].speculating_share),
         }
         for name, base in (("transformers", "off"), ("cbatch", "off")):
             reference = by_name.get((name, base))

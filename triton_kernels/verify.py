@@ -38,7 +38,7 @@ def draw(probabilities: Tensor, rows: NoiseRows, purposes: Tensor | int) -> Tens
     if isinstance(purposes, int):
         purposes = torch.full_like(rows.positions, purposes)
     # Filters leave few tokens: then only their noise is computed. Ids ascend, for the ties.
-    width = int((probabilities > 0).sum(dim=-1).max())
+    width = max(1, int((probabilities > 0).sum(dim=-1).max()))  # a row of NaN has none
     if width * 8 > probabilities.shape[1]:
         words = noise.token_words(
             rows.keys, rows.positions, rows.choices, purposes, probabilities.shape[1]

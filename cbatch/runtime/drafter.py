@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.runtime.index import I64, iota
 from cbatch.runtime.kv import KVCache
-from cbatch.runtime.model import Model, RaggedBatch
-from cbatch.runtime.rows import I64, SlotTable, iota, make_batch
+from cbatch.runtime.model import Model, RaggedBatch, RunAhead
+from cbatch.runtime.rows import SlotTable
 from cbatch.runtime.sampling import (
     ban_stop_ids,
     filtered_probs,
@@ -148,13 +149,18 @@ class DraftModel:
         if not everyone:
             slots, positions, depths = slots[active], positions[active], depths[active]
             missing = missing[active]
-        ones = np.ones(len(slots), dtype=np.int64)
-        batch = self._batch(slots, positions - missing, missing, ones)
         tables = self.table.block_rows(slots, int((positions + depths).max()))
         shallowest, deepest = int(depths.min()), int(depths.max())
-        single: _OneTokenRows | None = None
-        for depth in range(1, deepest + 1):
+        ahead: RunAhead | None = None
+        if int(missing.max()) > 1:
+            ones = np.ones(len(slots), dtype=np.int64)
+            batch = self._batch(slots, positions - missing, missing, ones)
             logits = self.model.forward(batch, self.kv)
+        else:
+            tokens = self._known(self.table.tokens[slots, positions - 1])
+            ahead = RunAhead(self.model, self.kv, positions - 1, tables, shallowest)
+            logits = ahead.next(torch.from_numpy(tokens).to(self.model.device))
+        for depth in range(1, deepest + 1):
             tokens, finite = drafting.choose(logits, active, depth - 1)
             if depth == deepest:
                 return
@@ -164,10 +170,11 @@ class DraftModel:
                     return
                 active, tokens, tables = active[keep], tokens[keep], tables[keep]
                 positions, depths = positions[keep], depths[keep]
-                shallowest, single = int(depths.min()), None
-            if single is None:
-                single = _OneTokenRows(positions + depth - 1, tables, self.model.device)
-            batch = single.take(tokens)
+                shallowest, deepest, ahead = int(depths.min()), int(depths.max()), None
+            if ahead is None:  # as far as every row goes: beyond, a table may name foreign blocks
+                passes = shallowest - depth
+                ahead = RunAhead(self.model, self.kv, positions + depth - 1, tables, passes)
+            logits = ahead.next(torch.from_numpy(tokens).to(self.model.device))
 
     def _batch(
         self, slots: NDArray[np.integer], starts: I64, query_lens: I64, wanted: I64
@@ -177,35 +184,10 @@ class DraftModel:
             batch.tokens.clamp_(max=self.model.config.vocab_size - 1)
         return batch
 
-
-class _OneTokenRows:
-    """Batches of one token a row, each a position further than the one before; memory is reused."""
-
-    def __init__(self, positions: I64, tables: NDArray[np.int32], device: torch.device) -> None:
-        count = len(positions)
-        self._positions = positions.copy()
-        self._device = device
-        self._batch = make_batch(
-            self._positions,  # stands in for the tokens, which come with each pass
-            self._positions,
-            np.ones(count, dtype=np.int32),
-            (positions + 1).astype(np.int32),
-            tables,
-            iota(count),
-            device,
-        )
-        self._taken = 0
-
-    def take(self, tokens: I64) -> RaggedBatch:
-        batch = self._batch
-        batch.tokens = torch.from_numpy(tokens)
-        if self._taken:
-            batch.positions += 1
-            batch.context_lens += 1
-        self._taken += 1
-        if self._device.type != "cpu":
-            batch.tokens = batch.tokens.to(self._device)
-        return batch
+    def _known(self, tokens: I64) -> I64:
+        """`tokens` as this model knows them: its vocabulary may be the smaller one."""
+        vocab_size = self.model.config.vocab_size
+        return tokens if vocab_size >= self.table.vocab_size else tokens.clip(max=vocab_size - 1)
 
 
 class _Drafting:

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from cbatch.core.plan import Deltas, RowStatus, StepPlan, StepResult
 from cbatch.runtime.drafter import Drafter, DraftRows, Proposal
+from cbatch.runtime.index import I64, iota
 from cbatch.runtime.kv import KVCache
 from cbatch.runtime.model import Model
-from cbatch.runtime.rows import I64, SlotTable, iota
+from cbatch.runtime.rows import SlotTable
 from cbatch.runtime.verification import Verified, Wanted, verify
 
 _NON_FINITE = int(RowStatus.NON_FINITE)

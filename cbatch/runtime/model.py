@@ -14,11 +14,14 @@ from torch import Tensor
 
 from cbatch.runtime.attention import HeadShape
 from cbatch.runtime.config import ModelConfig, ModelError, load_config
+from cbatch.runtime.groups import StepBuffers
+from cbatch.runtime.index import I64, iota
 from cbatch.runtime.kv import KVCache
+from cbatch.runtime.layers import Layer, LayerBuilder
 from cbatch.runtime.layout import AttentionPlanner, StepLayout
-from cbatch.runtime.linear import Linear, RowPadding, make_plan
-from cbatch.runtime.numerics import Numerics, resolve_numerics, weight_shapes
-from cbatch.runtime.rope import RotaryTable, interleave_halves
+from cbatch.runtime.linear import RowPadding
+from cbatch.runtime.numerics import Numerics, resolve_numerics
+from cbatch.runtime.rope import RotaryTable
 from cbatch.runtime.weights import (
     RandomWeights,
     Safetensors,
@@ -32,6 +35,7 @@ from cbatch.runtime.weights import (
 _ONE_SHARE = 32768
 _NORM_GAP = 16  # columns behind the residual stream: 64 bytes, to keep rows aligned
 _MOST_SPARE_ROWS = 8
+_FEW_ROWS = 8  # computed in about the time of one
 
 
 @dataclass
@@ -50,19 +54,6 @@ class RaggedBatch:
     context_lens: NDArray[np.int32]
     block_tables: NDArray[np.int32]
     logits_index: Tensor
-
-
-@dataclass
-class _Layer:
-    window: int | None
-    qkv: Linear
-    qk_weight: Tensor | None  # [group + 1, head_dim], q rows then k, where the family norms them
-    out: Linear
-    gate_up: Linear
-    down: Linear
-
-    def products(self) -> tuple[Linear, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
 
 
 class _Memory:
@@ -92,6 +83,7 @@ class _Buffers:
 
     def __init__(self, memory: _Memory, num_rows: int, padded: int) -> None:
         h = memory.heads
+        self.num_rows, self.padded = num_rows, padded
         self.residual = memory.residual[:padded]
         self.x = self.residual[:, : memory.hidden_size]
         self.fused = memory.fused[:num_rows]
@@ -117,7 +109,7 @@ class Model:
         self._heads = HeadShape.of(config)
         self._planner = AttentionPlanner(config)
         with torch.inference_mode():
-            builder = _Builder(config, source, dtype, device, numerics)
+            builder = LayerBuilder(config, source, dtype, device, numerics)
             self._embedding, self.layers, self.head = builder.build()
             self._rotary = RotaryTable(
                 config.rope,
@@ -141,27 +133,45 @@ class Model:
             return self._forward(batch, kv)
 
     def _forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
-        num_rows, num_wanted = batch.tokens.shape[0], batch.logits_index.shape[0]
+        buffers = self._buffers(batch.tokens.shape[0])
+        turn, layout = self._plan(batch, kv, buffers)
+        return self._pass(batch.tokens, turn, layout, buffers, kv, batch.logits_index)
+
+    def _buffers(self, num_rows: int) -> _Buffers:
         padded = self._padding.rows(num_rows)
         if padded > self._memory.capacity:
             self._memory = _Memory(self.config, 2 * padded, self.device)
-        buffers = self._memory.rows(num_rows, padded)
-        turn, layout = self._plan(batch, kv, buffers, padded)
+        return self._memory.rows(num_rows, padded)
+
+    def _pass(
+        self,
+        tokens: Tensor,
+        turn: Tensor,
+        layout: StepLayout,
+        buffers: _Buffers,
+        kv: KVCache,
+        wanted: Tensor,
+    ) -> Tensor:
+        """All layers over a planned step, then the logits of the rows `wanted`."""
+        num_wanted, padded = wanted.shape[0], buffers.padded
+        # With many rows of which few are wanted, the rest need no second half of the last layer.
+        unfinished = num_wanted < buffers.num_rows and buffers.num_rows > _FEW_ROWS
         # A single token's row spreads over the padding.
-        buffers.x.copy_(self._embedding.index_select(0, _pad_index(batch.tokens, padded)))
+        buffers.x.copy_(self._embedding.index_select(0, _pad_index(tokens, padded)))
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            self._project(layer, buffers, turn, padded)
+            self._project(layer, buffers, turn)
             kv.token_rows[index].index_copy_(0, layout.slots, buffers.kv.to(kv.data.dtype))
             if index == last and not num_wanted:
                 return torch.empty(0, self.config.vocab_size, device=self.device)
             for group in layout.groups[layer.window]:
                 group.run(kv.block_rows[index])
-            if index < last or num_wanted == num_rows:
+            if index < last or not unfinished:
                 _finish_layer(layer, buffers.residual, buffers.x, buffers.heads_out)
-        if num_rows == num_wanted == 1:
-            return self.head.product(_normed(buffers.residual, buffers.x), padded)[:1]
-        return self._wanted_logits(buffers, batch.logits_index, num_wanted != num_rows)
+        if num_wanted == buffers.num_rows:
+            logits = self.head.product(_normed(buffers.residual, buffers.x), padded)
+            return logits if num_wanted == padded else logits[:num_wanted]
+        return self._wanted_logits(buffers, wanted, unfinished)
 
     def _wanted_logits(self, buffers: _Buffers, index: Tensor, unfinished: bool) -> Tensor:
         """Logits of some rows; `unfinished`: the last layer still lacks its second half, which
@@ -179,31 +189,28 @@ class Model:
         return logits if rows == count else logits[:count]
 
     def _plan(
-        self, batch: RaggedBatch, kv: KVCache, buffers: _Buffers, padded: int
+        self, batch: RaggedBatch, kv: KVCache, buffers: _Buffers
     ) -> tuple[Tensor, StepLayout]:
         """The turn of each row; where its K and V go, and its attention."""
         query_lens = batch.query_lens.astype(np.int64)
         contexts = batch.context_lens.astype(np.int64)
-        last_position = int(contexts.max()) - 1
+        last_position = self._checked(int(contexts.max()) - 1)
+        turn = self._rotary.rows(_pad_index(batch.positions, buffers.padded), last_position)
+        step = StepBuffers(kv, batch.block_tables, buffers.fused, buffers.attended)
+        layout = self._planner.plan(step, query_lens, contexts, batch.positions.cpu().numpy())
+        return turn, layout
+
+    def _checked(self, last_position: int) -> int:
         if last_position >= self.config.max_position_tokens:
             raise ValueError(
                 f"context_lens: {last_position + 1} tokens exceed the model's context of "
                 f"{self.config.max_position_tokens}"
             )
-        turn = self._rotary.rows(_pad_index(batch.positions, padded), last_position)
-        layout = self._planner.plan(
-            kv,
-            query_lens,
-            contexts,
-            batch.positions,
-            batch.block_tables,
-            buffers.fused,
-            buffers.attended,
-        )
-        return turn, layout
+        return last_position
 
-    def _project(self, layer: _Layer, buffers: _Buffers, turn: Tensor, padded: int) -> None:
+    def _project(self, layer: Layer, buffers: _Buffers, turn: Tensor) -> None:
         """Turned queries and keys, and values, of all rows into the step's buffer."""
+        padded = buffers.padded
         fused = layer.qkv.product(_normed(buffers.residual, buffers.x), padded)
         if layer.qk_weight is not None:
             h = self._heads
@@ -228,7 +235,48 @@ class Model:
         )
 
 
-def _finish_layer(layer: _Layer, residual: Tensor, x: Tensor, heads_out: Tensor) -> None:
+class RunAhead:
+    """Up to `passes` passes of one token a row, each a position further than the one before: what
+    does not depend on the tokens is laid out at once.
+
+    `positions` int64 [B] of the first pass; `tables` [B, blocks] hold the blocks of all passes. No
+    other step of the model may come between, and the caller is in inference mode.
+    """
+
+    def __init__(
+        self, model: Model, kv: KVCache, positions: I64, tables: NDArray[np.int32], passes: int
+    ) -> None:
+        self._model, self._kv = model, kv
+        self._rows = len(positions)
+        self._contexts, self._tables = positions + 1, tables
+        self._pass = 0
+        last_position = model._checked(int(positions.max()) + passes - 1)
+        buffers = model._buffers(self._rows)
+        spread = self._rows if self._rows == 1 else buffers.padded  # one row broadcasts
+        grid = np.zeros((passes, spread), dtype=np.int64)
+        grid[:, : self._rows] = positions + iota(passes)[:, None]
+        every = torch.from_numpy(grid.reshape(-1)).to(model.device)
+        self._turns = model._rotary.rows(every, last_position).split(spread)
+        self._wanted = torch.from_numpy(iota(self._rows)).to(model.device)
+        step = StepBuffers(kv, tables, buffers.fused, buffers.attended)
+        self._layouts = model._planner.plan_ahead(step, self._contexts, passes)
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """Logits fp32 [B, vocab] after int64 `tokens` [B] at the next position of each row."""
+        model, at = self._model, self._pass
+        buffers = model._buffers(self._rows)
+        layout = self._layouts.next() if self._layouts else self._planned(buffers)
+        self._pass += 1
+        return model._pass(tokens, self._turns[at], layout, buffers, self._kv, self._wanted)
+
+    def _planned(self, buffers: _Buffers) -> StepLayout:
+        """Where passes cannot be laid out ahead: one by one."""
+        step = StepBuffers(self._kv, self._tables, buffers.fused, buffers.attended)
+        contexts = self._contexts + self._pass
+        return self._model._planner.plan(step, np.ones_like(contexts), contexts, contexts - 1)
+
+
+def _finish_layer(layer: Layer, residual: Tensor, x: Tensor, heads_out: Tensor) -> None:
     """Output projection and MLP; `x` is the view of `residual` without its gap."""
     rows = residual.shape[0]
     x.add_(layer.out.product(heads_out, rows))
@@ -256,105 +304,6 @@ def _pad_index(index: Tensor, rows: int) -> Tensor:
     """`index` with valid but meaningless entries behind it; one alone may broadcast."""
     count = index.shape[0]
     return index if count == rows or count == 1 else F.pad(index, (0, rows - count))
-
-
-class _Builder:
-    """Fuses the tensors of a checkpoint into the layers above."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        source: WeightSource,
-        dtype: torch.dtype,
-        device: torch.device,
-        numerics: Numerics,
-    ) -> None:
-        self.config, self.source, self.dtype, self.device = config, source, dtype, device
-        self.numerics, self.counts = numerics, weight_shapes(config)
-
-    def build(self) -> tuple[Tensor, list[_Layer], Linear]:
-        c = self.config
-        embedding = self._get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-        layers = [self._layer(i) for i in range(c.num_layers)]
-        head = embedding
-        if not c.tie_embeddings:
-            head = self._get("lm_head.weight", c.vocab_size, c.hidden_size)
-        return embedding, layers, self._linear(head, None, self._norm("model.norm.weight"))
-
-    def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Linear:
-        shape = (weight.shape[0], weight.shape[1])
-        plan = make_plan(
-            shape,
-            self.dtype,
-            self.device,
-            invariant=self.numerics.mode == "invariant",
-            may_pack=self.numerics.may_pack,
-            count=self.counts[shape],
-        )
-        return Linear(weight, bias, in_scale, plan)
-
-    def _get(self, name: str, *shape: int) -> Tensor:
-        return self.source.get(name, shape).to(self.device, self.dtype)
-
-    def _norm(self, name: str) -> Tensor:
-        """Weight of a norm times sqrt(n), fp32 (see `_normed`)."""
-        size = self.config.hidden_size
-        return self._get(name, size).float() * size**0.5
-
-    def _layer(self, index: int) -> _Layer:
-        c, name = self.config, f"model.layers.{index}"
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-        width = c.num_heads * c.head_dim
-        out = self._get(f"{attention}.o_proj.weight", c.hidden_size, width)
-        out_bias = down_bias = gate_up_bias = None
-        if c.attention_out_bias:
-            out_bias = self._get(f"{attention}.o_proj.bias", c.hidden_size)
-        halves = ("gate_proj", "up_proj")
-        gate_up = [
-            self._get(f"{mlp}.{n}.weight", c.intermediate_size, c.hidden_size) for n in halves
-        ]
-        down = self._get(f"{mlp}.down_proj.weight", c.hidden_size, c.intermediate_size)
-        if c.mlp_bias:
-            biases = [self._get(f"{mlp}.{n}.bias", c.intermediate_size) for n in halves]
-            gate_up_bias = torch.cat(biases)
-            down_bias = self._get(f"{mlp}.down_proj.bias", c.hidden_size)
-        return _Layer(
-            window=c.sliding_window[index],
-            qkv=self._qkv(attention, self._norm(f"{name}.input_layernorm.weight")),
-            qk_weight=self._qk_weight(attention) if c.qk_norm else None,
-            out=self._linear(out, out_bias, None),
-            gate_up=self._linear(
-                torch.cat(gate_up),
-                gate_up_bias,
-                self._norm(f"{name}.post_attention_layernorm.weight"),
-            ),
-            down=self._linear(down, down_bias, None),
-        )
-
-    def _qkv(self, attention: str, norm: Tensor) -> Linear:
-        """Rows [kv_heads, group + 2, head_dim]: see `HeadShape`."""
-        c = self.config
-        weight = self._fuse(attention, "weight", c.hidden_size)
-        bias = self._fuse(attention, "bias") if c.attention_bias else None
-        return self._linear(weight, bias, norm)
-
-    def _fuse(self, attention: str, kind: str, *columns: int) -> Tensor:
-        c = self.config
-        parts = []
-        for letter, heads in (("q", c.num_heads), ("k", c.num_kv_heads), ("v", c.num_kv_heads)):
-            part = self._get(f"{attention}.{letter}_proj.{kind}", heads * c.head_dim, *columns)
-            if letter != "v":
-                part = interleave_halves(part, c.head_dim)
-            parts.append(part.view(c.num_kv_heads, -1, c.head_dim, *columns))
-        return torch.cat(parts, dim=1).flatten(0, 2)
-
-    def _qk_weight(self, attention: str) -> Tensor:
-        c = self.config
-        q, k = (
-            interleave_halves(self._get(f"{attention}.{n}_norm.weight", c.head_dim), c.head_dim)
-            for n in "qk"
-        )
-        return torch.stack([q] * c.group_size + [k]).float()
 
 
 def load_model(

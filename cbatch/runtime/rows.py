@@ -8,19 +8,8 @@ from numpy.typing import NDArray
 
 from cbatch.core.noise import split_seed
 from cbatch.core.plan import Admission, Deltas
+from cbatch.runtime.index import I64, iota
 from cbatch.runtime.model import RaggedBatch
-
-I64 = NDArray[np.int64]
-
-_iota = np.arange(1024, dtype=np.int64)
-
-
-def iota(n: int) -> I64:
-    """0..n-1 as a view of one shared array (read only by convention)."""
-    global _iota
-    if n > len(_iota):
-        _iota = np.arange(2 * n, dtype=np.int64)
-    return _iota[:n]
 
 
 class SlotTable:

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.rows import I64, SlotTable, iota
+from cbatch.runtime.index import I64, iota
+from cbatch.runtime.rows import SlotTable
 from triton_kernels.verify import NoiseRows
 
 # Enough for any usual top-k and most nuclei; a larger prefix costs more on every row.

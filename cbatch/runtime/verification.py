@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.rows import I64, SlotTable, iota
+from cbatch.runtime.index import I64, iota
+from cbatch.runtime.rows import SlotTable
 from cbatch.runtime.sampling import (
     all_finite,
     ban_stop_ids,

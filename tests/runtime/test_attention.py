@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from cbatch.runtime.attention import SEGMENT_TOKENS, product_rows
+from cbatch.runtime.groups import StepBuffers
 from cbatch.runtime.kv import KVCache
 from cbatch.runtime.layout import AttentionPlanner, StepLayout
-from cbatch.runtime.model import Model, load_model
+from cbatch.runtime.masks import CausalMasks, additive, seen_by_queries
+from cbatch.runtime.model import Model, RunAhead, load_model
 from tests.runtime.hf_models import PagedSequence, build, paged, run_all, step, tokens_of
 from tests.runtime.pairs import tiny_config
 
@@ -30,7 +33,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, position: int, window: int 
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
 @pytest.mark.parametrize("block_size", [4, 7, 16, 48])
 def test_any_mix_of_query_lengths(block_size: int, window: int | None, dtype: torch.dtype) -> None:
-    config = tiny_config(context=2000)
+    plain = tiny_config(context=2000)
+    config = msgspec.structs.replace(plain, sliding_window=(window,) * plain.num_layers)
     rng = np.random.default_rng(block_size)
     torch.manual_seed(block_size)
     contexts = np.array([1, 700, 33, 256, 257, 150, 90])
@@ -48,9 +52,8 @@ def test_any_mix_of_query_lengths(block_size: int, window: int | None, dtype: to
     starts = query_lens.cumsum() - query_lens
     at = [np.arange(c - n, c) for c, n in zip(contexts, query_lens, strict=True)]
     planner = AttentionPlanner(config)
-    planner._windows = [window]
-    positions = torch.from_numpy(np.concatenate(at))
-    layout = planner.plan(kv, query_lens, contexts, positions, tables, fused, out)
+    buffers = StepBuffers(kv, tables, fused, out)
+    layout = planner.plan(buffers, query_lens, contexts, np.concatenate(at))
     assert len(layout.groups[window]) > 2, "short and long queries, cut and whole"
     for group in layout.groups[window]:
         group.run(kv.block_rows[1])
@@ -72,8 +75,8 @@ def test_slots_are_where_the_tables_say() -> None:
     tables = np.array([[9, 2, 7], [3, 0, 0]], dtype=np.int32)
     planner = AttentionPlanner(config)
     query_lens, contexts = np.array([4, 1]), np.array([10, 1])
-    positions = torch.tensor([6, 7, 8, 9, 0])
-    slots = planner.plan(kv, query_lens, contexts, positions, tables, fused, out).slots
+    positions = np.array([6, 7, 8, 9, 0])
+    slots = planner.plan(StepBuffers(kv, tables, fused, out), query_lens, contexts, positions).slots
     marks = torch.arange(1.0, 11.0)
     kv.token_rows[0].index_copy_(0, slots, marks[:, None].expand(-1, 16))
     blocks, offsets = [2, 2, 7, 7, 3], [2, 3, 0, 1, 0]
@@ -169,3 +172,43 @@ def test_long_rows_are_summed_by_segments(tmp_path: Path) -> None:
         step(model, kv, [(sequence, boundary - 3)])
         single = [step(model, kv, [(sequence, 1)])[0] for _ in range(6)]
         assert torch.equal(torch.cat(single), whole[boundary - 3 : boundary + 3])
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2"]
+)  # qwen2: a window of 90 on two of three layers
+@pytest.mark.parametrize("lengths", [(120,), (110, 120), (118, 30, 97, 33, 64)])
+@torch.inference_mode()
+def test_passes_laid_out_ahead_give_the_bits_of_rebuilt_ones(
+    tmp_path: Path, family: str, lengths: tuple[int, ...]
+) -> None:
+    """Across blocks, beyond the window, and in rows of one step and of many."""
+    build(tmp_path, family)
+    sequences = [tokens_of(i, n) for i, n in enumerate(lengths)]
+    expected = [fresh_logits(tmp_path, s) for s in sequences]
+    model = load_model(tmp_path, numerics="invariant")
+    kv = cache(model)
+    rows = paged(kv, sequences)
+    passes = 24
+    for row in rows:
+        step(model, kv, [(row, len(row.tokens) - passes)])
+    starts = np.array([len(s) - passes for s in sequences])
+    tables = np.zeros((len(rows), 8), dtype=np.int32)
+    for table, row in zip(tables, rows, strict=True):
+        table[: len(row.blocks)] = row.blocks
+    ahead = RunAhead(model, kv, starts, tables, passes)
+    for at in range(passes):
+        tokens = torch.tensor([s[n + at] for s, n in zip(sequences, starts, strict=True)])
+        logits = ahead.next(tokens)
+        for row, n, whole in zip(logits, starts, expected, strict=True):
+            assert torch.equal(row, whole[n + at])
+
+
+def test_masks_from_the_table_are_those_computed() -> None:
+    group = 2
+    masks = CausalMasks(8, group, torch.device("cpu"))
+    for position, queries, keys in ((0, 3, 16), (5, 8, 16), (700, 2, 1024), (511, 1, 512)):
+        contexts, query_lens = np.array([position + queries]), np.array([queries])
+        seen = seen_by_queries(queries, query_lens, contexts, np.array([0]), keys, None)
+        expected = torch.from_numpy(additive(seen[0]).repeat(group, axis=0))
+        assert torch.equal(masks.of(position, queries, keys), expected)

@@ -174,15 +174,21 @@ class _PoisonDraft(RecordingExecutor):
         return result
 
 
-def test_a_broken_draft_row_costs_its_drafts_of_that_step_only():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_broken_draft_row_costs_its_drafts_of_that_step_only(temperature):
     target, draft = tiny_model(), tiny_model(noise=NOISE)
     executor = _PoisonDraft(
         target, num_blocks=256, block_size_tokens=4, max_slots=8, drafter=DraftModel(draft)
     )
     executor.statuses = []
-    requests = [make_request(f"r{i}", p, max_tokens=60) for i, p in enumerate(prompts(3))]
+    requests = [
+        make_request(f"r{i}", p, max_tokens=60, temperature=temperature)
+        for i, p in enumerate(prompts(3))
+    ]
     run = run_engine(requests, target, draft, lookahead="fixed:3", executor=executor)
-    assert run.outputs == run_engine(requests, target).outputs
+    if temperature == 0:
+        assert run.outputs == run_engine(requests, target).outputs
+    assert all(len(tokens) == 60 for tokens in run.outputs.values())
     broken = [i for i, statuses in enumerate(executor.statuses) if any(statuses)]
     assert broken == [12] and executor.statuses[12] == [0, 2, 0]
     assert executor.drafted[12][1] == 0 and executor.drafted[12][0] > 0

@@ -345,6 +345,12 @@ def test_a_sparse_law_draws_what_the_dense_way_would(monkeypatch):
     draw(p, rows, noise.BONUS)
 
 
+def test_rows_of_nan_alone_draw_some_token():
+    """Whoever asked marks them as broken; a draw must not fail the step."""
+    tokens = draw(torch.full((2, 512), torch.nan), rows_for(2), noise.DRAFT)
+    assert ((tokens >= 0) & (tokens < 512)).all()
+
+
 def test_shapes_are_checked_by_name():
     p, ones = torch.full((2, 3), 1 / 3), torch.ones(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="target_probs"):
