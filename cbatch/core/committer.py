@@ -8,8 +8,8 @@ from msgspec import structs
 from cbatch.core import lookahead
 from cbatch.core.plan import RowStatus, StepResult
 from cbatch.core.request import FinishReason
-from cbatch.core.sequence import Commit, Flight
-from cbatch.core.slots import advance
+from cbatch.core.sequence import Commit, Drafts, Flight, Reservation
+from cbatch.core.slots import ONE, advance
 from cbatch.core.state import SchedulerState
 
 _NON_FINITE = int(RowStatus.NON_FINITE)
@@ -27,8 +27,14 @@ class _Step:
         if flight.void_slots:
             self._drop(~np.isin(flight.plan.slots, flight.void_slots))
         self.slots = self.plan.slots
-        splits = self.result.row_splits
-        self.counts = self.plan.query_lens if flight.plain else splits[1:] - splits[:-1]
+        if flight.plain:
+            self.counts, self.drafts = self.plan.query_lens, flight.drafts
+            return
+        splits, drafted = self.result.row_splits, self.result.num_drafted
+        self.counts = splits[1:] - splits[:-1]
+        # What was drafted is nearly always what was planned, which has been summed up already.
+        as_planned = drafted.tobytes() == flight.drafts.num_drafts.tobytes()
+        self.drafts = flight.drafts if as_planned else Drafts.of(drafted)
 
     def _drop(self, live: np.ndarray) -> None:
         plan, result = self.plan, self.result
@@ -63,7 +69,7 @@ class Committer:
         if flight.void_slots:
             self._taint_void(flight, result)
         step = _Step(flight, result)
-        troubled = np.count_nonzero(result.status) > 0
+        troubled = bool(np.count_nonzero(result.status))
         if troubled or not flight.plain:
             self._advance(step, flight.has_chunks)
         else:
@@ -76,16 +82,18 @@ class Committer:
             state.end(step.owners[row], reason)
         for slot in flight.held_slots:
             state.free_slot(slot)
-        if flight.grown_slots is not None and not state.flights:
-            self._return_tail_blocks(flight.grown_slots)
-        elif not flight.plain:
-            self._return_tails(step)
+        if not flight.plain:
+            someone_left = bool(ended) or troubled or bool(flight.void_slots)
+            if flight.reservation is None or state.flights or someone_left:
+                self._return_tails(step)
+            elif len(flight.reservation.slots):
+                self._return_unused(flight.reservation)
         if state.doomed:
             for sequence in state.doomed:
                 if sequence.slot is not None:
                     state.preempt(sequence)
             state.doomed.clear()
-        return self._report(step, flight.plain)
+        return self._report(step, flight, troubled)
 
     # ---- one step -----------------------------------------------------------------------------
 
@@ -105,9 +113,9 @@ class Committer:
         """Every row decoded one token."""
         state, table, rows = self.state, self.state.table, step.rows
         table.flat_tokens[table.row_start[rows] + table.num_tokens[rows]] = step.result.tokens
-        advance(table.num_tokens, rows, 1)
+        advance(table.num_tokens, rows, ONE)
         if state.speculates:
-            advance(table.draft_lag, rows, 1)
+            advance(table.draft_lag, rows, ONE)
         if state.learns:
             estimate = table.estimate[:, rows]
             table.estimate[:, rows] = lookahead.drift(state.config.lookahead, estimate)
@@ -118,7 +126,7 @@ class Committer:
         if len(step.counts) and step.counts is plan.query_lens:  # planned as plain, but one failed
             step.counts = np.diff(result.row_splits)
         first = table.row_start[rows] + table.num_tokens[rows] - result.row_splits[:-1]
-        where = np.repeat(first, step.counts) + np.arange(len(result.tokens))
+        where = first.repeat(step.counts) + np.arange(len(result.tokens))
         table.flat_tokens[where] = result.tokens
         advance(table.num_tokens, rows, step.counts)
         if has_chunks:
@@ -145,7 +153,7 @@ class Committer:
         table, rows, plan = self.state.table, step.rows, step.plan
         drafted = step.result.num_drafted
         lag = drafted == step.result.num_accepted
-        if np.count_nonzero(drafted) < len(lag):
+        if not step.drafts.by_all:
             # Drafted nothing: further behind, less a slice of a long catch-up.
             sliced = plan.catch_up * (plan.num_drafts == 0)
             behind = np.maximum(table.draft_lag[rows] - sliced, 0)
@@ -229,14 +237,13 @@ class Committer:
             self.state.pool.taint(self.state.block_row(slot))
             self.state.end(step.owners[row], FinishReason.ERROR, message=_ERROR_MESSAGE)
 
-    def _return_tail_blocks(self, grown_slots: np.ndarray) -> None:
-        """Nothing is in flight, so only rows that got a block for this step can have too many."""
-        if len(grown_slots):
-            table, size = self.state.table, self.state.pool.block_size
-            spare = table.capacity[grown_slots] - table.num_tokens[grown_slots]
-            slots = grown_slots[spare >= size - 1]
-            if len(slots):
-                self.state.return_tails(slots)
+    def _return_unused(self, reservation: Reservation) -> None:
+        """Only rows that got a block for this step can have too many: all run on, and nothing is
+        in flight."""
+        kv_len = self.state.table.num_tokens[reservation.slots] - ONE
+        unused = (kv_len <= reservation.capacity).nonzero()[0]
+        if len(unused):
+            self.state.return_unused(reservation, unused)
 
     def _return_tails(self, step: _Step) -> None:
         """Give back whole blocks beyond what the known tokens and the plan in flight need."""
@@ -251,19 +258,23 @@ class Committer:
         slots = step.slots[tails]
         needed = table.num_tokens - table.todo
         for flight in flights:
-            needed[flight.plan.slots] += flight.plan.query_lens
+            needed[flight.rows] += flight.plan.query_lens
         used = np.minimum(needed[slots], table.max_total[slots])
         counts = (capacity[tails] - np.maximum(used, table.floor[slots])) // size
         if np.count_nonzero(counts > 0):
             state.return_tails(slots[counts > 0], counts[counts > 0])
 
-    def _report(self, step: _Step, plain: bool) -> Commit:
+    def _report(self, step: _Step, flight: Flight, troubled: bool) -> Commit:
         state, stats, result = self.state, self.state.stats, step.result
+        emitted = len(result.tokens)
         stats.steps += 1
-        stats.emitted_tokens += len(result.tokens) - step.cut_tokens
-        if not plain:
-            stats.drafted_tokens += int(np.add.reduce(result.num_drafted))
-            stats.accepted_tokens += int(np.add.reduce(result.num_accepted))
+        stats.emitted_tokens += emitted - step.cut_tokens
+        if not flight.plain:
+            stats.drafted_tokens += step.drafts.total
+            if troubled or flight.has_chunks:
+                stats.accepted_tokens += int(np.add.reduce(result.num_accepted))
+            else:  # every row emitted one more than it accepted
+                stats.accepted_tokens += emitted - len(step.owners)
         finished = tuple(state.finished)
         if finished:
             state.finished = []

@@ -17,10 +17,6 @@ def fit_drafts(
     served in turn starting at row `first`, so that none is always last. The row at the edge gets
     what is left: a shorter draft, or a slice of its catch-up and no draft yet.
     """
-    cost = num_drafts + lag
-    total = int(np.add.reduce(cost))
-    if total <= budget_tokens and np.count_nonzero(num_drafts) == len(num_drafts):
-        return num_drafts, lag.copy(), total
     lag = lag * (num_drafts > 0)
     cost = num_drafts + lag
     order = np.roll(np.arange(len(cost)), -first)

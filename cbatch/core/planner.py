@@ -8,10 +8,11 @@ import numpy as np
 from cbatch.core import lookahead
 from cbatch.core.growth import Row, decide_growth, fit_drafts
 from cbatch.core.plan import StepPlan
-from cbatch.core.sequence import Flight, Sequence
+from cbatch.core.sequence import Drafts, Flight, Reservation, Sequence
 from cbatch.core.state import SchedulerState
 
 _NONE = np.zeros(0, dtype=np.int32)
+_NOTHING_RESERVED = Reservation(_NONE, _NONE, _NONE)
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -27,11 +28,11 @@ class Decodes(msgspec.Struct):
 
     slots: np.ndarray
     rows: slice | np.ndarray
-    num_drafts: np.ndarray
+    drafts: Drafts
     catch_up: np.ndarray
-    drafts_total: int  # drafts and catch-up tokens
+    catch_up_total: int
     may_end: bool = True  # some row may reach its last token
-    grown_slots: np.ndarray | None = None  # those that got one block; None: any may have
+    reservation: Reservation | None = None  # all blocks appended for this step; None: not known
     preempted: bool = False  # a sequence was preempted for them: nothing is admitted this step
 
 
@@ -40,13 +41,13 @@ class RowCache(msgspec.Struct):
 
     version: int
     slots: np.ndarray
+    index: np.ndarray  # the same as intp: as an index, int32 costs a conversion
     rows: slice | np.ndarray
     owners: list[Sequence]
     generations: np.ndarray
-    ones: np.ndarray
-    zeros: np.ndarray
     trues: np.ndarray
-    max_lookahead: np.ndarray
+    no_drafts: Drafts
+    most_drafts: Drafts
     slack_tokens: int = 0  # every row can take so many more before any comes near its end
 
 
@@ -55,7 +56,7 @@ def select(slots: np.ndarray) -> slice | np.ndarray:
     count = len(slots)
     if count and int(slots[-1]) - int(slots[0]) == count - 1:
         return slice(int(slots[0]), int(slots[0]) + count)
-    return slots
+    return slots.astype(np.intp)
 
 
 class Planner:
@@ -69,7 +70,8 @@ class Planner:
         decodes = self._decodes()
         chunks: list[Chunk] = []
         if state.prefilling or (state.waiting and state.table.num_free):
-            left = state.config.step_budget_tokens - len(decodes.slots) - decodes.drafts_total
+            left = state.config.step_budget_tokens - len(decodes.slots)
+            left -= decodes.drafts.total + decodes.catch_up_total
             chunks = self._continue_prefills(left)
             left -= sum(chunk.query_len for chunk in chunks)
             if not (decodes.preempted or state.doomed):
@@ -85,49 +87,52 @@ class Planner:
         if self._cache.version != state.rows_version:
             self._cache = self._build_cache()
         cache = self._cache
-        slots, rows, zeros = cache.slots, cache.rows, cache.zeros
+        slots, rows, drafts = cache.slots, cache.rows, cache.no_drafts
         if state.flights:
             return self._decodes_in_flight()
+        decodes = Decodes(slots, rows, drafts, drafts.num_drafts, 0)
         if not len(slots):
-            return Decodes(slots, rows, zeros, zeros, 0)
+            return decodes
         known = table.num_tokens[rows]
         near_end = cache.slack_tokens < state.most_emitted
         if near_end:
             cache.slack_tokens = int(np.minimum.reduce(table.lookahead_end[rows] - known))
             near_end = cache.slack_tokens < state.most_emitted
         cache.slack_tokens -= state.most_emitted
-        num_drafts, catch_up, total, reach = zeros, zeros, 0, known
-        if state.speculates:
-            caps = cache.max_lookahead
-            if near_end:
-                caps = np.minimum(caps, np.maximum(table.lookahead_end[rows] - known, 0))
-            num_drafts, catch_up, total = self._drafts(rows, caps, table.draft_lag[rows])
-            reach = known + num_drafts
-        decodes = Decodes(slots, rows, num_drafts, catch_up, total, near_end)
-        return self._grow(decodes, reach)
+        decodes.may_end = near_end
+        if not state.speculates:
+            return self._grow(decodes, known)
+        caps = cache.most_drafts
+        if near_end:
+            left = np.maximum(table.lookahead_end[rows] - known, 0)
+            caps = Drafts.of(np.minimum(caps.num_drafts, left))
+        self._speculate(decodes, caps, table.draft_lag[rows])
+        return self._grow(decodes, known + decodes.drafts.num_drafts)
 
     def _decodes_in_flight(self) -> Decodes:
         """The same while a plan is uncommitted, by bounds."""
-        state, table, slots = self.state, self.state.table, self._cache.slots
+        state, table, cache = self.state, self.state.table, self._cache
+        slots, rows, drafts = cache.slots, cache.rows, cache.no_drafts
         known, reach = self._bounds()
-        self._cache.slack_tokens = 0  # it counts only what steps outside an overlap emit
+        cache.slack_tokens = 0  # it counts only what steps outside an overlap emit
         # A row whose plan in flight is certain to reach max_tokens has nothing left to do.
-        open_rows = known[slots] < table.max_total[slots]
+        open_rows = known[rows] < table.max_total[rows]
         for sequence in state.doomed:
             open_rows &= slots != sequence.slot
-        slots = slots if open_rows.all() else slots[open_rows]
-        rows, zeros = select(slots), self._cache.zeros[: len(slots)]
+        if not open_rows.all():
+            slots = slots[open_rows]
+            rows, drafts = select(slots), Drafts.of(drafts.num_drafts[: len(slots)])
+        decodes = Decodes(slots, rows, drafts, drafts.num_drafts, 0)
         if not len(slots):
-            return Decodes(slots, rows, zeros, zeros, 0)
-        num_drafts, catch_up, total = zeros, zeros, 0
+            return decodes
         if state.speculates:
             lag = table.draft_lag + known - table.num_tokens + table.todo - 1
             caps = np.maximum(table.lookahead_end[rows] - known[rows], 0)
             caps = np.minimum(table.max_lookahead[rows], caps)
-            num_drafts, catch_up, total = self._drafts(rows, caps, lag[rows])
+            self._speculate(decodes, Drafts.of(caps), lag[rows])
         # Two bounds together may pass the end.
-        reach = np.minimum(reach[rows] + num_drafts, table.max_total[rows])
-        return self._grow(Decodes(slots, rows, num_drafts, catch_up, total), reach)
+        reach = np.minimum(reach[rows] + decodes.drafts.num_drafts, table.max_total[rows])
+        return self._grow(decodes, reach)
 
     def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """By slot: the tokens it knows at least, and the positions it needs at most for one more
@@ -136,44 +141,53 @@ class Planner:
         known = table.num_tokens.copy()
         reach = table.num_tokens - table.todo + 1
         for flight in self.state.flights:
-            known[flight.plan.slots] += flight.plan.wants_logits
-            reach[flight.plan.slots] += flight.plan.query_lens
+            known[flight.rows] += flight.plan.wants_logits
+            reach[flight.rows] += flight.plan.query_lens
         return known, reach
 
-    def _drafts(
-        self, rows: slice | np.ndarray, caps: np.ndarray, lag: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, int]:
-        """Drafts and catch-up tokens per row, and their total, before blocks are considered.
+    def _speculate(self, decodes: Decodes, caps: Drafts, lag: np.ndarray) -> None:
+        """Drafts and catch-up tokens per row, before blocks are considered.
 
         `caps` is what request and context allow, `lag` how far the draft's KV is behind."""
-        state, config = self.state, self.state.config
-        estimate = state.table.estimate
-        drafts = lookahead.choose_lookahead(config.lookahead, estimate, rows, caps)
-        budget = config.step_budget_tokens - len(caps)
+        state, config, rows = self.state, self.state.config, decodes.rows
+        most = caps.num_drafts
+        num_drafts = lookahead.choose_lookahead(config.lookahead, state.table.estimate, rows, most)
+        drafts = caps if num_drafts is most else Drafts.of(num_drafts)
+        budget = config.step_budget_tokens - len(most)
         if state.prefilling or state.waiting:
             budget //= 2  # speculation does not starve prompts
-        return fit_drafts(drafts, lag, budget, self._next_step_id % len(caps))
+        catch_up_total = int(np.add.reduce(lag))
+        if drafts.by_all and drafts.total + catch_up_total <= budget:
+            catch_up = lag.copy()
+        else:
+            first = self._next_step_id % len(most)
+            num_drafts, catch_up, total = fit_drafts(num_drafts, lag, budget, first)
+            drafts = Drafts.of(num_drafts)
+            catch_up_total = total - drafts.total
+        decodes.drafts, decodes.catch_up = drafts, catch_up
+        decodes.catch_up_total = catch_up_total
 
     def _grow(self, decodes: Decodes, reach: np.ndarray) -> Decodes:
         """Blocks for positions up to `reach`, int32 [rows]; if there are not enough, fewer rows."""
         state, table = self.state, self.state.table
         size = state.pool.block_size
         short = (reach > table.capacity[decodes.rows]).nonzero()[0]
-        growing = decodes.slots[short]
         if state.most_emitted <= size and not state.flights:
+            if not len(short):
+                decodes.reservation = _NOTHING_RESERVED
+                return decodes
             if len(short) <= state.pool.num_available:
-                decodes.grown_slots = growing
-                if len(short):
-                    state.append_blocks(growing)
+                decodes.reservation = state.reserve_block_each(self._cache.index[short])
                 return decodes
         elif not len(short):
             return decodes
         else:
+            growing = decodes.slots[short]
             extra = (reach[short] - table.capacity[growing] + (size - 1)) // size
             if np.add.reduce(extra) <= state.pool.num_available:
                 state.append_blocks(growing, extra)
                 return decodes
-        return self._grow_short(decodes.slots, decodes.num_drafts, decodes.catch_up)
+        return self._grow_short(decodes.slots, decodes.drafts.num_drafts, decodes.catch_up)
 
     def _grow_short(
         self, slots: np.ndarray, num_drafts: np.ndarray, catch_up: np.ndarray
@@ -199,15 +213,15 @@ class Planner:
         keep = np.asarray([slot in growth.granted_drafts for slot in slots.tolist()], dtype=bool)
         slots = slots[keep]
         granted = [growth.granted_drafts[slot] for slot in slots.tolist()]
-        drafts = np.asarray(granted, dtype=np.int32)
+        drafts = Drafts.of(np.asarray(granted, dtype=np.int32))
         catch_up = catch_up[keep]
-        need = np.minimum(reach[slots] + drafts, table.max_total[slots])
+        need = np.minimum(reach[slots] + drafts.num_drafts, table.max_total[slots])
         extra = -(-(need - table.capacity[slots]) // pool.block_size)
         if len(growing := slots[extra > 0]):
             state.append_blocks(growing, extra[extra > 0])
-        total = int(drafts.sum()) + int(catch_up.sum())
         preempted = bool(growth.victims)
-        return Decodes(slots, select(slots), drafts, catch_up, total, preempted=preempted)
+        behind = int(catch_up.sum())
+        return Decodes(slots, select(slots), drafts, catch_up, behind, preempted=preempted)
 
     def _row(self, sequence: Sequence, wanted: dict[int, int], reach: np.ndarray) -> Row:
         table, slot = self.state.table, sequence.slot
@@ -276,13 +290,13 @@ class Planner:
 
     def _build(self, decodes: Decodes, chunks: list[Chunk]) -> StepPlan:
         state, table, cache = self.state, self.state.table, self._cache
-        slots, drafts = decodes.slots, decodes.num_drafts
+        slots, drafts = decodes.slots, decodes.drafts
+        num_drafts, query_lens = drafts.num_drafts, drafts.query_lens
         generations, owners, wants = cache.generations, cache.owners, cache.trues
         if slots is not cache.slots:
             generations, wants = table.generation[slots], np.ones(len(slots), dtype=np.bool_)
             owners = self._owners_of(slots.tolist())
-        plain = decodes.drafts_total == 0
-        query_lens = drafts + 1 if decodes.drafts_total else cache.ones[: len(slots)]
+        plain = not (drafts.total or decodes.catch_up_total)
         rows, catch_up = decodes.rows, decodes.catch_up
         if chunks:
             plain = False
@@ -290,10 +304,11 @@ class Planner:
             chunk_lens = np.asarray([chunk.query_len for chunk in chunks], dtype=np.int32)
             last = np.asarray([chunk.last for chunk in chunks], dtype=np.bool_)
             zeros = np.zeros(len(chunks), dtype=np.int32)
-            slots = rows = np.concatenate([slots, more])
+            slots = np.concatenate([slots, more])
+            rows = slots.astype(np.intp)
             generations = np.concatenate([generations, table.generation[more]])
             query_lens = np.concatenate([query_lens, chunk_lens])
-            drafts = np.concatenate([drafts, zeros])
+            num_drafts = np.concatenate([num_drafts, zeros])
             catch_up = np.concatenate([catch_up, zeros])
             wants = np.concatenate([wants, last])
             owners = owners + self._owners_of(more.tolist())
@@ -305,7 +320,7 @@ class Planner:
             slots=slots,
             generations=generations,
             query_lens=query_lens,
-            num_drafts=drafts,
+            num_drafts=num_drafts,
             catch_up=catch_up,
             wants_logits=wants,
             deltas=state.take_deltas(),
@@ -313,8 +328,8 @@ class Planner:
         self._next_step_id += 1
         has_chunks = bool(chunks)
         may_end = decodes.may_end or has_chunks
-        grown = decodes.grown_slots
-        flight = Flight(plan, rows, owners, plain, has_chunks, may_end, grown, [], [])
+        reservation = decodes.reservation
+        flight = Flight(plan, rows, owners, drafts, plain, has_chunks, may_end, reservation, [], [])
         state.flights.append(flight)
         return plan
 
@@ -330,11 +345,11 @@ class Planner:
         return RowCache(
             version=state.rows_version,
             slots=slots,
+            index=slots.astype(np.intp),
             rows=select(slots),
             owners=owners,
             generations=state.table.generation[slots],
-            ones=np.ones(count, dtype=np.int32),
-            zeros=np.zeros(count, dtype=np.int32),
             trues=np.ones(count, dtype=np.bool_),
-            max_lookahead=state.table.max_lookahead[slots],
+            no_drafts=Drafts.of(np.zeros(count, dtype=np.int32)),
+            most_drafts=Drafts.of(state.table.max_lookahead[slots]),
         )

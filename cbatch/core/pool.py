@@ -36,8 +36,9 @@ class BlockPool:
         self.ref_counts = np.zeros(num_blocks, dtype=np.int32)
         # True where the block's draft-model KV is complete too.
         self.draft_valid = np.zeros(num_blocks, dtype=np.bool_)
-        # A stack; reversed so that a fresh pool hands out 0, 1, 2, ...
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        # A stack; reversed so that a fresh pool hands out 0, 1, 2, ... Block ids inside core are of
+        # numpy's own index type: with any other, each use as an index costs a conversion.
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.intp)
         self._num_free = num_blocks
         self._lru: dict[int, None] = {}  # cached and unreferenced, oldest first
         self._index: dict[Key, int] = {}
@@ -69,11 +70,12 @@ class BlockPool:
     # ---- allocation ---------------------------------------------------------------------------
 
     def allocate(self, count: int) -> np.ndarray:
-        """`count` blocks with one reference each, int32. The caller has checked `num_available`."""
+        """`count` blocks with one reference each, intp. The caller has checked `num_available`."""
         if count > self._num_free:
             self._evict(count - self._num_free)
+        end = self._num_free
         self._num_free -= count
-        blocks = self._free[self._num_free : self._num_free + count][::-1].copy()
+        blocks = self._free[self._num_free : end][::-1].copy()
         self.ref_counts[blocks] = 1
         if self._dirty:
             for block in blocks.tolist():

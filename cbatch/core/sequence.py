@@ -10,6 +10,7 @@ import numpy as np
 from cbatch.core.plan import StepPlan
 from cbatch.core.pool import ROOT_UID
 from cbatch.core.request import FinishReason, Request
+from cbatch.core.slots import ONE
 from cbatch.core.waiting import Rank
 
 
@@ -45,16 +46,40 @@ class Finished(msgspec.Struct, frozen=True):
     message: str | None = None
 
 
+class Reservation(msgspec.Struct, eq=False):
+    """One more block for each of some slots, for a plan."""
+
+    slots: np.ndarray  # intp
+    capacity: np.ndarray  # int32, positions that they could hold before
+    blocks: np.ndarray  # intp
+
+
+class Drafts(msgspec.Struct, frozen=True, eq=False):
+    """How many tokens each decoding row drafts, and what follows from it; shared by the steps that
+    draft the same."""
+
+    num_drafts: np.ndarray  # int32 [rows]
+    query_lens: np.ndarray  # int32 [rows], one more
+    total: int
+    by_all: bool  # every row drafts
+
+    @classmethod
+    def of(cls, num_drafts: np.ndarray) -> Drafts:
+        by_all = bool(np.count_nonzero(num_drafts) == len(num_drafts))
+        return cls(num_drafts, num_drafts + ONE, int(np.add.reduce(num_drafts)), by_all)
+
+
 class Flight(msgspec.Struct, eq=False):
     """A plan that has not been committed."""
 
     plan: StepPlan
     rows: slice | np.ndarray  # selects the plan's slots in the table
     owners: list[Sequence]  # by row
+    drafts: Drafts  # of its decoding rows, which come first
     plain: bool  # every row decodes one token
     has_chunks: bool  # some rows prefill
     may_end: bool  # some row may reach its last token
-    grown_slots: np.ndarray | None  # got a block for this plan; None: look at every row
+    reservation: Reservation | None  # all blocks appended for this plan; None: not known
     void_slots: list[int]  # ended since: their results are dropped
     held_slots: list[int]  # of these, the ones to free when this plan commits
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 _INITIAL_WIDTH_TOKENS = 256
+ONE = np.array(1, dtype=np.int32)  # a Python number costs an array operation a conversion
 
 
 def advance(column: np.ndarray, rows: slice | np.ndarray, by: np.ndarray | int) -> None:
@@ -39,7 +40,9 @@ class SlotTable:
         self.floor = column()  # capacity reserved at admission, never given back as a tail
         self.published = column()  # leading positions whose blocks are open to others
         self.estimate = np.zeros((2, max_slots), dtype=np.float64)  # the estimator's N and D
-        self.blocks = np.zeros((max_slots, max_blocks_per_sequence), dtype=np.int32)
+        self.blocks = np.zeros((max_slots, max_blocks_per_sequence), dtype=np.intp)
+        self.flat_blocks = self.blocks.reshape(-1)  # the same memory, and where a row starts in it
+        self.blocks_start = np.arange(0, self.blocks.size, max_blocks_per_sequence)
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._set_tokens(np.zeros((max_slots, _INITIAL_WIDTH_TOKENS), dtype=np.int32))
 

@@ -8,7 +8,7 @@ from cbatch.core.config import SchedulerConfig
 from cbatch.core.plan import Admission, Deltas
 from cbatch.core.pool import BlockPool, Match
 from cbatch.core.request import FinishReason, Request
-from cbatch.core.sequence import Finished, Flight, SchedulerStats, Sequence
+from cbatch.core.sequence import Finished, Flight, Reservation, SchedulerStats, Sequence
 from cbatch.core.slots import SlotTable
 from cbatch.core.waiting import WaitingQueue, rank_request
 
@@ -24,6 +24,8 @@ class SchedulerState:
         self.pool = BlockPool(config.num_blocks, config.block_size_tokens)
         max_blocks = self.pool.num_blocks_for(config.max_sequence_tokens)
         self.table = SlotTable(config.max_slots, max_blocks)
+        # The block size as an array, for the same reason as `ONE` of the table.
+        self._block_size = np.array(config.block_size_tokens, dtype=np.int32)
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.sequences: dict[str, Sequence] = {}  # every accepted request that has not ended
         self.owners: list[Sequence | None] = [None] * config.max_slots
@@ -211,22 +213,36 @@ class SchedulerState:
         """The blocks of a sequence by absolute index, a view."""
         return self.table.blocks[slot, : self.table.capacity[slot] // self.pool.block_size]
 
-    def append_blocks(self, slots: np.ndarray, counts: np.ndarray | None = None) -> None:
-        """Give `counts[i]` (> 0) more blocks to `slots[i]`, or one to each; int32 arrays. The pool
-        has enough."""
+    def reserve_block_each(self, slots: np.ndarray) -> Reservation:
+        """One more block for each of `slots`, intp. The pool has enough."""
+        table = self.table
+        capacity = table.capacity[slots]
+        indices = capacity // self._block_size
+        blocks = self.pool.allocate(len(slots))
+        table.flat_blocks[table.blocks_start[slots] + indices] = blocks
+        table.capacity[slots] = capacity + self._block_size
+        self._appended = (slots, indices, blocks)
+        return Reservation(slots, capacity, blocks)
+
+    def return_unused(self, reservation: Reservation, unused: np.ndarray) -> None:
+        """Take back the blocks at the positions `unused`; their slots have got no other since."""
+        self.pool.release_private(reservation.blocks[unused])
+        self.table.capacity[reservation.slots[unused]] = reservation.capacity[unused]
+
+    def append_blocks(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Give `counts[i]` (> 0) more blocks to `slots[i]`; int32. The pool has enough."""
         table, size = self.table, self.pool.block_size
         held = table.capacity[slots]
         rows, indices = _runs(slots, held // size, counts)
         blocks = self.pool.allocate(len(rows))
         table.blocks[rows, indices] = blocks
-        table.capacity[slots] = held + size if counts is None else held + counts * size
+        table.capacity[slots] = held + counts * size
         self._appended = (rows, indices, blocks)
 
-    def return_tails(self, slots: np.ndarray, counts: np.ndarray | None = None) -> None:
-        """Take the last `counts[i]` (> 0) reserved and unused blocks back from `slots[i]`, or the
-        last one from each."""
+    def return_tails(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Take the last `counts[i]` (> 0) reserved and unused blocks back from `slots[i]`."""
         table, size = self.table, self.pool.block_size
-        kept = table.capacity[slots] - (size if counts is None else counts * size)
+        kept = table.capacity[slots] - counts * size
         rows, indices = _runs(slots, kept // size, counts)
         self.pool.release_private(table.blocks[rows, indices])
         table.capacity[slots] = kept
@@ -289,9 +305,9 @@ class SchedulerState:
             released=np.asarray(self._released, dtype=np.int32) if self._released else _NONE,
             zeroed_blocks=to_zero,
             admitted=tuple(self._admitted),
-            append_slots=slots,
+            append_slots=slots.astype(np.int32),
             append_indices=indices,
-            append_blocks=blocks,
+            append_blocks=blocks.astype(np.int32),
         )
         self._reset = False
         self._released, self._admitted = [], []
@@ -330,11 +346,9 @@ class SchedulerState:
 
 
 def _runs(
-    slots: np.ndarray, first: np.ndarray, counts: np.ndarray | None
+    slots: np.ndarray, first: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(slot, index) for `counts[i]` consecutive indices from `first[i]` in each `slots[i]`."""
-    if counts is None:
-        return slots, first
     rows = np.repeat(slots, counts)
     ramp = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
     return rows, np.repeat(first, counts) + ramp
