@@ -1,10 +1,18 @@
-"""Batched speculative rejection sampling over ragged drafts.
+"""Batched verification of ragged drafts, in two modes. Each emitted token has the law p in both.
 
-Leviathan, Kalman, Matias 2023 ("Fast inference from transformers via speculative decoding"),
-Algorithm 1: draft x ~ q is accepted with probability min(1, p(x) / q(x)); the first rejected one is
-replaced by a draw from norm(max(0, p - q)); after a full acceptance one more token comes from p.
-Each emitted token then has the law p whatever q is. p and q are *filtered* distributions: what the
-draft was really drawn from, and what the request really asked for.
+*Rejection* (Leviathan, Kalman, Matias 2023, "Fast inference from transformers via speculative
+decoding", Algorithm 1): draft x ~ q is accepted with probability min(1, p(x) / q(x)); the first
+rejected one is replaced by a draw from norm(max(0, p - q)); after a full acceptance one more token
+comes from p. It accepts the most, 1 - TV(p, q), whatever q is.
+
+*Coupled* (Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant
+speculative decoding", arXiv 2408.07978): the target draws its own token at every position, with
+noise of that position alone; drafts are accepted while they equal it. What is emitted is what the
+target would have drawn without drafts. A draft drawn from q with the *same* noise is accepted with
+probability sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV).
+
+p and q are *filtered* distributions: what the request really asked for, and what the draft was
+really drawn from.
 """
 
 from __future__ import annotations
@@ -123,10 +131,45 @@ def _count_accepted(
     if draft_probs is not None:
         threshold = threshold * draft_probs[flat, draft_tokens]
     # u * q <= p with u in (0, 1]; p > 0 keeps a token that the target forbids out for good.
-    accepted = (p > 0) & (threshold <= p)
-    grid = torch.zeros(
-        (num_drafts.numel(), int(num_drafts.max())), dtype=torch.int64, device=p.device
-    )
+    return _leading_run((p > 0) & (threshold <= p), row, depth, num_drafts)
+
+
+def coupled_verify(
+    target_probs: Tensor, draft_tokens: Tensor, num_drafts: Tensor, rows: NoiseRows
+) -> Verdict:
+    """Verify the drafts of B rows by the target's own tokens, drawn with `noise.COUPLED`.
+
+    Shapes as for `rejection_verify`; how the drafts came about does not matter, though only drafts
+    drawn with the same noise (`draw(q, rows, noise.COUPLED)`) are accepted often. Raises ValueError
+    naming the argument that does not fit.
+    """
+    _check(target_probs, draft_tokens, None, num_drafts, rows)
+    return coupled_verify_reference(target_probs, draft_tokens, num_drafts, rows)
+
+
+def coupled_verify_reference(
+    target_probs: Tensor, draft_tokens: Tensor, num_drafts: Tensor, rows: NoiseRows
+) -> Verdict:
+    """`coupled_verify` in plain torch."""
+    if draft_tokens.numel() == 0:
+        return Verdict(torch.zeros_like(num_drafts), draw(target_probs, rows, noise.COUPLED))
+    lens = num_drafts + 1
+    starts = lens.cumsum(0) - lens
+    row = torch.repeat_interleave(lens)
+    depth = torch.arange(row.numel(), device=row.device) - starts[row]
+    each = NoiseRows(rows.keys[row], rows.choices[row], rows.positions[row] + depth)
+    own = draw(target_probs, each, noise.COUPLED)
+    drafted = depth < num_drafts[row]  # all but the last of each row
+    agrees = own[drafted] == draft_tokens
+    num_accepted = _leading_run(agrees, row[drafted], depth[drafted], num_drafts)
+    return Verdict(num_accepted, own[starts + num_accepted])
+
+
+def _leading_run(accepted: Tensor, row: Tensor, depth: Tensor, num_drafts: Tensor) -> Tensor:
+    """Drafts accepted before the first that is not, int64 [B]. `accepted` bool [sum(k_i)], of the
+    drafts at `depth` of `row`; at least one."""
+    shape = (num_drafts.numel(), int(num_drafts.max()))
+    grid = torch.zeros(shape, dtype=torch.int64, device=accepted.device)
     grid[row, depth] = accepted.to(torch.int64)
     return grid.cumprod(dim=1).sum(dim=1)
 
