@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.helpers import World, make_config, make_request, rows_of
@@ -53,6 +54,21 @@ def test_every_decoding_row_gets_its_token_beside_a_prefill(depth):
     for plan in world.plans[first:]:
         rows = rows_of(world, plan)
         assert {f"d{i}" for i in range(4)} <= set(rows)
+
+
+@DEPTHS
+@pytest.mark.parametrize("lookahead", ["off", "fixed:6"])
+def test_every_array_of_a_plan_has_the_type_that_the_contract_names(depth, lookahead):
+    world = World(make_config(step_budget_tokens=20, lookahead=lookahead), depth=depth)
+    world.add(*(make_request(f"r{i}", 6 + 9 * i, max_tokens=30) for i in range(3)))
+    world.run()
+    assert sum(len(plan.deltas.append_blocks) for plan in world.plans) > 10
+    for plan in world.plans:
+        parts = [plan, plan.deltas, *plan.deltas.admitted]
+        fields = [(name, getattr(part, name)) for part in parts for name in part.__struct_fields__]
+        types = {name: array.dtype for name, array in fields if isinstance(array, np.ndarray)}
+        assert types.pop("wants_logits") == np.bool_
+        assert set(types.values()) == {np.dtype(np.int32)}, types
 
 
 def test_chunk_sizes_do_not_change_the_answer():
