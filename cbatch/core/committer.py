@@ -255,14 +255,15 @@ class Committer:
         tails = (spare >= size).nonzero()[0]
         if not len(tails):
             return
-        slots = step.slots[tails]
+        slots = step.slots[tails].astype(np.intp)
         needed = table.num_tokens - table.todo
         for flight in flights:
             needed[flight.rows] += flight.plan.query_lens
         used = np.minimum(needed[slots], table.max_total[slots])
         counts = (capacity[tails] - np.maximum(used, table.floor[slots])) // size
-        if np.count_nonzero(counts > 0):
-            state.return_tails(slots[counts > 0], counts[counts > 0])
+        some = (counts > 0).nonzero()[0]
+        if len(some):
+            state.return_tails(slots[some], counts[some])
 
     def _report(self, step: _Step, flight: Flight, troubled: bool) -> Commit:
         state, stats, result = self.state, self.state.stats, step.result

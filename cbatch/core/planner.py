@@ -182,7 +182,7 @@ class Planner:
         elif not len(short):
             return decodes
         else:
-            growing = decodes.slots[short]
+            growing = decodes.slots[short].astype(np.intp)
             extra = (reach[short] - table.capacity[growing] + (size - 1)) // size
             if np.add.reduce(extra) <= state.pool.num_available:
                 state.append_blocks(growing, extra)
