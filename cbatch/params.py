@@ -30,7 +30,7 @@ def sampling_from_json(
         if name == "stop" and isinstance(value, str):
             value = [value]
         try:
-            known[name] = msgspec.convert(value, field.type)
+            known[name] = msgspec.convert(value, field.type, str_keys=True)
         except msgspec.ValidationError as error:
             raise FieldError(name, f"{value!r} is not allowed", str(error)) from error
     base = msgspec.structs.asdict(defaults or SamplingParams())
@@ -39,6 +39,6 @@ def sampling_from_json(
 
 def sampling_to_json(params: SamplingParams) -> dict[str, Any]:
     """The fields that are not at their default, as JSON values."""
-    plain = msgspec.to_builtins(params)
+    plain = msgspec.to_builtins(params, str_keys=True)
     default = msgspec.to_builtins(SamplingParams())
     return {name: value for name, value in plain.items() if value != default[name]}

@@ -83,7 +83,31 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
     group.add_argument("--stop-token-id", type=int, action="append", default=[])
     group.add_argument("--ignore-eos", action="store_true")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, help="1: none")
+    group.add_argument("--presence-penalty", type=float, default=0.0)
+    group.add_argument("--frequency-penalty", type=float, default=0.0)
+    group.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="ID=BIAS",
+        help="added to the logit of a token id; repeatable",
+    )
+    group.add_argument("--allowed-token-id", type=int, action="append", help="repeatable")
+    group.add_argument("--banned-token-id", type=int, action="append", default=[])
     group.add_argument("--max-lookahead", type=int, help="cap on k for these prompts")
+    group.add_argument(
+        "--verification",
+        default="auto",
+        choices=["auto", "rejection", "coupled"],
+        help="of drafts; coupled: drafts cannot move a sampled token (auto: with a seed)",
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    return int(token_id), float(bias)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -99,7 +123,14 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         stop=tuple(args.stop),
         stop_token_ids=tuple(args.stop_token_id),
         ignore_eos=args.ignore_eos,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        logit_bias=dict(args.logit_bias),
+        allowed_token_ids=None if args.allowed_token_id is None else tuple(args.allowed_token_id),
+        banned_token_ids=tuple(args.banned_token_id),
         max_lookahead=args.max_lookahead,
+        verification=args.verification,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -11,6 +12,11 @@ import numpy as np
 from cbatch.core.errors import FieldError
 
 MAX_SEED = 2**64 - 1
+MAX_TOP_LOGPROBS = 20
+DRAFTERS = ("model", "ngram", "suffix")
+# Wide enough for any use, and narrow enough that no sum or product of them overflows fp32.
+MAX_LOGIT_BIAS = 1e30
+MAX_REPETITION_PENALTY = 1e3
 
 
 class FinishReason(enum.Enum):
@@ -25,11 +31,12 @@ class FinishReason(enum.Enum):
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the tokens of one request are chosen.
 
-    `temperature` 0 is greedy; ties go to the lowest token id. Filters apply in the order
-    temperature, top_k, top_p, min_p, and ties at an edge go to the lowest id. `n` is expanded into
-    requests with choice indices 0..n-1 and `stop` (strings) is matched on text, both above the
-    core; everything
-    else is in token ids. Raises `FieldError` naming the field.
+    Logits are shaped in this order: allowed and banned ids, stop ids (banned before `min_tokens`),
+    `logit_bias`, penalties (repetition over prompt and output, presence and frequency over output
+    alone); then temperature, top_k, top_p, min_p. `temperature` 0 is greedy. Ties, also at the edge
+    of a filter, go to the lowest id. `n` is expanded into requests with choice indices 0..n-1 and
+    `stop` (strings) is matched on text, both above the core; everything else is in token ids.
+    Raises `FieldError` naming the field.
     """
 
     max_tokens: int = 16
@@ -43,7 +50,21 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0  # > 1: less likely (Keskar et al. 2019, arXiv 1909.05858)
+    presence_penalty: float = 0.0  # subtracted once from the logit of a token that was output
+    frequency_penalty: float = 0.0  # subtracted for each time that it was
+    logit_bias: dict[int, float] = {}  # added to the logits of these ids
+    allowed_token_ids: tuple[int, ...] | None = None  # no others
+    banned_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # of output tokens: 0 the chosen one's, n also the n likeliest
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    # raw: of the model's own logits. processed: after everything that shapes them.
+    logprobs_mode: Literal["raw", "processed"] = "raw"
     max_lookahead: int | None = None  # per-request cap on drafted tokens a step; 0 opts out
+    drafter: tuple[str, ...] | None = None  # of `DRAFTERS`, preferred first; None: the engine's
+    # rejection: most drafts are accepted, the law is exact. coupled: the tokens themselves do not
+    # depend on the drafts either. auto: coupled where the caller gave a seed.
+    verification: Literal["auto", "rejection", "coupled"] = "auto"
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "ask for at least 1")
@@ -75,27 +96,108 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         )
         _require(self.n >= 1, "n", self.n, "ask for at least 1 choice")
         _require(all(self.stop), "stop", list(self.stop), "an empty string would stop at once")
-        _require(
-            all(i >= 0 for i in self.stop_token_ids),
-            "stop_token_ids",
-            list(self.stop_token_ids),
-            "use token ids of the vocabulary",
-        )
+        _require_ids("stop_token_ids", self.stop_token_ids)
         _require(
             self.max_lookahead is None or self.max_lookahead >= 0,
             "max_lookahead",
             self.max_lookahead,
             "use 0 (no speculation) or more",
         )
+        _check_shaping(self)
+        for field, count in (
+            ("logprobs", self.logprobs),
+            ("prompt_logprobs", self.prompt_logprobs),
+        ):
+            _require(
+                count is None or 0 <= count <= MAX_TOP_LOGPROBS,
+                field,
+                count,
+                f"use 0 to {MAX_TOP_LOGPROBS}, or leave it out",
+            )
+        names = self.drafter
+        _require(
+            names is None or (0 < len(names) == len(set(names)) and set(names) <= set(DRAFTERS)),
+            "drafter",
+            names,
+            f"name one or more of {', '.join(DRAFTERS)}, each once",
+        )
+        for name, value, known in (
+            ("logprobs_mode", self.logprobs_mode, ("raw", "processed")),
+            ("verification", self.verification, ("auto", "rejection", "coupled")),
+        ):
+            _require(value in known, name, value, f"use {', '.join(known)}")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def coupled(self) -> bool:
+        """Whether draft and target share their noise (verification "coupled", or by a seed)."""
+        return self.verification == "coupled" or (
+            self.verification == "auto" and self.seed is not None
+        )
+
+    def require_vocabulary(self, vocab_size: int, stop_ids: tuple[int, ...]) -> None:
+        """Raises `FieldError` if an id is beyond the vocabulary, or if no token is left to choose
+        (`stop_ids`, with EOS, are banned as long as `min_tokens` asks)."""
+        for field, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", tuple(self.logit_bias)),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("banned_token_ids", self.banned_token_ids),
+        ):
+            if ids and max(ids) >= vocab_size:
+                raise FieldError(field, "has an id out of range", f"use ids in [0, {vocab_size})")
+        banned = set(self.banned_token_ids).union(stop_ids if self.min_tokens else ())
+        if self.allowed_token_ids is not None:
+            left = len(set(self.allowed_token_ids) - banned)
+        else:
+            left = vocab_size - len(banned)
+        if not left:
+            field = "banned_token_ids" if self.allowed_token_ids is None else "allowed_token_ids"
+            raise FieldError(
+                field, "no token is left to choose", "allow one that is neither banned nor a stop"
+            )
+
 
 def _require(ok: bool, field: str, value: object, remedy: str) -> None:
     if not ok:
         raise FieldError(field, f"{value!r} is not allowed", remedy)
+
+
+def _require_ids(field: str, ids: tuple[int, ...]) -> None:
+    _require(all(i >= 0 for i in ids), field, list(ids), "use token ids of the vocabulary")
+
+
+def _check_shaping(params: SamplingParams) -> None:
+    """The fields that change logits before the filters."""
+    _require(
+        1 / MAX_REPETITION_PENALTY <= params.repetition_penalty <= MAX_REPETITION_PENALTY,
+        "repetition_penalty",
+        params.repetition_penalty,
+        f"use a number from {1 / MAX_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY} (1: none)",
+    )
+    for field, value in (
+        ("presence_penalty", params.presence_penalty),
+        ("frequency_penalty", params.frequency_penalty),
+    ):
+        _require(-2 <= value <= 2, field, value, "use a number in [-2, 2]")
+    _require_ids("logit_bias", tuple(params.logit_bias))
+    _require(
+        all(abs(bias) <= MAX_LOGIT_BIAS for bias in params.logit_bias.values()),
+        "logit_bias",
+        params.logit_bias,
+        f"use finite numbers, at most {MAX_LOGIT_BIAS} in size",
+    )
+    _require(
+        params.allowed_token_ids is None or len(params.allowed_token_ids) > 0,
+        "allowed_token_ids",
+        params.allowed_token_ids,
+        "allow at least one id, or leave it out",
+    )
+    _require_ids("allowed_token_ids", params.allowed_token_ids or ())
+    _require_ids("banned_token_ids", params.banned_token_ids)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

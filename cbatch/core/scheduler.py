@@ -163,10 +163,9 @@ class Scheduler:
             raise FieldError(
                 "prompt", "has a token id out of range", f"use ids in [0, {config.vocab_size})"
             )
-        if any(i >= config.vocab_size for i in request.params.stop_token_ids):
-            raise FieldError(
-                "stop_token_ids", "has an id out of range", f"use ids in [0, {config.vocab_size})"
-            )
+        eos_ids = () if request.params.ignore_eos else config.eos_ids
+        stop_ids = (*eos_ids, *request.params.stop_token_ids)
+        request.params.require_vocabulary(config.vocab_size, stop_ids)
         longest = config.max_sequence_tokens - 1
         if len(prompt) > longest:
             limit = "context" if config.max_model_tokens <= longest + 1 else "whole KV pool"

@@ -34,12 +34,62 @@ from cbatch.core.request import SamplingParams
         ("stop", ("",)),
         ("stop_token_ids", (-1,)),
         ("max_lookahead", -1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.5),
+        ("repetition_penalty", math.inf),
+        ("repetition_penalty", math.nan),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", math.inf),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: -math.inf}),
+        ("allowed_token_ids", ()),
+        ("allowed_token_ids", (3, -1)),
+        ("banned_token_ids", (-1,)),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("logprobs_mode", "cooked"),
+        ("drafter", ()),
+        ("drafter", ("model", "oracle")),
+        ("drafter", ("ngram", "ngram")),
+        ("verification", "trust"),
     ],
 )
 def test_a_bad_value_names_its_field(field: str, value: object) -> None:
     with pytest.raises(FieldError) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert caught.value.field == field and caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("params", "stop_ids", "field"),
+    [
+        ({"stop_token_ids": (8,)}, (8,), "stop_token_ids"),
+        ({"logit_bias": {8: 1.0}}, (), "logit_bias"),
+        ({"allowed_token_ids": (1, 8)}, (), "allowed_token_ids"),
+        ({"banned_token_ids": (9,)}, (), "banned_token_ids"),
+        ({"banned_token_ids": tuple(range(8))}, (), "banned_token_ids"),
+        ({"allowed_token_ids": (1, 2), "banned_token_ids": (2, 1)}, (), "allowed_token_ids"),
+        ({"allowed_token_ids": (1,), "min_tokens": 1}, (1,), "allowed_token_ids"),
+        ({"banned_token_ids": (1, 2, 3, 4, 5, 6), "min_tokens": 1}, (0, 7), "banned_token_ids"),
+    ],
+)
+def test_ids_beyond_the_vocabulary_and_no_token_left(params, stop_ids, field) -> None:
+    with pytest.raises(FieldError, match=f"^{field}: "):
+        SamplingParams(**params).require_vocabulary(8, stop_ids)
+    if max(params.get("allowed_token_ids", (8,))) == 8:  # one more id, and there is a choice
+        SamplingParams(**params).require_vocabulary(10, ())
+    if params.pop("min_tokens", None):  # without it the stop id may be chosen
+        SamplingParams(**params).require_vocabulary(8, stop_ids)
+
+
+def test_coupled_by_name_or_by_a_seed_of_the_caller() -> None:
+    modes = ("auto", "rejection", "coupled")
+    found = [SamplingParams(verification=m, seed=s).coupled for m in modes for s in (None, 0)]
+    assert found == [False, True, False, False, True, True]
 
 
 def test_an_unknown_field_is_refused_by_name() -> None:
