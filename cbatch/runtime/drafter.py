@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.core.plan import Admission
 from cbatch.runtime.index import I64, iota
 from cbatch.runtime.kv import KVCache
 from cbatch.runtime.model import Model, RaggedBatch, RunAhead
@@ -65,8 +66,11 @@ class Drafter(Protocol):
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
         """Blocks that held non-finite values; zero what it keeps in them."""
 
-    def admit(self, slot: int, kv_len_tokens: int) -> None:
-        """A sequence entered `slot`; the drafter's KV holds its first `kv_len_tokens` positions."""
+    def admit(self, admission: Admission) -> None:
+        """A sequence entered a slot; the drafter's KV holds its first `draft_kv_len_tokens`."""
+
+    def release(self, slot: int) -> None:
+        """The slot is empty: what was kept for it can go."""
 
     def propose(self, rows: DraftRows) -> Proposal:
         """Draft for `rows`, each as deep as its own `num_drafts`."""
@@ -104,8 +108,11 @@ class DraftModel:
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
         self.kv.zero_blocks(block_ids)
 
-    def admit(self, slot: int, kv_len_tokens: int) -> None:
-        self.kv_len[slot] = kv_len_tokens
+    def admit(self, admission: Admission) -> None:
+        self.kv_len[admission.slot] = admission.draft_kv_len_tokens
+
+    def release(self, slot: int) -> None:
+        self.kv_len[slot] = 0
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         self.kv_len[slots] = np.minimum(self.kv_len[slots], kv_len_tokens)

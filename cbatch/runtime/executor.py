@@ -89,6 +89,8 @@ class TorchExecutor:
             self.reset()
         for slot in deltas.released.tolist():
             table.release(slot)
+            if self.drafter is not None:
+                self.drafter.release(slot)
         if len(deltas.zeroed_blocks):
             self.kv.zero_blocks(deltas.zeroed_blocks)
             if self.drafter is not None:
@@ -96,7 +98,7 @@ class TorchExecutor:
         for admission in deltas.admitted:
             table.admit(admission)
             if self.drafter is not None:
-                self.drafter.admit(admission.slot, admission.draft_kv_len_tokens)
+                self.drafter.admit(admission)
         table.apply_blocks(deltas)
 
     def _rows(self, plan: StepPlan) -> _Rows:
