@@ -1,0 +1,53 @@
+"""Plots of benchmark figures: lines over load, one panel a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Series = Mapping[str, Sequence[tuple[float, float]]]
+
+
+def save_lines(
+    path: Path,
+    panels: Mapping[str, Series],
+    *,
+    x_label: str,
+    y_label: str,
+    highlight: str | None = None,
+) -> None:
+    """A PNG with a panel for each entry of `panels`: named lines of (x, y), x on a log scale.
+
+    The line named `highlight` is drawn strong, the others thin; a grey line marks 1.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(5.5 * len(panels), 4.2), sharey=True, squeeze=False
+    )
+    for axis, (title, series) in zip(axes[0], panels.items(), strict=True):
+        axis.axhline(1, color="0.6", linewidth=1)
+        colors = pyplot.get_cmap("viridis")
+        for index, (name, points) in enumerate(series.items()):
+            strong = name == highlight
+            axis.plot(
+                *zip(*points, strict=True),
+                label=name,
+                color="crimson" if strong else colors(index / max(len(series) - 1, 1)),
+                linewidth=2.6 if strong else 1.1,
+                marker="o" if strong else ".",
+                zorder=3 if strong else 2,
+            )
+        axis.set(title=title, xlabel=x_label, xscale="log")
+        axis.set_xticks(sorted({x for points in series.values() for x, _ in points}))
+        axis.get_xaxis().set_major_formatter(pyplot.ScalarFormatter())
+        axis.minorticks_off()
+    axes[0][0].set_ylabel(y_label)
+    axes[0][-1].legend(fontsize="small", ncols=2)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,58 @@
+"""The lookahead benchmark: its prompts, its closed loop, and its statistics."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.lookahead import Run, make_prompts, rows_of, serve
+from bench.plot import save_lines
+from cbatch import EngineOptions, load_engine
+from cbatch.demo import demo_paths
+from cbatch.outputs import Speculation
+
+
+def run_of(tokens_per_s: float) -> Run:
+    return Run(100, 100 / tokens_per_s, Speculation(steps=10, k_histogram={0: 4, 2: 6}))
+
+
+def test_ratios_are_paired_and_the_best_constant_is_found_afterwards():
+    runs = {
+        "off": [run_of(100.0), run_of(50.0), run_of(200.0)],
+        "fixed:2": [run_of(120.0), run_of(60.0), run_of(240.0)],
+        "goodput": [run_of(132.0), run_of(66.0), run_of(264.0)],
+    }
+    rows = {row["policy"]: row for row in rows_of("mix", 8, runs)}
+    assert rows["goodput"]["ratio_to_off"] == pytest.approx(1.32)
+    assert rows["goodput"]["ratio_to_off_low95"] == pytest.approx(1.32), "pairs do not vary"
+    assert rows["goodput"]["ratio_to_best_fixed"] == pytest.approx(1.1)
+    assert {row["best_fixed"] for row in rows.values()} == {"fixed:2"}
+    assert rows["goodput"]["ci95"] > 100, "the speeds themselves do"
+    assert rows["goodput"]["steps_with_drafts"] == 0.6
+    assert {"workload", "batch", "policy", "output_tokens_per_s"} <= set(rows["off"])
+
+
+def test_one_repeat_has_no_interval():
+    row = rows_of("edit", 1, {"off": [run_of(10.0)]})[0]
+    assert row["ci95"] is None and row["ratio_to_off_low95"] is None
+
+
+def test_a_mix_takes_both_kinds_in_turn():
+    model = demo_paths()[0]
+    fresh, edit, mix = (make_prompts(name, model, 8) for name in ("fresh", "edit", "mix"))
+    assert mix[0::2] == fresh[:4] and mix[1::2] == edit[:4]
+
+
+def test_every_prompt_is_served_and_counted():
+    options = EngineOptions(lookahead="fixed:3", max_slots=2, max_model_tokens=128)
+    engine, _ = load_engine(*demo_paths(), options)
+    prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0], 5)]
+    run = serve(engine, prompts, 2, 6)
+    assert run.tokens == 5 * 6
+    assert run.speculation.drafted_tokens > 0 and 0 < run.drafting_share <= 1
+
+
+def test_a_plot_is_a_picture(tmp_path):
+    panels = {"fresh": {"off": [(1, 1.0), (2, 1.0)], "goodput": [(1, 1.5), (2, 1.2)]}}
+    path = tmp_path / "new" / "plot.png"
+    save_lines(path, panels, x_label="load", y_label="speed", highlight="goodput")
+    assert path.read_bytes().startswith(b"\x89PNG")
