@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402 - after the choice of a backend that needs no display
+
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
@@ -20,11 +25,6 @@ def save_lines(
 
     The line named `highlight` is drawn strong, the others thin; a grey line marks 1.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(5.5 * len(panels), 4.2), sharey=True, squeeze=False
     )
