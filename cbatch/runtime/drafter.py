@@ -20,7 +20,6 @@ from cbatch.runtime.kv import KVCache
 from cbatch.runtime.model import Model, RaggedBatch, RunAhead
 from cbatch.runtime.rows import SlotTable
 from cbatch.runtime.sampling import (
-    ban_stop_ids,
     filtered_probs,
     filters_of,
     greedy_drafts,
@@ -133,6 +132,7 @@ class DraftModel:
             self._ingest_and_draft(drafting, active, missing)
         # KV now holds the known tokens and all drafts but the last; where it held values that are
         # not finite, nothing that counts.
+        drafting.close()
         drafted = drafting.take_depths()
         self.kv_len[slots[active]] = (known - 1 + drafted)[active]
         self.kv_len[slots[drafting.non_finite]] = 0
@@ -208,8 +208,9 @@ class _Drafting:
         self.non_finite = np.zeros(len(depths), dtype=bool)
         greedy = self.table.greedy[rows.slots]
         self.sampled = None if np.count_nonzero(greedy) == len(greedy) else ~greedy
-        first_stop = self.table.first_stop[rows.slots]
-        self.banning = np.count_nonzero(rows.num_tokens < first_stop) > 0
+        shaping = self.table.shaping
+        self.shaped = shaping.num_active > 0 and np.count_nonzero(shaping.active[rows.slots]) > 0
+        self._advanced = np.zeros_like(depths)  # tokens by which the prefixes are ahead
         self._q: list[Tensor] = []  # per depth, the rows of `_q_rows`
         self._q_rows: list[I64] = []
 
@@ -223,10 +224,12 @@ class _Drafting:
         """Next token of each active row, and whether all their numbers were finite."""
         if logits.shape[1] > self.table.vocab_size:  # a draft may pad the vocabulary further
             logits = logits[:, : self.table.vocab_size]
-        if self.banning:
-            slots, positions = self.rows.slots[active], self.rows.num_tokens[active] + depth
-            lens = np.ones(len(active), dtype=np.int64)
-            ban_stop_ids(logits, self.table, slots, positions, iota(len(active)), lens)
+        slots = self.rows.slots[active]
+        if self.shaped:
+            padding = self.table.vocab_size - logits.shape[1]
+            if padding:  # processors know the target's ids
+                logits = torch.nn.functional.pad(logits, (0, padding), value=-torch.inf)
+            self.table.shaping.shape_each(logits, slots)
         tokens, finite = greedy_drafts(logits)
         all_are = np.count_nonzero(finite) == len(finite)
         if not all_are:
@@ -234,7 +237,15 @@ class _Drafting:
         if self.sampled is not None:
             self._sample(logits, active, depth, tokens)
         self.tokens[active, depth] = tokens
+        if self.shaped:
+            self.table.shaping.advance(slots, tokens[:, None], np.ones_like(active))
+            self._advanced[active] += 1
         return tokens, all_are
+
+    def close(self) -> None:
+        """The prefixes of the processors are the known tokens again."""
+        if self.shaped:
+            self.table.shaping.rollback(self.rows.slots, self._advanced)
 
     def _sample(self, logits: Tensor, active: I64, depth: int, tokens: I64) -> None:
         """Overwrite the tokens of sampled rows with draws from q, and keep q."""

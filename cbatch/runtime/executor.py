@@ -199,6 +199,8 @@ class TorchExecutor:
             tokens = verified.tokens[row, depth]
             table.tokens[slots[row], known[row] + depth] = tokens
             table.num_tokens[slots] = known + emits
+            if table.shaping.num_active:
+                table.shaping.advance(slots, verified.tokens, emits)
         table.kv_len[rows.slots] = kv_len
         if rows.num_drafts is not None and self.drafter is not None:
             self.drafter.truncate(rows.slots, kv_len)

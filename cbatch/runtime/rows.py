@@ -10,6 +10,7 @@ from cbatch.core.noise import split_seed
 from cbatch.core.plan import Admission, Deltas
 from cbatch.runtime.index import I64, iota
 from cbatch.runtime.model import RaggedBatch
+from cbatch.runtime.processors import Shaping
 
 
 class SlotTable:
@@ -17,7 +18,7 @@ class SlotTable:
 
     `tokens[s, :num_tokens[s]]` are known; what lies behind is dead data (drafts of the step in
     progress are written there). `kv_len` counts valid target positions. Rows of `blocks` are block
-    ids by absolute block index.
+    ids by absolute block index. `shaping` holds the logits processors of the slots that have any.
     """
 
     def __init__(self, max_slots: int, block_size_tokens: int, vocab_size: int) -> None:
@@ -26,7 +27,6 @@ class SlotTable:
         self.vocab_size = vocab_size
         self.tokens = np.zeros((max_slots, 0), dtype=np.int64)
         self.blocks = np.zeros((max_slots, 0), dtype=np.int32)
-        self.stop_ids: list[I64] = [np.zeros(0, dtype=np.int64)] * max_slots
         self.clear()
 
     def clear(self) -> None:
@@ -38,7 +38,7 @@ class SlotTable:
         self.num_tokens = np.zeros(size, dtype=np.int64)
         self.kv_len = np.zeros(size, dtype=np.int64)
         self.max_total = np.zeros(size, dtype=np.int64)
-        self.first_stop = np.zeros(size, dtype=np.int64)  # stop ids are banned before this position
+        self.shaping = Shaping(size, self.vocab_size)
         self.greedy = np.ones(size, dtype=bool)
         self.temperature = np.ones(size, dtype=np.float32)
         self.top_k = np.full(size, self.vocab_size, dtype=np.int64)
@@ -70,9 +70,7 @@ class SlotTable:
         self.num_tokens[slot], self.kv_len[slot] = n, a.kv_len_tokens
         self.max_total[slot] = a.max_total_tokens
         params = a.params
-        self.stop_ids[slot] = np.asarray(a.stop_ids, dtype=np.int64)
-        bans = params.min_tokens if a.stop_ids else 0
-        self.first_stop[slot] = a.num_prompt_tokens + bans
+        self.shaping.admit(a)
         self.greedy[slot] = params.greedy
         self.temperature[slot] = 1.0 if params.greedy else params.temperature
         self.top_k[slot] = self.vocab_size if params.top_k is None else params.top_k
@@ -85,6 +83,7 @@ class SlotTable:
     def release(self, slot: int) -> None:
         """Empty a slot: no plan fits it until it is filled again."""
         self.num_tokens[slot] = self.kv_len[slot] = 0
+        self.shaping.release(slot)
         self.failed[slot] = False
         self.num_failed = np.count_nonzero(self.failed)
 

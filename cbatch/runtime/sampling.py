@@ -1,4 +1,4 @@
-"""From logits to tokens: the greedy choice, bans, and the filtered distribution of sampled rows."""
+"""From logits to tokens: the greedy choice, and the filtered distribution of sampled rows."""
 
 from __future__ import annotations
 
@@ -168,24 +168,3 @@ def all_finite(logits: Tensor) -> NDArray[np.bool_]:
         return finite
     low, high = logits.aminmax(dim=1)
     return np.asarray((torch.isfinite(low) & torch.isfinite(high)).cpu().numpy())
-
-
-def ban_stop_ids(
-    logits: Tensor,
-    table: SlotTable,
-    slots: NDArray[np.integer],
-    positions: I64,
-    row_starts: I64,
-    row_lens: I64,
-) -> None:
-    """Set the stop ids of rows short of min_tokens to -inf, in place.
-
-    Row i owns `logits[row_starts[i] : row_starts[i] + row_lens[i]]`, which decide the positions
-    from `positions[i]` on; only those before `first_stop` are touched.
-    """
-    for i in np.flatnonzero(positions < table.first_stop[slots]):
-        banned = int(min(row_lens[i], table.first_stop[slots[i]] - positions[i]))
-        ids = table.stop_ids[slots[i]]
-        columns = torch.from_numpy(ids[ids < logits.shape[1]]).to(logits.device)
-        start = int(row_starts[i])
-        logits[start : start + banned].index_fill_(1, columns, -torch.inf)

@@ -13,7 +13,6 @@ from cbatch.runtime.index import I64, iota
 from cbatch.runtime.rows import SlotTable
 from cbatch.runtime.sampling import (
     all_finite,
-    ban_stop_ids,
     filtered_probs,
     filters_of,
     greedy_tokens,
@@ -55,8 +54,8 @@ def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
         starts = lens.cumsum() - lens
         if len(logits) > len(lens):
             finite = np.logical_and.reduceat(finite, starts)
-    if np.count_nonzero(wanted.known < table.first_stop[wanted.slots]):
-        ban_stop_ids(logits, table, wanted.slots, wanted.known, starts, lens)
+    if table.shaping.num_active:
+        table.shaping.shape_runs(logits, wanted.slots, starts, lens - 1, wanted.drafts)
     ids = greedy_tokens(logits)
     if wanted.drafts is None:
         tokens, num_accepted = ids[:, None], np.zeros(len(ids), dtype=np.int64)

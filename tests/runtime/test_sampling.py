@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cbatch.runtime.rows import SlotTable
 from cbatch.runtime.sampling import (
     Filters,
     all_finite,
-    ban_stop_ids,
     filtered_probs,
     greedy_drafts,
     greedy_tokens,
@@ -95,16 +93,3 @@ def test_greedy_ties_and_what_is_finite():
     huge = torch.full((1, 64), 3e38)  # the sum overflows, the terms are finite
     assert all_finite(huge).tolist() == [True]
     assert all_finite(torch.tensor([[math.inf, -math.inf]])).tolist() == [False]
-
-
-@pytest.mark.parametrize("known", [4, 6, 9])
-def test_bans_reach_up_to_min_tokens(known):
-    table = SlotTable(2, 4, 5)
-    table.first_stop[1], table.stop_ids[1] = 8, np.array([0, 3, 77])
-    logits = torch.zeros(4, 5)
-    slots, starts, lens = np.array([0, 1]), np.array([0, 1]), np.array([1, 3])
-    ban_stop_ids(logits, table, slots, np.array([0, known]), starts, lens)
-    banned = (logits == -math.inf).any(dim=1).tolist()
-    assert banned == [False, *(known + j < 8 for j in range(3))]
-    columns = torch.nonzero((logits == -math.inf).any(dim=0)).flatten().tolist()
-    assert columns == ([0, 3] if known < 8 else [])

@@ -160,7 +160,9 @@ def test_a_drawn_seed_is_told_and_gives_the_same_text_again(client: Client) -> N
         ({"stop_token_ids": [10**7]}, "stop_token_ids"),
         ({"echo": True}, "echo"),
         ({"logprobs": 2}, "logprobs"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"banned_token_ids": [10**6]}, "banned_token_ids"),
         ({"model": "another"}, "model"),
     ],
 )

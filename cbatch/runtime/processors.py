@@ -1,0 +1,258 @@
+"""What shapes a sequence's logits before temperature and filters, one position at a time.
+
+Rows of target and draft go through the same processors, each after the prefix it belongs to, drafts
+included. Only slots that ask for something are visited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.core.plan import Admission
+from cbatch.core.request import SamplingParams
+from cbatch.runtime.index import I64
+
+
+class LogitsProcessor(Protocol):
+    """Shapes the logits of one sequence. Its state is a prefix of it: the known tokens, and behind
+    them the drafts that are being looked at. What it does depends on that prefix alone."""
+
+    def shape(self, row: Tensor) -> None:
+        """Change `row` in place: fp32 [V], the logits of the position after the prefix."""
+
+    def advance(self, token: int) -> None:
+        """The prefix grows by `token`."""
+
+    def rollback(self, count: int) -> None:
+        """The prefix loses its last `count` tokens, of those that `advance` added."""
+
+
+class _Stateless:
+    """The same at every position."""
+
+    def advance(self, token: int) -> None:
+        pass
+
+    def rollback(self, count: int) -> None:
+        pass
+
+
+class AllowedTokens(_Stateless):
+    """Every other token is forbidden."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = _as_index(ids)
+
+    def shape(self, row: Tensor) -> None:
+        ids = self._ids.to(row.device)
+        kept = row[ids]
+        row.fill_(-torch.inf)
+        row[ids] = kept
+
+
+class BannedTokens(_Stateless):
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = _as_index(ids)
+
+    def shape(self, row: Tensor) -> None:
+        row.index_fill_(0, self._ids.to(row.device), -torch.inf)
+
+
+class MinTokens:
+    """Stop ids are forbidden for the next `count` tokens."""
+
+    def __init__(self, stop_ids: Sequence[int], count: int) -> None:
+        self._banned = BannedTokens(stop_ids)
+        self._left = count
+
+    def shape(self, row: Tensor) -> None:
+        if self._left > 0:
+            self._banned.shape(row)
+
+    def advance(self, token: int) -> None:
+        self._left -= 1
+
+    def rollback(self, count: int) -> None:
+        self._left += count
+
+
+class LogitBias(_Stateless):
+    def __init__(self, bias: dict[int, float]) -> None:
+        self._ids = _as_index(tuple(bias))
+        self._values = torch.tensor(list(bias.values()), dtype=torch.float32)
+
+    def shape(self, row: Tensor) -> None:
+        row.index_add_(0, self._ids.to(row.device), self._values.to(row.device))
+
+
+class Penalties:
+    """Repetition (Keskar et al. 2019, arXiv 1909.05858, section 4.1; here also for logits below 0,
+    which are multiplied), then presence and frequency.
+
+    Keeps the tokens seen as a list without repeats, so that a row costs what the sequence has used
+    of the vocabulary, not the vocabulary.
+    """
+
+    def __init__(
+        self, prompt: Sequence[int], *, repetition: float, presence: float, frequency: float
+    ) -> None:
+        self._repetition, self._presence, self._frequency = repetition, presence, frequency
+        seen = dict.fromkeys(prompt) if repetition != 1 else {}
+        self._place = {token: place for place, token in enumerate(seen)}
+        self._num_of_prompt = len(seen)
+        self._ids = np.zeros(max(2 * len(seen), 64), dtype=np.int64)
+        self._ids[: len(seen)] = list(seen)
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)  # in the output, by place
+        self._output: list[int] = []
+
+    def shape(self, row: Tensor) -> None:
+        used = len(self._place)
+        ids = torch.from_numpy(self._ids[:used]).to(row.device)
+        logits = row[ids]
+        if self._repetition != 1:
+            logits = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
+        if self._presence or self._frequency:
+            counts = torch.from_numpy(self._counts[:used]).to(row.device)
+            logits -= self._frequency * counts + self._presence * (counts > 0)
+        row[ids] = logits
+
+    def advance(self, token: int) -> None:
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[place] = token
+        self._counts[place] += 1
+        self._output.append(token)
+
+    def rollback(self, count: int) -> None:
+        for _ in range(count):
+            token = self._output.pop()
+            place = self._place[token]
+            self._counts[place] -= 1
+            # Its first time in the sequence: then it has the last place of all.
+            if not self._counts[place] and place >= self._num_of_prompt:
+                del self._place[token]
+
+
+class Chain:
+    """Processors in the order in which they apply; a processor itself."""
+
+    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
+        self._processors = tuple(processors)
+
+    def __len__(self) -> int:
+        return len(self._processors)
+
+    def shape(self, row: Tensor) -> None:
+        for processor in self._processors:
+            processor.shape(row)
+
+    def advance(self, token: int) -> None:
+        for processor in self._processors:
+            processor.advance(token)
+
+    def rollback(self, count: int) -> None:
+        for processor in self._processors:
+            processor.rollback(count)
+
+
+def processors_of(
+    params: SamplingParams, stop_ids: Sequence[int], prompt: Sequence[int], vocab_size: int
+) -> Chain:
+    """What `params` ask for, after `prompt`: none, for most requests."""
+    chain: list[LogitsProcessor] = []
+    if params.allowed_token_ids is not None:
+        banned = set(params.banned_token_ids)
+        chain.append(AllowedTokens([i for i in params.allowed_token_ids if i not in banned]))
+    elif params.banned_token_ids:
+        chain.append(BannedTokens(params.banned_token_ids))
+    # EOS ids come from the model's files, which may name more ids than there are logits.
+    stop_ids = [i for i in stop_ids if i < vocab_size]
+    if params.min_tokens and stop_ids:
+        chain.append(MinTokens(stop_ids, params.min_tokens))
+    if params.logit_bias:
+        chain.append(LogitBias(params.logit_bias))
+    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+        chain.append(
+            Penalties(
+                prompt,
+                repetition=params.repetition_penalty,
+                presence=params.presence_penalty,
+                frequency=params.frequency_penalty,
+            )
+        )
+    return Chain(chain)
+
+
+class Shaping:
+    """The processors of every slot. `active` bool [slots], `num_active` their number."""
+
+    def __init__(self, max_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._chains: dict[int, Chain] = {}
+        self.active: NDArray[np.bool_] = np.zeros(max_slots, dtype=np.bool_)
+        self.num_active = 0
+
+    def admit(self, a: Admission) -> None:
+        """Made anew from prompt and output: a preemption or a restart leaves no trace."""
+        prompt = a.tokens[: a.num_prompt_tokens].tolist()
+        chain = processors_of(a.params, a.stop_ids, prompt, self._vocab_size)
+        if len(chain):
+            for token in a.tokens[a.num_prompt_tokens :].tolist():
+                chain.advance(token)
+            self._chains[a.slot] = chain
+            self.active[a.slot] = True
+            self.num_active = len(self._chains)
+
+    def release(self, slot: int) -> None:
+        if self.active[slot]:
+            del self._chains[slot]
+            self.active[slot] = False
+            self.num_active = len(self._chains)
+
+    def shape_runs(
+        self,
+        logits: Tensor,
+        slots: NDArray[np.integer],
+        starts: I64,
+        num_drafted: I64,
+        drafts: I64 | None,
+    ) -> None:
+        """Shape the rows of W sequences in place: `logits[starts[i] + j]` follows the known tokens
+        and the first j of the drafts of row i, j <= num_drafted[i]; `drafts` int64 [W, >= max k]
+        or None. Afterwards the prefixes are the known tokens again."""
+        for i in self.active[slots].nonzero()[0].tolist():
+            chain, start, depth = self._chains[int(slots[i])], int(starts[i]), int(num_drafted[i])
+            for j in range(depth):
+                assert drafts is not None
+                chain.shape(logits[start + j])
+                chain.advance(int(drafts[i, j]))
+            chain.shape(logits[start + depth])
+            chain.rollback(depth)
+
+    def shape_each(self, logits: Tensor, slots: NDArray[np.integer]) -> None:
+        """Shape one row each in place, after the present prefixes."""
+        for i in self.active[slots].nonzero()[0].tolist():
+            self._chains[int(slots[i])].shape(logits[i])
+
+    def advance(self, slots: NDArray[np.integer], tokens: I64, counts: I64) -> None:
+        """The prefix of `slots[i]` grows by `tokens[i, : counts[i]]`."""
+        for i in self.active[slots].nonzero()[0].tolist():
+            for token in tokens[i, : counts[i]].tolist():
+                self._chains[int(slots[i])].advance(token)
+
+    def rollback(self, slots: NDArray[np.integer], counts: I64) -> None:
+        """The prefix of `slots[i]` loses its last `counts[i]` tokens."""
+        for i in self.active[slots].nonzero()[0].tolist():
+            self._chains[int(slots[i])].rollback(int(counts[i]))
+
+
+def _as_index(ids: Sequence[int]) -> Tensor:
+    return torch.tensor(list(ids), dtype=torch.int64)
