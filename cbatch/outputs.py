@@ -72,7 +72,9 @@ class Completion(msgspec.Struct, frozen=True):
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    seed: int | None  # given or drawn: the same seed gives the same choices again
+    # Given or drawn. A caller who gives it gets coupled verification unless asked otherwise, and
+    # then the same choices whatever the engine does; a drawn one fixes the noise of a rejection.
+    seed: int | None
     choices: tuple[Choice, ...] = ()
     error: str | None = None
 

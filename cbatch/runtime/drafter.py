@@ -43,8 +43,9 @@ class DraftRows(NamedTuple):
 class Proposal(NamedTuple):
     """`tokens[i, :num_drafted[i]]` are the drafts of row i.
 
-    `probs` fp32 [sum of num_drafted over *sampled* rows, V], row after row: the distributions they
-    were drawn from. None: every draft was chosen with certainty.
+    `probs` fp32 [sum of num_drafted over rows that are verified by rejection (`table.rejects`), V],
+    row after row: the distributions they were drawn from. None: every draft was chosen with
+    certainty.
     """
 
     tokens: I64  # [R, max k]
@@ -248,7 +249,7 @@ class _Drafting:
             self.table.shaping.rollback(self.rows.slots, self._advanced)
 
     def _sample(self, logits: Tensor, active: I64, depth: int, tokens: I64) -> None:
-        """Overwrite the tokens of sampled rows with draws from q, and keep q."""
+        """Overwrite the tokens of sampled rows with draws from q; keep q where it will be asked."""
         assert self.sampled is not None
         at = self.sampled[active].nonzero()[0]
         if not len(at):
@@ -262,9 +263,15 @@ class _Drafting:
         if padding:
             q = torch.nn.functional.pad(q, (0, padding))
         where = noise_rows(self.table, slots, positions, self.device)
-        tokens[at] = draw(q, where, noise.DRAFT).cpu().numpy()
-        self._q.append(q)
-        self._q_rows.append(rows)
+        coupled = self.table.coupled[slots]
+        purposes = np.where(coupled, noise.COUPLED, noise.DRAFT)
+        tokens[at] = draw(q, where, torch.from_numpy(purposes).to(self.device)).cpu().numpy()
+        if np.count_nonzero(coupled):  # a coupled draft is compared, never weighed
+            keep = np.flatnonzero(~coupled)
+            q, rows = q[torch.from_numpy(keep).to(self.device)], rows[keep]
+        if len(rows):  # rows only drop out with depth: the next q is always one deeper
+            self._q.append(q)
+            self._q_rows.append(rows)
 
     def probs(self) -> Tensor | None:
         """q of every draft that stands, row after row and by depth within a row."""

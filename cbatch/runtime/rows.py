@@ -19,6 +19,7 @@ class SlotTable:
     `tokens[s, :num_tokens[s]]` are known; what lies behind is dead data (drafts of the step in
     progress are written there). `kv_len` counts valid target positions. Rows of `blocks` are block
     ids by absolute block index. `shaping` holds the logits processors of the slots that have any.
+    A slot is `greedy`, or its sampled tokens are verified by rejection (`rejects`) or `coupled`.
     """
 
     def __init__(self, max_slots: int, block_size_tokens: int, vocab_size: int) -> None:
@@ -40,6 +41,8 @@ class SlotTable:
         self.max_total = np.zeros(size, dtype=np.int64)
         self.shaping = Shaping(size, self.vocab_size)
         self.greedy = np.ones(size, dtype=bool)
+        self.rejects = np.zeros(size, dtype=bool)
+        self.coupled = np.zeros(size, dtype=bool)
         self.temperature = np.ones(size, dtype=np.float32)
         self.top_k = np.full(size, self.vocab_size, dtype=np.int64)
         self.top_p = np.full(size, np.inf, dtype=np.float32)
@@ -72,6 +75,8 @@ class SlotTable:
         params = a.params
         self.shaping.admit(a)
         self.greedy[slot] = params.greedy
+        self.coupled[slot] = params.coupled and not params.greedy
+        self.rejects[slot] = not (params.coupled or params.greedy)
         self.temperature[slot] = 1.0 if params.greedy else params.temperature
         self.top_k[slot] = self.vocab_size if params.top_k is None else params.top_k
         # 1 keeps every token; a cumulative sum that rounds to 1 early must not cut the tail.

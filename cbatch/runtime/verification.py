@@ -1,4 +1,5 @@
-"""The verdict on the drafts of a step: greedy rows by comparison, sampled rows by rejection."""
+"""The verdict on the drafts of a step: greedy rows by comparison with the target's best token,
+coupled rows with the token it draws, other sampled rows by rejection sampling."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ from cbatch.runtime.sampling import (
     greedy_tokens,
     noise_rows,
 )
-from triton_kernels.verify import rejection_verify
+from triton_kernels.verify import NoiseRows, coupled_verify, rejection_verify
 
 
 class Wanted(NamedTuple):
     """W rows of a step that decide tokens, the first at position `known[i]`.
 
     Their logits rows, `1 + num_drafted[i]` each, follow one another. `drafts` int64 [W, >= max k],
-    `probs` fp32 [sum of num_drafted over sampled rows, V] (None: drafts chosen with certainty);
-    `drafts` is None where nobody drafted.
+    `probs` fp32 [sum of num_drafted over rows verified by rejection, V] (None: drafts chosen with
+    certainty); `drafts` is None where nobody drafted.
     """
 
     slots: NDArray[np.integer]
@@ -63,12 +64,16 @@ def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
         tokens, num_accepted = _match(ids, starts, wanted.num_drafted, wanted.drafts)
     greedy = table.greedy[wanted.slots]
     if np.count_nonzero(greedy) < len(greedy):
-        at = np.flatnonzero(~greedy)
-        accepted, last = _reject(logits, wanted, at, starts, lens, table)
-        if wanted.drafts is not None:
-            tokens[at, :-1] = wanted.drafts[at, : tokens.shape[1] - 1]
-        tokens[at, accepted] = last
-        num_accepted[at] = accepted
+        for coupled, mode in ((False, table.rejects), (True, table.coupled)):
+            at = np.flatnonzero(mode[wanted.slots])
+            if not len(at):
+                continue
+            sampled = _sampled(logits, wanted, at, starts, lens, table)
+            accepted, last = _judge(sampled, wanted.probs, coupled=coupled)
+            if wanted.drafts is not None:
+                tokens[at, :-1] = wanted.drafts[at, : tokens.shape[1] - 1]
+            tokens[at, accepted] = last
+            num_accepted[at] = accepted
     return Verified(tokens, num_accepted, finite)
 
 
@@ -82,10 +87,19 @@ def _match(ids: I64, starts: I64, num_drafted: I64, drafts: I64) -> tuple[I64, I
     return tokens, agrees.argmin(axis=1)
 
 
-def _reject(
+class _Sampled(NamedTuple):
+    """B sampled rows, in the shapes of `rejection_verify`."""
+
+    target_probs: Tensor
+    draft_tokens: Tensor
+    num_drafts: Tensor
+    noise: NoiseRows
+
+
+def _sampled(
     logits: Tensor, wanted: Wanted, at: I64, starts: I64, lens: I64, table: SlotTable
-) -> tuple[I64, I64]:
-    """Rejection sampling of the rows `at`: number of accepted drafts, and the token after them."""
+) -> _Sampled:
+    """The rows `at` of `wanted`, and the distributions that their requests ask for."""
     device, lens = logits.device, lens[at]
     ends = lens.cumsum()
     total = int(ends[-1])
@@ -97,12 +111,20 @@ def _reject(
     if wanted.drafts is not None:
         own = wanted.drafts[at]
         draft_tokens = own[iota(own.shape[1]) < lens[:, None] - 1]
-    verdict = rejection_verify(
+    return _Sampled(
         filtered_probs(logits, filters_of(table, slots.repeat(lens), device)),
         torch.from_numpy(draft_tokens).to(device),
-        wanted.probs,
         torch.from_numpy(lens - 1).to(device),
         noise_rows(table, slots, wanted.known[at], device),
     )
+
+
+def _judge(sampled: _Sampled, draft_probs: Tensor | None, *, coupled: bool) -> tuple[I64, I64]:
+    """Number of accepted drafts of each row, and the token after them."""
+    if coupled:
+        verdict = coupled_verify(*sampled)
+    else:
+        p, draft_tokens, num_drafts, noise = sampled
+        verdict = rejection_verify(p, draft_tokens, draft_probs, num_drafts, noise)
     host = torch.stack(verdict).cpu().numpy()
     return host[0], host[1]

@@ -34,7 +34,7 @@ class Usage(msgspec.Struct):
 
 
 class ResponseChoice(msgspec.Struct):
-    """`seed` is the one asked for, or the one that was drawn: it gives the same text again."""
+    """`seed` is the one asked for, or the one that was drawn."""
 
     index: int
     text: str
