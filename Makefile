@@ -8,13 +8,17 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test test-statistics bench lint clean
 
 demo: $(RUNTIME)
 	@$(BIN)/cbatch demo
 
 test: lint
 	$(BIN)/python -m pytest -q
+
+# Laws over large samples, whole engines among them: minutes.
+test-statistics: $(DEV)
+	$(BIN)/python -m pytest -q -m statistics
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -95,16 +95,22 @@ def rejection_verify_reference(
     hit = rejected.nonzero().squeeze(1)
     if hit.numel():
         at = draft_starts[hit] + num_accepted[hit]
-        p = weights[hit]
-        if draft_probs is None:
-            residual = p.scatter(1, draft_tokens[at, None], 0.0)
-        else:
-            residual = (p - draft_probs[at]).clamp_(min=0)
-        # Round-off where p and q are nearly equal may leave no mass: then p itself is the law.
-        weights[hit] = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
+        q = None if draft_probs is None else draft_probs[at]
+        weights[hit] = _residual(weights[hit], q, draft_tokens[at])
     purposes = torch.where(rejected, noise.RESIDUAL, noise.BONUS)
     at_last = rows._replace(positions=rows.positions + num_accepted)
     return Verdict(num_accepted, draw(weights, at_last, purposes))
+
+
+def _residual(p: Tensor, q: Tensor | None, rejected: Tensor) -> Tensor:
+    """What replaces `rejected` int64 [N]: max(0, p - q), fp32 [N, V] and not normalised.
+
+    Round-off where p and q are nearly equal may leave no mass: then p itself is the law."""
+    if q is None:
+        residual = p.scatter(1, rejected[:, None], 0.0)
+    else:
+        residual = (p - q).clamp_(min=0)
+    return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
 
 
 def _count_accepted(

@@ -1,0 +1,172 @@
+"""Speculative decoding in a toy world, with the real noise and the real verification.
+
+`Decoder` and `Policy` are the right way to do it; broken variants override one method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.chi_square import chi_square_z
+from tests.triton_kernels.worlds import World, exact, joint
+from triton_kernels import noise
+from triton_kernels.verify import NoiseRows, Verdict, coupled_verify, draw, rejection_verify
+
+DEEPEST = 3  # drafts a step
+Z_BOUND = 5.0  # |z| beyond it by chance: 6 in 10 million tests; seeds are fixed
+
+
+class Mode(NamedTuple):
+    """A way to verify: the noise that drafts are drawn with, the verdict, and the chance
+    [states, vocab] that a token is drafted and accepted."""
+
+    draft_purpose: int
+    verify: Callable[[Tensor, Tensor, Tensor | None, Tensor, NoiseRows], Verdict]
+    overlap: Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def matches(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Chance that one race picks token i under p and under q: 1 / sum_j max(p_j/p_i, q_j/q_i)."""
+    both = (p > 0) & (q > 0)
+    a, b = np.where(both, p, 1.0), np.where(both, q, 1.0)
+    ratios = np.maximum(p[..., None, :] / a[..., None], q[..., None, :] / b[..., None])
+    return np.where(both, 1 / ratios.sum(axis=-1), 0.0)
+
+
+MODES = {
+    "rejection": Mode(noise.DRAFT, rejection_verify, np.minimum),
+    "coupled": Mode(noise.COUPLED, lambda p, x, _, k, rows: coupled_verify(p, x, k, rows), matches),
+}
+
+
+class Step(NamedTuple):
+    """What one step did for B sequences; `states[:, j]` lies behind j drafts."""
+
+    at: Tensor  # int64 [B]: the sequences
+    rows: NoiseRows
+    num_drafts: Tensor  # int64 [B]
+    states: Tensor  # int64 [B, DEEPEST + 1]
+    drafts: Tensor  # int64 [B, DEEPEST]
+    verdict: Verdict
+
+
+class Policy:
+    """Chooses k. This one: constant for a sequence, ragged in a batch."""
+
+    def begin(self, count: int, world: World) -> None:
+        self.count, self.world = count, world
+
+    def choose(self, at: Tensor) -> Tensor:
+        return at % (DEEPEST + 1)
+
+    def trim(self, k: Tensor, drafts: Tensor, draft_probs: Tensor) -> Tensor:
+        """k once the drafts are known; `draft_probs` [B, DEEPEST] are their own chances."""
+        return k
+
+    def observe(self, step: Step) -> None:
+        """What the step showed, before the next one."""
+
+
+class Fixed(Policy):
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def choose(self, at: Tensor) -> Tensor:
+        return torch.full_like(at, self.k)
+
+
+class Decoded(NamedTuple):
+    tokens: np.ndarray  # int64 [count, length]
+    steps: list[Step]
+
+
+class Decoder:
+    """Decodes many independent sequences of a world, each with a key of its own."""
+
+    def __init__(
+        self, world: World, mode: str, policy: Policy | None = None, *, shuffle: bool = False
+    ) -> None:
+        self.world, self.mode = world, MODES[mode]
+        self.policy = policy or Policy()
+        self.shuffle = np.random.default_rng(5) if shuffle else None
+
+    def noise_rows(self, at: Tensor, positions: Tensor) -> NoiseRows:
+        """Keys by sequence, whichever rows of the batch they are."""
+        keys = torch.stack((at, torch.full_like(at, self.seed)), dim=1)
+        return NoiseRows(keys, torch.zeros_like(at), positions)
+
+    def target_rows(self, states: Tensor, used: Tensor) -> Tensor:
+        """p behind `states[used]`."""
+        return self.world.target[states[used]]
+
+    def reported(self, states: Tensor) -> Tensor | None:
+        """q behind `states`, as the verification is told."""
+        return self.world.draft[states]
+
+    def resume(self, step: Step) -> Tensor:
+        """The state that the next step begins in."""
+        kept = step.states.gather(1, step.verdict.num_accepted[:, None]).squeeze(1)
+        return self.world.after(kept, step.verdict.next_tokens)
+
+    def step(self, at: Tensor, positions: Tensor, state: Tensor) -> Step:
+        rows = self.noise_rows(at, positions)
+        k = self.policy.choose(at)
+        states, drafts = [state], []
+        for depth in range(DEEPEST):
+            where = rows._replace(positions=positions + depth)
+            drafts.append(draw(self.world.draft[states[-1]], where, self.mode.draft_purpose))
+            states.append(self.world.after(states[-1], drafts[-1]))
+        grid, tokens = torch.stack(states, dim=1), torch.stack(drafts, dim=1)
+        own = self.world.draft[grid[:, :-1]].gather(2, tokens[..., None]).squeeze(2)
+        k = self.policy.trim(k, tokens, own)
+        used = torch.arange(DEEPEST) < k[:, None]
+        verdict = self.mode.verify(
+            self.target_rows(grid, torch.arange(DEEPEST + 1) <= k[:, None]),
+            tokens[used],
+            self.reported(grid[:, :-1][used]),
+            k,
+            rows,
+        )
+        return Step(at, rows, k, grid, tokens, verdict)
+
+    def run(self, count: int, length: int, seed: int = 1) -> Decoded:
+        """The first `length` tokens of `count` sequences, and every step."""
+        self.seed = seed
+        self.policy.begin(count, self.world)
+        out = torch.zeros((count, length + DEEPEST), dtype=torch.int64)
+        have, state = torch.zeros((2, count), dtype=torch.int64)
+        steps = []
+        while int(have.min()) < length:
+            at = (have < length).nonzero().squeeze(1)
+            if self.shuffle is not None:
+                at = at[torch.from_numpy(self.shuffle.permutation(len(at)))]
+            step = self.step(at, have[at], state[at])
+            accepted, last = step.verdict
+            for depth in range(DEEPEST + 1):
+                drafted = step.drafts[:, min(depth, DEEPEST - 1)]
+                token = torch.where(depth == accepted, last, drafted)
+                live = depth <= accepted
+                out[at[live], have[at][live] + depth] = token[live]
+            have[at] += accepted + 1
+            state[at] = self.resume(step)
+            self.policy.observe(step)
+            steps.append(step)
+        return Decoded(out[:, :length].numpy(), steps)
+
+
+def joint_z(tokens: np.ndarray, world: World) -> float:
+    """Chi-square of whole sequences [count, length] against the target's joint law."""
+    length = tokens.shape[1]
+    cells = tokens @ world.vocab ** np.arange(length)[::-1]
+    counts = np.bincount(cells, minlength=world.vocab**length)
+    return chi_square_z(counts, joint(world, length).ravel())
+
+
+def overlap_of(world: World, mode: str) -> np.ndarray:
+    """Chance [states, vocab] that a token is drafted and accepted."""
+    return MODES[mode].overlap(exact(world.target), exact(world.draft))

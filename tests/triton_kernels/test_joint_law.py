@@ -1,0 +1,247 @@
+"""T1, T2, T3, T5: laws of what is emitted and accepted, with the real noise, in both modes.
+
+The false-alarm rate of a bound |z| < 5 is 6 in 10 million; seeds are fixed. `chain` worlds have
+plain laws, `shaped` ones penalties, bias, bans, min_tokens and every filter, with the draft prefix.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.chi_square import chi_square_z
+from tests.triton_kernels.decoding import (
+    DEEPEST,
+    MODES,
+    Z_BOUND,
+    Decoded,
+    Decoder,
+    Fixed,
+    joint_z,
+    overlap_of,
+)
+from tests.triton_kernels.worlds import ShapedWorld, World, chain_world, exact, joint, survival
+from triton_kernels.verify import NoiseRows
+
+COUNT = 40_000
+BOTH = pytest.mark.parametrize("mode", list(MODES))
+WORLDS = pytest.mark.parametrize("kind", ["chain", "shaped"])
+
+
+@functools.cache
+def world_of(kind: str) -> World:
+    return chain_world() if kind == "chain" else ShapedWorld()
+
+
+@functools.cache
+def decoded(kind: str, mode: str) -> Decoded:
+    """Three tokens of `COUNT` sequences; sequence i always drafts i % 4."""
+    return Decoder(world_of(kind), mode).run(COUNT, 3)
+
+
+# --- T1: one position, many tokens ----------------------------------------------------------------
+
+
+def single_position_check(mode: str, count: int) -> tuple[float, float, float]:
+    """z of the first token over 32 cells, TV over its mean by chance alone, and the z that the
+    same sample has against a law that is 2 % away."""
+    world = chain_world(vocab=32, seed=2)
+    tokens = Decoder(world, mode).run(count, 1).tokens[:, 0]
+    counts = np.bincount(tokens, minlength=32)
+    law = joint(world, 1)
+    chance = 0.5 * np.sqrt(2 / (math.pi * count)) * np.sqrt(law * (1 - law)).sum()
+    far = law.copy()
+    far[law.argmax()] -= 0.02
+    far += 0.02 / 32
+    distance = 0.5 * np.abs(counts / count - law).sum()
+    return chi_square_z(counts, law), distance / chance, chi_square_z(counts, far)
+
+
+@BOTH
+def test_t1_one_token_of_32(mode: str) -> None:
+    z, distance, z_of_a_wrong_law = single_position_check(mode, 50_000)
+    assert abs(z) < Z_BOUND and distance < 3
+    assert z_of_a_wrong_law > 2 * Z_BOUND
+
+
+@pytest.mark.statistics
+@BOTH
+def test_t1_one_token_of_32_in_a_million(mode: str) -> None:
+    z, distance, _ = single_position_check(mode, 1_000_000)
+    assert abs(z) < Z_BOUND and distance < 3
+
+
+# --- T2: sequences --------------------------------------------------------------------------------
+
+
+@BOTH
+@WORLDS
+def test_t2_joint_law_of_three_tokens(kind: str, mode: str) -> None:
+    """For each k, and of the whole ragged batch."""
+    world, run = world_of(kind), decoded(kind, mode)
+    assert abs(joint_z(run.tokens, world)) < Z_BOUND
+    for k in range(DEEPEST + 1):
+        assert abs(joint_z(run.tokens[k :: DEEPEST + 1], world)) < Z_BOUND, f"k = {k}"
+    accepted, drafted = run.steps[0].verdict.num_accepted, run.steps[0].num_drafts
+    for ended in (accepted < drafted, (accepted == drafted) & (drafted >= 2), drafted == 0):
+        assert float(ended.float().mean()) > 0.04
+
+
+@BOTH
+def test_t2_a_law_that_is_not_the_worlds_is_noticed(mode: str) -> None:
+    """The power of the test above: the draft's law, and one token's 3 % moved."""
+    world, tokens = world_of("chain"), decoded("chain", mode).tokens
+    moved = world.target.clone()
+    moved[:, 0] += 0.03
+    assert joint_z(tokens, World(moved, moved)) > 2 * Z_BOUND
+    assert joint_z(tokens, World(world.draft, world.draft)) > 10 * Z_BOUND
+
+
+@BOTH
+@WORLDS
+def test_t2_tokens_do_not_depend_on_the_batch(kind: str, mode: str) -> None:
+    """Rows shuffled in every step, and half of the sequences alone: the same tokens."""
+    count = 2000
+    tokens = decoded(kind, mode).tokens[:count]
+    world = world_of(kind)
+    shuffled = Decoder(world, mode, shuffle=True).run(count, 3)
+    assert shuffled.steps[0].at.tolist() != list(range(count))
+    assert np.array_equal(shuffled.tokens, tokens)
+    half = Decoder(world, mode).run(count // 2, 3).tokens
+    assert np.array_equal(half, tokens[: count // 2])
+
+
+class _KeyedByRow(Decoder):
+    """Noise by place in the batch."""
+
+    def noise_rows(self, at: torch.Tensor, positions: torch.Tensor) -> NoiseRows:
+        return super().noise_rows(torch.arange(len(at)), positions)
+
+
+@BOTH
+def test_noise_keyed_by_batch_row_is_caught(mode: str) -> None:
+    """Broken variant: the check above must fail for it, though each token's law is right."""
+    run = _KeyedByRow(world_of("chain"), mode, shuffle=True).run(2000, 3)
+    assert not np.array_equal(run.tokens, decoded("chain", mode).tokens[:2000])
+    assert abs(joint_z(run.tokens[:, :1], world_of("chain"))) < Z_BOUND
+
+
+@WORLDS
+def test_coupled_tokens_do_not_depend_on_k(kind: str) -> None:
+    """Off, every fixed k and ragged k: token for token the same, acceptance and rejection seen."""
+    world, count = world_of(kind), 4000
+    plain = Decoder(world, "coupled", Fixed(0)).run(count, 3).tokens
+    assert np.array_equal(plain, decoded(kind, "coupled").tokens[:count])
+    for k in range(1, DEEPEST + 1):
+        run = Decoder(world, "coupled", Fixed(k)).run(count, 3)
+        assert np.array_equal(run.tokens, plain)
+        accepted = run.steps[0].verdict.num_accepted
+        assert 0 < int((accepted == k).sum()) < count
+    rejected = Decoder(world, "rejection", Fixed(2)).run(count, 3).tokens
+    assert not np.array_equal(rejected, Decoder(world, "rejection", Fixed(0)).run(count, 3).tokens)
+
+
+# --- T3: acceptance -------------------------------------------------------------------------------
+
+
+def acceptance_z(run: Decoded, alive: np.ndarray) -> list[float]:
+    """z of the accepted drafts at each depth, among the first drafts that reached it."""
+    k, accepted = run.steps[0].num_drafts.numpy(), run.steps[0].verdict.num_accepted.numpy()
+    found = []
+    for depth in range(DEEPEST):
+        tried = (k > depth) & (accepted >= depth)
+        chance = alive[depth + 1] / alive[depth]
+        expected, spread = tried.sum() * chance, tried.sum() * chance * (1 - chance)
+        found.append(float((accepted[tried] > depth).sum() - expected) / math.sqrt(spread))
+    return found
+
+
+@BOTH
+@WORLDS
+def test_t3_acceptance_law(kind: str, mode: str) -> None:
+    """Accepts at each depth are binomial with the exact chance, and so is their histogram."""
+    run, world = decoded(kind, mode), world_of(kind)
+    alive = survival(world, overlap_of(world, mode), DEEPEST)
+    assert max(abs(z) for z in acceptance_z(run, alive)) < Z_BOUND
+    deepest = run.steps[0].num_drafts == DEEPEST
+    counts = torch.bincount(run.steps[0].verdict.num_accepted[deepest], minlength=DEEPEST + 1)
+    histogram = np.append(alive[:-1] - alive[1:], alive[-1])
+    assert abs(chi_square_z(counts.numpy(), histogram)) < Z_BOUND
+
+
+@WORLDS
+def test_t3_notices_the_other_modes_acceptance(kind: str) -> None:
+    """The two laws of acceptance are 1 % and more apart: enough to be told from one another."""
+    world = world_of(kind)
+    other = survival(world, overlap_of(world, "coupled"), DEEPEST)
+    deep = Decoder(world, "rejection", Fixed(DEEPEST)).run(3 * COUNT, 1)
+    assert max(abs(z) for z in acceptance_z(deep, other)) > Z_BOUND
+
+
+def test_coupled_acceptance_against_theory() -> None:
+    """Daliri, Musco, Suresh 2024: (1 - TV) / (1 + TV) <= Pr[match] <= 1 - TV, over pairs of laws
+    from nearly equal to nearly disjoint; and the measured chance is the exact one."""
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(24, 12)) * 2
+    spread = np.geomspace(0.05, 4, 24)[:, None]
+    laws = [
+        torch.from_numpy(x).softmax(-1).float()
+        for x in (logits, logits + spread * rng.normal(size=logits.shape))
+    ]
+    p, q = exact(laws[0]), exact(laws[1])
+    overlap = np.minimum(p, q).sum(axis=1)
+    match = MODES["coupled"].overlap(p, q).sum(axis=1)
+    bound = overlap / (2 - overlap)
+    assert (bound <= match + 1e-12).all() and (match <= overlap + 1e-12).all()
+    assert overlap.min() < 0.3 and overlap.max() > 0.97
+    count = 20_000
+    for i in range(0, 24, 4):
+        pair = World(*(law[i : i + 1].repeat(12, 1) for law in laws))
+        step = Decoder(pair, "coupled", Fixed(1)).run(count, 1).steps[0]
+        z = (float(step.verdict.num_accepted.sum()) - count * match[i]) / math.sqrt(
+            count * match[i] * (1 - match[i])
+        )
+        assert abs(z) < Z_BOUND
+        own = Decoder(pair, "coupled", Fixed(0)).run(count, 1).tokens[:, 0]
+        assert np.array_equal(
+            own == step.drafts[:, 0].numpy(), step.verdict.num_accepted.numpy() == 1
+        )
+
+
+# --- T5: the p-values themselves ------------------------------------------------------------------
+
+GROUPS, GROUP = 200, 500
+KS_BOUND = 1.95  # sqrt(n) * D of Kolmogorov and Smirnov: beyond it by chance 1 in 1000
+
+
+def ks_of_groups(tokens: np.ndarray, world: World) -> float:
+    """sqrt(n) * D of the p-values of `GROUPS` groups of sequences against uniform."""
+    z = np.array([joint_z(group, world) for group in tokens.reshape(GROUPS, GROUP, -1)])
+    p = np.sort([0.5 * math.erfc(value / math.sqrt(2)) for value in z])
+    steps = np.arange(GROUPS + 1) / GROUPS
+    return float(np.sqrt(GROUPS) * max((steps[1:] - p).max(), (p - steps[:-1]).max()))
+
+
+@BOTH
+def test_t5_p_values_are_uniform(mode: str) -> None:
+    """Neither too wide nor too good."""
+    world = world_of("chain")
+    tokens = Decoder(world, mode).run(GROUPS * GROUP, 2, seed=3).tokens
+    assert ks_of_groups(tokens, world) < KS_BOUND
+
+
+class _FewKeys(Decoder):
+    """Noise that is used again."""
+
+    def noise_rows(self, at: torch.Tensor, positions: torch.Tensor) -> NoiseRows:
+        return super().noise_rows(at % GROUP, positions)
+
+
+def test_t5_random_numbers_used_again_are_caught() -> None:
+    world = world_of("chain")
+    tokens = _FewKeys(world, "rejection").run(GROUPS * GROUP, 2, seed=3).tokens
+    assert ks_of_groups(tokens, world) > 2 * KS_BOUND

@@ -1,0 +1,177 @@
+"""T4: policies choose k from what is decided, never from noise that is still to decide a token.
+
+In rejection mode a token's noise may have been looked at in the step before, beyond the first
+rejection; a k that depends on it anticipates a draft, and the joint law over two steps shows it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.core import lookahead
+from cbatch.core.config import LookaheadConfig
+from tests.triton_kernels.decoding import DEEPEST, MODES, Z_BOUND, Decoder, Policy, Step, joint_z
+from tests.triton_kernels.worlds import ShapedWorld, World, chain_world, exact
+from triton_kernels import noise
+
+COUNT = 60_000
+CAUGHT = 2 * Z_BOUND
+
+
+class Shipped(Policy):
+    """The functions that the scheduler calls, with caps that differ from row to row."""
+
+    def __init__(self, policy: str) -> None:
+        self.config = LookaheadConfig(
+            policy=policy, k=DEEPEST, decay=0.7, prior_trials=2.0, min_survival=0.45
+        )
+
+    def begin(self, count: int, world: World) -> None:
+        trials = np.full(count, self.config.prior_trials)
+        self.estimate = np.stack([trials * self.config.prior_acceptance, trials])
+
+    def choose(self, at: Tensor) -> Tensor:
+        caps = (DEEPEST - (at % 5 == 0).to(torch.int64)).numpy().astype(np.int32)
+        k = lookahead.choose_lookahead(self.config, self.estimate, at.numpy(), caps)
+        return torch.from_numpy(k.astype(np.int64))
+
+    def observe(self, step: Step) -> None:
+        rows = step.at.numpy()
+        drafted, accepted = (
+            x.numpy().astype(np.int32) for x in (step.num_drafts, step.verdict.num_accepted)
+        )
+        self.estimate[:, rows] = lookahead.observe(
+            self.config, self.estimate[:, rows], drafted, accepted
+        )
+
+
+class FollowsAccepts(Policy):
+    """Adversarial but fair: drafts 3 after a step that accepted and ended in an even token."""
+
+    def begin(self, count: int, world: World) -> None:
+        self.k = torch.full((count,), 2)
+
+    def choose(self, at: Tensor) -> Tensor:
+        return self.k[at]
+
+    def observe(self, step: Step) -> None:
+        accepted, last = step.verdict
+        self.k[step.at] = torch.where((accepted > 0) & (last % 2 == 0), DEEPEST, 0)
+
+
+class ReadsEvidence(Policy):
+    """Drafts 3 at first; then 2, or none if the position `beyond` the first rejection looked bad.
+
+    `beyond` = 0 is the rejected position itself, whose noise is spent. `signal` is the accept coin
+    of that position, or the overlap 1 - TV there.
+    """
+
+    def __init__(self, signal: str, beyond: int) -> None:
+        self.signal, self.beyond = signal, beyond
+
+    def begin(self, count: int, world: World) -> None:
+        self.k = torch.full((count,), DEEPEST)
+        overlap = np.minimum(exact(world.target), exact(world.draft)).sum(axis=1)
+        self.overlap = torch.from_numpy(overlap)
+        self.world, self.switched = world, 0
+
+    def choose(self, at: Tensor) -> Tensor:
+        return self.k[at]
+
+    def observe(self, step: Step) -> None:
+        depth = step.verdict.num_accepted + self.beyond
+        seen = depth < step.num_drafts
+        clipped = depth.clamp(max=DEEPEST - 1)[:, None]
+        state, draft = (x.gather(1, clipped).squeeze(1) for x in (step.states, step.drafts))
+        if self.signal == "coin":
+            where = step.rows.positions + depth
+            words = noise.scalar_words(
+                step.rows.keys, where, step.rows.choices, torch.full_like(where, noise.ACCEPT)
+            )
+            p, q = self.world.target[state, draft], self.world.draft[state, draft]
+            good = noise.uniform(words) * q <= p
+        else:
+            good = self.overlap[state] > self.overlap.median()
+        self.k[step.at] = torch.where(seen & ~good, 0, 2)
+        self.switched += int((seen & ~good).sum())
+
+
+class DropsUnlikely(Policy):
+    """Known bad: looks at the drafts of the very step."""
+
+    def trim(self, k: Tensor, drafts: Tensor, draft_probs: Tensor) -> Tensor:
+        return torch.where(draft_probs[:, 0] < 0.3, 0, k)
+
+
+FAIR = {
+    "fixed": lambda: Shipped("fixed"),
+    "ema": lambda: Shipped("ema"),
+    "follows accepts": FollowsAccepts,
+    "overlap of the rejected position": lambda: ReadsEvidence("overlap", beyond=0),
+}
+AFTER = {
+    "coin after the rejection": lambda: ReadsEvidence("coin", beyond=1),
+    "overlap after the rejection": lambda: ReadsEvidence("overlap", beyond=2),
+}
+UNFAIR = AFTER | {"own low probability": DropsUnlikely}
+
+
+def lookaheads(policy: Policy, world: World, until: int) -> tuple[list[Tensor], Tensor, list[Step]]:
+    """k of each sequence in steps 0..until, and the position where step `until` begins."""
+    steps = Decoder(world, "rejection", policy).run(200, until * (DEEPEST + 1) + 1).steps
+    return [s.num_drafts for s in steps[: until + 1]], steps[until].rows.positions, steps
+
+
+def anticipates(make: object, until: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether any k up to step `until` changes when all noise is drawn afresh from the position on
+    where that step begins: noise that decides what it drafts and what it emits."""
+    world = chain_world()
+    before, cut, steps = lookaheads(make(), world, until)  # type: ignore[operator]
+    original = noise._blocks
+
+    def afresh(keys: Tensor, positions: Tensor, choices: Tensor, *rest: Tensor) -> Tensor:
+        return original(keys, positions, choices + (positions >= cut[keys[:, 0]]), *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(noise, "_blocks", afresh)
+        after, _, others = lookaheads(make(), world, until)  # type: ignore[operator]
+    assert not torch.equal(steps[until].drafts, others[until].drafts)
+    return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("until", [0, 1, 3])
+@pytest.mark.parametrize("name", FAIR)
+def test_k_does_not_depend_on_noise_that_is_still_to_decide(
+    monkeypatch: pytest.MonkeyPatch, name: str, until: int
+) -> None:
+    assert not anticipates(FAIR[name], until, monkeypatch)
+
+
+@pytest.mark.parametrize("name", UNFAIR)
+def test_policies_that_anticipate_are_found_out(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert anticipates(UNFAIR[name], 1, monkeypatch)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("kind", ["chain", "shaped"])
+@pytest.mark.parametrize("name", FAIR)
+def test_fair_policies_keep_the_joint_law(name: str, kind: str, mode: str) -> None:
+    world = chain_world() if kind == "chain" else ShapedWorld()
+    run = Decoder(world, mode, FAIR[name]()).run(COUNT // 4, 3)
+    assert abs(joint_z(run.tokens, world)) < Z_BOUND
+    if name != "fixed":
+        assert any(len(step.num_drafts.unique()) > 1 for step in run.steps[1:])
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_post_rejection_evidence_fed_to_k_is_caught(name: str) -> None:
+    """The joint law over two steps fails in rejection mode; in coupled mode nothing moves."""
+    world, policy = chain_world(), AFTER[name]()
+    rejection = Decoder(world, "rejection", policy).run(COUNT, 3)
+    assert policy.switched > 0.05 * COUNT
+    assert joint_z(rejection.tokens, world) > CAUGHT
+    coupled = Decoder(world, "coupled", policy).run(4000, 3).tokens
+    assert np.array_equal(coupled, Decoder(world, "coupled").run(4000, 3).tokens)
