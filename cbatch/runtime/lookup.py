@@ -24,8 +24,8 @@ from cbatch.runtime.drafter import DraftRows, Proposal
 from cbatch.runtime.index import I64
 from cbatch.runtime.rows import SlotTable
 
-# At most so many tokens of a sequence are indexed, and at least the last half of them: about 1 kB a
-# token in Python, hence at most 16 MB a slot.
+# At most so many tokens of a sequence are indexed, and at least the last half of them. An index was
+# measured to take 0.2 to 0.5 kB a token, hence at most 8 MB a slot.
 WINDOW_TOKENS = 16384
 
 
@@ -91,12 +91,14 @@ class NgramIndex:
         return drafts
 
 
-class _Text(NamedTuple):
+class _Text:
     """An index over positions `start` to `end` of a slot's tokens."""
 
-    index: Index
-    start: int
-    end: int
+    __slots__ = ("end", "index", "start")
+
+    def __init__(self, index: Index, start: int) -> None:
+        self.index = index
+        self.start = self.end = start
 
 
 class LookupDrafter:
@@ -163,7 +165,7 @@ class LookupDrafter:
                     trials[i] += 1
                     hits[i] += guess[0] == token
                 index.append(token)
-            self._texts[slot] = text._replace(end=max(known, text.end))
+            text.end = max(known, text.end)
         return Evidence(trials, hits)
 
     def _read(self, slot: int, known: int) -> _Text:
@@ -172,10 +174,10 @@ class LookupDrafter:
         start = max(-(-known // self._half) - 2, 0) * self._half
         text = self._texts[slot]
         if text is None or text.start < start:
-            text = _Text(self._make_index(), start, start)
+            text = self._texts[slot] = _Text(self._make_index(), start)
         if text.end < known:
+            append = text.index.append
             for token in self.table.tokens[slot, text.end : known].tolist():
-                text.index.append(token)
-            text = text._replace(end=known)
-        self._texts[slot] = text
+                append(token)
+            text.end = known
         return text

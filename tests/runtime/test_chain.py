@@ -1,0 +1,331 @@
+"""A chain of drafters: who gets a row, what it reports, and what the draft model makes up for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch.core.errors import FieldError
+from cbatch.core.plan import Admission
+from cbatch.core.request import SamplingParams
+from cbatch.runtime import chain as chain_module
+from cbatch.runtime.chain import ChainDrafter
+from cbatch.runtime.drafter import DraftModel, DraftRows, Proposal
+from cbatch.runtime.lookup import LookupDrafter, NgramIndex
+from cbatch.runtime.rows import SlotTable
+from cbatch.runtime.suffix import SuffixIndex
+from tests.runtime.engines import Run, make_request, run_engine
+from tests.runtime.pairs import tiny_model
+from tests.runtime.test_drafter import CheckedDraftModel
+from tests.runtime.test_statistics import FILTERS, Z_BOUND, sample, z_against
+from triton_kernels.verify import NoiseRows, rejection_verify
+
+VOCAB, NOISE = 12, 0.08
+CHAINS: tuple[tuple[str, ...] | None, ...] = (
+    None,
+    ("ngram", "model"),
+    ("suffix",),
+    ("model",),
+    ("suffix", "ngram", "model"),
+    ("model", "ngram"),
+)
+
+
+class Scripted:
+    """An index that always, or never, has the same guess."""
+
+    def __init__(self, token: int | None) -> None:
+        self.token = token
+
+    def append(self, token: int) -> None:
+        pass
+
+    def propose(self, depth: int) -> list[int]:
+        return [] if self.token is None else [self.token] * depth
+
+
+class ScriptedModel(DraftModel):
+    """A draft model without a model: drafts token 3 and reports random q, as sampled rows get."""
+
+    def __init__(self, context_tokens: int = 100, broken_slots: tuple[int, ...] = ()) -> None:
+        self.context_tokens, self.broken_slots = context_tokens, broken_slots
+        self.asked: list[DraftRows] = []
+        self.q: list[torch.Tensor] = []
+
+    def bind(self, table: SlotTable, num_blocks: int, device: torch.device) -> None:
+        self.table, self.kv_len = table, np.zeros(table.max_slots, dtype=np.int64)
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        self.asked.append(rows)
+        broken = np.isin(rows.slots, self.broken_slots)
+        drafted = rows.num_drafts * ~broken
+        tokens = np.full((len(drafted), int(drafted.max(initial=0))), 3, dtype=np.int64)
+        num_q = int(drafted[self.table.rejects[rows.slots]].sum())
+        self.q.append(torch.rand((num_q, VOCAB)))
+        return Proposal(tokens, drafted, self.q[-1] if num_q else None, broken)
+
+
+def scripted(model: ScriptedModel | None = None, **chains: Any) -> tuple[ChainDrafter, SlotTable]:
+    """Slots 0, 1, ... with those chains and parameters; `ngram` is mute, `suffix` says 9."""
+    lookups = {
+        "ngram": LookupDrafter(lambda: Scripted(None)),
+        "suffix": LookupDrafter(lambda: Scripted(9)),
+    }
+    chain = ChainDrafter(model=model, lookups=lookups, default=("ngram", "suffix"))
+    table = SlotTable(8, 4, VOCAB)
+    chain.bind(table, 16, torch.device("cpu"))
+    for slot, (names, temperature) in enumerate(chains["slots"]):
+        admission = admit(slot, names, temperature)
+        table.admit(admission)
+        chain.admit(admission)
+    return chain, table
+
+
+def admit(slot: int, names: tuple[str, ...] | None, temperature: float = 0.0) -> Admission:
+    return Admission(
+        slot=slot,
+        generation=1,
+        request_id=f"r{slot}",
+        seed=1,
+        choice=0,
+        params=SamplingParams(drafter=names, temperature=temperature),
+        stop_ids=(),
+        tokens=np.arange(5, dtype=np.int32),
+        num_prompt_tokens=5,
+        max_total_tokens=200,
+        kv_len_tokens=0,
+        draft_kv_len_tokens=0,
+        blocks=np.zeros(0, dtype=np.int32),
+    )
+
+
+def ask(chain: ChainDrafter, table: SlotTable, depths: list[int], catch_up: int = 4) -> Proposal:
+    slots = np.arange(len(depths), dtype=np.int32)
+    owed = np.full(len(depths), catch_up, dtype=np.int32)
+    return chain.propose(DraftRows(slots, table.num_tokens[slots], np.array(depths), owed))
+
+
+def drafts(proposal: Proposal) -> list[list[int]]:
+    rows = zip(proposal.tokens, proposal.num_drafted, strict=True)
+    return [row[:n].tolist() for row, n in rows]
+
+
+def test_a_row_goes_to_the_first_of_its_chain_that_has_something():
+    model = ScriptedModel(broken_slots=(5,))
+    slots = [
+        (None, 0.0),
+        (("ngram", "model"), 0.0),
+        (("model", "suffix"), 0.0),
+        (("ngram",), 0.0),
+        (("suffix", "model"), 0.0),
+        (("model", "suffix"), 0.0),  # what is broken is reported, and nothing drafted
+    ]
+    chain, table = scripted(model, slots=slots)
+    proposal = ask(chain, table, [2, 1, 3, 2, 1, 2])
+    assert drafts(proposal) == [[9, 9], [3], [3, 3, 3], [], [9], []]
+    assert proposal.non_finite.tolist() == [False] * 5 + [True] and proposal.probs is None
+    assert sum(len(rows.slots) for rows in model.asked) == 3
+    chain.release(1)
+    assert drafts(ask(chain, table, [2, 1]))[1] == []
+    chain.reset()
+    assert drafts(ask(chain, table, [2, 1])) == [[], []]
+
+
+def test_a_model_that_is_not_loaded_or_past_its_context_is_passed_over():
+    slots = [(("model", "suffix"), 0.0), (("model",), 0.0)]
+    assert drafts(ask(*scripted(slots=slots), [1, 1])) == [[9], []]
+    assert drafts(ask(*scripted(ScriptedModel(context_tokens=4), slots=slots), [1, 1])) == [[9], []]
+
+
+def test_names_that_are_not_held_are_refused_by_name():
+    chain, _ = scripted(slots=[])
+    chain.check(("suffix", "ngram"))
+    with pytest.raises(FieldError, match=r"drafter: 'model' is not loaded here; use: ngram, suf"):
+        chain.check(("ngram", "model"))
+    with pytest.raises(FieldError, match="drafter"):
+        ChainDrafter(lookups={}, default=("ngram",))
+
+
+def test_probabilities_are_the_models_where_it_drew_and_one_hot_elsewhere():
+    """Rejection rows only: a greedy or coupled row has none."""
+    model = ScriptedModel()
+    slots = [
+        (("suffix",), 1.0),
+        (("model",), 1.0),
+        (("ngram", "suffix"), 1.0),
+        (("suffix",), 0.0),
+        (("ngram", "model"), 1.0),
+        (("model",), 0.0),
+        (("suffix",), 1.0),
+    ]
+    chain, table = scripted(model, slots=slots)
+    proposal = ask(chain, table, [2, 2, 1, 2, 1, 3, 0])
+    assert drafts(proposal) == [[9, 9], [3, 3], [9], [9, 9], [3], [3, 3, 3], []]
+    one_hot = torch.nn.functional.one_hot(torch.tensor(9), VOCAB).float()
+    first, second = (q for q in model.q if len(q))  # two turns
+    expected = torch.stack([one_hot, one_hot, *first, one_hot, *second])
+    assert torch.equal(proposal.probs, expected)
+    alone, table = scripted(ScriptedModel(), slots=[(("model",), 1.0), (("suffix",), 0.0)])
+    assert ask(alone, table, [2, 2]).probs is alone.model.q[-1]
+    certain, table = scripted(ScriptedModel(), slots=[(("suffix",), 1.0)])
+    assert ask(certain, table, [2]).probs is None
+
+
+def test_one_hot_q_and_no_q_give_the_same_verdict():
+    generator = torch.Generator().manual_seed(0)
+    num_drafts = torch.randint(0, 4, (400,), generator=generator)
+    total = int(num_drafts.sum())
+    p = (torch.randn((total + 400, VOCAB), generator=generator) * 4).softmax(-1)
+    p[p < 1e-3] = 0
+    p[::7] = torch.nn.functional.one_hot(p[::7].argmax(-1), VOCAB).float()
+    tokens = torch.randint(0, VOCAB, (total,), generator=generator)
+    tokens[::3] = p[:total].argmax(-1)[::3]
+    seeds = torch.randint(0, 2**31, (400, 2), generator=generator)
+    rows = NoiseRows(seeds, torch.zeros(400, dtype=torch.int64), torch.arange(400))
+    q = torch.nn.functional.one_hot(tokens, VOCAB).float()
+    certain = rejection_verify(p, tokens, None, num_drafts, rows)
+    one_hot = rejection_verify(p, tokens, q, num_drafts, rows)
+    assert torch.equal(torch.stack(certain), torch.stack(one_hot))
+    assert len(set(certain.num_accepted.tolist())) > 2
+
+
+def test_shadow_evidence_is_of_the_first_of_the_chain_and_none_of_a_model():
+    slots = [(("suffix", "ngram"), 0.0), (("ngram", "suffix"), 0.0), (("model", "suffix"), 0.0)]
+    chain, table = scripted(ScriptedModel(), slots=slots)
+    table.tokens[:3, 5:7] = [9, 8]
+    table.num_tokens[:3] = 7
+    evidence = chain.observe(np.arange(3), np.full(3, 5))
+    assert evidence.trials.tolist() == [2, 0, 0] and evidence.hits.tolist() == [1, 0, 0]
+
+
+def test_the_model_makes_up_for_others_at_once_or_in_slices():
+    model = ScriptedModel()
+    chain, table = scripted(model, slots=[(("model", "suffix"), 0.0), (("model",), 0.0)])
+    table.num_tokens[:2] = [chain_module.SETTLE_TOKENS + 20, 60]
+    assert drafts(ask(chain, table, [1, 2], catch_up=1)) == [[9], [3, 3]]
+    (rows,) = model.asked
+    assert rows.num_drafts.tolist() == [0, 2]
+    assert rows.catch_up.tolist() == [chain_module.SETTLE_TOKENS, 59]
+    model.kv_len[0] = chain_module.SETTLE_TOKENS
+    assert drafts(ask(chain, table, [1, 2], catch_up=1)) == [[3], [3, 3]]
+    ask(chain, table, [0, 0], catch_up=7)  # a slice that was planned
+    assert model.asked[-1].catch_up.tolist() == [7, 7]
+
+
+def chain_run(requests: Any, model: Any = None, index: Any = NgramIndex, **settings: Any) -> Run:
+    """An engine whose drafter is a chain, over a target whose output soon repeats."""
+    target = tiny_model(vocab_size=VOCAB, dtype=torch.bfloat16)
+    draft = tiny_model(vocab_size=VOCAB, noise=NOISE, dtype=torch.bfloat16)
+
+    def make(draft_model: Any) -> ChainDrafter:
+        lookups = {"ngram": LookupDrafter(index), "suffix": LookupDrafter(SuffixIndex)}
+        chosen = model or DraftModel(draft_model)
+        return ChainDrafter(model=chosen, lookups=lookups, default=("suffix", "model"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.runtime.engines.DraftModel", make)
+        return run_engine(requests, target, draft, **settings)
+
+
+def chain_requests(chains: Any = CHAINS, max_tokens: int = 50, **params: Any) -> list[Any]:
+    rng = np.random.default_rng(2)
+    return [
+        make_request(
+            f"r{i}",
+            rng.integers(0, VOCAB, rng.integers(2, 40)).tolist(),
+            max_tokens=max_tokens,
+            drafter=names,
+            **params,
+        )
+        for i, names in enumerate(chains)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("depth", "params"), [(1, {}), (0, {"temperature": 0.4, "verification": "coupled"})]
+)
+def test_output_is_that_of_plain_decoding(depth, params):
+    """Greedy and coupled, every chain at once, with preemptions and slots that are used again."""
+    requests = chain_requests(CHAINS * 2, **params)
+    settings = {"num_blocks": 60, "max_slots": 5, "step_budget_tokens": 40, "depth": depth}
+    plain = run_engine(requests, tiny_model(vocab_size=VOCAB, dtype=torch.bfloat16))
+    run = chain_run(requests, lookahead="ema", **settings)
+    assert run.outputs == plain.outputs
+    ks = run.drafted
+    assert {0, 1, 2, 3} <= set(ks.tolist()) and run.scheduler.stats.preemptions > 0
+    assert (run.accepted < ks).any() and (run.accepted[ks >= 2] == ks[ks >= 2]).any()
+    for rows in run.executor.row_of_request.values():
+        assert any(drafted for _, drafted, _ in rows)
+
+
+class CountedDraftModel(CheckedDraftModel):
+    """Also counts the rows it was asked to draft for, did draft for, and only let catch up."""
+
+    asked = drafted = slices = 0
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        proposal = super().propose(rows)
+        self.asked += np.count_nonzero(rows.num_drafts)
+        self.drafted += np.count_nonzero(proposal.num_drafted)
+        self.slices += np.count_nonzero((rows.num_drafts == 0) & (rows.catch_up > 0))
+        return proposal
+
+
+def run_counted() -> CountedDraftModel:
+    """Slots in which lookups draft for a while, then the model, beside slots of the model alone."""
+    models = [tiny_model(vocab_size=VOCAB, noise=NOISE, dtype=torch.bfloat16) for _ in range(2)]
+    counted = CountedDraftModel(*models)
+    requests = chain_requests([("ngram", "model"), ("model",), ("suffix", "model")] * 2)
+    run = chain_run(requests, counted, lookahead="fixed:3")
+    plain = run_engine(requests, tiny_model(vocab_size=VOCAB, dtype=torch.bfloat16))
+    assert run.outputs == plain.outputs
+    return counted
+
+
+def test_drafts_of_the_model_equal_a_cold_ones_after_others_drafted(monkeypatch):
+    model = run_counted()
+    assert model.drafted == model.asked and model.slices == 0
+    assert {0, 1, 2, 3, 5, 7} <= set(model.lags)
+    monkeypatch.setattr(chain_module, "SETTLE_TOKENS", 3)
+    slow = run_counted()
+    assert slow.drafted == slow.asked and slow.slices > 0
+
+
+def test_a_model_that_makes_up_for_nothing_would_starve(monkeypatch):
+    monkeypatch.setattr(ChainDrafter, "_settle", lambda self, at, rows: (at, rows))
+    model = run_counted()
+    assert model.drafted < 0.8 * model.asked
+
+
+def test_the_law_of_sampled_tokens_is_kept_by_a_chain(monkeypatch):
+    """Rows drafted by model and lookup in one step; z bounds as in test_statistics."""
+    mixed: list[bool] = []
+
+    class Watched(ChainDrafter):
+        def propose(self, rows: DraftRows) -> Proposal:
+            proposal = super().propose(rows)
+            if proposal.probs is not None:
+                one_hot = (proposal.probs == 1).any(dim=1)
+                mixed.append(bool(one_hot.any() and not one_hot.all()))
+            return proposal
+
+    def make(draft: Any) -> ChainDrafter:
+        lookups = {"ngram": LookupDrafter(lambda: NgramIndex(1, 2))}
+        return Watched(model=DraftModel(draft), lookups=lookups, default=("ngram", "model"))
+
+    monkeypatch.setattr("tests.runtime.engines.DraftModel", make)
+    run = sample(lookahead="fixed:3")
+    assert abs(z_against(run, FILTERS[0])) < Z_BOUND
+    assert sum(mixed) > 10 and run.acceptance > 0.1
+
+    merge = chain_module._Merger._merge_probs
+
+    def misplaced(self: Any) -> torch.Tensor | None:
+        probs = merge(self)
+        return None if probs is None else probs.flip(0)
+
+    monkeypatch.setattr(chain_module._Merger, "_merge_probs", misplaced)
+    assert z_against(sample(lookahead="fixed:3"), FILTERS[0]) > 2 * Z_BOUND
