@@ -15,22 +15,26 @@ _ROOT = 0
 class SuffixIndex:
     """Continuations by frequency.
 
-    N(w, c) counts where token c followed the tokens w. The context is a suffix w of the text, of
-    `shortest_tokens` to `longest_tokens` tokens, that something followed before: the one whose
-    likeliest c has the largest N(w, c) / N(w), the longest of these. Each draft is the c of the
-    largest N(w, c) (of these the latest) and extends the context; where a context ends the text it
-    is cut from the left until something followed it. Drafts are at most `spec_factor` times as many
-    as tokens matched, and the product of their frequencies is at least `least_probability`.
+    N(w, c) counts where token c followed the tokens w. The context is the longest suffix w of the
+    text, of `shortest_tokens` to `longest_tokens` tokens, that something followed before. Each
+    draft is the c of the largest N(w, c), of these the latest, and extends the context; where a
+    context ends the text it is cut from the left until something followed it. Drafts are at most
+    `spec_factor` times as many as tokens matched, and the product of their frequencies N(w, c) /
+    N(w) is at least `least_probability`.
 
     A state stands for the substrings that end at the same places; counts are kept for contexts of
     up to `longest_tokens`, which bounds the work of a token also in a text that repeats itself.
+
+    On outputs of the demo target (T = 0 and 0.8, k = 4 and 8) a factor of 2 gave 0.5 to 8 % more
+    tokens a step than the paper's 1 at equal acceptance; trying shorter contexts too, for one with
+    a likelier c, moved acceptance by at most 0.003.
     """
 
     def __init__(
         self,
         shortest_tokens: int = 2,
         longest_tokens: int = 24,
-        spec_factor: float = 1.0,
+        spec_factor: float = 2.0,
         least_probability: float = 0.1,
     ) -> None:
         for field, ok, value in (
@@ -62,10 +66,10 @@ class SuffixIndex:
         self._recent = self._cut(self._next[recent][token])
 
     def propose(self, depth: int) -> list[int]:
-        state = self._context()
-        if state is None:
-            return []
+        state = self._recent if self._next[self._recent] else self._link[self._recent]
         matched = min(self._length[state], self._longest)
+        if matched < self._shortest:
+            return []
         drafts: list[int] = []
         most, probability = min(depth, int(self._spec_factor * matched)), 1.0
         while len(drafts) < most:
@@ -80,21 +84,6 @@ class SuffixIndex:
             drafts.append(token)
             state = self._cut(target)
         return drafts
-
-    def _context(self) -> int | None:
-        """The state to draft from."""
-        state = self._recent if self._next[self._recent] else self._link[self._recent]
-        best, highest = None, 0.0
-        while self._length[state] >= self._shortest:
-            token = self._likeliest[state]
-            assert token is not None
-            probability = self._count[self._next[state][token]] / self._followed[state]
-            if probability > highest:
-                best, highest = state, probability
-                if probability == 1:
-                    break
-            state = self._link[state]
-        return best
 
     def _cut(self, state: int) -> int:
         """The state of the last `longest_tokens` tokens of the longest substring of `state`."""
