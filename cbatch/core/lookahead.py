@@ -30,10 +30,11 @@ def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray
 
     `accepted` and `trials` are the decayed sums N and D, float64 [rows].
     """
-    steps = _DEPTHS[:depth]
-    hazards: np.ndarray = (accepted[:, None] + steps) / (trials[:, None] + steps)
-    survivals: np.ndarray = np.multiply.accumulate(hazards, axis=1)
-    return survivals
+    steps = _DEPTHS[:depth, None]  # depth by depth in memory: numpy is fast along rows
+    hazards: np.ndarray = (accepted + steps) / (trials + steps)
+    for shallower, deeper in zip(hazards, hazards[1:], strict=False):
+        deeper *= shallower
+    return hazards.T
 
 
 def choose_lookahead(

@@ -1,0 +1,216 @@
+"""The `goodput` policy: draft what raises the committed tokens per second of this step most.
+
+With S_ij the chance that row i's first j drafts survive, C(n) the seconds of a step with n drafts
+in all, and c0 those of a sequential pass of the drafter, the best k maximises
+
+    G(k) = sum_i w_i (1 + sum_{j <= k_i} S_ij) / (C(sum_i k_i) + c0 max_i k_i).
+
+For a given depth the n best pairs (i, j) are the n largest w_i S_ij, and since S falls along a row
+they are a prefix of each: sort, sum up, divide by the cost of every n, take the global maximum (C
+is a staircase, so the first local one would be a trap). An outer loop over depth prices the passes,
+which all rows share. (Fractional program: Dinkelbach 1967; global top-n: TETRIS, arXiv 2502.15197.)
+
+The weights w_i mend the closed loop. With slots kept full, throughput is slots * H / T with H the
+harmonic mean of the tokens per step, and its optimum is that every row minimises its own cost per
+token at shared prices: (slot + token k) / m_i(k), m_i(k) = 1 + sum_{j <= k} S_ij. That minimum is
+w_i; without it easy rows leave early and hard ones fill the batch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from cbatch.core.cost import StepPrices
+
+_ROUNDING = 1e-12
+_LEAST_S = 1e-12
+_DEPTHS = np.arange(64, dtype=np.float64)[:, None]
+_COUNTS = np.arange(65_536, dtype=np.float64)
+
+
+class Market(msgspec.Struct, frozen=True):
+    """What a decision leaves for the next: seconds that a row's slot and a drafted token cost, and
+    the depth to try first."""
+
+    slot_s: float
+    token_s: float
+    depth: int
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """`num_drafts` is k of each row, int32 [rows]; `gain` the expected speed over drafting nothing,
+    less 1, and 0 if that is what was decided."""
+
+    num_drafts: np.ndarray
+    gain: float
+    market: Market
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The best `count` pairs of at most `depth`; G(k) is `goodput`, weighted tokens a second."""
+
+    depth: int
+    count: int
+    goodput: float
+    threshold: float  # the smallest value taken
+
+
+def decide(
+    survival: np.ndarray,
+    caps: np.ndarray,
+    prices: StepPrices,
+    market: Market | None = None,
+    blocks: tuple[np.ndarray, int] | None = None,
+) -> Decision:
+    """k of each row for the best expected goodput of the step.
+
+    `survival` is float64 [rows, depth], non-increasing along a row; `caps` int32 [rows]; no more
+    drafts are made than `prices` is long. `market` is of the previous decision, None at first.
+    `blocks`, where the pool is short, is (int32 [rows] positions that each row can draft within its
+    own blocks, free positions): the drafts beyond, in order of worth, end where those do.
+    """
+    values = np.ascontiguousarray(survival.T)  # [depth, rows]: sums along rows are then contiguous
+    depth, rows = values.shape
+    lowest = int(np.minimum.reduce(caps))
+    if lowest < depth:
+        values = values[: int(np.maximum.reduce(caps))]
+        values = np.where(_DEPTHS[: len(values)] < caps, values, 0.0)
+    if market is not None:
+        values = values * weigh(values, market)
+    choice = best_choice(values, prices, 1 if market is None else market.depth)
+    if blocks is not None and choice is not None:
+        choice = _within_blocks(values, prices, choice, *blocks)
+    if choice is None:
+        return Decision(np.zeros(rows, dtype=np.int32), 0.0, _market(prices, rows, 0, 1))
+    gain = choice.goodput * prices.step_s[0] / rows - 1
+    num_drafts = _take(values[: choice.depth], choice)
+    return Decision(num_drafts, float(gain), _market(prices, rows, choice.count, choice.depth))
+
+
+def weigh(values: np.ndarray, market: Market) -> np.ndarray:
+    """w_i, float64 [rows] of mean 1, for survival [depth, rows] masked by the caps."""
+    tokens = np.ones((len(values) + 1, values.shape[1]))
+    for j, survives in enumerate(values):  # faster than accumulate along the first axis
+        np.add(tokens[j], survives, out=tokens[j + 1])
+    cost = market.slot_s + market.token_s * _DEPTHS[: len(tokens)]
+    weights: np.ndarray = np.minimum.reduce(cost / tokens, axis=0)
+    weights *= len(weights) / np.add.reduce(weights)
+    return weights
+
+
+def best_choice(values: np.ndarray, prices: StepPrices, first_depth: int) -> Choice | None:
+    """The global optimum over depth and count; None if drafting nothing is best.
+
+    `values` are w_i S_ij, float64 [depth, rows], of mean weight 1. `first_depth` is evaluated
+    first: the others are only looked at where an upper bound exceeds the best so far.
+    """
+    depth, rows = values.shape
+    if not depth or len(prices.step_s) < 2:
+        return None
+    off = rows / float(prices.step_s[0])
+    first = min(max(first_depth, 1), depth)
+    best = _evaluate(values[:first], prices)
+    price = best.goodput
+    bounds = _excess_bounds(values, prices, best)
+    for d, excess in sorted(enumerate(bounds, start=1), key=_by_excess):
+        # A better choice since then took its rise in price off every bound.
+        least_s = prices.step_s[0] + prices.pass_s * d
+        if d != first and excess > (best.goodput - price) * least_s + _ROUNDING * rows:
+            best = max(best, _evaluate(values[:d], prices), key=_goodput)
+    return best if best.goodput > off else None
+
+
+def _by_excess(bound: tuple[int, float]) -> float:
+    return -bound[1]
+
+
+def _goodput(choice: Choice) -> float:
+    return choice.goodput
+
+
+def _evaluate(values: np.ndarray, prices: StepPrices) -> Choice:
+    """The best number of pairs among those of the depth of `values`, at least one."""
+    depth, rows = values.shape
+    ranked = np.sort(values, axis=None)[::-1]
+    most = min(len(ranked), len(prices.step_s) - 1)
+    goodput = np.add.accumulate(ranked[:most])
+    goodput += rows
+    goodput /= prices.step_s[1 : most + 1] + prices.pass_s * depth
+    best = int(goodput.argmax())
+    return Choice(depth, best + 1, float(goodput[best]), float(ranked[best]))
+
+
+def _excess_bounds(values: np.ndarray, prices: StepPrices, best: Choice) -> list[float]:
+    """By depth, upper bounds of tokens - best.goodput * cost: where one is not positive, no choice
+    of that depth is better than `best`.
+
+    Under C lies a line of slope b, so at price g = best.goodput no set of pairs is worth more than
+    sum max(0, value - g b) above the line's foot. The slope only decides how sharp this is: it is
+    that of C's hull right of `best`, or where `best` breaks even if that is less.
+    """
+    depth, rows = values.shape
+    step_s, g = prices.step_s, best.goodput
+    # No step that takes longer than all drafts together are worth can win.
+    longest_s = (rows + float(np.add.reduce(values, axis=None))) / g
+    most = min(values.size, int(step_s.searchsorted(longest_s, side="right")), len(step_s) - 1)
+    # C at every `stride`-th count: it never falls, so between them it is at least the left one.
+    stride = 1 + most // 128
+    points_s = step_s[: most + 1 : stride]
+    counts = _COUNTS[: most + 1 : stride]
+    right = best.count // stride + 1
+    slope_s = best.threshold / g
+    if right < len(points_s):
+        rise_s = (points_s[right:] - step_s[best.count]) / (counts[right:] - best.count)
+        slope_s = min(slope_s, float(np.minimum.reduce(rise_s)))
+    foot_s = float(np.minimum.reduce(points_s - slope_s * counts)) - slope_s * (stride - 1)
+    price = g * slope_s
+    worth = np.add.reduce(np.maximum(values, price), axis=1) - rows * price
+    bound = rows - g * foot_s
+    bounds = []
+    for row_worth in worth.tolist():
+        bound += row_worth - g * prices.pass_s
+        bounds.append(bound)
+    return bounds
+
+
+def _take(values: np.ndarray, choice: Choice) -> np.ndarray:
+    """k of each row, int32: the `count` largest values; of equals, shallow before deep and then
+    lower rows first."""
+    taken = (values >= choice.threshold).view(np.int8)
+    num_drafts: np.ndarray = np.add.reduce(taken, axis=0, dtype=np.int8).astype(np.int32)
+    surplus = int(np.add.reduce(num_drafts)) - choice.count
+    if surplus > 0:
+        equals = np.flatnonzero(values == choice.threshold)[-surplus:]
+        num_drafts -= np.bincount(equals % values.shape[1], minlength=values.shape[1])
+    return num_drafts
+
+
+def _within_blocks(
+    values: np.ndarray, prices: StepPrices, choice: Choice, slack: np.ndarray, free: int
+) -> Choice | None:
+    """The best of at most `choice.depth` whose drafts beyond each row's `slack` are at most `free`.
+
+    A draft beyond the slack is charged one position, as if blocks were divisible; the allocation of
+    whole blocks afterwards may still shorten a draft."""
+    values = values[: choice.depth]
+    ranked = np.argsort(-values, axis=None, kind="stable")
+    beyond = (_DEPTHS[: choice.depth] >= slack).ravel()[ranked]
+    fits = int(np.searchsorted(np.add.accumulate(beyond), free, side="right"))
+    if fits >= choice.count:
+        return choice
+    if not fits:
+        return None
+    held = _evaluate(values, StepPrices(prices.step_s[: fits + 1], prices.pass_s))
+    return held if held.goodput > values.shape[1] / prices.step_s[0] else None
+
+
+def _market(prices: StepPrices, rows: int, count: int, depth: int) -> Market:
+    """Shared prices at the optimum: the slope of the cost, averaged over its stairs, and the rest
+    of the step by row."""
+    most = len(prices.step_s) - 1
+    reach = 1 + rows // 4
+    low, high = max(count - reach, 0), min(count + reach, most)
+    token_s = float(prices.step_s[high] - prices.step_s[low]) / (high - low) if high > low else 0.0
+    whole_s = float(prices.step_s[count]) + prices.pass_s * depth * (count > 0)
+    return Market(max(whole_s - token_s * count, 0.0) / rows + _LEAST_S, token_s, depth)
