@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cbatch.core.errors import FieldError, RefusedError
     from cbatch.core.request import FinishReason, SamplingParams
     from cbatch.llm import LLM
-    from cbatch.outputs import Choice, Completion, Output, Speculation
+    from cbatch.outputs import Choice, Completion, Output, Speculation, TokenLogprob
     from cbatch.stepwise import Engine
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "RefusedError",
     "SamplingParams",
     "Speculation",
+    "TokenLogprob",
     "load_engine",
 ]
 
@@ -41,7 +42,7 @@ _MODULES = {
     "cbatch.core.errors": ("FieldError", "RefusedError"),
     "cbatch.core.request": ("FinishReason", "SamplingParams"),
     "cbatch.llm": ("LLM",),
-    "cbatch.outputs": ("Choice", "Completion", "Output", "Speculation"),
+    "cbatch.outputs": ("Choice", "Completion", "Output", "Speculation", "TokenLogprob"),
     "cbatch.stepwise": ("Engine",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -30,7 +30,6 @@ OPTIONS = {
 # Fields of a request, and the values of each that ask for nothing.
 FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "best_of": ("best_of", (1,)),
-    "echo": ("echo", (False,)),
     "grammar": ("structured output", ()),
     "guided_choice": ("structured output", ()),
     "guided_grammar": ("structured output", ()),
@@ -38,10 +37,8 @@ FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "guided_regex": ("structured output", ()),
     "images": ("multimodal input", ([],)),
     "json_schema": ("structured output", ()),
-    "logprobs": ("log probabilities", (False,)),
     "lora_request": ("LoRA", ()),
     "multi_modal_data": ("multimodal input", ({},)),
-    "prompt_logprobs": ("log probabilities", ()),
     "response_format": ("structured output", ({"type": "text"},)),
     "structured_outputs": ("structured output", ()),
     "suffix": ("text after the completion", ("",)),

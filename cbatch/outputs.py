@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import msgspec
 
+from cbatch.core.plan import TokenLogprobs
 from cbatch.core.request import FinishReason
 
 
@@ -43,9 +47,38 @@ class Speculation(msgspec.Struct):
             self.k_histogram[k] = self.k_histogram.get(k, 0) + steps
 
 
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural logarithm of a token's probability, None where that is 0. `top` are (id, logprob) of
+    the likeliest tokens in its place, the likeliest first, equal ones by id."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float | None], ...] = ()
+
+
+def token_logprobs(token_ids: Sequence[int], entry: TokenLogprobs) -> list[TokenLogprob]:
+    """The first `len(token_ids)` of an entry, which are about these tokens."""
+    rows = zip(entry.chosen.tolist(), entry.top_ids.tolist(), entry.top.tolist(), strict=True)
+    return [
+        TokenLogprob(
+            token_id,
+            _or_none(chosen),
+            tuple((i, _or_none(value)) for i, value in zip(ids, values, strict=True)),
+        )
+        for token_id, (chosen, ids, values) in zip(token_ids, rows, strict=False)
+    ]
+
+
+def _or_none(logprob: float) -> float | None:
+    return None if logprob == -math.inf else logprob
+
+
 class Choice(msgspec.Struct, frozen=True):
     """One completed sequence. `text` is empty where the engine has no tokenizer; with a stop string
-    it ends before it, and `token_ids` ends with the token that completed it."""
+    it ends before it, and `token_ids` ends with the token that completed it.
+
+    `logprobs` has one for each of `token_ids`; `prompt_logprobs`, in the first choice alone, one
+    for each token of the prompt, None for the first (nothing precedes it). None: not asked for."""
 
     index: int
     text: str
@@ -53,6 +86,8 @@ class Choice(msgspec.Struct, frozen=True):
     finish_reason: FinishReason
     error: str | None
     speculation: Speculation
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -65,6 +100,8 @@ class Output(msgspec.Struct, frozen=True):
     num_drafted: int = 0
     num_accepted: int = 0
     finished: Choice | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of `token_ids`; None: not asked for
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # with the first tokens
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -89,6 +126,14 @@ class Completion(msgspec.Struct, frozen=True):
     @property
     def finish_reason(self) -> FinishReason:
         return self.choices[0].finish_reason if self.choices else FinishReason.ERROR
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.choices[0].logprobs if self.choices else None
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        return self.choices[0].prompt_logprobs if self.choices else None
 
     @property
     def speculation(self) -> Speculation:

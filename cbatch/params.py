@@ -29,6 +29,8 @@ def sampling_from_json(
             raise FieldError(name, "is not a known field", f"use {', '.join(_FIELDS)}")
         if name == "stop" and isinstance(value, str):
             value = [value]
+        if name == "logprobs" and value is False:  # as chat clients say it
+            value = None
         try:
             known[name] = msgspec.convert(value, field.type, str_keys=True)
         except msgspec.ValidationError as error:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from cbatch.core.errors import FieldError
+from cbatch.core.plan import TokenLogprobs
 from cbatch.core.request import FinishReason, Request, SamplingParams
 from cbatch.core.scheduler import Scheduler
 from cbatch.core.sequence import Commit
 from cbatch.engine.loop import Executor, OverlappedExecutor, StepLoop
-from cbatch.outputs import Choice, Output, Speculation
+from cbatch.outputs import Choice, Output, Speculation, TokenLogprob, token_logprobs
 from cbatch.text import TextStream, TextTokenizer
 
 Prompt = str | Sequence[int]
@@ -48,11 +49,31 @@ class _Live:
         self.tokens: list[int] = []
         self.text: list[str] = []
         self.speculation = Speculation()
+        params = request.params
+        self.prompt = request.prompt
+        self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        if params.wants_prompt(request.choice):
+            self.prompt_logprobs = [None] * len(request.prompt)
 
     def end(self, reason: FinishReason, error: str | None = None) -> Choice:
         return Choice(
-            self.index, "".join(self.text), tuple(self.tokens), reason, error, self.speculation
+            index=self.index,
+            text="".join(self.text),
+            token_ids=tuple(self.tokens),
+            finish_reason=reason,
+            error=error,
+            speculation=self.speculation,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
         )
+
+    def take_prompt_logprobs(self, entry: TokenLogprobs) -> None:
+        """Of some of the prompt's tokens; after a preemption they come again, and are the same."""
+        assert self.prompt_logprobs is not None
+        first = entry.first_position
+        tokens = self.prompt[first : first + len(entry.chosen)]
+        self.prompt_logprobs[first : first + len(tokens)] = token_logprobs(tokens, entry)
 
 
 class Engine:
@@ -159,6 +180,7 @@ class Engine:
     def _take(self, commit: Commit) -> list[Output]:
         """New tokens to text. An ending in the same step is joined to its last tokens."""
         endings = {end.request_id: end for end in commit.finished}
+        logprobs = self._take_logprobs(commit) if commit.logprobs else {}
         outputs = []
         for core_id, new, drafted, accepted in commit.updates():
             live = self._live.get(core_id)
@@ -167,7 +189,7 @@ class Engine:
             if live.tokens:
                 live.speculation.observe(drafted, accepted)
                 self.stats.speculation.observe(drafted, accepted)
-            output = self._extend(live, new.tolist(), drafted, accepted)
+            output = self._extend(live, new.tolist(), drafted, accepted, logprobs.get(core_id))
             end = endings.get(core_id)
             if output.finished is None and end is not None:
                 last = self._end(live, end.reason, end.message)
@@ -177,18 +199,55 @@ class Engine:
             outputs.append(output)
         return outputs
 
-    def _extend(self, live: _Live, tokens: list[int], drafted: int, accepted: int) -> Output:
+    def _take_logprobs(self, commit: Commit) -> dict[str, TokenLogprobs]:
+        """Hands on those of prompts; returns those of new tokens, by the core's request id."""
+        of_outputs = {}
+        for core_id, entry in commit.logprobs:
+            live = self._live.get(core_id)
+            if live is None:
+                continue
+            if entry.first_position < len(live.prompt):
+                live.take_prompt_logprobs(entry)
+            else:
+                of_outputs[core_id] = entry
+        return of_outputs
+
+    def _extend(
+        self,
+        live: _Live,
+        tokens: list[int],
+        drafted: int,
+        accepted: int,
+        entry: TokenLogprobs | None,
+    ) -> Output:
         text, keep_tokens = live.stream.push(tokens) if live.stream else ("", None)
         if keep_tokens is not None:
             tokens = tokens[: keep_tokens - len(live.tokens)]
         live.tokens += tokens
         live.text.append(text)
         self.stats.output_tokens += len(tokens)
+        prompt_logprobs = None
+        if live.prompt_logprobs is not None and len(live.tokens) == len(tokens):
+            prompt_logprobs = tuple(live.prompt_logprobs)
+        logprobs = None
+        if live.logprobs is not None and entry is not None:
+            logprobs = tuple(token_logprobs(tokens, entry))
+            live.logprobs += logprobs
         ended = None
         if keep_tokens is not None:
             self.scheduler.finish(live.core_id, keep_tokens, self._clock())
             ended = self._end(live, FinishReason.STOP).finished
-        return Output(live.group_id, live.index, text, tuple(tokens), drafted, accepted, ended)
+        return Output(
+            request_id=live.group_id,
+            index=live.index,
+            text=text,
+            token_ids=tuple(tokens),
+            num_drafted=drafted,
+            num_accepted=accepted,
+            finished=ended,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _end(self, live: _Live, reason: FinishReason, error: str | None = None) -> Output:
         rest = live.stream.finish() if live.stream else ""

@@ -96,6 +96,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--allowed-token-id", type=int, action="append", help="repeatable")
     group.add_argument("--banned-token-id", type=int, action="append", default=[])
+    group.add_argument("--logprobs", type=int, metavar="N", help="and of the N likeliest tokens")
+    group.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same of the prompt")
+    group.add_argument("--logprobs-mode", default="raw", choices=["raw", "processed"])
     group.add_argument("--max-lookahead", type=int, help="cap on k for these prompts")
     group.add_argument(
         "--verification",
@@ -129,6 +132,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         logit_bias=dict(args.logit_bias),
         allowed_token_ids=None if args.allowed_token_id is None else tuple(args.allowed_token_id),
         banned_token_ids=tuple(args.banned_token_id),
+        logprobs=args.logprobs,
+        prompt_logprobs=args.prompt_logprobs,
+        logprobs_mode=args.logprobs_mode,
         max_lookahead=args.max_lookahead,
         verification=args.verification,
     )

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from cbatch.cli.jobs import Job
 from cbatch.core.errors import FieldError
-from cbatch.outputs import Choice, Completion, Speculation
+from cbatch.outputs import Choice, Completion, Speculation, TokenLogprob
 
 
 def result_line(job: Job, completion: Completion) -> dict[str, Any]:
@@ -32,6 +32,24 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "finish_reason": choice.finish_reason.value,
         "error": choice.error,
         "speculation": _speculation(choice.speculation),
+        **{
+            name: [_logprob(each) for each in asked_for]
+            for name, asked_for in (
+                ("logprobs", choice.logprobs),
+                ("prompt_logprobs", choice.prompt_logprobs),
+            )
+            if asked_for is not None
+        },
+    }
+
+
+def _logprob(found: TokenLogprob | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "token_id": found.token_id,
+        "logprob": found.logprob,
+        "top": [{"token_id": i, "logprob": value} for i, value in found.top],
     }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from msgspec import structs
 
 from cbatch.core import lookahead
-from cbatch.core.plan import RowStatus, StepResult
+from cbatch.core.plan import RowStatus, StepResult, TokenLogprobs
 from cbatch.core.request import FinishReason
 from cbatch.core.sequence import Commit, Drafts, Flight, Reservation
 from cbatch.core.slots import ONE, advance
@@ -288,4 +288,15 @@ class Committer:
             num_drafted=result.num_drafted,
             num_accepted=result.num_accepted,
             finished=finished,
+            logprobs=self._logprobs(step) if result.logprobs else (),
         )
+
+    @staticmethod
+    def _logprobs(step: _Step) -> tuple[tuple[str, TokenLogprobs], ...]:
+        """Those of rows that are still wanted, under the names of their requests."""
+        names = {
+            slot: owner.request.request_id
+            for slot, owner in zip(step.slots.tolist(), step.owners, strict=True)
+        }
+        logprobs = step.result.logprobs
+        return tuple((names[entry.slot], entry) for entry in logprobs if entry.slot in names)

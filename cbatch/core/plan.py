@@ -43,6 +43,11 @@ class Admission(msgspec.Struct, frozen=True):
     draft_kv_len_tokens: int  # the same for the draft's KV, <= kv_len_tokens
     blocks: np.ndarray  # int32: block ids by absolute block index
 
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether the log probabilities of the prompt are wanted, and not reported yet."""
+        return self.params.wants_prompt(self.choice) and len(self.tokens) == self.num_prompt_tokens
+
 
 class Deltas(msgspec.Struct, frozen=True):
     """What changed since the previous plan. Apply in the order of the fields.
@@ -85,10 +90,22 @@ class StepPlan(msgspec.Struct, frozen=True):
         return len(self.slots)
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities of T successive tokens of one sequence, and of the n likeliest in the place
+    of each, in the order (-logprob, id). Minus infinity: the token could not be chosen."""
+
+    slot: int
+    first_position: int  # absolute, of the first token
+    chosen: np.ndarray  # float32 [T]
+    top_ids: np.ndarray  # int32 [T, n]
+    top: np.ndarray  # float32 [T, n]
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """Filled by the executor. Row i emitted `tokens[row_splits[i] : row_splits[i + 1]]`: nothing
     where no logits were wanted or the status is NON_FINITE, else its `num_accepted[i]` accepted
-    drafts and one more."""
+    drafts and one more. `logprobs` has an entry for each row whose request asks for those of its
+    output or (with positions before the output) of its prompt, and no others."""
 
     step_id: int
     generations: np.ndarray  # int32 [R], copied from the plan
@@ -99,3 +116,4 @@ class StepResult(msgspec.Struct, frozen=True):
     status: np.ndarray  # uint8 [R], RowStatus
     draft_s: float = 0.0  # measured seconds, for the step-cost model
     target_s: float = 0.0
+    logprobs: tuple[TokenLogprobs, ...] = ()

@@ -274,7 +274,8 @@ class Planner:
             if budget_tokens <= 0 or not state.table.num_free:
                 break
             # The last known token is always computed: its logits are wanted.
-            most = (len(sequence.tokens) - 1) // pool.block_size if state.config.prefix_cache else 0
+            may_hit = state.config.prefix_cache and not sequence.computes_prompt
+            most = (len(sequence.tokens) - 1) // pool.block_size if may_hit else 0
             match = pool.match(sequence.tokens, most)
             if match.promised:
                 continue

@@ -57,9 +57,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     allowed_token_ids: tuple[int, ...] | None = None  # no others
     banned_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # of output tokens: 0 the chosen one's, n also the n likeliest
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens
-    # raw: of the model's own logits. processed: after everything that shapes them.
+    # raw: of the model's own logits. processed: of the distribution that is sampled from, or for
+    # greedy tokens of what it would be at temperature 1.
     logprobs_mode: Literal["raw", "processed"] = "raw"
+    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens, and always raw
     max_lookahead: int | None = None  # per-request cap on drafted tokens a step; 0 opts out
     drafter: tuple[str, ...] | None = None  # of `DRAFTERS`, preferred first; None: the engine's
     # rejection: most drafts are accepted, the law is exact. coupled: the tokens themselves do not
@@ -137,6 +138,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return self.verification == "coupled" or (
             self.verification == "auto" and self.seed is not None
         )
+
+    def wants_prompt(self, choice: int) -> bool:
+        """Whether choice number `choice` brings the log probabilities of the prompt; all `n` have
+        the same, so one does."""
+        return self.prompt_logprobs is not None and choice == 0
 
     def require_vocabulary(self, vocab_size: int, stop_ids: tuple[int, ...]) -> None:
         """Raises `FieldError` if an id is beyond the vocabulary, or if no token is left to choose

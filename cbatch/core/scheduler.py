@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from msgspec import structs
 
 from cbatch.core.committer import Committer
 from cbatch.core.config import SchedulerConfig
@@ -92,7 +93,9 @@ class Scheduler:
     def commit(self, result: StepResult, now_s: float) -> Commit:
         """Take in the result of the oldest plan in flight. Raises ValueError if it is not its."""
         if self._log:
-            self._log(Committed(result, now_s))
+            # Log probabilities pass through and decide nothing: the log does without them.
+            logged = structs.replace(result, logprobs=()) if result.logprobs else result
+            self._log(Committed(logged, now_s))
         return self._committer.commit(result)
 
     def executor_reset(self, now_s: float) -> None:

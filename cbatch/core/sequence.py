@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from cbatch.core.plan import StepPlan
+from cbatch.core.plan import StepPlan, TokenLogprobs
 from cbatch.core.pool import ROOT_UID
 from cbatch.core.request import FinishReason, Request
 from cbatch.core.slots import ONE
@@ -35,6 +35,13 @@ class Sequence(msgspec.Struct, eq=False):
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Every position of the prompt is to be computed, whatever the prefix cache holds: its log
+        probabilities are wanted. With an output they have been reported."""
+        wanted = self.request.params.wants_prompt(self.request.choice)
+        return wanted and len(self.tokens) == self.num_prompt_tokens
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -95,6 +102,7 @@ class Commit(msgspec.Struct, frozen=True):
     num_drafted: np.ndarray
     num_accepted: np.ndarray
     finished: tuple[Finished, ...]
+    logprobs: tuple[tuple[str, TokenLogprobs], ...] = ()  # by request id; cut nowhere
 
     def updates(self) -> Iterator[tuple[str, np.ndarray, int, int]]:
         """(request id, new tokens, drafted, accepted) for each row that added tokens."""

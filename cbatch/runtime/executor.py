@@ -8,11 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from cbatch.core.plan import Deltas, RowStatus, StepPlan, StepResult
+from cbatch.core.plan import Deltas, RowStatus, StepPlan, StepResult, TokenLogprobs
 from cbatch.runtime.drafter import Drafter, DraftRows, Proposal
 from cbatch.runtime.index import I64, iota
 from cbatch.runtime.kv import KVCache
+from cbatch.runtime.logprobs import describe, split_prompt_rows
 from cbatch.runtime.model import Model
 from cbatch.runtime.rows import SlotTable
 from cbatch.runtime.verification import Verified, Wanted, verify
@@ -77,11 +79,12 @@ class TorchExecutor:
         if rows.num_drafts is not None:
             proposal = self._propose(rows)
             drafted = time.perf_counter()
-        verified = self._forward(rows, proposal)
+        verified, prompts = self._forward(rows, proposal)
         ended = time.perf_counter()
         tokens, counts = self._advance(rows, verified)
         durations_s = drafted - started, ended - drafted
-        return self._report(plan, rows, proposal, tokens, counts, durations_s)
+        logprobs = (*prompts, *verified.logprobs) if verified is not None else tuple(prompts)
+        return self._report(plan, rows, proposal, tokens, counts, durations_s, logprobs)
 
     def _apply(self, deltas: Deltas) -> None:
         table = self.table
@@ -151,10 +154,14 @@ class TorchExecutor:
         self.table.tokens[where] = drafts.tokens[row, depth]
         return drafts
 
-    def _forward(self, rows: _Rows, proposal: Proposal | None) -> Verified | None:
-        """One pass over all rows, then the verdict on those that want logits."""
+    def _forward(
+        self, rows: _Rows, proposal: Proposal | None
+    ) -> tuple[Verified | None, list[TokenLogprobs]]:
+        """One pass over all rows, then the verdict on those that want logits; also the log
+        probabilities of prompts."""
+        prompts: list[TokenLogprobs] = []
         if not len(rows.slots):
-            return None
+            return None, prompts
         query_lens, wanted = rows.fresh, rows.wants
         drafts = probs = None
         num_drafted = np.zeros(len(rows.slots), dtype=np.int64)
@@ -164,16 +171,43 @@ class TorchExecutor:
             wanted = wanted * (1 + num_drafted)
             if np.count_nonzero(num_drafted):
                 drafts, probs = proposal.tokens, proposal.probs
+        asked = self._prompt_rows(rows) if self.table.asks.prompts else None
+        if asked is not None:
+            wanted = wanted + asked
         batch = self.table.ragged(rows.slots, rows.start, query_lens, wanted, self.device)
         logits = self.model.forward(batch, self.kv)
+        if asked is not None:
+            prompts, logits = self._describe_prompts(rows, logits, asked, wanted)
         if not len(logits):
-            return None
+            return None, prompts
         slots, known = rows.slots, rows.known
         if not rows.all_want:
             at = np.flatnonzero(rows.wants)
             slots, known, num_drafted = slots[at], known[at], num_drafted[at]
             drafts = None if drafts is None else drafts[at]
-        return verify(logits, Wanted(slots, known, num_drafted, drafts, probs), self.table)
+        verified = verify(logits, Wanted(slots, known, num_drafted, drafts, probs), self.table)
+        return verified, prompts
+
+    def _prompt_rows(self, rows: _Rows) -> I64:
+        """How many computed positions of each row predict a token of a prompt that is asked for."""
+        asks = self.table.asks.prompts
+        asked = np.array([slot in asks for slot in rows.slots.tolist()], dtype=np.int64)
+        return asked * (rows.fresh - rows.wants)
+
+    def _describe_prompts(
+        self, rows: _Rows, logits: Tensor, asked: I64, wanted: I64
+    ) -> tuple[list[TokenLogprobs], Tensor]:
+        """The log probabilities of prompt tokens, and the logits that are left to decide."""
+        asks, table, found = self.table.asks.prompts, self.table, []
+        counts = [(i, int(asked[i])) for i in asked.nonzero()[0].tolist()]
+        parts, rest = split_prompt_rows(logits, wanted.cumsum(), counts, wanted)
+        for (i, count), part in zip(counts, parts, strict=True):
+            slot, first = int(rows.slots[i]), int(rows.start[i]) + 1
+            tokens = table.tokens[slot, first : first + count].copy()
+            found.append(describe(slot, first, part, tokens, asks[slot].num_top))
+        for slot in rows.slots[rows.wants].tolist():
+            asks.pop(slot, None)
+        return found, rest
 
     def _advance(self, rows: _Rows, verified: Verified | None) -> tuple[I64, I64]:
         """Move the slots on; returns the emitted tokens, and how many each row emitted."""
@@ -214,6 +248,7 @@ class TorchExecutor:
         tokens: I64,
         counts: I64,
         durations_s: tuple[float, float],
+        logprobs: tuple[TokenLogprobs, ...],
     ) -> StepResult:
         table, num_rows = self.table, plan.num_rows
         drafted, accepted = np.zeros((2, num_rows), dtype=np.int32)
@@ -241,6 +276,7 @@ class TorchExecutor:
             status=status,
             draft_s=durations_s[0],
             target_s=durations_s[1],
+            logprobs=logprobs,
         )
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from cbatch.core.noise import split_seed
 from cbatch.core.plan import Admission, Deltas
 from cbatch.runtime.index import I64, iota
+from cbatch.runtime.logprobs import Asks
 from cbatch.runtime.model import RaggedBatch
 from cbatch.runtime.processors import Shaping
 
@@ -19,6 +20,7 @@ class SlotTable:
     `tokens[s, :num_tokens[s]]` are known; what lies behind is dead data (drafts of the step in
     progress are written there). `kv_len` counts valid target positions. Rows of `blocks` are block
     ids by absolute block index. `shaping` holds the logits processors of the slots that have any.
+    `asks` says whose log probabilities are wanted.
     A slot is `greedy`, or its sampled tokens are verified by rejection (`rejects`) or `coupled`.
     """
 
@@ -40,6 +42,7 @@ class SlotTable:
         self.kv_len = np.zeros(size, dtype=np.int64)
         self.max_total = np.zeros(size, dtype=np.int64)
         self.shaping = Shaping(size, self.vocab_size)
+        self.asks = Asks()
         self.greedy = np.ones(size, dtype=bool)
         self.rejects = np.zeros(size, dtype=bool)
         self.coupled = np.zeros(size, dtype=bool)
@@ -74,6 +77,7 @@ class SlotTable:
         self.max_total[slot] = a.max_total_tokens
         params = a.params
         self.shaping.admit(a)
+        self.asks.admit(a)
         self.greedy[slot] = params.greedy
         self.coupled[slot] = params.coupled and not params.greedy
         self.rejects[slot] = not (params.coupled or params.greedy)
@@ -89,6 +93,7 @@ class SlotTable:
         """Empty a slot: no plan fits it until it is filled again."""
         self.num_tokens[slot] = self.kv_len[slot] = 0
         self.shaping.release(slot)
+        self.asks.release(slot)
         self.failed[slot] = False
         self.num_failed = np.count_nonzero(self.failed)
 

@@ -53,7 +53,12 @@ def noise_rows(
 
 
 def filtered_probs(logits: Tensor, filters: Filters) -> Tensor:
-    """The distribution a request asks for: fp32 [N, V] from fp32 logits [N, V].
+    """The distribution a request asks for: fp32 [N, V] from fp32 logits [N, V]."""
+    return filtered_logits(logits, filters).softmax(dim=-1)
+
+
+def filtered_logits(logits: Tensor, filters: Filters) -> Tensor:
+    """Its logarithm but for a constant in each row; minus infinity where a filter forbids.
 
     Temperature, then top-k, then top-p of what top-k left (renormalised), then min-p relative to
     the most likely token. Edges are cut in the order (-logit, id), so a tie goes to the lowest id.
@@ -65,7 +70,7 @@ def filtered_probs(logits: Tensor, filters: Filters) -> Tensor:
         x = _cut(x, filters)
     if filters.min_p is not None:
         x = x.masked_fill(x < filters.min_p.log()[:, None], -torch.inf)
-    return x.softmax(dim=-1)
+    return x
 
 
 def _cut(x: Tensor, filters: Filters) -> Tensor:

@@ -10,10 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.core.plan import TokenLogprobs
 from cbatch.runtime.index import I64, iota
+from cbatch.runtime.logprobs import Ask, describe
 from cbatch.runtime.rows import SlotTable
 from cbatch.runtime.sampling import (
     all_finite,
+    filtered_logits,
     filtered_probs,
     filters_of,
     greedy_tokens,
@@ -43,6 +46,7 @@ class Verified(NamedTuple):
     tokens: I64  # [W, max k + 1]
     num_accepted: I64
     finite: NDArray[np.bool_]
+    logprobs: list[TokenLogprobs]  # of the rows that ask for them
 
 
 def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
@@ -55,6 +59,7 @@ def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
         starts = lens.cumsum() - lens
         if len(logits) > len(lens):
             finite = np.logical_and.reduceat(finite, starts)
+    asking = _asking(logits, wanted.slots, starts, lens, table) if table.asks.outputs else []
     if table.shaping.num_active:
         table.shaping.shape_runs(logits, wanted.slots, starts, lens - 1, wanted.drafts)
     ids = greedy_tokens(logits)
@@ -74,7 +79,58 @@ def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
                 tokens[at, :-1] = wanted.drafts[at, : tokens.shape[1] - 1]
             tokens[at, accepted] = last
             num_accepted[at] = accepted
-    return Verified(tokens, num_accepted, finite)
+    logprobs = [
+        _describe(each, logits, wanted, tokens, num_accepted, table)
+        for each in asking
+        if finite[each.row]
+    ]
+    return Verified(tokens, num_accepted, finite, logprobs)
+
+
+class _Asking(NamedTuple):
+    """A row that asks for log probabilities, and its logits as the model gave them."""
+
+    row: int
+    start: int
+    ask: Ask
+    raw: Tensor | None  # None: those of the shaped logits are wanted
+
+
+def _asking(
+    logits: Tensor, slots: NDArray[np.integer], starts: I64, lens: I64, table: SlotTable
+) -> list[_Asking]:
+    """Before the logits are shaped."""
+    asking = []
+    for row, slot in enumerate(slots.tolist()):
+        ask = table.asks.outputs.get(slot)
+        if ask is None:
+            continue
+        start, raw = int(starts[row]), None
+        if not ask.processed:
+            raw = logits[start : start + int(lens[row])]
+            raw = raw.clone() if table.shaping.active[slot] else raw
+        asking.append(_Asking(row, start, ask, raw))
+    return asking
+
+
+def _describe(
+    asking: _Asking,
+    logits: Tensor,
+    wanted: Wanted,
+    tokens: I64,
+    num_accepted: I64,
+    table: SlotTable,
+) -> TokenLogprobs:
+    """Of the tokens that the row emits."""
+    row, count = asking.row, int(num_accepted[asking.row]) + 1
+    if asking.raw is not None:
+        x = asking.raw[:count]
+    else:
+        slots = wanted.slots[row : row + 1].repeat(count)
+        shaped = logits[asking.start : asking.start + count]
+        x = filtered_logits(shaped, filters_of(table, slots, logits.device))
+    slot, known = int(wanted.slots[row]), int(wanted.known[row])
+    return describe(slot, known, x, tokens[row, :count].copy(), asking.ask.num_top)
 
 
 def _match(ids: I64, starts: I64, num_drafted: I64, drafts: I64) -> tuple[I64, I64]:

@@ -17,7 +17,8 @@ from litestar.response import Stream
 
 from cbatch.core.errors import FieldError
 from cbatch.core.request import FinishReason
-from cbatch.outputs import Output
+from cbatch.outputs import Output, TokenLogprob
+from cbatch.server.logprobs import CompletionLogprobs, Decode, prompt_logprobs
 from cbatch.server.schemas import (
     CompletionCall,
     Response,
@@ -66,7 +67,7 @@ def create_app(service: EngineService, model: str) -> Litestar:
         call = parse_call(await request.body())
         if call.model not in (None, model):
             raise FieldError("model", f"{call.model!r} is not served", f"use {model!r}")
-        answer = Answer(model)
+        answer = Answer(model, call, service.decode)
         headers = {}
         if call.ignored:  # percent-encoded: a field's name is the client's, a header is ours
             headers[IGNORED_HEADER] = ", ".join(quote(name[:64]) for name in call.ignored[:16])
@@ -100,11 +101,12 @@ def create_app(service: EngineService, model: str) -> Litestar:
 class Answer:
     """What has been completed so far, over the prompts and choices of one call."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, call: CompletionCall, decode: Decode) -> None:
+        self._call, self._decode = call, decode
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
-        self._choices: dict[int, ResponseChoice] = {}
+        self._choices: dict[int, ResponseChoice] = {}  # so far
         self._prompt_tokens = 0
         self._completion_tokens = 0
 
@@ -115,15 +117,44 @@ class Answer:
         """The new part of a choice, which is also added to the whole. `position` is the prompt's.
         Raises `GenerationError` where the choice ended with one."""
         index = position * stream.accepted.num_choices + output.index
+        whole, done = self._choices.get(index), output.finished
         part = ResponseChoice(index, output.text, stream.accepted.seed)
-        done = output.finished
+        if self._call.echo and whole is None:
+            part.text = self._prompt_text(stream, position) + part.text
+        part.logprobs = self._logprobs(stream, whole, output)
+        if output.prompt_logprobs is not None:
+            part.prompt_logprobs = prompt_logprobs(output.prompt_logprobs, self._decode)
         if done is not None:
             if done.finish_reason is FinishReason.ERROR:
                 raise GenerationError(done.error or "the request failed")
             part.finish_reason = done.finish_reason.value
             self._completion_tokens += len(done.token_ids)
-            self._choices[index] = ResponseChoice(index, done.text, part.seed, part.finish_reason)
+        if whole is None:
+            self._choices[index] = msgspec.structs.replace(part)
+        else:
+            whole.extend(part)
         return part
+
+    def _prompt_text(self, stream: OutputStream, position: int) -> str:
+        prompt = self._call.prompts[position]
+        if isinstance(prompt, str):
+            return prompt
+        return self._decode(list(stream.accepted.prompt_token_ids))
+
+    def _logprobs(
+        self, stream: OutputStream, whole: ResponseChoice | None, output: Output
+    ) -> CompletionLogprobs | None:
+        """Of the new tokens; with `echo` those of the prompt come before the first."""
+        if output.logprobs is None:
+            return None
+        found: list[TokenLogprob | None] = list(output.logprobs)
+        ids = list(output.token_ids)
+        if self._call.echo and output.prompt_logprobs is not None:
+            found = [*output.prompt_logprobs, *found]
+            ids = [*stream.accepted.prompt_token_ids, *ids]
+        earlier = None if whole is None else whole.logprobs
+        offset = 0 if earlier is None else earlier.end_offset
+        return CompletionLogprobs.of(found, ids, self._decode, offset)
 
     def chunk(self, *choices: ResponseChoice, usage: Usage | None = None) -> Response:
         return Response(self.id, self._created, self._model, list(choices), usage)
@@ -191,7 +222,7 @@ async def _events(
         try:
             async for position, stream, output in _merged(streams):
                 part = answer.take(stream, position, output)
-                if part.text or part.finish_reason:
+                if part.text or part.finish_reason or part.logprobs:
                     yield _event(answer.chunk(part))
         except (GenerationError, ServiceDownError) as error:
             yield _event(_error_body(str(error), "server_error", None))

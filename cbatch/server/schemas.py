@@ -10,6 +10,7 @@ from cbatch.core.errors import FieldError
 from cbatch.core.request import SamplingParams
 from cbatch.notyet import without_neutral_fields
 from cbatch.params import SAMPLING_FIELDS, sampling_from_json
+from cbatch.server.logprobs import CompletionLogprobs
 
 DEFAULTS = SamplingParams()
 MAX_CHOICES = 128  # sequences that one call may start
@@ -23,6 +24,7 @@ class CompletionCall(msgspec.Struct, frozen=True):
     model: str | None
     stream: bool
     include_usage: bool
+    echo: bool
     priority: int
     ignored: tuple[str, ...]
 
@@ -40,7 +42,15 @@ class ResponseChoice(msgspec.Struct):
     text: str
     seed: int
     finish_reason: str | None = None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
+
+    def extend(self, part: ResponseChoice) -> None:
+        """Add what came after it."""
+        self.text += part.text
+        self.finish_reason = part.finish_reason
+        if self.logprobs is not None and part.logprobs is not None:
+            self.logprobs += part.logprobs
 
 
 class Response(msgspec.Struct, omit_defaults=False):
@@ -72,6 +82,11 @@ def parse_call(body: bytes) -> CompletionCall:
     rest.pop("user", None)
     sampling = {name: rest.pop(name) for name in SAMPLING_FIELDS if name in rest}
     params = sampling_from_json(sampling, DEFAULTS)
+    echo = _take(rest, "echo", bool, False)
+    if echo and params.logprobs is not None:
+        params = msgspec.structs.replace(params, prompt_logprobs=params.logprobs)
+        if params.n > 1:
+            raise FieldError("n", f"{params.n} choices with `echo` and `logprobs`", "ask for 1")
     if params.n * len(prompts) > MAX_CHOICES:
         raise FieldError(
             "n", f"{params.n} choices of {len(prompts)} prompts", f"ask for <= {MAX_CHOICES} in all"
@@ -82,6 +97,7 @@ def parse_call(body: bytes) -> CompletionCall:
         model=model,
         stream=stream,
         include_usage=_take(stream_options, "include_usage", bool, False),
+        echo=echo,
         priority=priority,
         ignored=tuple(rest),
     )

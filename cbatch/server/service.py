@@ -72,6 +72,11 @@ class EngineService:
     def running(self) -> bool:
         return self._thread.is_alive() and not self._down
 
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids; empty where the engine has no tokenizer."""
+        tokenizer = self._engine.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(ids)
+
     @property
     def num_requests(self) -> int:
         return len(self._streams)

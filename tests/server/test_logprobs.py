@@ -1,0 +1,130 @@
+"""Log probabilities and echo over HTTP, from a real (tiny) engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch import LLM, Completion, SamplingParams
+from tests.server.http_client import Client, serving
+from tests.test_llm import write_model
+
+PROMPT = "def add(a, b):"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("models")
+    target, draft = write_model(folder / "target"), write_model(folder / "draft", layers=1)
+    options: dict[str, Any] = {"max_slots": 4, "random_weights_seed": 0, "numerics": "invariant"}
+    return LLM(target, draft, **options)
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> Completion:
+    params = SamplingParams(max_tokens=12, seed=3, logprobs=2, prompt_logprobs=2)
+    return llm.generate(PROMPT, params)[0]
+
+
+@pytest.fixture(scope="module")
+def client(llm: LLM, expected: Completion) -> Iterator[Client]:
+    with serving(llm.engine) as client:
+        yield client
+
+
+BODY = {"prompt": PROMPT, "max_tokens": 12, "seed": 3, "logprobs": 2}
+
+
+def whole(client: Client, **change: Any) -> dict[str, Any]:
+    status, answer, _ = client.post(BODY | change)
+    assert status == 200, answer
+    choice: dict[str, Any] = answer["choices"][0]
+    return choice
+
+
+def test_logprobs_of_a_whole_answer(client: Client, expected: Completion) -> None:
+    choice = whole(client)
+    found = choice["logprobs"]
+    assert expected.logprobs is not None and choice["text"] == expected.text
+    assert found["token_logprobs"] == [each.logprob for each in expected.logprobs]
+    assert [list(top.values()) for top in found["top_logprobs"]] == [
+        [value for _, value in each.top] for each in expected.logprobs
+    ]
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        assert token.startswith("token_id:") or choice["text"][offset:].startswith(token)
+    assert choice["prompt_logprobs"] is None
+    assert whole(client, logprobs=False)["logprobs"] is None
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_adds_up_to_the_whole(client: Client, echo: bool) -> None:
+    parts = [event["choices"][0] for event in client.stream(BODY | {"echo": echo})]
+    want = whole(client, echo=echo)
+    assert "".join(part["text"] for part in parts) == want["text"]
+    for name, values in want["logprobs"].items():
+        joined = [x for part in parts if part["logprobs"] for x in part["logprobs"][name]]
+        assert joined == values, name
+    assert len(parts) > 2
+
+
+def test_echo_brings_the_prompt_and_its_logprobs(client: Client, expected: Completion) -> None:
+    choice = whole(client, echo=True)
+    found = choice["logprobs"]
+    assert choice["text"] == PROMPT + expected.text
+    given = expected.prompt_logprobs
+    assert given is not None and given[0] is None
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    prompt = [None if each is None else each.logprob for each in given]
+    assert found["token_logprobs"][: len(prompt)] == prompt
+    assert "".join(found["tokens"][: len(prompt)]) == PROMPT
+    assert found["text_offset"][len(prompt)] == len(PROMPT)
+    assert whole(client, echo=True, logprobs=None)["text"] == choice["text"]
+    ids = list(expected.prompt_token_ids)
+    assert whole(client, echo=True, logprobs=None, prompt=ids)["text"] == choice["text"]
+
+
+def test_prompt_logprobs_alone(client: Client, expected: Completion) -> None:
+    choice = whole(client, logprobs=None, prompt_logprobs=1)
+    assert choice["logprobs"] is None and choice["text"] == expected.text
+    found, given = choice["prompt_logprobs"], expected.prompt_logprobs or ()
+    assert found[0] is None and len(found) == len(given)
+    for each, want in zip(found[1:], given[1:], strict=True):
+        assert want is not None and each[str(want.token_id)]["logprob"] == want.logprob
+        assert str(want.top[0][0]) in each
+
+
+def test_a_forbidden_token_is_null(client: Client) -> None:
+    raw = client.post(BODY | {"logprobs_mode": "processed", "top_k": 1, "logprobs": 3})[1]
+    (found,) = (choice["logprobs"] for choice in raw["choices"])
+    assert found["token_logprobs"] == [0.0] * 12
+    assert all(list(top.values()) == [0.0, None, None] for top in found["top_logprobs"])
+    assert "Infinity" not in json.dumps(raw)
+
+
+def test_what_cannot_be_joined_is_refused_by_name(client: Client) -> None:
+    status, answer, _ = client.post(BODY | {"echo": True, "n": 2})
+    assert status == 400 and answer["error"]["param"] == "n"
+
+
+def test_the_command_line_writes_them(
+    tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, expected: Completion
+) -> None:
+    from cbatch.cli.main import main
+
+    monkeypatch.setattr("cbatch.cli.generate.load_engine", lambda *_: (llm.engine, llm.info))
+    output = tmp_path / "out.jsonl"
+    flags = ["--max-tokens", "12", "--seed", "3", "--logprobs", "2", "--prompt-logprobs", "2"]
+    flags += ["--temperature", "1", "--logit-bias", "1=0", "--no-progress"]
+    command = ["generate", PROMPT, "--output", str(output), *flags]
+    assert main(command) == 0
+    line = json.loads(output.read_text(encoding="utf-8"))
+    (choice,) = line["choices"]
+    assert [each["logprob"] for each in choice["logprobs"]] == [
+        each.logprob for each in expected.logprobs or ()
+    ]
+    assert choice["prompt_logprobs"][0] is None and len(choice["prompt_logprobs"][1]["top"]) == 2
+    assert main([*command, "--resume"]) == 0  # its params are read back as they were written
