@@ -157,6 +157,7 @@ def load_engine(
         tokenizer=tokenizer,
         depth=options.overlap,
         seed=options.seed,
+        drafters=() if draft is None else ("model",),
     )
     return engine, info
 

@@ -81,7 +81,7 @@ class Engine:
 
     `LLM` and `cbatch.load_engine` make one from model directories; any scheduler and executor will
     do (tests hand it the simulator's). A request's `n` choices run as sequences of their own that
-    share the prompt's KV.
+    share the prompt's KV. `drafters` are the names of those that the executor holds.
     """
 
     def __init__(
@@ -93,8 +93,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         depth: int = 0,
         seed: int | None = None,
+        drafters: Sequence[str] = (),
     ) -> None:
         self.scheduler = scheduler
+        self.drafters = tuple(drafters)
         self.tokenizer = tokenizer
         self.stats = EngineStats()
         self.loop = StepLoop(scheduler, executor, clock=clock, depth=depth)
@@ -130,6 +132,10 @@ class Engine:
         ids = self._token_ids(prompt)
         if params.stop and self.tokenizer is None:
             raise FieldError("stop", "needs a tokenizer", "use stop_token_ids")
+        for name in params.drafter or ():
+            if name not in self.drafters:
+                held = ", ".join(self.drafters) or "none, so leave it out"
+                raise FieldError("drafter", f"{name!r} is not loaded here", f"use one of: {held}")
         seed = params.seed if params.seed is not None else self._draw_seed()
         requests = [
             Request(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cbatch.assembly import EngineOptions
 from cbatch.core.errors import FieldError
-from cbatch.core.request import SamplingParams
+from cbatch.core.request import DRAFTERS, SamplingParams
 
 GIB = 2**30
 
@@ -101,6 +101,12 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--logprobs-mode", default="raw", choices=["raw", "processed"])
     group.add_argument("--max-lookahead", type=int, help="cap on k for these prompts")
     group.add_argument(
+        "--drafter",
+        action="append",
+        metavar="NAME",
+        help=f"{', '.join(DRAFTERS)}; repeatable, preferred first",
+    )
+    group.add_argument(
         "--verification",
         default="auto",
         choices=["auto", "rejection", "coupled"],
@@ -110,7 +116,11 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition("=")
-    return int(token_id), float(bias)
+    try:
+        return int(token_id), float(bias)
+    except ValueError as error:
+        message = f"{text!r} is not a token id and its bias; write 12=-1.5"
+        raise argparse.ArgumentTypeError(message) from error
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -136,6 +146,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         prompt_logprobs=args.prompt_logprobs,
         logprobs_mode=args.logprobs_mode,
         max_lookahead=args.max_lookahead,
+        drafter=None if args.drafter is None else tuple(args.drafter),
         verification=args.verification,
     )
 
