@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.core import lookahead
+from cbatch.core import goodput, lookahead
 from cbatch.core.config import LookaheadConfig
+from cbatch.core.cost import StepPrices
 from tests.triton_kernels.decoding import DEEPEST, MODES, Z_BOUND, Decoder, Policy, Step, joint_z
 from tests.triton_kernels.worlds import ShapedWorld, World, chain_world, exact
 from triton_kernels import noise
@@ -46,6 +47,21 @@ class Shipped(Policy):
         self.estimate[:, rows] = lookahead.observe(
             self.config, self.estimate[:, rows], drafted, accepted
         )
+
+
+class Goodput(Shipped):
+    """The joint decision: a row's k also depends on what the others accepted."""
+
+    def __init__(self) -> None:
+        super().__init__("ema")
+
+    def choose(self, at: Tensor) -> Tensor:
+        accepted, trials = self.estimate[:, at.numpy()]
+        survival = lookahead.survival(accepted, trials, DEEPEST)
+        tokens = np.arange(len(at) * DEEPEST + 1)
+        prices = StepPrices(1.0 + 0.25 * tokens / len(at), 0.02)
+        decision = goodput.decide(survival, np.full(len(at), DEEPEST, np.int32), prices)
+        return torch.from_numpy(decision.num_drafts.astype(np.int64))
 
 
 class FollowsAccepts(Policy):
@@ -109,6 +125,7 @@ class DropsUnlikely(Policy):
 FAIR = {
     "fixed": lambda: Shipped("fixed"),
     "ema": lambda: Shipped("ema"),
+    "goodput": Goodput,
     "follows accepts": FollowsAccepts,
     "overlap of the rejected position": lambda: ReadsEvidence("overlap", beyond=0),
 }
