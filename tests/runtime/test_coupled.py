@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
+from msgspec import structs
 
 from cbatch.core.request import Request
+from cbatch.runtime.chain import ChainDrafter
 from cbatch.runtime.drafter import DraftModel
-from tests.runtime.engines import Run, make_request, run_engine
+from cbatch.runtime.lookup import LookupDrafter, NgramIndex
+from cbatch.runtime.suffix import SuffixIndex
+from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
 from tests.runtime.pairs import VOCAB, tiny_model
 from triton_kernels import noise
 
@@ -90,6 +93,26 @@ def test_a_good_and_a_bad_draft():
     good = run_variant(lookahead="fixed:3", noise=0.02)
     bad = run_variant(lookahead="fixed:3", noise=0.5)
     assert good.acceptance > 0.6 > 0.4 > bad.acceptance > 0.02
+
+
+def test_any_drafter():
+    """Guesses copied from the text, a draft model, and both in a chain of the request's choice."""
+    lookups = {"ngram": LookupDrafter(NgramIndex), "suffix": LookupDrafter(SuffixIndex)}
+    repeats = [r.prompt[:8] * 3 + r.prompt for r in requests()]
+    ours = [
+        structs.replace(r, prompt=repeats[i], params=structs.replace(r.params, temperature=0.25))
+        for i, r in enumerate(requests())
+    ]
+    base = run_engine(ours, tiny_model())
+    for default in (("ngram",), ("suffix",), ("suffix", "model")):
+        draft = tiny_model(noise=NOISE)
+        chain = ChainDrafter(model=DraftModel(draft), lookups=lookups, default=default)
+        executor = RecordingExecutor(
+            tiny_model(), drafter=chain, num_blocks=256, block_size_tokens=4, max_slots=8
+        )
+        run = run_engine(ours, tiny_model(), draft, lookahead="fixed:3", executor=executor)
+        assert run.outputs == base.outputs, default
+        assert (run.accepted > 0).sum() >= 3 and (run.accepted < run.drafted).any()
 
 
 def test_shuffled_batches():
@@ -219,7 +242,7 @@ def test_a_seed_of_the_caller_couples(monkeypatch):
     base = requests()[0]
     fields = {f: getattr(base, f) for f in base.__struct_fields__}
     for seed in (None, base.seed):
-        params = replace(base.params, verification="auto", seed=seed)
+        params = structs.replace(base.params, verification="auto", seed=seed)
         request = Request(**(fields | {"params": params}))
         run = run_engine([request], tiny_model(), tiny_model(noise=NOISE), lookahead="fixed:3")
         assert (run.outputs["r0"] == plain().outputs["r0"]) == (seed is not None)
