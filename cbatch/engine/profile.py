@@ -1,0 +1,250 @@
+"""What steps cost on this machine: a short measurement before the first request, kept in a file.
+
+Steps of chosen shapes run through the executor itself, so that what is timed is what will be
+charged: drafting, one pass, the verdict. Their sequences are made up; the executor is reset after.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from cbatch.core.config import SchedulerConfig
+from cbatch.core.cost import CostProfile
+from cbatch.core.plan import Admission, Deltas, StepPlan, StepResult
+from cbatch.core.request import SamplingParams
+from cbatch.engine.loop import Executor
+
+CONTEXT_TOKENS = 64
+LONG_CONTEXT_TOKENS = 512
+DRAFTS = 3  # of the shapes that verify: 4 tokens a row
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_CHUNKS = (256, 1024)
+_REPEATS = 5
+_BUDGET_S = 3.0
+_logger = logging.getLogger("cbatch")
+_NO_SLOTS = np.zeros(0, dtype=np.int32)
+
+
+class Shape(NamedTuple):
+    """A step of `rows` equal sequences: `query_len` tokens each, the drafts among them."""
+
+    rows: int
+    query_len: int = 1
+    num_drafts: int = 0
+    context_tokens: int = CONTEXT_TOKENS
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.query_len
+
+
+class Timed(NamedTuple):
+    target_s: float
+    draft_s: float
+
+
+def profile_costs(
+    executor: Executor, config: SchedulerConfig, *, budget_s: float = _BUDGET_S
+) -> CostProfile:
+    """Measure for about `budget_s` seconds, at least one step of each shape, and reset the
+    executor. Without a draft in `config` its costs are 0."""
+    shapes = shapes_for(config)
+    runner = _Runner(executor, config)
+    times = {shape: runner.time(shape, budget_s / len(shapes)) for shape in shapes}
+    executor.reset()
+    return fit_profile(times)
+
+
+def shapes_for(config: SchedulerConfig) -> list[Shape]:
+    """The shapes that fit slots, context, budget and pool: plain rows, verifications, longer
+    contexts, chunks of prompts."""
+    drafts = DRAFTS if config.draft_context_tokens is not None else 0
+    candidates = [Shape(rows) for rows in _ROWS]
+    candidates += [Shape(rows, 1 + DRAFTS, drafts) for rows in _ROWS]
+    long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - DRAFTS - 2)
+    if long_tokens >= 2 * CONTEXT_TOKENS:
+        candidates += [Shape(rows, context_tokens=long_tokens) for rows in (1, 8)]
+    candidates += [Shape(1, chunk, context_tokens=chunk) for chunk in _CHUNKS]
+    return [shape for shape in candidates if _fits(shape, config)]
+
+
+def _fits(shape: Shape, config: SchedulerConfig) -> bool:
+    needed_tokens = shape.context_tokens + shape.num_drafts + 2
+    blocks = shape.rows * -(-needed_tokens // config.block_size_tokens)
+    return (
+        shape.rows <= config.max_slots
+        and shape.tokens <= config.step_budget_tokens
+        and needed_tokens <= config.max_sequence_tokens
+        and blocks <= config.num_blocks
+    )
+
+
+class _Runner:
+    """Runs made-up steps: every one starts from a full snapshot."""
+
+    def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
+        self._executor, self._config = executor, config
+        self._steps = 0
+
+    def time(self, shape: Shape, budget_s: float) -> Timed:
+        """Medians over a few steps, as many as the budget allows; the first one is for warm-up
+        unless it has used the budget up."""
+        found: list[Timed] = []
+        spent_s = 0.0
+        for _ in range(1 + _REPEATS):
+            result = self._run(shape)
+            found.append(Timed(result.target_s, result.draft_s))
+            spent_s += result.target_s + result.draft_s
+            if spent_s > budget_s:
+                break
+        kept = found[1:] or found
+        return Timed(
+            float(np.median([t.target_s for t in kept])),
+            float(np.median([t.draft_s for t in kept])),
+        )
+
+    def _run(self, shape: Shape) -> StepResult:
+        self._steps += 1
+        slots = np.arange(shape.rows, dtype=np.int32)
+        each = np.ones(shape.rows, dtype=np.int32)
+        plan = StepPlan(
+            step_id=self._steps,
+            slots=slots,
+            generations=each * self._steps,
+            query_lens=each * shape.query_len,
+            num_drafts=each * shape.num_drafts,
+            catch_up=each * 0,
+            wants_logits=np.ones(shape.rows, dtype=np.bool_),
+            deltas=Deltas(
+                reset=True,
+                released=_NO_SLOTS,
+                zeroed_blocks=_NO_SLOTS,
+                admitted=tuple(self._admission(shape, slot) for slot in range(shape.rows)),
+                append_slots=_NO_SLOTS,
+                append_indices=_NO_SLOTS,
+                append_blocks=_NO_SLOTS,
+            ),
+        )
+        return self._executor.run(plan)
+
+    def _admission(self, shape: Shape, slot: int) -> Admission:
+        known = shape.context_tokens
+        in_kv = known - shape.query_len + shape.num_drafts
+        most = known + shape.num_drafts + 2
+        width = -(-most // self._config.block_size_tokens)
+        tokens = np.random.default_rng(slot).integers(0, self._config.vocab_size, known)
+        return Admission(
+            slot=slot,
+            generation=self._steps,
+            request_id=f"profile-{self._steps}-{slot}",
+            seed=0,
+            choice=0,
+            params=SamplingParams(temperature=0.0, max_tokens=most - known),
+            stop_ids=(),
+            tokens=tokens.astype(np.int32),
+            num_prompt_tokens=known,
+            max_total_tokens=most,
+            kv_len_tokens=in_kv,
+            draft_kv_len_tokens=in_kv,
+            blocks=np.arange(slot * width, (slot + 1) * width, dtype=np.int32),
+        )
+
+
+def fit_profile(times: Mapping[Shape, Timed]) -> CostProfile:
+    """Prices from timed shapes.
+
+    A token's price comes from the table; where two shapes bring equally many tokens in different
+    numbers of rows, the difference is the price of a row, and plain rows with a longer context give
+    that of a context token. The drafter's passes are fitted by a line over rows.
+    """
+    short = {shape: t for shape, t in times.items() if shape.context_tokens == CONTEXT_TOKENS}
+    plain = {shape.tokens: (shape, t) for shape, t in short.items() if shape.query_len == 1}
+    wide = {shape.tokens: (shape, t) for shape, t in short.items() if shape.query_len > 1}
+    row_s = _median(
+        (plain[n][1].target_s - wide[n][1].target_s) / (plain[n][0].rows - wide[n][0].rows)
+        for n in plain.keys() & wide.keys()
+    )
+    context_s = _median(
+        (t.target_s - plain[shape.tokens][1].target_s)
+        / (shape.rows * (shape.context_tokens - CONTEXT_TOKENS))
+        for shape, t in times.items()
+        if shape.query_len == 1 and shape not in short and shape.tokens in plain
+    )
+    points: dict[int, list[float]] = {}
+    for shape, t in times.items():
+        if shape in short or shape.query_len > 1 + DRAFTS:
+            # A chunk's own keys are part of its price: no context is charged for them here.
+            points.setdefault(shape.tokens, []).append(t.target_s - row_s * shape.rows)
+    tokens = sorted(points)
+    floor_s = 0.01 * min(t.target_s for t in times.values())
+    target_s = [max(float(np.mean(points[n])), floor_s) for n in tokens]
+    drafting = [(s.rows, t.draft_s / s.num_drafts) for s, t in times.items() if s.num_drafts]
+    pass_s, token_s = _line(drafting)
+    return CostProfile(
+        tokens=tuple(tokens),
+        target_s=tuple(np.maximum.accumulate(target_s).tolist()),
+        context_token_s=context_s,
+        row_s=row_s,
+        draft_pass_s=pass_s,
+        draft_token_s=token_s,
+    )
+
+
+def _median(values: Iterable[float]) -> float:
+    """Never negative; 0 where nothing was measured."""
+    found = list(values)
+    return max(float(np.median(found)), 0.0) if found else 0.0
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Intercept and slope, neither negative, with errors weighed relatively."""
+    if not points:
+        return 0.0, 0.0
+    x, y = np.array(points, dtype=np.float64).T
+    if len(points) == 1:
+        return float(y[0]), 0.0
+    slope, intercept = np.polyfit(x, y, 1, w=1 / np.maximum(y, 1e-9))
+    if slope < 0:
+        return float(np.median(y)), 0.0
+    if intercept < 0:
+        return 0.0, float(np.median(y / x))
+    return float(intercept), float(slope)
+
+
+def cached_profile(
+    key: Mapping[str, object], measure: Callable[[], CostProfile], folder: Path | None = None
+) -> CostProfile:
+    """The profile stored for `key` (whatever prices depend on), or a new one, stored. A file that
+    cannot be read or written costs a measurement, never a failure."""
+    folder = folder or default_folder()
+    digest = hashlib.sha256(msgspec.json.encode(dict(sorted(key.items())))).hexdigest()[:24]
+    path = folder / f"{digest}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=CostProfile)
+    except FileNotFoundError:
+        pass
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
+        _logger.warning("step costs in %s cannot be used (%s): measuring anew", path, error)
+    profile = measure()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(profile)))
+        part.replace(path)
+    except OSError as error:
+        _logger.warning("step costs could not be kept in %s: %s", path, error)
+    return profile
+
+
+def default_folder() -> Path:
+    """`cbatch/costs` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "cbatch" / "costs"
