@@ -25,8 +25,9 @@ import numpy as np
 from cbatch.core.errors import FieldError
 
 # Sizes that make a feature about 1 in a middling step, so that one prior suits them all.
-_TOKENS_UNIT = 32
+_TOKENS_UNIT = 128
 _CONTEXT_UNIT = 16_384
+_LEAST_S = 1e-9  # what a step costs as long as nothing at all is known
 
 
 class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,8 +91,8 @@ class CostModel:
         if profile is None:
             self._row_s = 0.0
             self._table = np.zeros(max_tokens + 1)
-            self._target = _Fit((0.0, 0.0, 0.0, 0.0), prior_steps=0.01, error=1.0)
-            self._draft = _Fit((0.0, 0.0), prior_steps=0.01, error=1.0)
+            self._target = _Fit((0.0, 0.0, 0.0, 0.0), prior_steps=0.1, error=1.0)
+            self._draft = _Fit((0.0, 0.0), prior_steps=0.1, error=1.0)
             return
         self._row_s = profile.row_s
         self._table = profile.table(max_tokens)
@@ -100,8 +101,8 @@ class CostModel:
         self._table /= unit_s
         context_s = profile.context_token_s * _CONTEXT_UNIT
         draft_s = (profile.draft_pass_s, profile.draft_token_s * _TOKENS_UNIT)
-        self._target = _Fit((unit_s, 0.0, context_s, 0.0), prior_steps=0.25, error=0.25)
-        self._draft = _Fit(draft_s, prior_steps=0.25, error=0.25)
+        self._target = _Fit((unit_s, 0.0, context_s, 0.0), prior_steps=0.05, error=0.25)
+        self._draft = _Fit(draft_s, prior_steps=0.05, error=0.25)
 
     def observe(self, load: StepLoad, draft_s: float, target_s: float) -> None:
         """A step took so long. Durations that are not positive were not measured: no evidence."""
@@ -127,7 +128,7 @@ class CostModel:
         context_s *= context_tokens / _CONTEXT_UNIT
         step_s += scale_s * self._row_s * rows + base_s + context_s + token_s * base_tokens
         step_s += self._counts[: most_drafts + 1] * (token_s + draft_s / _TOKENS_UNIT)
-        return StepPrices(step_s, pass_s)
+        return StepPrices(np.maximum(step_s, _LEAST_S), pass_s)
 
 
 class _Fit:

@@ -98,6 +98,10 @@ def test_without_drafts_and_profile_a_draft_looks_cheap_and_is_tried() -> None:
     assert prices.step_s[32] + 4 * prices.pass_s < 1.3 * prices.step_s[0]
 
 
+def test_before_anything_is_known_a_price_is_still_a_price() -> None:
+    assert (CostModel(max_tokens=600).prices(8, 8, 3000, 32).step_s > 0).all()
+
+
 def test_what_steady_steps_do_not_excite_stays_as_profiled() -> None:
     """Thousands of equal steps; recursive least squares with forgetting would lose the slope."""
     model = CostModel(PROFILE, max_tokens=600)

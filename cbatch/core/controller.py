@@ -1,0 +1,198 @@
+"""The `goodput` policy as the scheduler holds it: estimator, price list and regime in one place.
+
+The parts are pure (estimator.py, goodput.py) or keep little (regime.py, cost.py); this joins them
+and holds what passes from one step to the next. No clock, no randomness: its inputs are the calls.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from cbatch.core import estimator, goodput, lookahead
+from cbatch.core.config import LookaheadConfig
+from cbatch.core.cost import CostModel, CostProfile, StepLoad
+from cbatch.core.estimator import FleetPrior
+from cbatch.core.regime import Due, Regime, probes
+
+_CANARY_DRAFTS = 4
+_FLEET_TRIALS = 256.0  # memory of the prior
+_CANARY_TRIALS = 16.0  # the same while canaries are all there is to learn from
+_FOLD_STEPS = 32  # between two reports of running rows to the fleet
+_COST_STEPS = 8  # while off, one step in so many corrects the price list
+_PROBE_SHARE = 0.01  # of the rows of a step
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What a step has for drafts besides money."""
+
+    base_tokens: int  # target tokens without drafts: one a decoding row, and prompt chunks
+    context_tokens: int  # sum over the rows
+    budget_tokens: int  # drafts at most
+    # Where the pool is short: positions that each row can draft within its blocks, int32 [rows],
+    # and free positions in the pool.
+    blocks: tuple[np.ndarray, int] | None = None
+
+
+class LookaheadController:
+    """Call `choose` in every plan and `learn` in every commit; `enter` and `leave` with slots."""
+
+    def __init__(
+        self,
+        config: LookaheadConfig,
+        *,
+        max_slots: int,
+        max_tokens: int,
+        profile: CostProfile | None = None,
+    ) -> None:
+        """`max_tokens` is the most target tokens of a step."""
+        self.config = config
+        self.costs = CostModel(profile, max_tokens=max_tokens)
+        self.regime = Regime(switch_gain=config.switch_gain)
+        self.fleet = FleetPrior.of(config)
+        self.prior = self.fleet.sums()  # N and D of a request without history
+        self.statistics = np.zeros((estimator.NUM_STATISTICS, max_slots), dtype=np.float64)
+        self.statistics[: estimator.DROP] = np.array(self.prior)[:, None]
+        self._market: goodput.Market | None = None
+        self._steps = 0
+        self._undrifted_steps = 0  # steps without drafts that the statistics have not felt yet
+
+    # ---- slots --------------------------------------------------------------------------------
+
+    def enter(self, slot: int, estimate: tuple[float, float] | None = None) -> None:
+        """A sequence takes the slot, with the N and D it had when it was preempted, if it was."""
+        self.statistics[:, slot] = 0.0
+        self.statistics[: estimator.DROP, slot] = self.prior if estimate is None else estimate
+
+    def leave(self, slot: int) -> tuple[float, float]:
+        """It leaves the slot, finished or preempted; returns N and D."""
+        accepted, trials = self.statistics[: estimator.DROP, slot].tolist()
+        self._fold(np.array([slot]), _FLEET_TRIALS)
+        return accepted, trials
+
+    # ---- steps --------------------------------------------------------------------------------
+
+    def choose(
+        self, rows: slice | np.ndarray, caps: np.ndarray, lag: np.ndarray, room: Room
+    ) -> np.ndarray | None:
+        """k of each decoding row, int32 [rows], or None if nobody drafts.
+
+        `rows` selects slots; `caps` is int32 [rows], what request and context allow; `lag` int32
+        [rows], how many tokens the drafter's KV is behind (the canary is who costs least).
+        """
+        due = self.regime.due(len(caps))
+        if due is Due.NOTHING:
+            return None
+        if due is Due.CANARY:
+            return self._canary(caps, lag, room)
+        self._drift()
+        depth = int(np.maximum.reduce(caps)) if len(caps) else 0
+        most = min(room.budget_tokens, depth * len(caps))
+        if most <= 0:
+            self.regime.judge(0.0, len(caps))
+            return None
+        prices = self.costs.prices(len(caps), room.base_tokens, room.context_tokens, most)
+        known = self.statistics[:, rows]
+        survival = lookahead.survival(known[estimator.ACCEPTED], known[estimator.TRIALS], depth)
+        decision = goodput.decide(survival, caps, prices, self._market, room.blocks)
+        self._market = decision.market
+        was_on = self.regime.on
+        carried_out = self.regime.judge(decision.gain, len(caps))
+        if was_on and not self.regime.on:
+            self._fold(rows, _FLEET_TRIALS)
+        if not carried_out:
+            return None
+        return self._with_probes(rows, decision.num_drafts, caps, most)
+
+    def learn(
+        self,
+        rows: slice | np.ndarray,
+        num_drafted: np.ndarray,
+        num_accepted: np.ndarray,
+        load: StepLoad,
+        draft_s: float,
+        target_s: float,
+        evidence: np.ndarray | None = None,
+    ) -> None:
+        """A step has committed. `rows` selects slots, int32 [rows] each; `evidence` as in
+        `estimator.observe`."""
+        self._steps += 1
+        if not load.depth:
+            self._undrifted_steps += 1
+            if self.regime.on or self._steps % _COST_STEPS == 0:
+                self.costs.observe(load, draft_s, target_s)
+            return
+        self.costs.observe(load, draft_s, target_s)
+        if not self.regime.on:
+            self._hear(rows, num_drafted, num_accepted, evidence)
+            return
+        self._drift()
+        self.statistics[:, rows] = estimator.observe(
+            self.config, self.statistics[:, rows], num_drafted, num_accepted, self.prior, evidence
+        )
+        if self._steps % _FOLD_STEPS == 0:
+            self._fold(rows, _FLEET_TRIALS)
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _with_probes(
+        self, rows: slice | np.ndarray, num_drafts: np.ndarray, caps: np.ndarray, most: int
+    ) -> np.ndarray:
+        """The decision, with one draft for a few rows that have had none for long."""
+        idle = self.statistics[estimator.IDLE_STEPS, rows]
+        idle = np.where(num_drafts > 0, 0.0, idle + 1)
+        self.statistics[estimator.IDLE_STEPS, rows] = idle
+        if np.maximum.reduce(idle) >= 1:
+            left = max(most - int(np.add.reduce(num_drafts)), 0)
+            most_probes = min(left, 1 + int(_PROBE_SHARE * len(caps)))
+            due = probes(idle, self._steps % len(caps), most_probes)
+            num_drafts[due] = np.minimum(caps[due], 1)
+        return num_drafts
+
+    def _canary(self, caps: np.ndarray, lag: np.ndarray, room: Room) -> np.ndarray | None:
+        """A few drafts for the row whose drafter is least behind."""
+        can = (caps > 0).nonzero()[0]
+        if not len(can):
+            return None
+        row = can[lag[can].argmin()]
+        num_drafts = np.zeros(len(caps), dtype=np.int32)
+        num_drafts[row] = min(int(caps[row]), _CANARY_DRAFTS, max(room.budget_tokens, 0))
+        return num_drafts
+
+    def _hear(
+        self,
+        rows: slice | np.ndarray,
+        num_drafted: np.ndarray,
+        num_accepted: np.ndarray,
+        evidence: np.ndarray | None,
+    ) -> None:
+        """While off, a canary speaks for the fleet; the others go on as they were."""
+        self._undrifted_steps += 1
+        sang = (num_drafted > 0).nonzero()[0]
+        slots = np.arange(self.statistics.shape[1])[rows][sang]
+        self.statistics[:, slots] = estimator.observe(
+            self.config,
+            self.statistics[:, slots],
+            num_drafted[sang],
+            num_accepted[sang],
+            self.prior,
+            None if evidence is None else evidence[sang],
+        )
+        before = self.fleet.means / self.fleet.weight
+        self._fold(slots, _CANARY_TRIALS)
+        self.regime.heard(better=self.fleet.means / self.fleet.weight > before)
+
+    def _drift(self) -> None:
+        """Steps without drafts bring every slot closer to the prior; applied when it matters."""
+        if self._undrifted_steps:
+            estimate = self.statistics[: estimator.DROP]
+            estimate[:] = estimator.drift(self.config, estimate, self.prior, self._undrifted_steps)
+            self._undrifted_steps = 0
+
+    def _fold(self, rows: slice | np.ndarray, memory_trials: float) -> None:
+        """Give the fleet the evidence of these slots that it has not had."""
+        fresh = slice(estimator.FRESH_ACCEPTED, estimator.FRESH_TRIALS + 1)
+        accepted, trials = self.statistics[fresh, rows]
+        self.fleet = self.fleet.fold(accepted, trials, memory_trials)
+        self.prior = self.fleet.sums()
+        self.statistics[fresh, rows] = 0.0

@@ -1,0 +1,129 @@
+"""What `goodput` knows about acceptance: per slot, and of the fleet that a new request starts from.
+
+To the decayed sums N and D of lookahead.py come
+
+- a test for a fast drop. Sums with decay 0.96 forget half of what they know in some 17 trials.
+  Page's CUSUM (1954) of the log-likelihood ratio "acceptance has halved" notices earlier; then D is
+  cut to a few trials at the same N / D, and what is seen next weighs more. A step's accepted drafts
+  come before its rejection, so one update a step is the same as one a trial, at any k.
+- optionally, smoother evidence than accepted or not: the sum of 1 - TV(p, q) over the positions up
+  to and including the first rejection. Its mean is that of the count (the difference is a
+  martingale, the first rejection a stopping time), its variance lower. Later positions must not
+  enter: their noise is used again by the next step.
+- a prior from earlier requests: moments of a Beta law fitted to their acceptance (empirical Bayes).
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from cbatch.core.config import LookaheadConfig
+
+# Rows of the statistics, float64 [NUM_STATISTICS, slots].
+ACCEPTED, TRIALS = 0, 1  # the decayed sums N and D
+DROP = 2  # the CUSUM
+FRESH_ACCEPTED, FRESH_TRIALS = 3, 4  # evidence that the fleet has not been told of
+IDLE_STEPS = 5  # since the last step in which the policy drafted for it
+NUM_STATISTICS = 6
+
+VOTE_TRIALS = 16.0  # the most that one request counts for
+_LOG_2 = math.log(2.0)
+_BETA_TRIALS = (4.0, 16.0)  # bounds of the prior's weight
+_BETA_MEAN = (0.02, 0.98)
+
+
+class FleetPrior(msgspec.Struct, frozen=True):
+    """Discounted moments of the acceptance of earlier requests, each a vote weighed by its trials.
+
+    Votes are few trials long, so their spread is wider than that of the acceptance: for a beta law
+    of weight n0, Var(A / t) = m (1 - m) (1 / t + r (1 - 1 / t)) with r = 1 / (n0 + 1).
+    """
+
+    weight: float
+    means: float  # sums over votes of weight * A / t
+    squares: float  # ... of weight * (A / t)^2
+    inverses: float  # ... of weight / t
+
+    @classmethod
+    def of(cls, config: LookaheadConfig) -> FleetPrior:
+        """The configured prior, as strong as one long request."""
+        mean, weight = config.prior_acceptance, VOTE_TRIALS
+        variance = mean * (1 - mean) / (config.prior_trials + 1)
+        return cls(weight, weight * mean, weight * (mean**2 + variance), 0.0)
+
+    def sums(self) -> tuple[float, float]:
+        """N and D that a new request starts with."""
+        mean = min(max(self.means / self.weight, _BETA_MEAN[0]), _BETA_MEAN[1])
+        spread = (self.squares / self.weight - mean**2) / (mean * (1 - mean))
+        inverse = min(self.inverses / self.weight, 0.99)
+        correlation = max((spread - inverse) / (1 - inverse), 1e-6)
+        trials = min(max(1 / correlation - 1, _BETA_TRIALS[0]), _BETA_TRIALS[1])
+        return mean * trials, trials
+
+    def fold(self, accepted: np.ndarray, trials: np.ndarray, memory_trials: float) -> FleetPrior:
+        """With the votes of some requests, float64 [n] each; those without trials do not count.
+        A long request counts as `VOTE_TRIALS` trials, and old votes fade with `memory_trials`."""
+        voted = trials > 0
+        trials = trials[voted]
+        if not len(trials):
+            return self
+        mean = accepted[voted] / trials
+        weight = np.minimum(trials, VOTE_TRIALS)
+        total = float(np.add.reduce(weight))
+        kept = math.exp(-total / memory_trials)
+        return FleetPrior(
+            kept * self.weight + total,
+            kept * self.means + float(weight @ mean),
+            kept * self.squares + float(weight @ mean**2),
+            kept * self.inverses + float(weight @ (1 / trials)),
+        )
+
+
+def observe(
+    config: LookaheadConfig,
+    statistics: np.ndarray,
+    num_drafted: np.ndarray,
+    num_accepted: np.ndarray,
+    prior: tuple[float, float],
+    evidence: np.ndarray | None = None,
+) -> np.ndarray:
+    """The statistics after a step, float64 [NUM_STATISTICS, rows], of those before it.
+
+    `num_*` are int32 [rows]; `prior` is `FleetPrior.sums()`, to which a row without drafts drifts.
+    `evidence`, float64 [rows], replaces the counts of accepted drafts: for each row the sum of
+    1 - TV over its verified positions up to and including the first rejection.
+    """
+    rejected = num_accepted < num_drafted
+    tried = num_accepted + rejected
+    gained = num_accepted if evidence is None else evidence
+    after = statistics.copy()
+    before = np.minimum(np.maximum(statistics[ACCEPTED] / statistics[TRIALS], 0.05), 0.98)
+    after[:2] *= np.power(config.decay, tried)
+    after[ACCEPTED] += gained
+    after[TRIALS] += tried
+    after[FRESH_ACCEPTED] += gained
+    after[FRESH_TRIALS] += tried
+    drop = np.maximum(after[DROP] - _LOG_2 * num_accepted, 0.0)
+    drop += rejected * np.log((1 - before / 2) / (1 - before))
+    after[DROP] = drop
+    fell = (drop > config.drop_evidence).nonzero()[0]
+    if len(fell):
+        shrink = np.minimum(config.drop_trials / after[TRIALS, fell], 1.0)
+        after[:2, fell] *= shrink
+        after[DROP, fell] = 0.0
+    idle = (num_drafted == 0).nonzero()[0]
+    if len(idle):
+        after[:2, idle] = drift(config, after[:2, idle], prior)
+    return after
+
+
+def drift(
+    config: LookaheadConfig, estimate: np.ndarray, prior: tuple[float, float], steps: int = 1
+) -> np.ndarray:
+    """N and D, float64 [2, rows], after `steps` steps without drafts: closer to the prior."""
+    kept = config.idle_drift**steps
+    drifted: np.ndarray = kept * estimate + (1 - kept) * np.array(prior)[:, None]
+    return drifted

@@ -1,0 +1,91 @@
+"""When to decide at all: speculation is on or off for everyone, and neither is for ever.
+
+While it is on, every step decides, and k = 0 for everyone is one possible outcome; many such in a
+row turn it off. While it is off a step costs a counter. Now and then the decision is made again,
+and carried out only if it promises a clear gain (the hysteresis); and now and then one row drafts a
+little, as a canary, at intervals that double as long as that brings no better news.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+import numpy as np
+
+
+class Due(enum.Enum):
+    NOTHING = enum.auto()
+    CANARY = enum.auto()
+    DECISION = enum.auto()
+
+
+class Regime(msgspec.Struct):
+    """Counts are in steps. Call `due` once a step, `judge` after each decision."""
+
+    switch_gain: float  # predicted gain that turns it on
+    on: bool = True
+    num_switches: int = 0
+    steps: int = 0  # in this regime
+    quiet_steps: int = 0  # decisions in a row, while on, that drafted nothing
+    canary_in: int = 0
+    canary_gap: int = 0
+    rows_judged: int = 0
+    judged_at: int = 0  # of `steps`
+
+    QUIET_STEPS = 8
+    CHECK_STEPS = 64
+    EARLY_CHECK_STEPS = 8
+    CANARY_STEPS = 48
+    MOST_CANARY_STEPS = 768
+
+    def due(self, num_rows: int) -> Due:
+        self.steps += 1
+        if self.on:
+            return Due.DECISION
+        self.canary_in -= 1
+        since = self.steps - self.judged_at
+        other_load = not 4 * self.rows_judged <= 5 * num_rows <= 6 * self.rows_judged
+        if since >= self.CHECK_STEPS or (other_load and since >= self.EARLY_CHECK_STEPS):
+            return Due.DECISION
+        if self.canary_in <= 0:
+            self.canary_in = self.canary_gap
+            return Due.CANARY
+        return Due.NOTHING
+
+    def judge(self, gain: float, num_rows: int) -> bool:
+        """Whether a decision that promises `gain` (0: drafts nothing) is carried out."""
+        self.rows_judged, self.judged_at = num_rows, self.steps
+        if not self.on:
+            if gain > self.switch_gain:
+                self._switch()
+            return self.on
+        self.quiet_steps = 0 if gain > 0 else self.quiet_steps + 1
+        if self.quiet_steps >= self.QUIET_STEPS:
+            self._switch()
+        return gain > 0
+
+    def heard(self, better: bool) -> None:
+        """A canary's evidence: better than was thought, or not."""
+        gap = self.CANARY_STEPS if better else min(2 * self.canary_gap, self.MOST_CANARY_STEPS)
+        self.canary_gap = self.canary_in = gap
+
+    def _switch(self) -> None:
+        self.on = not self.on
+        self.num_switches += 1
+        self.steps = self.quiet_steps = self.judged_at = 0
+        self.canary_gap = self.canary_in = self.CANARY_STEPS
+
+
+FIRST_PROBE_STEPS, MOST_PROBE_STEPS = 16, 256
+
+
+def probes(idle_steps: np.ndarray, first: int, most: int) -> np.ndarray:
+    """Rows, intp, whose k has been 0 for 16, 32, 64, ... steps, and every 256 from there on; at
+    most `most` of them, served in turn from row `first`."""
+    idle = idle_steps.astype(np.int64)
+    doubled = ((idle & (idle - 1)) == 0) & (idle >= FIRST_PROBE_STEPS)
+    due: np.ndarray = (doubled | ((idle % MOST_PROBE_STEPS == 0) & (idle > 0))).nonzero()[0]
+    if len(due) > most:
+        due = np.roll(due, -int(np.searchsorted(due, first)))[:most]
+    return due
