@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.core import goodput, lookahead
+from cbatch.core import estimator, goodput, lookahead
 from cbatch.core.config import LookaheadConfig
 from cbatch.core.cost import StepPrices
 from tests.triton_kernels.decoding import DEEPEST, MODES, Z_BOUND, Decoder, Policy, Step, joint_z
@@ -49,19 +49,41 @@ class Shipped(Policy):
         )
 
 
-class Goodput(Shipped):
-    """The joint decision: a row's k also depends on what the others accepted."""
+class Goodput(Policy):
+    """The joint decision, where a row's k also depends on what the others accepted, fed with the
+    evidence that the estimator allows: 1 - TV up to and including the first rejection."""
 
-    def __init__(self) -> None:
-        super().__init__("ema")
+    config = LookaheadConfig(policy="goodput", k=DEEPEST, decay=0.7, drop_evidence=1.0)
+    prior = (1.4, 2.0)
+
+    def begin(self, count: int, world: World) -> None:
+        self.statistics = np.zeros((estimator.NUM_STATISTICS, count))
+        self.statistics[: estimator.DROP] = np.array(self.prior)[:, None]
+        self.statistics[estimator.ACCEPTED] = np.resize([0.4, 1.0, 1.6], count)  # histories
+        self.overlap = overlap_by_state(world)
 
     def choose(self, at: Tensor) -> Tensor:
-        accepted, trials = self.estimate[:, at.numpy()]
-        survival = lookahead.survival(accepted, trials, DEEPEST)
-        tokens = np.arange(len(at) * DEEPEST + 1)
-        prices = StepPrices(1.0 + 0.25 * tokens / len(at), 0.02)
+        known = self.statistics[:, at.numpy()]
+        survival = lookahead.survival(known[estimator.ACCEPTED], known[estimator.TRIALS], DEEPEST)
+        prices = StepPrices(1.0 + 0.25 * np.arange(len(at) * DEEPEST + 1) / len(at), 0.02)
         decision = goodput.decide(survival, np.full(len(at), DEEPEST, np.int32), prices)
         return torch.from_numpy(decision.num_drafts.astype(np.int64))
+
+    def observe(self, step: Step) -> None:
+        rows, accepted = step.at.numpy(), step.verdict.num_accepted
+        tried = torch.minimum(accepted + 1, step.num_drafts)
+        counted = torch.arange(DEEPEST) < tried[:, None]
+        evidence = (self.overlap[step.states[:, :-1]] * counted).sum(dim=1).numpy()
+        drafted, accepted = (x.numpy().astype(np.int32) for x in (step.num_drafts, accepted))
+        self.statistics[:, rows] = estimator.observe(
+            self.config, self.statistics[:, rows], drafted, accepted, self.prior, evidence
+        )
+
+
+def overlap_by_state(world: World) -> Tensor:
+    """1 - TV(p, q) behind each state."""
+    overlap = np.minimum(exact(world.target), exact(world.draft)).sum(axis=1)
+    return torch.from_numpy(overlap)
 
 
 class FollowsAccepts(Policy):
@@ -90,8 +112,7 @@ class ReadsEvidence(Policy):
 
     def begin(self, count: int, world: World) -> None:
         self.k = torch.full((count,), DEEPEST)
-        overlap = np.minimum(exact(world.target), exact(world.draft)).sum(axis=1)
-        self.overlap = torch.from_numpy(overlap)
+        self.overlap = overlap_by_state(world)
         self.world, self.switched = world, 0
 
     def choose(self, at: Tensor) -> Tensor:
