@@ -198,7 +198,7 @@ def test_policies_that_anticipate_are_found_out(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("name", FAIR)
 def test_fair_policies_keep_the_joint_law(name: str, kind: str, mode: str) -> None:
     world = chain_world() if kind == "chain" else ShapedWorld()
-    run = Decoder(world, mode, FAIR[name]()).run(COUNT // 4, 3)
+    run = Decoder(world, mode, FAIR[name]()).run(COUNT // 6, 3)
     assert abs(joint_z(run.tokens, world)) < Z_BOUND
     if name != "fixed":
         assert any(len(step.num_drafts.unique()) > 1 for step in run.steps[1:])
