@@ -225,8 +225,8 @@ class _Drafting:
         """Next token of each active row, and whether all their numbers were finite."""
         if logits.shape[1] > self.table.vocab_size:  # a draft may pad the vocabulary further
             logits = logits[:, : self.table.vocab_size]
-        slots = self.rows.slots[active]
         if self.shaped:
+            slots = self.rows.slots[active]
             padding = self.table.vocab_size - logits.shape[1]
             if padding:  # processors know the target's ids
                 logits = torch.nn.functional.pad(logits, (0, padding), value=-torch.inf)
@@ -239,7 +239,8 @@ class _Drafting:
             self._sample(logits, active, depth, tokens)
         self.tokens[active, depth] = tokens
         if self.shaped:
-            self.table.shaping.advance(slots, tokens[:, None], np.ones_like(active))
+            advanced = np.ones_like(active)
+            self.table.shaping.advance(self.rows.slots[active], tokens[:, None], advanced)
             self._advanced[active] += 1
         return tokens, all_are
 

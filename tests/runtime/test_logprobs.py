@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from cbatch.core.config import SchedulerConfig
 from cbatch.core.request import SamplingParams
@@ -24,6 +25,7 @@ from cbatch.stepwise import Engine
 from tests.runtime.engines import RecordingExecutor, parse_lookahead
 from tests.runtime.pairs import VOCAB, tiny_model
 from tests.runtime.reference import next_logits, slow_filter
+from tests.runtime.test_executor import admit
 from tests.runtime.test_processors import slow_shape
 
 NOISE = 0.06
@@ -66,7 +68,7 @@ class World:
     def complete(self, **extra: Any) -> list[Completion]:
         params = [
             SamplingParams(
-                **({"max_tokens": 24, "ignore_eos": True, "seed": i, "logprobs": TOP} | s | extra)
+                **({"max_tokens": 16, "ignore_eos": True, "seed": i, "logprobs": TOP} | s | extra)
             )
             for i, s in enumerate(SHAPES)
         ]
@@ -131,17 +133,17 @@ def test_processed_is_the_distribution_that_was_sampled_from():
                 check_top(entry, np.log(slow_filter(shaped.tolist(), *filters)))
             assert entry.logprob is not None
             forbidden += sum(value is None for _, value in entry.top)
-    assert forbidden > 20
+    assert forbidden > 15
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 def test_speculation_changes_no_bit(mode):
     base = numbers(plain(logprobs_mode=mode))
-    for lookahead in ("fixed:1", "fixed:5", "ema:6"):
+    for lookahead in ("fixed:5", "ema:6"):
         world = World(lookahead=lookahead)
         assert numbers(world.complete(logprobs_mode=mode)) == base
     world.assert_speculated()
-    world = World(lookahead="fixed:3", depth=1, num_blocks=60, step_budget_tokens=40)
+    world = World(lookahead="fixed:3", depth=1, num_blocks=44, step_budget_tokens=40)
     assert numbers(world.complete(logprobs_mode=mode)) == base
     world.assert_speculated()
     assert world.scheduler.stats.preemptions > 0
@@ -161,7 +163,7 @@ def test_outputs_carry_their_own():
     """Step by step, and no further than a stop id cuts an accepted run."""
     stop = plain()[0].token_ids[10]
     world = World(lookahead="fixed:5")
-    params = SamplingParams(max_tokens=24, temperature=0, stop_token_ids=(stop,), logprobs=1)
+    params = SamplingParams(max_tokens=16, temperature=0, stop_token_ids=(stop,), logprobs=1)
     world.engine.add(prompts()[0], params, request_id="r")
     parts: list[TokenLogprob] = []
     while world.engine.has_work:
@@ -237,7 +239,7 @@ def test_one_of_several_choices_brings_those_of_the_prompt():
     ):
         assert completion.choices[0].prompt_logprobs == alone.prompt_logprobs
         assert [c.prompt_logprobs for c in completion.choices[1:]] == [None, None]
-        assert all(len(c.logprobs or ()) == 24 for c in completion.choices)
+        assert all(len(c.logprobs or ()) == 16 for c in completion.choices)
     assert world.scheduler.stats.prefix_hit_tokens > 50
 
 
@@ -245,6 +247,13 @@ def test_a_prompt_of_one_token():
     world = World()
     (done,) = complete_all(world.engine, [[5]], [SamplingParams(prompt_logprobs=1, logprobs=1)])
     assert done.prompt_logprobs == (None,) and len(done.logprobs or ()) == 16
+
+
+def test_an_admission_that_would_lose_some_is_refused():
+    admission = admit(0, [1, 2, 3, 4, 5], prompt_logprobs=0)
+    structs.force_setattr(admission, "kv_len_tokens", 4)
+    with pytest.raises(ValueError, match="prompt are wanted"):
+        World().executor.table.admit(admission)
 
 
 # --- what would be noticed -----------------------------------------------------------------------

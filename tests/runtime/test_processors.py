@@ -84,7 +84,7 @@ def check_chain(params: SamplingParams, prompt: list[int], moves: list[Any]) -> 
 
 
 @given(params_strategy, st.lists(token, max_size=20), moves_strategy)
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 def test_shaping_follows_its_definition(params, prompt, moves):
     check_chain(params, prompt, moves)
 
@@ -107,7 +107,7 @@ class _KeepsPlaces(Penalties):
 
     def rollback(self, count: int) -> None:
         for _ in range(count):
-            self._counts[self._place[self._output.pop()]] -= 1
+            self._count(self._place[self._output.pop()], -1)
 
 
 class _NeverGoesBack(Penalties):
