@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -49,15 +49,20 @@ def next_logits(model: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def joint_law(
-    model: Model, prompt: Sequence[int], length: int, filters: tuple[float, int, float, float]
+    model: Model,
+    prompt: Sequence[int],
+    length: int,
+    filters: tuple[float, int, float, float],
+    shape: Callable[[np.ndarray, list[int]], np.ndarray] = lambda logits, output: logits,
 ) -> np.ndarray:
     """Law of the first `length` tokens behind `prompt` under temperature, top_k, top_p, min_p:
-    [vocab] * length."""
+    [vocab] * length. `shape` changes the logits [vocab] that follow an output before that."""
     vocab = model.config.vocab_size
     law = np.ones(())
     for depth in range(length):
         prefixes = list(itertools.product(range(vocab), repeat=depth))
         logits = next_logits(model, [[*prompt, *prefix] for prefix in prefixes])
-        probs = np.array([slow_filter(row.tolist(), *filters) for row in logits])
+        shaped = [shape(row, list(prefix)) for row, prefix in zip(logits, prefixes, strict=True)]
+        probs = np.array([slow_filter(row.tolist(), *filters) for row in shaped])
         law = law[..., None] * probs.reshape((vocab,) * (depth + 1))
     return law

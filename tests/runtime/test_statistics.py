@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cbatch.core.request import SamplingParams
 from cbatch.runtime.drafter import DraftModel, DraftRows, Proposal
 from tests.chi_square import chi_square_z
 from tests.runtime.engines import Run, make_request, run_engine
 from tests.runtime.pairs import tiny_model
 from tests.runtime.reference import joint_law
+from tests.runtime.test_processors import slow_shape
 
 VOCAB, COUNT, PROMPT = 6, 2400, (1, 4, 2)
 Z_BOUND = 5.0
@@ -28,7 +30,7 @@ def exact_law(temperature: float) -> np.ndarray:
     return joint_law(tiny_model(vocab_size=VOCAB), PROMPT, 3, (temperature, *FILTERS[1:]))
 
 
-def sample(**settings: Any) -> Run:
+def sample(params: dict[str, Any] | None = None, **settings: Any) -> Run:
     """`COUNT` requests of one prompt with different seeds; the first tokens of their outputs."""
     temperature, top_k, top_p, min_p = FILTERS
     requests = [
@@ -42,6 +44,7 @@ def sample(**settings: Any) -> Run:
             min_p=min_p,
             seed=i // 2,
             choice=i % 2,
+            **(params or {}),
         )
         for i in range(COUNT)
     ]
@@ -58,10 +61,14 @@ def sample(**settings: Any) -> Run:
 
 
 def z_against(run: Run, temperature: float) -> float:
+    return z_of(run, exact_law(temperature))
+
+
+def z_of(run: Run, law: np.ndarray) -> float:
     tokens = np.array([output[:3] for output in run.outputs.values()])
     cells = tokens @ np.array([VOCAB * VOCAB, VOCAB, 1])
     counts = np.bincount(cells, minlength=VOCAB**3)
-    return chi_square_z(counts, exact_law(temperature))
+    return chi_square_z(counts, law)
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3", "ema:4"])
@@ -72,6 +79,29 @@ def test_joint_law_of_sampled_tokens(lookahead):
     if lookahead != "off":
         assert 0.2 < run.acceptance < 0.95
         assert (run.accepted < run.drafted).any() and (run.accepted >= 2).any()
+
+
+PENALTIES = {"repetition_penalty": 1.6, "presence_penalty": 0.5, "frequency_penalty": 0.4}
+
+
+@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+def test_joint_law_under_penalties(verification):
+    """They depend on the output so far, drafts included, so the law is one over sequences."""
+    asked = PENALTIES | {"logit_bias": {0: 0.7}}
+    slow = SamplingParams(**asked)
+
+    def law(past: int) -> np.ndarray:
+        """`past` 0: as if the penalties did not see the output."""
+
+        def shape(logits: np.ndarray, output: list[int]) -> np.ndarray:
+            return slow_shape(logits, slow, (), list(PROMPT), output[:past])
+
+        return joint_law(tiny_model(vocab_size=VOCAB), PROMPT, 3, FILTERS, shape)
+
+    run = sample(asked | {"verification": verification}, lookahead="fixed:3")
+    assert abs(z_of(run, law(3))) < Z_BOUND
+    assert z_of(run, law(0)) > 2 * Z_BOUND
+    assert 0.2 < run.acceptance < 0.95 and (run.accepted >= 2).any()
 
 
 class _WrongQ(DraftModel):
