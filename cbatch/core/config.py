@@ -28,7 +28,7 @@ class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # estimator.py), and the gain over drafting nothing that is worth beginning to draft.
     drop_evidence: float = 4.5
     drop_trials: float = 5.0
-    switch_gain: float = 0.02
+    switch_gain: float = 0.01
 
     def __post_init__(self) -> None:
         for field, ok, remedy in (

@@ -16,11 +16,14 @@ from cbatch.core.estimator import FleetPrior
 from cbatch.core.regime import Due, Regime, probes
 
 _CANARY_DRAFTS = 4
-_FLEET_TRIALS = 256.0  # memory of the prior
+_FLEET_TRIALS = 512.0  # memory of the prior
 _CANARY_TRIALS = 16.0  # the same while canaries are all there is to learn from
 _FOLD_STEPS = 32  # between two reports of running rows to the fleet
-_COST_STEPS = 8  # while off, one step in so many corrects the price list
+_COST_STEPS = 16  # while off, one step in so many corrects the price list
 _PROBE_SHARE = 0.01  # of the rows of a step
+# A decision costs some tens of microseconds however few its rows, and steps of few rows are short:
+# for these it stands for as many steps, unless the rows change.
+_HELD_ROWS, _HELD_STEPS = 8, 4
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -54,6 +57,8 @@ class LookaheadController:
         self.statistics = np.zeros((estimator.NUM_STATISTICS, max_slots), dtype=np.float64)
         self.statistics[: estimator.DROP] = np.array(self.prior)[:, None]
         self._market: goodput.Market | None = None
+        self._held: tuple[slice | np.ndarray, np.ndarray] | None = None  # rows and their k
+        self._held_steps = 0
         self._steps = 0
         self._undrifted_steps = 0  # steps without drafts that the statistics have not felt yet
 
@@ -61,11 +66,13 @@ class LookaheadController:
 
     def enter(self, slot: int, estimate: tuple[float, float] | None = None) -> None:
         """A sequence takes the slot, with the N and D it had when it was preempted, if it was."""
+        self._held = None
         self.statistics[:, slot] = 0.0
         self.statistics[: estimator.DROP, slot] = self.prior if estimate is None else estimate
 
     def leave(self, slot: int) -> tuple[float, float]:
         """It leaves the slot, finished or preempted; returns N and D."""
+        self._held = None
         accepted, trials = self.statistics[: estimator.DROP, slot].tolist()
         self._fold(np.array([slot]), _FLEET_TRIALS)
         return accepted, trials
@@ -85,24 +92,13 @@ class LookaheadController:
             return None
         if due is Due.CANARY:
             return self._canary(caps, lag, room)
-        self._drift()
-        depth = int(np.maximum.reduce(caps)) if len(caps) else 0
-        most = min(room.budget_tokens, depth * len(caps))
-        if most <= 0:
-            self.regime.judge(0.0, len(caps))
-            return None
-        prices = self.costs.prices(len(caps), room.base_tokens, room.context_tokens, most)
-        known = self.statistics[:, rows]
-        survival = lookahead.survival(known[estimator.ACCEPTED], known[estimator.TRIALS], depth)
-        decision = goodput.decide(survival, caps, prices, self._market, room.blocks)
-        self._market = decision.market
-        was_on = self.regime.on
-        carried_out = self.regime.judge(decision.gain, len(caps))
-        if was_on and not self.regime.on:
-            self._fold(rows, _FLEET_TRIALS)
-        if not carried_out:
-            return None
-        return self._with_probes(rows, decision.num_drafts, caps, most)
+        held = self._still_held(rows, caps, room)
+        if held is not None:
+            return held
+        num_drafts = self._decide(rows, caps, room)
+        if num_drafts is not None and len(caps) <= _HELD_ROWS:
+            self._held, self._held_steps = (rows, num_drafts.copy()), _HELD_STEPS - 1
+        return None if num_drafts is None else self._with_probes(rows, num_drafts, caps, room)
 
     def learn(
         self,
@@ -135,15 +131,48 @@ class LookaheadController:
 
     # ---- inside -------------------------------------------------------------------------------
 
+    def _decide(self, rows: slice | np.ndarray, caps: np.ndarray, room: Room) -> np.ndarray | None:
+        self._drift()
+        depth = int(np.maximum.reduce(caps, initial=0))
+        most = min(room.budget_tokens, depth * len(caps))
+        if most <= 0:
+            self.regime.judge(0.0, len(caps))
+            return None
+        prices = self.costs.prices(len(caps), room.base_tokens, room.context_tokens, most)
+        known = self.statistics[: estimator.DROP, rows]
+        survival = lookahead.survival(known[estimator.ACCEPTED], known[estimator.TRIALS], depth)
+        decision = goodput.decide(survival, caps, prices, self._market, room.blocks)
+        self._market = decision.market
+        was_on = self.regime.on
+        carried_out = self.regime.judge(decision.gain, len(caps))
+        if was_on and not self.regime.on:
+            self._fold(rows, _FLEET_TRIALS)
+        return decision.num_drafts if carried_out else None
+
+    def _still_held(
+        self, rows: slice | np.ndarray, caps: np.ndarray, room: Room
+    ) -> np.ndarray | None:
+        """The previous decision, for the few steps that it stands."""
+        if self._held is None or not self.regime.on:
+            return None
+        held_rows, num_drafts = self._held
+        self._held_steps -= 1
+        if self._held_steps <= 0:
+            self._held = None
+        same = held_rows is rows or (isinstance(rows, slice) and held_rows == rows)
+        num_drafts = np.minimum(num_drafts, caps) if same else num_drafts
+        fits = room.blocks is None and int(np.add.reduce(num_drafts)) <= room.budget_tokens
+        return num_drafts if same and fits else None
+
     def _with_probes(
-        self, rows: slice | np.ndarray, num_drafts: np.ndarray, caps: np.ndarray, most: int
+        self, rows: slice | np.ndarray, num_drafts: np.ndarray, caps: np.ndarray, room: Room
     ) -> np.ndarray:
         """The decision, with one draft for a few rows that have had none for long."""
         idle = self.statistics[estimator.IDLE_STEPS, rows]
         idle = np.where(num_drafts > 0, 0.0, idle + 1)
         self.statistics[estimator.IDLE_STEPS, rows] = idle
         if np.maximum.reduce(idle) >= 1:
-            left = max(most - int(np.add.reduce(num_drafts)), 0)
+            left = max(room.budget_tokens - int(np.add.reduce(num_drafts)), 0)
             most_probes = min(left, 1 + int(_PROBE_SHARE * len(caps)))
             due = probes(idle, self._steps % len(caps), most_probes)
             num_drafts[due] = np.minimum(caps[due], 1)

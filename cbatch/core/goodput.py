@@ -89,13 +89,15 @@ def decide(
 
 
 def weigh(values: np.ndarray, market: Market) -> np.ndarray:
-    """w_i, float64 [rows] of mean 1, for survival [depth, rows] masked by the caps."""
-    tokens = np.ones((len(values) + 1, values.shape[1]))
-    for j, survives in enumerate(values):  # faster than accumulate along the first axis
-        np.add(tokens[j], survives, out=tokens[j + 1])
-    cost = market.slot_s + market.token_s * _DEPTHS[: len(tokens)]
-    weights: np.ndarray = np.minimum.reduce(cost / tokens, axis=0)
-    weights *= len(weights) / np.add.reduce(weights)
+    """w_i, float64 [rows] of mean 1, for survival [depth, rows] masked by the caps.
+
+    The minimum is sought up to a little beyond the depth of the last decision, whose prices these
+    are."""
+    tokens = np.add.accumulate(values[: market.depth + 2], axis=0)
+    tokens += 1
+    cost_s = market.slot_s + market.token_s * _DEPTHS[1 : len(tokens) + 1]
+    weights: np.ndarray = np.minimum.reduce(cost_s / tokens, axis=0, initial=market.slot_s)
+    weights *= len(weights) / float(np.add.reduce(weights))
     return weights
 
 
@@ -108,17 +110,16 @@ def best_choice(values: np.ndarray, prices: StepPrices, first_depth: int) -> Cho
     depth, rows = values.shape
     if not depth or len(prices.step_s) < 2:
         return None
-    off = rows / float(prices.step_s[0])
     first = min(max(first_depth, 1), depth)
     best = _evaluate(values[:first], prices)
-    price = best.goodput
-    bounds = _excess_bounds(values, prices, best)
-    for d, excess in sorted(enumerate(bounds, start=1), key=_by_excess):
+    price, alone_s = best.goodput, float(prices.step_s[0])
+    bounds = enumerate(_excess_bounds(values, prices, best), start=1)
+    open_depths = [(d, excess) for d, excess in bounds if excess > _ROUNDING * rows and d != first]
+    for d, excess in sorted(open_depths, key=_by_excess):
         # A better choice since then took its rise in price off every bound.
-        least_s = prices.step_s[0] + prices.pass_s * d
-        if d != first and excess > (best.goodput - price) * least_s + _ROUNDING * rows:
+        if excess > (best.goodput - price) * (alone_s + prices.pass_s * d):
             best = max(best, _evaluate(values[:d], prices), key=_goodput)
-    return best if best.goodput > off else None
+    return best if best.goodput * alone_s > rows else None
 
 
 def _by_excess(bound: tuple[int, float]) -> float:
@@ -177,9 +178,10 @@ def _excess_bounds(values: np.ndarray, prices: StepPrices, best: Choice) -> list
 def _take(values: np.ndarray, choice: Choice) -> np.ndarray:
     """k of each row, int32: the `count` largest values; of equals, shallow before deep and then
     lower rows first."""
-    taken = (values >= choice.threshold).view(np.int8)
-    num_drafts: np.ndarray = np.add.reduce(taken, axis=0, dtype=np.int8).astype(np.int32)
-    surplus = int(np.add.reduce(num_drafts)) - choice.count
+    taken = values >= choice.threshold
+    surplus = int(np.count_nonzero(taken)) - choice.count
+    num_drafts: np.ndarray = np.add.reduce(taken.view(np.int8), axis=0, dtype=np.int8)
+    num_drafts = num_drafts.astype(np.int32)
     if surplus > 0:
         equals = np.flatnonzero(values == choice.threshold)[-surplus:]
         num_drafts -= np.bincount(equals % values.shape[1], minlength=values.shape[1])

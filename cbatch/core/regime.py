@@ -34,7 +34,7 @@ class Regime(msgspec.Struct):
     judged_at: int = 0  # of `steps`
 
     QUIET_STEPS = 8
-    CHECK_STEPS = 64
+    CHECK_STEPS = 128
     EARLY_CHECK_STEPS = 8
     CANARY_STEPS = 48
     MOST_CANARY_STEPS = 768

@@ -165,7 +165,7 @@ def goodput(
 
 
 def requests_for(alphas: Callable, batch: int) -> Requests:
-    return Requests.of(alphas, count=24 + 5 * batch, seed=batch)
+    return Requests.of(alphas, count=24 + 4 * batch, seed=batch)
 
 
 class Cell(NamedTuple):

@@ -1,0 +1,91 @@
+"""`pytest bench --benchmark-enable`: the `goodput` decision at 256 rows and 8 depths.
+
+`flat` is memory-bound at this load, `steep` compute-bound, `stairs` rises in steps of 64 tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cbatch.core.config import LookaheadConfig
+from cbatch.core.controller import LookaheadController, Room
+from cbatch.core.cost import CostModel, CostProfile, StepLoad
+from cbatch.core.goodput import decide
+from cbatch.core.lookahead import survival
+from cbatch.core.regime import Regime
+
+ROWS, DEPTH = 256, 8
+TOKENS = ROWS * (1 + DEPTH)
+STAIRS = tuple(n for first in range(0, TOKENS, 64) for n in (first + 1, first + 64))
+PROFILES = {
+    "flat": CostProfile((1, 64, TOKENS), (10e-3, 10.5e-3, 20e-3), 0.0, 0.0, 3e-4, 2e-6),
+    "steep": CostProfile((1, 2, TOKENS), (10e-3, 10.1e-3, 200e-3), 0.0, 0.0, 1e-3, 1e-5),
+    "stairs": CostProfile(
+        STAIRS, tuple(0.01 + 2e-5 * max(0, (n - 1) // 64 - 4) * 64 for n in STAIRS), 0, 0, 3e-4
+    ),
+}
+
+
+def inputs(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """N and D of rows whose acceptance is spread about 2/3, and caps."""
+    rng = np.random.default_rng(0)
+    trials = rng.uniform(8, 25, rows)
+    return rng.beta(6, 3, rows) * trials, trials, np.full(rows, DEPTH, np.int32)
+
+
+@pytest.mark.parametrize("kind", PROFILES)
+def test_decide(benchmark, kind):
+    accepted, trials, caps = inputs(ROWS)
+    chances = survival(accepted, trials, DEPTH)
+    prices = CostModel(PROFILES[kind], max_tokens=TOKENS).prices(ROWS, ROWS, 0, ROWS * DEPTH)
+    market = None
+    for _ in range(5):
+        market = decide(chances, caps, prices, market).market
+    decision = benchmark(decide, chances, caps, prices, market)
+    assert (decision.num_drafts.sum() > 0) == (kind != "steep")
+
+
+@pytest.mark.parametrize("rows", [1, 32, 256])
+def test_whole_choice(benchmark, rows):
+    """Survival, prices, decision and probes, as a plan calls it; few rows decide seldom."""
+    controller = LookaheadController(
+        LookaheadConfig(policy="goodput", k=DEPTH),
+        max_slots=rows,
+        max_tokens=TOKENS,
+        profile=PROFILES["flat"],
+    )
+    accepted, trials, caps = inputs(rows)
+    controller.statistics[:2] = accepted, trials
+    lag, room = np.zeros(rows, np.int32), Room(rows, 0, rows * DEPTH)
+    k = benchmark(controller.choose, slice(0, rows), caps, lag, room)
+    assert k is not None and k.any()
+
+
+def test_survival(benchmark):
+    accepted, trials, _ = inputs(ROWS)
+    benchmark(survival, accepted, trials, DEPTH)
+
+
+def test_a_step_while_off(benchmark):
+    """What k = 0 for everyone costs: both calls, decisions and canaries included."""
+    controller = LookaheadController(
+        LookaheadConfig(policy="goodput", k=DEPTH),
+        max_slots=ROWS,
+        max_tokens=TOKENS,
+        profile=PROFILES["steep"],
+    )
+    accepted, trials, caps = inputs(ROWS)
+    controller.statistics[:2] = accepted, trials
+    rows, zero, lag = slice(0, ROWS), np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)
+    room, plain = Room(ROWS, 0, ROWS * DEPTH), StepLoad(ROWS, ROWS, 0, 0, 0)
+
+    def step() -> None:
+        controller.choose(rows, caps, lag, room)
+        controller.learn(rows, zero, zero, plain, 0.0, 0.03)
+
+    for _ in range(Regime.QUIET_STEPS):
+        step()
+    assert not controller.regime.on
+    benchmark.pedantic(step, rounds=20, iterations=640)
+    assert not controller.regime.on
