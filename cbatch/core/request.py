@@ -159,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         if self.allowed_token_ids is not None:
             left = len(set(self.allowed_token_ids) - banned)
         else:
-            left = vocab_size - len(banned)
+            left = vocab_size - sum(i < vocab_size for i in banned)  # EOS ids may lie beyond
         if not left:
             field = "banned_token_ids" if self.allowed_token_ids is None else "allowed_token_ids"
             raise FieldError(

@@ -86,6 +86,11 @@ def test_ids_beyond_the_vocabulary_and_no_token_left(params, stop_ids, field) ->
         SamplingParams(**params).require_vocabulary(8, stop_ids)
 
 
+def test_stop_ids_beyond_the_vocabulary_take_no_choice_away() -> None:
+    params = SamplingParams(min_tokens=2, banned_token_ids=(0, 1, 2, 3, 4, 5, 6))
+    params.require_vocabulary(8, (90, 91))
+
+
 def test_coupled_by_name_or_by_a_seed_of_the_caller() -> None:
     modes = ("auto", "rejection", "coupled")
     found = [SamplingParams(verification=m, seed=s).coupled for m in modes for s in (None, 0)]
