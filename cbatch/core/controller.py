@@ -23,7 +23,7 @@ _COST_STEPS = 16  # while off, one step in so many corrects the price list
 _PROBE_SHARE = 0.01  # of the rows of a step
 # A decision costs some tens of microseconds however few its rows, and steps of few rows are short:
 # for these it stands for as many steps, unless the rows change.
-_HELD_ROWS, _HELD_STEPS = 8, 4
+_HELD_ROWS, _HELD_STEPS = 32, 4
 
 
 class Room(msgspec.Struct, frozen=True):

@@ -133,7 +133,9 @@ def _goodput(choice: Choice) -> float:
 def _evaluate(values: np.ndarray, prices: StepPrices) -> Choice:
     """The best number of pairs among those of the depth of `values`, at least one."""
     depth, rows = values.shape
-    ranked = np.sort(values, axis=None)[::-1]
+    ranked = values.flatten()
+    ranked.sort()
+    ranked = ranked[::-1]
     most = min(len(ranked), len(prices.step_s) - 1)
     goodput = np.add.accumulate(ranked[:most])
     goodput += rows
@@ -156,7 +158,7 @@ def _excess_bounds(values: np.ndarray, prices: StepPrices, best: Choice) -> list
     longest_s = (rows + float(np.add.reduce(values, axis=None))) / g
     most = min(values.size, int(step_s.searchsorted(longest_s, side="right")), len(step_s) - 1)
     # C at every `stride`-th count: it never falls, so between them it is at least the left one.
-    stride = 1 + most // 128
+    stride = 1 + most // 512
     points_s = step_s[: most + 1 : stride]
     counts = _COUNTS[: most + 1 : stride]
     right = best.count // stride + 1
