@@ -13,7 +13,7 @@ from cbatch.core.controller import LookaheadController, Room
 from cbatch.core.cost import CostModel, CostProfile, StepLoad
 from cbatch.core.goodput import decide
 from cbatch.core.lookahead import survival
-from cbatch.core.regime import Regime
+from cbatch.core.regime import Due, Regime
 
 ROWS, DEPTH = 256, 8
 TOKENS = ROWS * (1 + DEPTH)
@@ -58,7 +58,7 @@ def test_whole_choice(benchmark, rows):
     accepted, trials, caps = inputs(rows)
     controller.statistics[:2] = accepted, trials
     lag, room = np.zeros(rows, np.int32), Room(rows, 0, rows * DEPTH)
-    k = benchmark(controller.choose, slice(0, rows), caps, lag, room)
+    k = benchmark(controller.choose, Due.DECISION, slice(0, rows), caps, lag, room)
     assert k is not None and k.any()
 
 
@@ -81,8 +81,11 @@ def test_a_step_while_off(benchmark):
     room, plain = Room(ROWS, 0, ROWS * DEPTH), StepLoad(ROWS, ROWS, 0, 0, 0)
 
     def step() -> None:
-        controller.choose(rows, caps, lag, room)
-        controller.learn(rows, zero, zero, plain, 0.0, 0.03)
+        due = controller.due(ROWS)
+        if due is not Due.NOTHING:
+            controller.choose(due, rows, caps, lag, room)
+        if not controller.rests(drafted=False):
+            controller.learn(rows, zero, zero, plain, 0.0, 0.03)
 
     for _ in range(Regime.QUIET_STEPS):
         step()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import msgspec
 
-from cbatch.core.config import LookaheadConfig, QueuePolicy, SchedulerConfig
+from cbatch.core.config import LookaheadConfig, LookaheadPolicy, QueuePolicy, SchedulerConfig
 from cbatch.core.errors import FieldError
 from cbatch.core.scheduler import Scheduler
 from cbatch.engine.loop import Executor, OverlappedExecutor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("cbatch")
 
-_DEFAULT_K = {"ema": 8, "fixed": 4}  # the cap of one, the constant of the other
+_DEFAULT_K = {"goodput": 8, "ema": 8, "fixed": 4}  # the cap of one, the constant of the other
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the memory, for KV, unless a size is given
 
 
@@ -98,16 +99,17 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 def parse_lookahead(value: str | LookaheadConfig) -> LookaheadConfig:
-    """From "off", "ema", "ema:8", "fixed:4". Raises `FieldError`."""
+    """From "off", "goodput", "ema:8", "fixed:4". Raises `FieldError`."""
     if isinstance(value, LookaheadConfig):
         return value
     policy, _, k = value.partition(":")
     if policy == "off" and not k:
         return LookaheadConfig(policy="off")
-    if policy in ("ema", "fixed") and (k.isdecimal() or not k) and not value.endswith(":"):
-        chosen: Literal["ema", "fixed"] = "ema" if policy == "ema" else "fixed"
-        return LookaheadConfig(policy=chosen, k=int(k) if k else _DEFAULT_K[chosen])
-    raise FieldError("lookahead", f"{value!r} is not known", "use off, ema, ema:8 or fixed:4")
+    if policy in _DEFAULT_K and (k.isdecimal() or not k) and not value.endswith(":"):
+        chosen = cast(LookaheadPolicy, policy)
+        return LookaheadConfig(policy=chosen, k=int(k) if k else _DEFAULT_K[policy])
+    remedy = "use off, goodput, ema or fixed, the last three with k as in goodput:8"
+    raise FieldError("lookahead", f"{value!r} is not known", remedy)
 
 
 def lookahead_name(config: LookaheadConfig) -> str:
@@ -148,6 +150,8 @@ def load_engine(
         max_slots=config.max_slots,
         drafter=DraftModel(draft_model) if draft_model is not None else None,
     )
+    if config.lookahead.policy == "goodput":
+        config = _with_prices(config, executor, target, draft_model, (model, draft))
     info = _info(model, draft, target, draft_model, config)
     for line in info.lines():
         _logger.info(line)
@@ -160,6 +164,40 @@ def load_engine(
         drafters=() if draft is None else ("model",),
     )
     return engine, info
+
+
+def _with_prices(
+    config: SchedulerConfig,
+    executor: Executor,
+    target: Model,
+    draft: Model | None,
+    paths: tuple[str | Path, str | Path | None],
+) -> SchedulerConfig:
+    """With what steps cost here: measured now, or kept from an earlier start on this machine."""
+    import torch
+
+    from cbatch.engine.profile import cached_profile, profile_costs
+
+    device = torch.device(target.device)
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    key = {
+        "models": [None if path is None else str(path) for path in paths],
+        "shapes": [repr(m.config) for m in (target, draft) if m is not None],
+        "dtype": str(target.dtype),
+        "numerics": target.numerics,
+        "processor": processor,
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "slots": config.max_slots,
+        "blocks": [config.num_blocks, config.block_size_tokens],
+        "tokens": [config.step_budget_tokens, config.max_model_tokens],
+    }
+    profile = cached_profile(key, lambda: profile_costs(executor, config))
+    return msgspec.structs.replace(config, cost_profile=profile)
+
+
+def _cpu_name() -> str:
+    return f"{platform.node()} {platform.machine()} {platform.processor()} {os.cpu_count()}"
 
 
 def _checked(model: str | Path, field: str) -> Path:

@@ -6,6 +6,8 @@ import numpy as np
 from msgspec import structs
 
 from cbatch.core import lookahead
+from cbatch.core.controller import LookaheadController
+from cbatch.core.cost import StepLoad
 from cbatch.core.plan import RowStatus, StepResult, TokenLogprobs
 from cbatch.core.request import FinishReason
 from cbatch.core.sequence import Commit, Drafts, Flight, Reservation
@@ -74,6 +76,9 @@ class Committer:
             self._advance(step, flight.has_chunks)
         else:
             self._advance_plain(step)
+        controller = state.controller
+        if controller is not None and not controller.rests(drafted=step.drafts.total > 0):
+            self._teach(controller, step)
         ended = self._find_ends(step, flight.may_end)
         if troubled:
             self._forget_drafts(step)
@@ -143,6 +148,21 @@ class Committer:
                 result.num_drafted,
                 result.num_accepted,
             )
+
+    def _teach(self, controller: LookaheadController, step: _Step) -> None:
+        """What was drafted, accepted and paid."""
+        table, rows, plan, result = self.state.table, step.rows, step.plan, step.result
+        drafted = result.num_drafted
+        unused = int(np.add.reduce(plan.num_drafts)) - step.drafts.total
+        load = StepLoad(
+            rows=len(step.slots),
+            target_tokens=int(np.add.reduce(plan.query_lens)) - unused,
+            context_tokens=int(np.add.reduce(table.num_tokens[rows])),
+            depth=int(np.maximum.reduce(drafted, initial=0)),
+            draft_tokens=step.drafts.total + int(np.add.reduce(plan.catch_up)),
+        )
+        accepted = result.num_accepted
+        controller.learn(rows, drafted, accepted, load, result.draft_s, result.target_s)
 
     def _advance_draft(self, step: _Step) -> None:
         """How far the draft's KV is behind now.

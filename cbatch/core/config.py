@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from cbatch.core.cost import CostProfile
 from cbatch.core.errors import FieldError
 
 QueuePolicy = Literal["fcfs", "priority", "shortest"]
@@ -63,6 +64,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     decode_reserve_tokens: int = 16  # room a request must find beyond its prompt to be admitted
     draft_context_tokens: int | None = None  # None: no draft is loaded and k is always 0
     lookahead: LookaheadConfig = LookaheadConfig()
+    cost_profile: CostProfile | None = None  # of `goodput`; None: prices are learnt on the way
 
     def __post_init__(self) -> None:
         checks = (

@@ -38,7 +38,8 @@ class Room(msgspec.Struct, frozen=True):
 
 
 class LookaheadController:
-    """Call `choose` in every plan and `learn` in every commit; `enter` and `leave` with slots."""
+    """In every plan `due`, and `choose` unless nothing is; in every commit `rests`, and `learn` if
+    it does not; `enter` and `leave` with slots."""
 
     def __init__(
         self,
@@ -79,15 +80,18 @@ class LookaheadController:
 
     # ---- steps --------------------------------------------------------------------------------
 
+    def due(self, num_rows: int) -> Due:
+        """What this plan, of that many decoding rows, asks of `choose`; once a plan."""
+        return self.regime.due(num_rows)
+
     def choose(
-        self, rows: slice | np.ndarray, caps: np.ndarray, lag: np.ndarray, room: Room
+        self, due: Due, rows: slice | np.ndarray, caps: np.ndarray, lag: np.ndarray, room: Room
     ) -> np.ndarray | None:
         """k of each decoding row, int32 [rows], or None if nobody drafts.
 
         `rows` selects slots; `caps` is int32 [rows], what request and context allow; `lag` int32
         [rows], how many tokens the drafter's KV is behind (the canary is who costs least).
         """
-        due = self.regime.due(len(caps))
         if due is Due.NOTHING:
             return None
         if due is Due.CANARY:
@@ -100,6 +104,14 @@ class LookaheadController:
             self._held, self._held_steps = (rows, num_drafts.copy()), _HELD_STEPS - 1
         return None if num_drafts is None else self._with_probes(rows, num_drafts, caps, room)
 
+    def rests(self, *, drafted: bool) -> bool:
+        """Counts a step that has committed; whether there is nothing to `learn` from it."""
+        self._steps += 1
+        if drafted:
+            return False
+        self._undrifted_steps += 1
+        return not self.regime.on and self._steps % _COST_STEPS != 0
+
     def learn(
         self,
         rows: slice | np.ndarray,
@@ -110,15 +122,11 @@ class LookaheadController:
         target_s: float,
         evidence: np.ndarray | None = None,
     ) -> None:
-        """A step has committed. `rows` selects slots, int32 [rows] each; `evidence` as in
+        """From a step that has committed. `rows` selects slots, int32 [rows] each; `evidence` as in
         `estimator.observe`."""
-        self._steps += 1
-        if not load.depth:
-            self._undrifted_steps += 1
-            if self.regime.on or self._steps % _COST_STEPS == 0:
-                self.costs.observe(load, draft_s, target_s)
-            return
         self.costs.observe(load, draft_s, target_s)
+        if not load.depth:
+            return
         if not self.regime.on:
             self._hear(rows, num_drafted, num_accepted, evidence)
             return

@@ -6,8 +6,10 @@ import msgspec
 import numpy as np
 
 from cbatch.core import lookahead
+from cbatch.core.controller import Room
 from cbatch.core.growth import Row, decide_growth, fit_drafts
 from cbatch.core.plan import StepPlan
+from cbatch.core.regime import Due
 from cbatch.core.sequence import Drafts, Flight, Reservation, Sequence
 from cbatch.core.state import SchedulerState
 
@@ -64,6 +66,7 @@ class Planner:
         self.state = state
         self._next_step_id = 0
         self._cache = self._build_cache()
+        self._asked = Due.DECISION
 
     def plan(self) -> StepPlan | None:
         state = self.state
@@ -100,7 +103,7 @@ class Planner:
             near_end = cache.slack_tokens < state.most_emitted
         cache.slack_tokens -= state.most_emitted
         decodes.may_end = near_end
-        if not state.speculates:
+        if not state.speculates or self._due(len(slots)) is Due.NOTHING:
             return self._grow(decodes, known)
         caps = cache.most_drafts
         if near_end:
@@ -125,7 +128,7 @@ class Planner:
         decodes = Decodes(slots, rows, drafts, drafts.num_drafts, 0)
         if not len(slots):
             return decodes
-        if state.speculates:
+        if state.speculates and self._due(len(slots)) is not Due.NOTHING:
             lag = table.draft_lag + known - table.num_tokens + table.todo - 1
             caps = np.maximum(table.lookahead_end[rows] - known[rows], 0)
             caps = np.minimum(table.max_lookahead[rows], caps)
@@ -145,17 +148,32 @@ class Planner:
             reach[flight.rows] += flight.plan.query_lens
         return known, reach
 
+    def _due(self, num_rows: int) -> Due:
+        """What the controller is asked in this step; policies without one always decide."""
+        controller = self.state.controller
+        self._asked = Due.DECISION if controller is None else controller.due(num_rows)
+        return self._asked
+
     def _speculate(self, decodes: Decodes, caps: Drafts, lag: np.ndarray) -> None:
         """Drafts and catch-up tokens per row, before blocks are considered.
 
         `caps` is what request and context allow, `lag` how far the draft's KV is behind."""
         state, config, rows = self.state, self.state.config, decodes.rows
         most = caps.num_drafts
-        num_drafts = lookahead.choose_lookahead(config.lookahead, state.table.estimate, rows, most)
-        drafts = caps if num_drafts is most else Drafts.of(num_drafts)
         budget = config.step_budget_tokens - len(most)
         if state.prefilling or state.waiting:
             budget //= 2  # speculation does not starve prompts
+        num_drafts: np.ndarray | None
+        if state.controller is None:
+            num_drafts = lookahead.choose_lookahead(
+                config.lookahead, state.table.estimate, rows, most
+            )
+        else:
+            room = self._room(rows, most, budget)
+            num_drafts = state.controller.choose(self._asked, rows, most, lag, room)
+            if num_drafts is None:
+                return
+        drafts = caps if num_drafts is most else Drafts.of(num_drafts)
         catch_up_total = int(np.add.reduce(lag))
         if drafts.by_all and drafts.total + catch_up_total <= budget:
             catch_up = lag.copy()
@@ -166,6 +184,25 @@ class Planner:
             catch_up_total = total - drafts.total
         decodes.drafts, decodes.catch_up = drafts, catch_up
         decodes.catch_up_total = catch_up_total
+
+    def _room(self, rows: slice | np.ndarray, most: np.ndarray, budget: int) -> Room:
+        """What the step has for drafts. Prompts are counted as far as they can go on."""
+        state, table = self.state, self.state.table
+        chunk_tokens = 0
+        if state.prefilling:
+            todo = int(np.add.reduce(table.todo[state.prefilling]))
+            chunk_tokens = min(todo, state.config.step_budget_tokens - len(most) - budget)
+        known = table.num_tokens[rows]
+        free = state.pool.num_available * state.pool.block_size
+        blocks = None
+        if free < state.config.lookahead.k * len(most):
+            blocks = np.maximum(table.capacity[rows] - known, 0), free
+        return Room(
+            base_tokens=len(most) + chunk_tokens,
+            context_tokens=int(np.add.reduce(known)),
+            budget_tokens=budget,
+            blocks=blocks,
+        )
 
     def _grow(self, decodes: Decodes, reach: np.ndarray) -> Decodes:
         """Blocks for positions up to `reach`, int32 [rows]; if there are not enough, fewer rows."""

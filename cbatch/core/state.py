@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cbatch.core.config import SchedulerConfig
+from cbatch.core.controller import LookaheadController
 from cbatch.core.plan import Admission, Deltas
 from cbatch.core.pool import BlockPool, Match
 from cbatch.core.request import FinishReason, Request
@@ -40,6 +41,14 @@ class SchedulerState:
             config.draft_context_tokens is not None and config.lookahead.policy != "off"
         )
         self.learns = self.speculates and config.lookahead.policy == "ema"
+        self.controller: LookaheadController | None = None
+        if self.speculates and config.lookahead.policy == "goodput":
+            self.controller = LookaheadController(
+                config.lookahead,
+                max_slots=config.max_slots,
+                max_tokens=config.step_budget_tokens,
+                profile=config.cost_profile,
+            )
         self.most_emitted = 1 + (config.lookahead.k if self.speculates else 0)  # by a row, a step
         # A reserve of at least a block makes every sequence gain one between two preemptions.
         self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size_tokens)
@@ -110,6 +119,8 @@ class SchedulerState:
         ):
             column[slot] = value
         table.estimate[:, slot] = sequence.estimate
+        if self.controller is not None:
+            self.controller.enter(slot, sequence.estimate if sequence.preemptions else None)
         sequence.slot = slot
         sequence.tokens_at_admission = len(tokens)
         sequence.chain_uid, sequence.chain_blocks = match.uid, hits
@@ -186,6 +197,8 @@ class SchedulerState:
         slot = sequence.slot
         assert slot is not None
         self.open_blocks(slot)
+        if self.controller is not None:
+            sequence.estimate = self.controller.leave(slot)
         self.table.generation[slot] += 1
         self.owners[slot] = None
         sequence.slot = None

@@ -147,7 +147,7 @@ def goodput(
     rng = np.random.default_rng(1)
     steps = drafting = 0
     while slots.next[0] < count:
-        chosen = controller.choose(rows, slots.caps()[0], lag, room)
+        chosen = controller.choose(controller.due(len(lag)), rows, slots.caps()[0], lag, room)
         k = np.zeros(batch, np.int32) if chosen is None else chosen
         accepted, emitted, done = slots.advance(k[None])
         depth, drafts = int(k.max()), int(k.sum())
@@ -156,7 +156,8 @@ def goodput(
         tally.add(slots, emitted, np.array([draft_s + target_s]))
         blur = np.exp(noise * rng.standard_normal(2)) * (20 if noise and steps % 64 == 0 else 1)
         load = StepLoad(batch, batch + drafts, 0, depth, drafts)
-        controller.learn(rows, k, accepted[0], load, draft_s * blur[0], target_s * blur[1])
+        if not controller.rests(drafted=depth > 0):
+            controller.learn(rows, k, accepted[0], load, draft_s * blur[0], target_s * blur[1])
         for _, slot in done:
             controller.leave(slot)
             controller.enter(slot)
@@ -264,13 +265,14 @@ def test_a_drafter_that_is_useless_at_first_is_not_given_up_for_ever() -> None:
     back_after = None
     lag, caps, room = np.zeros(4, np.int32), np.full(4, DEPTH, np.int32), Room(4, 0, 32)
     for step in range(8000):
-        chosen = controller.choose(slice(0, 4), caps, lag, room)
+        chosen = controller.choose(controller.due(4), slice(0, 4), caps, lag, room)
         k = np.zeros(4, np.int32) if chosen is None else chosen
         runs = np.logical_and.accumulate(rng.random((4, DEPTH)) < 0.85, axis=1).sum(axis=1)
         accepted = np.minimum(runs, k).astype(np.int32)
         load = StepLoad(4, 4 + int(k.sum()), 0, int(k.max()), int(k.sum()))
         draft_s = MODEL.pass_s * load.depth
-        controller.learn(slice(0, 4), k, accepted, load, draft_s, float(MODEL.target_s(4)))
+        if not controller.rests(drafted=load.depth > 0):
+            controller.learn(slice(0, 4), k, accepted, load, draft_s, float(MODEL.target_s(4)))
         if controller.regime.on:
             back_after = step
             break
@@ -280,14 +282,15 @@ def test_a_drafter_that_is_useless_at_first_is_not_given_up_for_ever() -> None:
 def test_when_most_requests_leave_speculation_returns_at_once() -> None:
     controller = goodput(MODEL, requests_for(wide, 256), 256).controller
     assert not controller.regime.on, "too many rows to draft"
-    lag, caps = np.zeros(8, np.int32), np.full(8, DEPTH, np.int32)
-    steps = 0
-    while (chosen := controller.choose(slice(0, 8), caps, lag, Room(8, 0, 64))) is None or not (
-        chosen.all()
-    ):
-        steps += 1
-        assert steps <= Regime.EARLY_CHECK_STEPS
-        controller.learn(slice(0, 8), caps * 0, caps * 0, StepLoad(8, 8, 0, 0, 0), 0.0, 5.5e-3)
+    lag, caps, room = np.zeros(8, np.int32), np.full(8, DEPTH, np.int32), Room(8, 0, 64)
+    for _ in range(1 + Regime.EARLY_CHECK_STEPS):
+        chosen = controller.choose(controller.due(8), slice(0, 8), caps, lag, room)
+        if chosen is not None and chosen.all():
+            break
+        if not controller.rests(drafted=False):
+            load = StepLoad(8, 8, 0, 0, 0)
+            controller.learn(slice(0, 8), caps * 0, caps * 0, load, 0.0, 5.5e-3)
+    assert chosen is not None and chosen.all()
     assert controller.regime.on
 
 

@@ -29,7 +29,7 @@ NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 @st.composite
 def configs(draw):
     max_slots = draw(st.integers(1, 5))
-    policy = draw(st.sampled_from(["fixed", "ema", "off"]))
+    policy = draw(st.sampled_from(["fixed", "ema", "goodput", "off"]))
     draft_context = draw(st.sampled_from([64, 20, None]))
     return SchedulerConfig(
         num_blocks=draw(st.one_of(st.integers(2, 12), st.just(40))),
