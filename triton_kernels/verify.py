@@ -106,10 +106,7 @@ def _residual(p: Tensor, q: Tensor | None, rejected: Tensor) -> Tensor:
     """What replaces `rejected` int64 [N]: max(0, p - q), fp32 [N, V] and not normalised.
 
     Round-off where p and q are nearly equal may leave no mass: then p itself is the law."""
-    if q is None:
-        residual = p.scatter(1, rejected[:, None], 0.0)
-    else:
-        residual = (p - q).clamp_(min=0)
+    residual = p.scatter(1, rejected[:, None], 0.0) if q is None else (p - q).clamp_(min=0)
     return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
 
 

@@ -68,6 +68,7 @@ class LookaheadController:
     def enter(self, slot: int, estimate: tuple[float, float] | None = None) -> None:
         """A sequence takes the slot, with the N and D it had when it was preempted, if it was."""
         self._held = None
+        self.regime.newcomers += 1
         self.statistics[:, slot] = 0.0
         self.statistics[: estimator.DROP, slot] = self.prior if estimate is None else estimate
 

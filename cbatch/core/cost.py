@@ -1,7 +1,7 @@
 """What a step costs: a profile of the machine, corrected online by the durations of real steps.
 
     target_s = T(n) + g * context + r * rows      n tokens of the target model, drafts among them
-    draft_s  = c0 * depth + c1 * tokens           sequential passes; drafted and caught-up tokens
+    draft_s  = d0 + c0 * depth + c1 * tokens      sequential passes; drafted and caught-up tokens
 
 The profile gives T its shape. Online, each of the two is a small least-squares fit with decayed
 sums and the profile as prior inside them: `target_s = s * (T + r * rows) + a + b * n + g * context`
@@ -38,12 +38,14 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target_s: tuple[float, ...]  # with little context; falls are noise and are levelled
     context_token_s: float = 0.0
     row_s: float = 0.0
+    draft_setup_s: float = 0.0  # of drafting at all
     draft_pass_s: float = 0.0
     draft_token_s: float = 0.0
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
-        slopes = (self.context_token_s, self.row_s, self.draft_pass_s, self.draft_token_s)
+        drafting = (self.draft_setup_s, self.draft_pass_s, self.draft_token_s)
+        slopes = (self.context_token_s, self.row_s, *drafting)
         for field, ok, remedy in (
             ("tokens", len(self.tokens) >= 2, "give at least two points"),
             ("tokens", ascending and min(self.tokens, default=0) >= 1, "give ascending counts"),
@@ -66,7 +68,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class StepPrices(msgspec.Struct, frozen=True):
     """`step_s[n]` is a step with n drafts in all, float64 [1 + most drafts], without the drafter's
-    passes; each depth of drafting adds `pass_s`."""
+    passes (but from n = 1 on with what drafting costs at all); each depth adds `pass_s`."""
 
     step_s: np.ndarray
     pass_s: float
@@ -92,7 +94,7 @@ class CostModel:
             self._row_s = 0.0
             self._table = np.zeros(max_tokens + 1)
             self._target = _Fit((0.0, 0.0, 0.0, 0.0), prior_steps=0.1, error=1.0)
-            self._draft = _Fit((0.0, 0.0), prior_steps=0.1, error=1.0)
+            self._draft = _Fit((0.0, 0.0, 0.0), prior_steps=0.1, error=1.0)
             return
         self._row_s = profile.row_s
         self._table = profile.table(max_tokens)
@@ -100,7 +102,8 @@ class CostModel:
         self._row_s /= unit_s
         self._table /= unit_s
         context_s = profile.context_token_s * _CONTEXT_UNIT
-        draft_s = (profile.draft_pass_s, profile.draft_token_s * _TOKENS_UNIT)
+        token_s = profile.draft_token_s * _TOKENS_UNIT
+        draft_s = (profile.draft_setup_s, profile.draft_pass_s, token_s)
         self._target = _Fit((unit_s, 0.0, context_s, 0.0), prior_steps=0.05, error=0.25)
         self._draft = _Fit(draft_s, prior_steps=0.05, error=0.25)
 
@@ -112,7 +115,7 @@ class CostModel:
             tokens = load.target_tokens / _TOKENS_UNIT
             self._target.observe((float(size), 1.0, context, tokens), target_s)
         if draft_s > 0 and load.depth:
-            self._draft.observe((load.depth, load.draft_tokens / _TOKENS_UNIT), draft_s)
+            self._draft.observe((1.0, load.depth, load.draft_tokens / _TOKENS_UNIT), draft_s)
 
     def prices(
         self, rows: int, base_tokens: int, context_tokens: int, most_drafts: int
@@ -122,7 +125,7 @@ class CostModel:
         if base_tokens + most_drafts >= len(self._table):
             raise IndexError(f"{base_tokens} + {most_drafts} tokens, prices are to max_tokens")
         scale_s, base_s, context_s, token_s = self._target.solution()
-        pass_s, draft_s = self._draft.solution()
+        setup_s, pass_s, draft_s = self._draft.solution()
         token_s /= _TOKENS_UNIT
         step_s = self._table[base_tokens : base_tokens + most_drafts + 1] * scale_s
         context_s *= context_tokens / _CONTEXT_UNIT

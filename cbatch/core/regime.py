@@ -32,6 +32,7 @@ class Regime(msgspec.Struct):
     canary_gap: int = 0
     rows_judged: int = 0
     judged_at: int = 0  # of `steps`
+    newcomers: int = 0  # requests that came since
 
     QUIET_STEPS = 8
     CHECK_STEPS = 128
@@ -45,6 +46,9 @@ class Regime(msgspec.Struct):
             return Due.DECISION
         self.canary_in -= 1
         since = self.steps - self.judged_at
+        # A new request may draft well where those before it did not.
+        if 4 * self.newcomers >= max(num_rows, 1):
+            return Due.DECISION
         other_load = not 4 * self.rows_judged <= 5 * num_rows <= 6 * self.rows_judged
         if since >= self.CHECK_STEPS or (other_load and since >= self.EARLY_CHECK_STEPS):
             return Due.DECISION
@@ -55,7 +59,7 @@ class Regime(msgspec.Struct):
 
     def judge(self, gain: float, num_rows: int) -> bool:
         """Whether a decision that promises `gain` (0: drafts nothing) is carried out."""
-        self.rows_judged, self.judged_at = num_rows, self.steps
+        self.rows_judged, self.judged_at, self.newcomers = num_rows, self.steps, 0
         if not self.on:
             if gain > self.switch_gain:
                 self._switch()

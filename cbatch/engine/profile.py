@@ -7,6 +7,7 @@ charged: drafting, one pass, the verdict. Their sequences are made up; the execu
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +26,7 @@ from cbatch.engine.loop import Executor
 CONTEXT_TOKENS = 64
 LONG_CONTEXT_TOKENS = 512
 DRAFTS = 3  # of the shapes that verify: 4 tokens a row
+_DEPTHS_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # drafts and rows, for the price of a pass
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHUNKS = (256, 1024)
 _REPEATS = 5
@@ -69,6 +71,8 @@ def shapes_for(config: SchedulerConfig) -> list[Shape]:
     drafts = DRAFTS if config.draft_context_tokens is not None else 0
     candidates = [Shape(rows) for rows in _ROWS]
     candidates += [Shape(rows, 1 + DRAFTS, drafts) for rows in _ROWS]
+    if drafts:
+        candidates += [Shape(rows, 1 + depth, depth) for depth, rows in _DEPTHS_ROWS]
     long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - DRAFTS - 2)
     if long_tokens >= 2 * CONTEXT_TOKENS:
         candidates += [Shape(rows, context_tokens=long_tokens) for rows in (1, 8)]
@@ -163,60 +167,65 @@ def fit_profile(times: Mapping[Shape, Timed]) -> CostProfile:
 
     A token's price comes from the table; where two shapes bring equally many tokens in different
     numbers of rows, the difference is the price of a row, and plain rows with a longer context give
-    that of a context token. The drafter's passes are fitted by a line over rows.
+    that of a context token.
     """
     short = {shape: t for shape, t in times.items() if shape.context_tokens == CONTEXT_TOKENS}
     plain = {shape.tokens: (shape, t) for shape, t in short.items() if shape.query_len == 1}
-    wide = {shape.tokens: (shape, t) for shape, t in short.items() if shape.query_len > 1}
-    row_s = _median(
-        (plain[n][1].target_s - wide[n][1].target_s) / (plain[n][0].rows - wide[n][0].rows)
-        for n in plain.keys() & wide.keys()
-    )
+    wide = {s.tokens: (s, t) for s, t in short.items() if s.query_len == 1 + DRAFTS}
     context_s = _median(
         (t.target_s - plain[shape.tokens][1].target_s)
         / (shape.rows * (shape.context_tokens - CONTEXT_TOKENS))
         for shape, t in times.items()
         if shape.query_len == 1 and shape not in short and shape.tokens in plain
     )
+    row_and_context_s = _median(
+        (plain[n][1].target_s - wide[n][1].target_s) / (plain[n][0].rows - wide[n][0].rows)
+        for n in plain.keys() & wide.keys()
+    )
+    row_s = max(row_and_context_s - context_s * CONTEXT_TOKENS, 0.0)
     points: dict[int, list[float]] = {}
     for shape, t in times.items():
-        if shape in short or shape.query_len > 1 + DRAFTS:
-            # A chunk's own keys are part of its price: no context is charged for them here.
-            points.setdefault(shape.tokens, []).append(t.target_s - row_s * shape.rows)
+        besides_s = shape.rows * (row_s + context_s * shape.context_tokens)
+        points.setdefault(shape.tokens, []).append(t.target_s - besides_s)
     tokens = sorted(points)
     floor_s = 0.01 * min(t.target_s for t in times.values())
     target_s = [max(float(np.mean(points[n])), floor_s) for n in tokens]
-    drafting = [(s.rows, t.draft_s / s.num_drafts) for s, t in times.items() if s.num_drafts]
-    pass_s, token_s = _line(drafting)
+    setup_s, pass_s, token_s = _fit_drafting({s: t for s, t in times.items() if s.num_drafts})
     return CostProfile(
         tokens=tuple(tokens),
         target_s=tuple(np.maximum.accumulate(target_s).tolist()),
         context_token_s=context_s,
         row_s=row_s,
+        draft_setup_s=setup_s,
         draft_pass_s=pass_s,
         draft_token_s=token_s,
     )
+
+
+def _fit_drafting(times: Mapping[Shape, Timed]) -> tuple[float, float, float]:
+    """Set-up, pass and token: least squares of relative errors. A price that comes out negative
+    was not seen: the best fit without it counts."""
+    if not times:
+        return 0.0, 0.0, 0.0
+    draft_s = np.array([max(t.draft_s, 1e-9) for t in times.values()])
+    features = np.array([(1, s.num_drafts, s.num_drafts * s.rows) for s in times], dtype=np.float64)
+    features /= draft_s[:, None]
+    best, least_error = np.zeros(3), np.inf
+    for kept in itertools.product((True, False), repeat=3):
+        columns = np.flatnonzero(kept)
+        found = np.linalg.lstsq(features[:, columns], np.ones(len(draft_s)), rcond=None)[0]
+        error = float(np.square(features[:, columns] @ found - 1).sum())
+        if (found >= 0).all() and error < least_error - 1e-12:
+            best, least_error = np.zeros(3), error
+            best[columns] = found
+    setup_s, pass_s, token_s = best.tolist()
+    return setup_s, pass_s, token_s
 
 
 def _median(values: Iterable[float]) -> float:
     """Never negative; 0 where nothing was measured."""
     found = list(values)
     return max(float(np.median(found)), 0.0) if found else 0.0
-
-
-def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Intercept and slope, neither negative, with errors weighed relatively."""
-    if not points:
-        return 0.0, 0.0
-    x, y = np.array(points, dtype=np.float64).T
-    if len(points) == 1:
-        return float(y[0]), 0.0
-    slope, intercept = np.polyfit(x, y, 1, w=1 / np.maximum(y, 1e-9))
-    if slope < 0:
-        return float(np.median(y)), 0.0
-    if intercept < 0:
-        return 0.0, float(np.median(y / x))
-    return float(intercept), float(slope)
 
 
 def cached_profile(

@@ -9,7 +9,6 @@ import pytest
 from cbatch.core.config import SchedulerConfig
 from cbatch.core.cost import CostProfile
 from cbatch.engine.profile import (
-    CONTEXT_TOKENS,
     Shape,
     Timed,
     cached_profile,
@@ -28,16 +27,18 @@ CONFIG = SchedulerConfig(
 
 def priced(shape: Shape) -> Timed:
     """A machine of known prices: 5 ms, 0.1 ms a token, 0.05 ms a row, 1 us a context token; the
-    drafter 1 ms a pass and 0.02 ms a row."""
-    beyond = shape.context_tokens - CONTEXT_TOKENS if shape.query_len == 1 else 0
-    target_s = 5e-3 + 1e-4 * shape.tokens + 5e-5 * shape.rows + 1e-6 * shape.rows * beyond
-    return Timed(target_s, shape.num_drafts * (1e-3 + 2e-5 * shape.rows))
+    drafter 0.7 ms, 1 ms a pass and 0.02 ms a token."""
+    in_context = shape.rows * shape.context_tokens
+    target_s = 5e-3 + 1e-4 * shape.tokens + 5e-5 * shape.rows + 1e-6 * in_context
+    draft_s = 7e-4 + shape.num_drafts * (1e-3 + 2e-5 * shape.rows)
+    return Timed(target_s, draft_s if shape.num_drafts else 0.0)
 
 
 def test_the_fit_finds_the_prices_of_a_known_machine():
     profile = fit_profile({shape: priced(shape) for shape in shapes_for(CONFIG)})
     assert profile.row_s == pytest.approx(5e-5)
     assert profile.context_token_s == pytest.approx(1e-6)
+    assert profile.draft_setup_s == pytest.approx(7e-4)
     assert profile.draft_pass_s == pytest.approx(1e-3)
     assert profile.draft_token_s == pytest.approx(2e-5)
     table = profile.table(512)
