@@ -24,6 +24,7 @@ from cbatch.stepwise import Engine, EngineStats
 
 STEPS_PER_S = 12.0  # as fast as an eye can follow; the figures count the steps alone
 STOPS = ("\ndef ", "\nclass ", "\n@", "\nif __name__", "\n# ")  # where a function is over
+FREQUENCY_PENALTY = 0.4  # so small a model falls into loops without
 RACE_PROMPTS = 6
 
 
@@ -62,7 +63,12 @@ def run(args: argparse.Namespace) -> int:
     for line in info.lines():
         console.print(line, highlight=False, soft_wrap=True)
     prompts = demo_prompts()[: args.prompts]
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, stop=STOPS)
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        frequency_penalty=FREQUENCY_PENALTY,
+        stop=STOPS,
+    )
     collector, texts = Collector(), {}
     for prompt in prompts:
         accepted = engine.add(prompt, params)
