@@ -32,7 +32,7 @@ MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the memory, for KV, unless a si
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a model is served. Every field has a default that fits a small machine.
 
-    `lookahead` is "off", "ema", "fixed:4" (the number is k; with "ema:8" the cap), or a
+    `lookahead` is "off", "ema", "goodput", "fixed:4" (the number is k; with "ema:8" the cap), or a
     `LookaheadConfig`; without a draft nothing is drafted. KV takes `num_blocks` blocks, or as many
     as `kv_memory_bytes` holds, or a share of the machine's memory. `overlap` 1 plans a step while
     one runs. `seed` makes the seeds drawn for requests without one reproducible.

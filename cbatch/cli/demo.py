@@ -34,7 +34,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="watch the shipped models complete Python functions",
         description="Many sequences in every step, each slot speculating with its own k.",
     )
-    parser.add_argument("--lookahead", default="ema", metavar="POLICY", help="off, ema, fixed:K")
+    parser.add_argument(
+        "--lookahead", default="ema", metavar="POLICY", help="off, ema, goodput, fixed:K"
+    )
     parser.add_argument("--max-slots", type=int, default=12, help="sequences that run at once")
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")

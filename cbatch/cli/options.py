@@ -28,7 +28,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--lookahead",
         default="ema",
         metavar="POLICY",
-        help="off, ema, ema:K (at most K), fixed:K; needs a draft (default: ema)",
+        help="off, ema, goodput, fixed; ema:K drafts at most K, fixed:K always (default: ema)",
     )
     group.add_argument("--max-slots", type=int, default=32, help="sequences that run at once")
     group.add_argument("--num-blocks", type=int, help="KV blocks (default: by memory)")
