@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from torch import Tensor
 
 from cbatch.core.config import LookaheadConfig, SchedulerConfig
@@ -63,6 +64,16 @@ class RecordingExecutor(TorchExecutor):
                 assert self.bits.setdefault(key, bits) == bits, f"{key} was decided twice"
             start += int(wanted.num_drafted[i]) + 1
         return verdict
+
+
+class PricedExecutor(RecordingExecutor):
+    """Reports the durations of a made-up machine, so that what `goodput` decides repeats itself."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        depth = int(result.num_drafted.max(initial=0))
+        target_s = 5e-3 + 1e-4 * int(plan.query_lens.sum())
+        return structs.replace(result, draft_s=3e-4 * depth, target_s=target_s)
 
 
 class Run:

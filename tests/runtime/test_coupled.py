@@ -19,7 +19,13 @@ from cbatch.runtime.chain import ChainDrafter
 from cbatch.runtime.drafter import DraftModel
 from cbatch.runtime.lookup import LookupDrafter, NgramIndex
 from cbatch.runtime.suffix import SuffixIndex
-from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
+from tests.runtime.engines import (
+    PricedExecutor,
+    RecordingExecutor,
+    Run,
+    make_request,
+    run_engine,
+)
 from tests.runtime.pairs import VOCAB, tiny_model
 from triton_kernels import noise
 
@@ -85,6 +91,19 @@ def test_fixed_lookahead(k):
 def test_ema_lookahead():
     run = run_variant(lookahead="ema:6")
     assert_speculated(run)
+    assert len(np.unique(run.drafted)) >= 3
+
+
+def test_goodput_lookahead():
+    executor = PricedExecutor(
+        tiny_model(),
+        num_blocks=256,
+        block_size_tokens=4,
+        max_slots=8,
+        drafter=DraftModel(tiny_model(noise=NOISE)),
+    )
+    run = run_variant(lookahead="goodput:6", executor=executor)
+    assert_speculated(run, each=False)
     assert len(np.unique(run.drafted)) >= 3
 
 
