@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.report import print_report
+from bench.report import print_report, rounded
 from bench.shapes import SHAPES, write_random_model
 from cbatch import LLM, SamplingParams
 from cbatch.demo import demo_paths, demo_prompts
@@ -48,8 +48,7 @@ class Run(msgspec.Struct):
     @property
     def speculating_share(self) -> float | None:
         """Of decoding steps: those that drafted."""
-        found = self.speculation
-        return 1 - found.k_histogram.get(0, 0) / max(found.steps, 1) if found else None
+        return self.speculation.drafting_share if self.speculation else None
 
 
 class System(msgspec.Struct):
@@ -166,20 +165,16 @@ def rows_of(systems: Sequence[System], runs: list[list[Run]], batch: int, dtype:
             "batch": batch,
             "dtype": dtype,
             "output_tokens_per_s": round(statistics.median(speed), 1),
-            "mean_accepted_tokens": _rounded(system_runs[-1].accepted),
-            "steps_with_drafts": _rounded(system_runs[-1].speculating_share),
+            "mean_accepted_tokens": rounded(system_runs[-1].accepted),
+            "steps_with_drafts": rounded(system_runs[-1].speculating_share),
         }
         for name, base in (("transformers", "off"), ("cbatch", "off")):
             reference = by_name.get((name, base))
             ratios = [a / b for a, b in zip(speed, reference, strict=True)] if reference else []
             key = "ratio_to_transformers" if name == "transformers" else "ratio_to_off"
-            row[key] = _rounded(statistics.median(ratios)) if ratios else None
+            row[key] = rounded(statistics.median(ratios)) if ratios else None
         rows.append(row)
     return rows
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

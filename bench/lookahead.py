@@ -24,7 +24,7 @@ import numpy as np
 from rich.progress import Progress
 
 from bench.plot import save_lines
-from bench.report import print_report
+from bench.report import print_report, rounded
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
 from cbatch.outputs import Speculation
@@ -48,11 +48,6 @@ class Run(msgspec.Struct):
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
-
-    @property
-    def drafting_share(self) -> float:
-        """Of decoding steps of a sequence, those with k > 0."""
-        return 1 - self.speculation.k_histogram.get(0, 0) / max(self.speculation.steps, 1)
 
 
 def serve(engine: Engine, prompts: Prompts, concurrency: int, output_tokens: int) -> Run:
@@ -125,8 +120,8 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[Run]]) -> list[dict[
                 "ratio_to_best_fixed": _median(speed / speeds[best]) if best else None,
                 "ratio_to_off": _median(to_off),
                 "ratio_to_off_low95": _low95(to_off),
-                "steps_with_drafts": round(last.drafting_share, 3),
-                "mean_accepted_tokens": _rounded(last.speculation.mean_accepted_tokens),
+                "steps_with_drafts": rounded(last.speculation.drafting_share),
+                "mean_accepted_tokens": rounded(last.speculation.mean_accepted_tokens),
                 "best_fixed": best,
             }
         )
@@ -143,21 +138,17 @@ def _half_width(values: np.ndarray) -> float | None:
         return None
     degrees = len(values) - 1
     quantile = _T95[degrees - 1] if degrees <= len(_T95) else 1.96
-    return _rounded(float(quantile * values.std(ddof=1) / np.sqrt(len(values))))
+    return rounded(float(quantile * values.std(ddof=1) / np.sqrt(len(values))))
 
 
 def _low95(ratios: np.ndarray | None) -> float | None:
     """Lower end of the 95 % interval of the mean ratio."""
     half = None if ratios is None else _half_width(ratios)
-    return None if half is None or ratios is None else _rounded(float(ratios.mean()) - half)
+    return None if half is None or ratios is None else rounded(float(ratios.mean()) - half)
 
 
 def _median(values: np.ndarray | None) -> float | None:
-    return None if values is None else _rounded(float(np.median(values)))
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
+    return None if values is None else rounded(float(np.median(values)))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

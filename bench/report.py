@@ -93,6 +93,11 @@ def print_report(
     print(json.dumps(document), flush=True)
 
 
+def rounded(value: float | None) -> float | None:
+    """To three decimals, as figures are reported."""
+    return None if value is None else round(value, 3)
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return "-"

@@ -19,10 +19,16 @@ ROWS, DEPTH = 256, 8
 TOKENS = ROWS * (1 + DEPTH)
 STAIRS = tuple(n for first in range(0, TOKENS, 64) for n in (first + 1, first + 64))
 PROFILES = {
-    "flat": CostProfile((1, 64, TOKENS), (10e-3, 10.5e-3, 20e-3), 0.0, 0.0, 3e-4, 2e-6),
-    "steep": CostProfile((1, 2, TOKENS), (10e-3, 10.1e-3, 200e-3), 0.0, 0.0, 1e-3, 1e-5),
+    "flat": CostProfile(
+        (1, 64, TOKENS), (10e-3, 10.5e-3, 20e-3), draft_pass_s=3e-4, draft_token_s=2e-6
+    ),
+    "steep": CostProfile(
+        (1, 2, TOKENS), (10e-3, 10.1e-3, 200e-3), draft_pass_s=1e-3, draft_token_s=1e-5
+    ),
     "stairs": CostProfile(
-        STAIRS, tuple(0.01 + 2e-5 * max(0, (n - 1) // 64 - 4) * 64 for n in STAIRS), 0, 0, 3e-4
+        STAIRS,
+        tuple(0.01 + 2e-5 * max(0, (n - 1) // 64 - 4) * 64 for n in STAIRS),
+        draft_pass_s=3e-4,
     ),
 }
 
@@ -32,6 +38,18 @@ def inputs(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     trials = rng.uniform(8, 25, rows)
     return rng.beta(6, 3, rows) * trials, trials, np.full(rows, DEPTH, np.int32)
+
+
+def controller_of(kind: str, rows: int) -> LookaheadController:
+    """A controller that knows these rows."""
+    controller = LookaheadController(
+        LookaheadConfig(policy="goodput", k=DEPTH),
+        max_slots=rows,
+        max_tokens=TOKENS,
+        profile=PROFILES[kind],
+    )
+    controller.statistics[:2] = inputs(rows)[:2]
+    return controller
 
 
 @pytest.mark.parametrize("kind", PROFILES)
@@ -49,14 +67,7 @@ def test_decide(benchmark, kind):
 @pytest.mark.parametrize("rows", [1, 32, 256])
 def test_whole_choice(benchmark, rows):
     """Survival, prices, decision and probes, as a plan calls it; few rows decide seldom."""
-    controller = LookaheadController(
-        LookaheadConfig(policy="goodput", k=DEPTH),
-        max_slots=rows,
-        max_tokens=TOKENS,
-        profile=PROFILES["flat"],
-    )
-    accepted, trials, caps = inputs(rows)
-    controller.statistics[:2] = accepted, trials
+    controller, caps = controller_of("flat", rows), inputs(rows)[2]
     lag, room = np.zeros(rows, np.int32), Room(rows, 0, rows * DEPTH)
     k = benchmark(controller.choose, Due.DECISION, slice(0, rows), caps, lag, room)
     assert k is not None and k.any()
@@ -64,19 +75,13 @@ def test_whole_choice(benchmark, rows):
 
 def test_survival(benchmark):
     accepted, trials, _ = inputs(ROWS)
-    benchmark(survival, accepted, trials, DEPTH)
+    chances = benchmark(survival, accepted, trials, DEPTH)
+    assert chances.shape == (ROWS, DEPTH) and (np.diff(chances, axis=1) <= 0).all()
 
 
 def test_a_step_while_off(benchmark):
     """What k = 0 for everyone costs: both calls, decisions and canaries included."""
-    controller = LookaheadController(
-        LookaheadConfig(policy="goodput", k=DEPTH),
-        max_slots=ROWS,
-        max_tokens=TOKENS,
-        profile=PROFILES["steep"],
-    )
-    accepted, trials, caps = inputs(ROWS)
-    controller.statistics[:2] = accepted, trials
+    controller, caps = controller_of("steep", ROWS), inputs(ROWS)[2]
     rows, zero, lag = slice(0, ROWS), np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)
     room, plain = Room(ROWS, 0, ROWS * DEPTH), StepLoad(ROWS, ROWS, 0, 0, 0)
 

@@ -31,6 +31,11 @@ class Speculation(msgspec.Struct):
         judged = self.accepted_tokens + self.rejections
         return self.accepted_tokens / judged if judged else None
 
+    @property
+    def drafting_share(self) -> float:
+        """Share of decoding steps that drafted anything."""
+        return 1 - self.k_histogram.get(0, 0) / max(self.steps, 1)
+
     def observe(self, drafted: int, accepted: int) -> None:
         self.steps += 1
         self.drafted_tokens += drafted

@@ -56,7 +56,8 @@ class LookaheadController:
         self.fleet = FleetPrior.of(config)
         self.prior = self.fleet.sums()  # N and D of a request without history
         self.statistics = np.zeros((estimator.NUM_STATISTICS, max_slots), dtype=np.float64)
-        self.statistics[: estimator.DROP] = np.array(self.prior)[:, None]
+        self.estimate = self.statistics[: estimator.DROP]  # N and D, a view
+        self.estimate[:] = np.array(self.prior)[:, None]
         self._market: goodput.Market | None = None
         self._held: tuple[slice | np.ndarray, np.ndarray] | None = None  # rows and their k
         self._held_steps = 0
@@ -70,14 +71,12 @@ class LookaheadController:
         self._held = None
         self.regime.newcomers += 1
         self.statistics[:, slot] = 0.0
-        self.statistics[: estimator.DROP, slot] = self.prior if estimate is None else estimate
+        self.estimate[:, slot] = self.prior if estimate is None else estimate
 
-    def leave(self, slot: int) -> tuple[float, float]:
-        """It leaves the slot, finished or preempted; returns N and D."""
+    def leave(self, slot: int) -> None:
+        """It leaves the slot, finished or preempted."""
         self._held = None
-        accepted, trials = self.statistics[: estimator.DROP, slot].tolist()
         self._fold(np.array([slot]), _FLEET_TRIALS)
-        return accepted, trials
 
     # ---- steps --------------------------------------------------------------------------------
 
@@ -148,8 +147,8 @@ class LookaheadController:
             self.regime.judge(0.0, len(caps))
             return None
         prices = self.costs.prices(len(caps), room.base_tokens, room.context_tokens, most)
-        known = self.statistics[: estimator.DROP, rows]
-        survival = lookahead.survival(known[estimator.ACCEPTED], known[estimator.TRIALS], depth)
+        accepted, trials = self.estimate[:, rows]
+        survival = lookahead.survival(accepted, trials, depth)
         decision = goodput.decide(survival, caps, prices, self._market, room.blocks)
         self._market = decision.market
         was_on = self.regime.on
@@ -223,8 +222,9 @@ class LookaheadController:
     def _drift(self) -> None:
         """Steps without drafts bring every slot closer to the prior; applied when it matters."""
         if self._undrifted_steps:
-            estimate = self.statistics[: estimator.DROP]
-            estimate[:] = estimator.drift(self.config, estimate, self.prior, self._undrifted_steps)
+            self.estimate[:] = estimator.drift(
+                self.config, self.estimate, self.prior, self._undrifted_steps
+            )
             self._undrifted_steps = 0
 
     def _fold(self, rows: slice | np.ndarray, memory_trials: float) -> None:

@@ -66,7 +66,6 @@ class Planner:
         self.state = state
         self._next_step_id = 0
         self._cache = self._build_cache()
-        self._asked = Due.DECISION
 
     def plan(self) -> StepPlan | None:
         state = self.state
@@ -103,13 +102,14 @@ class Planner:
             near_end = cache.slack_tokens < state.most_emitted
         cache.slack_tokens -= state.most_emitted
         decodes.may_end = near_end
-        if not state.speculates or self._due(len(slots)) is Due.NOTHING:
+        due = self._due(len(slots))
+        if due is Due.NOTHING:
             return self._grow(decodes, known)
         caps = cache.most_drafts
         if near_end:
             left = np.maximum(table.lookahead_end[rows] - known, 0)
             caps = Drafts.of(np.minimum(caps.num_drafts, left))
-        self._speculate(decodes, caps, table.draft_lag[rows])
+        self._speculate(decodes, caps, table.draft_lag[rows], due)
         return self._grow(decodes, known + decodes.drafts.num_drafts)
 
     def _decodes_in_flight(self) -> Decodes:
@@ -128,11 +128,12 @@ class Planner:
         decodes = Decodes(slots, rows, drafts, drafts.num_drafts, 0)
         if not len(slots):
             return decodes
-        if state.speculates and self._due(len(slots)) is not Due.NOTHING:
+        due = self._due(len(slots))
+        if due is not Due.NOTHING:
             lag = table.draft_lag + known - table.num_tokens + table.todo - 1
             caps = np.maximum(table.lookahead_end[rows] - known[rows], 0)
             caps = np.minimum(table.max_lookahead[rows], caps)
-            self._speculate(decodes, Drafts.of(caps), lag[rows])
+            self._speculate(decodes, Drafts.of(caps), lag[rows], due)
         # Two bounds together may pass the end.
         reach = np.minimum(reach[rows] + decodes.drafts.num_drafts, table.max_total[rows])
         return self._grow(decodes, reach)
@@ -149,12 +150,13 @@ class Planner:
         return known, reach
 
     def _due(self, num_rows: int) -> Due:
-        """What the controller is asked in this step; policies without one always decide."""
-        controller = self.state.controller
-        self._asked = Due.DECISION if controller is None else controller.due(num_rows)
-        return self._asked
+        """What this step asks of the lookahead policy; those without a controller always decide."""
+        state = self.state
+        if not state.speculates:
+            return Due.NOTHING
+        return Due.DECISION if state.controller is None else state.controller.due(num_rows)
 
-    def _speculate(self, decodes: Decodes, caps: Drafts, lag: np.ndarray) -> None:
+    def _speculate(self, decodes: Decodes, caps: Drafts, lag: np.ndarray, due: Due) -> None:
         """Drafts and catch-up tokens per row, before blocks are considered.
 
         `caps` is what request and context allow, `lag` how far the draft's KV is behind."""
@@ -170,7 +172,7 @@ class Planner:
             )
         else:
             room = self._room(rows, most, budget)
-            num_drafts = state.controller.choose(self._asked, rows, most, lag, room)
+            num_drafts = state.controller.choose(due, rows, most, lag, room)
             if num_drafts is None:
                 return
         drafts = caps if num_drafts is most else Drafts.of(num_drafts)

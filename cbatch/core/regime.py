@@ -46,8 +46,8 @@ class Regime(msgspec.Struct):
             return Due.DECISION
         self.canary_in -= 1
         since = self.steps - self.judged_at
-        # A new request may draft well where those before it did not.
-        if 4 * self.newcomers >= max(num_rows, 1):
+        # New requests may draft well where those before them did not.
+        if 4 * self.newcomers >= max(num_rows, 8):
             return Due.DECISION
         other_load = not 4 * self.rows_judged <= 5 * num_rows <= 6 * self.rows_judged
         if since >= self.CHECK_STEPS or (other_load and since >= self.EARLY_CHECK_STEPS):

@@ -49,6 +49,7 @@ class SchedulerState:
                 max_tokens=config.step_budget_tokens,
                 profile=config.cost_profile,
             )
+            self.table.estimate = self.controller.estimate
         self.most_emitted = 1 + (config.lookahead.k if self.speculates else 0)  # by a row, a step
         # A reserve of at least a block makes every sequence gain one between two preemptions.
         self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size_tokens)
@@ -118,8 +119,9 @@ class SchedulerState:
             (table.floor, total_blocks * pool.block_size),
         ):
             column[slot] = value
-        table.estimate[:, slot] = sequence.estimate
-        if self.controller is not None:
+        if self.controller is None:
+            table.estimate[:, slot] = sequence.estimate
+        else:
             self.controller.enter(slot, sequence.estimate if sequence.preemptions else None)
         sequence.slot = slot
         sequence.tokens_at_admission = len(tokens)
@@ -130,26 +132,29 @@ class SchedulerState:
         self.owners[slot] = sequence
         self.prefilling.append(slot)
         self._count_stops(sequence, 1)
-        self._admitted.append(
-            Admission(
-                slot=slot,
-                generation=int(table.generation[slot]),
-                request_id=request.request_id,
-                seed=request.seed,
-                choice=request.choice,
-                params=request.params,
-                stop_ids=sequence.stop_ids,
-                tokens=tokens,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                max_total_tokens=sequence.max_total_tokens,
-                kv_len_tokens=kv_len,
-                draft_kv_len_tokens=table.draft_kv_len(slot),
-                blocks=blocks,
-            )
-        )
+        self._admitted.append(self._admission(sequence, slot, blocks))
         self.stats.prompt_tokens += len(tokens)
         self.stats.prefix_hit_tokens += kv_len
         return slot
+
+    def _admission(self, sequence: Sequence, slot: int, blocks: np.ndarray) -> Admission:
+        """What the executor is told of a sequence that has just entered `slot`."""
+        table, request = self.table, sequence.request
+        return Admission(
+            slot=slot,
+            generation=int(table.generation[slot]),
+            request_id=request.request_id,
+            seed=request.seed,
+            choice=request.choice,
+            params=request.params,
+            stop_ids=sequence.stop_ids,
+            tokens=sequence.tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            max_total_tokens=sequence.max_total_tokens,
+            kv_len_tokens=table.kv_len(slot),
+            draft_kv_len_tokens=table.draft_kv_len(slot),
+            blocks=blocks,
+        )
 
     def start_decoding(self, slot: int) -> None:
         """Its last chunk is planned; from the next step on it has one token to compute."""
@@ -198,7 +203,7 @@ class SchedulerState:
         assert slot is not None
         self.open_blocks(slot)
         if self.controller is not None:
-            sequence.estimate = self.controller.leave(slot)
+            self.controller.leave(slot)
         self.table.generation[slot] += 1
         self.owners[slot] = None
         sequence.slot = None

@@ -165,9 +165,9 @@ class DraftModel:
             batch = self._batch(slots, positions - missing, missing, ones)
             logits = self.model.forward(batch, self.kv)
         else:
-            tokens = self._known(self.table.tokens[slots, positions - 1])
+            tokens = self.table.tokens[slots, positions - 1]
             ahead = RunAhead(self.model, self.kv, positions - 1, tables, shallowest)
-            logits = ahead.next(torch.from_numpy(tokens).to(self.model.device))
+            logits = ahead.next(self._known(torch.from_numpy(tokens).to(self.model.device)))
         for depth in range(1, deepest + 1):
             tokens, finite = drafting.choose(logits, active, depth - 1)
             if depth == deepest:
@@ -188,14 +188,14 @@ class DraftModel:
         self, slots: NDArray[np.integer], starts: I64, query_lens: I64, wanted: I64
     ) -> RaggedBatch:
         batch = self.table.ragged(slots, starts, query_lens, wanted, self.model.device)
-        if self.model.config.vocab_size < self.table.vocab_size:
-            batch.tokens.clamp_(max=self.model.config.vocab_size - 1)
+        self._known(batch.tokens)
         return batch
 
-    def _known(self, tokens: I64) -> I64:
-        """`tokens` as this model knows them: its vocabulary may be the smaller one."""
-        vocab_size = self.model.config.vocab_size
-        return tokens if vocab_size >= self.table.vocab_size else tokens.clip(max=vocab_size - 1)
+    def _known(self, tokens: Tensor) -> Tensor:
+        """`tokens`, changed to what this model knows: its vocabulary may be the smaller one."""
+        if self.model.config.vocab_size < self.table.vocab_size:
+            tokens.clamp_(max=self.model.config.vocab_size - 1)
+        return tokens
 
 
 class _Drafting:

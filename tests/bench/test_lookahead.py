@@ -48,7 +48,7 @@ def test_every_prompt_is_served_and_counted():
     prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0], 5)]
     run = serve(engine, prompts, 2, 6)
     assert run.tokens == 5 * 6
-    assert run.speculation.drafted_tokens > 0 and 0 < run.drafting_share <= 1
+    assert run.speculation.drafted_tokens > 0 and 0 < run.speculation.drafting_share <= 1
 
 
 def test_a_plot_is_a_picture(tmp_path):

@@ -36,7 +36,9 @@ class Machine(NamedTuple):
     def profile(self) -> CostProfile:
         points = (1, 8, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 2304)
         target_s = tuple(self.target_s(np.array(points)).tolist())
-        return CostProfile(points, target_s, 0.0, 0.0, self.pass_s, self.draft_token_s)
+        return CostProfile(
+            points, target_s, draft_pass_s=self.pass_s, draft_token_s=self.draft_token_s
+        )
 
 
 MODEL = Machine()
@@ -281,7 +283,7 @@ def test_a_drafter_that_is_useless_at_first_is_not_given_up_for_ever() -> None:
 
 
 def test_when_most_requests_leave_speculation_returns_at_once() -> None:
-    controller = goodput(MODEL, requests_for(wide, 512), 512).controller
+    controller = goodput(MODEL, requests_for(wide, 256), 256).controller
     assert not controller.regime.on, "too many rows to draft"
     lag, caps, room = np.zeros(8, np.int32), np.full(8, DEPTH, np.int32), Room(8, 0, 64)
     for _ in range(1 + Regime.EARLY_CHECK_STEPS):

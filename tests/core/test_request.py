@@ -89,6 +89,8 @@ def test_ids_beyond_the_vocabulary_and_no_token_left(params, stop_ids, field) ->
 def test_stop_ids_beyond_the_vocabulary_take_no_choice_away() -> None:
     params = SamplingParams(min_tokens=2, banned_token_ids=(0, 1, 2, 3, 4, 5, 6))
     params.require_vocabulary(8, (90, 91))
+    with pytest.raises(FieldError):  # one that is in it does
+        params.require_vocabulary(8, (7, 91))
 
 
 def test_coupled_by_name_or_by_a_seed_of_the_caller() -> None:

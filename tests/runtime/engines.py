@@ -139,7 +139,9 @@ def run_engine(
     )
     scheduler = Scheduler(config)
     if executor is None:
-        executor = RecordingExecutor(
+        # Real durations would make what `goodput` decides another thing in every run.
+        kind = PricedExecutor if config.lookahead.policy == "goodput" else RecordingExecutor
+        executor = kind(
             target,
             num_blocks=num_blocks,
             block_size_tokens=block_size_tokens,

@@ -20,7 +20,6 @@ from cbatch.runtime.drafter import DraftModel
 from cbatch.runtime.lookup import LookupDrafter, NgramIndex
 from cbatch.runtime.suffix import SuffixIndex
 from tests.runtime.engines import (
-    PricedExecutor,
     RecordingExecutor,
     Run,
     make_request,
@@ -95,14 +94,7 @@ def test_ema_lookahead():
 
 
 def test_goodput_lookahead():
-    executor = PricedExecutor(
-        tiny_model(),
-        num_blocks=256,
-        block_size_tokens=4,
-        max_slots=8,
-        drafter=DraftModel(tiny_model(noise=NOISE)),
-    )
-    run = run_variant(lookahead="goodput:6", executor=executor)
+    run = run_variant(lookahead="goodput:6")
     assert_speculated(run, each=False)
     assert len(np.unique(run.drafted)) >= 3
 

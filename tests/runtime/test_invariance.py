@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from cbatch.core.request import Request
-from cbatch.runtime.drafter import DraftModel
-from tests.runtime.engines import PricedExecutor, Run, make_request, run_engine
+from tests.runtime.engines import Run, make_request, run_engine
 from tests.runtime.pairs import VOCAB, tiny_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -90,11 +89,7 @@ def test_ema_lookahead(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_goodput_lookahead(dtype):
-    target, draft = (tiny_model(noise=n, dtype=DTYPES[dtype]) for n in (0.0, DRAFT_NOISE))
-    executor = PricedExecutor(
-        target, num_blocks=256, block_size_tokens=4, max_slots=8, drafter=DraftModel(draft)
-    )
-    run = run_variant(dtype, lookahead="goodput:6", executor=executor)
+    run = run_variant(dtype, lookahead="goodput:6")
     assert_speculated(run)
     assert (run.drafted >= 2).any() and (run.drafted == 0).any()
     assert len(np.unique(run.drafted)) >= 3
