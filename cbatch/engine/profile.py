@@ -30,7 +30,7 @@ _DEPTHS_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # drafts and rows, for the pric
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHUNKS = (32, 128, 512)
 _CATCH_UPS_ROWS = ((63, 1), (63, 4))  # tokens that the drafter has not seen, and rows
-_REPEATS = 5
+_MOST_ROUNDS = 15
 _BUDGET_S = 3.0
 _logger = logging.getLogger("cbatch")
 _NO_SLOTS = np.zeros(0, dtype=np.int32)
@@ -65,8 +65,7 @@ def profile_costs(
     """Measure for about `budget_s` seconds, at least one step of each shape, and reset the
     executor. Without a draft in `config` its costs are 0."""
     shapes = shapes_for(config)
-    runner = _Runner(executor, config)
-    times = {shape: runner.time(shape, budget_s / len(shapes)) for shape in shapes}
+    times = _Runner(executor, config).time(shapes, budget_s)
     executor.reset()
     return fit_profile(times)
 
@@ -83,6 +82,7 @@ def shapes_for(config: SchedulerConfig) -> list[Shape]:
     long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - DRAFTS - 2)
     if long_tokens >= 2 * CONTEXT_TOKENS:
         candidates += [Shape(rows, context_tokens=long_tokens) for rows in (1, 8)]
+        candidates += [Shape(rows, 1 + DRAFTS, drafts, long_tokens) for rows in (1, 8)]
     candidates += [Shape(1, chunk, context_tokens=chunk) for chunk in _CHUNKS]
     return [shape for shape in candidates if _fits(shape, config)]
 
@@ -105,22 +105,18 @@ class _Runner:
         self._executor, self._config = executor, config
         self._steps = 0
 
-    def time(self, shape: Shape, budget_s: float) -> Timed:
-        """Medians over a few steps, as many as the budget allows; the first one is for warm-up
-        unless it has used the budget up."""
-        found: list[Timed] = []
+    def time(self, shapes: list[Shape], budget_s: float) -> dict[Shape, Timed]:
+        """Medians over a few rounds, as many as the budget allows; the first one is for warm-up
+        unless it has used the budget up. All shapes in every round: a machine that is slow for a
+        second is so to all."""
+        rounds: list[list[Timed]] = []
         spent_s = 0.0
-        for _ in range(1 + _REPEATS):
-            result = self._run(shape)
-            found.append(Timed(result.target_s, result.draft_s))
-            spent_s += result.target_s + result.draft_s
-            if spent_s > budget_s:
-                break
-        kept = found[1:] or found
-        return Timed(
-            float(np.median([t.target_s for t in kept])),
-            float(np.median([t.draft_s for t in kept])),
-        )
+        while len(rounds) <= _MOST_ROUNDS and spent_s * (1 + 1 / max(len(rounds), 1)) <= budget_s:
+            results = [self._run(shape) for shape in shapes]
+            rounds.append([Timed(result.target_s, result.draft_s) for result in results])
+            spent_s += sum(map(sum, rounds[-1]))
+        medians = np.median(rounds[1:] or rounds, axis=0).tolist()
+        return {shape: Timed(*pair) for shape, pair in zip(shapes, medians, strict=True)}
 
     def _run(self, shape: Shape) -> StepResult:
         self._steps += 1
@@ -173,9 +169,9 @@ def fit_profile(times: Mapping[Shape, Timed]) -> CostProfile:
     """Prices from timed shapes.
 
     Where two shapes bring equally many tokens in different numbers of rows, the difference is the
-    price of a row; plain rows with a longer context give that of a context token; and by as much as
-    a chunk of a prompt is cheaper than as many verified tokens, wanting logits costs. What is left
-    of every shape goes into the table.
+    price of a row; rows with a longer context give that of a context token, decoding and verifying;
+    and by as much as a chunk of a prompt is cheaper than as many verified tokens, wanting logits
+    costs. What is left of every shape goes into the table.
     """
     short = {
         shape: t
@@ -190,12 +186,23 @@ def fit_profile(times: Mapping[Shape, Timed]) -> CostProfile:
         for shape, t in times.items()
         if shape.query_len == 1 and shape not in short and shape.tokens in plain
     )
-    row_and_context_s = _median(
-        (plain[n][1].target_s - wide[n][1].target_s) / (plain[n][0].rows - wide[n][0].rows)
+    verify_s = _median(
+        (t.target_s - wide[shape.tokens][1].target_s)
+        / (shape.rows * (shape.context_tokens - CONTEXT_TOKENS))
+        - context_s
+        for shape, t in times.items()
+        if shape.query_len == 1 + DRAFTS and shape not in short and shape.tokens in wide
+    )
+    row_s = _median(
+        (plain[n][1].target_s - wide[n][1].target_s + wide[n][0].rows * verify_s * CONTEXT_TOKENS)
+        / (plain[n][0].rows - wide[n][0].rows)
+        - context_s * CONTEXT_TOKENS
         for n in plain.keys() & wide.keys()
     )
-    row_s = max(row_and_context_s - context_s * CONTEXT_TOKENS, 0.0)
-    fixed_s = {s: s.rows * (row_s + context_s * s.context_tokens) for s in times}
+    fixed_s = {
+        s: s.rows * (row_s + (context_s + verify_s * (s.num_drafts > 0)) * s.context_tokens)
+        for s in times
+    }
     logits_s = _logits_price({s: t.target_s - fixed_s[s] for s, t in times.items()}, wide)
     points: dict[int, list[float]] = {}
     for shape, t in times.items():
@@ -212,6 +219,7 @@ def fit_profile(times: Mapping[Shape, Timed]) -> CostProfile:
         target_s=tuple(np.maximum.accumulate(target_s).tolist()),
         logits_token_s=logits_s,
         context_token_s=context_s,
+        verify_context_token_s=verify_s,
         row_s=row_s,
         draft_setup_s=setup_s,
         draft_pass_s=pass_s,
@@ -232,8 +240,8 @@ def _logits_price(left_s: Mapping[Shape, float], wide: Mapping[int, tuple[Shape,
 
 
 def _fit_drafting(times: Mapping[Shape, Timed]) -> tuple[float, float, float, float]:
-    """Set-up, pass, token and caught-up token: least squares of relative errors. A price that comes out negative
-    was not seen: the best fit without it counts."""
+    """Set-up, pass, token and caught-up token: least squares of relative errors. A price that comes
+    out negative was not seen: the best fit without it counts."""
     if not times:
         return 0.0, 0.0, 0.0, 0.0
     draft_s = np.array([max(t.draft_s, 1e-9) for t in times.values()])
