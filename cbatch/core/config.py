@@ -24,7 +24,7 @@ class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prior_acceptance: float = 0.7
     prior_trials: float = 6.0
     min_survival: float = 0.2
-    idle_drift: float = 0.98
+    idle_drift: float = 0.95
     # `goodput`: log-likelihood that acceptance has halved and the trials that then still count (see
     # estimator.py), and the gain over drafting nothing that is worth beginning to draft.
     drop_evidence: float = 4.5
