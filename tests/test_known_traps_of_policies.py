@@ -71,8 +71,8 @@ def mean_over_k(
 ) -> np.ndarray:
     """Broken: an EMA of accepted / k."""
     rate = accepted / np.maximum(drafted, 1)
-    estimate = np.where(drafted, 0.96 * estimate + 0.04 * np.stack([rate, rate * 0 + 1]), estimate)
-    return estimate
+    moved = 0.96 * estimate + 0.04 * np.stack([rate, np.ones_like(rate)])
+    return np.where(drafted > 0, moved, estimate)
 
 
 def estimates_by_cap() -> dict[int, float]:
