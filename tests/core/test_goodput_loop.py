@@ -236,6 +236,7 @@ def test_never_far_from_the_best_fixed_k_and_on_average_above(cells) -> None:
 
 
 def test_never_below_drafting_nothing(cells) -> None:
+    """Trap 5 (acceptance alone ignores load): at large batches almost no step drafts."""
     assert min(cell.to_off for cell in cells.values()) >= 0.98, table(cells)
     shares = [cell.share for cell in cells.values()]
     assert min(shares) < 0.1 and max(shares) > 0.95, "both regimes occur" + table(cells)
@@ -274,7 +275,8 @@ def test_without_a_profile_and_with_stalls_it_learns_the_prices() -> None:
 
 
 def test_a_drafter_that_is_useless_at_first_is_not_given_up_for_ever() -> None:
-    """Acceptance 0.05, and 0.85 from some token on: off meanwhile, and back."""
+    """Trap 4 (k = 0 absorbs). Acceptance 0.05, and 0.85 from some token on: off meanwhile, and
+    back."""
     tokens = np.full(4, MOST_TOKENS)
     coins = np.random.default_rng(3).random((4, MOST_TOKENS + DEPTH)) < 0.05
     bad = Requests(np.tile(tokens, 2), np.tile(coins, (2, 1)))
@@ -337,6 +339,7 @@ def test_while_off_almost_no_step_decides_and_canaries_become_rare() -> None:
 
 
 def test_a_row_without_drafts_is_probed_ever_more_seldom_but_for_ever() -> None:
+    """Trap 4 (k = 0 absorbs)."""
     when = [step for step in range(1, 2000) if len(probes(np.array([step]), 0, 1))]
     assert when == [16, 32, 64, 128, *range(256, 2000, 256)]
     due = probes(np.full(10, 16), first=7, most=4)

@@ -33,6 +33,7 @@ def simulate(alpha: float, k: int, rows: int, steps: int, seed: int) -> np.ndarr
 
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.95])
 def test_the_estimate_is_unbiased_and_as_sharp_for_every_k(alpha: float) -> None:
+    """Trap 3 (accepted / k is biased, and more so the larger k is)."""
     errors = {}
     for k in (1, 2, 4, 8):
         found = simulate(alpha, k, rows=4000, steps=300, seed=k)
@@ -43,7 +44,8 @@ def test_the_estimate_is_unbiased_and_as_sharp_for_every_k(alpha: float) -> None
 
 
 def test_the_mean_of_accepted_over_k_would_be_caught() -> None:
-    """The broken estimator that the bound above must reject: at alpha 0.7, k 4 it reads 0.44."""
+    """Trap 3 (accepted / k is biased). The broken estimator that the bound above must reject: at
+    alpha 0.7, k 4 it reads 0.44."""
     rng = np.random.default_rng(0)
     coins = rng.random((4000, 4)) < 0.7
     naive = np.cumprod(coins, axis=1).sum(axis=1).mean() / 4
@@ -67,6 +69,7 @@ def test_survival_is_the_beta_moment_and_never_rises_along_a_row() -> None:
 
 
 def test_k_follows_acceptance_and_zero_is_not_absorbing() -> None:
+    """Trap 4 (k = 0 absorbs)."""
     estimate = np.array([[30.0, 20.0, 2.0], [31.0, 31.0, 31.0]])
     k = choose_lookahead(EMA, estimate, ALL, CAPS)
     assert k[0] == 8 and 2 <= k[1] <= 4 and k[2] == 0

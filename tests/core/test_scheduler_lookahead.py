@@ -60,7 +60,8 @@ def test_after_a_full_acceptance_the_draft_lags_one_token_and_after_a_rejection_
 
 @DEPTHS
 def test_k_goes_to_zero_and_comes_back_with_the_draft_caught_up(depth):
-    """`ema`: a run of rejections turns drafting off, the drift to the prior turns it on again."""
+    """Trap 1 (k = 0 starves the draft's KV), trap 4 (k = 0 absorbs). `ema`: a run of rejections
+    turns drafting off, the drift to the prior turns it on again."""
     script = ScriptedAcceptance({"a": [3] * 3 + [0] * 20 + [3]})
     lookahead = LookaheadConfig(policy="ema", k=3, min_survival=0.35)
     config = make_config(
@@ -133,6 +134,7 @@ def test_drafts_do_not_starve_a_row_when_the_budget_is_short(depth):
 
 
 def test_unused_tail_blocks_are_given_back_after_every_commit():
+    """Trap 9 (KV accounting that drifts)."""
     world = World(make_config(lookahead="fixed:8"), acceptance=ModelledAcceptance(0.0))
     world.add(make_request("a", 8, max_tokens=30))
     pool = world.scheduler.state.pool

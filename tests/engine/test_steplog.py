@@ -44,6 +44,7 @@ def encode(value):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_replay_reproduces_every_decision(tmp_path, depth):
+    """Trap 8 (replicas that do not follow from their inputs differ)."""
     path = tmp_path / "steps.jsonl"
     with StepLogWriter(path) as log:
         world = busy_world(log, depth)

@@ -86,7 +86,8 @@ def test_drafts_equal_those_of_a_cold_draft_whatever_its_kv_went_through(monkeyp
 
 
 def test_acceptance_recovers_after_k_was_zero(monkeypatch):
-    """k 3 -> 0 -> 3: the drafter catches up, and accepts as if it had never paused."""
+    """Trap 1 (k = 0 starves the draft's KV). k 3 -> 0 -> 3: the drafter catches up, and accepts as
+    if it had never paused."""
     steps = {"n": 0}
 
     def choose(config: Any, estimate: Any, rows: Any, caps: np.ndarray) -> np.ndarray:
@@ -121,6 +122,7 @@ def test_prefix_hit_on_blocks_without_draft_kv_accepts_like_a_cold_run():
 
 
 def test_acceptance_is_the_same_in_every_slot():
+    """Trap 10 (a slot whose index is wrong drafts garbage)."""
     prompt = prompts(1, seed=6)[0]
     requests = [make_request(f"r{i}", prompt, max_tokens=60) for i in range(8)]
     run = checked_run(requests, lookahead="fixed:3", prefix_cache=False)

@@ -136,7 +136,8 @@ def test_catch_up_beyond_what_was_paid_for_drafts_nothing():
 
 
 def test_plain_steps_touch_neither_draft_nor_sampler(monkeypatch):
-    """k = 0 for everybody is the plain path; all greedy rows draw nothing."""
+    """Trap 2 (k = 0 is not free). k = 0 for everybody is the plain path; all greedy rows draw
+    nothing."""
     draft = tiny_model(noise=NOISE)
     monkeypatch.setattr(draft, "forward", lambda *_: pytest.fail("the draft ran"))
     monkeypatch.setattr(
@@ -156,13 +157,21 @@ class _KvChecker(RecordingExecutor):
 
     checks = 0
 
+    def __init__(self, model: Model, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self.emitted: dict[int, list[int]] = {}  # prompt and output by slot, as results tell it
+
     def run(self, plan: StepPlan) -> StepResult:
+        for a in plan.deltas.admitted:
+            self.emitted[a.slot] = a.tokens.tolist()
         result = super().run(plan)
         table, size = self.table, self.table.block_size_tokens
-        for slot in plan.slots.tolist():
+        for row, slot in enumerate(plan.slots.tolist()):
+            first, last = result.row_splits[row : row + 2]
+            self.emitted[slot] += result.tokens[first:last].tolist()
             length = int(table.kv_len[slot])
             fresh = TorchExecutor(self.model, num_blocks=64, block_size_tokens=size, max_slots=1)
-            tokens = table.tokens[slot, : length + 1].tolist()
+            tokens = self.emitted[slot][: length + 1]
             # One position more is known than is in KV: exactly the last one.
             one = admit(0, tokens, max_total=len(tokens) + 1)
             one = Admission(

@@ -1,0 +1,112 @@
+"""Verification that is not lossless: flaws that earlier systems shipped, each with its test.
+
+    flaw                                               where
+    A1 rollback that keeps the rejected token          here; test_broken_variants: rollback;
+                                                       test_executor: kv_is_that_of_the_emitted
+    A2 filters on the target's law or the draft's      test_broken_variants: unfiltered_q;
+       alone                                           test_statistics: a_wrong_q
+    A3 `u <= p / q` at p = 0; residual without mass    test_broken_variants: p_of_zero, zero_mass
+    B1 a threshold in place of a coin, and p in place  here
+       of the residual
+    C1 q made up: 1 / V                                here
+    D1 the target's best token or none; token 0 for    here
+       want of another
+
+Here they are set into the whole engine: scheduler, executor, draft model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.runtime.drafter import DraftModel, DraftRows, Proposal
+from cbatch.runtime.executor import TorchExecutor
+from tests.runtime import test_executor
+from tests.runtime.test_statistics import FILTERS, VOCAB, Z_BOUND, sample, z_against
+from triton_kernels import noise, verify
+from triton_kernels.verify import NoiseRows
+
+
+def keeps_rejected(self: TorchExecutor, rows: Any, verified: Any) -> Any:
+    """A1: behind a rejection the history goes on from the draft; the replacement is only shown."""
+    drafted = self.table.tokens[rows.slots].copy()
+    tokens, counts = ADVANCE(self, rows, verified)
+    if rows.num_drafts is not None and rows.all_want:
+        rejected = (counts <= rows.num_drafts).nonzero()[0]
+        last = self.table.num_tokens[rows.slots[rejected]] - 1
+        self.table.tokens[rows.slots[rejected], last] = drafted[rejected, last]
+    return tokens, counts
+
+
+class _MadeUpQ(DraftModel):
+    """C1: says that each draft was drawn with chance 1 / V."""
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        proposal = super().propose(rows)
+        assert proposal.probs is not None
+        return proposal._replace(probs=torch.full_like(proposal.probs, 1 / VOCAB))
+
+
+def above_threshold(
+    p: Tensor, x: Tensor, q: Tensor, k: Tensor, rows: NoiseRows, starts: Tensor, firsts: Tensor
+) -> Tensor:
+    """B1: no coin. A draft stands if p(y) / q(x) > 0.5, y being a draw of the target's own."""
+    row = torch.repeat_interleave(k)
+    depth = torch.arange(len(x)) - firsts[row]
+    at = starts[row] + depth
+    each = NoiseRows(rows.keys[row], rows.choices[row], rows.positions[row] + depth)
+    own = verify.draw(p[at], each, noise.BONUS)
+    ratio = p[at, own] / q[torch.arange(len(x)), x]
+    return verify._leading_run(ratio > 0.5, row, depth, k)
+
+
+def best_or_none(
+    p: Tensor, x: Tensor, q: Tensor, k: Tensor, rows: NoiseRows, starts: Tensor, firsts: Tensor
+) -> Tensor:
+    """D1: a draft stands if it is the target's likeliest token."""
+    row = torch.repeat_interleave(k)
+    depth = torch.arange(len(x)) - firsts[row]
+    return verify._leading_run(p[starts[row] + depth].argmax(dim=1) == x, row, depth, k)
+
+
+def zero_for_want_of_a_bonus(weights: Tensor, rows: NoiseRows, purpose: Any) -> Tensor:
+    """D1: where no draft was left to check, the token emitted is number 0."""
+    drawn: Tensor = DRAW(weights, rows, purpose)
+    return torch.where(torch.as_tensor(purpose) == noise.BONUS, 0, drawn)
+
+
+ADVANCE, DRAW = TorchExecutor._advance, verify.draw
+FLAWS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "A1 rollback keeps the rejected token": (
+        ("cbatch.runtime.executor.TorchExecutor._advance", keeps_rejected),
+    ),
+    "B1 threshold for a coin, p for the residual": (
+        ("triton_kernels.verify._count_accepted", above_threshold),
+        ("triton_kernels.verify._residual", lambda p, q, rejected: p),
+    ),
+    "C1 q of 1 / V": (("tests.runtime.engines.DraftModel", _MadeUpQ),),
+    "D1 argmax match": (("triton_kernels.verify._count_accepted", best_or_none),),
+    "D1 token 0": (("triton_kernels.verify.draw", zero_for_want_of_a_bonus),),
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_flaws_of_verification_are_caught_by_the_joint_law_of_the_engine(flaw, monkeypatch):
+    """z > 10 on the joint law of three tokens; that of the engine as it is stays below 5 (by chance
+    beyond it in 6 of 10 million, see test_statistics, which has the same sample)."""
+    for name, broken in FLAWS[flaw]:
+        monkeypatch.setattr(name, broken)
+    run = sample(lookahead="fixed:3")
+    assert (run.accepted < run.drafted).any() and run.accepted.any()
+    assert z_against(run, FILTERS[0]) > 2 * Z_BOUND
+
+
+def test_flaw_a1_is_caught_by_comparing_kv_with_what_was_emitted(monkeypatch):
+    """After every step, not by the tokens alone."""
+    monkeypatch.setattr(TorchExecutor, "_advance", keeps_rejected)
+    with pytest.raises(AssertionError):
+        test_executor.test_flaw_a1_kv_is_that_of_the_emitted_tokens(temperature=0.0)
