@@ -237,5 +237,4 @@ def _case(dtype: str, kv: str | None, norm: bool, targets: tuple[str, ...]) -> C
         num_warps=2,
         num_stages=1,
         limits=dict.fromkeys(targets, Limits(registers=128, shared_bytes=16 << 10)),
-        wide_loads=True,
     )
