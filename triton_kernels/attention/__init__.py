@@ -1,7 +1,7 @@
 """Attention over paged KV for a ragged batch: prefill chunks, decodes and verifications at once.
 
 One kernel serves them all in one launch. A row's bits depend on its own keys only: not on the
-length of its query, nor on its neighbours, nor on how the work was shared out (see `plan`). So a
+length of its query, nor on its neighbours, nor on how the work was shared out (see `planner`). So a
 token verified among k drafts gets the bits that decoding it alone would give.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triton_kernels.attention.cases import cases
 from triton_kernels.attention.kernel import attention_kernel
-from triton_kernels.attention.plan import Heads, Partials, Tile, WorkList, plan
+from triton_kernels.attention.planner import Heads, Partials, Tile, WorkList, plan
 from triton_kernels.attention.reference import attention_reference
 
 __all__ = [
@@ -107,6 +107,8 @@ def _check(
     heads = work.heads
     if q.dim() != 4 or tuple(q.shape[1:]) != heads:
         raise ValueError(f"q: {list(q.shape)} does not fit; give [T, {', '.join(map(str, heads))}]")
+    if len(q) > work.most_tokens:
+        raise ValueError(f"q: {len(q)} tokens, work for {work.most_tokens}")
     if q.stride(3) != 1 or q.stride(2) != heads.head_dim:
         raise ValueError("q: the heads of a group must lie side by side")
     width = heads.kv_heads * heads.group * heads.head_dim

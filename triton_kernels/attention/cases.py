@@ -7,7 +7,7 @@ from typing import Any
 import triton
 
 from triton_kernels.attention.kernel import attention_kernel
-from triton_kernels.attention.plan import Heads, Tile, plan_kernel
+from triton_kernels.attention.planner import Heads, Tile, plan_kernel
 from triton_kernels.case import Case, Limits
 
 SPLIT_TOKENS = 1024

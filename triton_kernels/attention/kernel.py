@@ -1,4 +1,4 @@
-"""The attention kernel: work items of `plan`, a fixed number of programs, one launch."""
+"""The attention kernel: work items of `planner`, a fixed number of programs, one launch."""
 
 from __future__ import annotations
 

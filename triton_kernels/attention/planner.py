@@ -85,6 +85,8 @@ class WorkList(NamedTuple):
     split_tokens: int
     window: int | None  # in tokens, the token itself included
     partials: Partials
+    most_tokens: int
+    most_sequences: int
 
     @classmethod
     def allocate(
@@ -102,11 +104,23 @@ class WorkList(NamedTuple):
         tokens = _block_tokens(heads, tile)
         if split_tokens % tile.keys:
             raise ValueError(f"split_tokens: give a multiple of the tile's {tile.keys} keys")
+        if partials.sums.shape[1:] != (heads.kv_heads, tile.rows, heads.head_dim):
+            raise ValueError("partials: allocate them for the same heads and tile")
         capacity = len(partials.arrived) + most_sequences + -(-most_tokens // tokens)
         device = partials.sums.device
         items = torch.zeros(ITEM_FIELDS, capacity, dtype=torch.int32, device=device)
         num_items = torch.zeros(1, dtype=torch.int32, device=device)
-        return cls(items, num_items, heads, tile, split_tokens, window, partials)
+        return cls(
+            items,
+            num_items,
+            heads,
+            tile,
+            split_tokens,
+            window,
+            partials,
+            most_tokens,
+            most_sequences,
+        )
 
 
 def _block_tokens(heads: Heads, tile: Tile) -> int:
@@ -133,6 +147,8 @@ def plan(query_starts: Tensor, context_lens: Tensor, work: WorkList) -> None:
                 f"{name}: {tensor.dtype} {list(tensor.shape)} does not fit; "
                 f"give torch.int32 {[length]}"
             )
+    if count > work.most_sequences:
+        raise ValueError(f"context_lens: {count} sequences, work for {work.most_sequences}")
     plan_kernel[(count,)](
         query_starts,
         context_lens,
