@@ -1,0 +1,93 @@
+"""The compile check on the shipped kernels (one case of each, one target), and on bad ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import triton
+import triton.language as tl
+
+from triton_kernels import compile_check
+from triton_kernels.case import Case, Limits
+from triton_kernels.compile_check import all_cases, check, main
+
+SHIPPED = list({case.name: case for case in all_cases()}.values())
+
+
+@triton.jit
+def product_kernel(a_ptr, b_ptr, out_ptr, stride, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    row, column = tl.arange(0, ROWS)[:, None] * stride, tl.arange(0, SIZE)[None, :]
+    a = tl.load(a_ptr + row + tl.arange(0, SIZE)[None, :])
+    b = tl.load(b_ptr + tl.arange(0, SIZE)[:, None] * stride + column)
+    tl.store(out_ptr + row + column, tl.dot(a, b))
+
+
+def product(rows: int = 64, num_warps: int = 4) -> Case:
+    """A small product that passes the check."""
+    return Case(
+        name="product",
+        config=f"rows={rows}",
+        kernel=product_kernel,
+        signature={"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32", "stride": "i32"},
+        constexprs={"ROWS": rows, "SIZE": 64},
+        divisible=("a_ptr", "b_ptr", "out_ptr", "stride"),
+        num_warps=num_warps,
+        num_stages=1,
+        limits={"sm_90": Limits(128, 64 << 10)},
+        wgmma=True,
+        wide_loads=True,
+    )
+
+
+@pytest.mark.parametrize("case", SHIPPED, ids=lambda case: case.name)
+def test_shipped_kernels_pass(case: Case) -> None:
+    assert check(case, "sm_90").faults() == []
+
+
+def test_the_small_product_passes() -> None:
+    assert check(product(), "sm_90").faults() == []
+
+
+def test_few_rows_miss_wgmma() -> None:
+    assert check(product(rows=16), "sm_90").faults() == ["no wgmma"]
+
+
+def test_a_stride_of_any_size_makes_loads_narrow() -> None:
+    case = product()._replace(divisible=("a_ptr", "b_ptr", "out_ptr"))
+    (fault,) = check(case, "sm_90").faults()
+    assert "narrower than 128 bits" in fault
+
+
+def test_a_sum_too_large_for_its_threads_spills() -> None:
+    limits = {"sm_90": Limits(255, 64 << 10)}
+    case = product(rows=256, num_warps=1)._replace(limits=limits, wgmma=False)
+    (fault,) = check(case, "sm_90").faults()
+    assert fault.startswith("spills")
+
+
+def test_limits_hold() -> None:
+    case = product()._replace(limits={"sm_90": Limits(8, 8)})
+    registers, shared = check(case, "sm_90").faults()
+    assert "registers, 8 allowed" in registers
+    assert "bytes shared, 8 allowed" in shared
+
+
+@pytest.mark.parametrize("registers, status", [(128, 0), (8, 1)])
+def test_the_command_ends_with_one_line_of_json(
+    registers: int, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = product()._replace(limits={"sm_90": Limits(registers, 64 << 10)})
+    monkeypatch.setattr(compile_check, "all_cases", lambda families: [case])
+    assert main([]) == status
+    (kernel,) = json.loads(capsys.readouterr().out.splitlines()[-1])["kernels"]
+    assert list(kernel) == [
+        "name",
+        "config",
+        "target",
+        "registers",
+        "spill_bytes",
+        "shared_bytes",
+    ]
+    assert kernel["name"] == "product"
+    assert kernel["target"] == "sm_90"  # the others have no limits: not shipped there

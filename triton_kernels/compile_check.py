@@ -1,0 +1,208 @@
+"""Compiles every shipped kernel configuration for every target, no GPU needed, and reads the code.
+
+    python -m triton_kernels.compile_check [--target sm_90] [--kernel attention]
+
+Fails on register spills, on more registers or shared memory than a case allows, on products that
+miss wgmma and on narrow loads. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from triton_kernels.case import Case
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+FAMILIES = ("attention", "kv_write")
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Findings(NamedTuple):
+    """What the machine code of one case says."""
+
+    case: Case
+    target: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    wgmmas: int
+    wide_loads: int
+    narrow_loads: int
+
+    def faults(self) -> list[str]:
+        case, limits = self.case, self.case.limits[self.target]
+        found = []
+        if self.spill_bytes:
+            found.append(f"spills {self.spill_bytes} bytes")
+        if self.registers > limits.registers:
+            found.append(f"{self.registers} registers, {limits.registers} allowed")
+        if self.shared_bytes > limits.shared_bytes:
+            found.append(f"{self.shared_bytes} bytes shared, {limits.shared_bytes} allowed")
+        if case.wgmma and self.target == "sm_90" and not self.wgmmas:
+            found.append("no wgmma")
+        if case.wide_loads and (self.narrow_loads or not self.wide_loads):
+            found.append(f"{self.narrow_loads} loads narrower than 128 bits")
+        return found
+
+
+def all_cases(families: Iterable[str] = FAMILIES) -> list[Case]:
+    modules = (importlib.import_module(f"triton_kernels.{name}") for name in families)
+    return [case for module in modules for case in module.cases()]
+
+
+def check(case: Case, target: str) -> Findings:
+    """Compile `case` for `target` and read its code."""
+    if knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET: unset it; interpreted kernels cannot be compiled")
+    options = {
+        "num_warps": case.num_warps,
+        "num_stages": case.num_stages,
+        "enable_fp_fusion": case.fp_fusion,
+    }
+    gpu = TARGETS[target]
+    compiled = triton.compile(_source(case), target=gpu, options=options)
+    read = _read_nvidia if gpu.backend == "cuda" else _read_amd
+    return Findings(case, target, shared_bytes=compiled.metadata.shared, **read(compiled, gpu))
+
+
+def _source(case: Case) -> ASTSource:
+    names = list(inspect.signature(case.kernel.fn).parameters)
+    signature = {n: "constexpr" if n in case.constexprs else case.signature[n] for n in names}
+    constexprs = {(names.index(n),): value for n, value in case.constexprs.items()}
+    divisible = {(names.index(n),): [["tt.divisibility", 16]] for n in case.divisible}
+    return ASTSource(case.kernel, signature, constexprs=constexprs, attrs=divisible)
+
+
+def _read_nvidia(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _run(_TOOLS / "cuobjdump", "--dump-resource-usage", cubin)
+        code = _run(_TOOLS / "nvdisasm", "-c", cubin)
+        # Only code that touches local memory can have spilled.
+        spilled = _ptxas_spills(compiled, gpu, Path(folder)) if re.search(r"\bSTL\b", code) else 0
+    registers = re.search(r"REG:(\d+)", usage)
+    if registers is None:
+        raise RuntimeError(f"cuobjdump: no resource usage in {usage!r}")
+    loads = Counter(_load_bits(m[0]) for m in re.finditer(r"\bLDG(STS)?\.E[.\w]*", code))
+    descriptor_loads = len(re.findall(r"\bUTMALDG\b", code))
+    return {
+        "registers": int(registers[1]),
+        "spill_bytes": spilled,
+        "wgmmas": len(re.findall(r"\b[HQI]GMMA\b", code)),
+        "wide_loads": loads[128] + descriptor_loads,
+        # 32 bits at a time through registers are indices; data come in pairs of 16 bits at worst.
+        "narrow_loads": loads[8] + loads[16] + loads[64] + loads["async 32"] + loads["async 64"],
+    }
+
+
+def _load_bits(opcode: str) -> int | str:
+    """Width of an LDG (through registers) or an LDGSTS (asynchronous, to shared memory)."""
+    if ".128" in opcode:
+        return 128
+    bits = 64 if ".64" in opcode else 32
+    if opcode.startswith("LDGSTS"):
+        return f"async {bits}"
+    narrow = re.search(r"\.[US](8|16)\b", opcode)
+    return int(narrow[1]) if narrow else bits
+
+
+def _ptxas_spills(compiled: Any, gpu: GPUTarget, folder: Path) -> int:
+    """Bytes of spill stores and loads, by the very assembler that triton uses."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    name = sm_arch_from_capability(gpu.arch)
+    log = _run(get_ptxas(gpu.arch).path, "-v", f"--gpu-name={name}", ptx, "-o", folder / "again")
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if spills is None:
+        raise RuntimeError(f"ptxas: no spill figures in {log!r}")
+    return int(spills[1]) + int(spills[2])
+
+
+def _read_amd(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
+    code = compiled.asm["amdgcn"]
+
+    def figure(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", code)
+        if found is None:
+            raise RuntimeError(f"amdgcn: no {name} for {gpu.arch}")
+        return int(found[1])
+
+    def loads(kind: str) -> int:
+        return len(re.findall(rf"\b(?:global|buffer)_load_(?:{kind})\b", code))
+
+    return {
+        "registers": figure("vgpr_count"),
+        "spill_bytes": figure("private_segment_fixed_size"),  # scalar spills go to vector lanes
+        "wgmmas": 0,
+        "wide_loads": loads("dwordx4"),
+        "narrow_loads": loads("[us]byte|[us]short|ubyte_d16\\w*|short_d16\\w*"),
+    }
+
+
+def _run(*command: str | Path) -> str:
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _row(findings: Findings) -> str:
+    case, verdict = findings.case, "; ".join(findings.faults()) or "ok"
+    return (
+        f"{case.name:<16} {case.config:<30} {findings.target:<7} {findings.registers:>5} "
+        f"{findings.spill_bytes:>6} {findings.shared_bytes:>7}  {verdict}"
+    )
+
+
+def _entry(findings: Findings) -> dict[str, object]:
+    return {
+        "name": findings.case.name,
+        "config": findings.case.config,
+        "target": findings.target,
+        "registers": findings.registers,
+        "spill_bytes": findings.spill_bytes,
+        "shared_bytes": findings.shared_bytes,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m triton_kernels.compile_check")
+    parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
+    parser.add_argument("--kernel", choices=FAMILIES, action="append", help="default: all")
+    options = parser.parse_args(arguments)
+    targets = options.target or list(TARGETS)
+    print(f"{'kernel':<16} {'configuration':<30} {'target':<7}  regs spills  shared  verdict")
+    every = []
+    for case in all_cases(options.kernel or FAMILIES):
+        for target in targets:
+            if target in case.limits:
+                every.append(check(case, target))
+                print(_row(every[-1]), flush=True)
+    print(json.dumps({"kernels": [_entry(findings) for findings in every]}))
+    return 1 if any(findings.faults() for findings in every) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
