@@ -165,7 +165,7 @@ class Committer:
         """What was drafted, accepted and paid. `elapsed_s`: since the previous commit, if there was
         work ever since."""
         result, cost = step.result, None
-        if controller.wants_prices(num_rows=len(step.slots), drafted=step.drafts.total > 0):
+        if controller.wants_prices(drafted=step.drafts.total > 0):
             target_s = result.target_s + _host_s(result, elapsed_s)
             cost = StepCost(self._load(step), result.draft_s, target_s)
         controller.learn(step.rows, result.num_drafted, result.num_accepted, cost)

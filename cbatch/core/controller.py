@@ -15,8 +15,8 @@ from cbatch.core import estimator, goodput, lookahead
 from cbatch.core.config import LookaheadConfig
 from cbatch.core.cost import CostModel, CostProfile, StepLoad
 from cbatch.core.estimator import FleetPrior
-from cbatch.core.regime import MOST_PROBE_STEPS, Due, Regime, probes
-from cbatch.core.tally import Rows, Tally, same_rows
+from cbatch.core.regime import FIRST_PROBE_STEPS, MOST_PROBE_STEPS, Due, Regime, probes
+from cbatch.core.tally import Rows, Tally
 
 _CANARY_DRAFTS = 4
 _FLEET_TRIALS = 512.0  # memory of the prior
@@ -33,10 +33,9 @@ _PROBE_LAG_TOKENS = 64  # rows further behind are probed at the longest interval
 # While on, now and then a step drafts nothing, so that the price of that is known: soon when there
 # are clearly more or fewer rows than the last time, then ever later, the later the more is gained.
 _FIRST_PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_STEPS_BELOW_GAIN, _SMALL_GAIN = 12, 256, 48, 0.3
-# A decision costs some tens of microseconds however few its rows, and steps of few rows are short:
-# for these it stands for as many steps, unless the rows change; so long the verdicts are tallied,
-# and one step teaches the prices.
-_HELD_ROWS, _HELD_STEPS = 32, 4
+# A decision stands for so many steps: in between verdicts are tallied, and one step of them teaches
+# the prices. (Hundreds of microseconds each time, between steps that leave the caches cold.)
+_HELD_STEPS = 4
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -66,13 +65,36 @@ class StepCost(msgspec.Struct, frozen=True):
     target_s: float
 
 
-class _Held(msgspec.Struct, frozen=True, eq=False):
-    """A decision that stands for some steps."""
+class _Held:
+    """A decision that stands for some steps, by slot."""
 
-    rows: Rows
-    caps: np.ndarray
-    num_drafts: np.ndarray
-    total: int
+    def __init__(self, max_slots: int) -> None:
+        self._num_drafts = np.zeros(max_slots, dtype=np.int32)
+        self._steps = self._budget_tokens = self._newcomers = self._deepest = 0
+        self._threshold = np.inf
+
+    def set(self, rows: Rows, num_drafts: np.ndarray, budget_tokens: int, threshold: float) -> None:
+        self._num_drafts[rows] = num_drafts
+        self._steps, self._budget_tokens, self._newcomers = _HELD_STEPS - 1, budget_tokens, 0
+        self._threshold, self._deepest = threshold, int(np.maximum.reduce(num_drafts))
+
+    def enter(self, slot: int, accepted: float, trials: float) -> None:
+        """Who comes in between drafts as far as others with such chances did."""
+        k, survival = 0, accepted / trials
+        while k < self._deepest and survival >= self._threshold:
+            k += 1
+            survival *= (accepted + k) / (trials + k)
+        self._num_drafts[slot] = k
+        self._newcomers += 1
+
+    def get(self, rows: Rows, caps: np.ndarray, budget_tokens: int) -> np.ndarray | None:
+        """k of each row, int32; None where it is time to decide anew."""
+        other_load = not 3 * self._budget_tokens <= 4 * budget_tokens <= 5 * self._budget_tokens
+        if self._steps <= 0 or other_load or 4 * self._newcomers >= len(caps):
+            return None
+        self._steps -= 1
+        num_drafts: np.ndarray = np.minimum(self._num_drafts[rows], caps)
+        return num_drafts if int(np.add.reduce(num_drafts)) <= budget_tokens else None
 
 
 class LookaheadController:
@@ -98,9 +120,9 @@ class LookaheadController:
         self.estimate[:] = np.array(self.prior)[:, None]
         self._tally = Tally(max_slots)
         self._market: goodput.Market | None = None
-        self._held: _Held | None = None
-        self._held_steps = 0
-        self._gain = 0.0  # of the last decision
+        self._held = _Held(max_slots)
+        self._folded_steps = 0
+        self._gain, self._threshold = 0.0, np.inf  # of the last decision
         self._steps = 0
         self._drafting_steps = 0  # since a step without drafts
         self._plain_rows = 0  # of that step
@@ -111,16 +133,16 @@ class LookaheadController:
 
     def enter(self, slot: int, estimate: tuple[float, float] | None = None) -> None:
         """A sequence takes the slot, with the N and D it had when it was preempted, if it was."""
-        self._held = None
-        self._learn_tally()
         self.regime.newcomers += 1
         self.statistics[:, slot] = 0.0
         self.estimate[:, slot] = self.prior if estimate is None else estimate
+        self._held.enter(slot, *self.estimate[:, slot].tolist())
 
     def leave(self, slot: int) -> None:
         """It leaves the slot, finished or preempted."""
-        self._held = None
-        self._learn_tally()
+        gained, tried = self._tally.drop(slot)
+        self.statistics[estimator.FRESH_ACCEPTED, slot] += gained
+        self.statistics[estimator.FRESH_TRIALS, slot] += tried
         self._fold(np.array([slot]), _FLEET_TRIALS)
 
     # ---- steps --------------------------------------------------------------------------------
@@ -150,17 +172,14 @@ class LookaheadController:
         if due is Due.CANARY:
             return self._canary(caps, lag, budget_tokens)
         if self._wants_plain_step(len(caps)):
-            self._held = None
             return None
-        held = self._still_held(rows, caps, budget_tokens)
+        held = self._held.get(rows, caps, budget_tokens) if self.regime.on else None
         if held is not None:
             return held
         num_drafts = self._decide(rows, caps, lag, budget_tokens, room())
         if num_drafts is None:
             return None
-        if len(caps) <= _HELD_ROWS:
-            self._held = _Held(rows, caps, num_drafts, int(np.add.reduce(num_drafts)))
-            self._held_steps = _HELD_STEPS - 1
+        self._held.set(rows, num_drafts, budget_tokens, self._threshold)
         return self._with_probes(rows, num_drafts, caps, lag, budget_tokens)
 
     def rests(self, *, num_rows: int, drafted: bool) -> bool:
@@ -173,9 +192,9 @@ class LookaheadController:
         self._undrifted_steps += 1
         return not self.regime.on and self._steps % _COST_STEPS != 0
 
-    def wants_prices(self, *, num_rows: int, drafted: bool) -> bool:
+    def wants_prices(self, *, drafted: bool) -> bool:
         """Whether `learn` should be told what this step cost."""
-        return not drafted or num_rows > _HELD_ROWS or self._steps % _HELD_STEPS == 0
+        return not drafted or self._steps % _HELD_STEPS == 0
 
     def learn(
         self,
@@ -194,15 +213,14 @@ class LookaheadController:
         if not self.regime.on:
             self._hear(rows, num_drafted, num_accepted, evidence)
             return
-        if self._tally.rows is not None and not same_rows(self._tally.rows, rows):
-            self._learn_tally()
         gained = num_accepted if evidence is None else evidence
         self._tally.add(rows, num_accepted, num_accepted < num_drafted, gained)
-        if len(num_drafted) > _HELD_ROWS or self._tally.steps >= _HELD_STEPS:
+        if self._tally.steps >= _HELD_STEPS:
             self._learn_tally()
-        if self._steps % _FOLD_STEPS == 0:
-            self._learn_tally()
-            self._fold(rows, _FLEET_TRIALS)
+            self._folded_steps += _HELD_STEPS
+            if self._folded_steps >= _FOLD_STEPS:
+                self._folded_steps = 0
+                self._fold(rows, _FLEET_TRIALS)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -233,23 +251,12 @@ class LookaheadController:
         debts_s = _debts_s(lag, room, prices.ingest_s)
         decision = goodput.decide(survival, caps, prices, self._market, room.blocks, debts_s)
         self._market, self._gain = decision.market, decision.gain
+        self._threshold = decision.threshold
         was_on = self.regime.on
         carried_out = self.regime.judge(decision.gain, len(caps))
         if was_on and not self.regime.on:
             self._fold(rows, _FLEET_TRIALS)
         return decision.num_drafts if carried_out else None
-
-    def _still_held(self, rows: Rows, caps: np.ndarray, budget_tokens: int) -> np.ndarray | None:
-        """The previous decision, for the few steps that it stands."""
-        held = self._held
-        if held is None or not self.regime.on:
-            return None
-        self._held_steps -= 1
-        if self._held_steps <= 0:
-            self._held = None
-        if held.total > budget_tokens or not same_rows(held.rows, rows):
-            return None
-        return held.num_drafts if caps is held.caps else np.minimum(held.num_drafts, caps)
 
     def _with_probes(
         self,
@@ -261,7 +268,7 @@ class LookaheadController:
     ) -> np.ndarray:
         """The decision, with one draft for a few rows that have had none for long."""
         idle = self.statistics[estimator.IDLE_STEPS, rows]
-        idle = np.where(num_drafts > 0, 0.0, idle + 1)
+        idle = np.where(num_drafts > 0, 0.0, idle + _HELD_STEPS)
         self.statistics[estimator.IDLE_STEPS, rows] = idle
         if np.maximum.reduce(idle) >= 1:
             left = max(budget_tokens - int(np.add.reduce(num_drafts)), 0)
@@ -285,13 +292,17 @@ class LookaheadController:
 
     def _learn_tally(self) -> None:
         """Tell the estimator of what was tallied."""
-        if self._tally.rows is None:
+        if not self._tally.steps:
             return
         self._drift()
-        rows, (accepted, rejected, gained), steps = self._tally.take()
-        self.statistics[:, rows] = estimator.update(
-            self.config, self.statistics[:, rows], accepted, rejected, gained, self.prior, steps
+        slots, (accepted, rejected, gained), steps = self._tally.take()
+        self.statistics[:, slots] = estimator.update(
+            self.config, self.statistics[:, slots], accepted, rejected, gained, self.prior, steps
         )
+        # A probe that found something asks for the next one at once.
+        soon = np.where(accepted > 0, FIRST_PROBE_STEPS - _HELD_STEPS, np.inf)
+        idle = self.statistics[estimator.IDLE_STEPS, slots]
+        self.statistics[estimator.IDLE_STEPS, slots] = np.minimum(idle, soon)
 
     def _hear(
         self,

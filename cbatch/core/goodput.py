@@ -46,6 +46,7 @@ class Decision(msgspec.Struct, frozen=True):
     num_drafts: np.ndarray
     gain: float
     market: Market
+    threshold: float = np.inf  # a survival of about so much was worth a draft
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -92,7 +93,8 @@ def decide(
         return Decision(np.zeros(rows, dtype=np.int32), 0.0, _market(prices, rows, 0, 1))
     gain = choice.goodput * prices.step_s[0] / rows - 1
     num_drafts = _take(values[: choice.depth], choice)
-    return Decision(num_drafts, float(gain), _market(prices, rows, choice.count, choice.depth))
+    market = _market(prices, rows, choice.count, choice.depth)
+    return Decision(num_drafts, float(gain), market, choice.threshold)
 
 
 def weigh(values: np.ndarray, market: Market) -> np.ndarray:

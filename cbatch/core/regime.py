@@ -36,7 +36,8 @@ class Regime(msgspec.Struct):
 
     QUIET_STEPS = 8
     CHECK_STEPS = 128
-    FEW_ROWS, CHECK_STEPS_OF_FEW = 8, 32  # one row alone may turn it off; a decision is cheap
+    # Of few rows one or two alone may turn it off, by the way they draft just now.
+    FEW_ROWS, QUIET_STEPS_OF_FEW, CHECK_STEPS_OF_FEW = 8, 24, 32
     EARLY_CHECK_STEPS = 8
     CANARY_STEPS = 48
     MOST_CANARY_STEPS = 768
@@ -68,7 +69,8 @@ class Regime(msgspec.Struct):
                 self._switch()
             return self.on
         self.quiet_steps = 0 if gain > 0 else self.quiet_steps + 1
-        if self.quiet_steps >= self.QUIET_STEPS:
+        few = num_rows <= self.FEW_ROWS
+        if self.quiet_steps >= (self.QUIET_STEPS_OF_FEW if few else self.QUIET_STEPS):
             self._switch()
         return gain > 0
 

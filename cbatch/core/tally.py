@@ -8,38 +8,38 @@ from __future__ import annotations
 
 import numpy as np
 
-Rows = slice | np.ndarray
-
-
-def same_rows(a: Rows, b: Rows) -> bool:
-    """Whether both select the same slots, as far as can be told for nothing."""
-    return a is b or (isinstance(a, slice) and isinstance(b, slice) and a == b)
+Rows = slice | np.ndarray  # selects slots
 
 
 class Tally:
     def __init__(self, max_slots: int) -> None:
-        self._sums = np.zeros((3, max_slots))
-        self.rows: Rows | None = None  # None: empty
+        self._sums = np.zeros((3, max_slots))  # accepted, rejected, gained
+        self._told = np.zeros(max_slots, dtype=np.bool_)
         self.steps = 0
 
     def add(
         self, rows: Rows, accepted: np.ndarray, rejected: np.ndarray, gained: np.ndarray
     ) -> None:
-        """By row of one step; `rows` as in the steps before."""
+        """Of one step, by row: accepted drafts, whether one was rejected, evidence for N."""
         sums = self._sums
-        if self.rows is None:
-            self.rows = rows
-            sums[0, rows], sums[1, rows], sums[2, rows] = accepted, rejected, gained
-        else:
-            sums[0, rows] += accepted
-            sums[1, rows] += rejected
-            sums[2, rows] += gained
+        sums[0, rows] += accepted
+        sums[1, rows] += rejected
+        sums[2, rows] += gained
+        self._told[rows] = True
         self.steps += 1
 
-    def take(self) -> tuple[Rows, np.ndarray, int]:
-        """Rows, their sums (accepted, rejected, gained), float64 [3, rows], and how many steps;
-        there must be some."""
-        rows, steps = self.rows, self.steps
-        assert rows is not None
-        self.rows, self.steps = None, 0
-        return rows, self._sums[:, rows], steps
+    def take(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """Slots, their sums, float64 [3, slots], and of how many steps."""
+        slots = self._told.nonzero()[0]
+        sums, steps = self._sums[:, slots], self.steps
+        self._sums[:, slots] = 0.0
+        self._told[slots] = False
+        self.steps = 0
+        return slots, sums, steps
+
+    def drop(self, slot: int) -> tuple[float, float]:
+        """Evidence and trials of a slot that is left."""
+        accepted, rejected, gained = self._sums[:, slot].tolist()
+        self._sums[:, slot] = 0.0
+        self._told[slot] = False
+        return gained, accepted + rejected

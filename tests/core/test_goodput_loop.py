@@ -174,7 +174,7 @@ def goodput(
         blur = np.exp(noise * rng.standard_normal(2)) * (20 if noise and steps % 64 == 0 else 1)
         load = load_of(batch, depth, drafts)
         if not controller.rests(num_rows=batch, drafted=depth > 0):
-            wanted = controller.wants_prices(num_rows=batch, drafted=depth > 0)
+            wanted = controller.wants_prices(drafted=depth > 0)
             cost = StepCost(load, draft_s * blur[0], target_s * blur[1]) if wanted else None
             controller.learn(rows, k, accepted[0], cost)
         for _, slot in done:

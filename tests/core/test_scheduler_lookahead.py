@@ -63,7 +63,7 @@ def test_k_goes_to_zero_and_comes_back_with_the_draft_caught_up(depth):
     """Trap 1 (k = 0 starves the draft's KV), trap 4 (k = 0 absorbs). `ema`: a run of rejections
     turns drafting off, the drift to the prior turns it on again."""
     script = ScriptedAcceptance({"a": [3] * 3 + [0] * 20 + [3]})
-    lookahead = LookaheadConfig(policy="ema", k=3, min_survival=0.35)
+    lookahead = LookaheadConfig(policy="ema", k=3, min_survival=0.35, idle_drift=0.98)
     config = make_config(
         lookahead=lookahead, max_model_tokens=256, num_blocks=80, draft_context_tokens=256
     )
