@@ -57,6 +57,7 @@ class _Step:
             num_drafted=result.num_drafted[live],
             num_accepted=result.num_accepted[live],
             status=result.status[live],
+            draft_kv_lens=None if result.draft_kv_lens is None else result.draft_kv_lens[live],
         )
         self.rows = self.plan.slots
 
@@ -119,7 +120,7 @@ class Committer:
         state, table, rows = self.state, self.state.table, step.rows
         table.flat_tokens[table.row_start[rows] + table.num_tokens[rows]] = step.result.tokens
         advance(table.num_tokens, rows, ONE)
-        if state.speculates:
+        if state.has_draft_kv:
             advance(table.draft_lag, rows, ONE)
         if state.learns:
             estimate = table.estimate[:, rows]
@@ -139,7 +140,7 @@ class Committer:
             # as it emitted, so that one stays to do.
             moved = plan.query_lens - plan.num_drafts + result.num_accepted
             advance(table.todo, rows, step.counts - moved)
-        if state.speculates:
+        if state.has_draft_kv:
             self._advance_draft(step)
         if state.learns:
             table.estimate[:, rows] = lookahead.observe(
@@ -171,6 +172,10 @@ class Committer:
         accepted ones stay valid: after a full acceptance one is missing, otherwise none.
         """
         table, rows, plan = self.state.table, step.rows, step.plan
+        if step.result.draft_kv_lens is not None:  # others drafted, too
+            kv_lens = table.num_tokens[rows] - table.todo[rows]
+            table.draft_lag[rows] = kv_lens - step.result.draft_kv_lens
+            return
         drafted = step.result.num_drafted
         lag = drafted == step.result.num_accepted
         if not step.drafts.by_all:

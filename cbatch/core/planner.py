@@ -50,6 +50,7 @@ class RowCache(msgspec.Struct):
     trues: np.ndarray
     no_drafts: Drafts
     most_drafts: Drafts
+    all_catch_up: bool  # every row may plan catch-up wherever it may draft
     slack_tokens: int = 0  # every row can take so many more before any comes near its end
 
 
@@ -109,7 +110,7 @@ class Planner:
         if near_end:
             left = np.maximum(table.lookahead_end[rows] - known, 0)
             caps = Drafts.of(np.minimum(caps.num_drafts, left))
-        self._speculate(decodes, caps, table.draft_lag[rows], due)
+        self._speculate(decodes, caps, self._catch_up(rows, table.draft_lag[rows], known), due)
         return self._grow(decodes, known + decodes.drafts.num_drafts)
 
     def _decodes_in_flight(self) -> Decodes:
@@ -133,7 +134,8 @@ class Planner:
             lag = table.draft_lag + known - table.num_tokens + table.todo - 1
             caps = np.maximum(table.lookahead_end[rows] - known[rows], 0)
             caps = np.minimum(table.max_lookahead[rows], caps)
-            self._speculate(decodes, Drafts.of(caps), lag[rows], due)
+            catch_up = self._catch_up(rows, lag[rows], known[rows])
+            self._speculate(decodes, Drafts.of(caps), catch_up, due)
         # Two bounds together may pass the end.
         reach = np.minimum(reach[rows] + decodes.drafts.num_drafts, table.max_total[rows])
         return self._grow(decodes, reach)
@@ -149,17 +151,27 @@ class Planner:
             reach[flight.rows] += flight.plan.query_lens
         return known, reach
 
+    def _catch_up(
+        self, rows: slice | np.ndarray, lag: np.ndarray, known: np.ndarray
+    ) -> np.ndarray:
+        """Of the tokens that the draft's KV is behind, int32 [rows], those that may be planned."""
+        if self._cache.all_catch_up:
+            return lag
+        planned: np.ndarray = lag * (known <= self.state.table.catch_up_end[rows])
+        return planned
+
     def _due(self, num_rows: int) -> Due:
-        """What this step asks of the lookahead policy; those without a controller always decide."""
+        """What this step asks of the lookahead policy; those without a controller always decide,
+        where a row may draft at all."""
         state = self.state
-        if not state.speculates:
+        if not self._cache.most_drafts.total:
             return Due.NOTHING
         return Due.DECISION if state.controller is None else state.controller.due(num_rows)
 
     def _speculate(self, decodes: Decodes, caps: Drafts, lag: np.ndarray, due: Due) -> None:
         """Drafts and catch-up tokens per row, before blocks are considered.
 
-        `caps` is what request and context allow, `lag` how far the draft's KV is behind."""
+        `caps` is what request and context allow, `lag` what the draft's KV has to catch up."""
         state, config, rows = self.state, self.state.config, decodes.rows
         most = caps.num_drafts
         budget = config.step_budget_tokens - len(most)
@@ -381,15 +393,16 @@ class Planner:
         state = self.state
         slots = np.asarray(state.decoding, dtype=np.int32)
         owners = self._owners_of(state.decoding)
-        count = len(slots)
+        count, table = len(slots), state.table
         return RowCache(
             version=state.rows_version,
             slots=slots,
             index=slots.astype(np.intp),
             rows=select(slots),
             owners=owners,
-            generations=state.table.generation[slots],
+            generations=table.generation[slots],
             trues=np.ones(count, dtype=np.bool_),
             no_drafts=Drafts.of(np.zeros(count, dtype=np.int32)),
-            most_drafts=Drafts.of(state.table.max_lookahead[slots]),
+            most_drafts=Drafts.of(table.max_lookahead[slots]),
+            all_catch_up=bool((table.catch_up_end[slots] >= table.lookahead_end[slots]).all()),
         )
