@@ -8,7 +8,7 @@ from msgspec import structs
 from cbatch.core import lookahead
 from cbatch.core.controller import LookaheadController
 from cbatch.core.cost import StepLoad
-from cbatch.core.plan import RowStatus, StepResult, TokenLogprobs
+from cbatch.core.plan import RowStatus, ShadowEvidence, StepResult, TokenLogprobs
 from cbatch.core.request import FinishReason
 from cbatch.core.sequence import Commit, Drafts, Flight, Reservation
 from cbatch.core.slots import ONE, advance
@@ -80,6 +80,8 @@ class Committer:
         controller = state.controller
         if controller is not None and not controller.rests(drafted=step.drafts.total > 0):
             self._teach(controller, step)
+        if result.shadow is not None:
+            self._overhear(result.shadow, flight)
         ended = self._find_ends(step, flight.may_end)
         if troubled:
             self._forget_drafts(step)
@@ -164,6 +166,18 @@ class Committer:
         )
         accepted = result.num_accepted
         controller.learn(rows, drafted, accepted, load, result.draft_s, result.target_s)
+
+    def _overhear(self, shadow: ShadowEvidence, flight: Flight) -> None:
+        """How drafters would have done that did not draft."""
+        state, slots = self.state, flight.plan.slots[shadow.rows]
+        live = ~np.isin(slots, flight.void_slots)
+        slots, trials, hits = slots[live], shadow.trials[live], shadow.hits[live]
+        if state.controller is not None:
+            state.controller.overhear(slots, trials, hits)
+        elif state.learns:
+            estimate = state.table.estimate
+            config = state.config.lookahead
+            estimate[:, slots] = lookahead.overhear(config, estimate[:, slots], trials, hits)
 
     def _advance_draft(self, step: _Step) -> None:
         """How far the draft's KV is behind now.

@@ -72,9 +72,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     (its KV lags after k = 0, a prefix hit, a preemption or a full acceptance). A row with
     `catch_up` > 0 and no drafts is a slice of a longer catch-up: the drafter ingests exactly the
     next `catch_up` tokens and drafts nothing. Catch-up is planned for rows whose chain begins with
-    the draft model; behind other drafters it makes up for them as it sees fit. With a plan still in flight these are bounds: the
-    executor knows the true positions, and clips drafts so that a sequence never passes
-    `max_total_tokens`.
+    the draft model; behind other drafters the model makes up for them as it sees fit. With a plan
+    still in flight these are bounds: the executor knows the true positions, and clips drafts so
+    that a sequence never passes `max_total_tokens`.
     """
 
     step_id: int
@@ -116,8 +116,9 @@ class StepResult(msgspec.Struct, frozen=True):
     where no logits were wanted or the status is NON_FINITE, else its `num_accepted[i]` accepted
     drafts and one more. `draft_kv_lens` says how far the draft model's KV is valid after the step;
     None: as if it had drafted, and caught up, whatever was planned and drafted. `shadow` scores
-    drafters on tokens that were emitted without drafts. `logprobs` has an entry for each row whose request asks for those of its
-    output or (with positions before the output) of its prompt, and no others."""
+    drafters on tokens that were emitted without drafts. `logprobs` has an entry for each row whose
+    request asks for those of its output or (with positions before the output) of its prompt, and no
+    others."""
 
     step_id: int
     generations: np.ndarray  # int32 [R], copied from the plan

@@ -10,6 +10,7 @@ from cbatch.core.controller import Room
 from cbatch.core.growth import Row, decide_growth, fit_drafts
 from cbatch.core.plan import StepPlan
 from cbatch.core.regime import Due
+from cbatch.core.rowcache import RowCache, owners_of, select
 from cbatch.core.sequence import Drafts, Flight, Reservation, Sequence
 from cbatch.core.state import SchedulerState
 
@@ -38,35 +39,11 @@ class Decodes(msgspec.Struct):
     preempted: bool = False  # a sequence was preempted for them: nothing is admitted this step
 
 
-class RowCache(msgspec.Struct):
-    """What is constant while the set of decoding slots is, and a bound that is seldom renewed."""
-
-    version: int
-    slots: np.ndarray
-    index: np.ndarray  # the same as intp: as an index, int32 costs a conversion
-    rows: slice | np.ndarray
-    owners: list[Sequence]
-    generations: np.ndarray
-    trues: np.ndarray
-    no_drafts: Drafts
-    most_drafts: Drafts
-    all_catch_up: bool  # every row may plan catch-up wherever it may draft
-    slack_tokens: int = 0  # every row can take so many more before any comes near its end
-
-
-def select(slots: np.ndarray) -> slice | np.ndarray:
-    """`slots` (ascending) as a slice where they are adjacent: numpy is several times faster."""
-    count = len(slots)
-    if count and int(slots[-1]) - int(slots[0]) == count - 1:
-        return slice(int(slots[0]), int(slots[0]) + count)
-    return slots.astype(np.intp)
-
-
 class Planner:
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
         self._next_step_id = 0
-        self._cache = self._build_cache()
+        self._cache = RowCache.of(state)
 
     def plan(self) -> StepPlan | None:
         state = self.state
@@ -88,7 +65,7 @@ class Planner:
     def _decodes(self) -> Decodes:
         state, table = self.state, self.state.table
         if self._cache.version != state.rows_version:
-            self._cache = self._build_cache()
+            self._cache = RowCache.of(state)
         cache = self._cache
         slots, rows, drafts = cache.slots, cache.rows, cache.no_drafts
         if state.flights:
@@ -151,9 +128,7 @@ class Planner:
             reach[flight.rows] += flight.plan.query_lens
         return known, reach
 
-    def _catch_up(
-        self, rows: slice | np.ndarray, lag: np.ndarray, known: np.ndarray
-    ) -> np.ndarray:
+    def _catch_up(self, rows: slice | np.ndarray, lag: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Of the tokens that the draft's KV is behind, int32 [rows], those that may be planned."""
         if self._cache.all_catch_up:
             return lag
@@ -347,7 +322,7 @@ class Planner:
         generations, owners, wants = cache.generations, cache.owners, cache.trues
         if slots is not cache.slots:
             generations, wants = table.generation[slots], np.ones(len(slots), dtype=np.bool_)
-            owners = self._owners_of(slots.tolist())
+            owners = owners_of(state, slots.tolist())
         plain = not (drafts.total or decodes.catch_up_total)
         rows, catch_up = decodes.rows, decodes.catch_up
         if chunks:
@@ -363,7 +338,7 @@ class Planner:
             num_drafts = np.concatenate([num_drafts, zeros])
             catch_up = np.concatenate([catch_up, zeros])
             wants = np.concatenate([wants, last])
-            owners = owners + self._owners_of(more.tolist())
+            owners = owners + owners_of(state, more.tolist())
         for chunk in chunks:
             if chunk.last:
                 state.start_decoding(chunk.slot)
@@ -384,25 +359,3 @@ class Planner:
         flight = Flight(plan, rows, owners, drafts, plain, has_chunks, may_end, reservation, [], [])
         state.flights.append(flight)
         return plan
-
-    def _owners_of(self, slots: list[int]) -> list[Sequence]:
-        owners = self.state.owners
-        return [owner for slot in slots if (owner := owners[slot]) is not None]
-
-    def _build_cache(self) -> RowCache:
-        state = self.state
-        slots = np.asarray(state.decoding, dtype=np.int32)
-        owners = self._owners_of(state.decoding)
-        count, table = len(slots), state.table
-        return RowCache(
-            version=state.rows_version,
-            slots=slots,
-            index=slots.astype(np.intp),
-            rows=select(slots),
-            owners=owners,
-            generations=table.generation[slots],
-            trues=np.ones(count, dtype=np.bool_),
-            no_drafts=Drafts.of(np.zeros(count, dtype=np.int32)),
-            most_drafts=Drafts.of(table.max_lookahead[slots]),
-            all_catch_up=bool((table.catch_up_end[slots] >= table.lookahead_end[slots]).all()),
-        )
