@@ -54,6 +54,14 @@ class Proposal(NamedTuple):
     non_finite: NDArray[np.bool_]  # [R]: the draft's own numbers were broken, nothing drafted
 
 
+class Scores(NamedTuple):
+    """What drafters would have scored on tokens emitted without drafts."""
+
+    rows: I64  # [n], ascending
+    trials: I64  # [n], tokens before which the row's drafter had a draft
+    hits: I64  # [n], of these, how many its first draft named
+
+
 class Drafter(Protocol):
     """Contract of a drafter. All calls come from the executor, in the order of a step."""
 
@@ -77,6 +85,14 @@ class Drafter(Protocol):
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         """After verification: only the first `kv_len_tokens[i]` positions of a slot are valid."""
+
+    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
+        """How many positions of the draft model's KV are valid; None: as many as follow from what
+        was planned and drafted."""
+
+    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> Scores | None:
+        """After a step in which `slots` drafted so many tokens (None: nobody any): how drafts of
+        rows without would have done. Not every step, and not every row."""
 
 
 class DraftModel:
@@ -116,6 +132,12 @@ class DraftModel:
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         self.kv_len[slots] = np.minimum(self.kv_len[slots], kv_len_tokens)
+
+    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
+        return None
+
+    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> Scores | None:
+        return None  # a model that did not draft cannot tell what it would have
 
     def propose(self, rows: DraftRows) -> Proposal:
         slots, known = rows.slots, rows.num_tokens
