@@ -13,8 +13,9 @@ from cbatch.core.errors import FieldError
 
 MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
-MODEL = "model"  # the drafter that is a model; the others look up what the text repeats
-DRAFTERS = (MODEL, "ngram", "suffix")
+MODEL = "model"  # the drafter that is a model
+LOOKUPS = ("ngram", "suffix")  # those that guess by what the text repeats
+DRAFTERS = (MODEL, *LOOKUPS)
 # Wide enough for any use, and narrow enough that no sum or product of them overflows fp32.
 MAX_LOGIT_BIAS = 1e30
 MAX_REPETITION_PENALTY = 1e3

@@ -71,8 +71,8 @@ class ChainDrafter:
 
     def _forget(self) -> None:
         slots = self.table.max_slots
-        self._chains: list[tuple[str, ...]] = [()] * slots
-        self._num_mixed = 0  # slots whose chain is not the model alone
+        self._mixed = np.zeros(slots, dtype=np.bool_)  # its chain is not the model alone
+        self._num_mixed = 0
         self._scored = np.zeros(slots, dtype=np.bool_)  # a lookup has the first turn, and may draft
         self._num_scored = 0
         self._since = np.zeros(slots, dtype=np.int64)  # tokens at its last draft or score
@@ -90,22 +90,21 @@ class ChainDrafter:
             drafter.admit(admission)
         asked = admission.params.drafter
         names = self.default if asked is None else asked
-        self._set_chain(admission.slot, tuple(name for name in names if name in self._drafters))
-        self._since[admission.slot] = len(admission.tokens)
-        if admission.params.max_lookahead == 0:
-            self._scored[admission.slot] = False
-        self._num_scored = np.count_nonzero(self._scored)
+        names, slot = tuple(name for name in names if name in self._drafters), admission.slot
+        self._mixed[slot] = names != (MODEL,)
+        first = names[0] in self.lookups if names else False
+        self._scored[slot] = first and admission.params.max_lookahead != 0
+        self._since[slot] = len(admission.tokens)
+        self._set_chain(slot, names)
 
     def release(self, slot: int) -> None:
         for drafter in self._drafters.values():
             drafter.release(slot)
+        self._mixed[slot] = self._scored[slot] = False
         self._set_chain(slot, ())
-        self._num_scored = np.count_nonzero(self._scored)
 
     def _set_chain(self, slot: int, names: tuple[str, ...]) -> None:
-        self._num_mixed += _is_mixed(names) - _is_mixed(self._chains[slot])
-        self._chains[slot] = names
-        self._scored[slot] = bool(names) and names[0] in self.lookups
+        self._num_mixed, self._num_scored = map(np.count_nonzero, (self._mixed, self._scored))
         for name, turns in self._turns.items():
             turns[:, slot] = False
             if name in names:
@@ -185,10 +184,6 @@ class ChainDrafter:
         return at, rows._replace(
             num_drafts=rows.num_drafts * (behind <= most), catch_up=np.minimum(behind, most)
         )
-
-
-def _is_mixed(names: tuple[str, ...]) -> bool:
-    return names not in ((), (MODEL,))
 
 
 class _Merger:
