@@ -6,7 +6,8 @@ number of requests in flight. Policies take turns within a repeat, in an order t
 the same prompts; ratios are taken within a repeat. The best fixed k is chosen afterwards, by the
 median, from 0 (off) to 8: nobody could have configured a better constant.
 
-Requests are greedy and end after a fixed number of tokens, so every policy emits the same tokens.
+Requests are greedy and end after a given number of tokens, so every policy emits the same tokens.
+Speeds are of the steady state: all slots full, requests ending at different times.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "goodput")
 _CONSTANTS = ("off", *FIXED)  # what the best fixed k is chosen from
 _MOST_PROMPT_TOKENS = 256
+_MOST_FOLLOWING = 64
 
 Prompts = list[list[int]]
 
@@ -50,23 +52,59 @@ class Run(msgspec.Struct):
         return self.tokens / self.seconds
 
 
-def serve(engine: Engine, prompts: Prompts, concurrency: int, output_tokens: int) -> Run:
-    """All prompts, `concurrency` of them at a time: one that ends makes room for the next."""
-    params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
-    waiting = iter(prompts)
-    total, tokens = Speculation(), 0
-    started_s = time.perf_counter()
-    for prompt in itertools.islice(waiting, concurrency):
-        engine.add(prompt, params)
+class Job(msgspec.Struct, frozen=True):
+    prompt: list[int]
+    output_tokens: int
+
+
+def serve(engine: Engine, jobs: list[Job], concurrency: int) -> Run:
+    """`concurrency` jobs at a time: one that ends makes room for the next. Tokens are counted from
+    when all of the first have begun to answer until a slot would stay empty; the rest is dropped.
+    """
+    waiting = iter(jobs)
+    total, tokens, begun = Speculation(), 0, set()
+    started_s: float | None = None
+
+    def admit(count: int) -> int:
+        admitted = list(itertools.islice(waiting, count))
+        for job in admitted:
+            params = SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True)
+            engine.add(job.prompt, params)
+        return len(admitted)
+
+    admit(concurrency)
+    while True:
+        outputs = engine.step()
+        begun.update(output.request_id for output in outputs)
+        if started_s is not None:
+            tokens += sum(len(output.token_ids) for output in outputs)
+        elif len(begun) >= concurrency:
+            started_s = time.perf_counter()
+        ended = [output.finished for output in outputs if output.finished is not None]
+        for finished in ended:
+            total.merge(finished.speculation)
+        if started_s is not None and admit(len(ended)) < len(ended):
+            break
+        if started_s is None:
+            admit(len(ended))
+    seconds = time.perf_counter() - started_s
+    for request_id in begun:
+        engine.cancel(request_id)
     while engine.has_work:
-        for output in engine.step():
-            if output.finished is None:
-                continue
-            tokens += len(output.finished.token_ids)
-            total.merge(output.finished.speculation)
-            for prompt in itertools.islice(waiting, 1):
-                engine.add(prompt, params)
-    return Run(tokens, time.perf_counter() - started_s, total)
+        engine.step()
+    return Run(tokens, seconds, total)
+
+
+def make_jobs(prompts: Prompts, concurrency: int, output_tokens: int) -> list[Job]:
+    """Outputs of half to one and a half times `output_tokens`, so that requests do not end in lock
+    step; the first `concurrency` are somewhere in theirs already."""
+    rng = np.random.default_rng(0)
+    lengths = rng.uniform(0.5, 1.5, len(prompts)) * output_tokens
+    lengths[:concurrency] *= rng.random(min(concurrency, len(prompts)))
+    return [
+        Job(prompt, max(2, round(length)))
+        for prompt, length in zip(prompts, lengths.tolist(), strict=True)
+    ]
 
 
 def make_prompts(workload: str, model: Path, count: int) -> Prompts:
@@ -88,14 +126,15 @@ def measure(
     advance: Callable[[], None],
 ) -> dict[str, list[Run]]:
     """Runs by policy, one a repeat."""
+    jobs = make_jobs(prompts, concurrency, args.output_tokens)
     for engine in engines.values():
-        serve(engine, prompts[:concurrency], concurrency, 8)
+        serve(engine, make_jobs(prompts, concurrency, 8), concurrency)
     runs: dict[str, list[Run]] = {policy: [] for policy in engines}
     gc.collect()
     for repeat in range(args.repeats):
         order = list(engines)
         for policy in order if repeat % 2 == 0 else reversed(order):
-            run = serve(engines[policy], prompts, concurrency, args.output_tokens)
+            run = serve(engines[policy], jobs, concurrency)
             runs[policy].append(run)
             advance()
     return runs
@@ -158,14 +197,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--prompts", type=int, default=8, help="at least so many a run")
+    parser.add_argument("--prompts", type=int, default=8, help="that follow the first, at least")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--plot", type=Path, default=Path("build/lookahead.png"))
     return parser.parse_args(argv)
 
 
 def build(policy: str, args: argparse.Namespace) -> Engine:
-    most_tokens = _MOST_PROMPT_TOKENS + args.output_tokens
+    most_tokens = _MOST_PROMPT_TOKENS + 3 * args.output_tokens // 2
     options = EngineOptions(
         lookahead=policy,
         dtype=args.dtype,
@@ -188,7 +227,8 @@ def main() -> None:
         task = progress.add_task("measuring", total=total)
         for workload in args.workload:
             for batch in args.batch:
-                prompts = make_prompts(workload, model, max(args.prompts, 2 * batch))
+                following = max(args.prompts, min(batch, _MOST_FOLLOWING))
+                prompts = make_prompts(workload, model, batch + following)
                 runs = measure(engines, prompts, batch, args, lambda: progress.advance(task))
                 rows += rows_of(workload, batch, runs)
     series = {

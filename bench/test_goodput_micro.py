@@ -83,7 +83,15 @@ def test_a_step_while_off(benchmark):
     """What k = 0 for everyone costs: both calls, decisions and canaries included."""
     controller, caps = controller_of("steep", ROWS), inputs(ROWS)[2]
     rows, zero, lag = slice(0, ROWS), np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)
-    room, plain = Room(ROWS, 0, ROWS * DEPTH), StepLoad(ROWS, ROWS, 0, 0, 0)
+    room = Room(ROWS, 0, ROWS * DEPTH)
+    plain = StepLoad(
+        rows=ROWS,
+        target_tokens=ROWS,
+        logit_tokens=ROWS,
+        context_tokens=0,
+        depth=0,
+        draft_tokens=0,
+    )
 
     def step() -> None:
         due = controller.due(ROWS)

@@ -62,12 +62,20 @@ class _Step:
         self.rows = self.plan.slots
 
 
+def _host_s(result: StepResult, elapsed_s: float | None) -> float:
+    """What a step took besides what the executor measured: planning, text, whoever drives the loop.
+    At most as long again: beyond that the caller was doing something else."""
+    measured_s = result.draft_s + result.target_s
+    return min(max((elapsed_s or 0.0) - measured_s, 0.0), measured_s)
+
+
 class Committer:
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
 
-    def commit(self, result: StepResult) -> Commit:
+    def commit(self, result: StepResult, now_s: float) -> Commit:
         state = self.state
+        last_s, state.last_commit_s = state.last_commit_s, now_s
         flight = self._take_flight(result)
         if flight.void_slots:
             self._taint_void(flight, result)
@@ -79,7 +87,7 @@ class Committer:
             self._advance_plain(step)
         controller = state.controller
         if controller is not None and not controller.rests(drafted=step.drafts.total > 0):
-            self._teach(controller, step)
+            self._teach(controller, step, None if last_s is None else now_s - last_s)
         if result.shadow is not None:
             self._overhear(result.shadow, flight)
         ended = self._find_ends(step, flight.may_end)
@@ -152,20 +160,23 @@ class Committer:
                 result.num_accepted,
             )
 
-    def _teach(self, controller: LookaheadController, step: _Step) -> None:
-        """What was drafted, accepted and paid."""
+    def _teach(self, controller: LookaheadController, step: _Step, elapsed_s: float | None) -> None:
+        """What was drafted, accepted and paid. `elapsed_s`: since the previous commit, if there was
+        work ever since."""
         table, rows, plan, result = self.state.table, step.rows, step.plan, step.result
         drafted = result.num_drafted
         unused = int(np.add.reduce(plan.num_drafts)) - step.drafts.total
         load = StepLoad(
             rows=len(step.slots),
             target_tokens=int(np.add.reduce(plan.query_lens)) - unused,
+            logit_tokens=int(np.count_nonzero(plan.wants_logits)) + step.drafts.total,
             context_tokens=int(np.add.reduce(table.num_tokens[rows])),
             depth=int(np.maximum.reduce(drafted, initial=0)),
-            draft_tokens=step.drafts.total + int(np.add.reduce(plan.catch_up)),
+            draft_tokens=step.drafts.total,
+            ingested_tokens=int(np.add.reduce(plan.catch_up)),
         )
-        accepted = result.num_accepted
-        controller.learn(rows, drafted, accepted, load, result.draft_s, result.target_s)
+        target_s = result.target_s + _host_s(result, elapsed_s)
+        controller.learn(rows, drafted, result.num_accepted, load, result.draft_s, target_s)
 
     def _overhear(self, shadow: ShadowEvidence, flight: Flight) -> None:
         """How drafters would have done that did not draft."""

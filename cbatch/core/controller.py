@@ -13,7 +13,7 @@ from cbatch.core import estimator, goodput, lookahead
 from cbatch.core.config import LookaheadConfig
 from cbatch.core.cost import CostModel, CostProfile, StepLoad
 from cbatch.core.estimator import FleetPrior
-from cbatch.core.regime import Due, Regime, probes
+from cbatch.core.regime import MOST_PROBE_STEPS, Due, Regime, probes
 
 _CANARY_DRAFTS = 4
 _FLEET_TRIALS = 512.0  # memory of the prior
@@ -22,6 +22,15 @@ _FOLD_STEPS = 32  # between two reports of running rows to the fleet
 _COST_STEPS = 16  # while off, one step in so many corrects the price list
 _PROBE_SHARE = 0.01  # of the rows of a step
 _NEWS = 0.1  # a rise of estimated acceptance that is worth a decision
+# Whose drafter is behind by fewer tokens than this owes nothing; the price of catching up is spread
+# over the steps that it is expected to serve: so many tokens, or what the request has left.
+_OWED_TOKENS = 8
+_HORIZON_TOKENS = 64
+_TOKENS_A_STEP = 2.0
+_PROBE_LAG_TOKENS = 64  # rows further behind are probed at the longest interval only
+# While on, now and then a step drafts nothing, so that the price of that is not forgotten: the more
+# often, the less drafting gains.
+_PLAIN_STEPS, _PLAIN_STEPS_BELOW_GAIN, _SMALL_GAIN = 256, 32, 0.15
 # A decision costs some tens of microseconds however few its rows, and steps of few rows are short:
 # for these it stands for as many steps, unless the rows change.
 _HELD_ROWS, _HELD_STEPS = 32, 4
@@ -33,9 +42,20 @@ class Room(msgspec.Struct, frozen=True):
     base_tokens: int  # target tokens without drafts: one a decoding row, and prompt chunks
     context_tokens: int  # sum over the rows
     budget_tokens: int  # drafts at most
+    left_tokens: np.ndarray | None = None  # int32 [rows], of the request; None: many
     # Where the pool is short: positions that each row can draft within its blocks, int32 [rows],
     # and free positions in the pool.
     blocks: tuple[np.ndarray, int] | None = None
+
+
+def _debts_s(lag: np.ndarray, room: Room, ingest_s: float) -> np.ndarray | None:
+    """What catching up costs each row a step, float64 [rows], once it is spread; None: nothing."""
+    if ingest_s <= 0 or np.maximum.reduce(lag) < _OWED_TOKENS:
+        return None
+    left = _HORIZON_TOKENS if room.left_tokens is None else room.left_tokens
+    steps = np.minimum(np.maximum(left, 1), _HORIZON_TOKENS) / _TOKENS_A_STEP
+    debts_s: np.ndarray = np.where(lag >= _OWED_TOKENS, lag * (ingest_s / steps), 0.0)
+    return debts_s
 
 
 class LookaheadController:
@@ -62,7 +82,9 @@ class LookaheadController:
         self._market: goodput.Market | None = None
         self._held: tuple[slice | np.ndarray, np.ndarray] | None = None  # rows and their k
         self._held_steps = 0
+        self._gain = 0.0  # of the last decision
         self._steps = 0
+        self._drafting_steps = 0  # since a step without drafts
         self._undrifted_steps = 0  # steps without drafts that the statistics have not felt yet
 
     # ---- slots --------------------------------------------------------------------------------
@@ -97,19 +119,26 @@ class LookaheadController:
             return None
         if due is Due.CANARY:
             return self._canary(caps, lag, room)
+        small = self._gain < _SMALL_GAIN
+        if self._drafting_steps >= (_PLAIN_STEPS_BELOW_GAIN if small else _PLAIN_STEPS):
+            return None
         held = self._still_held(rows, caps, room)
         if held is not None:
             return held
-        num_drafts = self._decide(rows, caps, room)
+        num_drafts = self._decide(rows, caps, lag, room)
         if num_drafts is not None and len(caps) <= _HELD_ROWS:
             self._held, self._held_steps = (rows, num_drafts.copy()), _HELD_STEPS - 1
-        return None if num_drafts is None else self._with_probes(rows, num_drafts, caps, room)
+        if num_drafts is None:
+            return None
+        return self._with_probes(rows, num_drafts, caps, lag, room)
 
     def rests(self, *, drafted: bool) -> bool:
         """Counts a step that has committed; whether there is nothing to `learn` from it."""
         self._steps += 1
         if drafted:
+            self._drafting_steps += 1
             return False
+        self._drafting_steps = 0
         self._undrifted_steps += 1
         return not self.regime.on and self._steps % _COST_STEPS != 0
 
@@ -152,7 +181,9 @@ class LookaheadController:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _decide(self, rows: slice | np.ndarray, caps: np.ndarray, room: Room) -> np.ndarray | None:
+    def _decide(
+        self, rows: slice | np.ndarray, caps: np.ndarray, lag: np.ndarray, room: Room
+    ) -> np.ndarray | None:
         self._drift()
         depth = int(np.maximum.reduce(caps, initial=0))
         most = min(room.budget_tokens, depth * len(caps))
@@ -162,8 +193,9 @@ class LookaheadController:
         prices = self.costs.prices(len(caps), room.base_tokens, room.context_tokens, most)
         accepted, trials = self.estimate[:, rows]
         survival = lookahead.survival(accepted, trials, depth)
-        decision = goodput.decide(survival, caps, prices, self._market, room.blocks)
-        self._market = decision.market
+        debts_s = _debts_s(lag, room, prices.ingest_s)
+        decision = goodput.decide(survival, caps, prices, self._market, room.blocks, debts_s)
+        self._market, self._gain = decision.market, decision.gain
         was_on = self.regime.on
         carried_out = self.regime.judge(decision.gain, len(caps))
         if was_on and not self.regime.on:
@@ -186,7 +218,12 @@ class LookaheadController:
         return num_drafts if same and fits else None
 
     def _with_probes(
-        self, rows: slice | np.ndarray, num_drafts: np.ndarray, caps: np.ndarray, room: Room
+        self,
+        rows: slice | np.ndarray,
+        num_drafts: np.ndarray,
+        caps: np.ndarray,
+        lag: np.ndarray,
+        room: Room,
     ) -> np.ndarray:
         """The decision, with one draft for a few rows that have had none for long."""
         idle = self.statistics[estimator.IDLE_STEPS, rows]
@@ -196,6 +233,7 @@ class LookaheadController:
             left = max(room.budget_tokens - int(np.add.reduce(num_drafts)), 0)
             most_probes = min(left, 1 + int(_PROBE_SHARE * len(caps)))
             due = probes(idle, self._steps % len(caps), most_probes)
+            due = due[(lag[due] <= _PROBE_LAG_TOKENS) | (idle[due] >= MOST_PROBE_STEPS)]
             num_drafts[due] = np.minimum(caps[due], 1)
         return num_drafts
 

@@ -1,12 +1,17 @@
 """What a step costs: a profile of the machine, corrected online by the durations of real steps.
 
-    target_s = T(n) + g * context + r * rows      n tokens of the target model, drafts among them
-    draft_s  = d0 + c0 * depth + c1 * tokens      sequential passes; drafted and caught-up tokens
+    target_s = T(n) + l * logits + g * context + r * rows
+    draft_s  = d0 + c0 * depth + c1 * drafts + c2 * ingested
 
-The profile gives T its shape. Online, each of the two is a small least-squares fit with decayed
-sums and the profile as prior inside them: `target_s = s * (T + r * rows) + a + b * n + g * context`
-and `draft_s` as above. A scale alone could not mend a wrong slope, and plain recursive least
-squares with forgetting loses what steady steps do not excite; here that returns to the profile.
+n tokens go through the target model, drafts among them; of `logits` of these the logits are wanted
+(a token of a prompt costs less than one that is verified). Drafting takes `depth` sequential
+passes; `ingested` are tokens that the drafter had not seen and catches up on.
+
+The profile gives the shape. Online, each of the two is a small least-squares fit with decayed sums
+and the profile as prior inside them: a scale for the whole, which follows the machine within a few
+steps, and corrections of the single prices, which take as many steps as speak against the profile.
+A scale alone could not mend a wrong slope, and plain recursive least squares with forgetting loses
+what steady steps do not excite; here that returns to the profile.
 
 Errors are relative, so that a chunk of 500 tokens does not outweigh a decode, and clipped at a few
 times their usual size (Huber): one stall of a busy machine moves a fit as little as one bad step.
@@ -24,9 +29,7 @@ import numpy as np
 
 from cbatch.core.errors import FieldError
 
-# Sizes that make a feature about 1 in a middling step, so that one prior suits them all.
-_TOKENS_UNIT = 128
-_CONTEXT_UNIT = 16_384
+_ROUNDING = 1e-6
 _LEAST_S = 1e-9  # what a step costs as long as nothing at all is known
 
 
@@ -36,16 +39,18 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tokens: tuple[int, ...]  # ascending
     target_s: tuple[float, ...]  # with little context; falls are noise and are levelled
+    logits_token_s: float = 0.0  # beyond T: of a token whose logits are wanted
     context_token_s: float = 0.0
     row_s: float = 0.0
     draft_setup_s: float = 0.0  # of drafting at all
     draft_pass_s: float = 0.0
     draft_token_s: float = 0.0
+    draft_ingest_s: float = 0.0  # of a token that the drafter catches up on
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
-        drafting = (self.draft_setup_s, self.draft_pass_s, self.draft_token_s)
-        slopes = (self.context_token_s, self.row_s, *drafting)
+        drafting = (self.draft_setup_s, self.draft_pass_s, self.draft_token_s, self.draft_ingest_s)
+        slopes = (self.logits_token_s, self.context_token_s, self.row_s, *drafting)
         for field, ok, remedy in (
             ("tokens", len(self.tokens) >= 2, "give at least two points"),
             ("tokens", ascending and min(self.tokens, default=0) >= 1, "give ascending counts"),
@@ -68,20 +73,24 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class StepPrices(msgspec.Struct, frozen=True):
     """`step_s[n]` is a step with n drafts in all, float64 [1 + most drafts], without the drafter's
-    passes (but from n = 1 on with what drafting costs at all); each depth adds `pass_s`."""
+    passes (but from n = 1 on with what drafting costs at all); each depth adds `pass_s`, each token
+    that the drafter catches up on `ingest_s`."""
 
     step_s: np.ndarray
     pass_s: float
+    ingest_s: float = 0.0
 
 
-class StepLoad(msgspec.Struct, frozen=True):
-    """What a step did. `target_tokens` counts drafts, `draft_tokens` drafts and catch-up."""
+class StepLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step did."""
 
     rows: int
-    target_tokens: int
+    target_tokens: int  # with the drafts
+    logit_tokens: int  # of these: verified or deciding
     context_tokens: int
     depth: int
     draft_tokens: int
+    ingested_tokens: int = 0
 
 
 class CostModel:
@@ -90,70 +99,85 @@ class CostModel:
     def __init__(self, profile: CostProfile | None = None, *, max_tokens: int) -> None:
         """`max_tokens` is the most target tokens that a step holds."""
         self._counts = np.arange(max_tokens + 1, dtype=np.float64)
-        if profile is None:
-            self._row_s = 0.0
-            self._table = np.zeros(max_tokens + 1)
-            self._target = _Fit((0.0, 0.0, 0.0, 0.0), prior_steps=0.1, error=1.0)
-            self._draft = _Fit((0.0, 0.0, 0.0), prior_steps=0.1, error=1.0)
-            return
-        self._row_s = profile.row_s
-        self._table = profile.table(max_tokens)
-        unit_s = float(self._table[min(_TOKENS_UNIT, max_tokens)])
-        self._row_s /= unit_s
-        self._table /= unit_s
-        context_s = profile.context_token_s * _CONTEXT_UNIT
-        token_s = profile.draft_token_s * _TOKENS_UNIT
-        draft_s = (profile.draft_setup_s, profile.draft_pass_s, token_s)
-        self._target = _Fit((unit_s, 0.0, context_s, 0.0), prior_steps=0.05, error=0.25)
-        self._draft = _Fit(draft_s, prior_steps=0.05, error=0.25)
+        known = profile is not None
+        self._profile = profile or CostProfile((1, 2), (1.0, 1.0))
+        self._table = self._profile.table(max_tokens) if known else np.zeros(max_tokens + 1)
+        self._target, self._draft = _Fit(5, profiled=known), _Fit(4, profiled=known)
 
     def observe(self, load: StepLoad, draft_s: float, target_s: float) -> None:
         """A step took so long. Durations that are not positive were not measured: no evidence."""
+        profile, logits = self._profile, load.logit_tokens
         if target_s > 0:
-            size = self._table[load.target_tokens] + self._row_s * load.rows
-            context = load.context_tokens / _CONTEXT_UNIT
-            tokens = load.target_tokens / _TOKENS_UNIT
-            self._target.observe((float(size), 1.0, context, tokens), target_s)
-        if draft_s > 0 and load.depth:
-            self._draft.observe((1.0, load.depth, load.draft_tokens / _TOKENS_UNIT), draft_s)
+            size_s = float(self._table[load.target_tokens]) + profile.row_s * load.rows
+            size_s += profile.logits_token_s * logits
+            size_s += profile.context_token_s * load.context_tokens
+            others = load.target_tokens - logits
+            self._target.observe((size_s, 1.0, load.context_tokens, logits, others), target_s)
+        if draft_s > 0 and (load.depth or load.ingested_tokens):
+            size_s = profile.draft_setup_s * (load.depth > 0) + profile.draft_pass_s * load.depth
+            size_s += profile.draft_token_s * load.draft_tokens
+            size_s += profile.draft_ingest_s * load.ingested_tokens
+            features = (size_s, load.depth, load.draft_tokens, load.ingested_tokens)
+            self._draft.observe(features, draft_s)
 
     def prices(
         self, rows: int, base_tokens: int, context_tokens: int, most_drafts: int
     ) -> StepPrices:
         """Prices of a step of `base_tokens` target tokens (one a decoding row, and chunks), `rows`
-        rows and 0 to `most_drafts` drafts. Raises IndexError past `max_tokens`."""
+        decoding rows and 0 to `most_drafts` drafts. Raises IndexError past `max_tokens`."""
         if base_tokens + most_drafts >= len(self._table):
             raise IndexError(f"{base_tokens} + {most_drafts} tokens, prices are to max_tokens")
-        scale_s, base_s, context_s, token_s = self._target.solution()
-        setup_s, pass_s, draft_s = self._draft.solution()
-        token_s /= _TOKENS_UNIT
-        step_s = self._table[base_tokens : base_tokens + most_drafts + 1] * scale_s
-        context_s *= context_tokens / _CONTEXT_UNIT
-        step_s += scale_s * self._row_s * rows + base_s + context_s + token_s * base_tokens
-        step_s += self._counts[: most_drafts + 1] * (token_s + draft_s / _TOKENS_UNIT)
-        return StepPrices(np.maximum(step_s, _LEAST_S), pass_s)
+        profile = self._profile
+        scale, base_s, context_s, logits_s, others_s = self._target.solution()
+        draft_scale, pass_s, draft_s, ingest_s = self._draft.solution()
+        context_s += scale * profile.context_token_s
+        logits_s += scale * profile.logits_token_s
+        draft_s += draft_scale * profile.draft_token_s
+        base_s += (scale * profile.row_s + logits_s) * rows + others_s * (base_tokens - rows)
+        step_s = self._table[base_tokens : base_tokens + most_drafts + 1] * scale
+        step_s += base_s + context_s * context_tokens
+        step_s += self._counts[: most_drafts + 1] * (logits_s + draft_s)
+        step_s[1:] += draft_scale * profile.draft_setup_s
+        return StepPrices(
+            np.maximum(step_s, _LEAST_S),
+            pass_s + draft_scale * profile.draft_pass_s,
+            ingest_s + draft_scale * profile.draft_ingest_s,
+        )
 
 
 class _Fit:
     """Non-negative least squares of a duration on a few features, by decayed sums.
 
-    Plain floats: at two or four features arrays would cost more than they compute.
+    The first feature is what the profile says and has a coefficient near 1; the others correct it
+    and are near 0: a fixed cost, and costs by token. The prior of a coefficient weighs as much as a
+    number of steps in which its feature has its usual size (Marquardt's scaling), so units do not
+    matter.
     """
 
     DECAY = 0.98
     CLIP = 3.0  # times the usual error
     ERROR_DECAY = 0.95
+    SOLVE_STEPS = 4  # a solution serves for so many
     LEAST_ERROR = 0.02
+    SCALE_STEPS, SHAPE_STEPS = 0.02, 0.3
+    # Without a profile: what equal steps do not tell apart is fixed cost rather than cost by token.
+    FIXED_STEPS, TOKEN_STEPS = 1e-3, 3e-2
 
-    def __init__(self, prior_s: Sequence[float], *, prior_steps: float, error: float) -> None:
-        self._solution: tuple[float, ...] | None = tuple(prior_s)
-        self._prior_s = self._solution
-        self._prior_steps = prior_steps
-        self._error = error  # the usual relative error
-        self._weight = 1.0  # of the newest step
-        size = len(prior_s)
-        self._products = [[0.0] * size for _ in prior_s]
-        self._totals = [0.0] * size
+    def __init__(self, size: int, *, profiled: bool) -> None:
+        shape = (self.SHAPE_STEPS,) * (size - 1)
+        prior_steps = (self.SCALE_STEPS, *shape)
+        if not profiled:
+            fixed = (self.FIXED_STEPS, self.FIXED_STEPS)
+            prior_steps = (*fixed, *(self.TOKEN_STEPS,) * (size - 2))
+        self._prior_steps = np.array(prior_steps)
+        self._prior = np.array((float(profiled), *(0.0,) * (size - 1)))
+        self._solution: tuple[float, ...] = tuple(self._prior.tolist())
+        self._unsolved_steps = 0
+        self._free = np.ones(size, dtype=np.bool_)
+        self._error = 0.25 if profiled else 1.0  # the usual relative error
+        self._steps = 0.0
+        self._products = np.zeros((size, size))
+        self._totals = np.zeros(size)
 
     def observe(self, features: Sequence[float], duration_s: float) -> None:
         expected_s = sum(x * c for x, c in zip(features, self.solution(), strict=True))
@@ -163,46 +187,37 @@ class _Fit:
             kept = self.ERROR_DECAY * self._error + (1 - self.ERROR_DECAY) * abs(clipped)
             self._error = max(kept, self.LEAST_ERROR)
             duration_s = expected_s * (1 + clipped)
-        weight = 1 / (expected_s if expected_s > 0 else duration_s) ** 2
-        for i, x in enumerate(features):
-            row = self._products[i]
-            self._totals[i] = self.DECAY * self._totals[i] + weight * x * duration_s
-            for j, y in enumerate(features):
-                row[j] = self.DECAY * row[j] + weight * x * y
-        self._weight = weight
-        self._solution = None
+        scale_s = expected_s if expected_s > 0 else duration_s
+        scaled = np.array(features) / scale_s
+        self._steps = self.DECAY * self._steps + 1
+        self._products *= self.DECAY
+        self._products += scaled[:, None] * scaled
+        self._totals *= self.DECAY
+        self._totals += scaled * (duration_s / scale_s)
+        self._unsolved_steps += 1
 
     def solution(self) -> tuple[float, ...]:
-        """The coefficients in seconds. One that comes out negative is held at 0."""
-        if self._solution is None:
-            ridge = self._prior_steps * self._weight
-            free = list(range(len(self._totals)))
-            while True:
-                found = self._solve(free, ridge)
-                kept = [i for i, value in zip(free, found, strict=True) if value >= 0]
-                if len(kept) == len(free):
-                    break
-                free = kept
-            coefficients = [0.0] * len(self._totals)
-            for i, value in zip(free, found, strict=True):
-                coefficients[i] = value
-            self._solution = tuple(coefficients)
+        """The coefficients. One that comes out negative is held at 0."""
+        fresh = self._steps < 2 * self.SOLVE_STEPS
+        if self._unsolved_steps >= (1 if fresh else self.SOLVE_STEPS):
+            self._unsolved_steps = 0
+            sizes = self._products.diagonal()
+            prior = sizes * self._prior_steps / self._steps
+            products, totals = np.diag(prior) + self._products, prior * self._prior + self._totals
+            found = _solve(products, totals, self._free & (sizes > 0))
+            missed = (totals - products @ found > _ROUNDING * np.abs(totals)) & ~self._free
+            if np.count_nonzero(missed):  # held at 0 so far, and would be positive now
+                found = _solve(products, totals, sizes > 0)
+            while np.minimum.reduce(found) < 0:
+                found = _solve(products, totals, found > 0)
+            self._free = found > 0
+            self._solution = tuple(found.tolist())
         return self._solution
 
-    def _solve(self, free: list[int], ridge: float) -> list[float]:
-        """Gaussian elimination of the normal equations; positive definite, so without pivots."""
-        rows = [[self._products[i][j] for j in free] for i in free]
-        values = [self._totals[i] + ridge * self._prior_s[i] for i in free]
-        size = len(free)
-        for i in range(size):
-            rows[i][i] += ridge
-        for i in range(size):
-            for k in range(i + 1, size):
-                factor = rows[k][i] / rows[i][i]
-                values[k] -= factor * values[i]
-                for j in range(i, size):
-                    rows[k][j] -= factor * rows[i][j]
-        for i in reversed(range(size)):
-            known = sum(rows[i][j] * values[j] for j in range(i + 1, size))
-            values[i] = (values[i] - known) / rows[i][i]
-        return values
+
+def _solve(products: np.ndarray, totals: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """Of the normal equations, float64 [n]; 0 where not `free`."""
+    kept = free.astype(np.float64)
+    within = products * kept * kept[:, None] + np.diag(1 - kept)
+    found: np.ndarray = np.linalg.solve(within, totals * kept)
+    return found

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from cbatch.core.cost import StepPrices
 
@@ -62,13 +63,16 @@ def decide(
     prices: StepPrices,
     market: Market | None = None,
     blocks: tuple[np.ndarray, int] | None = None,
+    debts_s: np.ndarray | None = None,
 ) -> Decision:
     """k of each row for the best expected goodput of the step.
 
     `survival` is float64 [rows, depth], non-increasing along a row; `caps` int32 [rows]; no more
     drafts are made than `prices` is long. `market` is of the previous decision, None at first.
     `blocks`, where the pool is short, is (int32 [rows] positions that each row can draft within its
-    own blocks, free positions): the drafts beyond, in order of worth, end where those do.
+    own blocks, free positions): the drafts beyond, in order of worth, end where those do. `debts_s`
+    float64 [rows]: what it costs, as a share of this step, that the drafter catches up with a row;
+    a row drafts only if its drafts are worth that, too.
     """
     values = np.ascontiguousarray(survival.T)  # [depth, rows]: sums along rows are then contiguous
     depth, rows = values.shape
@@ -79,6 +83,9 @@ def decide(
     if market is not None:
         values = values * weigh(values, market)
     choice = best_choice(values, prices, 1 if market is None else market.depth)
+    if debts_s is not None and choice is not None:
+        values, prices = _without_debtors(values, prices, choice, debts_s)
+        choice = best_choice(values, prices, choice.depth)
     if blocks is not None and choice is not None:
         choice = _within_blocks(values, prices, choice, *blocks)
     if choice is None:
@@ -190,6 +197,21 @@ def _take(values: np.ndarray, choice: Choice) -> np.ndarray:
     return num_drafts
 
 
+def _without_debtors(
+    values: np.ndarray, prices: StepPrices, choice: Choice, debts_s: np.ndarray
+) -> tuple[np.ndarray, StepPrices]:
+    """Values and prices once rows whose drafts are not worth their debt draft nothing, and the
+    others have paid."""
+    taken = _take(values[: choice.depth], choice)
+    owes = debts_s > 0
+    worth = np.where(_DEPTHS[: choice.depth] < taken, values[: choice.depth], 0.0).sum(axis=0)
+    worth -= choice.goodput * _slope(prices, values.shape[1], choice.count) * taken
+    pays = owes & (worth > choice.goodput * debts_s)
+    step_s = prices.step_s.copy()
+    step_s[1:] += float(np.add.reduce(debts_s * pays))
+    return np.where(owes & ~pays, 0.0, values), structs.replace(prices, step_s=step_s)
+
+
 def _within_blocks(
     values: np.ndarray, prices: StepPrices, choice: Choice, slack: np.ndarray, free: int
 ) -> Choice | None:
@@ -209,12 +231,16 @@ def _within_blocks(
     return held if held.goodput > values.shape[1] / prices.step_s[0] else None
 
 
+def _slope(prices: StepPrices, rows: int, count: int) -> float:
+    """Seconds that one more token costs about `count`."""
+    reach = 1 + rows // 4
+    low, high = max(count - reach, min(count, 1)), min(count + reach, len(prices.step_s) - 1)
+    return float(prices.step_s[high] - prices.step_s[low]) / (high - low) if high > low else 0.0
+
+
 def _market(prices: StepPrices, rows: int, count: int, depth: int) -> Market:
     """Shared prices at the optimum: the slope of the cost, averaged over its stairs, and the rest
     of the step by row."""
-    most = len(prices.step_s) - 1
-    reach = 1 + rows // 4
-    low, high = max(count - reach, 0), min(count + reach, most)
-    token_s = float(prices.step_s[high] - prices.step_s[low]) / (high - low) if high > low else 0.0
+    token_s = _slope(prices, rows, count)
     whole_s = float(prices.step_s[count]) + prices.pass_s * depth * (count > 0)
     return Market(max(whole_s - token_s * count, 0.0) / rows + _LEAST_S, token_s, depth)

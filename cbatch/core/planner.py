@@ -186,10 +186,12 @@ class Planner:
         blocks = None
         if free < state.config.lookahead.k * len(most):
             blocks = np.maximum(table.capacity[rows] - known, 0), free
+        left_tokens: np.ndarray = table.lookahead_end[rows] - known
         return Room(
             base_tokens=len(most) + chunk_tokens,
             context_tokens=int(np.add.reduce(known)),
             budget_tokens=budget,
+            left_tokens=left_tokens,
             blocks=blocks,
         )
 

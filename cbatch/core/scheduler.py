@@ -88,7 +88,10 @@ class Scheduler:
             raise RuntimeError("two plans are uncommitted; commit the older one first")
         if self._log:
             self._log(Planned(now_s))
-        return self._planner.plan()
+        plan = self._planner.plan()
+        if plan is None:
+            self._state.last_commit_s = None
+        return plan
 
     def commit(self, result: StepResult, now_s: float) -> Commit:
         """Take in the result of the oldest plan in flight. Raises ValueError if it is not its."""
@@ -96,7 +99,7 @@ class Scheduler:
             # Log probabilities pass through and decide nothing: the log does without them.
             logged = structs.replace(result, logprobs=()) if result.logprobs else result
             self._log(Committed(logged, now_s))
-        return self._committer.commit(result)
+        return self._committer.commit(result, now_s)
 
     def executor_reset(self, now_s: float) -> None:
         """The executor lost its state: plans in flight are void, running requests go back to the

@@ -35,6 +35,7 @@ class SchedulerState:
         self.rows_version = 0  # changes whenever `decoding` does
         self.flights: list[Flight] = []  # at most two, oldest first
         self.doomed: list[Sequence] = []
+        self.last_commit_s: float | None = None  # None: there was nothing to do since
         self.finished: list[Finished] = []
         self.stats = SchedulerStats()
         self.speculates = bool(config.default_chain) and config.lookahead.policy != "off"
@@ -297,6 +298,7 @@ class SchedulerState:
 
     def reset_executor(self) -> None:
         """All KV is lost: every running sequence goes back to the head of the queue."""
+        self.last_commit_s = None
         self.doomed.clear()
         for flight in self.flights:
             for slot in flight.held_slots:

@@ -20,7 +20,7 @@ import numpy as np
 from cbatch.core.config import SchedulerConfig
 from cbatch.core.cost import CostProfile
 from cbatch.core.plan import Admission, Deltas, StepPlan, StepResult
-from cbatch.core.request import SamplingParams
+from cbatch.core.request import MODEL, SamplingParams
 from cbatch.engine.loop import Executor
 
 CONTEXT_TOKENS = 64
@@ -28,7 +28,9 @@ LONG_CONTEXT_TOKENS = 512
 DRAFTS = 3  # of the shapes that verify: 4 tokens a row
 _DEPTHS_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # drafts and rows, for the price of a pass
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_CHUNKS = (256, 1024)
+_CHUNKS = (32, 128, 512)
+_CATCH_UPS_ROWS = ((63, 1), (63, 4))  # tokens that the drafter has not seen, and rows
+_PERIOD_TOKENS = 16  # of a text that repeats itself
 _REPEATS = 5
 _BUDGET_S = 3.0
 _logger = logging.getLogger("cbatch")
@@ -42,10 +44,16 @@ class Shape(NamedTuple):
     query_len: int = 1
     num_drafts: int = 0
     context_tokens: int = CONTEXT_TOKENS
+    catch_up: int = 0  # tokens a row that the draft model has not seen
+    read_tokens: int = 0  # tokens a row that a lookup has not read, being new to it
 
     @property
     def tokens(self) -> int:
         return self.rows * self.query_len
+
+    @property
+    def logit_tokens(self) -> int:
+        return self.rows * (1 + self.num_drafts)
 
 
 class Timed(NamedTuple):
@@ -57,7 +65,7 @@ def profile_costs(
     executor: Executor, config: SchedulerConfig, *, budget_s: float = _BUDGET_S
 ) -> CostProfile:
     """Measure for about `budget_s` seconds, at least one step of each shape, and reset the
-    executor. Without a draft in `config` its costs are 0."""
+    executor. Where nobody drafts (`config.default_chain`) its costs are 0."""
     shapes = shapes_for(config)
     runner = _Runner(executor, config)
     times = {shape: runner.time(shape, budget_s / len(shapes)) for shape in shapes}
@@ -68,13 +76,20 @@ def profile_costs(
 def shapes_for(config: SchedulerConfig) -> list[Shape]:
     """The shapes that fit slots, context, budget and pool: plain rows, verifications, longer
     contexts, chunks of prompts."""
-    drafts = DRAFTS if config.draft_context_tokens is not None else 0
+    chain = config.default_chain
+    drafts = DRAFTS if chain else 0
+    looks_up = bool(chain) and chain[0] != MODEL
+    read = CONTEXT_TOKENS if looks_up else 0
     candidates = [Shape(rows) for rows in _ROWS]
-    candidates += [Shape(rows, 1 + DRAFTS, drafts) for rows in _ROWS]
+    candidates += [Shape(rows, 1 + DRAFTS, drafts, read_tokens=read) for rows in _ROWS]
     if drafts:
-        candidates += [Shape(rows, 1 + depth, depth) for depth, rows in _DEPTHS_ROWS]
+        candidates += [Shape(rows, 1 + k, k, read_tokens=read) for k, rows in _DEPTHS_ROWS]
+    if drafts and not looks_up:
+        candidates += [Shape(rows, 2, 1, catch_up=lag) for lag, rows in _CATCH_UPS_ROWS]
     long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - DRAFTS - 2)
     if long_tokens >= 2 * CONTEXT_TOKENS:
+        if looks_up:
+            candidates += [Shape(rows, 2, 1, long_tokens, 0, long_tokens) for rows in (1, 4)]
         candidates += [Shape(rows, context_tokens=long_tokens) for rows in (1, 8)]
     candidates += [Shape(1, chunk, context_tokens=chunk) for chunk in _CHUNKS]
     return [shape for shape in candidates if _fits(shape, config)]
@@ -85,7 +100,7 @@ def _fits(shape: Shape, config: SchedulerConfig) -> bool:
     blocks = shape.rows * -(-needed_tokens // config.block_size_tokens)
     return (
         shape.rows <= config.max_slots
-        and shape.tokens <= config.step_budget_tokens
+        and shape.tokens + shape.rows * shape.catch_up <= config.step_budget_tokens
         and needed_tokens <= config.max_sequence_tokens
         and blocks <= config.num_blocks
     )
@@ -125,7 +140,7 @@ class _Runner:
             generations=each * self._steps,
             query_lens=each * shape.query_len,
             num_drafts=each * shape.num_drafts,
-            catch_up=each * 0,
+            catch_up=each * shape.catch_up,
             wants_logits=np.ones(shape.rows, dtype=np.bool_),
             deltas=Deltas(
                 reset=True,
@@ -144,7 +159,6 @@ class _Runner:
         in_kv = known - shape.query_len + shape.num_drafts
         most = known + shape.num_drafts + 2
         width = -(-most // self._config.block_size_tokens)
-        tokens = np.random.default_rng(slot).integers(0, self._config.vocab_size, known)
         return Admission(
             slot=slot,
             generation=self._steps,
@@ -153,23 +167,36 @@ class _Runner:
             choice=0,
             params=SamplingParams(temperature=0.0, max_tokens=most - known),
             stop_ids=(),
-            tokens=tokens.astype(np.int32),
+            tokens=self._tokens(slot, known),
             num_prompt_tokens=known,
             max_total_tokens=most,
             kv_len_tokens=in_kv,
-            draft_kv_len_tokens=in_kv,
+            draft_kv_len_tokens=in_kv - shape.catch_up,
             blocks=np.arange(slot * width, (slot + 1) * width, dtype=np.int32),
         )
+
+    def _tokens(self, slot: int, count: int) -> np.ndarray:
+        """Made-up tokens, int32 [count]. Lookups by themselves find a text that repeats; before a
+        model they find nothing, so that the price of a chain is that of its dearest."""
+        rng = np.random.default_rng(slot)
+        distinct = count if MODEL in self._config.default_chain else min(count, _PERIOD_TOKENS)
+        tokens = rng.integers(0, self._config.vocab_size, distinct, dtype=np.int32)
+        return np.resize(tokens, count)
 
 
 def fit_profile(times: Mapping[Shape, Timed]) -> CostProfile:
     """Prices from timed shapes.
 
-    A token's price comes from the table; where two shapes bring equally many tokens in different
-    numbers of rows, the difference is the price of a row, and plain rows with a longer context give
-    that of a context token.
+    Where two shapes bring equally many tokens in different numbers of rows, the difference is the
+    price of a row; plain rows with a longer context give that of a context token; and by as much as
+    a chunk of a prompt is cheaper than as many verified tokens, wanting logits costs. What is left
+    of every shape goes into the table.
     """
-    short = {shape: t for shape, t in times.items() if shape.context_tokens == CONTEXT_TOKENS}
+    short = {
+        shape: t
+        for shape, t in times.items()
+        if shape.context_tokens == CONTEXT_TOKENS and not shape.catch_up
+    }
     plain = {shape.tokens: (shape, t) for shape, t in short.items() if shape.query_len == 1}
     wide = {s.tokens: (s, t) for s, t in short.items() if s.query_len == 1 + DRAFTS}
     context_s = _median(
@@ -183,43 +210,64 @@ def fit_profile(times: Mapping[Shape, Timed]) -> CostProfile:
         for n in plain.keys() & wide.keys()
     )
     row_s = max(row_and_context_s - context_s * CONTEXT_TOKENS, 0.0)
+    fixed_s = {s: s.rows * (row_s + context_s * s.context_tokens) for s in times}
+    logits_s = _logits_price({s: t.target_s - fixed_s[s] for s, t in times.items()}, wide)
     points: dict[int, list[float]] = {}
     for shape, t in times.items():
-        besides_s = shape.rows * (row_s + context_s * shape.context_tokens)
+        besides_s = fixed_s[shape] + logits_s * shape.logit_tokens
         points.setdefault(shape.tokens, []).append(t.target_s - besides_s)
     tokens = sorted(points)
     floor_s = 0.01 * min(t.target_s for t in times.values())
     target_s = [max(float(np.mean(points[n])), floor_s) for n in tokens]
-    setup_s, pass_s, token_s = _fit_drafting({s: t for s, t in times.items() if s.num_drafts})
+    setup_s, pass_s, token_s, ingest_s = _fit_drafting(
+        {s: t for s, t in times.items() if s.num_drafts}
+    )
     return CostProfile(
         tokens=tuple(tokens),
         target_s=tuple(np.maximum.accumulate(target_s).tolist()),
+        logits_token_s=logits_s,
         context_token_s=context_s,
         row_s=row_s,
         draft_setup_s=setup_s,
         draft_pass_s=pass_s,
         draft_token_s=token_s,
+        draft_ingest_s=ingest_s,
     )
 
 
-def _fit_drafting(times: Mapping[Shape, Timed]) -> tuple[float, float, float]:
-    """Set-up, pass and token: least squares of relative errors. A price that comes out negative
-    was not seen: the best fit without it counts."""
+def _logits_price(left_s: Mapping[Shape, float], wide: Mapping[int, tuple[Shape, Timed]]) -> float:
+    """By token; `left_s` are durations without the price of rows and context."""
+    counts = sorted(wide)
+    return _median(
+        (float(np.interp(s.tokens, counts, [left_s[wide[n][0]] for n in counts])) - chunk_s)
+        / (s.tokens - s.logit_tokens)
+        for s, chunk_s in left_s.items()
+        if s.tokens > s.logit_tokens and counts and counts[0] <= s.tokens <= counts[-1]
+    )
+
+
+def _fit_drafting(times: Mapping[Shape, Timed]) -> tuple[float, float, float, float]:
+    """Set-up, pass, token, and token caught up with (or read): least squares of relative errors. A
+    price that comes out negative was not seen: the best fit without it counts."""
     if not times:
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     draft_s = np.array([max(t.draft_s, 1e-9) for t in times.values()])
-    features = np.array([(1, s.num_drafts, s.num_drafts * s.rows) for s in times], dtype=np.float64)
+    counts = [
+        (1, s.num_drafts, s.num_drafts * s.rows, (s.catch_up + s.read_tokens) * s.rows)
+        for s in times
+    ]
+    features = np.array(counts, dtype=np.float64)
     features /= draft_s[:, None]
-    best, least_error = np.zeros(3), np.inf
-    for kept in itertools.product((True, False), repeat=3):
+    best, least_error = np.zeros(4), np.inf
+    for kept in itertools.product((True, False), repeat=4):
         columns = np.flatnonzero(kept)
         found = np.linalg.lstsq(features[:, columns], np.ones(len(draft_s)), rcond=None)[0]
         error = float(np.square(features[:, columns] @ found - 1).sum())
         if (found >= 0).all() and error < least_error - 1e-12:
-            best, least_error = np.zeros(3), error
+            best, least_error = np.zeros(4), error
             best[columns] = found
-    setup_s, pass_s, token_s = best.tolist()
-    return setup_s, pass_s, token_s
+    setup_s, pass_s, token_s, ingest_s = best.tolist()
+    return setup_s, pass_s, token_s, ingest_s
 
 
 def _median(values: Iterable[float]) -> float:

@@ -124,6 +124,18 @@ def fixed(machine: Machine, requests: Requests, batch: int) -> np.ndarray:
     return tally.tokens / tally.seconds
 
 
+def load_of(rows: int, depth: int, drafts: int) -> StepLoad:
+    """Of decoding rows."""
+    return StepLoad(
+        rows=rows,
+        target_tokens=rows + drafts,
+        logit_tokens=rows + drafts,
+        context_tokens=0,
+        depth=depth,
+        draft_tokens=drafts,
+    )
+
+
 class Run(NamedTuple):
     tokens_per_s: float
     drafting_share: float  # of the steps
@@ -157,7 +169,7 @@ def goodput(
         target_s = float(machine.target_s(batch + drafts))
         tally.add(slots, emitted, np.array([draft_s + target_s]))
         blur = np.exp(noise * rng.standard_normal(2)) * (20 if noise and steps % 64 == 0 else 1)
-        load = StepLoad(batch, batch + drafts, 0, depth, drafts)
+        load = load_of(batch, depth, drafts)
         if not controller.rests(drafted=depth > 0):
             controller.learn(rows, k, accepted[0], load, draft_s * blur[0], target_s * blur[1])
         for _, slot in done:
@@ -272,7 +284,7 @@ def test_a_drafter_that_is_useless_at_first_is_not_given_up_for_ever() -> None:
         k = np.zeros(4, np.int32) if chosen is None else chosen
         runs = np.logical_and.accumulate(rng.random((4, DEPTH)) < 0.85, axis=1).sum(axis=1)
         accepted = np.minimum(runs, k).astype(np.int32)
-        load = StepLoad(4, 4 + int(k.sum()), 0, int(k.max()), int(k.sum()))
+        load = load_of(4, int(k.max()), int(k.sum()))
         draft_s = MODEL.pass_s * load.depth
         if not controller.rests(drafted=load.depth > 0):
             controller.learn(slice(0, 4), k, accepted, load, draft_s, float(MODEL.target_s(4)))
@@ -291,7 +303,7 @@ def test_when_most_requests_leave_speculation_returns_at_once() -> None:
         if chosen is not None and chosen.all():
             break
         if not controller.rests(drafted=False):
-            load = StepLoad(8, 8, 0, 0, 0)
+            load = load_of(8, 0, 0)
             controller.learn(slice(0, 8), caps * 0, caps * 0, load, 0.0, 5.5e-3)
     assert chosen is not None and chosen.all()
     assert controller.regime.on
