@@ -53,6 +53,7 @@ class ExecutorStats:
     num_full_acceptances: int = 0
     num_mixed_steps: int = 0  # a prefill chunk and a decode in one step
     num_resets: int = 0
+    num_scores: int = 0  # rows whose lookup was scored on what was emitted without it
     rows_by_drafter: Counter[str] = field(default_factory=Counter)
     rows_by_k: Counter[int] = field(default_factory=Counter)  # decoding rows, by drafts
 
@@ -363,6 +364,8 @@ class SimExecutor:
         splits = np.cumsum([0, *(len(row.emitted) for row in rows)])
         deepest = max((row.num_drafts for row in rows), default=0)
         draft_tokens = sum(row.num_drafts + row.catch_up for row in rows)
+        shadow = self._drafting.score(rows, self._acceptance)
+        self.stats.num_scores += 0 if shadow is None else len(shadow.rows)
         return StepResult(
             step_id=plan.step_id,
             generations=plan.generations,
@@ -378,5 +381,5 @@ class SimExecutor:
                 len(rows),
             ),
             draft_kv_lens=self._drafting.kv_lens(rows),
-            shadow=self._drafting.score(rows, self._acceptance),
+            shadow=shadow,
         )
