@@ -136,6 +136,9 @@ def load_engine(
     from cbatch.runtime.model import load_model
 
     options = options or EngineOptions()
+    if draft is None and MODEL in (options.drafter or ()):
+        remedy = f"give a draft, or use {' or '.join(LOOKUPS)}"
+        raise FieldError("drafter", "'model' needs a draft", remedy)
     tokenizer = _tokenizers(
         _checked(model, "model"), None if draft is None else _checked(draft, "draft"), options
     )
@@ -272,9 +275,6 @@ def _scheduler_config(
             f"{max_tokens} is more than the model's context",
             f"use <= {context}",
         )
-    if draft is None and MODEL in (options.drafter or ()):
-        remedy = f"give a draft, or use {' or '.join(LOOKUPS)}"
-        raise FieldError("drafter", "'model' needs a draft", remedy)
     drafts = draft is not None or options.drafter is not None
     return SchedulerConfig(
         num_blocks=_num_blocks(target, draft, options, max_tokens),
@@ -288,7 +288,7 @@ def _scheduler_config(
         ageing_per_s=options.ageing_per_s,
         prefix_cache=options.prefix_cache,
         draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
-        drafter=options.drafter,
+        drafter=None if options.drafter is None else tuple(options.drafter),
         lookahead=parse_lookahead(options.lookahead) if drafts else LookaheadConfig(),
     )
 

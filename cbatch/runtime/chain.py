@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.core.errors import FieldError
-from cbatch.core.plan import Admission
+from cbatch.core.plan import Admission, ShadowEvidence
 from cbatch.core.request import MODEL
-from cbatch.runtime.drafter import Drafter, DraftModel, DraftRows, Proposal, Scores
+from cbatch.runtime.drafter import Drafter, DraftModel, DraftRows, Proposal
 from cbatch.runtime.index import I64
 from cbatch.runtime.lookup import Evidence, LookupDrafter
 from cbatch.runtime.rows import SlotTable
@@ -127,7 +127,7 @@ class ChainDrafter:
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
         return self.model.kv_len[slots] if self.model is not None and self._num_mixed else None
 
-    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> Scores | None:
+    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
         """A few rows a step, so many that each is served when its `SCORE_TOKENS` are there."""
         if not self._num_scored:
             return None
@@ -141,7 +141,7 @@ class ChainDrafter:
             return None
         evidence = self.observe(slots[rows], self._since[slots[rows]])
         self._since[slots[rows]] = known[rows]
-        return Scores(rows, *evidence)
+        return ShadowEvidence(*(part.astype(np.int32) for part in (rows, *evidence)))
 
     def propose(self, rows: DraftRows) -> Proposal:
         if self.model is not None and not self._num_mixed:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.core.plan import Admission
+from cbatch.core.plan import Admission, ShadowEvidence
 from cbatch.runtime.index import I64, iota
 from cbatch.runtime.kv import KVCache
 from cbatch.runtime.model import Model, RaggedBatch, RunAhead
@@ -54,14 +54,6 @@ class Proposal(NamedTuple):
     non_finite: NDArray[np.bool_]  # [R]: the draft's own numbers were broken, nothing drafted
 
 
-class Scores(NamedTuple):
-    """What drafters would have scored on tokens emitted without drafts."""
-
-    rows: I64  # [n], ascending
-    trials: I64  # [n], tokens before which the row's drafter had a draft
-    hits: I64  # [n], of these, how many its first draft named
-
-
 class Drafter(Protocol):
     """Contract of a drafter. All calls come from the executor, in the order of a step."""
 
@@ -90,9 +82,9 @@ class Drafter(Protocol):
         """How many positions of the draft model's KV are valid; None: as many as follow from what
         was planned and drafted."""
 
-    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> Scores | None:
+    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
         """After a step in which `slots` drafted so many tokens (None: nobody any): how drafts of
-        rows without would have done. Not every step, and not every row."""
+        rows without would have done, by row of `slots`. Not every step, and not every row."""
 
 
 class DraftModel:
@@ -136,7 +128,7 @@ class DraftModel:
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
         return None
 
-    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> Scores | None:
+    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
         return None  # a model that did not draft cannot tell what it would have
 
     def propose(self, rows: DraftRows) -> Proposal:

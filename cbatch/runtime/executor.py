@@ -260,12 +260,10 @@ class TorchExecutor:
         if self.drafter is None or not len(rows.slots):
             return None
         drafted = None if proposal is None else proposal.num_drafted
-        scores = self.drafter.score(rows.slots, drafted)
-        if scores is None:
-            return None
-        at = scores.rows if rows.plan_rows is None else rows.plan_rows[scores.rows]
-        columns = at, scores.trials, scores.hits
-        return ShadowEvidence(*(column.astype(np.int32) for column in columns))
+        shadow = self.drafter.score(rows.slots, drafted)
+        if shadow is None or rows.plan_rows is None:
+            return shadow
+        return structs.replace(shadow, rows=rows.plan_rows[shadow.rows].astype(np.int32))
 
     def _report(
         self,

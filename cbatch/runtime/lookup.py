@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cbatch.core.plan import Admission
-from cbatch.runtime.drafter import DraftRows, Proposal, Scores
+from cbatch.core.plan import Admission, ShadowEvidence
+from cbatch.runtime.drafter import DraftRows, Proposal
 from cbatch.runtime.index import I64
 from cbatch.runtime.rows import SlotTable
 
@@ -137,7 +137,7 @@ class LookupDrafter:
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
         return np.zeros(len(slots), dtype=np.int64)
 
-    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> Scores | None:
+    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
         return None  # a chain knows when to `observe`
 
     def propose(self, rows: DraftRows) -> Proposal:
