@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cbatch import LLM, EngineOptions, FieldError, SamplingParams
@@ -12,8 +13,10 @@ from cbatch.core.cost import CostProfile
 from tests.test_llm import PROMPTS, make, write_model
 
 REPEATING = [prompt * 4 for prompt in PROMPTS]
-GREEDY = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
-COUPLED = SamplingParams(max_tokens=48, temperature=0.3, seed=5, ignore_eos=True)
+# So small a model says one token for ever, unless it is kept from it a little.
+FREE = {"max_tokens": 48, "ignore_eos": True}
+GREEDY = SamplingParams(temperature=0, frequency_penalty=0.05, **FREE)
+COUPLED = SamplingParams(temperature=0.1, top_k=4, seed=5, **FREE)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +52,7 @@ def test_tokens_do_not_depend_on_who_drafts(pair, plain, drafter, draft, options
     llm = make(pair, draft=draft, drafter=drafter, **options)
     assert [tokens(llm, params) for params in (GREEDY, COUPLED)] == plain
     speculation = llm.engine.stats.speculation
-    assert speculation.accepted_tokens > 20 and speculation.accepted_tokens < (
-        speculation.drafted_tokens
-    )
+    assert speculation.accepted_tokens > 40 and speculation.rejections > 10
     assert llm.info.drafter == drafter
     assert "lookahead " + llm.info.lookahead + " by " + ", ".join(drafter) in llm.info.lines()[0]
 
@@ -77,10 +78,7 @@ def test_each_request_may_choose(pair, plain):
     llm = make(pair, drafter=("suffix", "model"), lookahead="fixed:3")
     assert llm.engine.drafters == ("model", "ngram", "suffix")
     chains = [("ngram",), ("model", "suffix"), ("suffix",), None]
-    params = [
-        SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, drafter=chain)
-        for chain in chains
-    ]
+    params = [msgspec.structs.replace(GREEDY, drafter=chain) for chain in chains]
     assert tokens(llm, params) == plain[0]
     out = SamplingParams(max_tokens=9, temperature=0, drafter=("ngram",), max_lookahead=0)
     (done,) = llm.generate(REPEATING[0], out)
@@ -90,8 +88,9 @@ def test_each_request_may_choose(pair, plain):
 def test_lookups_beside_a_draft_are_held_without_being_asked_for(pair, plain):
     llm = make(pair, lookahead="fixed:3")
     assert llm.info.drafter == ("model",)
-    params = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, drafter=("suffix",))
+    params = msgspec.structs.replace(GREEDY, drafter=("suffix",))
     assert tokens(llm, params) == plain[0]
+    assert llm.engine.stats.speculation.accepted_tokens > 20
 
 
 def test_without_drafters_nobody_drafts_and_a_request_is_told_so(pair):

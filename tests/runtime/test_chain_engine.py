@@ -23,8 +23,8 @@ from tests.runtime.test_drafter import CheckedDraftModel
 
 VOCAB, NOISE = 12, 0.08
 CHAINS = (("suffix", "model"), ("ngram",), ("ngram", "model"), ("model",), ("suffix",))
-GREEDY: dict[str, Any] = {"temperature": 0.0}
-COUPLED: dict[str, Any] = {"temperature": 0.4, "verification": "coupled"}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 50}
+COUPLED = GREEDY | {"temperature": 0.4, "verification": "coupled"}
 RETURNS_AT = 120  # step in which the second half enters, whose prompts are what the first half said
 
 
@@ -93,7 +93,7 @@ def pause_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(config: Any, estimate: Any, rows: Any, caps: np.ndarray) -> np.ndarray:
         nonlocal calls
         calls += 1
-        return caps * (calls % 40 < 25)
+        return caps * (calls % 24 < 8)
 
     monkeypatch.setattr(lookahead_module, "choose_lookahead", choose)
 
