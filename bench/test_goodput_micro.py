@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from cbatch.core.config import LookaheadConfig
-from cbatch.core.controller import LookaheadController, Room
+from cbatch.core.controller import LookaheadController, Room, StepCost
 from cbatch.core.cost import CostModel, CostProfile, StepLoad
 from cbatch.core.goodput import decide
 from cbatch.core.lookahead import survival
@@ -68,8 +70,8 @@ def test_decide(benchmark, kind):
 def test_whole_choice(benchmark, rows):
     """Survival, prices, decision and probes, as a plan calls it; few rows decide seldom."""
     controller, caps = controller_of("flat", rows), inputs(rows)[2]
-    lag, room = np.zeros(rows, np.int32), Room(rows, 0, rows * DEPTH)
-    k = benchmark(controller.choose, Due.DECISION, slice(0, rows), caps, lag, room)
+    lag, room = np.zeros(rows, np.int32), partial(Room, rows, 0)
+    k = benchmark(controller.choose, Due.DECISION, slice(0, rows), caps, lag, TOKENS, room)
     assert k is not None and k.any()
 
 
@@ -83,7 +85,7 @@ def test_a_step_while_off(benchmark):
     """What k = 0 for everyone costs: both calls, decisions and canaries included."""
     controller, caps = controller_of("steep", ROWS), inputs(ROWS)[2]
     rows, zero, lag = slice(0, ROWS), np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)
-    room = Room(ROWS, 0, ROWS * DEPTH)
+    room = partial(Room, ROWS, 0)
     plain = StepLoad(
         rows=ROWS,
         target_tokens=ROWS,
@@ -96,9 +98,9 @@ def test_a_step_while_off(benchmark):
     def step() -> None:
         due = controller.due(ROWS)
         if due is not Due.NOTHING:
-            controller.choose(due, rows, caps, lag, room)
-        if not controller.rests(drafted=False):
-            controller.learn(rows, zero, zero, plain, 0.0, 0.03)
+            controller.choose(due, rows, caps, lag, TOKENS, room)
+        if not controller.rests(num_rows=ROWS, drafted=False):
+            controller.learn(rows, zero, zero, StepCost(plain, 0.0, 0.03))
 
     for _ in range(Regime.QUIET_STEPS):
         step()

@@ -6,7 +6,7 @@ import numpy as np
 from msgspec import structs
 
 from cbatch.core import lookahead
-from cbatch.core.controller import LookaheadController
+from cbatch.core.controller import LookaheadController, StepCost
 from cbatch.core.cost import StepLoad
 from cbatch.core.plan import RowStatus, ShadowEvidence, StepResult, TokenLogprobs
 from cbatch.core.request import FinishReason
@@ -86,7 +86,10 @@ class Committer:
         else:
             self._advance_plain(step)
         controller = state.controller
-        if controller is not None and not controller.rests(drafted=step.drafts.total > 0):
+        drafted = step.drafts.total > 0
+        if controller is not None and not controller.rests(
+            num_rows=len(step.slots), drafted=drafted
+        ):
             self._teach(controller, step, None if last_s is None else now_s - last_s)
         if result.shadow is not None:
             self._overhear(result.shadow, flight)
@@ -163,20 +166,24 @@ class Committer:
     def _teach(self, controller: LookaheadController, step: _Step, elapsed_s: float | None) -> None:
         """What was drafted, accepted and paid. `elapsed_s`: since the previous commit, if there was
         work ever since."""
-        table, rows, plan, result = self.state.table, step.rows, step.plan, step.result
-        drafted = result.num_drafted
+        result, cost = step.result, None
+        if controller.wants_prices(num_rows=len(step.slots), drafted=step.drafts.total > 0):
+            target_s = result.target_s + _host_s(result, elapsed_s)
+            cost = StepCost(self._load(step), result.draft_s, target_s)
+        controller.learn(step.rows, result.num_drafted, result.num_accepted, cost)
+
+    def _load(self, step: _Step) -> StepLoad:
+        table, rows, plan = self.state.table, step.rows, step.plan
         unused = int(np.add.reduce(plan.num_drafts)) - step.drafts.total
-        load = StepLoad(
+        return StepLoad(
             rows=len(step.slots),
             target_tokens=int(np.add.reduce(plan.query_lens)) - unused,
             logit_tokens=int(np.count_nonzero(plan.wants_logits)) + step.drafts.total,
             context_tokens=int(np.add.reduce(table.num_tokens[rows])),
-            depth=int(np.maximum.reduce(drafted, initial=0)),
+            depth=int(np.maximum.reduce(step.result.num_drafted, initial=0)),
             draft_tokens=step.drafts.total,
             ingested_tokens=int(np.add.reduce(plan.catch_up)),
         )
-        target_s = result.target_s + _host_s(result, elapsed_s)
-        controller.learn(rows, drafted, result.num_accepted, load, result.draft_s, target_s)
 
     def _overhear(self, shadow: ShadowEvidence, flight: Flight) -> None:
         """How drafters would have done that did not draft."""

@@ -6,6 +6,8 @@ and holds what passes from one step to the next. No clock, no randomness: its in
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 
@@ -14,6 +16,7 @@ from cbatch.core.config import LookaheadConfig
 from cbatch.core.cost import CostModel, CostProfile, StepLoad
 from cbatch.core.estimator import FleetPrior
 from cbatch.core.regime import MOST_PROBE_STEPS, Due, Regime, probes
+from cbatch.core.tally import Rows, Tally, same_rows
 
 _CANARY_DRAFTS = 4
 _FLEET_TRIALS = 512.0  # memory of the prior
@@ -28,11 +31,12 @@ _OWED_TOKENS = 8
 _HORIZON_TOKENS = 64
 _TOKENS_A_STEP = 2.0
 _PROBE_LAG_TOKENS = 64  # rows further behind are probed at the longest interval only
-# While on, now and then a step drafts nothing, so that the price of that is not forgotten: the more
-# often, the less drafting gains.
-_PLAIN_STEPS, _PLAIN_STEPS_BELOW_GAIN, _SMALL_GAIN = 256, 32, 0.15
+# While on, now and then a step drafts nothing, so that the price of that is known: soon when there
+# are clearly more or fewer rows than the last time, then ever later, the later the more is gained.
+_FIRST_PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_STEPS_BELOW_GAIN, _SMALL_GAIN = 12, 256, 48, 0.3
 # A decision costs some tens of microseconds however few its rows, and steps of few rows are short:
-# for these it stands for as many steps, unless the rows change.
+# for these it stands for as many steps, unless the rows change; so long the verdicts are tallied,
+# and one step teaches the prices.
 _HELD_ROWS, _HELD_STEPS = 32, 4
 
 
@@ -41,7 +45,6 @@ class Room(msgspec.Struct, frozen=True):
 
     base_tokens: int  # target tokens without drafts: one a decoding row, and prompt chunks
     context_tokens: int  # sum over the rows
-    budget_tokens: int  # drafts at most
     left_tokens: np.ndarray | None = None  # int32 [rows], of the request; None: many
     # Where the pool is short: positions that each row can draft within its blocks, int32 [rows],
     # and free positions in the pool.
@@ -56,6 +59,21 @@ def _debts_s(lag: np.ndarray, room: Room, ingest_s: float) -> np.ndarray | None:
     steps = np.minimum(np.maximum(left, 1), _HORIZON_TOKENS) / _TOKENS_A_STEP
     debts_s: np.ndarray = np.where(lag >= _OWED_TOKENS, lag * (ingest_s / steps), 0.0)
     return debts_s
+
+
+class StepCost(msgspec.Struct, frozen=True):
+    load: StepLoad
+    draft_s: float
+    target_s: float
+
+
+class _Held(msgspec.Struct, frozen=True, eq=False):
+    """A decision that stands for some steps."""
+
+    rows: Rows
+    caps: np.ndarray
+    num_drafts: np.ndarray
+    total: int
 
 
 class LookaheadController:
@@ -79,12 +97,15 @@ class LookaheadController:
         self.statistics = np.zeros((estimator.NUM_STATISTICS, max_slots), dtype=np.float64)
         self.estimate = self.statistics[: estimator.DROP]  # N and D, a view
         self.estimate[:] = np.array(self.prior)[:, None]
+        self._tally = Tally(max_slots)
         self._market: goodput.Market | None = None
-        self._held: tuple[slice | np.ndarray, np.ndarray] | None = None  # rows and their k
+        self._held: _Held | None = None
         self._held_steps = 0
         self._gain = 0.0  # of the last decision
         self._steps = 0
         self._drafting_steps = 0  # since a step without drafts
+        self._plain_rows = 0  # of that step
+        self._plain_gap = _FIRST_PLAIN_STEPS  # steps until the next one
         self._undrifted_steps = 0  # steps without drafts that the statistics have not felt yet
 
     # ---- slots --------------------------------------------------------------------------------
@@ -92,6 +113,7 @@ class LookaheadController:
     def enter(self, slot: int, estimate: tuple[float, float] | None = None) -> None:
         """A sequence takes the slot, with the N and D it had when it was preempted, if it was."""
         self._held = None
+        self._learn_tally()
         self.regime.newcomers += 1
         self.statistics[:, slot] = 0.0
         self.estimate[:, slot] = self.prior if estimate is None else estimate
@@ -99,6 +121,7 @@ class LookaheadController:
     def leave(self, slot: int) -> None:
         """It leaves the slot, finished or preempted."""
         self._held = None
+        self._learn_tally()
         self._fold(np.array([slot]), _FLEET_TRIALS)
 
     # ---- steps --------------------------------------------------------------------------------
@@ -108,68 +131,84 @@ class LookaheadController:
         return self.regime.due(num_rows)
 
     def choose(
-        self, due: Due, rows: slice | np.ndarray, caps: np.ndarray, lag: np.ndarray, room: Room
+        self,
+        due: Due,
+        rows: Rows,
+        caps: np.ndarray,
+        lag: np.ndarray,
+        budget_tokens: int,
+        room: Callable[[], Room],
     ) -> np.ndarray | None:
         """k of each decoding row, int32 [rows], or None if nobody drafts.
 
         `rows` selects slots; `caps` is int32 [rows], what request and context allow; `lag` int32
-        [rows], how many tokens the drafter's KV is behind (the canary is who costs least).
+        [rows], how many tokens the drafter's KV is behind (the canary is who costs least). At most
+        `budget_tokens` are drafted; the rest of what there is `room` for is asked only if it
+        matters. The array may be returned again, and must not be changed.
         """
         if due is Due.NOTHING:
             return None
         if due is Due.CANARY:
-            return self._canary(caps, lag, room)
-        small = self._gain < _SMALL_GAIN
-        if self._drafting_steps >= (_PLAIN_STEPS_BELOW_GAIN if small else _PLAIN_STEPS):
+            return self._canary(caps, lag, budget_tokens)
+        if self._wants_plain_step(len(caps)):
+            self._held = None
             return None
-        held = self._still_held(rows, caps, room)
+        held = self._still_held(rows, caps, budget_tokens)
         if held is not None:
             return held
-        num_drafts = self._decide(rows, caps, lag, room)
-        if num_drafts is not None and len(caps) <= _HELD_ROWS:
-            self._held, self._held_steps = (rows, num_drafts.copy()), _HELD_STEPS - 1
+        num_drafts = self._decide(rows, caps, lag, budget_tokens, room())
         if num_drafts is None:
             return None
-        return self._with_probes(rows, num_drafts, caps, lag, room)
+        if len(caps) <= _HELD_ROWS:
+            self._held = _Held(rows, caps, num_drafts, int(np.add.reduce(num_drafts)))
+            self._held_steps = _HELD_STEPS - 1
+        return self._with_probes(rows, num_drafts, caps, lag, budget_tokens)
 
-    def rests(self, *, drafted: bool) -> bool:
+    def rests(self, *, num_rows: int, drafted: bool) -> bool:
         """Counts a step that has committed; whether there is nothing to `learn` from it."""
         self._steps += 1
         if drafted:
             self._drafting_steps += 1
             return False
-        self._drafting_steps = 0
+        self._drafting_steps, self._plain_rows = 0, num_rows
         self._undrifted_steps += 1
         return not self.regime.on and self._steps % _COST_STEPS != 0
 
+    def wants_prices(self, *, num_rows: int, drafted: bool) -> bool:
+        """Whether `learn` should be told what this step cost."""
+        return not drafted or num_rows > _HELD_ROWS or self._steps % _HELD_STEPS == 0
+
     def learn(
         self,
-        rows: slice | np.ndarray,
+        rows: Rows,
         num_drafted: np.ndarray,
         num_accepted: np.ndarray,
-        load: StepLoad,
-        draft_s: float,
-        target_s: float,
+        cost: StepCost | None,
         evidence: np.ndarray | None = None,
     ) -> None:
-        """From a step that has committed. `rows` selects slots, int32 [rows] each; `evidence` as in
-        `estimator.observe`."""
-        self.costs.observe(load, draft_s, target_s)
-        if not load.depth:
-            return
+        """From a step that has committed. `rows` selects slots, int32 [rows] each; `cost` may be
+        None where the step has drafted; `evidence` as in `estimator.observe`."""
+        if cost is not None:
+            self.costs.observe(cost.load, cost.draft_s, cost.target_s)
+            if not cost.load.depth:
+                return
         if not self.regime.on:
             self._hear(rows, num_drafted, num_accepted, evidence)
             return
-        self._drift()
-        self.statistics[:, rows] = estimator.observe(
-            self.config, self.statistics[:, rows], num_drafted, num_accepted, self.prior, evidence
-        )
+        if self._tally.rows is not None and not same_rows(self._tally.rows, rows):
+            self._learn_tally()
+        gained = num_accepted if evidence is None else evidence
+        self._tally.add(rows, num_accepted, num_accepted < num_drafted, gained)
+        if len(num_drafted) > _HELD_ROWS or self._tally.steps >= _HELD_STEPS:
+            self._learn_tally()
         if self._steps % _FOLD_STEPS == 0:
+            self._learn_tally()
             self._fold(rows, _FLEET_TRIALS)
 
     def overhear(self, slots: np.ndarray, trials: np.ndarray, hits: np.ndarray) -> None:
         """What the drafters of rows at k = 0 would have scored (`plan.ShadowEvidence`), int32 [n].
         While off, rows that turn out better count as newcomers: they may draft well, too."""
+        self._learn_tally()
         self._drift()
         before = self.estimate[:, slots]
         after = lookahead.overhear(self.config, before, trials, hits)
@@ -181,12 +220,24 @@ class LookaheadController:
 
     # ---- inside -------------------------------------------------------------------------------
 
+    def _wants_plain_step(self, num_rows: int) -> bool:
+        if not self.regime.on or self._drafting_steps < _FIRST_PLAIN_STEPS:
+            return False
+        if not 2 * self._plain_rows <= 3 * num_rows <= 5 * self._plain_rows:
+            self._plain_gap = _FIRST_PLAIN_STEPS
+        most = _PLAIN_STEPS_BELOW_GAIN if self._gain < _SMALL_GAIN else _PLAIN_STEPS
+        if self._drafting_steps < min(self._plain_gap, most):
+            return False
+        self._plain_gap = min(self._plain_gap, most) + _FIRST_PLAIN_STEPS
+        return True
+
     def _decide(
-        self, rows: slice | np.ndarray, caps: np.ndarray, lag: np.ndarray, room: Room
+        self, rows: Rows, caps: np.ndarray, lag: np.ndarray, budget_tokens: int, room: Room
     ) -> np.ndarray | None:
+        self._learn_tally()
         self._drift()
         depth = int(np.maximum.reduce(caps, initial=0))
-        most = min(room.budget_tokens, depth * len(caps))
+        most = min(budget_tokens, depth * len(caps))
         if most <= 0:
             self.regime.judge(0.0, len(caps))
             return None
@@ -202,59 +253,69 @@ class LookaheadController:
             self._fold(rows, _FLEET_TRIALS)
         return decision.num_drafts if carried_out else None
 
-    def _still_held(
-        self, rows: slice | np.ndarray, caps: np.ndarray, room: Room
-    ) -> np.ndarray | None:
+    def _still_held(self, rows: Rows, caps: np.ndarray, budget_tokens: int) -> np.ndarray | None:
         """The previous decision, for the few steps that it stands."""
-        if self._held is None or not self.regime.on:
+        held = self._held
+        if held is None or not self.regime.on:
             return None
-        held_rows, num_drafts = self._held
         self._held_steps -= 1
         if self._held_steps <= 0:
             self._held = None
-        same = held_rows is rows or (isinstance(rows, slice) and held_rows == rows)
-        num_drafts = np.minimum(num_drafts, caps) if same else num_drafts
-        fits = room.blocks is None and int(np.add.reduce(num_drafts)) <= room.budget_tokens
-        return num_drafts if same and fits else None
+        if held.total > budget_tokens or not same_rows(held.rows, rows):
+            return None
+        return held.num_drafts if caps is held.caps else np.minimum(held.num_drafts, caps)
 
     def _with_probes(
         self,
-        rows: slice | np.ndarray,
+        rows: Rows,
         num_drafts: np.ndarray,
         caps: np.ndarray,
         lag: np.ndarray,
-        room: Room,
+        budget_tokens: int,
     ) -> np.ndarray:
         """The decision, with one draft for a few rows that have had none for long."""
         idle = self.statistics[estimator.IDLE_STEPS, rows]
         idle = np.where(num_drafts > 0, 0.0, idle + 1)
         self.statistics[estimator.IDLE_STEPS, rows] = idle
         if np.maximum.reduce(idle) >= 1:
-            left = max(room.budget_tokens - int(np.add.reduce(num_drafts)), 0)
+            left = max(budget_tokens - int(np.add.reduce(num_drafts)), 0)
             most_probes = min(left, 1 + int(_PROBE_SHARE * len(caps)))
             due = probes(idle, self._steps % len(caps), most_probes)
             due = due[(lag[due] <= _PROBE_LAG_TOKENS) | (idle[due] >= MOST_PROBE_STEPS)]
-            num_drafts[due] = np.minimum(caps[due], 1)
+            if len(due):
+                num_drafts = num_drafts.copy()
+                num_drafts[due] = np.minimum(caps[due], 1)
         return num_drafts
 
-    def _canary(self, caps: np.ndarray, lag: np.ndarray, room: Room) -> np.ndarray | None:
+    def _canary(self, caps: np.ndarray, lag: np.ndarray, budget_tokens: int) -> np.ndarray | None:
         """A few drafts for the row whose drafter is least behind."""
         can = (caps > 0).nonzero()[0]
         if not len(can):
             return None
         row = can[lag[can].argmin()]
         num_drafts = np.zeros(len(caps), dtype=np.int32)
-        num_drafts[row] = min(int(caps[row]), _CANARY_DRAFTS, max(room.budget_tokens, 0))
+        num_drafts[row] = min(int(caps[row]), _CANARY_DRAFTS, max(budget_tokens, 0))
         return num_drafts
+
+    def _learn_tally(self) -> None:
+        """Tell the estimator of what was tallied."""
+        if self._tally.rows is None:
+            return
+        self._drift()
+        rows, (accepted, rejected, gained), steps = self._tally.take()
+        self.statistics[:, rows] = estimator.update(
+            self.config, self.statistics[:, rows], accepted, rejected, gained, self.prior, steps
+        )
 
     def _hear(
         self,
-        rows: slice | np.ndarray,
+        rows: Rows,
         num_drafted: np.ndarray,
         num_accepted: np.ndarray,
         evidence: np.ndarray | None,
     ) -> None:
         """While off, a canary speaks for the fleet; the others go on as they were."""
+        self._learn_tally()
         self._undrifted_steps += 1
         sang = (num_drafted > 0).nonzero()[0]
         slots = np.arange(self.statistics.shape[1])[rows][sang]
@@ -278,7 +339,7 @@ class LookaheadController:
             )
             self._undrifted_steps = 0
 
-    def _fold(self, rows: slice | np.ndarray, memory_trials: float) -> None:
+    def _fold(self, rows: Rows, memory_trials: float) -> None:
         """Give the fleet the evidence of these slots that it has not had."""
         fresh = slice(estimator.FRESH_ACCEPTED, estimator.FRESH_TRIALS + 1)
         accepted, trials = self.statistics[fresh, rows]

@@ -1,17 +1,18 @@
 """What a step costs: a profile of the machine, corrected online by the durations of real steps.
 
-    target_s = T(n) + l * logits + g * context + r * rows
+    target_s = T(n) + l * logits + (g + v if any token is a draft) * context + r * rows
     draft_s  = d0 + c0 * depth + c1 * drafts + c2 * ingested
 
 n tokens go through the target model, drafts among them; of `logits` of these the logits are wanted
 (a token of a prompt costs less than one that is verified). Drafting takes `depth` sequential
 passes; `ingested` are tokens that the drafter had not seen and catches up on.
 
-The profile gives the shape. Online, each of the two is a small least-squares fit with decayed sums
-and the profile as prior inside them: a scale for the whole, which follows the machine within a few
-steps, and corrections of the single prices, which take as many steps as speak against the profile.
-A scale alone could not mend a wrong slope, and plain recursive least squares with forgetting loses
-what steady steps do not excite; here that returns to the profile.
+The profile gives the shape. Online there are two time scales. The machine's *speed* of the moment
+is followed within a few steps and scales every price: it changes no decision, but what a step says
+about the shape is read beside those around it. The *shape* is, for each of the two, a small
+least-squares fit with slowly decaying sums and the profile as prior inside them; plain recursive
+least squares with forgetting would lose what steady steps do not excite, here that returns to the
+profile.
 
 Errors are relative, so that a chunk of 500 tokens does not outweigh a decode, and clipped at a few
 times their usual size (Huber): one stall of a busy machine moves a fit as little as one bad step.
@@ -30,6 +31,7 @@ import numpy as np
 from cbatch.core.errors import FieldError
 
 _ROUNDING = 1e-6
+_SPEED_GAIN = 0.2
 _LEAST_S = 1e-9  # what a step costs as long as nothing at all is known
 
 
@@ -41,6 +43,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target_s: tuple[float, ...]  # with little context; falls are noise and are levelled
     logits_token_s: float = 0.0  # beyond T: of a token whose logits are wanted
     context_token_s: float = 0.0
+    verify_context_token_s: float = 0.0  # beyond that in a step that verifies drafts
     row_s: float = 0.0
     draft_setup_s: float = 0.0  # of drafting at all
     draft_pass_s: float = 0.0
@@ -50,7 +53,8 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
         drafting = (self.draft_setup_s, self.draft_pass_s, self.draft_token_s, self.draft_ingest_s)
-        slopes = (self.logits_token_s, self.context_token_s, self.row_s, *drafting)
+        contexts = (self.context_token_s, self.verify_context_token_s)
+        slopes = (self.logits_token_s, *contexts, self.row_s, *drafting)
         for field, ok, remedy in (
             ("tokens", len(self.tokens) >= 2, "give at least two points"),
             ("tokens", ascending and min(self.tokens, default=0) >= 1, "give ascending counts"),
@@ -102,23 +106,29 @@ class CostModel:
         known = profile is not None
         self._profile = profile or CostProfile((1, 2), (1.0, 1.0))
         self._table = self._profile.table(max_tokens) if known else np.zeros(max_tokens + 1)
-        self._target, self._draft = _Fit(5, profiled=known), _Fit(4, profiled=known)
+        self._target, self._draft = _Fit(6, profiled=known), _Fit(4, profiled=known)
+        self._slowness = 1.0  # seconds now for a second of the shape
 
     def observe(self, load: StepLoad, draft_s: float, target_s: float) -> None:
         """A step took so long. Durations that are not positive were not measured: no evidence."""
         profile, logits = self._profile, load.logit_tokens
+        error = 0.0
         if target_s > 0:
             size_s = float(self._table[load.target_tokens]) + profile.row_s * load.rows
             size_s += profile.logits_token_s * logits
+            verifying = load.context_tokens if load.draft_tokens else 0
             size_s += profile.context_token_s * load.context_tokens
+            size_s += profile.verify_context_token_s * verifying
             others = load.target_tokens - logits
-            self._target.observe((size_s, 1.0, load.context_tokens, logits, others), target_s)
+            features = (size_s, 1.0, load.context_tokens, verifying, logits, others)
+            error = self._target.observe(features, target_s / self._slowness)
         if draft_s > 0 and (load.depth or load.ingested_tokens):
             size_s = profile.draft_setup_s * (load.depth > 0) + profile.draft_pass_s * load.depth
             size_s += profile.draft_token_s * load.draft_tokens
             size_s += profile.draft_ingest_s * load.ingested_tokens
-            features = (size_s, load.depth, load.draft_tokens, load.ingested_tokens)
-            self._draft.observe(features, draft_s)
+            drafting = (size_s, load.depth, load.draft_tokens, load.ingested_tokens)
+            self._draft.observe(drafting, draft_s / self._slowness)
+        self._slowness *= (1 + error) ** _SPEED_GAIN
 
     def prices(
         self, rows: int, base_tokens: int, context_tokens: int, most_drafts: int
@@ -127,21 +137,23 @@ class CostModel:
         decoding rows and 0 to `most_drafts` drafts. Raises IndexError past `max_tokens`."""
         if base_tokens + most_drafts >= len(self._table):
             raise IndexError(f"{base_tokens} + {most_drafts} tokens, prices are to max_tokens")
-        profile = self._profile
-        scale, base_s, context_s, logits_s, others_s = self._target.solution()
+        profile, slowness = self._profile, self._slowness
+        scale, base_s, context_s, verify_s, logits_s, others_s = self._target.solution()
         draft_scale, pass_s, draft_s, ingest_s = self._draft.solution()
         context_s += scale * profile.context_token_s
+        verify_s += scale * profile.verify_context_token_s
         logits_s += scale * profile.logits_token_s
         draft_s += draft_scale * profile.draft_token_s
         base_s += (scale * profile.row_s + logits_s) * rows + others_s * (base_tokens - rows)
         step_s = self._table[base_tokens : base_tokens + most_drafts + 1] * scale
         step_s += base_s + context_s * context_tokens
         step_s += self._counts[: most_drafts + 1] * (logits_s + draft_s)
-        step_s[1:] += draft_scale * profile.draft_setup_s
+        step_s[1:] += draft_scale * profile.draft_setup_s + verify_s * context_tokens
+        step_s *= slowness
         return StepPrices(
             np.maximum(step_s, _LEAST_S),
-            pass_s + draft_scale * profile.draft_pass_s,
-            ingest_s + draft_scale * profile.draft_ingest_s,
+            slowness * (pass_s + draft_scale * profile.draft_pass_s),
+            slowness * (ingest_s + draft_scale * profile.draft_ingest_s),
         )
 
 
@@ -154,7 +166,7 @@ class _Fit:
     matter.
     """
 
-    DECAY = 0.98
+    DECAY = 0.995
     CLIP = 3.0  # times the usual error
     ERROR_DECAY = 0.95
     SOLVE_STEPS = 4  # a solution serves for so many
@@ -179,7 +191,9 @@ class _Fit:
         self._products = np.zeros((size, size))
         self._totals = np.zeros(size)
 
-    def observe(self, features: Sequence[float], duration_s: float) -> None:
+    def observe(self, features: Sequence[float], duration_s: float) -> float:
+        """Returns the relative error of what was expected, clipped; 0 if nothing was."""
+        clipped = 0.0
         expected_s = sum(x * c for x, c in zip(features, self.solution(), strict=True))
         if expected_s > 0:
             error = duration_s / expected_s - 1
@@ -195,6 +209,7 @@ class _Fit:
         self._totals *= self.DECAY
         self._totals += scaled * (duration_s / scale_s)
         self._unsolved_steps += 1
+        return clipped
 
     def solution(self) -> tuple[float, ...]:
         """The coefficients. One that comes out negative is held at 0."""

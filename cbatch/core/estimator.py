@@ -97,8 +97,22 @@ def observe(
     1 - TV over its verified positions up to and including the first rejection.
     """
     rejected = num_accepted < num_drafted
-    tried = num_accepted + rejected
     gained = num_accepted if evidence is None else evidence
+    return update(config, statistics, num_accepted, rejected, gained, prior)
+
+
+def update(
+    config: LookaheadConfig,
+    statistics: np.ndarray,
+    num_accepted: np.ndarray,
+    rejected: np.ndarray,
+    gained: np.ndarray,
+    prior: tuple[float, float],
+    steps: int = 1,
+) -> np.ndarray:
+    """`observe` of some steps at once: by row, how many drafts were accepted, how often one was
+    rejected, and the evidence for N."""
+    tried = num_accepted + rejected
     after = statistics.copy()
     before = np.minimum(np.maximum(statistics[ACCEPTED] / statistics[TRIALS], 0.05), 0.98)
     after[:2] *= np.power(config.decay, tried)
@@ -114,9 +128,9 @@ def observe(
         shrink = np.minimum(config.drop_trials / after[TRIALS, fell], 1.0)
         after[:2, fell] *= shrink
         after[DROP, fell] = 0.0
-    idle = (num_drafted == 0).nonzero()[0]
+    idle = (tried == 0).nonzero()[0]
     if len(idle):
-        after[:2, idle] = drift(config, after[:2, idle], prior)
+        after[:2, idle] = drift(config, after[:2, idle], prior, steps)
     return after
 
 

@@ -19,6 +19,9 @@ def fit_drafts(
     """
     lag = lag * (num_drafts > 0)
     cost = num_drafts + lag
+    total = int(np.add.reduce(cost))
+    if total <= budget_tokens:
+        return num_drafts, lag, total
     order = np.roll(np.arange(len(cost)), -first)
     left = budget_tokens - (np.cumsum(cost[order]) - cost[order])  # before each row, in turn
     drafts = num_drafts.copy()

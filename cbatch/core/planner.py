@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 import numpy as np
 
@@ -43,6 +45,7 @@ class Planner:
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
         self._next_step_id = 0
+        self._last_drafts = Drafts.of(_NONE)
         self._cache = RowCache.of(state)
 
     def plan(self) -> StepPlan | None:
@@ -158,18 +161,22 @@ class Planner:
                 config.lookahead, state.table.estimate, rows, most
             )
         else:
-            room = self._room(rows, most, budget)
-            num_drafts = state.controller.choose(due, rows, most, lag, room)
+            room = partial(self._room, rows, most, budget)
+            num_drafts = state.controller.choose(due, rows, most, lag, budget, room)
             if num_drafts is None:
                 return
-        drafts = caps if num_drafts is most else Drafts.of(num_drafts)
+        if num_drafts is self._last_drafts.num_drafts:
+            drafts = self._last_drafts
+        else:
+            drafts = caps if num_drafts is most else Drafts.of(num_drafts)
+            self._last_drafts = drafts
         catch_up_total = int(np.add.reduce(lag))
         if drafts.by_all and drafts.total + catch_up_total <= budget:
             catch_up = lag.copy()
         else:
             first = self._next_step_id % len(most)
-            num_drafts, catch_up, total = fit_drafts(num_drafts, lag, budget, first)
-            drafts = Drafts.of(num_drafts)
+            fitting, catch_up, total = fit_drafts(num_drafts, lag, budget, first)
+            drafts = drafts if fitting is num_drafts else Drafts.of(fitting)
             catch_up_total = total - drafts.total
         decodes.drafts, decodes.catch_up = drafts, catch_up
         decodes.catch_up_total = catch_up_total
@@ -190,7 +197,6 @@ class Planner:
         return Room(
             base_tokens=len(most) + chunk_tokens,
             context_tokens=int(np.add.reduce(known)),
-            budget_tokens=budget,
             left_tokens=left_tokens,
             blocks=blocks,
         )

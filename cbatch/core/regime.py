@@ -36,6 +36,7 @@ class Regime(msgspec.Struct):
 
     QUIET_STEPS = 8
     CHECK_STEPS = 128
+    FEW_ROWS, CHECK_STEPS_OF_FEW = 8, 32  # one row alone may turn it off; a decision is cheap
     EARLY_CHECK_STEPS = 8
     CANARY_STEPS = 48
     MOST_CANARY_STEPS = 768
@@ -47,10 +48,12 @@ class Regime(msgspec.Struct):
         self.canary_in -= 1
         since = self.steps - self.judged_at
         # New requests may draft well where those before them did not.
-        if 4 * self.newcomers >= max(num_rows, 8):
+        if self.newcomers and 4 * self.newcomers >= num_rows:
             return Due.DECISION
         other_load = not 4 * self.rows_judged <= 5 * num_rows <= 6 * self.rows_judged
-        if since >= self.CHECK_STEPS or (other_load and since >= self.EARLY_CHECK_STEPS):
+        few = num_rows <= self.FEW_ROWS
+        check_steps = self.CHECK_STEPS_OF_FEW if few else self.CHECK_STEPS
+        if since >= check_steps or (other_load and since >= self.EARLY_CHECK_STEPS):
             return Due.DECISION
         if self.canary_in <= 0:
             self.canary_in = self.canary_gap

@@ -31,7 +31,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHUNKS = (32, 128, 512)
 _CATCH_UPS_ROWS = ((63, 1), (63, 4))  # tokens that the drafter has not seen, and rows
 _PERIOD_TOKENS = 16  # of a text that repeats itself
-_REPEATS = 5
+_MOST_ROUNDS = 15
 _BUDGET_S = 3.0
 _logger = logging.getLogger("cbatch")
 _NO_SLOTS = np.zeros(0, dtype=np.int32)
@@ -67,8 +67,7 @@ def profile_costs(
     """Measure for about `budget_s` seconds, at least one step of each shape, and reset the
     executor. Where nobody drafts (`config.default_chain`) its costs are 0."""
     shapes = shapes_for(config)
-    runner = _Runner(executor, config)
-    times = {shape: runner.time(shape, budget_s / len(shapes)) for shape in shapes}
+    times = _Runner(executor, config).time(shapes, budget_s)
     executor.reset()
     return fit_profile(times)
 
@@ -84,13 +83,13 @@ def shapes_for(config: SchedulerConfig) -> list[Shape]:
     candidates += [Shape(rows, 1 + DRAFTS, drafts, read_tokens=read) for rows in _ROWS]
     if drafts:
         candidates += [Shape(rows, 1 + k, k, read_tokens=read) for k, rows in _DEPTHS_ROWS]
-    if drafts and not looks_up:
-        candidates += [Shape(rows, 2, 1, catch_up=lag) for lag, rows in _CATCH_UPS_ROWS]
+        if not looks_up:
+            candidates += [Shape(rows, 2, 1, catch_up=lag) for lag, rows in _CATCH_UPS_ROWS]
     long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - DRAFTS - 2)
     if long_tokens >= 2 * CONTEXT_TOKENS:
-        if looks_up:
-            candidates += [Shape(rows, 2, 1, long_tokens, 0, long_tokens) for rows in (1, 4)]
         candidates += [Shape(rows, context_tokens=long_tokens) for rows in (1, 8)]
+        read = long_tokens if looks_up else 0
+        candidates += [Shape(rows, 1 + DRAFTS, drafts, long_tokens, 0, read) for rows in (1, 8)]
     candidates += [Shape(1, chunk, context_tokens=chunk) for chunk in _CHUNKS]
     return [shape for shape in candidates if _fits(shape, config)]
 
@@ -113,22 +112,18 @@ class _Runner:
         self._executor, self._config = executor, config
         self._steps = 0
 
-    def time(self, shape: Shape, budget_s: float) -> Timed:
-        """Medians over a few steps, as many as the budget allows; the first one is for warm-up
-        unless it has used the budget up."""
-        found: list[Timed] = []
+    def time(self, shapes: list[Shape], budget_s: float) -> dict[Shape, Timed]:
+        """Medians over a few rounds, as many as the budget allows; the first one is for warm-up
+        unless it has used the budget up. All shapes in every round: a machine that is slow for a
+        second is so to all."""
+        rounds: list[list[Timed]] = []
         spent_s = 0.0
-        for _ in range(1 + _REPEATS):
-            result = self._run(shape)
-            found.append(Timed(result.target_s, result.draft_s))
-            spent_s += result.target_s + result.draft_s
-            if spent_s > budget_s:
-                break
-        kept = found[1:] or found
-        return Timed(
-            float(np.median([t.target_s for t in kept])),
-            float(np.median([t.draft_s for t in kept])),
-        )
+        while len(rounds) <= _MOST_ROUNDS and spent_s * (1 + 1 / max(len(rounds), 1)) <= budget_s:
+            results = [self._run(shape) for shape in shapes]
+            rounds.append([Timed(result.target_s, result.draft_s) for result in results])
+            spent_s += sum(map(sum, rounds[-1]))
+        medians = np.median(rounds[1:] or rounds, axis=0).tolist()
+        return {shape: Timed(*pair) for shape, pair in zip(shapes, medians, strict=True)}
 
     def _run(self, shape: Shape) -> StepResult:
         self._steps += 1
@@ -188,9 +183,9 @@ def fit_profile(times: Mapping[Shape, Timed]) -> CostProfile:
     """Prices from timed shapes.
 
     Where two shapes bring equally many tokens in different numbers of rows, the difference is the
-    price of a row; plain rows with a longer context give that of a context token; and by as much as
-    a chunk of a prompt is cheaper than as many verified tokens, wanting logits costs. What is left
-    of every shape goes into the table.
+    price of a row; rows with a longer context give that of a context token, decoding and verifying;
+    and by as much as a chunk of a prompt is cheaper than as many verified tokens, wanting logits
+    costs. What is left of every shape goes into the table.
     """
     short = {
         shape: t
@@ -205,12 +200,23 @@ def fit_profile(times: Mapping[Shape, Timed]) -> CostProfile:
         for shape, t in times.items()
         if shape.query_len == 1 and shape not in short and shape.tokens in plain
     )
-    row_and_context_s = _median(
-        (plain[n][1].target_s - wide[n][1].target_s) / (plain[n][0].rows - wide[n][0].rows)
+    verify_s = _median(
+        (t.target_s - wide[shape.tokens][1].target_s)
+        / (shape.rows * (shape.context_tokens - CONTEXT_TOKENS))
+        - context_s
+        for shape, t in times.items()
+        if shape.query_len == 1 + DRAFTS and shape not in short and shape.tokens in wide
+    )
+    row_s = _median(
+        (plain[n][1].target_s - wide[n][1].target_s + wide[n][0].rows * verify_s * CONTEXT_TOKENS)
+        / (plain[n][0].rows - wide[n][0].rows)
+        - context_s * CONTEXT_TOKENS
         for n in plain.keys() & wide.keys()
     )
-    row_s = max(row_and_context_s - context_s * CONTEXT_TOKENS, 0.0)
-    fixed_s = {s: s.rows * (row_s + context_s * s.context_tokens) for s in times}
+    fixed_s = {
+        s: s.rows * (row_s + (context_s + verify_s * (s.num_drafts > 0)) * s.context_tokens)
+        for s in times
+    }
     logits_s = _logits_price({s: t.target_s - fixed_s[s] for s, t in times.items()}, wide)
     points: dict[int, list[float]] = {}
     for shape, t in times.items():
@@ -227,6 +233,7 @@ def fit_profile(times: Mapping[Shape, Timed]) -> CostProfile:
         target_s=tuple(np.maximum.accumulate(target_s).tolist()),
         logits_token_s=logits_s,
         context_token_s=context_s,
+        verify_context_token_s=verify_s,
         row_s=row_s,
         draft_setup_s=setup_s,
         draft_pass_s=pass_s,

@@ -65,16 +65,21 @@ class GroupBuilder:
             OrderedDict()
         )
 
+    def width(self, count: int, longest: int, window: int | None, times: int = 1) -> int:
+        """How many of `count` contexts go into a group: `times` as many as the nearest caches hold
+        the K and V of, and evenly."""
+        h = self.heads
+        keys_held = longest if window is None else window + SEGMENT_TOKENS
+        most = max(1, times * _CACHE_FLOATS // (keys_held * h.kv_heads * 2 * h.head_dim))
+        return -(-count // -(-count // most))
+
     def rows(
         self, step: StepBuffers, contexts: I64, window: int | None, ahead: int = 0
     ) -> tuple[list[Group], list[RowMask]]:
         """Single rows, as many in a group as keep its K and V in the nearest caches. Keys up to
         `ahead` beyond the contexts are gathered too, but stay masked."""
-        h = self.heads
-        keys_held = int(contexts.max()) + ahead if window is None else window + SEGMENT_TOKENS
-        most = max(1, _CACHE_FLOATS // (keys_held * h.kv_heads * 2 * h.head_dim))
-        count = len(contexts)
-        width = -(-count // -(-count // most))
+        h, count = self.heads, len(contexts)
+        width = self.width(count, int(contexts.max()) + ahead, window)
         groups, masks = [], []
         for start in range(0, count, width):
             stop = min(start + width, count)

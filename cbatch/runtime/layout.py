@@ -100,6 +100,11 @@ def _open(masks: list[RowMask], contexts: I64) -> None:
             mask.values[rows, :, contexts[mask.start : mask.stop] - 1] = 0
 
 
+# Pieces are copied together and apart: their groups may outgrow the nearest caches by so much (of
+# 2, 3 and 5 the one that was never slower than a single group, at 8 to 64 ragged rows).
+_PIECES_TIMES = 3
+
+
 class AttentionPlanner:
     """Forms groups that together cover every row of a step once.
 
@@ -193,7 +198,7 @@ class AttentionPlanner:
         alone = len(contexts) == 1 and window is None
         if alone and query_lens[0] <= SMALL_QUERY_TOKENS and contexts[0] <= MOST_POSITION:
             return [builder.sequence(step, query_lens, contexts)]
-        parts = self._partition(self._pieces(query_lens, contexts, starts))
+        parts = self._partition(self._pieces(query_lens, contexts, starts), window)
         return [builder.pieces(step, part, window) for part in parts]
 
     def _wasteful(self, contexts: I64, longest: int) -> bool:
@@ -220,9 +225,8 @@ class AttentionPlanner:
                 row, at = row + stop - at, stop
         return np.array(found, dtype=np.int64).T
 
-    def _partition(self, pieces: I64) -> list[I64]:
-        """Pieces of like shape together. Everything small goes into one group unless padding to
-        the largest would cost more than another group."""
+    def _partition(self, pieces: I64, window: int | None) -> list[I64]:
+        """Pieces of like shape together: by their number of queries, then by context."""
         small = pieces[2] <= SMALL_QUERY_TOKENS
         parts = [pieces[:, i : i + 1] for i in np.flatnonzero(~small)]
         pieces = pieces[:, small]
@@ -232,10 +236,21 @@ class AttentionPlanner:
         area = int(query_lens.max()) * int(contexts.max()) * len(contexts)
         waste = (area - int((query_lens * contexts).sum())) * self.heads.kv_heads
         if waste <= _MAX_WASTE:
-            return [*parts, pieces]
+            return [*parts, *self._split(pieces, window)]
         # Powers of two in both directions: at most a factor of two of padding in each.
         classes = _log2_class(query_lens) * 64 + _log2_class(contexts)
-        return [*parts, *(pieces[:, classes == c] for c in np.unique(classes))]
+        for c in np.unique(classes):
+            parts += self._split(pieces[:, classes == c], window)
+        return parts
+
+    def _split(self, pieces: I64, window: int | None) -> list[I64]:
+        count = pieces.shape[1]
+        assert self._builder is not None
+        width = self._builder.width(count, int(pieces[3].max()), window, _PIECES_TIMES)
+        if width >= count:
+            return [pieces]
+        pieces = pieces[:, np.lexsort((pieces[3], pieces[2]))]
+        return [pieces[:, start : start + width] for start in range(0, count, width)]
 
 
 def _token_slots(step: StepBuffers, query_lens: I64, positions: I64) -> I64:

@@ -7,13 +7,14 @@ belongs to its request: ratios compare the same luck. The first quarter of the r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from cbatch.core.config import LookaheadConfig
-from cbatch.core.controller import LookaheadController, Room
+from cbatch.core.controller import LookaheadController, Room, StepCost
 from cbatch.core.cost import CostProfile, StepLoad
 from cbatch.core.regime import Due, Regime, probes
 
@@ -157,11 +158,13 @@ def goodput(
     )
     for slot in range(batch):
         controller.enter(slot)
-    rows, lag, room = slice(0, batch), np.zeros(batch, np.int32), Room(batch, 0, batch * DEPTH)
+    rows, lag, room = slice(0, batch), np.zeros(batch, np.int32), partial(Room, batch, 0)
     rng = np.random.default_rng(1)
     steps = drafting = 0
     while slots.next[0] < count:
-        chosen = controller.choose(controller.due(len(lag)), rows, slots.caps()[0], lag, room)
+        chosen = controller.choose(
+            controller.due(len(lag)), rows, slots.caps()[0], lag, batch * DEPTH, room
+        )
         k = np.zeros(batch, np.int32) if chosen is None else chosen
         accepted, emitted, done = slots.advance(k[None])
         depth, drafts = int(k.max()), int(k.sum())
@@ -170,8 +173,10 @@ def goodput(
         tally.add(slots, emitted, np.array([draft_s + target_s]))
         blur = np.exp(noise * rng.standard_normal(2)) * (20 if noise and steps % 64 == 0 else 1)
         load = load_of(batch, depth, drafts)
-        if not controller.rests(drafted=depth > 0):
-            controller.learn(rows, k, accepted[0], load, draft_s * blur[0], target_s * blur[1])
+        if not controller.rests(num_rows=batch, drafted=depth > 0):
+            wanted = controller.wants_prices(num_rows=batch, drafted=depth > 0)
+            cost = StepCost(load, draft_s * blur[0], target_s * blur[1]) if wanted else None
+            controller.learn(rows, k, accepted[0], cost)
         for _, slot in done:
             controller.leave(slot)
             controller.enter(slot)
@@ -278,16 +283,17 @@ def test_a_drafter_that_is_useless_at_first_is_not_given_up_for_ever() -> None:
         controller.regime.judge(0.0, 4)
     rng = np.random.default_rng(4)
     back_after = None
-    lag, caps, room = np.zeros(4, np.int32), np.full(4, DEPTH, np.int32), Room(4, 0, 32)
+    lag, caps, room = np.zeros(4, np.int32), np.full(4, DEPTH, np.int32), partial(Room, 4, 0)
     for step in range(8000):
-        chosen = controller.choose(controller.due(4), slice(0, 4), caps, lag, room)
+        chosen = controller.choose(controller.due(4), slice(0, 4), caps, lag, 32, room)
         k = np.zeros(4, np.int32) if chosen is None else chosen
         runs = np.logical_and.accumulate(rng.random((4, DEPTH)) < 0.85, axis=1).sum(axis=1)
         accepted = np.minimum(runs, k).astype(np.int32)
         load = load_of(4, int(k.max()), int(k.sum()))
         draft_s = MODEL.pass_s * load.depth
-        if not controller.rests(drafted=load.depth > 0):
-            controller.learn(slice(0, 4), k, accepted, load, draft_s, float(MODEL.target_s(4)))
+        if not controller.rests(num_rows=4, drafted=load.depth > 0):
+            cost = StepCost(load, draft_s, float(MODEL.target_s(4)))
+            controller.learn(slice(0, 4), k, accepted, cost)
         if controller.regime.on:
             back_after = step
             break
@@ -297,14 +303,14 @@ def test_a_drafter_that_is_useless_at_first_is_not_given_up_for_ever() -> None:
 def test_when_most_requests_leave_speculation_returns_at_once() -> None:
     controller = goodput(MODEL, requests_for(wide, 256), 256).controller
     assert not controller.regime.on, "too many rows to draft"
-    lag, caps, room = np.zeros(8, np.int32), np.full(8, DEPTH, np.int32), Room(8, 0, 64)
+    lag, caps, room = np.zeros(8, np.int32), np.full(8, DEPTH, np.int32), partial(Room, 8, 0)
     for _ in range(1 + Regime.EARLY_CHECK_STEPS):
-        chosen = controller.choose(controller.due(8), slice(0, 8), caps, lag, room)
+        chosen = controller.choose(controller.due(8), slice(0, 8), caps, lag, 64, room)
         if chosen is not None and chosen.all():
             break
-        if not controller.rests(drafted=False):
-            load = load_of(8, 0, 0)
-            controller.learn(slice(0, 8), caps * 0, caps * 0, load, 0.0, 5.5e-3)
+        if not controller.rests(num_rows=8, drafted=False):
+            cost = StepCost(load_of(8, 0, 0), 0.0, 5.5e-3)
+            controller.learn(slice(0, 8), caps * 0, caps * 0, cost)
     assert chosen is not None and chosen.all()
     assert controller.regime.on
 
