@@ -12,7 +12,7 @@ from sim.slots import RowState, SlotState, require
 from sim.tokens import uniform
 
 SETTLE_TOKENS = 6  # of a row, that a model behind other drafters ingests in a step
-SCORE_TOKENS = 12  # emitted without drafts, before a row's lookup is scored on them
+SCORE_TOKENS = 6  # emitted without drafts, before a row's lookup is scored on them
 _FIND = 2  # purpose of the noise
 
 
