@@ -1,13 +1,11 @@
 """Output tokens a second of every lookahead policy at every load: `python -m bench.lookahead`.
 
 The demo pair serves two workloads of prompts (`fresh`: heads of functions it has not seen; `edit`:
-a function followed by the start of a renamed copy) and their half-and-half mix, at a constant
-number of requests in flight. Policies take turns within a repeat, in an order that turns round, on
-the same prompts; ratios are taken within a repeat. The best fixed k is chosen afterwards, by the
-median, from 0 (off) to 8: nobody could have configured a better constant.
-
-Requests are greedy and end after a given number of tokens, so every policy emits the same tokens.
-Speeds are of the steady state: all slots full, requests ending at different times.
+a function followed by the start of a renamed copy) and their half-and-half mix, with a constant
+number of requests in flight. Requests are greedy and of given lengths, so every policy emits the
+same tokens; policies take short turns at the same stretch of them, so that a machine which is slow
+for some seconds is so to all. The best fixed k is chosen afterwards, from 0 (off) to 8: nobody
+could have configured a better constant.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from bench.plot import save_lines
 from bench.report import print_report, rounded
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
-from cbatch.outputs import Speculation
+from cbatch.outputs import Output, Speculation
 from cbatch.stepwise import Engine
 from cbatch.text import load_tokenizer
 
@@ -37,7 +35,8 @@ FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "goodput")
 _CONSTANTS = ("off", *FIXED)  # what the best fixed k is chosen from
 _MOST_PROMPT_TOKENS = 256
-_MOST_FOLLOWING = 64
+_PROMPTS = 256
+_TURN_STEPS = 12  # of decoding without drafts, a turn
 
 Prompts = list[list[int]]
 
@@ -52,59 +51,57 @@ class Run(msgspec.Struct):
         return self.tokens / self.seconds
 
 
-class Job(msgspec.Struct, frozen=True):
-    prompt: list[int]
-    output_tokens: int
+class ClosedLoop:
+    """Keeps `concurrency` requests in flight for ever: one that ends makes room for the next.
 
-
-def serve(engine: Engine, jobs: list[Job], concurrency: int) -> Run:
-    """`concurrency` jobs at a time: one that ends makes room for the next. Tokens are counted from
-    when all of the first have begun to answer until a slot would stay empty; the rest is dropped.
+    Outputs are half to one and a half times `output_tokens` long, so that requests do not end in
+    lock step; the first ones are somewhere in theirs already.
     """
-    waiting = iter(jobs)
-    total, tokens, begun = Speculation(), 0, set()
-    started_s: float | None = None
 
-    def admit(count: int) -> int:
-        admitted = list(itertools.islice(waiting, count))
-        for job in admitted:
-            params = SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True)
-            engine.add(job.prompt, params)
-        return len(admitted)
+    def __init__(
+        self, engine: Engine, prompts: Prompts, concurrency: int, output_tokens: int
+    ) -> None:
+        self.engine, self.concurrency = engine, concurrency
+        self._prompts = itertools.cycle(prompts)
+        self._mean_tokens, self._rng = output_tokens, np.random.default_rng(0)
+        self._running: set[str] = set()
 
-    admit(concurrency)
-    while True:
-        outputs = engine.step()
-        begun.update(output.request_id for output in outputs)
-        if started_s is not None:
-            tokens += sum(len(output.token_ids) for output in outputs)
-        elif len(begun) >= concurrency:
-            started_s = time.perf_counter()
-        ended = [output.finished for output in outputs if output.finished is not None]
-        for finished in ended:
-            total.merge(finished.speculation)
-        if started_s is not None and admit(len(ended)) < len(ended):
-            break
-        if started_s is None:
-            admit(len(ended))
-    seconds = time.perf_counter() - started_s
-    for request_id in begun:
-        engine.cancel(request_id)
-    while engine.has_work:
-        engine.step()
-    return Run(tokens, seconds, total)
+    def start(self) -> None:
+        """Fill the slots and run until each has begun to answer."""
+        for begun in self._rng.random(self.concurrency).tolist():
+            self._add(begun)
+        waiting = set(self._running)
+        while waiting:
+            waiting -= {output.request_id for output in self._step(Speculation())}
 
+    def run(self, num_tokens: int) -> Run:
+        """Steps until about so many tokens have come out."""
+        speculation, tokens = Speculation(), 0
+        started_s = time.perf_counter()
+        while tokens < num_tokens:
+            tokens += sum(len(output.token_ids) for output in self._step(speculation))
+        return Run(tokens, time.perf_counter() - started_s, speculation)
 
-def make_jobs(prompts: Prompts, concurrency: int, output_tokens: int) -> list[Job]:
-    """Outputs of half to one and a half times `output_tokens`, so that requests do not end in lock
-    step; the first `concurrency` are somewhere in theirs already."""
-    rng = np.random.default_rng(0)
-    lengths = rng.uniform(0.5, 1.5, len(prompts)) * output_tokens
-    lengths[:concurrency] *= rng.random(min(concurrency, len(prompts)))
-    return [
-        Job(prompt, max(2, round(length)))
-        for prompt, length in zip(prompts, lengths.tolist(), strict=True)
-    ]
+    def stop(self) -> None:
+        for request_id in self._running:
+            self.engine.cancel(request_id)
+        while self.engine.has_work:
+            self.engine.step()
+        self._running.clear()
+
+    def _step(self, speculation: Speculation) -> list[Output]:
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.finished is not None:
+                speculation.merge(output.finished.speculation)
+                self._running.discard(output.request_id)
+                self._add()
+        return outputs
+
+    def _add(self, share: float = 1.0) -> None:
+        tokens = self._rng.uniform(0.5, 1.5) * self._mean_tokens * share
+        params = SamplingParams(temperature=0.0, max_tokens=max(2, round(tokens)), ignore_eos=True)
+        self._running.add(self.engine.add(next(self._prompts), params).request_id)
 
 
 def make_prompts(workload: str, model: Path, count: int) -> Prompts:
@@ -125,42 +122,59 @@ def measure(
     args: argparse.Namespace,
     advance: Callable[[], None],
 ) -> dict[str, list[Run]]:
-    """Runs by policy, one a repeat."""
-    jobs = make_jobs(prompts, concurrency, args.output_tokens)
-    for engine in engines.values():
-        serve(engine, make_jobs(prompts, concurrency, 8), concurrency)
+    """Runs by policy, one a turn. All loops stay full between their turns, and serve the same
+    tokens in each: what differs between two policies in a turn is their time."""
+    loops = {
+        policy: ClosedLoop(engine, prompts, concurrency, args.output_tokens)
+        for policy, engine in engines.items()
+    }
+    for loop in loops.values():
+        loop.start()
+    tokens = max(args.turn_tokens, _TURN_STEPS * concurrency)
     runs: dict[str, list[Run]] = {policy: [] for policy in engines}
     gc.collect()
-    for repeat in range(args.repeats):
+    for turn in range(1 + args.repeats):
         order = list(engines)
-        for policy in order if repeat % 2 == 0 else reversed(order):
-            run = serve(engines[policy], jobs, concurrency)
-            runs[policy].append(run)
+        for policy in order if turn % 2 else reversed(order):
+            run = loops[policy].run(tokens)
+            if turn:  # the first is for warm-up
+                runs[policy].append(run)
             advance()
+    for loop in loops.values():
+        loop.stop()
     return runs
 
 
 def rows_of(workload: str, batch: int, runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
-    """A row a policy: the median speed, half the width of its 95 % interval, and paired ratios."""
-    speeds = {policy: np.array([r.tokens_per_s for r in found]) for policy, found in runs.items()}
-    constants = [policy for policy in _CONSTANTS if policy in speeds]
-    best = max(constants, key=lambda policy: float(np.median(speeds[policy])), default=None)
+    """A row a policy: speed over all turns, and ratios of times for the same tokens with the ends
+    of their 95 % intervals."""
+    costs = {
+        policy: np.array([1 / r.tokens_per_s for r in found]) for policy, found in runs.items()
+    }
+    constants = [policy for policy in _CONSTANTS if policy in costs]
+    best = min(constants, key=lambda policy: float(costs[policy].mean()), default=None)
     rows = []
-    for policy, speed in speeds.items():
-        last = runs[policy][-1]
-        to_off = speed / speeds["off"] if "off" in speeds else None
+    for policy, cost in costs.items():
+        total = Speculation()
+        for run in runs[policy]:
+            total.merge(run.speculation)
+        speed, half = _ratio(np.ones_like(cost), cost)
+        to_best, _ = _ratio(costs[best], cost) if best else (None, None)
+        to_off, off_half = _ratio(costs["off"], cost) if "off" in costs else (None, None)
         rows.append(
             {
                 "workload": workload,
                 "batch": batch,
                 "policy": policy,
-                "output_tokens_per_s": round(float(np.median(speed)), 1),
-                "ci95": _half_width(speed),
-                "ratio_to_best_fixed": _median(speed / speeds[best]) if best else None,
-                "ratio_to_off": _median(to_off),
-                "ratio_to_off_low95": _low95(to_off),
-                "steps_with_drafts": rounded(last.speculation.drafting_share),
-                "mean_accepted_tokens": rounded(last.speculation.mean_accepted_tokens),
+                "output_tokens_per_s": round(speed, 1),
+                "ci95": rounded(half),
+                "ratio_to_best_fixed": rounded(to_best),
+                "ratio_to_off": rounded(to_off),
+                "ratio_to_off_low95": rounded(
+                    None if to_off is None or off_half is None else to_off - off_half
+                ),
+                "steps_with_drafts": rounded(total.drafting_share),
+                "mean_accepted_tokens": rounded(total.mean_accepted_tokens),
                 "best_fixed": best,
             }
         )
@@ -171,23 +185,17 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[Run]]) -> list[dict[
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 
 
-def _half_width(values: np.ndarray) -> float | None:
-    """Half the width of the 95 % interval of the mean (Student's t); None for a single value."""
-    if len(values) < 2:
-        return None
-    degrees = len(values) - 1
-    quantile = _T95[degrees - 1] if degrees <= len(_T95) else 1.96
-    return rounded(float(quantile * values.std(ddof=1) / np.sqrt(len(values))))
-
-
-def _low95(ratios: np.ndarray | None) -> float | None:
-    """Lower end of the 95 % interval of the mean ratio."""
-    half = None if ratios is None else _half_width(ratios)
-    return None if half is None or ratios is None else rounded(float(ratios.mean()) - half)
-
-
-def _median(values: np.ndarray | None) -> float | None:
-    return None if values is None else rounded(float(np.median(values)))
+def _ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float | None]:
+    """sum(above) / sum(below) of paired turns, and half the width of its 95 % interval (jackknife
+    over turns, Student's t); None for a single turn."""
+    count = len(above)
+    ratio = float(above.sum() / below.sum())
+    if count < 2:
+        return ratio, None
+    without = (above.sum() - above) / (below.sum() - below)
+    deviation = np.sqrt((count - 1) / count * np.square(without - without.mean()).sum())
+    quantile = _T95[count - 2] if count - 1 <= len(_T95) else 1.96
+    return ratio, float(quantile * deviation)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -195,9 +203,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=12, help="turns of each policy")
+    parser.add_argument("--turn-tokens", type=int, default=96, help="in a turn, at least")
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--prompts", type=int, default=8, help="that follow the first, at least")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--plot", type=Path, default=Path("build/lookahead.png"))
     return parser.parse_args(argv)
@@ -223,12 +231,11 @@ def main() -> None:
     engines = {policy: build(policy, args) for policy in args.policy}
     rows: list[dict[str, Any]] = []
     with Progress() as progress:
-        total = len(args.workload) * len(args.batch) * args.repeats * len(engines)
+        total = len(args.workload) * len(args.batch) * (1 + args.repeats) * len(engines)
         task = progress.add_task("measuring", total=total)
         for workload in args.workload:
             for batch in args.batch:
-                following = max(args.prompts, min(batch, _MOST_FOLLOWING))
-                prompts = make_prompts(workload, model, batch + following)
+                prompts = make_prompts(workload, model, _PROMPTS)
                 runs = measure(engines, prompts, batch, args, lambda: progress.advance(task))
                 rows += rows_of(workload, batch, runs)
     series = {
@@ -253,7 +260,7 @@ def main() -> None:
         f"lookahead policies: demo pair, {args.output_tokens} tokens out, greedy",
         rows,
         notes=(
-            f"medians of {args.repeats} repeats in alternating order; ratios within a repeat",
+            f"{args.repeats} turns of each policy, in alternating order, for the same tokens",
             f"plot: {args.plot}",
         ),
     )

@@ -64,9 +64,10 @@ class _Step:
 
 def _host_s(result: StepResult, elapsed_s: float | None) -> float:
     """What a step took besides what the executor measured: planning, text, whoever drives the loop.
-    At most as long again: beyond that the caller was doing something else."""
+    If that is longer than the step itself, the caller was doing something else."""
     measured_s = result.draft_s + result.target_s
-    return min(max((elapsed_s or 0.0) - measured_s, 0.0), measured_s)
+    host_s = 0.0 if elapsed_s is None else elapsed_s - measured_s
+    return host_s if 0.0 < host_s < measured_s else 0.0
 
 
 class Committer:

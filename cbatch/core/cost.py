@@ -161,9 +161,9 @@ class _Fit:
     """Non-negative least squares of a duration on a few features, by decayed sums.
 
     The first feature is what the profile says and has a coefficient near 1; the others correct it
-    and are near 0: a fixed cost, and costs by token. The prior of a coefficient weighs as much as a
-    number of steps in which its feature has its usual size (Marquardt's scaling), so units do not
-    matter.
+    and are near 0: a fixed cost, and costs by token. The prior of a coefficient says by what share
+    of a step its feature, at its usual size, is off; the noisier the steps, the more of them it
+    takes to speak against it.
     """
 
     DECAY = 0.995
@@ -171,23 +171,22 @@ class _Fit:
     ERROR_DECAY = 0.95
     SOLVE_STEPS = 4  # a solution serves for so many
     LEAST_ERROR = 0.02
-    SCALE_STEPS, SHAPE_STEPS = 0.02, 0.3
+    SCALE_DOUBT, SHAPE_DOUBT = 0.5, 0.1
     # Without a profile: what equal steps do not tell apart is fixed cost rather than cost by token.
     FIXED_STEPS, TOKEN_STEPS = 1e-3, 3e-2
 
     def __init__(self, size: int, *, profiled: bool) -> None:
-        shape = (self.SHAPE_STEPS,) * (size - 1)
-        prior_steps = (self.SCALE_STEPS, *shape)
-        if not profiled:
-            fixed = (self.FIXED_STEPS, self.FIXED_STEPS)
-            prior_steps = (*fixed, *(self.TOKEN_STEPS,) * (size - 2))
-        self._prior_steps = np.array(prior_steps)
+        self._doubt: np.ndarray | None = None  # without a profile there is nothing to doubt
+        if profiled:
+            self._doubt = np.array((self.SCALE_DOUBT, *(self.SHAPE_DOUBT,) * (size - 1)))
+        fixed = (self.FIXED_STEPS, self.FIXED_STEPS)
+        self._unknown_steps = np.array((*fixed, *(self.TOKEN_STEPS,) * (size - 2)))
         self._prior = np.array((float(profiled), *(0.0,) * (size - 1)))
         self._solution: tuple[float, ...] = tuple(self._prior.tolist())
-        self._unsolved_steps = 0
+        self._num_steps = self._unsolved_steps = 0
         self._free = np.ones(size, dtype=np.bool_)
         self._error = 0.25 if profiled else 1.0  # the usual relative error
-        self._steps = 0.0
+        self._steps = np.full(size, 1e-9)  # in which a feature was not 0
         self._products = np.zeros((size, size))
         self._totals = np.zeros(size)
 
@@ -203,7 +202,9 @@ class _Fit:
             duration_s = expected_s * (1 + clipped)
         scale_s = expected_s if expected_s > 0 else duration_s
         scaled = np.array(features) / scale_s
-        self._steps = self.DECAY * self._steps + 1
+        self._steps *= self.DECAY
+        self._steps += scaled != 0
+        self._num_steps += 1
         self._products *= self.DECAY
         self._products += scaled[:, None] * scaled
         self._totals *= self.DECAY
@@ -213,11 +214,14 @@ class _Fit:
 
     def solution(self) -> tuple[float, ...]:
         """The coefficients. One that comes out negative is held at 0."""
-        fresh = self._steps < 2 * self.SOLVE_STEPS
+        fresh = self._num_steps < 2 * self.SOLVE_STEPS
         if self._unsolved_steps >= (1 if fresh else self.SOLVE_STEPS):
             self._unsolved_steps = 0
             sizes = self._products.diagonal()
-            prior = sizes * self._prior_steps / self._steps
+            steps = self._unknown_steps
+            if self._doubt is not None:
+                steps = (self._error / self._doubt) ** 2
+            prior = sizes * steps / self._steps
             products, totals = np.diag(prior) + self._products, prior * self._prior + self._totals
             found = _solve(products, totals, self._free & (sizes > 0))
             missed = (totals - products @ found > _ROUNDING * np.abs(totals)) & ~self._free
