@@ -12,6 +12,7 @@ import msgspec
 
 from cbatch.core.config import LookaheadConfig, LookaheadPolicy, QueuePolicy, SchedulerConfig
 from cbatch.core.errors import FieldError
+from cbatch.core.request import DRAFTERS, LOOKUPS, MODEL, is_chain
 from cbatch.core.scheduler import Scheduler
 from cbatch.engine.loop import Executor, OverlappedExecutor
 from cbatch.notyet import refuse_model_files
@@ -21,6 +22,7 @@ from cbatch.text import TextTokenizer, load_tokenizer
 if TYPE_CHECKING:
     import torch
 
+    from cbatch.runtime.drafter import Drafter
     from cbatch.runtime.model import Model
 
 _logger = logging.getLogger("cbatch")
@@ -33,9 +35,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How a model is served. Every field has a default that fits a small machine.
 
     `lookahead` is "off", "ema", "goodput", "fixed:4" (the number is k; with "ema:8" the cap), or a
-    `LookaheadConfig`; without a draft nothing is drafted. KV takes `num_blocks` blocks, or as many
-    as `kv_memory_bytes` holds, or a share of the machine's memory. `overlap` 1 plans a step while
-    one runs. `seed` makes the seeds drawn for requests without one reproducible.
+    `LookaheadConfig`. `drafter` names who drafts for a request that does not say, preferred first:
+    "model" (the draft), "ngram" and "suffix" (they guess by what the text repeats, and need no
+    draft). By default that is the draft, and without one nothing is drafted. KV takes `num_blocks`
+    blocks, or as many as `kv_memory_bytes` holds, or a share of the machine's memory. `overlap` 1
+    plans a step while one runs. `seed` makes the seeds drawn for requests without one reproducible.
     `tokenizer` is where the tokenizer lies, if not with the model; "none" does without text.
     """
 
@@ -43,6 +47,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: str = "auto"
     numerics: Literal["auto", "invariant", "fast"] = "auto"
     lookahead: str | LookaheadConfig = "ema"
+    drafter: tuple[str, ...] | None = None
     max_slots: int = 32
     num_blocks: int | None = None
     kv_memory_bytes: int | None = None
@@ -71,6 +76,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 remedy = "use " + " or ".join(map(repr, allowed))
                 raise FieldError(field, f"{getattr(self, field)!r} is not known", remedy)
         parse_lookahead(self.lookahead)
+        if self.drafter is not None and not is_chain(self.drafter):
+            remedy = f"name one or more of {', '.join(DRAFTERS)}, each once"
+            raise FieldError("drafter", f"{self.drafter!r} is not allowed", remedy)
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -84,14 +92,17 @@ class EngineInfo(msgspec.Struct, frozen=True):
     row_invariant: bool
     row_invariance: str  # the same in words, with what it costs here
     lookahead: str
+    drafter: tuple[str, ...]  # the chain of a request that names none; (): nobody drafts
     num_blocks: int
     kv_memory_bytes: int
     max_model_tokens: int
 
     def lines(self) -> list[str]:
         draft = f", draft {self.draft}" if self.draft else ""
+        by = f" by {', '.join(self.drafter)}" if self.drafter not in ((), (MODEL,)) else ""
+        lookahead = self.lookahead + by
         return [
-            f"model {self.model}{draft}: {self.dtype} on {self.device}, lookahead {self.lookahead}",
+            f"model {self.model}{draft}: {self.dtype} on {self.device}, lookahead {lookahead}",
             self.row_invariance,
             f"KV: {self.num_blocks} blocks, {self.kv_memory_bytes / 2**20:.0f} MiB, "
             f"context {self.max_model_tokens} tokens",
@@ -121,11 +132,13 @@ def load_engine(
 ) -> tuple[Engine, EngineInfo]:
     """Loads a model, and the draft that guesses for it, into an `Engine` to be driven by the
     caller. Raises `FieldError`, or the runtime's or tokenizer's error naming file and field."""
-    from cbatch.runtime.drafter import DraftModel
     from cbatch.runtime.executor import TorchExecutor
     from cbatch.runtime.model import load_model
 
     options = options or EngineOptions()
+    if draft is None and MODEL in (options.drafter or ()):
+        remedy = f"give a draft, or use {' or '.join(LOOKUPS)}"
+        raise FieldError("drafter", "'model' needs a draft", remedy)
     tokenizer = _tokenizers(
         _checked(model, "model"), None if draft is None else _checked(draft, "draft"), options
     )
@@ -148,7 +161,7 @@ def load_engine(
         num_blocks=config.num_blocks,
         block_size_tokens=config.block_size_tokens,
         max_slots=config.max_slots,
-        drafter=DraftModel(draft_model) if draft_model is not None else None,
+        drafter=_drafter(draft_model, config),
     )
     if config.lookahead.policy == "goodput":
         config = _with_prices(config, executor, target, draft_model, (model, draft))
@@ -161,9 +174,31 @@ def load_engine(
         tokenizer=tokenizer,
         depth=options.overlap,
         seed=options.seed,
-        drafters=() if draft is None else ("model",),
+        drafters=_held(config),
     )
     return engine, info
+
+
+def _held(config: SchedulerConfig) -> tuple[str, ...]:
+    """The drafters that requests may name: all that there are, where anybody drafts at all."""
+    if not config.default_chain:
+        return ()
+    return DRAFTERS if config.draft_context_tokens is not None else LOOKUPS
+
+
+def _drafter(draft: Model | None, config: SchedulerConfig) -> Drafter | None:
+    from cbatch.runtime.chain import ChainDrafter
+    from cbatch.runtime.drafter import DraftModel
+    from cbatch.runtime.lookup import LookupDrafter, NgramIndex
+    from cbatch.runtime.suffix import SuffixIndex
+
+    if not config.default_chain or config.lookahead.policy == "off":
+        return None
+    return ChainDrafter(
+        model=None if draft is None else DraftModel(draft),
+        lookups={"ngram": LookupDrafter(NgramIndex), "suffix": LookupDrafter(SuffixIndex)},
+        default=config.default_chain,
+    )
 
 
 def _with_prices(
@@ -191,6 +226,7 @@ def _with_prices(
         "slots": config.max_slots,
         "blocks": [config.num_blocks, config.block_size_tokens],
         "tokens": [config.step_budget_tokens, config.max_model_tokens],
+        "drafter": config.default_chain,
     }
     profile = cached_profile(key, lambda: profile_costs(executor, config))
     return msgspec.structs.replace(config, cost_profile=profile)
@@ -239,7 +275,7 @@ def _scheduler_config(
             f"{max_tokens} is more than the model's context",
             f"use <= {context}",
         )
-    lookahead = parse_lookahead(options.lookahead) if draft is not None else LookaheadConfig()
+    drafts = draft is not None or options.drafter is not None
     return SchedulerConfig(
         num_blocks=_num_blocks(target, draft, options, max_tokens),
         block_size_tokens=options.block_size_tokens,
@@ -252,7 +288,8 @@ def _scheduler_config(
         ageing_per_s=options.ageing_per_s,
         prefix_cache=options.prefix_cache,
         draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
-        lookahead=lookahead,
+        drafter=None if options.drafter is None else tuple(options.drafter),
+        lookahead=parse_lookahead(options.lookahead) if drafts else LookaheadConfig(),
     )
 
 
@@ -315,6 +352,7 @@ def _info(
         row_invariant=report.row_invariant,
         row_invariance=str(report),
         lookahead=lookahead_name(config.lookahead),
+        drafter=config.default_chain,
         num_blocks=config.num_blocks,
         kv_memory_bytes=config.num_blocks
         * _block_bytes(target, draft_model, config.block_size_tokens),

@@ -21,7 +21,7 @@ OPTIONS = {
     "lora_modules": "LoRA",
     "pipeline_parallel_size": "pipeline parallelism",
     "quantization": "quantised weights",
-    "speculative_config": "drafters other than a draft model (EAGLE, MTP, Medusa)",
+    "speculative_config": "drafters beyond `draft` and `drafter` (EAGLE, MTP, Medusa)",
     "swap_space": "KV offload",
     "task": "embeddings",
     "tensor_parallel_size": "tensor parallelism",

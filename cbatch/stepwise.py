@@ -134,8 +134,9 @@ class Engine:
             raise FieldError("stop", "needs a tokenizer", "use stop_token_ids")
         for name in params.drafter or ():
             if name not in self.drafters:
-                held = ", ".join(self.drafters) or "none, so leave it out"
-                raise FieldError("drafter", f"{name!r} is not loaded here", f"use one of: {held}")
+                held = f"use one of: {', '.join(self.drafters)}"
+                remedy = held if self.drafters else "leave it out, or start the engine with one"
+                raise FieldError("drafter", f"{name!r} is not loaded here", remedy)
         seed = params.seed if params.seed is not None else self._draw_seed()
         requests = [
             Request(

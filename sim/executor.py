@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cbatch.core.plan import Admission, Deltas, RowStatus, StepPlan, StepResult
+from cbatch.core.request import MODEL
 from sim.clock import VirtualClock
+from sim.drafting import Drafting, fail
 from sim.models import Acceptance, ModelledAcceptance, StepCost
 from sim.shadow import ContractBreachError, ShadowKV
 from sim.slots import RowState, SlotState, require
@@ -51,6 +53,8 @@ class ExecutorStats:
     num_full_acceptances: int = 0
     num_mixed_steps: int = 0  # a prefill chunk and a decode in one step
     num_resets: int = 0
+    num_scores: int = 0  # rows whose lookup was scored on what was emitted without it
+    rows_by_drafter: Counter[str] = field(default_factory=Counter)
     rows_by_k: Counter[int] = field(default_factory=Counter)  # decoding rows, by drafts
 
 
@@ -69,13 +73,16 @@ class SimExecutor:
         cost: StepCost | None = None,
         faults: Faults | None = None,
         draft_context_tokens: int | None = None,
+        drafter: tuple[str, ...] = (MODEL,),
+        coverage: float = 0.6,
     ) -> None:
+        """`drafter` is the chain of a request that names none; its lookups have drafts at a share
+        `coverage` of the positions."""
         self.stats = ExecutorStats()
         self._clock = clock or VirtualClock()
         self._acceptance = acceptance or ModelledAcceptance(0.7)
         self._cost = cost or StepCost()
         self._faults = faults or Faults()
-        self._draft_context_tokens = draft_context_tokens
         self._vocab_size = vocab_size
         self._block_size_tokens = block_size_tokens
         self._num_blocks = num_blocks
@@ -83,6 +90,7 @@ class SimExecutor:
         self._generations: list[int | None] = [None] * max_slots
         self._target_kv = ShadowKV("target", num_blocks, block_size_tokens)
         self._draft_kv = ShadowKV("draft", num_blocks, block_size_tokens)
+        self._drafting = Drafting(self._draft_kv, drafter, draft_context_tokens, coverage)
         self._in_flight: deque[tuple[StepResult | Exception, float]] = deque()
         self._busy_until_s = self._clock()
         self._needs_reset = False
@@ -166,6 +174,7 @@ class SimExecutor:
             f" do not fit {len(a.tokens)} tokens",
         )
         slot = SlotState(a)
+        self._drafting.admit(slot)
         self._target_kv.check_read(slot.who, slot.blocks, slot.hashes[: a.kv_len_tokens])
         self._draft_kv.check_read(slot.who, slot.blocks, slot.hashes[: a.draft_kv_len_tokens])
         self._slots[a.slot] = slot
@@ -190,6 +199,8 @@ class SimExecutor:
         self._raise_faults(run, rows)
         for row in rows:
             self._check_reads(row)
+        for row in rows:
+            self._draft(row)
         for row in rows:
             self._compute(row)
         for row in rows:  # again: did two rows of this step write the same position?
@@ -219,30 +230,8 @@ class SimExecutor:
             fits or slot.failed,
             f"{slot.who}: query of {query_len} with {k} drafts, {unread} tokens not in KV",
         )
-        clipped = self._clip_drafts(slot, k, catch_up, overlapped=overlapped)
-        return RowState(slot, query_len - k + clipped, k, clipped, catch_up, wants_logits)
-
-    def _clip_drafts(self, slot: SlotState, k: int, catch_up: int, *, overlapped: bool) -> int:
-        """What can be drafted of `k`. Only a plan made before the true positions were known, or
-        after a draft that was not finite, may promise more, and must pay for enough catch-up."""
-        lag = slot.num_tokens - 1 - slot.draft_kv_len_tokens
-        fits = min(k, self._most_drafts(slot))
-        if slot.failed or (k == 0 and overlapped):
-            return fits
-        if not overlapped:
-            enough = catch_up == lag if k else catch_up <= lag
-            require(enough, f"{slot.who}: catch-up {catch_up}, the draft lags {lag}")
-            require(fits == k, f"{slot.who}: {k} drafts pass the end")
-        elif not slot.draft_was_reset:
-            require(catch_up >= lag, f"{slot.who}: catch-up {catch_up}, the draft lags {lag}")
-        return fits if catch_up >= lag else 0
-
-    def _most_drafts(self, slot: SlotState) -> int:
-        """Drafts that fit: never past the end of the request, nor past the draft's context."""
-        most = slot.admission.max_total_tokens - slot.num_tokens - 1
-        if self._draft_context_tokens is not None:
-            most = min(most, self._draft_context_tokens - slot.num_tokens + 1)
-        return max(most, 0)
+        self._drafting.check_catch_up(slot, k, catch_up, overlapped=overlapped)
+        return RowState(slot, query_len - k, k, 0, catch_up, wants_logits)
 
     def _raise_faults(self, run: int, rows: list[RowState]) -> None:
         if run in self._faults.raise_at_runs:
@@ -268,13 +257,19 @@ class SimExecutor:
             known = slot.hashes[: slot.draft_kv_len_tokens]
             self._draft_kv.check_read(slot.who, slot.blocks, known)
 
+    def _draft(self, row: RowState) -> None:
+        if row.planned_drafts:
+            drafter, count = self._drafting.choose(row.slot, row.planned_drafts, row.catch_up)
+            row.drafter, row.num_drafts = drafter, count
+            row.query_len += count
+
     def _compute(self, row: RowState) -> None:
         slot = row.slot
         if slot.failed or slot.num_tokens >= slot.admission.max_total_tokens:
             self._compute_ended(row)
         elif not row.wants_logits:
             self._write_known(slot, row.query_len)
-            self._catch_up(row)
+            self.stats.catch_up_tokens += self._drafting.catch_up(row)
             self.stats.prefill_tokens += row.query_len
         elif self._emits(row, self._faults.non_finite_at.get(slot.admission.request_id)):
             stop = slot.kv_len_tokens + row.query_len
@@ -302,16 +297,6 @@ class SimExecutor:
         )
         slot.kv_len_tokens = stop
 
-    def _catch_up(self, row: RowState) -> None:
-        """A slice of a longer catch-up: the next `catch_up` known tokens, and no drafts."""
-        slot = row.slot
-        if row.catch_up and not row.planned_drafts:
-            start = slot.draft_kv_len_tokens
-            stop = min(start + row.catch_up, slot.num_tokens - 1)
-            self._draft_kv.write(slot.blocks, start, slot.hashes[start:stop])
-            slot.draft_kv_len_tokens = stop
-            self.stats.catch_up_tokens += stop - start
-
     def _decode(self, row: RowState) -> None:
         slot = row.slot
         a = slot.admission
@@ -320,16 +305,14 @@ class SimExecutor:
         if row.num_drafts == row.query_len - 1:
             self.stats.rows_by_k[row.num_drafts] += 1
         self._write_known(slot, row.query_len - row.num_drafts)
-        self._catch_up(row)
+        self.stats.catch_up_tokens += self._drafting.catch_up(row)
         drafts = 0
         if row.num_drafts and self._draft_fails(row):
-            row.status = RowStatus.DRAFT_NON_FINITE
-            row.num_drafts = 0
-            slot.draft_kv_len_tokens = 0
-            slot.draft_was_reset = True
+            fail(row)
         elif row.num_drafts:
             drafts = row.num_drafts
-            slot.draft_was_reset = False
+            if row.drafter == MODEL:
+                slot.draft_was_reset = False
             row.num_accepted = self._acceptance.num_accepted(
                 a.request_id, a.seed, a.choice, known_tokens, drafts
             )
@@ -340,6 +323,8 @@ class SimExecutor:
         slot.kv_len_tokens = slot.num_tokens - 1
 
     def _draft_fails(self, row: RowState) -> bool:
+        if row.drafter != MODEL:
+            return False
         at = self._faults.draft_non_finite_at.get(row.slot.admission.request_id, frozenset())
         first = row.slot.num_output_tokens
         return any(n in at for n in range(first, first + row.num_drafts + 1))
@@ -359,17 +344,16 @@ class SimExecutor:
         return token
 
     def _write_drafted(self, row: RowState, known_tokens: int) -> None:
-        """KV of the drafts in both models: true up to the last accepted one, dead data after it."""
+        """KV of the drafts in the models that saw them: true up to the last accepted one, dead data
+        after it."""
         slot = row.slot
         k, accepted = row.num_drafts, row.num_accepted
         hashes = np.full(k, 2, np.uint64)  # 2: a prefix that is nobody's
         hashes[:accepted] = slot.hashes[known_tokens : known_tokens + accepted]
         self._target_kv.write(slot.blocks, known_tokens, hashes)
-        start = slot.draft_kv_len_tokens
-        self._draft_kv.write(slot.blocks, start, slot.hashes[start:known_tokens])
-        self._draft_kv.write(slot.blocks, known_tokens, hashes[: k - 1])
-        self.stats.catch_up_tokens += max(known_tokens - 1 - start, 0)
-        slot.draft_kv_len_tokens = min(known_tokens - 1 + k, slot.num_tokens - 1)
+        self.stats.catch_up_tokens += self._drafting.write(row, known_tokens, hashes)
+        assert row.drafter is not None
+        self.stats.rows_by_drafter[row.drafter] += 1
         self.stats.drafted_tokens += k
         self.stats.accepted_tokens += accepted
         self.stats.num_rejections += accepted < k
@@ -380,6 +364,8 @@ class SimExecutor:
         splits = np.cumsum([0, *(len(row.emitted) for row in rows)])
         deepest = max((row.num_drafts for row in rows), default=0)
         draft_tokens = sum(row.num_drafts + row.catch_up for row in rows)
+        shadow = self._drafting.score(rows, self._acceptance)
+        self.stats.num_scores += 0 if shadow is None else len(shadow.rows)
         return StepResult(
             step_id=plan.step_id,
             generations=plan.generations,
@@ -394,4 +380,6 @@ class SimExecutor:
                 sum(row.context_tokens for row in rows),
                 len(rows),
             ),
+            draft_kv_lens=self._drafting.kv_lens(rows),
+            shadow=shadow,
         )

@@ -34,6 +34,8 @@ class SlotState:
         self.blocks = np.asarray(a.blocks, np.int32)
         self.failed = False
         self.draft_was_reset = False
+        self.chain: tuple[str, ...] = ()  # filled by the drafters
+        self.idle_from = 0  # tokens known at its last draft or score
 
     @property
     def who(self) -> str:
@@ -69,5 +71,6 @@ class RowState:
     wants_logits: bool
     status: RowStatus = RowStatus.OK
     num_accepted: int = 0
+    drafter: str | None = None  # who drafted
     emitted: tuple[int, ...] = ()
     context_tokens: int = 0

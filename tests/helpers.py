@@ -96,6 +96,7 @@ class World:
             acceptance=acceptance or ModelledAcceptance(0.7),
             faults=faults,
             draft_context_tokens=self.config.draft_context_tokens,
+            drafter=self.config.default_chain,
         )
         self.executor.plans = []
         self.loop = StepLoop(self.scheduler, self.executor, clock=self.clock, depth=depth)

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from cbatch import LLM, Completion, SamplingParams
-from cbatch.cli.options import add_sampling_options, sampling_params
+from cbatch.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_options,
+    sampling_params,
+)
 from cbatch.params import SAMPLING_FIELDS, sampling_to_json
 from tests.test_llm import write_model
 
@@ -51,7 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Callable[[Completion], object]]] = {
     "prompt_logprobs": ({}, 1, lambda done: done.prompt_logprobs),
     "logprobs_mode": (SAMPLED | {"logprobs": 0, "top_k": 2}, "processed", logprobs),
     "max_lookahead": ({}, 0, lambda done: done.speculation.drafted_tokens),
-    "drafter": ({}, ("ngram",), lambda done: done.error),
+    "drafter": ({}, ("ngram",), lambda done: (done.error, done.speculation)),
     "verification": (SAMPLED, "rejection", tokens),
 }
 
@@ -89,7 +94,7 @@ def test_a_field_does_something(llm: LLM, field: str) -> None:
         }[field]
     (asked,) = llm.generate(PROMPT, SamplingParams(**(base | {field: value})))
     assert look(asked) != look(plain), field
-    if field == "drafter":
+    if field == "drafter" and not speculates:
         assert (asked.error or "").startswith("drafter: 'ngram' is not loaded here")
     elif speculates and field != "max_lookahead":
         assert asked.speculation.drafted_tokens > 0 or len(asked.token_ids) < 4, "drafts were off"
@@ -107,10 +112,16 @@ def test_the_command_line_has_every_field() -> None:
         --seed 4 -n 2 --stop x --stop-token-id 1 --ignore-eos --repetition-penalty 1.1
         --presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 3=1.5 --logit-bias 12=-2
         --allowed-token-id 3 --allowed-token-id 12 --banned-token-id 13 --logprobs 0
-        --prompt-logprobs 2 --logprobs-mode processed --max-lookahead 3 --drafter suffix
-        --drafter model --verification coupled"""
+        --prompt-logprobs 2 --logprobs-mode processed --max-lookahead 3
+        --verification coupled"""
     params = sampling_params(parser.parse_args(flags.split()))
-    assert set(sampling_to_json(params)) == set(SAMPLING_FIELDS)
-    assert params.logit_bias == {3: 1.5, 12: -2.0} and params.drafter == ("suffix", "model")
+    # `drafter` is an option of the engine: it loads what all prompts then use.
+    assert set(sampling_to_json(params)) == set(SAMPLING_FIELDS) - {"drafter"}
+    assert params.logit_bias == {3: 1.5, 12: -2.0}
     with pytest.raises(SystemExit):
         parser.parse_args(["--logit-bias", "3"])
+    engine = argparse.ArgumentParser()
+    add_engine_options(engine)
+    named = engine.parse_args(["--drafter", "suffix", "--drafter", "model"])
+    assert engine_options(named).drafter == ("suffix", "model")
+    assert engine_options(engine.parse_args([])).drafter is None

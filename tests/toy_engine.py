@@ -37,6 +37,7 @@ def make_engine(
         max_slots=config.max_slots,
         vocab_size=config.vocab_size,
         draft_context_tokens=config.draft_context_tokens,
+        drafter=config.default_chain,
         acceptance=ModelledAcceptance(acceptance),
         clock=clock,
         faults=faults,

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from cbatch.assembly import EngineInfo, EngineOptions, load_engine
 from cbatch.cli.lanes import Lanes
+from cbatch.cli.options import add_drafter_option, drafter_chain
 from cbatch.cli.summary import Run, print_json, print_summary
 from cbatch.core.request import SamplingParams
 from cbatch.llm import Collector, complete_all
@@ -37,6 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--lookahead", default="ema", metavar="POLICY", help="off, ema, goodput, fixed:K"
     )
+    add_drafter_option(parser)
     parser.add_argument("--max-slots", type=int, default=12, help="sequences that run at once")
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
@@ -56,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     target, draft = demo_paths()
     options = EngineOptions(
         lookahead=args.lookahead,
+        drafter=drafter_chain(args),
         max_slots=args.max_slots,
         dtype=args.dtype,
         numerics=args.numerics,

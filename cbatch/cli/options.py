@@ -30,6 +30,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help="off, ema, goodput, fixed; ema:K drafts at most K, fixed:K always (default: ema)",
     )
+    add_drafter_option(group)
     group.add_argument("--max-slots", type=int, default=32, help="sequences that run at once")
     group.add_argument("--num-blocks", type=int, help="KV blocks (default: by memory)")
     group.add_argument("--kv-memory", type=float, metavar="GIB", help="memory for KV")
@@ -47,12 +48,27 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_drafter_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--drafter",
+        action="append",
+        metavar="NAME",
+        help=f"who guesses ahead: {', '.join(DRAFTERS)}; repeatable, preferred first (default: the "
+        "draft model; the others look up what the text repeats and need none)",
+    )
+
+
+def drafter_chain(args: argparse.Namespace) -> tuple[str, ...] | None:
+    return None if args.drafter is None else tuple(args.drafter)
+
+
 def engine_options(args: argparse.Namespace) -> EngineOptions:
     return EngineOptions(
         dtype=args.dtype,
         device=args.device,
         numerics=args.numerics,
         lookahead=args.lookahead,
+        drafter=drafter_chain(args),
         max_slots=args.max_slots,
         num_blocks=args.num_blocks,
         kv_memory_bytes=None if args.kv_memory is None else int(args.kv_memory * GIB),
@@ -101,12 +117,6 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--logprobs-mode", default="raw", choices=["raw", "processed"])
     group.add_argument("--max-lookahead", type=int, help="cap on k for these prompts")
     group.add_argument(
-        "--drafter",
-        action="append",
-        metavar="NAME",
-        help=f"{', '.join(DRAFTERS)}; repeatable, preferred first",
-    )
-    group.add_argument(
         "--verification",
         default="auto",
         choices=["auto", "rejection", "coupled"],
@@ -146,7 +156,6 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         prompt_logprobs=args.prompt_logprobs,
         logprobs_mode=args.logprobs_mode,
         max_lookahead=args.max_lookahead,
-        drafter=None if args.drafter is None else tuple(args.drafter),
         verification=args.verification,
     )
 

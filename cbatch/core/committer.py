@@ -8,7 +8,7 @@ from msgspec import structs
 from cbatch.core import lookahead
 from cbatch.core.controller import LookaheadController, StepCost
 from cbatch.core.cost import StepLoad
-from cbatch.core.plan import RowStatus, StepResult, TokenLogprobs
+from cbatch.core.plan import RowStatus, ShadowEvidence, StepResult, TokenLogprobs
 from cbatch.core.request import FinishReason
 from cbatch.core.sequence import Commit, Drafts, Flight, Reservation
 from cbatch.core.slots import ONE, advance
@@ -57,6 +57,7 @@ class _Step:
             num_drafted=result.num_drafted[live],
             num_accepted=result.num_accepted[live],
             status=result.status[live],
+            draft_kv_lens=None if result.draft_kv_lens is None else result.draft_kv_lens[live],
         )
         self.rows = self.plan.slots
 
@@ -91,6 +92,8 @@ class Committer:
             num_rows=len(step.slots), drafted=drafted
         ):
             self._teach(controller, step, None if last_s is None else now_s - last_s)
+        if result.shadow is not None:
+            self._overhear(result.shadow, flight)
         ended = self._find_ends(step, flight.may_end)
         if troubled:
             self._forget_drafts(step)
@@ -131,7 +134,7 @@ class Committer:
         state, table, rows = self.state, self.state.table, step.rows
         table.flat_tokens[table.row_start[rows] + table.num_tokens[rows]] = step.result.tokens
         advance(table.num_tokens, rows, ONE)
-        if state.speculates:
+        if state.has_draft_kv:
             advance(table.draft_lag, rows, ONE)
         if state.learns:
             estimate = table.estimate[:, rows]
@@ -151,7 +154,7 @@ class Committer:
             # as it emitted, so that one stays to do.
             moved = plan.query_lens - plan.num_drafts + result.num_accepted
             advance(table.todo, rows, step.counts - moved)
-        if state.speculates:
+        if state.has_draft_kv:
             self._advance_draft(step)
         if state.learns:
             table.estimate[:, rows] = lookahead.observe(
@@ -183,6 +186,18 @@ class Committer:
             ingested_tokens=int(np.add.reduce(plan.catch_up)),
         )
 
+    def _overhear(self, shadow: ShadowEvidence, flight: Flight) -> None:
+        """How drafters would have done that did not draft."""
+        state, slots = self.state, flight.plan.slots[shadow.rows]
+        live = ~np.isin(slots, flight.void_slots)
+        slots, trials, hits = slots[live], shadow.trials[live], shadow.hits[live]
+        if state.controller is not None:
+            state.controller.overhear(slots, trials, hits)
+        elif state.learns:
+            estimate = state.table.estimate
+            config = state.config.lookahead
+            estimate[:, slots] = lookahead.overhear(config, estimate[:, slots], trials, hits)
+
     def _advance_draft(self, step: _Step) -> None:
         """How far the draft's KV is behind now.
 
@@ -190,6 +205,10 @@ class Committer:
         accepted ones stay valid: after a full acceptance one is missing, otherwise none.
         """
         table, rows, plan = self.state.table, step.rows, step.plan
+        if step.result.draft_kv_lens is not None:  # others drafted, too
+            kv_lens = table.num_tokens[rows] - table.todo[rows]
+            table.draft_lag[rows] = kv_lens - step.result.draft_kv_lens
+            return
         drafted = step.result.num_drafted
         lag = drafted == step.result.num_accepted
         if not step.drafts.by_all:

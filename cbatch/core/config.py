@@ -8,6 +8,7 @@ import msgspec
 
 from cbatch.core.cost import CostProfile
 from cbatch.core.errors import FieldError
+from cbatch.core.request import DRAFTERS, MODEL, is_chain
 
 QueuePolicy = Literal["fcfs", "priority", "shortest"]
 LookaheadPolicy = Literal["off", "fixed", "ema", "goodput"]
@@ -62,7 +63,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ageing_per_s: float | None = None  # None: 0 (strict) under `priority`, 64 under `shortest`
     prefix_cache: bool = True
     decode_reserve_tokens: int = 16  # room a request must find beyond its prompt to be admitted
-    draft_context_tokens: int | None = None  # None: no draft is loaded and k is always 0
+    draft_context_tokens: int | None = None  # None: no draft model is loaded
+    # The chain of drafters of a request that names none, preferred first. None: the draft model, or
+    # if there is none, nobody: then k is always 0.
+    drafter: tuple[str, ...] | None = None
     lookahead: LookaheadConfig = LookaheadConfig()
     cost_profile: CostProfile | None = None  # of `goodput`; None: prices are learnt on the way
 
@@ -83,10 +87,23 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 self.ageing_per_s is None or self.ageing_per_s >= 0,
                 "give 0 or more",
             ),
+            (
+                "drafter",
+                self.drafter is None or is_chain(self.drafter),
+                f"name one or more of {', '.join(DRAFTERS)}, each once",
+            ),
         )
         for field, ok, remedy in checks:
             if not ok:
                 raise FieldError(field, f"{getattr(self, field)!r} is not allowed", remedy)
+        if MODEL in self.default_chain and self.draft_context_tokens is None:
+            raise FieldError("drafter", "'model' needs a draft", "give the draft, or leave it out")
+
+    @property
+    def default_chain(self) -> tuple[str, ...]:
+        if self.drafter is not None:
+            return self.drafter
+        return () if self.draft_context_tokens is None else (MODEL,)
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -24,6 +24,7 @@ _CANARY_TRIALS = 16.0  # the same while canaries are all there is to learn from
 _FOLD_STEPS = 32  # between two reports of running rows to the fleet
 _COST_STEPS = 16  # while off, one step in so many corrects the price list
 _PROBE_SHARE = 0.01  # of the rows of a step
+_NEWS = 0.1  # a rise of estimated acceptance that is worth a decision
 # Whose drafter is behind by fewer tokens than this owes nothing; the price of catching up is spread
 # over the steps that it is expected to serve: so many tokens, or what the request has left.
 _OWED_TOKENS = 8
@@ -221,6 +222,19 @@ class LookaheadController:
             if self._folded_steps >= _FOLD_STEPS:
                 self._folded_steps = 0
                 self._fold(rows, _FLEET_TRIALS)
+
+    def overhear(self, slots: np.ndarray, trials: np.ndarray, hits: np.ndarray) -> None:
+        """What the drafters of rows at k = 0 would have scored (`plan.ShadowEvidence`), int32 [n].
+        While off, rows that turn out better count as newcomers: they may draft well, too."""
+        self._learn_tally()
+        self._drift()
+        before = self.estimate[:, slots]
+        after = lookahead.overhear(self.config, before, trials, hits)
+        self.estimate[:, slots] = after
+        self.statistics[estimator.FRESH_ACCEPTED, slots] += hits
+        self.statistics[estimator.FRESH_TRIALS, slots] += trials
+        rise = after[0] / after[1] - before[0] / before[1]
+        self.regime.newcomers += int(np.count_nonzero(rise > _NEWS))
 
     # ---- inside -------------------------------------------------------------------------------
 

@@ -76,6 +76,17 @@ def observe(
     return after
 
 
+def overhear(
+    config: LookaheadConfig, estimate: np.ndarray, trials: np.ndarray, hits: np.ndarray
+) -> np.ndarray:
+    """The sums N and D, float64 [2, rows], with trials that nobody paid for: `hits` of `trials`,
+    int32 [rows] each, would have been accepted (`plan.ShadowEvidence`)."""
+    after: np.ndarray = estimate * np.power(config.decay, trials)
+    after[0] += hits
+    after[1] += trials
+    return after
+
+
 def drift(config: LookaheadConfig, estimate: np.ndarray) -> np.ndarray:
     """The sums N and D after a step without drafts: a little closer to the prior."""
     prior = config.prior_trials * np.array([[config.prior_acceptance], [1.0]])

@@ -71,9 +71,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     A row with `num_drafts` > 0 first lets the drafter ingest the `catch_up` tokens it has not seen
     (its KV lags after k = 0, a prefix hit, a preemption or a full acceptance). A row with
     `catch_up` > 0 and no drafts is a slice of a longer catch-up: the drafter ingests exactly the
-    next `catch_up` tokens and drafts nothing. With a plan still in flight these are bounds: the
-    executor knows the true positions, and clips drafts so that a sequence never passes
-    `max_total_tokens`.
+    next `catch_up` tokens and drafts nothing. Catch-up is planned for rows whose chain begins with
+    the draft model; behind other drafters the model makes up for them as it sees fit. With a plan
+    still in flight these are bounds: the executor knows the true positions, and clips drafts so
+    that a sequence never passes `max_total_tokens`.
     """
 
     step_id: int
@@ -101,11 +102,23 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: np.ndarray  # float32 [T, n]
 
 
+class ShadowEvidence(msgspec.Struct, frozen=True):
+    """What drafters that choose with certainty would have scored, on a few rows' latest tokens. It
+    is a function of emitted tokens, so k may follow it without changing the law of the output."""
+
+    rows: np.ndarray  # int32 [n], of the plan, ascending
+    trials: np.ndarray  # int32 [n], tokens before which the row's drafter had a draft
+    hits: np.ndarray  # int32 [n], of these, how many its first draft would have named
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """Filled by the executor. Row i emitted `tokens[row_splits[i] : row_splits[i + 1]]`: nothing
     where no logits were wanted or the status is NON_FINITE, else its `num_accepted[i]` accepted
-    drafts and one more. `logprobs` has an entry for each row whose request asks for those of its
-    output or (with positions before the output) of its prompt, and no others."""
+    drafts and one more. `draft_kv_lens` says how far the draft model's KV is valid after the step;
+    None: as if it had drafted, and caught up, whatever was planned and drafted. `shadow` scores
+    drafters on tokens that were emitted without drafts. `logprobs` has an entry for each row whose
+    request asks for those of its output or (with positions before the output) of its prompt, and no
+    others."""
 
     step_id: int
     generations: np.ndarray  # int32 [R], copied from the plan
@@ -116,4 +129,6 @@ class StepResult(msgspec.Struct, frozen=True):
     status: np.ndarray  # uint8 [R], RowStatus
     draft_s: float = 0.0  # measured seconds, for the step-cost model
     target_s: float = 0.0
+    draft_kv_lens: np.ndarray | None = None  # int32 [R]
+    shadow: ShadowEvidence | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()

@@ -12,6 +12,7 @@ from cbatch.core.controller import Room
 from cbatch.core.growth import Row, decide_growth, fit_drafts
 from cbatch.core.plan import StepPlan
 from cbatch.core.regime import Due
+from cbatch.core.rowcache import RowCache, owners_of, select
 from cbatch.core.sequence import Drafts, Flight, Reservation, Sequence
 from cbatch.core.state import SchedulerState
 
@@ -40,35 +41,12 @@ class Decodes(msgspec.Struct):
     preempted: bool = False  # a sequence was preempted for them: nothing is admitted this step
 
 
-class RowCache(msgspec.Struct):
-    """What is constant while the set of decoding slots is, and a bound that is seldom renewed."""
-
-    version: int
-    slots: np.ndarray
-    index: np.ndarray  # the same as intp: as an index, int32 costs a conversion
-    rows: slice | np.ndarray
-    owners: list[Sequence]
-    generations: np.ndarray
-    trues: np.ndarray
-    no_drafts: Drafts
-    most_drafts: Drafts
-    slack_tokens: int = 0  # every row can take so many more before any comes near its end
-
-
-def select(slots: np.ndarray) -> slice | np.ndarray:
-    """`slots` (ascending) as a slice where they are adjacent: numpy is several times faster."""
-    count = len(slots)
-    if count and int(slots[-1]) - int(slots[0]) == count - 1:
-        return slice(int(slots[0]), int(slots[0]) + count)
-    return slots.astype(np.intp)
-
-
 class Planner:
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
         self._next_step_id = 0
         self._last_drafts = Drafts.of(_NONE)
-        self._cache = self._build_cache()
+        self._cache = RowCache.of(state)
 
     def plan(self) -> StepPlan | None:
         state = self.state
@@ -90,7 +68,7 @@ class Planner:
     def _decodes(self) -> Decodes:
         state, table = self.state, self.state.table
         if self._cache.version != state.rows_version:
-            self._cache = self._build_cache()
+            self._cache = RowCache.of(state)
         cache = self._cache
         slots, rows, drafts = cache.slots, cache.rows, cache.no_drafts
         if state.flights:
@@ -112,7 +90,7 @@ class Planner:
         if near_end:
             left = np.maximum(table.lookahead_end[rows] - known, 0)
             caps = Drafts.of(np.minimum(caps.num_drafts, left))
-        self._speculate(decodes, caps, table.draft_lag[rows], due)
+        self._speculate(decodes, caps, self._catch_up(rows, table.draft_lag[rows], known), due)
         return self._grow(decodes, known + decodes.drafts.num_drafts)
 
     def _decodes_in_flight(self) -> Decodes:
@@ -136,7 +114,8 @@ class Planner:
             lag = table.draft_lag + known - table.num_tokens + table.todo - 1
             caps = np.maximum(table.lookahead_end[rows] - known[rows], 0)
             caps = np.minimum(table.max_lookahead[rows], caps)
-            self._speculate(decodes, Drafts.of(caps), lag[rows], due)
+            catch_up = self._catch_up(rows, lag[rows], known[rows])
+            self._speculate(decodes, Drafts.of(caps), catch_up, due)
         # Two bounds together may pass the end.
         reach = np.minimum(reach[rows] + decodes.drafts.num_drafts, table.max_total[rows])
         return self._grow(decodes, reach)
@@ -152,17 +131,25 @@ class Planner:
             reach[flight.rows] += flight.plan.query_lens
         return known, reach
 
+    def _catch_up(self, rows: slice | np.ndarray, lag: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Of the tokens that the draft's KV is behind, int32 [rows], those that may be planned."""
+        if self._cache.all_catch_up:
+            return lag
+        planned: np.ndarray = lag * (known <= self.state.table.catch_up_end[rows])
+        return planned
+
     def _due(self, num_rows: int) -> Due:
-        """What this step asks of the lookahead policy; those without a controller always decide."""
+        """What this step asks of the lookahead policy; those without a controller always decide,
+        where a row may draft at all."""
         state = self.state
-        if not state.speculates:
+        if not self._cache.most_drafts.total:
             return Due.NOTHING
         return Due.DECISION if state.controller is None else state.controller.due(num_rows)
 
     def _speculate(self, decodes: Decodes, caps: Drafts, lag: np.ndarray, due: Due) -> None:
         """Drafts and catch-up tokens per row, before blocks are considered.
 
-        `caps` is what request and context allow, `lag` how far the draft's KV is behind."""
+        `caps` is what request and context allow, `lag` what the draft's KV has to catch up."""
         state, config, rows = self.state, self.state.config, decodes.rows
         most = caps.num_drafts
         budget = config.step_budget_tokens - len(most)
@@ -343,7 +330,7 @@ class Planner:
         generations, owners, wants = cache.generations, cache.owners, cache.trues
         if slots is not cache.slots:
             generations, wants = table.generation[slots], np.ones(len(slots), dtype=np.bool_)
-            owners = self._owners_of(slots.tolist())
+            owners = owners_of(state, slots.tolist())
         plain = not (drafts.total or decodes.catch_up_total)
         rows, catch_up = decodes.rows, decodes.catch_up
         if chunks:
@@ -359,7 +346,7 @@ class Planner:
             num_drafts = np.concatenate([num_drafts, zeros])
             catch_up = np.concatenate([catch_up, zeros])
             wants = np.concatenate([wants, last])
-            owners = owners + self._owners_of(more.tolist())
+            owners = owners + owners_of(state, more.tolist())
         for chunk in chunks:
             if chunk.last:
                 state.start_decoding(chunk.slot)
@@ -380,24 +367,3 @@ class Planner:
         flight = Flight(plan, rows, owners, drafts, plain, has_chunks, may_end, reservation, [], [])
         state.flights.append(flight)
         return plan
-
-    def _owners_of(self, slots: list[int]) -> list[Sequence]:
-        owners = self.state.owners
-        return [owner for slot in slots if (owner := owners[slot]) is not None]
-
-    def _build_cache(self) -> RowCache:
-        state = self.state
-        slots = np.asarray(state.decoding, dtype=np.int32)
-        owners = self._owners_of(state.decoding)
-        count = len(slots)
-        return RowCache(
-            version=state.rows_version,
-            slots=slots,
-            index=slots.astype(np.intp),
-            rows=select(slots),
-            owners=owners,
-            generations=state.table.generation[slots],
-            trues=np.ones(count, dtype=np.bool_),
-            no_drafts=Drafts.of(np.zeros(count, dtype=np.int32)),
-            most_drafts=Drafts.of(state.table.max_lookahead[slots]),
-        )

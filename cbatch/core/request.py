@@ -13,7 +13,9 @@ from cbatch.core.errors import FieldError
 
 MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
-DRAFTERS = ("model", "ngram", "suffix")
+MODEL = "model"  # the drafter that is a model
+LOOKUPS = ("ngram", "suffix")  # those that guess by what the text repeats
+DRAFTERS = (MODEL, *LOOKUPS)
 # Wide enough for any use, and narrow enough that no sum or product of them overflows fp32.
 MAX_LOGIT_BIAS = 1e30
 MAX_REPETITION_PENALTY = 1e3
@@ -115,11 +117,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 count,
                 f"use 0 to {MAX_TOP_LOGPROBS}, or leave it out",
             )
-        names = self.drafter
         _require(
-            names is None or (0 < len(names) == len(set(names)) and set(names) <= set(DRAFTERS)),
+            self.drafter is None or is_chain(self.drafter),
             "drafter",
-            names,
+            self.drafter,
             f"name one or more of {', '.join(DRAFTERS)}, each once",
         )
         for name, value, known in (
@@ -165,6 +166,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise FieldError(
                 field, "no token is left to choose", "allow one that is neither banned nor a stop"
             )
+
+
+def is_chain(names: tuple[str, ...]) -> bool:
+    """Whether they name drafters, each once: a chain, preferred first."""
+    return 0 < len(names) == len(set(names)) and set(names) <= set(DRAFTERS)
 
 
 def _require(ok: bool, field: str, value: object, remedy: str) -> None:

@@ -36,6 +36,7 @@ class SlotTable:
         self.max_total = column()  # prompt + max_tokens, cut to what fits
         self.max_lookahead = column()
         self.lookahead_end = column()  # no draft beyond this many known tokens
+        self.catch_up_end = column()  # nor is catch-up planned beyond this many
         self.capacity = column()  # positions that its blocks can hold
         self.floor = column()  # capacity reserved at admission, never given back as a tail
         self.published = column()  # leading positions whose blocks are open to others

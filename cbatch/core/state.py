@@ -8,7 +8,7 @@ from cbatch.core.config import SchedulerConfig
 from cbatch.core.controller import LookaheadController
 from cbatch.core.plan import Admission, Deltas
 from cbatch.core.pool import BlockPool, Match
-from cbatch.core.request import FinishReason, Request
+from cbatch.core.request import MODEL, FinishReason, Request
 from cbatch.core.sequence import Finished, Flight, Reservation, SchedulerStats, Sequence
 from cbatch.core.slots import SlotTable
 from cbatch.core.waiting import WaitingQueue, rank_request
@@ -38,9 +38,9 @@ class SchedulerState:
         self.last_commit_s: float | None = None  # None: there was nothing to do since
         self.finished: list[Finished] = []
         self.stats = SchedulerStats()
-        self.speculates = (
-            config.draft_context_tokens is not None and config.lookahead.policy != "off"
-        )
+        self.speculates = bool(config.default_chain) and config.lookahead.policy != "off"
+        # Whether there is a draft's KV to keep count of.
+        self.has_draft_kv = self.speculates and config.draft_context_tokens is not None
         self.learns = self.speculates and config.lookahead.policy == "ema"
         self.controller: LookaheadController | None = None
         if self.speculates and config.lookahead.policy == "goodput":
@@ -116,6 +116,7 @@ class SchedulerState:
             (table.max_total, sequence.max_total_tokens),
             (table.max_lookahead, self._lookahead_cap(request)),
             (table.lookahead_end, self._lookahead_end(sequence)),
+            (table.catch_up_end, self._catch_up_end(request)),
             (table.capacity, total_blocks * pool.block_size),
             (table.floor, total_blocks * pool.block_size),
         ):
@@ -290,7 +291,7 @@ class SchedulerState:
                 self._name_block(sequence, table.tokens[slot], index, block)
             pool.mark_ready(block)
         table.published[slot] = max(first, last) * size
-        if self.speculates:
+        if self.has_draft_kv:
             drafted_blocks = table.draft_kv_len(slot) // size
             assert drafted_blocks >= 0, "the draft's KV is further behind than there is KV"
             pool.draft_valid[table.blocks[slot, :drafted_blocks]] = True
@@ -346,7 +347,19 @@ class SchedulerState:
         successor, and the draft model reads no position beyond its own context."""
         end = sequence.max_total_tokens - 1
         draft_context = self.config.draft_context_tokens
-        return end if draft_context is None else min(end, draft_context)
+        alone = self._chain(sequence.request) == (MODEL,)
+        return min(end, draft_context) if alone and draft_context is not None else end
+
+    def _catch_up_end(self, request: Request) -> int:
+        """The draft model's context, for a row that is the model's first. Behind other drafters it
+        seldom has its turn: what it then lacks would mostly be paid for in vain."""
+        chain, draft_context = self._chain(request), self.config.draft_context_tokens
+        first = bool(chain) and chain[0] == MODEL
+        return draft_context if first and draft_context is not None else 0
+
+    def _chain(self, request: Request) -> tuple[str, ...]:
+        asked = request.params.drafter
+        return self.config.default_chain if asked is None else asked
 
     def _name_block(self, sequence: Sequence, tokens: np.ndarray, index: int, block: int) -> None:
         """The next node of the sequence's chain: promised at admission, or complete."""

@@ -20,7 +20,7 @@ import numpy as np
 from cbatch.core.config import SchedulerConfig
 from cbatch.core.cost import CostProfile
 from cbatch.core.plan import Admission, Deltas, StepPlan, StepResult
-from cbatch.core.request import SamplingParams
+from cbatch.core.request import MODEL, SamplingParams
 from cbatch.engine.loop import Executor
 
 CONTEXT_TOKENS = 64
@@ -30,6 +30,7 @@ _DEPTHS_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # drafts and rows, for the pric
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHUNKS = (32, 128, 512)
 _CATCH_UPS_ROWS = ((63, 1), (63, 4))  # tokens that the drafter has not seen, and rows
+_PERIOD_TOKENS = 16  # of a text that repeats itself
 _MOST_ROUNDS = 15
 _BUDGET_S = 3.0
 _logger = logging.getLogger("cbatch")
@@ -43,7 +44,8 @@ class Shape(NamedTuple):
     query_len: int = 1
     num_drafts: int = 0
     context_tokens: int = CONTEXT_TOKENS
-    catch_up: int = 0  # tokens a row that the drafter has not seen
+    catch_up: int = 0  # tokens a row that the draft model has not seen
+    read_tokens: int = 0  # tokens a row that a lookup has not read, being new to it
 
     @property
     def tokens(self) -> int:
@@ -63,7 +65,7 @@ def profile_costs(
     executor: Executor, config: SchedulerConfig, *, budget_s: float = _BUDGET_S
 ) -> CostProfile:
     """Measure for about `budget_s` seconds, at least one step of each shape, and reset the
-    executor. Without a draft in `config` its costs are 0."""
+    executor. Where nobody drafts (`config.default_chain`) its costs are 0."""
     shapes = shapes_for(config)
     times = _Runner(executor, config).time(shapes, budget_s)
     executor.reset()
@@ -73,16 +75,21 @@ def profile_costs(
 def shapes_for(config: SchedulerConfig) -> list[Shape]:
     """The shapes that fit slots, context, budget and pool: plain rows, verifications, longer
     contexts, chunks of prompts."""
-    drafts = DRAFTS if config.draft_context_tokens is not None else 0
+    chain = config.default_chain
+    drafts = DRAFTS if chain else 0
+    looks_up = bool(chain) and chain[0] != MODEL
+    read = CONTEXT_TOKENS if looks_up else 0
     candidates = [Shape(rows) for rows in _ROWS]
-    candidates += [Shape(rows, 1 + DRAFTS, drafts) for rows in _ROWS]
+    candidates += [Shape(rows, 1 + DRAFTS, drafts, read_tokens=read) for rows in _ROWS]
     if drafts:
-        candidates += [Shape(rows, 1 + depth, depth) for depth, rows in _DEPTHS_ROWS]
-        candidates += [Shape(rows, 2, 1, catch_up=lag) for lag, rows in _CATCH_UPS_ROWS]
+        candidates += [Shape(rows, 1 + k, k, read_tokens=read) for k, rows in _DEPTHS_ROWS]
+        if not looks_up:
+            candidates += [Shape(rows, 2, 1, catch_up=lag) for lag, rows in _CATCH_UPS_ROWS]
     long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - DRAFTS - 2)
     if long_tokens >= 2 * CONTEXT_TOKENS:
         candidates += [Shape(rows, context_tokens=long_tokens) for rows in (1, 8)]
-        candidates += [Shape(rows, 1 + DRAFTS, drafts, long_tokens) for rows in (1, 8)]
+        read = long_tokens if looks_up else 0
+        candidates += [Shape(rows, 1 + DRAFTS, drafts, long_tokens, 0, read) for rows in (1, 8)]
     candidates += [Shape(1, chunk, context_tokens=chunk) for chunk in _CHUNKS]
     return [shape for shape in candidates if _fits(shape, config)]
 
@@ -147,7 +154,6 @@ class _Runner:
         in_kv = known - shape.query_len + shape.num_drafts
         most = known + shape.num_drafts + 2
         width = -(-most // self._config.block_size_tokens)
-        tokens = np.random.default_rng(slot).integers(0, self._config.vocab_size, known)
         return Admission(
             slot=slot,
             generation=self._steps,
@@ -156,13 +162,21 @@ class _Runner:
             choice=0,
             params=SamplingParams(temperature=0.0, max_tokens=most - known),
             stop_ids=(),
-            tokens=tokens.astype(np.int32),
+            tokens=self._tokens(slot, known),
             num_prompt_tokens=known,
             max_total_tokens=most,
             kv_len_tokens=in_kv,
             draft_kv_len_tokens=in_kv - shape.catch_up,
             blocks=np.arange(slot * width, (slot + 1) * width, dtype=np.int32),
         )
+
+    def _tokens(self, slot: int, count: int) -> np.ndarray:
+        """Made-up tokens, int32 [count]. Lookups by themselves find a text that repeats; before a
+        model they find nothing, so that the price of a chain is that of its dearest."""
+        rng = np.random.default_rng(slot)
+        distinct = count if MODEL in self._config.default_chain else min(count, _PERIOD_TOKENS)
+        tokens = rng.integers(0, self._config.vocab_size, distinct, dtype=np.int32)
+        return np.resize(tokens, count)
 
 
 def fit_profile(times: Mapping[Shape, Timed]) -> CostProfile:
@@ -240,12 +254,15 @@ def _logits_price(left_s: Mapping[Shape, float], wide: Mapping[int, tuple[Shape,
 
 
 def _fit_drafting(times: Mapping[Shape, Timed]) -> tuple[float, float, float, float]:
-    """Set-up, pass, token and caught-up token: least squares of relative errors. A price that comes
-    out negative was not seen: the best fit without it counts."""
+    """Set-up, pass, token, and token caught up with (or read): least squares of relative errors. A
+    price that comes out negative was not seen: the best fit without it counts."""
     if not times:
         return 0.0, 0.0, 0.0, 0.0
     draft_s = np.array([max(t.draft_s, 1e-9) for t in times.values()])
-    counts = [(1, s.num_drafts, s.num_drafts * s.rows, s.catch_up * s.rows) for s in times]
+    counts = [
+        (1, s.num_drafts, s.num_drafts * s.rows, (s.catch_up + s.read_tokens) * s.rows)
+        for s in times
+    ]
     features = np.array(counts, dtype=np.float64)
     features /= draft_s[:, None]
     best, least_error = np.zeros(4), np.inf

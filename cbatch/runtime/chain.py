@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.core.errors import FieldError
-from cbatch.core.plan import Admission
+from cbatch.core.plan import Admission, ShadowEvidence
+from cbatch.core.request import MODEL
 from cbatch.runtime.drafter import Drafter, DraftModel, DraftRows, Proposal
 from cbatch.runtime.index import I64
 from cbatch.runtime.lookup import Evidence, LookupDrafter
@@ -18,7 +19,10 @@ from cbatch.runtime.rows import SlotTable
 
 # The most tokens of a row that a draft model ingests in a step to make up for drafts of others. If
 # it lacks more, it takes such a slice a step, and drafts once it has caught up.
-SETTLE_TOKENS = 64
+SETTLE_TOKENS = 256
+# A row's lookup is scored when it has emitted so many tokens without drafts: before a row at k = 0
+# is probed for the first time (core/regime.py).
+SCORE_TOKENS = 12
 
 
 class ChainDrafter:
@@ -29,9 +33,9 @@ class ChainDrafter:
     for all rows whose turn it is. Names of the chain that are not held are passed over; whoever
     accepts requests should refuse them by `check`.
 
-    While a lookup drafts for a slot, the draft model's KV falls behind without the scheduler
-    knowing: drafts are drafts to it. The chain settles that when the model's turn comes, out of the
-    draft passes that were planned and not needed.
+    While a lookup drafts for a slot, the draft model's KV falls behind; `kv_lens` says so. Where a
+    lookup has the first turn the scheduler plans no catch-up, since it would mostly be in vain: the
+    chain settles it when the model's turn comes.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class ChainDrafter:
         self.model, self.lookups, self.default = model, dict(lookups), default
         self._drafters: dict[str, Drafter] = {**self.lookups}
         if model is not None:
-            self._drafters["model"] = model
+            self._drafters[MODEL] = model
         self.check(default)
 
     def check(self, names: tuple[str, ...]) -> None:
@@ -67,7 +71,11 @@ class ChainDrafter:
 
     def _forget(self) -> None:
         slots = self.table.max_slots
-        self._chains: list[tuple[str, ...]] = [()] * slots
+        self._mixed = np.zeros(slots, dtype=np.bool_)  # its chain is not the model alone
+        self._num_mixed = 0
+        self._scored = np.zeros(slots, dtype=np.bool_)  # a lookup has the first turn, and may draft
+        self._num_scored = 0
+        self._since = np.zeros(slots, dtype=np.int64)  # tokens at its last draft or score
         # Turn t of a slot belongs to a drafter: bool [turns, slots] for each.
         self._turns = {
             name: np.zeros((len(self._drafters), slots), dtype=np.bool_) for name in self._drafters
@@ -82,15 +90,21 @@ class ChainDrafter:
             drafter.admit(admission)
         asked = admission.params.drafter
         names = self.default if asked is None else asked
-        self._set_chain(admission.slot, tuple(name for name in names if name in self._drafters))
+        names, slot = tuple(name for name in names if name in self._drafters), admission.slot
+        self._mixed[slot] = names != (MODEL,)
+        first = names[0] in self.lookups if names else False
+        self._scored[slot] = first and admission.params.max_lookahead != 0
+        self._since[slot] = len(admission.tokens)
+        self._set_chain(slot, names)
 
     def release(self, slot: int) -> None:
         for drafter in self._drafters.values():
             drafter.release(slot)
+        self._mixed[slot] = self._scored[slot] = False
         self._set_chain(slot, ())
 
     def _set_chain(self, slot: int, names: tuple[str, ...]) -> None:
-        self._chains[slot] = names
+        self._num_mixed, self._num_scored = map(np.count_nonzero, (self._mixed, self._scored))
         for name, turns in self._turns.items():
             turns[:, slot] = False
             if name in names:
@@ -110,7 +124,28 @@ class ChainDrafter:
                 trials[at], hits[at] = lookup.observe(slots[at], since[at])
         return Evidence(trials, hits)
 
+    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
+        return self.model.kv_len[slots] if self.model is not None and self._num_mixed else None
+
+    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
+        """A few rows a step, so many that each is served when its `SCORE_TOKENS` are there."""
+        if not self._num_scored:
+            return None
+        known = self.table.num_tokens[slots]
+        if num_drafted is not None:
+            drafted = num_drafted > 0
+            self._since[slots[drafted]] = known[drafted]
+        idle = known - self._since[slots] >= SCORE_TOKENS
+        rows = np.flatnonzero(idle & self._scored[slots])[: 1 + len(slots) // SCORE_TOKENS]
+        if not len(rows):
+            return None
+        evidence = self.observe(slots[rows], self._since[slots[rows]])
+        self._since[slots[rows]] = known[rows]
+        return ShadowEvidence(*(part.astype(np.int32) for part in (rows, *evidence)))
+
     def propose(self, rows: DraftRows) -> Proposal:
+        if self.model is not None and not self._num_mixed:
+            return self.model.propose(rows)
         merger = _Merger(self.table, rows)
         waiting = rows.num_drafts > 0
         self._ingest_slices(rows)
@@ -133,7 +168,7 @@ class ChainDrafter:
         """Rows that catch up and draft nothing yet: that is the model's alone."""
         if self.model is None:
             return
-        mine = self._turns["model"][:, rows.slots].any(axis=0)
+        mine = self._turns[MODEL][:, rows.slots].any(axis=0)
         at = np.flatnonzero((rows.num_drafts == 0) & mine)
         if len(at):
             self.model.propose(DraftRows(*(field[at] for field in rows)))

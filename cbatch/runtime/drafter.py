@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.core.plan import Admission
+from cbatch.core.plan import Admission, ShadowEvidence
 from cbatch.runtime.index import I64, iota
 from cbatch.runtime.kv import KVCache
 from cbatch.runtime.model import Model, RaggedBatch, RunAhead
@@ -78,6 +78,14 @@ class Drafter(Protocol):
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         """After verification: only the first `kv_len_tokens[i]` positions of a slot are valid."""
 
+    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
+        """How many positions of the draft model's KV are valid; None: as many as follow from what
+        was planned and drafted."""
+
+    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
+        """After a step in which `slots` drafted so many tokens (None: nobody any): how drafts of
+        rows without would have done, by row of `slots`. Not every step, and not every row."""
+
 
 class DraftModel:
     """A small model of the target's vocabulary as drafter.
@@ -116,6 +124,12 @@ class DraftModel:
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         self.kv_len[slots] = np.minimum(self.kv_len[slots], kv_len_tokens)
+
+    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
+        return None
+
+    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
+        return None  # a model that did not draft cannot tell what it would have
 
     def propose(self, rows: DraftRows) -> Proposal:
         slots, known = rows.slots, rows.num_tokens

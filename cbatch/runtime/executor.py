@@ -7,10 +7,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.core.plan import Deltas, RowStatus, StepPlan, StepResult, TokenLogprobs
+from cbatch.core.plan import (
+    Deltas,
+    RowStatus,
+    ShadowEvidence,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from cbatch.runtime.drafter import Drafter, DraftRows, Proposal
 from cbatch.runtime.index import I64, iota
 from cbatch.runtime.kv import KVCache
@@ -82,10 +90,16 @@ class TorchExecutor:
             draft_s = time.perf_counter() - drafting
         verified, prompts = self._forward(rows, proposal)
         tokens, counts = self._advance(rows, verified)
+        shadow = self._score(rows, proposal)
         # What the step cost besides its drafts, bookkeeping included: somebody has to pay for it.
         durations_s = draft_s, time.perf_counter() - started - draft_s
         logprobs = (*prompts, *verified.logprobs) if verified is not None else tuple(prompts)
-        return self._report(plan, rows, proposal, tokens, counts, durations_s, logprobs)
+        result = self._report(plan, rows, proposal, tokens, counts, durations_s, logprobs)
+        if self.drafter is not None and rows.num_drafts is not None:
+            kv_lens = self.drafter.kv_lens(plan.slots)
+            if kv_lens is not None:
+                result = structs.replace(result, draft_kv_lens=kv_lens.astype(np.int32))
+        return result if shadow is None else structs.replace(result, shadow=shadow)
 
     def _apply(self, deltas: Deltas) -> None:
         table = self.table
@@ -240,6 +254,16 @@ class TorchExecutor:
         if rows.num_drafts is not None and self.drafter is not None:
             self.drafter.truncate(rows.slots, kv_len)
         return tokens, counts
+
+    def _score(self, rows: _Rows, proposal: Proposal | None) -> ShadowEvidence | None:
+        """How drafters would have done in rows that have emitted without drafts."""
+        if self.drafter is None or not len(rows.slots):
+            return None
+        drafted = None if proposal is None else proposal.num_drafted
+        shadow = self.drafter.score(rows.slots, drafted)
+        if shadow is None or rows.plan_rows is None:
+            return shadow
+        return structs.replace(shadow, rows=rows.plan_rows[shadow.rows].astype(np.int32))
 
     def _report(
         self,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cbatch.core.plan import Admission
+from cbatch.core.plan import Admission, ShadowEvidence
 from cbatch.runtime.drafter import DraftRows, Proposal
 from cbatch.runtime.index import I64
 from cbatch.runtime.rows import SlotTable
@@ -133,6 +133,12 @@ class LookupDrafter:
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         pass
+
+    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
+        return np.zeros(len(slots), dtype=np.int64)
+
+    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
+        return None  # a chain knows when to `observe`
 
     def propose(self, rows: DraftRows) -> Proposal:
         depths = rows.num_drafts.tolist()

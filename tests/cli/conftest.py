@@ -23,6 +23,7 @@ INFO = EngineInfo(
     row_invariant=True,
     row_invariance="row_invariant: yes",
     lookahead="fixed:3",
+    drafter=("model",),
     num_blocks=64,
     kv_memory_bytes=2**20,
     max_model_tokens=128,

@@ -23,6 +23,7 @@ from tests.helpers import World, make_request
 
 HAPPENED: Counter[str] = Counter()  # over all examples
 SMALL_VOCAB = 40  # so that stop ids and shared prefixes come up by chance
+CHAINS = (("model",), ("suffix", "model"), ("model", "ngram"), ("suffix",))
 NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -31,6 +32,9 @@ def configs(draw):
     max_slots = draw(st.integers(1, 5))
     policy = draw(st.sampled_from(["fixed", "ema", "goodput", "off"]))
     draft_context = draw(st.sampled_from([64, 20, None]))
+    chains = [None, ("suffix",), ("ngram", "suffix")]
+    if draft_context is not None:
+        chains += [("suffix", "model"), ("model", "ngram")]
     return SchedulerConfig(
         num_blocks=draw(st.one_of(st.integers(2, 12), st.just(40))),
         block_size_tokens=draw(st.integers(1, 6)),
@@ -44,6 +48,7 @@ def configs(draw):
         prefix_cache=draw(st.booleans()),
         decode_reserve_tokens=draw(st.integers(1, 8)),
         draft_context_tokens=draft_context,
+        drafter=draw(st.sampled_from(chains)),
         lookahead=LookaheadConfig(policy=policy, k=draw(st.integers(1, 6))),
     )
 
@@ -63,6 +68,7 @@ def sampling(draw):
         "stop_token_ids": draw(st.sampled_from([(), (), (5,), (6, 7)])),
         "ignore_eos": draw(st.booleans()),
         "max_lookahead": draw(st.sampled_from([None, None, 0, 1, 3])),
+        "drafter": draw(st.sampled_from([None, None, *CHAINS])),
         "priority": draw(st.integers(-2, 2)),
     }
 
@@ -90,6 +96,9 @@ class Serving(RuleBasedStateMachine):
         )
 
     def _add(self, prompt, params, acceptance, choice=0):
+        held = self.world.config.draft_context_tokens is not None
+        if not held and "model" in (params["drafter"] or ()):
+            params = params | {"drafter": None}  # the engine refuses it
         name = f"r{self.count}"
         self.count += 1
         self.acceptance[name] = acceptance
@@ -135,7 +144,7 @@ class Serving(RuleBasedStateMachine):
     @rule(extra=st.integers(0, 3))
     def add_one_that_is_too_long(self, extra):
         limit = self.world.config.max_sequence_tokens
-        assert self._add((1,) * (limit + extra), {}, 0.5) is None
+        assert self._add((1,) * (limit + extra), {"drafter": None}, 0.5) is None
 
     @precondition(lambda self: self.world.scheduler.has_work)
     @rule(count=st.integers(1, 5))
@@ -202,6 +211,9 @@ class Serving(RuleBasedStateMachine):
             ("full acceptances", executor.num_full_acceptances),
             ("mixed steps", executor.num_mixed_steps),
             ("catch-up tokens", executor.catch_up_tokens),
+            ("rows drafted by the model", executor.rows_by_drafter["model"]),
+            ("rows drafted by a lookup", executor.rows_by_drafter["suffix"]),
+            ("scores", executor.num_scores),
             ("zeroed blocks", sum(len(plan.deltas.zeroed_blocks) for plan in world.plans)),
         ):
             HAPPENED[prefix + what] += count
@@ -237,6 +249,9 @@ def test_everything_happened():
             "full acceptances",
             "mixed steps",
             "catch-up tokens",
+            "rows drafted by the model",
+            "rows drafted by a lookup",
+            "scores",
             "zeroed blocks",
             *(reason.value for reason in FinishReason),
         ):

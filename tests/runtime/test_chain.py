@@ -131,7 +131,8 @@ def test_a_row_goes_to_the_first_of_its_chain_that_has_something():
     chain.release(1)
     assert drafts(ask(chain, table, [2, 1]))[1] == []
     chain.reset()
-    assert drafts(ask(chain, table, [2, 1])) == [[], []]
+    chain.admit(admit(1, ("suffix",)))
+    assert drafts(ask(chain, table, [2, 1])) == [[], [9]]
 
 
 def test_a_model_that_is_not_loaded_or_past_its_context_is_passed_over():
@@ -202,7 +203,7 @@ def test_shadow_evidence_is_of_the_first_of_the_chain_and_none_of_a_model():
 
 
 def test_the_model_makes_up_for_others_at_once_or_in_slices():
-    model = ScriptedModel()
+    model = ScriptedModel(context_tokens=2 * chain_module.SETTLE_TOKENS)
     chain, table = scripted(model, slots=[(("model", "suffix"), 0.0), (("model",), 0.0)])
     table.num_tokens[:2] = [chain_module.SETTLE_TOKENS + 20, 60]
     assert drafts(ask(chain, table, [1, 2], catch_up=1)) == [[9], [3, 3]]
@@ -227,7 +228,7 @@ def chain_run(requests: Any, model: Any = None, index: Any = NgramIndex, **setti
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.runtime.engines.DraftModel", make)
-        return run_engine(requests, target, draft, **settings)
+        return run_engine(requests, target, draft, drafter=("suffix", "model"), **settings)
 
 
 def chain_requests(chains: Any = CHAINS, max_tokens: int = 50, **params: Any) -> list[Any]:

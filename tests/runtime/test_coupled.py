@@ -121,7 +121,9 @@ def test_any_drafter():
         executor = RecordingExecutor(
             tiny_model(), drafter=chain, num_blocks=256, block_size_tokens=4, max_slots=8
         )
-        run = run_engine(ours, tiny_model(), draft, lookahead="fixed:3", executor=executor)
+        run = run_engine(
+            ours, tiny_model(), draft, lookahead="fixed:3", executor=executor, drafter=default
+        )
         assert run.outputs == base.outputs, default
         assert (run.accepted > 0).sum() >= 3 and (run.accepted < run.drafted).any()
 

@@ -1,0 +1,165 @@
+"""Chains of drafters in an engine: what it says, and what the draft's KV is said to hold."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+
+from cbatch.core import lookahead as lookahead_module
+from cbatch.core.committer import Committer
+from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.request import Request
+from cbatch.runtime.chain import ChainDrafter
+from cbatch.runtime.lookup import LookupDrafter, NgramIndex
+from cbatch.runtime.suffix import SuffixIndex
+from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
+from tests.runtime.pairs import tiny_model
+from tests.runtime.test_drafter import CheckedDraftModel
+
+VOCAB, NOISE = 12, 0.08
+CHAINS = (("suffix", "model"), ("ngram",), ("ngram", "model"), ("model",), ("suffix",))
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 50}
+COUPLED = GREEDY | {"temperature": 0.4, "verification": "coupled"}
+RETURNS_AT = 120  # step in which the second half enters, whose prompts are what the first half said
+
+
+class WatchedExecutor(RecordingExecutor):
+    """Also keeps what the draft's KV held, scores, and whose KV a prefix hit found."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.kv_lens: list[np.ndarray | None] = []
+        self.num_scores = 0
+        self.hits: list[tuple[int, int]] = []  # target's and draft's positions of an admission
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.hits += [(a.kv_len_tokens, a.draft_kv_len_tokens) for a in plan.deltas.admitted]
+        result = super().run(plan)
+        self.kv_lens.append(result.draft_kv_lens)
+        self.num_scores += 0 if result.shadow is None else len(result.shadow.rows)
+        return result
+
+
+@functools.cache
+def target() -> Any:
+    return tiny_model(vocab_size=VOCAB, dtype=torch.bfloat16)
+
+
+def requests(params: dict[str, Any]) -> tuple[list[Request], Run]:
+    """One of each chain, those who go on from what they said as rows of the model, and the plain
+    run of all."""
+    rng = np.random.default_rng(6)
+    first = [
+        make_request(f"r{i}", rng.integers(0, VOCAB, 9 + 5 * i).tolist(), drafter=c, **params)
+        for i, c in enumerate(CHAINS)
+    ]
+    said = run_engine(first, target()).outputs
+    again = [
+        make_request(f"again {r.request_id}", (*r.prompt, *said[r.request_id]), **params)
+        for r in first
+    ]
+    again = [
+        structs.replace(r, params=structs.replace(r.params, drafter=("model",))) for r in again
+    ]
+    return first + again, run_engine(first + again, target())
+
+
+def run_chains(ours: list[Request], *, model: bool = True, **settings: Any) -> Run:
+    drafts = [tiny_model(vocab_size=VOCAB, noise=NOISE, dtype=torch.bfloat16) for _ in range(2)]
+    default = settings.setdefault("drafter", ("suffix", "model"))
+    chain = ChainDrafter(
+        model=CheckedDraftModel(*drafts) if model else None,
+        lookups={"ngram": LookupDrafter(NgramIndex), "suffix": LookupDrafter(SuffixIndex)},
+        default=default,
+    )
+    sizes = {"num_blocks": 256, "block_size_tokens": 4, "max_slots": 8} | {
+        k: v for k, v in settings.items() if k in ("num_blocks", "max_slots")
+    }
+    executor = WatchedExecutor(target(), drafter=chain, **sizes)
+    draft = drafts[0] if model else None
+    settings = {"lookahead": "fixed:3"} | settings
+    return run_engine(ours, target(), draft, executor=executor, **settings)
+
+
+def pause_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """k is 3, then 0 for a while, then 3."""
+    calls = 0
+
+    def choose(config: Any, estimate: Any, rows: Any, caps: np.ndarray) -> np.ndarray:
+        nonlocal calls
+        calls += 1
+        return caps * (calls % 24 < 8)
+
+    monkeypatch.setattr(lookahead_module, "choose_lookahead", choose)
+
+
+@pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(("depth", "num_blocks"), [(0, 256), (1, 256), (0, 44)])
+def test_output_is_that_of_plain_decoding(params, depth, num_blocks, monkeypatch):
+    """Every chain at once, k 3 -> 0 -> 3, preemptions, and prefix hits on what lookups drafted; the
+    model's drafts are compared with those of a cold one throughout."""
+    pause_drafting(monkeypatch)
+    ours, plain = requests(params)
+    arrivals = [0] * len(CHAINS) + [RETURNS_AT] * len(CHAINS)
+    run = run_chains(ours, depth=depth, num_blocks=num_blocks, arrivals=arrivals)
+    assert run.outputs == plain.outputs
+    executor = run.executor
+    assert isinstance(executor, WatchedExecutor)
+    stats = run.scheduler.stats
+    assert (stats.preemptions > 0) == (num_blocks < 256)
+    if num_blocks == 256:
+        part = [kv > draft for kv, draft in executor.hits if kv]
+        assert len(part) >= 4 and any(part) and not all(part)
+    assert any(lens is not None for lens in executor.kv_lens) and executor.num_scores > 0
+    for request in ours:
+        assert any(d for _, d, _ in executor.row_of_request[request.request_id])
+    accepted, drafted = run.accepted, run.drafted
+    assert (accepted < drafted).any() and (accepted[drafted == 3] == 3).any() and 0 in drafted
+
+
+def test_blocks_taken_for_draft_valid_though_a_lookup_drafted_them_are_caught(monkeypatch):
+    """The same without the executor's word on the draft's KV: what it then drafts is wrong."""
+    advance = Committer._advance_draft
+
+    def credulous(self: Committer, step: Any) -> None:
+        step.result = structs.replace(step.result, draft_kv_lens=None)
+        advance(self, step)
+
+    monkeypatch.setattr(Committer, "_advance_draft", credulous)
+    ours, _ = requests(GREEDY)
+    arrivals = [0] * len(CHAINS) + [RETURNS_AT] * len(CHAINS)
+    with pytest.raises(AssertionError):
+        run_chains(ours, arrivals=arrivals)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("lookahead", ["ema:4", "goodput:4"])
+def test_lookups_without_a_model(lookahead, depth):
+    ours, plain = requests(GREEDY)
+    ours = [structs.replace(r, params=structs.replace(r.params, drafter=None)) for r in ours]
+    settings = {"drafter": ("ngram", "suffix"), "depth": depth, "num_blocks": 60}
+    run = run_chains(ours, model=False, lookahead=lookahead, **settings)
+    assert run.outputs == plain.outputs
+    assert run.executor.kv_lens == [None] * len(run.executor.kv_lens)
+    assert (run.accepted > 1).any() and run.scheduler.stats.preemptions > 0
+
+
+def test_scores_are_of_rows_without_drafts_alone():
+    """With k = 3 throughout nobody is scored; the opted-out never, others once they stop."""
+    ours, _ = requests(GREEDY)
+    first = ours[: len(CHAINS)]
+    busy = run_chains([r for r in first if r.params.drafter == ("suffix",)], lookahead="fixed:3")
+    idle = run_chains(first, lookahead="fixed:1", max_slots=1)
+    out = [structs.replace(r, params=structs.replace(r.params, max_lookahead=0)) for r in first]
+    never = run_chains(out)
+    for run in (busy, idle, never):
+        assert isinstance(run.executor, WatchedExecutor)
+    assert never.executor.num_scores == 0 and never.drafted.max() == 0
+    rows = busy.executor.row_of_request["r4"]
+    longest = max(len(gap) for gap in "".join("x" if d else "." for _, d, _ in rows).split("x"))
+    assert (busy.executor.num_scores > 0) == (longest >= 12)
