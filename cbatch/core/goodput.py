@@ -18,6 +18,8 @@ w_i; without it easy rows leave early and hard ones fill the batch.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 from msgspec import structs
@@ -25,6 +27,7 @@ from msgspec import structs
 from cbatch.core.cost import StepPrices
 
 _ROUNDING = 1e-12
+_UNEVEN = 0.02  # what unequal depths must promise: a pass, and a product, serves equal rows best
 _LEAST_S = 1e-12
 _DEPTHS = np.arange(64, dtype=np.float64)[:, None]
 _COUNTS = np.arange(65_536, dtype=np.float64)
@@ -91,8 +94,13 @@ def decide(
         choice = _within_blocks(values, prices, choice, *blocks)
     if choice is None:
         return Decision(np.zeros(rows, dtype=np.int32), 0.0, _market(prices, rows, 0, 1))
-    gain = choice.goodput * prices.step_s[0] / rows - 1
     num_drafts = _take(values[: choice.depth], choice)
+    even = None if blocks is not None else _even(values, prices, num_drafts, caps)
+    if even is not None and even[1] * (1 + _UNEVEN) >= choice.goodput:
+        num_drafts, worth = even
+        count, depth = int(np.add.reduce(num_drafts)), int(np.maximum.reduce(num_drafts))
+        choice = Choice(depth, count, worth, choice.threshold)
+    gain = choice.goodput * prices.step_s[0] / rows - 1
     market = _market(prices, rows, choice.count, choice.depth)
     return Decision(num_drafts, float(gain), market, choice.threshold)
 
@@ -197,6 +205,26 @@ def _take(values: np.ndarray, choice: Choice) -> np.ndarray:
         equals = np.flatnonzero(values == choice.threshold)[-surplus:]
         num_drafts -= np.bincount(equals % values.shape[1], minlength=values.shape[1])
     return num_drafts
+
+
+def _even(
+    values: np.ndarray, prices: StepPrices, num_drafts: np.ndarray, caps: np.ndarray
+) -> tuple[np.ndarray, float] | None:
+    """The rows that draft, all equally deep: k of each row and G(k), of the two depths next to
+    their mean the better one. None: no such choice has a price."""
+    drafts = num_drafts > 0
+    mean = float(np.add.reduce(num_drafts)) / float(np.add.reduce(drafts))
+    best = None
+    for depth in {int(mean), math.ceil(mean)}:
+        k = np.minimum(caps, depth, dtype=np.int32) * drafts
+        count = int(np.add.reduce(k))
+        if not count < len(prices.step_s):
+            continue
+        tokens = values.shape[1] + float(np.add.reduce(values[:depth] @ drafts))
+        goodput = tokens / (float(prices.step_s[count]) + prices.pass_s * depth)
+        if best is None or goodput > best[1]:
+            best = k.astype(np.int32), goodput
+    return best
 
 
 def _without_debtors(
