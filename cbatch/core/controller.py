@@ -260,6 +260,8 @@ class LookaheadController:
             self.regime.judge(0.0, len(caps))
             return None
         prices = self.costs.prices(len(caps), room.base_tokens, room.context_tokens, most)
+        # Optimism: a price that is too high would never be corrected, one too low soon is.
+        prices = prices.cheaper(self.costs.doubt(len(caps)))
         accepted, trials = self.estimate[:, rows]
         survival = lookahead.survival(accepted, trials, depth)
         debts_s = _debts_s(lag, room, prices.ingest_s)

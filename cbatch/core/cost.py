@@ -32,6 +32,7 @@ from cbatch.core.errors import FieldError
 
 _ROUNDING = 1e-6
 _SPEED_GAIN = 0.2
+_DOUBT, _SURE_STEPS = 0.15, 4.0
 _LEAST_S = 1e-9  # what a step costs as long as nothing at all is known
 
 
@@ -84,6 +85,11 @@ class StepPrices(msgspec.Struct, frozen=True):
     pass_s: float
     ingest_s: float = 0.0
 
+    def cheaper(self, share: float) -> StepPrices:
+        """With whatever drafting adds to a step less by `share`."""
+        step_s = self.step_s - share * (self.step_s - self.step_s[0])
+        return StepPrices(step_s, (1 - share) * self.pass_s, (1 - share) * self.ingest_s)
+
 
 class StepLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a step did."""
@@ -108,6 +114,7 @@ class CostModel:
         self._table = self._profile.table(max_tokens) if known else np.zeros(max_tokens + 1)
         self._target, self._draft = _Fit(6, profiled=known), _Fit(4, profiled=known)
         self._slowness = 1.0  # seconds now for a second of the shape
+        self._drafting_steps: dict[int, float] = {}  # seen, decayed, by the size of the batch
 
     def observe(self, load: StepLoad, draft_s: float, target_s: float) -> None:
         """A step took so long. Durations that are not positive were not measured: no evidence."""
@@ -129,6 +136,14 @@ class CostModel:
             drafting = (size_s, load.depth, load.draft_tokens, load.ingested_tokens)
             self._draft.observe(drafting, draft_s / self._slowness)
         self._slowness *= (1 + error) ** _SPEED_GAIN
+        size = load.rows.bit_length()
+        seen = self._drafting_steps.get(size, 0.0)
+        self._drafting_steps[size] = _Fit.DECAY * seen + (load.draft_tokens > load.rows // 2)
+
+    def doubt(self, rows: int) -> float:
+        """By what share drafting may be cheaper than its price says: much while about so many rows
+        have hardly drafted yet, nothing once it is known."""
+        return _DOUBT / (1 + self._drafting_steps.get(rows.bit_length(), 0.0) / _SURE_STEPS)
 
     def prices(
         self, rows: int, base_tokens: int, context_tokens: int, most_drafts: int
