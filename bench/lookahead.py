@@ -2,19 +2,20 @@
 
 The demo pair serves two workloads of prompts (`fresh`: heads of functions it has not seen; `edit`:
 a function followed by the start of a renamed copy) and their half-and-half mix, with a constant
-number of requests in flight. Requests are greedy and of given lengths, so every policy emits the
-same tokens; policies take short turns at the same stretch of them, so that a machine which is slow
-for some seconds is so to all. The best fixed k is chosen afterwards, from 0 (off) to 8: nobody
-could have configured a better constant.
+number of requests in flight; in `useless` nine drafts of ten are spoilt. Requests are greedy and of
+given lengths, so every policy emits the same tokens; policies take short turns at the same stretch
+of them, so that a machine which is slow for some seconds is so to all. The best fixed k is chosen
+afterwards, from 0 (off) to 8: nobody could have configured a better constant.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from bench.report import print_report, rounded
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
 from cbatch.outputs import Output, Speculation
+from cbatch.runtime.drafter import DraftModel, DraftRows, Proposal
 from cbatch.stepwise import Engine
 from cbatch.text import load_tokenizer
 
-WORKLOADS = ("fresh", "edit", "mix")
+WORKLOADS = ("fresh", "edit", "mix", "useless")
+_SPOILT = 0.87  # of the drafts of `useless`: acceptance comes out at about 0.1
 FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "goodput")
 _CONSTANTS = ("off", *FIXED)  # what the best fixed k is chosen from
@@ -107,12 +110,30 @@ class ClosedLoop:
 def make_prompts(workload: str, model: Path, count: int) -> Prompts:
     """`count` prompts, the shipped ones in turn; in a mix every other one is of each kind."""
     tokenizer = load_tokenizer(model)
-    kinds = {"fresh": demo_prompts(), "edit": edit_prompts()}
-    texts = [kinds[workload]] if workload in kinds else list(kinds.values())
+    kinds = {"fresh": demo_prompts(), "edit": edit_prompts(), "useless": demo_prompts()}
+    texts = [kinds[workload]] if workload in kinds else [kinds["fresh"], kinds["edit"]]
     pools = [[list(tokenizer.encode(t))[-_MOST_PROMPT_TOKENS:] for t in part] for part in texts]
     return [
         pools[i % len(pools)][i // len(pools) % len(pools[i % len(pools)])] for i in range(count)
     ]
+
+
+@contextlib.contextmanager
+def spoilt_drafts() -> Iterator[None]:
+    """The draft model's guesses come out wrong for the most part; their price is the same."""
+    propose, rng = DraftModel.propose, np.random.default_rng(0)
+
+    def spoilt(self: DraftModel, rows: DraftRows) -> Proposal:
+        proposal = propose(self, rows)
+        noise = rng.integers(0, self.table.vocab_size, proposal.tokens.shape)
+        wrong = rng.random(proposal.tokens.shape) < _SPOILT
+        return proposal._replace(tokens=np.where(wrong, noise, proposal.tokens))
+
+    DraftModel.propose = spoilt  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DraftModel.propose = propose  # type: ignore[method-assign]
 
 
 def measure(
@@ -236,7 +257,8 @@ def main() -> None:
         for workload in args.workload:
             for batch in args.batch:
                 prompts = make_prompts(workload, model, _PROMPTS)
-                runs = measure(engines, prompts, batch, args, lambda: progress.advance(task))
+                with spoilt_drafts() if workload == "useless" else contextlib.nullcontext():
+                    runs = measure(engines, prompts, batch, args, lambda: progress.advance(task))
                 rows += rows_of(workload, batch, runs)
     series = {
         workload: {

@@ -46,7 +46,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dtype: str = "auto"
     device: str = "auto"
     numerics: Literal["auto", "invariant", "fast"] = "auto"
-    lookahead: str | LookaheadConfig = "ema"
+    lookahead: str | LookaheadConfig = "goodput"
     drafter: tuple[str, ...] | None = None
     max_slots: int = 32
     num_blocks: int | None = None

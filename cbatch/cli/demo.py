@@ -36,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Many sequences in every step, each slot speculating with its own k.",
     )
     parser.add_argument(
-        "--lookahead", default="ema", metavar="POLICY", help="off, ema, goodput, fixed:K"
+        "--lookahead", default="goodput", metavar="POLICY", help="off, ema, goodput, fixed:K"
     )
     add_drafter_option(parser)
     parser.add_argument("--max-slots", type=int, default=12, help="sequences that run at once")

@@ -26,9 +26,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--lookahead",
-        default="ema",
+        default="goodput",
         metavar="POLICY",
-        help="off, ema, goodput, fixed; ema:K drafts at most K, fixed:K always (default: ema)",
+        help="off, ema, goodput, fixed; ema:K drafts at most K, fixed:K always (default: goodput)",
     )
     add_drafter_option(group)
     group.add_argument("--max-slots", type=int, default=32, help="sequences that run at once")

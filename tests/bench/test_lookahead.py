@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
-from bench.lookahead import Run, make_prompts, rows_of, serve
+from bench.lookahead import ClosedLoop, Run, make_prompts, rows_of, spoilt_drafts
 from bench.plot import save_lines
 from cbatch import EngineOptions, load_engine
 from cbatch.demo import demo_paths
@@ -42,13 +44,36 @@ def test_a_mix_takes_both_kinds_in_turn():
     assert mix[0::2] == fresh[:4] and mix[1::2] == edit[:4]
 
 
-def test_every_prompt_is_served_and_counted():
+def test_a_loop_stays_full_and_counts_what_comes_out():
     options = EngineOptions(lookahead="fixed:3", max_slots=2, max_model_tokens=128)
     engine, _ = load_engine(*demo_paths(), options)
     prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0], 5)]
-    run = serve(engine, prompts, 2, 6)
-    assert run.tokens == 5 * 6
-    assert run.speculation.drafted_tokens > 0 and 0 < run.speculation.drafting_share <= 1
+    loop = ClosedLoop(engine, prompts, 2, 6)
+    loop.start()
+    before = engine.scheduler.stats.emitted_tokens
+    runs = [loop.run(20), loop.run(20)]
+    assert engine.scheduler.num_running + engine.scheduler.num_waiting == 2
+    assert sum(run.tokens for run in runs) == engine.scheduler.stats.emitted_tokens - before
+    assert all(20 <= run.tokens < 30 for run in runs)
+    total = runs[0].speculation
+    total.merge(runs[1].speculation)
+    assert total.drafted_tokens > 0 and 0 < total.drafting_share <= 1
+    loop.stop()
+    assert not engine.has_work
+
+
+def test_spoilt_drafts_are_hardly_ever_accepted():
+    options = EngineOptions(lookahead="fixed:3", max_slots=2, max_model_tokens=128)
+    engine, _ = load_engine(*demo_paths(), options)
+    prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0], 5)]
+    found = []
+    for spoilt in (True, False):
+        with spoilt_drafts() if spoilt else nullcontext():
+            loop = ClosedLoop(engine, prompts, 2, 40)
+            loop.start()
+            found.append(loop.run(400).speculation.acceptance)
+            loop.stop()
+    assert found[0] < 0.25 < 0.5 < found[1], found
 
 
 def test_a_plot_is_a_picture(tmp_path):
