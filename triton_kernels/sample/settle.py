@@ -163,7 +163,7 @@ def _combine(
 
 
 @triton.jit
-def _count_andcut.mass_before(passes, cut, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
+def _count_and_mass(passes, end, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     """Number of tokens and mass before a cut, fp32 [ROWS] each (2**24 tokens count exactly)."""
     count = tl.zeros_like(passes[2])
     mass = tl.zeros_like(passes[2])
@@ -183,7 +183,7 @@ def _race_until_kept(
     and the last key that is kept. The likeliest token is kept always, so this ends."""
     top_k, nucleus, last_key = limits
     while tl.max(asks.to(tl.int32), axis=0) > 0:
-        count, mass = _count_andcut.mass_before(passes, (winner_key, winner), BLOCK, SHAPED)
+        count, mass = _count_and_mass(passes, (winner_key, winner), BLOCK, SHAPED)
         kept = (count < top_k) & (mass < nucleus) & (winner_key <= last_key)
         asks = asks & ~(kept | (count == 0.0))
         if tl.max(asks.to(tl.int32), axis=0) > 0:
