@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from triton_kernels.sample import rows as r
+from triton_kernels.sample.rows import Batch
 from triton_kernels.sample.settle import settle_kernel
 from triton_kernels.sample.stats import stats_kernel
 
@@ -22,17 +23,6 @@ class Tiling(NamedTuple):
 
     rows: int = 1
     block: int = 4096
-
-
-class Batch(NamedTuple):
-    """What the kernels that read logits have in common."""
-
-    logits: Tensor  # bf16, fp16 or fp32 [N, V]; rows may lie apart
-    rows: r.Rows
-    requests: r.Requests
-    noise: r.Noise
-    drafts: r.Drafts
-    shaping: r.Shaping | None  # None: no request changes its logits
 
 
 class Settled(NamedTuple):
@@ -50,9 +40,11 @@ def sample(batch: Batch, purpose: int, tiling: Tiling = Tiling()) -> Tensor:
     return settle(batch, purpose, tiling).ids[:, 0]
 
 
-def settle(batch: Batch, purpose: int | None, tiling: Tiling = Tiling()) -> Settled:
+def settle(
+    batch: Batch, purpose: int | None, tiling: Tiling = Tiling(), *, of_drafts: bool = False
+) -> Settled:
     """Winners, maxima, masses and cuts; without a `purpose` requests of mode REJECTION do not race,
-    and have their cut and kept mass found instead."""
+    and have their cut and kept mass found instead. `of_drafts`: nothing else is wanted."""
     check(batch)
     (num_rows, vocab), device = batch.logits.shape, batch.logits.device
     num_tiles = num_tiles_of(batch, tiling)
@@ -73,6 +65,7 @@ def settle(batch: Batch, purpose: int | None, tiling: Tiling = Tiling()) -> Sett
         "num_rows": num_rows,
         "num_tiles": num_tiles,
         "PURPOSE": purpose,
+        "OF_DRAFTS": of_drafts,
         **shape(batch, tiling),
     }
     del common["top_k_ptr"], common["top_p_ptr"], common["min_p_ptr"]

@@ -69,6 +69,25 @@ class Shaping(NamedTuple):
     min_tokens: Tensor  # int32 [B]: stop tokens are forbidden for so many more
 
 
+class Batch(NamedTuple):
+    """What the kernels that read logits have in common."""
+
+    logits: Tensor  # bf16, fp16 or fp32 [N, V]; rows may lie apart
+    rows: Rows
+    requests: Requests
+    noise: Noise
+    drafts: Drafts
+    shaping: Shaping | None  # None: no request changes its logits
+
+
+class Proposals(NamedTuple):
+    """What drafts were drawn from. Row drafts.starts[b] + j holds the logits behind draft j."""
+
+    logits: Tensor  # bf16, fp16 or fp32 [M, V], as the draft gave them; rows may lie apart
+    rows: Rows  # [M]
+    certain: Tensor  # int32 [B]: 1 where drafts were chosen with certainty; its rows are not read
+
+
 def rows_of(num_drafts: Tensor, num_rows: int) -> tuple[Rows, Tensor]:
     """Rows of B requests with 1 + num_drafts[b] each, one after the other, and where each begins,
     int32 [B]. `num_rows` may exceed their sum: the rest is padding. No synchronisation."""

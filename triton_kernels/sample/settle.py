@@ -51,6 +51,7 @@ def settle_kernel(
     list_width,
     num_tiles,
     PURPOSE: tl.constexpr,
+    OF_DRAFTS: tl.constexpr,
     SHAPED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -62,8 +63,12 @@ def settle_kernel(
     live = at < num_rows
     at = tl.where(live, at, 0)
     requests = tl.load(requests_ptr + at)
-    depths = tl.load(depths_ptr + at)
     modes = tl.load(modes_ptr + requests)
+    if OF_DRAFTS:
+        live = live & (modes == REJECTION)
+        if tl.max(live.to(tl.int32), axis=0) == 0:
+            return
+    depths = tl.load(depths_ptr + at)
     inverse = tiles.inverse(tl.load(temperatures_ptr + requests))
     shaping = (
         plain_ptr, listed_ptr, num_listed_ptr, bias_ptr, counts_ptr, marks_ptr, penalties_ptr,

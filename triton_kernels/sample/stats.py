@@ -45,6 +45,7 @@ def stats_kernel(
     list_width,
     num_tiles,
     PURPOSE: tl.constexpr,
+    OF_DRAFTS: tl.constexpr,
     SHAPED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -53,13 +54,19 @@ def stats_kernel(
     tile_ids int32 [N, tiles, 2]: the winner, and whether a logit was not finite. drafted_logits
     fp32 [N]: the shaped logit of the draft that the row decides on, where it has one.
 
-    PURPOSE: the noise with which rows of mode REJECTION race; None, and they do not.
+    PURPOSE: the noise with which rows of mode REJECTION race; None, and they do not. OF_DRAFTS: the
+    logits are those that drafts were drawn from; of other modes than REJECTION they are not read.
     """
     tile = tl.program_id(1)
     num_dense = tl.cdiv(vocab, BLOCK)
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = at < num_rows
     requests = tl.load(requests_ptr + at, mask=live, other=0)
+    modes = tl.load(modes_ptr + requests)
+    if OF_DRAFTS:
+        live = live & (modes == REJECTION)
+        if tl.max(live.to(tl.int32), axis=0) == 0:
+            return
     shaping = (
         plain_ptr, listed_ptr, num_listed_ptr, bias_ptr, counts_ptr, marks_ptr, penalties_ptr,
         min_tokens_ptr, list_width,
@@ -80,12 +87,11 @@ def stats_kernel(
     tl.store(tile_floats_ptr + out * 4 + 1, tl.sum(weights, axis=1), mask=live)
     tl.store(tile_ids_ptr + out * 2 + 1, broken, mask=live)
 
-    modes = tl.load(modes_ptr + requests)
     scores = (x == maxima[:, None]).to(tl.float32)  # of greedy rows
-    races = modes == COUPLED_MODE
+    races = live & (modes == COUPLED_MODE)
     purposes = tl.full([ROWS], COUPLED_PURPOSE, tl.int32)
     if PURPOSE is not None:
-        races = modes != GREEDY
+        races = live & (modes != GREEDY)
         purposes = tl.where(modes == REJECTION, PURPOSE, purposes)
     if tl.max(races.to(tl.int32), axis=0) > 0:
         source = (

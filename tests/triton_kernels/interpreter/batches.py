@@ -9,21 +9,26 @@ import torch
 from torch import Tensor
 
 from cbatch.core.request import SamplingParams
-from triton_kernels.sample.launch import Batch, Tiling
+from triton_kernels import noise
+from triton_kernels.sample.launch import Tiling
+from triton_kernels.sample.reference import sample_reference
 from triton_kernels.sample.rows import (
     COUPLED,
     GREEDY,
     IN_PROMPT,
     IS_STOP,
     REJECTION,
+    Batch,
     Drafts,
     Noise,
+    Proposals,
     Requests,
+    Rows,
     Shaping,
     rows_of,
 )
 
-MANY_ROWS = Tiling(rows=64, block=64)
+MANY_ROWS = Tiling(rows=1024, block=64)
 
 
 class Asked(NamedTuple):
@@ -174,3 +179,23 @@ def random_batch(
     shaping = shaping_of(asked, vocab) if shaped else None
     where = noise_of(rng, count)
     return Batch(logits, rows, requests_of(asked, vocab), where, drafts, shaping), asked
+
+
+def proposals_for(rng: np.random.Generator, batch: Batch) -> tuple[Batch, Proposals]:
+    """`batch` with drafts really drawn from the proposals: near the target, filtered and shaped as
+    requests ask, one after the other; every fourth request's are certain."""
+    drafted = batch.rows.depths < batch.drafts.counts[batch.rows.requests.long()]
+    rows = Rows(batch.rows.requests[drafted], batch.rows.depths[drafted])
+    near = torch.from_numpy(rng.normal(size=(len(rows.depths), batch.logits.shape[1])) * 0.7)
+    logits = (batch.logits[drafted].float() + near).to(batch.logits.dtype)
+    certain = (torch.arange(len(batch.drafts.counts)) % 4 == 0).to(torch.int32)
+    tokens = batch.drafts.tokens.clone()
+    for depth in range(int(batch.drafts.counts.max())):
+        drafts = batch.drafts._replace(tokens=tokens)
+        drawn = sample_reference(
+            logits, rows, batch.requests, batch.noise, drafts, batch.shaping, noise.DRAFT
+        )
+        here = (rows.depths == depth) & (certain[rows.requests.long()] == 0)
+        tokens = torch.where(here, drawn, tokens)
+    batch = batch._replace(drafts=batch.drafts._replace(tokens=tokens))
+    return batch, Proposals(logits, rows, certain)
