@@ -49,6 +49,18 @@ def _chance(floats_ptr, ids_ptr, logits_ptr, rows, drafts, inverse, mask):
 
 
 @triton.jit
+def _accepts(threshold, p):
+    """u * q <= p with u in (0, 1]; p > 0 keeps a token that the target forbids out for good."""
+    return (p > 0.0) & (threshold <= p)
+
+
+@triton.jit
+def _residual(p, q):
+    """What replaces a rejected draft, not normalised (Leviathan et al. 2023, section 2.3)."""
+    return tl.maximum(p - q, 0.0)
+
+
+@triton.jit
 def _accept_kernel(
     modes_ptr,
     temperatures_ptr,
@@ -99,8 +111,7 @@ def _accept_kernel(
             row = draft_start + j
             q = _chance(q_floats_ptr, q_ids_ptr, q_logits_ptr, row, draft, inverse, unsure)
             threshold = tl.where(unsure, threshold * q, threshold)
-        # u * q <= p with u in (0, 1]; p > 0 keeps a token that the target forbids out for good.
-        passes = tl.where(ratio, (p > 0.0) & (threshold <= p), own == draft)
+        passes = tl.where(ratio, _accepts(threshold, p), own == draft)
         accepted += (there & passes & (accepted == j)).to(tl.int32)
     tl.store(accepted_ptr + request, accepted, mask=live)
     tl.store(next_ptr + request, tl.load(row_ids_ptr + 4 * (start + accepted)), mask=live)
@@ -205,7 +216,7 @@ def _replace_kernel(
         tl.where(rejected, RESIDUAL, BONUS),
     )
     e = tiles.exponentials(source, ids, tile, num_dense, BLOCK, SHAPED)
-    best, winner = tiles.winners(tl.maximum(p - q, 0.0) / e, ids)
+    best, winner = tiles.winners(_residual(p, q) / e, ids)
     best_of_p, winner_of_p = tiles.winners(p / e, ids)
     out = (request.to(tl.int64) * num_tiles + tile) * 2
     tl.store(tile_scores_ptr + out, best, mask=live)

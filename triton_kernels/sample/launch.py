@@ -8,6 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from triton_kernels import noise
+from triton_kernels.case import Case, Limits
 from triton_kernels.sample import rows as r
 from triton_kernels.sample.rows import Batch
 from triton_kernels.sample.settle import settle_kernel
@@ -15,6 +17,9 @@ from triton_kernels.sample.stats import stats_kernel
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
 NUM_WARPS = 8
+NUM_STAGES = 2
+LIMITS = {"sample_stats": Limits(255, 65536), "sample_settle": Limits(255, 65536)}
+SHAPING_POINTERS = frozenset(f"{name}_ptr" for name in r.Shaping._fields)
 
 
 class Tiling(NamedTuple):
@@ -93,10 +98,10 @@ def num_tiles_of(batch: Batch, tiling: Tiling) -> int:
 
 def arguments(batch: Batch) -> dict[str, Any]:
     """Arguments of a kernel, by name."""
-    logits, rows, requests, noise, drafts, shaping = batch
+    logits, rows, requests, where, drafts, shaping = batch
     values = {f"{name}_ptr": tensor for name, tensor in rows._asdict().items()}
     values |= {f"{name}_ptr": tensor for name, tensor in requests._asdict().items()}
-    values |= {f"{name}_ptr": tensor for name, tensor in noise._asdict().items()}
+    values |= {f"{name}_ptr": tensor for name, tensor in where._asdict().items()}
     values |= {
         "drafts_ptr": drafts.tokens,
         "draft_starts_ptr": drafts.starts,
@@ -119,13 +124,14 @@ def shape(batch: Batch, tiling: Tiling) -> dict[str, Any]:
         "ROWS": tiling.rows,
         "BLOCK": tiling.block,
         "num_warps": NUM_WARPS,
+        "num_stages": NUM_STAGES,
         "enable_fp_fusion": False,
     }
 
 
 def check(batch: Batch) -> None:
     """Raises ValueError naming the argument that does not fit."""
-    logits, rows, requests, noise, drafts, shaping = batch
+    logits, rows, requests, where, drafts, shaping = batch
     if logits.dim() != 2 or logits.dtype not in LOGITS or logits.stride(1) != 1:
         raise ValueError(
             f"logits: {logits.dtype} {list(logits.shape)} does not fit; give bf16, fp16 or fp32 "
@@ -138,7 +144,7 @@ def check(batch: Batch) -> None:
     of_requests |= {n: (i32, (count,)) for n in ("modes", "top_k")}
     r.check_fields("requests", requests, of_requests)
     of_noise = {"keys": (i64, (count, 2)), "choices": (i64, (count,)), "positions": (i64, (count,))}
-    r.check_fields("noise", noise, of_noise)
+    r.check_fields("noise", where, of_noise)
     of_drafts = {"tokens": (i32, (None,)), "starts": (i32, (count,)), "counts": (i32, (count,))}
     r.check_fields("drafts", drafts, of_drafts)
     if shaping is None:
@@ -149,3 +155,64 @@ def check(batch: Batch) -> None:
     of_shaping["plain"] = (i32, (count, triton.cdiv(vocab, 32)))
     of_shaping["bias"], of_shaping["penalties"] = (f32, (count, width)), (f32, (count, 3))
     r.check_fields("shaping", shaping, of_shaping)
+
+
+def cases() -> list[Case]:
+    """bf16 logits, as models give them; with and without shaping."""
+    found = []
+    for shaped in (False, True):
+        for races in (True, False):
+            config = f"{'shaped' if shaped else 'plain'} {'race' if races else 'ratio'}"
+            constexprs = {
+                "PURPOSE": noise.BONUS if races else None,
+                "OF_DRAFTS": False,
+                "SHAPED": shaped,
+                "ROWS": 1,
+                "BLOCK": Tiling().block,
+            }
+            for name, kernel in (("sample_stats", stats_kernel), ("sample_settle", settle_kernel)):
+                more = {"TILES": 64} if kernel is settle_kernel else {}
+                found.append(case_of(name, config, kernel, constexprs | more, LIMITS[name]))
+    return found
+
+
+def case_of(
+    name: str, config: str, kernel: Any, constexprs: dict[str, Any], limits: Limits
+) -> Case:
+    """Types follow from names; pointers that the configuration lacks are None."""
+    signature, divisible = {}, []
+    for argument in kernel.arg_names:
+        if argument in constexprs:
+            continue
+        if not constexprs.get("SHAPED", True) and argument in SHAPING_POINTERS:
+            constexprs = {**constexprs, argument: None}
+            continue
+        signature[argument] = _type_of(argument)
+        if argument.endswith("_ptr") or argument in ("vocab", "stride", "q_stride"):
+            divisible.append(argument)
+    targets = ("sm_80", "sm_90", "sm_100", "gfx942")
+    return Case(
+        name=name,
+        config=config,
+        kernel=kernel,
+        signature=signature,
+        constexprs=constexprs,
+        divisible=tuple(divisible),
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+        limits=dict.fromkeys(targets, limits),
+        fp_fusion=False,
+    )
+
+
+def _type_of(argument: str) -> str:
+    if not argument.endswith("_ptr"):
+        return "i32"
+    name = argument.removesuffix("_ptr")
+    if name in ("logits", "q_logits"):
+        return "*bf16"
+    if name in ("keys", "choices", "positions"):
+        return "*i64"
+    floats = ("temperatures", "top_p", "min_p", "bias", "penalties")
+    is_float = name in floats or name.endswith(("floats", "scores", "drafted_logits"))
+    return "*fp32" if is_float else "*i32"

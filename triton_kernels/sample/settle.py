@@ -77,7 +77,7 @@ def settle_kernel(
     num_dense = tl.cdiv(vocab, BLOCK)
     used = num_dense + tiles.num_sparse(shaping, requests, BLOCK, SHAPED)
     maxima, mass, finite, winner, winner_logit = _combine(
-        tile_floats_ptr, tile_ids_ptr, at, num_tiles, used, modes == GREEDY, inverse, TILES
+        tile_floats_ptr, tile_ids_ptr, at, live, num_tiles, used, modes == GREEDY, inverse, TILES
     )
     starts = tl.load(draft_starts_ptr + requests)
     offsets = at.to(tl.int64) * stride
@@ -86,7 +86,7 @@ def settle_kernel(
     limits = (
         tl.load(top_k_ptr + requests),
         tl.load(top_p_ptr + requests),
-        tiles.key_of(-tl.log(tl.load(min_p_ptr + requests))),
+        _last_key(tl.load(min_p_ptr + requests)),
         vocab,
     )
     filtered = live & (modes != GREEDY) & (mass > 0.0) & _any_filter(limits)
@@ -105,7 +105,8 @@ def settle_kernel(
         nucleus = mass
         if tl.max(asks.to(tl.int32), axis=0) > 0:
             nucleus = tl.where(asks, cut.mass_before(passes, (cut_key, cut_id), BLOCK, SHAPED), mass)
-        nucleus *= limits[1]
+        has_top_p = limits[1] < float("inf")
+        nucleus = tl.where(has_top_p, nucleus * tl.minimum(limits[1], 1.0), float("inf"))
         asks = filtered & ~raced & (limits[1] < float("inf"))
         cut_key, cut_id = cut.search(passes, (cut_key, cut_id), asks, nucleus, False, BLOCK, SHAPED)
         tail = filtered & ~raced & (limits[2] < cut_key)
@@ -145,12 +146,19 @@ def _any_filter(limits):
 
 
 @triton.jit
+def _last_key(min_p):
+    """The last key that min_p keeps."""
+    key = tiles.key_of(-tl.log(tl.where(min_p > 0.0, min_p, 1.0)))
+    return tl.where(min_p > 0.0, key, FORBIDDEN)
+
+
+@triton.jit
 def _combine(
-    tile_floats_ptr, tile_ids_ptr, at, num_tiles, used, greedy, inverse, TILES: tl.constexpr
+    tile_floats_ptr, tile_ids_ptr, at, live, num_tiles, used, greedy, inverse, TILES: tl.constexpr
 ):
     """Maximum, mass, whether all is finite, winner and its logit of each row."""
     tile = tl.arange(0, TILES)[None, :]
-    there = (tile < used) & (at[:, None] >= 0)
+    there = (tile < used) & live[:, None]
     entry = at[:, None].to(tl.int64) * num_tiles + tile
     tops = tl.load(tile_floats_ptr + entry * 4, mask=there, other=float("-inf"))
     maxima = tl.max(tops, axis=1)

@@ -86,7 +86,7 @@ def _shape_dense(view, shaping, ids, x):
     word_ptr = shaping[0] + requests[:, None].to(tl.int64) * words + ids // 32
     word = tl.load(word_ptr, mask=ids < vocab, other=0)
     x = tl.where((word >> (ids % 32)) & 1 != 0, x, float("-inf"))
-    drafted = _times_drafted(view, ids)
+    drafted = _times_drafted(view, shaping, ids)
     if tl.max(tl.max(drafted, axis=1), axis=0) > 0:
         x = _penalised(shaping, requests, x, drafted, drafted > 0)
     return x
@@ -105,15 +105,18 @@ def _sparse_tile(view, shaping, tile, BLOCK: tl.constexpr):
     marks = tl.load(shaping[5] + entry, mask=inside, other=0)
     early = tl.load(shaping[7] + requests) > depths
     x = tl.where((marks & IS_STOP != 0) & early[:, None], float("-inf"), x)
-    count = tl.load(shaping[4] + entry, mask=inside, other=0) + _times_drafted(view, ids)
+    count = tl.load(shaping[4] + entry, mask=inside, other=0) + _times_drafted(view, shaping, ids)
     seen = (count > 0) | (marks & IN_PROMPT != 0)
     return ids, _penalised(shaping, requests, x, count, seen)
 
 
 @triton.jit
-def _times_drafted(view, ids):
-    """How often each of `ids` is among the drafts before its row: int32 [ROWS, BLOCK]."""
-    depths, drafts_ptr, starts = view[4], view[5], view[6]
+def _times_drafted(view, shaping, ids):
+    """How often each of `ids` is among the drafts before its row: int32 [ROWS, BLOCK]. Looked at
+    only where a request has penalties."""
+    requests, depths, drafts_ptr, starts = view[3], view[4], view[5], view[6]
+    repetition, presence, frequency = _penalties(shaping, requests)
+    depths = tl.where((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0), depths, 0)
     times = ids * 0
     for j in range(tl.max(depths, axis=0)):
         there = j < depths
@@ -123,13 +126,17 @@ def _times_drafted(view, ids):
 
 
 @triton.jit
+def _penalties(shaping, requests):
+    at = shaping[6] + 3 * requests
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
 def _penalised(shaping, requests, x, count, seen):
     """Repetition (Keskar et al. 2019, section 4.1; logits below 0 are multiplied) of what was seen,
     then presence and frequency of what is in the output `count` times."""
-    penalties_ptr = shaping[6] + 3 * requests
-    repetition = tl.load(penalties_ptr)[:, None]
-    presence = tl.load(penalties_ptr + 1)[:, None]
-    frequency = tl.load(penalties_ptr + 2)[:, None]
+    repetition, presence, frequency = _penalties(shaping, requests)
+    repetition, presence, frequency = repetition[:, None], presence[:, None], frequency[:, None]
     scaled = tl.where(x > 0, tl.div_rn(x, repetition + tl.zeros_like(x)), x * repetition)
     cost = frequency * count.to(tl.float32) + tl.where(count > 0, presence, 0.0)
     return tl.where(seen, scaled, x) - cost

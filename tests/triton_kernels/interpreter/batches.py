@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cbatch.core.request import SamplingParams
 from triton_kernels import noise
-from triton_kernels.sample.launch import Tiling
+from triton_kernels.sample.launch import Settled, Tiling
 from triton_kernels.sample.reference import sample_reference
 from triton_kernels.sample.rows import (
     COUPLED,
@@ -199,3 +199,11 @@ def proposals_for(rng: np.random.Generator, batch: Batch) -> tuple[Batch, Propos
         tokens = torch.where(here, drawn, tokens)
     batch = batch._replace(drafts=batch.drafts._replace(tokens=tokens))
     return batch, Proposals(logits, rows, certain)
+
+
+def kept_by(result: Settled, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
+    """y of shaped logits `x`, and what the cuts of `result` keep, bool; both [N, V]."""
+    inverse = (1.0 / batch.requests.temperatures)[batch.rows.requests.long()]
+    y = (x.amax(dim=-1, keepdim=True) - x) * inverse[:, None]
+    keys, cut_key, cut_id = y.view(torch.int32), result.ids[:, 1:2], result.ids[:, 2:3]
+    return y, (keys < cut_key) | ((keys == cut_key) & (torch.arange(x.shape[1]) < cut_id))
