@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.case import Case
+from triton_kernels.case import Case, Limits
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -62,5 +62,6 @@ def cases() -> list[Case]:
             divisible=("gate_up_ptr", "out_ptr", "width", "stride"),
             num_warps=NUM_WARPS,
             num_stages=1,
+            limits=dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), Limits(512, 65536)),
         )
     ]

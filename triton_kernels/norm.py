@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.case import Case
+from triton_kernels.case import Case, Limits
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -130,4 +130,5 @@ def _case(width: int, adds: bool) -> Case:
         divisible=tuple(n for n in signature if n != "eps"),
         num_warps=num_warps(width),
         num_stages=1,
+        limits=dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), Limits(512, 65536)),
     )

@@ -8,6 +8,7 @@ row or from the row behind all accepted ones, and from no other.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels import noise, noise_device
+from triton_kernels.case import Case
 from triton_kernels.sample import cut, launch, tiles
-from triton_kernels.sample.launch import Settled, Tiling
+from triton_kernels.sample.launch import TILING, Settled, Tiling
 from triton_kernels.sample.rows import Batch, Proposals, check_fields, check_tensor
 from triton_kernels.sample.stats import REJECTION
 
@@ -25,6 +27,7 @@ ACCEPT = tl.constexpr(noise.ACCEPT)
 RESIDUAL = tl.constexpr(noise.RESIDUAL)
 BONUS = tl.constexpr(noise.BONUS)
 REQUESTS_A_PROGRAM = 64
+ACCEPT_WARPS = 2
 
 
 class Decision(NamedTuple):
@@ -260,11 +263,11 @@ def _finish_kernel(
 
 
 def verify_logits(
-    batch: Batch, starts: Tensor, proposals: Proposals | None, tiling: Tiling = Tiling()
+    batch: Batch, starts: Tensor, proposals: Proposals | None, tiling: Tiling = TILING
 ) -> Decision:
     """Verify the drafts of B requests, 1 + drafts.counts[b] rows of logits each, the first of them
     `starts[b]` int32 [B] (see `rows_of`). Without `proposals` every draft was chosen with certainty
-    (greedy or n-gram drafts: q is one-hot). Raises ValueError naming the argument that does not fit.
+    (greedy or n-gram drafts: q is one-hot). Raises ValueError naming the argument that is wrong.
     """
     count, device = len(batch.requests.modes), batch.logits.device
     check_tensor("starts", starts, torch.int32, (count,))
@@ -314,7 +317,8 @@ def _accept(
         next_ptr=decision.next_tokens,
         finite_ptr=decision.finite,
         REQUESTS=REQUESTS_A_PROGRAM,
-        num_warps=2,
+        num_warps=ACCEPT_WARPS,
+        num_stages=launch.NUM_STAGES,
         enable_fp_fusion=False,
     )
 
@@ -351,3 +355,22 @@ def _replace(
         TILES=triton.next_power_of_2(num_tiles),
         **scratch,
     )
+
+
+def cases() -> list[Case]:
+    """bf16 logits; with and without shaping, with and without proposals."""
+    found = []
+    for shaped, proposed in itertools.product((False, True), repeat=2):
+        constexprs = {"SHAPED": shaped, "ROWS": 1, "BLOCK": TILING.block}
+        config = f"{'shaped' if shaped else 'plain'} {'drawn' if proposed else 'certain'} drafts"
+        made = constexprs | {"PROPOSED": proposed}
+        found.append(launch.case_of("verify_replace", config, _replace_kernel, made))
+        if proposed:
+            made = constexprs | {"TILES": 64}
+            found.append(launch.case_of("verify_finish", config, _finish_kernel, made))
+    for proposed in (False, True):
+        made = {"PROPOSED": proposed, "REQUESTS": REQUESTS_A_PROGRAM}
+        config = f"{'drawn' if proposed else 'certain'} drafts"
+        case = launch.case_of("verify_accept", config, _accept_kernel, made)
+        found.append(case._replace(num_warps=ACCEPT_WARPS))
+    return found

@@ -1,5 +1,6 @@
 """Tokens from logits, without sorting and without a tensor of probabilities.
 
-`rows` says what a caller hands over; `stats`, `settle` and `launch` hold the kernels in the order in
-which they run; `reference` does the same in plain torch. Only importing a kernel imports triton.
+`rows` says what a caller hands over. `stats` reads every logit once; `settle` makes winners, masses
+and cuts (`cut`) of what it leaves; both look at logits through `tiles`. `launch` runs them, and
+`reference` does the same in plain torch.
 """

@@ -23,7 +23,7 @@ def ordered_tile(passes, tile, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     `tiles.shaped_tile`), maxima and inverse temperatures [ROWS], number of dense and of all tiles.
     """
     view, shaping, maxima, inverse, num_dense, used = passes
-    ids, x = tiles.shaped_tile(view, shaping, tile, num_dense, BLOCK, SHAPED)
+    ids, x, _ = tiles.shaped_tile(view, shaping, tile, num_dense, BLOCK, SHAPED)
     y = tiles.distance(maxima, x, inverse)
     return ids, tiles.key_of(y), tl.exp(-y)
 
@@ -148,9 +148,7 @@ def _first_id_out(
 
 
 @triton.jit
-def _ties_between(
-    passes, within, edge, asks, low, high, BLOCK: tl.constexpr, SHAPED: tl.constexpr
-):
+def _ties_between(passes, within, edge, asks, low, high, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     """Number of tokens with key `edge` and low <= id < high: of dense tiles, only those in which
     these ids lie are read."""
     first = tl.min(tl.where(asks, low, tiles.NO_ID), axis=0) // BLOCK

@@ -18,16 +18,28 @@ from triton_kernels.sample.stats import stats_kernel
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
 NUM_WARPS = 8
 NUM_STAGES = 2
-LIMITS = {"sample_stats": Limits(255, 65536), "sample_settle": Limits(255, 65536)}
-SHAPING_POINTERS = frozenset(f"{name}_ptr" for name in r.Shaping._fields)
+_ALL = ("sm_80", "sm_90", "sm_100", "gfx942")
+LIMITS = {
+    name: dict.fromkeys(_ALL, Limits(512, 65536))
+    for name in (
+        "sample_stats",
+        "sample_settle",
+        "verify_replace",
+        "verify_finish",
+        "verify_accept",
+    )
+}
 
 
 class Tiling(NamedTuple):
-    """[rows, block] tokens at a time. Noise, and with it tokens, do not depend on it; a sum of
-    masses does, by rounding: one tiling, one result."""
+    """[rows, block] logits at a time. Noise does not depend on it; sums and comparisons across
+    tiles do, by rounding, so that one tiling gives one result."""
 
     rows: int = 1
     block: int = 4096
+
+
+TILING = Tiling()
 
 
 class Settled(NamedTuple):
@@ -38,7 +50,7 @@ class Settled(NamedTuple):
     drafted_logits: Tensor  # fp32 [N]: shaped, of the draft that the row decides on
 
 
-def sample(batch: Batch, purpose: int, tiling: Tiling = Tiling()) -> Tensor:
+def sample(batch: Batch, purpose: int, tiling: Tiling = TILING) -> Tensor:
     """A token for each row, int32 [N]: the likeliest for greedy requests, else a draw from what
     temperature and filters leave, with COUPLED noise for coupled requests and that of `purpose` for
     the rest. Ties go to the lowest id. Raises ValueError naming the argument that does not fit."""
@@ -46,12 +58,12 @@ def sample(batch: Batch, purpose: int, tiling: Tiling = Tiling()) -> Tensor:
 
 
 def settle(
-    batch: Batch, purpose: int | None, tiling: Tiling = Tiling(), *, of_drafts: bool = False
+    batch: Batch, purpose: int | None, tiling: Tiling = TILING, *, of_drafts: bool = False
 ) -> Settled:
     """Winners, maxima, masses and cuts; without a `purpose` requests of mode REJECTION do not race,
     and have their cut and kept mass found instead. `of_drafts`: nothing else is wanted."""
     check(batch)
-    (num_rows, vocab), device = batch.logits.shape, batch.logits.device
+    num_rows, device = len(batch.logits), batch.logits.device
     num_tiles = num_tiles_of(batch, tiling)
     floats = torch.empty((num_rows, num_tiles, 4), dtype=torch.float32, device=device)
     ids = torch.empty((num_rows, num_tiles, 2), dtype=torch.int32, device=device)
@@ -158,61 +170,52 @@ def check(batch: Batch) -> None:
 
 
 def cases() -> list[Case]:
-    """bf16 logits, as models give them; with and without shaping."""
+    """bf16 logits, with and without shaping: tokens drawn, a step verified, its drafts' logits."""
+    uses = {"draw": (noise.DRAFT, False), "verify": (None, False), "drafts": (None, True)}
     found = []
     for shaped in (False, True):
-        for races in (True, False):
-            config = f"{'shaped' if shaped else 'plain'} {'race' if races else 'ratio'}"
-            constexprs = {
-                "PURPOSE": noise.BONUS if races else None,
-                "OF_DRAFTS": False,
-                "SHAPED": shaped,
-                "ROWS": 1,
-                "BLOCK": Tiling().block,
-            }
-            for name, kernel in (("sample_stats", stats_kernel), ("sample_settle", settle_kernel)):
-                more = {"TILES": 64} if kernel is settle_kernel else {}
-                found.append(case_of(name, config, kernel, constexprs | more, LIMITS[name]))
+        for use, (purpose, of_drafts) in uses.items():
+            constexprs = {"PURPOSE": purpose, "OF_DRAFTS": of_drafts}
+            constexprs |= {"SHAPED": shaped, "ROWS": 1, "BLOCK": TILING.block}
+            config = f"{'shaped' if shaped else 'plain'} {use}"
+            found.append(case_of("sample_stats", config, stats_kernel, constexprs))
+            constexprs |= {"TILES": 64}
+            found.append(case_of("sample_settle", config, settle_kernel, constexprs))
     return found
 
 
-def case_of(
-    name: str, config: str, kernel: Any, constexprs: dict[str, Any], limits: Limits
-) -> Case:
+def case_of(name: str, config: str, kernel: Any, constexprs: dict[str, Any]) -> Case:
     """Types follow from names; pointers that the configuration lacks are None."""
-    signature, divisible = {}, []
-    for argument in kernel.arg_names:
-        if argument in constexprs:
-            continue
-        if not constexprs.get("SHAPED", True) and argument in SHAPING_POINTERS:
-            constexprs = {**constexprs, argument: None}
-            continue
-        signature[argument] = _type_of(argument)
-        if argument.endswith("_ptr") or argument in ("vocab", "stride", "q_stride"):
-            divisible.append(argument)
-    targets = ("sm_80", "sm_90", "sm_100", "gfx942")
+    missing: tuple[str, ...] = ()
+    if not constexprs.get("SHAPED", True):
+        missing += tuple(f"{field}_ptr" for field in r.Shaping._fields)
+    if not constexprs.get("PROPOSED", True):
+        missing += ("certain_ptr", "q_logits_ptr", "q_floats_ptr", "q_ids_ptr")
+    arguments = [n for n in kernel.arg_names if n not in constexprs]
+    given = [n for n in arguments if n not in missing]
+    pointers_and_strides = [n for n in given if n.endswith(("_ptr", "stride")) or n == "vocab"]
     return Case(
         name=name,
         config=config,
         kernel=kernel,
-        signature=signature,
-        constexprs=constexprs,
-        divisible=tuple(divisible),
+        signature={n: _type_of(name, n) for n in given},
+        constexprs={**constexprs, **{n: None for n in arguments if n in missing}},
+        divisible=tuple(pointers_and_strides),
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
-        limits=dict.fromkeys(targets, limits),
+        limits=LIMITS[name],
         fp_fusion=False,
     )
 
 
-def _type_of(argument: str) -> str:
+def _type_of(kernel: str, argument: str) -> str:
     if not argument.endswith("_ptr"):
         return "i32"
     name = argument.removesuffix("_ptr")
-    if name in ("logits", "q_logits"):
+    if name == "logits" or (name == "q_logits" and kernel == "verify_replace"):
         return "*bf16"
     if name in ("keys", "choices", "positions"):
         return "*i64"
     floats = ("temperatures", "top_p", "min_p", "bias", "penalties")
-    is_float = name in floats or name.endswith(("floats", "scores", "drafted_logits"))
+    is_float = name in floats or name.endswith(("floats", "scores", "_logits"))
     return "*fp32" if is_float else "*i32"

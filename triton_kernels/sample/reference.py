@@ -79,7 +79,9 @@ def sample_reference(
 ) -> Tensor:
     """`triton_kernels.sample.launch.sample` in plain torch."""
     x = shaped_logits(logits, rows, drafts, shaping)
-    scores = weights_of(x, rows, requests) / exponentials(rows, requests, where, purpose, x.shape[1])
+    scores = weights_of(x, rows, requests) / exponentials(
+        rows, requests, where, purpose, x.shape[1]
+    )
     greedy = requests.modes[rows.requests.long()] == GREEDY
     return torch.where(greedy, x.argmax(dim=-1), scores.argmax(dim=-1)).to(torch.int32)
 
@@ -130,7 +132,9 @@ def _verdict(mode: int, batch: Batch, p: Tensor, q: Tensor | None, asked: Tensor
         return verify.Verdict(counts[asked], counts[asked])
     if mode != REJECTION:
         return verify.coupled_verify(p, tokens, counts[asked], rows)
-    return verify.rejection_verify(p, tokens, None if q is None else q[drafted], counts[asked], rows)
+    return verify.rejection_verify(
+        p, tokens, None if q is None else q[drafted], counts[asked], rows
+    )
 
 
 def normalised(weights: Tensor) -> Tensor:

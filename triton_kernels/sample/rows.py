@@ -85,7 +85,7 @@ class Proposals(NamedTuple):
 
     logits: Tensor  # bf16, fp16 or fp32 [M, V], as the draft gave them; rows may lie apart
     rows: Rows  # [M]
-    certain: Tensor  # int32 [B]: 1 where drafts were chosen with certainty; its rows are not read
+    certain: Tensor  # int32 [B]: 1 where drafts were chosen with certainty, whatever its rows say
 
 
 def rows_of(num_drafts: Tensor, num_rows: int) -> tuple[Rows, Tensor]:

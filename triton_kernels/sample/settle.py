@@ -13,9 +13,8 @@ import triton.language as tl
 
 from triton_kernels import noise_device
 from triton_kernels.sample import cut, tiles
-from triton_kernels.sample.stats import COUPLED_MODE, COUPLED_PURPOSE, GREEDY, REJECTION
-
-FORBIDDEN = tl.constexpr(tiles.FORBIDDEN.value)
+from triton_kernels.sample.stats import GREEDY, REJECTION, races
+from triton_kernels.sample.tiles import FORBIDDEN
 
 
 @triton.jit
@@ -89,54 +88,61 @@ def settle_kernel(
         _last_key(tl.load(min_p_ptr + requests)),
         vocab,
     )
-    filtered = live & (modes != GREEDY) & (mass > 0.0) & _any_filter(limits)
-    raced = modes == COUPLED_MODE
-    if PURPOSE is not None:
-        raced = modes != GREEDY
+    raced, purposes = races(modes, PURPOSE)
+    source = (
+        noise_device.load_seeds(keys_ptr, requests),
+        tl.load(positions_ptr + requests) + depths,
+        tl.load(choices_ptr + requests),
+        purposes,
+    )
     cut_key = tl.full([ROWS], FORBIDDEN, tl.int32)
     cut_id = tl.zeros([ROWS], tl.int32)
+    filtered = live & (modes != GREEDY) & (mass > 0.0) & _any_filter(limits)
     if tl.max(filtered.to(tl.int32), axis=0) > 0:
-        # What top_p refers to is the mass that top_k leaves.
-        both = (limits[0] < vocab) & (limits[1] < float("inf"))
-        asks = filtered & (limits[0] < vocab) & (both | ~raced)
-        everything = (cut_key, cut_id)
-        cut_key, cut_id = cut.search(passes, everything, asks, limits[0].to(tl.float32), True, BLOCK,
-                                  SHAPED)  # fmt: skip
-        nucleus = mass
-        if tl.max(asks.to(tl.int32), axis=0) > 0:
-            nucleus = tl.where(asks, cut.mass_before(passes, (cut_key, cut_id), BLOCK, SHAPED), mass)
-        has_top_p = limits[1] < float("inf")
-        nucleus = tl.where(has_top_p, nucleus * tl.minimum(limits[1], 1.0), float("inf"))
-        asks = filtered & ~raced & (limits[1] < float("inf"))
-        cut_key, cut_id = cut.search(passes, (cut_key, cut_id), asks, nucleus, False, BLOCK, SHAPED)
-        tail = filtered & ~raced & (limits[2] < cut_key)
-        cut_id = tl.where(tail, 0, cut_id)
-        cut_key = tl.where(tail, limits[2] + 1, cut_key)
+        top_k_cut, nucleus = _top_k(passes, filtered, raced, limits, mass, BLOCK, SHAPED)
         asks = filtered & ~raced
         if tl.max(asks.to(tl.int32), axis=0) > 0:
-            mass = tl.where(asks, cut.mass_before(passes, (cut_key, cut_id), BLOCK, SHAPED), mass)
+            cut_key, cut_id, mass = _cut(
+                passes, asks, top_k_cut, nucleus, limits, mass, BLOCK, SHAPED
+            )
         asks = filtered & raced
         if tl.max(asks.to(tl.int32), axis=0) > 0:
-            purposes = tl.full([ROWS], COUPLED_PURPOSE, tl.int32)
-            if PURPOSE is not None:
-                purposes = tl.where(modes == REJECTION, PURPOSE, purposes)
-            source = (
-                noise_device.load_seeds(keys_ptr, requests),
-                tl.load(positions_ptr + requests) + depths,
-                tl.load(choices_ptr + requests),
-                purposes,
-            )
-            y = (maxima - winner_logit) * inverse
+            key = tiles.key_of((maxima - winner_logit) * inverse)
             kept_limits = (limits[0].to(tl.float32), nucleus, limits[2])
-            winner = _race_until_kept(
-                passes, source, asks, winner, tiles.key_of(y), kept_limits, BLOCK, SHAPED
-            )
+            winner = _race_until_kept(passes, source, asks, winner, key, kept_limits, BLOCK, SHAPED)
     tl.store(row_floats_ptr + at * 2, maxima, mask=live)
     tl.store(row_floats_ptr + at * 2 + 1, mass, mask=live)
     tl.store(row_ids_ptr + at * 4, winner, mask=live)
     tl.store(row_ids_ptr + at * 4 + 1, cut_key, mask=live)
     tl.store(row_ids_ptr + at * 4 + 2, cut_id, mask=live)
     tl.store(row_ids_ptr + at * 4 + 3, finite, mask=live)
+
+
+@triton.jit
+def _top_k(passes, filtered, raced, limits, mass, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
+    """The cut of top_k where it is needed, and the mass that top_p allows before a token: a share
+    of what top_k leaves."""
+    top_k, top_p, _, vocab = limits
+    has_top_p = top_p < float("inf")
+    asks = filtered & (top_k < vocab) & (has_top_p | ~raced)
+    everything = (tl.full(top_k.shape, FORBIDDEN, tl.int32), top_k * 0)
+    end = cut.search(passes, everything, asks, top_k.to(tl.float32), True, BLOCK, SHAPED)
+    if tl.max(asks.to(tl.int32), axis=0) > 0:
+        mass = tl.where(asks, cut.mass_before(passes, end, BLOCK, SHAPED), mass)
+    return end, tl.where(has_top_p, mass * tl.minimum(top_p, 1.0), float("inf"))
+
+
+@triton.jit
+def _cut(passes, asks, end, nucleus, limits, mass, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
+    """The cut (key, id) of all filters, and the mass before it."""
+    _, top_p, last_key, _ = limits
+    cut_key, cut_id = cut.search(
+        passes, end, asks & (top_p < float("inf")), nucleus, False, BLOCK, SHAPED
+    )
+    shorter = asks & (last_key < cut_key)
+    cut_key, cut_id = tl.where(shorter, last_key + 1, cut_key), tl.where(shorter, 0, cut_id)
+    kept = cut.mass_before(passes, (cut_key, cut_id), BLOCK, SHAPED)
+    return cut_key, cut_id, tl.where(asks, kept, mass)
 
 
 @triton.jit
@@ -171,8 +177,8 @@ def _combine(
     best, winner = tiles.winners(scores, ids)
     logits = tl.load(tile_floats_ptr + entry * 4 + 3, mask=there, other=float("-inf"))
     logit = tl.max(tl.where(ids == winner[:, None], logits, float("-inf")), axis=1)
-    broken = tl.load(tile_ids_ptr + entry * 2 + 1, mask=there, other=0)
-    return maxima, mass, 1 - tl.max(broken, axis=1), winner, logit
+    sound = tl.load(tile_ids_ptr + entry * 2 + 1, mask=there, other=1)
+    return maxima, mass, tl.min(sound, axis=1), winner, logit
 
 
 @triton.jit
@@ -200,7 +206,7 @@ def _race_until_kept(
         kept = (count < top_k) & (mass < nucleus) & (winner_key <= last_key)
         asks = asks & ~(kept | (count == 0.0))
         if tl.max(asks.to(tl.int32), axis=0) > 0:
-            best, again, again_key = _race(passes, source, (winner_key, winner), BLOCK, SHAPED)
+            again, again_key = _race(passes, source, (winner_key, winner), BLOCK, SHAPED)
             winner = tl.where(asks, again, winner)
             winner_key = tl.where(asks, again_key, winner_key)
     return winner
@@ -208,7 +214,7 @@ def _race_until_kept(
 
 @triton.jit
 def _race(passes, source, end, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
-    """Score, id and key of the winner among the tokens before a cut."""
+    """Id and key of the winner among the tokens before a cut."""
     best = tl.zeros_like(passes[2])
     winner = tl.full(end[1].shape, tiles.NO_ID, tl.int32)
     winner_key = tl.zeros_like(end[0])
@@ -222,6 +228,4 @@ def _race(passes, source, end, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
         best = tl.where(better, score, best)
         winner = tl.where(better, id, winner)
         winner_key = tl.where(better, key, winner_key)
-    return best, winner, winner_key
-
-
+    return winner, winner_key

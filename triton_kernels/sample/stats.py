@@ -16,6 +16,19 @@ COUPLED_PURPOSE = tl.constexpr(noise.COUPLED)
 
 
 @triton.jit
+def races(modes, PURPOSE: tl.constexpr):
+    """Which rows race, and the purpose of their noise. PURPOSE is that of mode REJECTION; None, and
+    these rows do not race."""
+    purposes = tl.where(modes == COUPLED_MODE, COUPLED_PURPOSE, 0)
+    if PURPOSE is None:
+        raced = modes == COUPLED_MODE
+    else:
+        raced = modes != GREEDY
+        purposes = tl.where(modes == REJECTION, PURPOSE, purposes)
+    return raced, purposes
+
+
+@triton.jit
 def stats_kernel(
     logits_ptr,
     requests_ptr,
@@ -51,7 +64,7 @@ def stats_kernel(
     BLOCK: tl.constexpr,
 ):
     """tile_floats fp32 [N, tiles, 4]: maximum, mass relative to it, best score, its logit;
-    tile_ids int32 [N, tiles, 2]: the winner, and whether a logit was not finite. drafted_logits
+    tile_ids int32 [N, tiles, 2]: the winner, and whether every logit was finite. drafted_logits
     fp32 [N]: the shaped logit of the draft that the row decides on, where it has one.
 
     PURPOSE: the noise with which rows of mode REJECTION race; None, and they do not. OF_DRAFTS: the
@@ -78,30 +91,26 @@ def stats_kernel(
     starts = tl.load(draft_starts_ptr + requests)
     offsets = tl.where(live, at, 0).to(tl.int64) * stride
     view = (logits_ptr, vocab, offsets, requests, depths, drafts_ptr, starts)
-    ids, x = tiles.shaped_tile(view, shaping, tile, num_dense, BLOCK, SHAPED)
-    broken = tiles.broken(view, ids, tile, num_dense, BLOCK)
+    ids, x, sound = tiles.shaped_tile(view, shaping, tile, num_dense, BLOCK, SHAPED)
     maxima = tl.max(x, axis=1)
     y = tiles.distance(maxima, x, tiles.inverse(tl.load(temperatures_ptr + requests)))
     weights = tl.exp(-y)
     tl.store(tile_floats_ptr + out * 4, maxima, mask=live)
     tl.store(tile_floats_ptr + out * 4 + 1, tl.sum(weights, axis=1), mask=live)
-    tl.store(tile_ids_ptr + out * 2 + 1, broken, mask=live)
+    tl.store(tile_ids_ptr + out * 2 + 1, tl.min(sound.to(tl.int32), axis=1), mask=live)
 
     scores = (x == maxima[:, None]).to(tl.float32)  # of greedy rows
-    races = live & (modes == COUPLED_MODE)
-    purposes = tl.full([ROWS], COUPLED_PURPOSE, tl.int32)
-    if PURPOSE is not None:
-        races = live & (modes != GREEDY)
-        purposes = tl.where(modes == REJECTION, PURPOSE, purposes)
-    if tl.max(races.to(tl.int32), axis=0) > 0:
+    raced, purposes = races(modes, PURPOSE)
+    raced = raced & live
+    if tl.max(raced.to(tl.int32), axis=0) > 0:
         source = (
             noise_device.load_seeds(keys_ptr, requests),
             tl.load(positions_ptr + requests) + depths,
             tl.load(choices_ptr + requests),
             purposes,
         )
-        raced = weights / tiles.exponentials(source, ids, tile, num_dense, BLOCK, SHAPED)
-        scores = tl.where(races[:, None], raced, scores)
+        e = tiles.exponentials(source, ids, tile, num_dense, BLOCK, SHAPED)
+        scores = tl.where(raced[:, None], weights / e, scores)
     best, winner = tiles.winners(scores, ids)
     of_winner = tl.max(tl.where(ids == winner[:, None], x, float("-inf")), axis=1)
     tl.store(tile_floats_ptr + out * 4 + 2, best, mask=live)

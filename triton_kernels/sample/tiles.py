@@ -34,43 +34,27 @@ def num_sparse(shaping, requests, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
 
 @triton.jit
 def shaped_tile(view, shaping, tile, num_dense, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
-    """Token ids int32 and shaped logits fp32 [ROWS, BLOCK], minus infinity where forbidden."""
+    """Token ids int32, shaped logits fp32, minus infinity where forbidden, and whether the logit in
+    memory is finite (true beyond the vocabulary); [ROWS, BLOCK] each. `view`: logits, vocabulary
+    size, where rows begin, their requests and depths, draft tokens, where those of a row begin."""
     if SHAPED:
         if tile < num_dense:
-            ids, x = _dense_tile(view, tile, BLOCK)
+            ids, x, sound = _dense_tile(view, tile, BLOCK)
             x = _shape_dense(view, shaping, ids, x)
         else:
-            ids, x = _sparse_tile(view, shaping, tile - num_dense, BLOCK)
+            ids, x, sound = _sparse_tile(view, shaping, tile - num_dense, BLOCK)
     else:
-        ids, x = _dense_tile(view, tile, BLOCK)
-    return ids, x
-
-
-@triton.jit
-def raw_tile(view, tile, BLOCK: tl.constexpr):
-    """The logits of a dense tile as they are, fp32 [ROWS, BLOCK]; minus infinity beyond the end."""
-    logits_ptr, vocab, at = view[0], view[1], view[2]
-    ids = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-    return tl.load(logits_ptr + at[:, None] + ids, mask=ids < vocab, other=float("-inf")).to(
-        tl.float32
-    )
-
-
-@triton.jit
-def broken(view, ids, tile, num_dense, BLOCK: tl.constexpr):
-    """1 if a logit of a dense tile is not finite, else 0: int32 [ROWS]."""
-    found = tl.zeros_like(ids)
-    if tile < num_dense:
-        raw = raw_tile(view, tile, BLOCK)
-        found = ((ids < view[1]) & ~(tl.abs(raw) < float("inf"))).to(tl.int32)
-    return tl.max(found, axis=1)
+        ids, x, sound = _dense_tile(view, tile, BLOCK)
+    return ids, x, sound
 
 
 @triton.jit
 def _dense_tile(view, tile, BLOCK: tl.constexpr):
-    x = _finite(raw_tile(view, tile, BLOCK))
-    ids = tile * BLOCK + tl.arange(0, BLOCK)[None, :] + tl.zeros_like(x).to(tl.int32)
-    return ids, x
+    logits_ptr, vocab, at = view[0], view[1], view[2]
+    ids = tile * BLOCK + tl.arange(0, BLOCK)[None, :] + (at * 0).to(tl.int32)[:, None]
+    x = tl.load(logits_ptr + at[:, None] + ids, mask=ids < vocab, other=float("-inf"))
+    x = _finite(x.to(tl.float32))
+    return ids, x, (ids >= vocab) | (x > float("-inf"))
 
 
 @triton.jit
@@ -107,7 +91,7 @@ def _sparse_tile(view, shaping, tile, BLOCK: tl.constexpr):
     x = tl.where((marks & IS_STOP != 0) & early[:, None], float("-inf"), x)
     count = tl.load(shaping[4] + entry, mask=inside, other=0) + _times_drafted(view, shaping, ids)
     seen = (count > 0) | (marks & IN_PROMPT != 0)
-    return ids, _penalised(shaping, requests, x, count, seen)
+    return ids, _penalised(shaping, requests, x, count, seen), ids >= 0
 
 
 @triton.jit

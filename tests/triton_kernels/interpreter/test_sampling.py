@@ -55,7 +55,9 @@ def runtime_tokens(batch: Batch, asked: list[Asked], vocab: int) -> tuple[Tensor
     probs = filtered_probs(x, filters)
     positions = batch.noise.positions[of] + batch.rows.depths
     purposes = torch.where(requests.modes[of] == COUPLED, noise.COUPLED, noise.BONUS)
-    drawn = draw(probs, NoiseRows(batch.noise.keys[of], batch.noise.choices[of], positions), purposes)
+    drawn = draw(
+        probs, NoiseRows(batch.noise.keys[of], batch.noise.choices[of], positions), purposes
+    )
     return torch.where(requests.modes[of] == GREEDY, x.argmax(dim=-1), drawn).to(torch.int32), probs
 
 
@@ -69,17 +71,17 @@ def test_unfiltered_tokens_are_those_of_the_cpu_runtime(dtype: torch.dtype, shap
     assert torch.equal(found, runtime_tokens(batch, asked, 97)[0])
 
 
+SMALL = Tiling(rows=256, block=16)
+
+
 @pytest.fixture(scope="module")
 def everything() -> tuple[Batch, list[Asked]]:
     """Every parameter in use, tiles of 16 tokens, lists longer than a tile."""
-    batch, asked = random_batch(np.random.default_rng(4), 64, 45)
-    assert int(batch.shaping.num_listed.max()) > 16
+    batch, asked = random_batch(np.random.default_rng(3), 40, 36)
+    assert int(batch.shaping.num_listed.max()) > SMALL.block
     modes = batch.requests.modes[batch.rows.requests.long()]
-    assert all((modes == mode).sum() > 20 for mode in (GREEDY, COUPLED, REJECTION))
+    assert all((modes == mode).sum() > 5 for mode in (GREEDY, COUPLED, REJECTION))
     return batch, asked
-
-
-SMALL = Tiling(rows=256, block=16)
 
 
 def test_filtered_tokens_are_those_of_the_cpu_runtime(
@@ -88,14 +90,14 @@ def test_filtered_tokens_are_those_of_the_cpu_runtime(
     batch, asked = everything
     found = sample(batch, noise.BONUS, SMALL)
     assert torch.equal(found, reference_tokens(batch))
-    assert torch.equal(found, runtime_tokens(batch, asked, 45)[0])
+    assert torch.equal(found, runtime_tokens(batch, asked, 36)[0])
     # The filters mattered: without them other tokens would come.
     free = batch.requests._replace(
-        top_k=torch.full_like(batch.requests.top_k, 45),
+        top_k=torch.full_like(batch.requests.top_k, 36),
         top_p=torch.full_like(batch.requests.top_p, torch.inf),
         min_p=torch.zeros_like(batch.requests.min_p),
     )
-    assert (found != reference_tokens(batch._replace(requests=free))).sum() > 20
+    assert (found != reference_tokens(batch._replace(requests=free))).sum() > 10
 
 
 def test_cuts_and_masses_are_those_of_the_cpu_runtime(
@@ -103,7 +105,7 @@ def test_cuts_and_masses_are_those_of_the_cpu_runtime(
 ) -> None:
     """What rows of the ratio test keep, ties at the edge included; the mass within 1e-6."""
     batch, asked = everything
-    _, probs = runtime_tokens(batch, asked, 45)
+    _, probs = runtime_tokens(batch, asked, 36)
     x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
     result = settled(batch, None, SMALL)
     y, kept = kept_by(result, batch, x)

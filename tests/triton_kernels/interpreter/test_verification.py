@@ -29,7 +29,8 @@ from triton_kernels.sample.rows import (
     Rows,
     rows_of,
 )
-from triton_kernels.verify_logits import Decision, verify_logits as verify
+from triton_kernels.verify_logits import Decision
+from triton_kernels.verify_logits import verify_logits as verify
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -346,7 +347,9 @@ def test_no_draft_moves_a_coupled_token() -> None:
     seen = set()
     for seed in range(6):
         keys = torch.tensor([[seed, 1]]).repeat(len(drafts), 1)
-        found = decide(plain_batch(logits, torch.tensor(tokens), counts, keys, COUPLED), None, SMALL)
+        found = decide(
+            plain_batch(logits, torch.tensor(tokens), counts, keys, COUPLED), None, SMALL
+        )
         pairs = list(zip(*(field.tolist() for field in found[:2]), strict=True))
         plain: tuple[int, ...] = ()
         for _ in range(LENGTH):  # the drafts that agree with all that is known so far
