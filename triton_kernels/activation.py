@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triton_kernels.case import Case, Limits
 
-BLOCK = 1024
+BLOCK = 2048
 NUM_WARPS = 4
 
 

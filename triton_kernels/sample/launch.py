@@ -17,6 +17,7 @@ from triton_kernels.sample.stats import stats_kernel
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
 NUM_WARPS = 8
+SETTLE_WARPS = 16  # one program walks whole rows
 NUM_STAGES = 2
 _ALL = ("sm_80", "sm_90", "sm_100", "gfx942")
 LIMITS = {
@@ -95,7 +96,7 @@ def settle(
         row_floats_ptr=settled.floats,
         row_ids_ptr=settled.ids,
         TILES=triton.next_power_of_2(num_tiles),
-        **common,
+        **common | {"num_warps": SETTLE_WARPS},
     )
     return settled
 
@@ -180,7 +181,8 @@ def cases() -> list[Case]:
             config = f"{'shaped' if shaped else 'plain'} {use}"
             found.append(case_of("sample_stats", config, stats_kernel, constexprs))
             constexprs |= {"TILES": 64}
-            found.append(case_of("sample_settle", config, settle_kernel, constexprs))
+            case = case_of("sample_settle", config, settle_kernel, constexprs)
+            found.append(case._replace(num_warps=SETTLE_WARPS))
     return found
 
 

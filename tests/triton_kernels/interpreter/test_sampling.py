@@ -12,19 +12,21 @@ from torch import Tensor
 from cbatch.runtime.processors import processors_of
 from cbatch.runtime.sampling import Filters, filtered_probs
 from tests.triton_kernels.interpreter.batches import (
-    MANY_ROWS,
     Asked,
     Batch,
     kept_by,
     random_batch,
 )
 from triton_kernels import noise
-from triton_kernels.sample import settle, tiles
+from triton_kernels.sample import cut, settle, tiles
 from triton_kernels.sample.launch import Tiling, sample
 from triton_kernels.sample.launch import settle as settled
 from triton_kernels.sample.reference import sample_reference, shaped_logits
 from triton_kernels.sample.rows import COUPLED, GREEDY, REJECTION
 from triton_kernels.verify import NoiseRows, draw
+
+SMALL = Tiling(rows=256, block=16)
+TILING = Tiling(rows=256, block=64)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -66,12 +68,9 @@ def runtime_tokens(batch: Batch, asked: list[Asked], vocab: int) -> tuple[Tensor
 def test_unfiltered_tokens_are_those_of_the_cpu_runtime(dtype: torch.dtype, shaped: bool) -> None:
     rng = np.random.default_rng(3)
     batch, asked = random_batch(rng, 60, 97, filters=False, shaped=shaped, dtype=dtype)
-    found = sample(batch, noise.BONUS, MANY_ROWS)
+    found = sample(batch, noise.BONUS, TILING)
     assert torch.equal(found, reference_tokens(batch))
     assert torch.equal(found, runtime_tokens(batch, asked, 97)[0])
-
-
-SMALL = Tiling(rows=256, block=16)
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +105,42 @@ def test_cuts_and_masses_are_those_of_the_cpu_runtime(
     """What rows of the ratio test keep, ties at the edge included; the mass within 1e-6."""
     batch, asked = everything
     _, probs = runtime_tokens(batch, asked, 36)
-    x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
-    result = settled(batch, None, SMALL)
-    y, kept = kept_by(result, batch, x)
+    y, kept, mass = cuts_of(batch, Tiling(rows=256, block=32))
     ratio = batch.requests.modes[batch.rows.requests.long()] == REJECTION
     assert torch.equal(kept[ratio], (probs > 0)[ratio])
     assert ((y == y.gather(1, (y * kept).argmax(1, keepdim=True))) & ~kept)[ratio].any()
-    mass = (torch.exp(-y) * kept).sum(dim=-1)
-    torch.testing.assert_close(result.floats[ratio, 1], mass[ratio], rtol=1e-6, atol=0)
+    wanted = (torch.exp(-y) * kept).sum(dim=-1)
+    torch.testing.assert_close(mass[ratio], wanted[ratio], rtol=1e-6, atol=0)
+
+
+def cuts_of(batch: Batch, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
+    """y of every token and whether it is kept, [N, V], and the kept mass of each row."""
+    x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
+    result = settled(batch, None, tiling)
+    return (*kept_by(result, batch, x), result.floats[:, 1])
+
+
+@triton.jit
+def all_ties(
+    passes,
+    within,
+    asks,
+    edge,
+    limit,
+    BY_COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHAPED: tl.constexpr,
+):
+    return edge * 0 + tiles.NO_ID
+
+
+def test_ties_that_all_stay_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, asked = random_batch(np.random.default_rng(11), 40, 36, shaped=False)
+    _, probs = runtime_tokens(batch, asked, 36)
+    ratio = batch.requests.modes[batch.rows.requests.long()] == REJECTION
+    assert torch.equal(cuts_of(batch, TILING)[1][ratio], (probs > 0)[ratio])
+    monkeypatch.setattr(cut, "_first_id_out", all_ties)
+    assert not torch.equal(cuts_of(batch, TILING)[1][ratio], (probs > 0)[ratio])
 
 
 def test_a_row_depends_on_itself_and_not_on_the_tiling() -> None:
@@ -143,13 +170,13 @@ def test_ties_go_to_the_lowest_id_also_across_tiles() -> None:
 
 def test_rows_that_are_not_finite_are_reported_and_harm_nobody() -> None:
     batch, _ = random_batch(np.random.default_rng(7), 30, 40, shaped=False)
-    before = settled(batch, noise.BONUS, MANY_ROWS)
+    before = settled(batch, noise.BONUS, TILING)
     broken = batch._replace(logits=batch.logits.clone())
     broken.logits[0, 3] = torch.nan
     broken.logits[2, :] = torch.nan
     broken.logits[5, 39] = torch.inf
     broken.logits[7, 0] = -torch.inf
-    after = settled(broken, noise.BONUS, MANY_ROWS)
+    after = settled(broken, noise.BONUS, TILING)
     bad = torch.tensor([0, 2, 5, 7])
     finite = torch.ones_like(after.ids[:, 3])
     finite[bad] = 0
@@ -161,7 +188,7 @@ def test_rows_that_are_not_finite_are_reported_and_harm_nobody() -> None:
 
 @triton.jit
 def without_ties(keys, ids, cut_keys, cut_ids):
-    return keys <= cut_keys[:, None]
+    return keys < cut_keys[:, None]
 
 
 @triton.jit
@@ -191,9 +218,9 @@ def test_broken_draws_are_caught(
     monkeypatch: pytest.MonkeyPatch, module: object, name: str, broken: object
 ) -> None:
     batch, _ = random_batch(np.random.default_rng(8), 60, 40, shaped=False)
-    assert torch.equal(sample(batch, noise.BONUS, MANY_ROWS), reference_tokens(batch))
+    assert torch.equal(sample(batch, noise.BONUS, TILING), reference_tokens(batch))
     monkeypatch.setattr(module, name, broken)
-    assert not torch.equal(sample(batch, noise.BONUS, MANY_ROWS), reference_tokens(batch))
+    assert not torch.equal(sample(batch, noise.BONUS, TILING), reference_tokens(batch))
 
 
 @triton.jit
@@ -214,7 +241,7 @@ def test_broken_shaping_is_caught(
 ) -> None:
     batch, _ = random_batch(np.random.default_rng(9), 60, 40, filters=False)
     monkeypatch.setattr(tiles, name, broken)
-    assert not torch.equal(sample(batch, noise.BONUS, MANY_ROWS), reference_tokens(batch))
+    assert not torch.equal(sample(batch, noise.BONUS, TILING), reference_tokens(batch))
 
 
 def test_fields_are_checked_by_name() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.triton_kernels.interpreter.batches import MANY_ROWS, proposals_for, random_batch
 from tests.triton_kernels.worlds import World, exact, joint, random_laws
 from triton_kernels import noise_device, verify_logits
-from triton_kernels.sample import tiles
+from triton_kernels.sample import settle, tiles
 from triton_kernels.sample.launch import Tiling
 from triton_kernels.sample.reference import verify_reference
 from triton_kernels.sample.rows import (
@@ -35,7 +35,10 @@ from triton_kernels.verify_logits import verify_logits as verify
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-def decide(batch: Batch, proposals: Proposals | None, tiling: Tiling = MANY_ROWS) -> Decision:
+FEW_ROWS = Tiling(rows=256, block=32)
+
+
+def decide(batch: Batch, proposals: Proposals | None, tiling: Tiling = FEW_ROWS) -> Decision:
     starts = rows_of(batch.drafts.counts.long(), len(batch.logits))[1]
     return verify(batch, starts, proposals, tiling)
 
@@ -55,7 +58,7 @@ def test_two_thousand_filtered_rows_are_those_of_the_reference() -> None:
     batch, _ = random_batch(rng, 600, 45, shaped=False)
     batch, proposals = proposals_for(rng, batch)
     assert len(batch.logits) >= 2000
-    found = decide(batch, proposals)
+    found = decide(batch, proposals, MANY_ROWS)
     for mine, reference in zip(found, verify_reference(batch, proposals), strict=True):
         assert torch.equal(mine.long(), reference)
     counts, accepted = batch.drafts.counts, found.num_accepted
@@ -70,7 +73,7 @@ def test_two_thousand_filtered_rows_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("proposed", [True, False])
 def test_shaped_rows_are_those_of_the_reference(proposed: bool) -> None:
     rng = np.random.default_rng(21)
-    batch, _ = random_batch(rng, 48, 30, dtype=torch.bfloat16)
+    batch, _ = random_batch(rng, 40, 30, dtype=torch.bfloat16)
     batch, proposals = proposals_for(rng, batch)
     assert differing(batch, proposals if proposed else None) == 0
 
@@ -105,7 +108,7 @@ def test_equal_laws_leave_no_residual_and_still_a_token(monkeypatch: pytest.Monk
     plain = batch._replace(drafts=batch.drafts._replace(counts=0 * batch.drafts.counts))
     monkeypatch.setattr(verify_logits, "BONUS", verify_logits.RESIDUAL)
     starts = rows_of(batch.drafts.counts.long(), len(batch.logits))[1]
-    assert torch.equal(tokens, verify(plain, starts, None, MANY_ROWS).next_tokens[ratio])
+    assert torch.equal(tokens, verify(plain, starts, None, FEW_ROWS).next_tokens[ratio])
     assert ratio.sum() > 5
 
 
@@ -128,15 +131,15 @@ def no_residual(p, q):
 
 
 @triton.jit
-def unfiltered(keys, ids, cut_keys, cut_ids):
-    return keys >= 0
+def no_filter(limits):
+    return limits[0] < 0
 
 
 BROKEN = [
     (verify_logits, "_residual", no_residual),
     (verify_logits, "RESIDUAL", verify_logits.ACCEPT),
     (verify_logits, "ACCEPT", verify_logits.BONUS),
-    (tiles, "before", unfiltered),
+    (settle, "_any_filter", no_filter),
 ]
 
 
@@ -145,7 +148,7 @@ def test_broken_verification_is_caught(
     monkeypatch: pytest.MonkeyPatch, module: object, name: str, broken: object
 ) -> None:
     rng = np.random.default_rng(24)
-    batch, _ = random_batch(rng, 80, 30, shaped=False)
+    batch, _ = random_batch(rng, 50, 30, shaped=False)
     batch, proposals = proposals_for(rng, batch)
     monkeypatch.setattr(module, name, broken)
     assert differing(batch, proposals) > 0
