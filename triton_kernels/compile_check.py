@@ -34,7 +34,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-FAMILIES: tuple[str, ...] = ()
+FAMILIES = ("attention", "kv_write")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -156,7 +156,7 @@ def _read_amd(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
 
     return {
         "registers": figure("vgpr_count"),
-        "spill_bytes": 4 * (figure("vgpr_spill_count") + figure("sgpr_spill_count")),
+        "spill_bytes": figure("private_segment_fixed_size"),  # scalar spills go to vector lanes
         "wgmmas": 0,
         "wide_loads": loads("dwordx4"),
         "narrow_loads": loads("[us]byte|[us]short|ubyte_d16\\w*|short_d16\\w*"),

@@ -102,6 +102,13 @@ class RotaryTable:
             return self._rows.index_select(0, positions)[:, : self._width]
         return self._expand(self._by_position.index_select(0, positions))[:, : self._width]
 
+    def turns(self, count: int) -> Tensor:
+        """cos and sin of positions [0, count): fp32 [count, head_dim / 2, 2]; the factors of keys
+        in `rows`, bit for bit."""
+        while count > len(self._by_position):
+            self._grow()
+        return torch.view_as_real(self._by_position[:count]).contiguous()
+
     def _grow(self) -> None:
         # Always the same segments: how a cosine is rounded depends on its place in the call.
         have = len(self._by_position)

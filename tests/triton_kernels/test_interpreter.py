@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parent / "interpreter"
 ROOT = FOLDER.parents[2]
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)]
     done = subprocess.run(

@@ -1,0 +1,186 @@
+"""Norm, RoPE and the paged write in the interpreter, against the reference and the CPU runtime."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cbatch.runtime.config import RopeConfig
+from cbatch.runtime.rope import RotaryTable
+from triton_kernels.kv_write import kv_write, kv_write_reference
+
+TOKENS, KV_HEADS, NUM_PAGES, LONGEST = 7, 2, 4, 600
+ROPES = [
+    RopeConfig(),
+    RopeConfig(type="linear", factor=4.0),
+    RopeConfig(
+        type="llama3",
+        theta=5e5,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_tokens=128,
+    ),
+    RopeConfig(type="yarn", factor=4.0, original_max_position_tokens=150, attention_factor=1.1386),
+]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
+
+
+class Write(NamedTuple):
+    """Rows of scattered positions and slots, one of padding; a pool of NaN."""
+
+    fused: Tensor
+    positions: Tensor
+    slots: Tensor
+    turns: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+
+    @classmethod
+    def make(
+        cls,
+        *,
+        group: int = 2,
+        head_dim: int = 16,
+        page_tokens: int = 16,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+        rope: RopeConfig = ROPES[0],
+    ) -> Write:
+        gen = torch.Generator().manual_seed(0)
+        slots = torch.randperm(NUM_PAGES * page_tokens, generator=gen)[:TOKENS].int()
+        slots[3] = -1
+        pool = torch.full((KV_HEADS, NUM_PAGES, page_tokens, 2, head_dim), float("nan"))
+        k_pages, v_pages = pool.to(kv_dtype or dtype).permute(3, 1, 2, 0, 4)
+        fused = torch.randn(TOKENS, KV_HEADS, group + 2, head_dim, generator=gen) * 3
+        positions = torch.randint(LONGEST, (TOKENS,), generator=gen).int()
+        table = RotaryTable(rope, head_dim, KV_HEADS, group, LONGEST, torch.device("cpu"))
+        return cls(fused.to(dtype), positions, slots, table.turns(LONGEST), k_pages, v_pages)
+
+    def both(self, **options: Any) -> tuple[Write, Write]:
+        """After the kernel, and after the reference."""
+        found, expected = (Write(*(field.clone() for field in self)) for _ in range(2))
+        kv_write(*found, **options)
+        kv_write_reference(*expected, **options)
+        return found, expected
+
+    def written(self) -> list[Tensor]:
+        return [self.fused.float(), self.k_pages.float(), self.v_pages.float()]
+
+
+def differ(found: Write, expected: Write, tolerance: float) -> bool:
+    """Anywhere in the projection or the pool; what is poisoned in one must be in the other."""
+    pairs = zip(found.written(), expected.written(), strict=True)
+    return not all(
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True) for a, b in pairs
+    )
+
+
+def weight_of(group: int, head_dim: int) -> Tensor:
+    return torch.rand(group + 1, head_dim, generator=torch.Generator().manual_seed(1)) + 0.5
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("group, head_dim, page_tokens", [(1, 64, 16), (3, 48, 128), (7, 16, 64)])
+def test_against_the_reference(
+    group: int, head_dim: int, dtype: torch.dtype, page_tokens: int, norm: bool
+) -> None:
+    write = Write.make(group=group, head_dim=head_dim, dtype=dtype, page_tokens=page_tokens)
+    weight = weight_of(group, head_dim) if norm else None
+    found, expected = write.both(qk_weight=weight)
+    assert not differ(found, expected, TOLERANCE[dtype])
+    assert differ(found, write, TOLERANCE[dtype])
+    assert found.k_pages.isnan().sum() == (NUM_PAGES * page_tokens - 6) * KV_HEADS * head_dim
+    assert torch.equal(found.fused[3], write.fused[3])  # padding
+    assert torch.equal(found.fused[:, :, group:], write.fused[:, :, group:])  # K and V stay
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_is_bounded(kv_dtype: torch.dtype) -> None:
+    write = Write.make(dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    write.fused[0] *= 1e5
+    found, expected = write.both(k_scale=0.5, v_scale=3.0)
+    # A last bit of fp32 may decide between two neighbours.
+    assert not differ(found, expected, 2 * torch.finfo(kv_dtype).eps)
+    stored = found.k_pages.float()
+    assert stored[~stored.isnan()].abs().max() == torch.finfo(kv_dtype).max
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.type)
+def test_against_the_cpu_runtime(rope: RopeConfig) -> None:
+    """Every scaling, as `Model._project` computes it: one complex product a row."""
+    group, head_dim = 2, 16
+    write = Write.make(group=group, head_dim=head_dim, rope=rope)
+    weight = weight_of(group, head_dim)
+    found, _ = write.both(qk_weight=weight)
+    rows = write.fused.clone()
+    rows[:, :, : group + 1] = F.rms_norm(rows[:, :, : group + 1], (head_dim,), eps=1e-6) * weight
+    table = RotaryTable(rope, head_dim, KV_HEADS, group, LONGEST, torch.device("cpu"))
+    turn = table.rows(write.positions.long(), LONGEST - 1)
+    turned = torch.view_as_real(torch.view_as_complex(rows.view(TOKENS, -1, 2)) * turn)
+    turned = turned.reshape(rows.shape)
+    for token, slot in enumerate(write.slots.tolist()):
+        if slot < 0:
+            continue
+        k, v = (p[slot // 16, slot % 16] for p in (found.k_pages, found.v_pages))
+        assert torch.allclose(k, turned[token, :, group], rtol=1e-6, atol=1e-6)
+        assert torch.equal(v, turned[token, :, group + 1])
+        q = found.fused[token, :, :group] * head_dim**-0.5
+        assert torch.allclose(q, turned[token, :, :group], rtol=1e-6, atol=1e-6)
+
+
+def test_bits_of_a_row_are_its_own() -> None:
+    write = Write.make()
+    together, _ = write.both(qk_weight=weight_of(2, 16))
+    for row in range(TOKENS):
+        alone = write._replace(
+            fused=write.fused[row : row + 1],
+            positions=write.positions[row : row + 1],
+            slots=write.slots[row : row + 1],
+        )
+        found, _ = alone.both(qk_weight=weight_of(2, 16))
+        assert torch.equal(found.fused[0], together.fused[row])
+        slot = int(write.slots[row])
+        if slot >= 0:
+            page, offset = divmod(slot, 16)
+            assert torch.equal(found.k_pages[page, offset], together.k_pages[page, offset])
+
+
+def test_broken_variants_are_seen() -> None:
+    """A position too far, the norm left out, a slot beside its own, padding that is written."""
+    write, weight = Write.make(), weight_of(2, 16)
+    _, expected = write.both(qk_weight=weight)
+    beside, padded = write.slots.clone(), write.slots.clone()
+    beside[0] = (beside[0] + 1) % 64
+    padded[3] = next(slot for slot in range(64) if slot not in write.slots)
+    moved = (write.positions + 1) % LONGEST
+    broken: list[tuple[Write, dict[str, Tensor]]] = [
+        (write._replace(positions=moved), {"qk_weight": weight}),
+        (write, {}),
+        (write._replace(slots=beside), {"qk_weight": weight}),
+        (write._replace(slots=padded), {"qk_weight": weight}),
+    ]
+    for wrong, options in broken:
+        assert differ(wrong.both(**options)[0], expected, 1e-5)
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    write = Write.make()
+    bad: dict[str, Write] = {
+        "fused": write._replace(fused=write.fused.flatten(1)),
+        "positions": write._replace(positions=write.positions.long()),
+        "slots": write._replace(slots=write.slots[:-1]),
+        "turns": write._replace(turns=write.turns[:, :4]),
+        "k_pages": write._replace(k_pages=write.k_pages[..., :8]),
+        "v_pages": write._replace(v_pages=write.v_pages.clone().contiguous()),
+    }
+    for name, wrong in bad.items():
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            kv_write(*wrong)
+    with pytest.raises(ValueError, match=r"^qk_weight: "):
+        kv_write(*write, qk_weight=weight_of(1, 16))

@@ -1,0 +1,140 @@
+"""Attention over paged KV for a ragged batch: prefill chunks, decodes and verifications at once.
+
+One kernel serves them all in one launch. A row's bits depend on its own keys only: not on the
+length of its query, nor on its neighbours, nor on how the work was shared out (see `planner`). So a
+token verified among k drafts gets the bits that decoding it alone would give.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from triton_kernels.attention.cases import cases
+from triton_kernels.attention.kernel import attention_kernel
+from triton_kernels.attention.planner import Heads, Partials, Tile, WorkList, plan
+from triton_kernels.attention.reference import attention_reference
+
+__all__ = [
+    "Heads",
+    "Partials",
+    "Tile",
+    "WorkList",
+    "attention",
+    "attention_reference",
+    "cases",
+    "plan",
+]
+
+_MOST_ELEMENTS = 1 << 31  # offsets into the pool are 32 bits wide
+_LOG2_E = math.log2(math.e)
+
+
+def attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    out: Tensor,
+    work: WorkList,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    num_programs: int,
+) -> None:
+    """Attend with the tokens of a step, whose K and V are in the pool, as `plan` laid them out.
+
+    q [T, kv_heads, group, head_dim], heads of a group side by side, otherwise any strides; k_pages
+    and v_pages [pages, page_tokens, kv_heads, head_dim] of the same strides, all multiples of 16,
+    in the type of q or fp8 (then `k_scale` and `v_scale` restore them); block_tables int32
+    [B, blocks], entries beyond a context or before its window are not read; out [T, kv_heads *
+    group * head_dim], contiguous rows. Scores are q k `scale`, bounded by `soft_cap` tanh(. /
+    `soft_cap`). `num_programs` run at a time: as many as fit on the device. Raises ValueError
+    naming the argument that does not fit.
+    """
+    _check(q, k_pages, v_pages, block_tables, out, work)
+    heads, tile = work.heads, work.tile
+    attention_kernel[(num_programs,)](
+        q,
+        k_pages,
+        v_pages,
+        block_tables,
+        out,
+        work.items,
+        work.num_items,
+        work.partials.sums,
+        work.partials.stats,
+        work.partials.arrived,
+        scale * k_scale * _LOG2_E,
+        v_scale,
+        work.items.shape[1],
+        q.stride(0),
+        q.stride(1),
+        k_pages.stride(0),
+        k_pages.stride(1),
+        k_pages.stride(2),
+        block_tables.stride(0),
+        out.stride(0),
+        KV_HEADS=heads.kv_heads,
+        GROUP=heads.group,
+        HEAD_DIM=heads.head_dim,
+        BLOCK_DIM=triton.next_power_of_2(heads.head_dim),
+        PAGE=k_pages.shape[1],
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        SPLIT=work.split_tokens,
+        WINDOW=work.window,
+        SOFT_CAP=soft_cap,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=True,
+    )
+
+
+def _check(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    out: Tensor,
+    work: WorkList,
+) -> None:
+    heads = work.heads
+    if q.dim() != 4 or tuple(q.shape[1:]) != heads:
+        raise ValueError(f"q: {list(q.shape)} does not fit; give [T, {', '.join(map(str, heads))}]")
+    if len(q) > work.most_tokens:
+        raise ValueError(f"q: {len(q)} tokens, work for {work.most_tokens}")
+    if q.stride(3) != 1 or q.stride(2) != heads.head_dim:
+        raise ValueError("q: the heads of a group must lie side by side")
+    width = heads.kv_heads * heads.group * heads.head_dim
+    if tuple(out.shape) != (len(q), width) or out.stride(1) != 1 or out.dtype != q.dtype:
+        raise ValueError(
+            f"out: {out.dtype} {list(out.shape)} does not fit; give {q.dtype} {[len(q), width]}"
+        )
+    pool = (heads.kv_heads, heads.head_dim)
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if pages.dim() != 4 or tuple(pages.shape[2:]) != pool:
+            raise ValueError(
+                f"{name}: {list(pages.shape)} does not fit; give [pages, page_tokens, "
+                f"{heads.kv_heads}, {heads.head_dim}]"
+            )
+        if pages.stride() != k_pages.stride() or pages.shape != k_pages.shape:
+            raise ValueError(f"{name}: its shape and strides differ from those of k_pages")
+        if pages.stride(3) != 1 or any(s % 16 for s in pages.stride()[:3]):
+            raise ValueError(f"{name}: strides {pages.stride()}; give multiples of 16, then 1")
+        if pages.dtype != q.dtype and pages.itemsize != 1:
+            raise ValueError(f"{name}: {pages.dtype}; give {q.dtype} or an fp8 type")
+        if len(pages) * pages.stride(0) >= _MOST_ELEMENTS:
+            raise ValueError(f"{name}: 2**31 elements or more; make the pool of a layer smaller")
+    page_tokens = k_pages.shape[1]
+    if page_tokens < 16 or page_tokens & (page_tokens - 1):
+        raise ValueError(f"k_pages: pages of {page_tokens} tokens; give 16, 32, 64 or 128")
+    if block_tables.dtype != torch.int32 or block_tables.dim() != 2:
+        raise ValueError(f"block_tables: {block_tables.dtype}; give torch.int32 [B, blocks]")
+    if block_tables.stride(1) != 1:
+        raise ValueError("block_tables: the entries of a row must lie side by side")
