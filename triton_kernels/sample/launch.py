@@ -17,7 +17,9 @@ from triton_kernels.sample.stats import stats_kernel
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
 NUM_WARPS = 8
-SETTLE_WARPS = 16  # one program walks whole rows
+# Left to itself the assembler spills a few registers of the long kernels for an occupancy that they
+# have no use for.
+ALL_REGISTERS = 255
 NUM_STAGES = 2
 _ALL = ("sm_80", "sm_90", "sm_100", "gfx942")
 LIMITS = {
@@ -33,11 +35,12 @@ LIMITS = {
 
 
 class Tiling(NamedTuple):
-    """[rows, block] logits at a time. Noise does not depend on it; sums and comparisons across
+    """[rows, block] logits at a time, [rows, settle_block] where whole rows are walked. Noise does not depend on it; sums and comparisons across
     tiles do, by rounding, so that one tiling gives one result."""
 
     rows: int = 1
     block: int = 4096
+    settle_block: int = 2048  # less, for more is held of each logit
 
 
 TILING = Tiling()
@@ -96,7 +99,8 @@ def settle(
         row_floats_ptr=settled.floats,
         row_ids_ptr=settled.ids,
         TILES=triton.next_power_of_2(num_tiles),
-        **common | {"num_warps": SETTLE_WARPS},
+        **common | {"STATS_BLOCK": tiling.block, "BLOCK": tiling.settle_block},
+        **without_spills(),
     )
     return settled
 
@@ -142,6 +146,11 @@ def shape(batch: Batch, tiling: Tiling) -> dict[str, Any]:
     }
 
 
+def without_spills() -> dict[str, int]:
+    """An option of NVIDIA's assembler; AMD's has none."""
+    return {} if torch.version.hip else {"maxnreg": ALL_REGISTERS}
+
+
 def check(batch: Batch) -> None:
     """Raises ValueError naming the argument that does not fit."""
     logits, rows, requests, where, drafts, shaping = batch
@@ -180,9 +189,9 @@ def cases() -> list[Case]:
             constexprs |= {"SHAPED": shaped, "ROWS": 1, "BLOCK": TILING.block}
             config = f"{'shaped' if shaped else 'plain'} {use}"
             found.append(case_of("sample_stats", config, stats_kernel, constexprs))
-            constexprs |= {"TILES": 64}
+            constexprs |= {"STATS_BLOCK": TILING.block, "BLOCK": TILING.settle_block, "TILES": 64}
             case = case_of("sample_settle", config, settle_kernel, constexprs)
-            found.append(case._replace(num_warps=SETTLE_WARPS))
+            found.append(case._replace(maxnreg=ALL_REGISTERS))
     return found
 
 

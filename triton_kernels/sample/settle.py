@@ -53,11 +53,12 @@ def settle_kernel(
     OF_DRAFTS: tl.constexpr,
     SHAPED: tl.constexpr,
     ROWS: tl.constexpr,
+    STATS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """row_floats fp32 [N, 2]: maximum, kept mass relative to it; row_ids int32 [N, 4]: winner,
-    cut (key, id), whether every logit was finite."""
+    cut (key, id), whether every logit was finite. STATS_BLOCK is the tile of the first pass."""
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = at < num_rows
     at = tl.where(live, at, 0)
@@ -73,14 +74,15 @@ def settle_kernel(
         plain_ptr, listed_ptr, num_listed_ptr, bias_ptr, counts_ptr, marks_ptr, penalties_ptr,
         min_tokens_ptr, list_width,
     )  # fmt: skip
-    num_dense = tl.cdiv(vocab, BLOCK)
-    used = num_dense + tiles.num_sparse(shaping, requests, BLOCK, SHAPED)
+    used = tl.cdiv(vocab, STATS_BLOCK) + tiles.num_sparse(shaping, requests, STATS_BLOCK, SHAPED)
     maxima, mass, finite, winner, winner_logit = _combine(
         tile_floats_ptr, tile_ids_ptr, at, live, num_tiles, used, modes == GREEDY, inverse, TILES
     )
     starts = tl.load(draft_starts_ptr + requests)
     offsets = at.to(tl.int64) * stride
     view = (logits_ptr, vocab, offsets, requests, depths, drafts_ptr, starts)
+    num_dense = tl.cdiv(vocab, BLOCK)
+    used = num_dense + tiles.num_sparse(shaping, requests, BLOCK, SHAPED)
     passes = (view, shaping, maxima, inverse, num_dense, used)
     limits = (
         tl.load(top_k_ptr + requests),

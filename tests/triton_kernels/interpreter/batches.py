@@ -28,7 +28,7 @@ from triton_kernels.sample.rows import (
     rows_of,
 )
 
-MANY_ROWS = Tiling(rows=1024, block=64)
+MANY_ROWS = Tiling(1024, 64, 64)
 
 
 class Asked(NamedTuple):

@@ -35,7 +35,7 @@ from triton_kernels.verify_logits import verify_logits as verify
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-FEW_ROWS = Tiling(rows=256, block=32)
+FEW_ROWS = Tiling(256, 32, 32)
 
 
 def decide(batch: Batch, proposals: Proposals | None, tiling: Tiling = FEW_ROWS) -> Decision:
@@ -253,7 +253,7 @@ def accept_chances(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool)
     return wanted
 
 
-SMALL = Tiling(rows=512, block=4)
+SMALL = Tiling(512, 4, 4)
 Branch = tuple[tuple[int, ...], int]  # drafts, and how many of them are accepted
 
 
