@@ -62,6 +62,7 @@ def cases() -> list[Case]:
             divisible=("gate_up_ptr", "out_ptr", "width", "stride"),
             num_warps=NUM_WARPS,
             num_stages=1,
-            limits=dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), Limits(512, 65536)),
+            limits=dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), Limits(48, 1 << 10)),
+            wide_loads=True,
         )
     ]

@@ -130,5 +130,6 @@ def _case(width: int, adds: bool) -> Case:
         divisible=tuple(n for n in signature if n != "eps"),
         num_warps=num_warps(width),
         num_stages=1,
-        limits=dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), Limits(512, 65536)),
+        limits=dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx942"), Limits(40, 1 << 10)),
+        wide_loads=True,
     )

@@ -360,7 +360,7 @@ def _replace(
 def cases() -> list[Case]:
     """bf16 logits; with and without shaping, with and without proposals."""
     found = []
-    for shaped, proposed in itertools.product((False, True), repeat=2):
+    for shaped, proposed in itertools.product((True, False), repeat=2):
         constexprs = {"SHAPED": shaped, "ROWS": 1, "BLOCK": TILING.block}
         config = f"{'shaped' if shaped else 'plain'} {'drawn' if proposed else 'certain'} drafts"
         made = constexprs | {"PROPOSED": proposed}
