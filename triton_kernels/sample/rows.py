@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,14 +101,17 @@ def rows_of(num_drafts: Tensor, num_rows: int) -> tuple[Rows, Tensor]:
     return Rows(requests.to(torch.int32), depths.to(torch.int32)), starts.to(torch.int32)
 
 
-def check_fields(group: str, fields: NamedTuple, shapes: dict[str, tuple[torch.dtype, object]]):
+Shape = tuple[int | None, ...]
+
+
+def check_fields(group: str, fields: Any, shapes: dict[str, tuple[torch.dtype, Shape]]) -> None:
     """Raises ValueError naming the first field that is not of its type and shape; a length None may
     be any."""
     for name, (dtype, shape) in shapes.items():
         check_tensor(f"{group}.{name}", getattr(fields, name), dtype, shape)
 
 
-def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]):
+def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: Shape) -> None:
     fits = tensor.dim() == len(shape) and all(
         want in (None, have) for have, want in zip(tensor.shape, shape, strict=True)
     )

@@ -94,6 +94,17 @@ def test_rows_that_are_not_finite_void_their_request_alone() -> None:
     assert ((after.next_tokens >= 0) & (after.next_tokens < 30)).all()
 
 
+def test_rows_of_padding_change_nothing() -> None:
+    rng = np.random.default_rng(25)
+    batch, _ = random_batch(rng, 30, 30, filters=False, shaped=False)
+    count = len(batch.logits)
+    rows, starts = rows_of(batch.drafts.counts.long(), count + 5)
+    padded = torch.cat((batch.logits, torch.full((5, 30), torch.nan)))
+    found = verify(batch._replace(logits=padded, rows=rows), starts, None, FEW_ROWS)
+    for mine, wanted in zip(found, decide(batch, None), strict=True):
+        assert torch.equal(mine, wanted)
+
+
 def test_equal_laws_leave_no_residual_and_still_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """p = q but for round-off, and a draft refused all the same: p itself is the law."""
     rng = np.random.default_rng(23)
