@@ -28,3 +28,4 @@ class Case(NamedTuple):
     wgmma: bool = False  # sm_90 must multiply with it: products of 64 rows and more
     wide_loads: bool = False  # memory must be read 128 bits at a time
     fp_fusion: bool = True
+    maxnreg: int | None = None  # NVIDIA: registers a thread that the assembler may use

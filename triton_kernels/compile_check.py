@@ -34,7 +34,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-FAMILIES = ("attention", "kv_write")
+FAMILIES = ("activation", "attention", "kv_write", "norm", "sample", "verify_logits")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -81,6 +81,8 @@ def check(case: Case, target: str) -> Findings:
         "enable_fp_fusion": case.fp_fusion,
     }
     gpu = TARGETS[target]
+    if gpu.backend == "cuda" and case.maxnreg is not None:
+        options["maxnreg"] = case.maxnreg
     compiled = triton.compile(_source(case), target=gpu, options=options)
     read = _read_nvidia if gpu.backend == "cuda" else _read_amd
     return Findings(case, target, shared_bytes=compiled.metadata.shared, **read(compiled, gpu))

@@ -42,7 +42,7 @@ LOG1P_COEFFICIENT_BITS = (
 
 
 @functools.cache
-def _constants() -> tuple[float, tuple[float, ...]]:
+def constants() -> tuple[float, tuple[float, ...]]:
     """ln 2 and the polynomial, as Python floats that are exact in fp32."""
     bits = [b - (1 << 32) if b >> 31 else b for b in (LN2_BITS, *LOG1P_COEFFICIENT_BITS)]
     values = torch.tensor(bits, dtype=torch.int32).view(torch.float32).tolist()
@@ -108,7 +108,7 @@ def uniform(words: Tensor) -> Tensor:
 
 def exponential(words: Tensor) -> Tensor:
     """E = -ln(1 - u) > 0, fp32; see the specification for the form."""
-    ln2, coefficients = _constants()
+    ln2, coefficients = constants()
     bits = (MASK32 - words).clamp_(min=1).to(torch.float32).view(torch.int32)
     exponent = (bits - THREE_QUARTERS_BITS) >> 23
     fraction = (bits - (exponent << 23)).view(torch.float32)

@@ -1,0 +1,209 @@
+"""Random ragged batches for the sampling kernels, made from what requests ask for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.core.request import SamplingParams
+from triton_kernels import noise
+from triton_kernels.sample.launch import Settled, Tiling
+from triton_kernels.sample.reference import sample_reference
+from triton_kernels.sample.rows import (
+    COUPLED,
+    GREEDY,
+    IN_PROMPT,
+    IS_STOP,
+    REJECTION,
+    Batch,
+    Drafts,
+    Noise,
+    Proposals,
+    Requests,
+    Rows,
+    Shaping,
+    rows_of,
+)
+
+MANY_ROWS = Tiling(1024, 64, 64)
+
+
+class Asked(NamedTuple):
+    """One request: its parameters, and the tokens it knows."""
+
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int]
+    stop_ids: list[int]
+
+    @property
+    def mode(self) -> int:
+        if self.params.greedy:
+            return GREEDY
+        return COUPLED if self.params.coupled else REJECTION
+
+
+def random_request(rng: np.random.Generator, vocab: int, *, filters: bool, shaped: bool) -> Asked:
+    """Each parameter in about half of the requests, so that all combinations occur."""
+
+    def maybe(value: object, otherwise: object) -> object:
+        return value if rng.random() < 0.5 else otherwise
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(rng.choice(vocab, count, replace=False).tolist())
+
+    fields: dict[str, object] = {
+        "temperature": rng.choice([0.0, 0.6, 1.0, 1.7], p=[0.1, 0.3, 0.3, 0.3]),
+        "verification": str(rng.choice(["rejection", "coupled"])),
+        "max_tokens": 100,
+    }
+    if filters:
+        fields["top_k"] = maybe(int(rng.integers(1, vocab)), None)
+        fields["top_p"] = maybe(float(rng.uniform(0.2, 0.99)), 1.0)
+        fields["min_p"] = maybe(float(rng.choice([0.02, 0.2])), 0.0)
+    output = rng.integers(0, vocab, rng.integers(0, 9)).tolist()
+    if shaped:
+        allowed = tuple(range(0, vocab, 2)) + ids(4)
+        fields["repetition_penalty"] = maybe(float(rng.uniform(0.7, 1.6)), 1.0)
+        fields["presence_penalty"] = maybe(float(rng.uniform(-1, 1.5)), 0.0)
+        fields["frequency_penalty"] = maybe(float(rng.uniform(-0.5, 1)), 0.0)
+        fields["logit_bias"] = maybe({i: float(rng.normal() * 2) for i in ids(4)}, {})
+        fields["allowed_token_ids"] = maybe(allowed, None)
+        fields["banned_token_ids"] = maybe(ids(5), ())
+        fields["min_tokens"] = maybe(len(output) + 2, 0)
+    params = SamplingParams(**fields)  # type: ignore[arg-type]
+    return Asked(params, rng.integers(0, vocab, 6).tolist(), output, list(ids(2)))
+
+
+def shaping_of(asked: list[Asked], vocab: int) -> Shaping:
+    """The device state of `asked`, as an executor keeps it."""
+    entries = [_entries(each, vocab) for each in asked]
+    width = max(1, *(len(e) for e in entries))
+    listed, counts, marks = (torch.zeros(len(asked), width, dtype=torch.int32) for _ in range(3))
+    bias = torch.zeros(len(asked), width)
+    plain = np.zeros((len(asked), -(-vocab // 32) * 32), dtype=bool)
+    for b, each in enumerate(entries):
+        allowed = asked[b].params.allowed_token_ids
+        plain[b, list(allowed) if allowed is not None else slice(vocab)] = True
+        plain[b, list(each)] = False
+        for place, (token, (count, mark, add)) in enumerate(each.items()):
+            listed[b, place], counts[b, place], marks[b, place] = token, count, mark
+            bias[b, place] = add
+    params = [each.params for each in asked]
+    bits = np.packbits(plain, axis=1, bitorder="little").view(np.int32)
+    triples = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+    left = [each.params.min_tokens - len(each.output) for each in asked]
+    return Shaping(
+        torch.from_numpy(bits),
+        listed,
+        torch.tensor([len(e) for e in entries], dtype=torch.int32),
+        bias,
+        counts,
+        marks,
+        torch.tensor(triples, dtype=torch.float32),
+        torch.tensor(left, dtype=torch.int32),
+    )
+
+
+def _entries(asked: Asked, vocab: int) -> dict[int, tuple[int, int, float]]:
+    """token -> times in the output, marks, bias."""
+    p = asked.params
+    found: set[int] = {*p.logit_bias, *asked.output, *p.banned_token_ids}
+    if p.repetition_penalty != 1:
+        found |= set(asked.prompt)
+    if p.min_tokens:
+        found |= set(asked.stop_ids)
+    entries = {}
+    for token in found:
+        marks = IN_PROMPT * (p.repetition_penalty != 1 and token in asked.prompt)
+        marks |= IS_STOP * (token in asked.stop_ids)
+        banned = token in p.banned_token_ids or (
+            p.allowed_token_ids is not None and token not in p.allowed_token_ids
+        )
+        add = -np.inf if banned else p.logit_bias.get(token, 0.0)
+        entries[token] = (asked.output.count(token), marks, add)
+    return entries
+
+
+def requests_of(asked: list[Asked], vocab: int) -> Requests:
+    params = [each.params for each in asked]
+
+    def floats(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32)
+
+    return Requests(
+        torch.tensor([each.mode for each in asked], dtype=torch.int32),
+        floats([1.0 if p.greedy else p.temperature for p in params]),
+        torch.tensor([vocab if p.top_k is None else p.top_k for p in params], dtype=torch.int32),
+        floats([p.top_p if p.top_p < 1 else np.inf for p in params]),
+        floats([p.min_p for p in params]),
+    )
+
+
+def noise_of(rng: np.random.Generator, count: int) -> Noise:
+    return Noise(
+        torch.from_numpy(rng.integers(0, 2**32, (count, 2))),
+        torch.from_numpy(rng.integers(0, 3, count)),
+        torch.from_numpy(rng.integers(0, 5000, count)),
+    )
+
+
+def random_batch(
+    rng: np.random.Generator,
+    count: int,
+    vocab: int,
+    *,
+    filters: bool = True,
+    shaped: bool = True,
+    most_drafts: int = 5,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Batch, list[Asked]]:
+    """`count` requests of ragged k in 0..most_drafts. Logits have ties, and so have filters' edges.
+    Drafts are likely tokens."""
+    asked = [random_request(rng, vocab, filters=filters, shaped=shaped) for _ in range(count)]
+    num_drafts = torch.from_numpy(rng.integers(0, most_drafts + 1, count))
+    rows, starts = rows_of(num_drafts, int((num_drafts + 1).sum()))
+    values = np.round(rng.normal(size=(len(rows.depths), vocab)) * 2, 1)
+    logits = torch.from_numpy(values).to(dtype)
+    likely = logits.float().argsort(dim=-1, descending=True)
+    rank = torch.from_numpy(rng.geometric(0.5, len(logits)) - 1).clamp(max=vocab - 1)
+    tokens = likely.gather(1, rank[:, None]).squeeze(1)
+    drafted = rows.depths < num_drafts[rows.requests.long()]
+    draft_starts = starts - torch.arange(count)
+    drafts = Drafts(
+        tokens[drafted].to(torch.int32), draft_starts.to(torch.int32), num_drafts.to(torch.int32)
+    )
+    shaping = shaping_of(asked, vocab) if shaped else None
+    where = noise_of(rng, count)
+    return Batch(logits, rows, requests_of(asked, vocab), where, drafts, shaping), asked
+
+
+def proposals_for(rng: np.random.Generator, batch: Batch) -> tuple[Batch, Proposals]:
+    """`batch` with drafts really drawn from the proposals: near the target, filtered and shaped as
+    requests ask, one after the other; every fourth request's are certain."""
+    drafted = batch.rows.depths < batch.drafts.counts[batch.rows.requests.long()]
+    rows = Rows(batch.rows.requests[drafted], batch.rows.depths[drafted])
+    near = torch.from_numpy(rng.normal(size=(len(rows.depths), batch.logits.shape[1])) * 0.7)
+    logits = (batch.logits[drafted].float() + near).to(batch.logits.dtype)
+    certain = (torch.arange(len(batch.drafts.counts)) % 4 == 0).to(torch.int32)
+    tokens = batch.drafts.tokens.clone()
+    for depth in range(int(batch.drafts.counts.max())):
+        drafts = batch.drafts._replace(tokens=tokens)
+        drawn = sample_reference(
+            logits, rows, batch.requests, batch.noise, drafts, batch.shaping, noise.DRAFT
+        )
+        here = (rows.depths == depth) & (certain[rows.requests.long()] == 0)
+        tokens = torch.where(here, drawn, tokens)
+    batch = batch._replace(drafts=batch.drafts._replace(tokens=tokens))
+    return batch, Proposals(logits, rows, certain)
+
+
+def kept_by(result: Settled, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
+    """y of shaped logits `x`, and what the cuts of `result` keep, bool; both [N, V]."""
+    inverse = (1.0 / batch.requests.temperatures)[batch.rows.requests.long()]
+    y = (x.amax(dim=-1, keepdim=True) - x) * inverse[:, None]
+    keys, cut_key, cut_id = y.view(torch.int32), result.ids[:, 1:2], result.ids[:, 2:3]
+    return y, (keys < cut_key) | ((keys == cut_key) & (torch.arange(x.shape[1]) < cut_id))

@@ -1,0 +1,94 @@
+"""The noise in kernels, bit for bit that of the specification."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cbatch.core import noise as specification
+from triton_kernels import noise_device
+
+ROWS, BLOCK = 16, 128
+# Edges of the exponential: both ends, and where its branches meet.
+EDGES = [0, 1, 2, 2**24 - 1, 2**24, 2**30 - 1, 2**30, 2**30 + 1, 2**31, 2**32 - 2, 2**32 - 1]
+
+
+@triton.jit
+def draw_kernel(
+    keys_ptr, positions_ptr, choices_ptr, purposes_ptr, words_ptr, some_ptr, first_ptr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, tile = tl.arange(0, ROWS), tl.program_id(0)
+    seeds = noise_device.load_seeds(keys_ptr, row)
+    positions, choices = tl.load(positions_ptr + row), tl.load(choices_ptr + row)
+    purposes = tl.load(purposes_ptr + row)
+    out = row[:, None] * 2 * BLOCK + tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+    words = noise_device.tile_words(seeds, tile * BLOCK, positions, choices, purposes, BLOCK)
+    tl.store(words_ptr + out, words.to(tl.int64))
+    # Any ids, in no order.
+    ids = (tile * BLOCK + tl.arange(0, BLOCK)[None, :]) * 7 % (2 * BLOCK) + row[:, None] * 0
+    some = noise_device.words_of(seeds, ids, positions, choices, purposes)
+    tl.store(some_ptr + row[:, None] * 2 * BLOCK + ids, some.to(tl.int64))
+    first = noise_device.scalar_words(seeds, positions, choices, purposes)
+    tl.store(first_ptr + row, first.to(tl.int64))
+
+
+@triton.jit
+def map_kernel(words_ptr, uniforms_ptr, exponentials_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(words_ptr + at).to(tl.uint32)
+    tl.store(uniforms_ptr + at, noise_device.uniform(words))
+    tl.store(exponentials_ptr + at, noise_device.exponential(words))
+
+
+def drawn() -> tuple[Tensor, np.ndarray]:
+    rng = np.random.default_rng(0)
+    keys = rng.integers(0, 2**32, (ROWS, 2))
+    keys[:2] = 2**32 - 1
+    positions, choices = rng.integers(0, 2**31, ROWS), rng.integers(0, 9, ROWS)
+    purposes = rng.integers(0, 5, ROWS)
+    found = torch.zeros(2, ROWS, 2 * BLOCK, dtype=torch.int64)
+    first = torch.zeros(ROWS, dtype=torch.int64)
+    arguments = [torch.from_numpy(x) for x in (keys, positions, choices, purposes)]
+    draw_kernel[(2,)](*arguments, *found, first, ROWS=ROWS, BLOCK=BLOCK)
+    assert torch.equal(first, found[0, :, 0])
+    return found, specification.token_words(keys, positions, choices, purposes, 2 * BLOCK)
+
+
+def test_words_are_those_of_the_specification() -> None:
+    found, wanted = drawn()
+    assert np.array_equal(found[0].numpy(), wanted)
+    assert np.array_equal(found[1].numpy(), wanted)
+
+
+def mapped() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    words = np.random.default_rng(1).integers(0, 2**32, 1 << 16)
+    words[: len(EDGES)] = EDGES
+    uniforms, exponentials = torch.zeros(2, len(words))
+    map_kernel[(16,)](torch.from_numpy(words), uniforms, exponentials, BLOCK=len(words) // 16)
+    return words.astype(np.uint32), uniforms.numpy(), exponentials.numpy()
+
+
+def test_uniform_and_exponential_have_the_same_bits() -> None:
+    words, uniforms, exponentials = mapped()
+    assert np.array_equal(uniforms, specification.uniform(words))
+    wanted = specification.exponential(words)
+    assert np.array_equal(exponentials.view(np.int32), wanted.view(np.int32))
+
+
+def test_a_coefficient_one_bit_off_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, half, *rest = noise_device.COEFFICIENTS.value
+    coefficients = (one, float(np.nextafter(np.float32(half), np.float32(0))), *rest)
+    monkeypatch.setattr(noise_device, "COEFFICIENTS", tl.constexpr(coefficients))
+    words, _, exponentials = mapped()
+    assert not np.array_equal(exponentials, specification.exponential(words))
+
+
+def test_one_round_less_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise_device, "ROUNDS", tl.constexpr(9))
+    found, wanted = drawn()
+    assert not np.any(found[0].numpy() == wanted, axis=1).all()

@@ -1,0 +1,376 @@
+"""Verification from logits: exact laws (T0), and the reference on given noise."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tests.triton_kernels.interpreter.batches import MANY_ROWS, proposals_for, random_batch
+from tests.triton_kernels.worlds import World, exact, joint, random_laws
+from triton_kernels import noise_device, verify_logits
+from triton_kernels.sample import settle, tiles
+from triton_kernels.sample.launch import Tiling
+from triton_kernels.sample.reference import verify_reference
+from triton_kernels.sample.rows import (
+    COUPLED,
+    REJECTION,
+    Batch,
+    Drafts,
+    Noise,
+    Proposals,
+    Requests,
+    Rows,
+    rows_of,
+)
+from triton_kernels.verify_logits import Decision
+from triton_kernels.verify_logits import verify_logits as verify
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+FEW_ROWS = Tiling(256, 32, 32)
+
+
+def decide(batch: Batch, proposals: Proposals | None, tiling: Tiling = FEW_ROWS) -> Decision:
+    starts = rows_of(batch.drafts.counts.long(), len(batch.logits))[1]
+    return verify(batch, starts, proposals, tiling)
+
+
+def differing(batch: Batch, proposals: Proposals | None) -> int:
+    """Requests whose verdict is not that of the reference."""
+    pairs = zip(decide(batch, proposals), verify_reference(batch, proposals), strict=True)
+    return int(torch.stack([found != wanted for found, wanted in pairs]).any(dim=0).sum())
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+def test_two_thousand_filtered_rows_are_those_of_the_reference() -> None:
+    """The same noise, tokens equal to the last; every way that a verdict can go occurs."""
+    rng = np.random.default_rng(20)
+    batch, _ = random_batch(rng, 600, 45, shaped=False)
+    batch, proposals = proposals_for(rng, batch)
+    assert len(batch.logits) >= 2000
+    found = decide(batch, proposals, MANY_ROWS)
+    for mine, reference in zip(found, verify_reference(batch, proposals), strict=True):
+        assert torch.equal(mine.long(), reference)
+    counts, accepted = batch.drafts.counts, found.num_accepted
+    for mode in (COUPLED, REJECTION):
+        for certain in (0, 1):
+            of = (batch.requests.modes == mode) & (proposals.certain == certain)
+            assert (of & (accepted == counts) & (counts > 1)).any() and (of & (counts == 0)).any()
+            assert (of & (accepted > 0) & (accepted < counts)).any()
+            assert (of & (accepted == 0) & (counts > 0)).any()
+
+
+@pytest.mark.parametrize("proposed", [True, False])
+def test_shaped_rows_are_those_of_the_reference(proposed: bool) -> None:
+    rng = np.random.default_rng(21)
+    batch, _ = random_batch(rng, 40, 30, dtype=torch.bfloat16)
+    batch, proposals = proposals_for(rng, batch)
+    assert differing(batch, proposals if proposed else None) == 0
+
+
+def test_rows_that_are_not_finite_void_their_request_alone() -> None:
+    rng = np.random.default_rng(22)
+    batch, _ = random_batch(rng, 40, 30, filters=False, shaped=False)
+    batch, proposals = proposals_for(rng, batch)
+    before = decide(batch, proposals)
+    row = int((batch.rows.depths == 2).nonzero()[0])
+    hit = int(batch.rows.requests[row])
+    batch.logits[row] = torch.nan
+    after = decide(batch, proposals)
+    others = torch.arange(40) != hit
+    assert after.finite[hit] == 0 and (after.finite[others] == 1).all()
+    for then, now in zip(before, after, strict=True):
+        assert torch.equal(then[others], now[others])
+    assert ((after.next_tokens >= 0) & (after.next_tokens < 30)).all()
+
+
+def test_rows_of_padding_change_nothing() -> None:
+    rng = np.random.default_rng(25)
+    batch, _ = random_batch(rng, 30, 30, filters=False, shaped=False)
+    count = len(batch.logits)
+    rows, starts = rows_of(batch.drafts.counts.long(), count + 5)
+    padded = torch.cat((batch.logits, torch.full((5, 30), torch.nan)))
+    found = verify(batch._replace(logits=padded, rows=rows), starts, None, FEW_ROWS)
+    for mine, wanted in zip(found, decide(batch, None), strict=True):
+        assert torch.equal(mine, wanted)
+
+
+def test_equal_laws_leave_no_residual_and_still_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p = q but for round-off, and a draft refused all the same: p itself is the law."""
+    rng = np.random.default_rng(23)
+    batch, _ = random_batch(rng, 60, 30, filters=False, shaped=False)
+    batch, proposals = proposals_for(rng, batch)
+    drafted = batch.rows.depths < batch.drafts.counts[batch.rows.requests.long()]
+    proposals = proposals._replace(logits=batch.logits[drafted])
+    monkeypatch.setattr(verify_logits, "_accepts", never)
+    ratio = (batch.requests.modes == REJECTION) & (batch.drafts.counts > 0)
+    ratio &= proposals.certain == 0
+    tokens = decide(batch, proposals).next_tokens[ratio]
+    plain = batch._replace(drafts=batch.drafts._replace(counts=0 * batch.drafts.counts))
+    monkeypatch.setattr(verify_logits, "BONUS", verify_logits.RESIDUAL)
+    starts = rows_of(batch.drafts.counts.long(), len(batch.logits))[1]
+    assert torch.equal(tokens, verify(plain, starts, None, FEW_ROWS).next_tokens[ratio])
+    assert ratio.sum() > 5
+
+
+# --- broken variants ------------------------------------------------------------------------------
+
+
+@triton.jit
+def never(threshold, p):
+    return p < 0.0
+
+
+@triton.jit
+def accepts_forbidden(threshold, p):
+    return threshold <= p
+
+
+@triton.jit
+def no_residual(p, q):
+    return p
+
+
+@triton.jit
+def no_filter(limits):
+    return limits[0] < 0
+
+
+BROKEN = [
+    (verify_logits, "_residual", no_residual),
+    (verify_logits, "RESIDUAL", verify_logits.ACCEPT),
+    (verify_logits, "ACCEPT", verify_logits.BONUS),
+    (settle, "_any_filter", no_filter),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "broken"), BROKEN)
+def test_broken_verification_is_caught(
+    monkeypatch: pytest.MonkeyPatch, module: object, name: str, broken: object
+) -> None:
+    rng = np.random.default_rng(24)
+    batch, _ = random_batch(rng, 50, 30, shaped=False)
+    batch, proposals = proposals_for(rng, batch)
+    monkeypatch.setattr(module, name, broken)
+    assert differing(batch, proposals) > 0
+
+
+def test_a_forbidden_draft_is_refused_whatever_its_own_chance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """p = 0, and q * u that rounds to 0 as well."""
+    logits = torch.tensor([[0.0, 300.0], [0.0, 0.0]])
+    batch = plain_batch(logits, torch.tensor([0]), torch.tensor([1]), torch.zeros(1, 2).long())
+    proposals = Proposals(logits[:1], row_zero(1), torch.zeros(1, dtype=torch.int32))
+    assert decide(batch, proposals).num_accepted.tolist() == [0]
+    monkeypatch.setattr(verify_logits, "_accepts", accepts_forbidden)
+    assert decide(batch, proposals).num_accepted.tolist() == [1]
+
+
+# --- T0 -------------------------------------------------------------------------------------------
+
+VOCAB, LENGTH = 3, 3
+
+
+def row_zero(count: int) -> Rows:
+    return Rows(torch.zeros(count, dtype=torch.int32), torch.arange(count, dtype=torch.int32))
+
+
+def plain_batch(
+    logits: Tensor, tokens: Tensor, counts: Tensor, keys: Tensor, mode: int = REJECTION
+) -> Batch:
+    """Nothing but logits, drafts and keys."""
+    size = len(counts)
+    ones = torch.ones(size)
+    requests = Requests(
+        torch.full((size,), mode, dtype=torch.int32),
+        ones,
+        torch.full((size,), logits.shape[1], dtype=torch.int32),
+        ones * torch.inf,
+        ones * 0,
+    )
+    zeros = torch.zeros(size, dtype=torch.int64)
+    starts = counts.cumsum(0) - counts
+    drafts = Drafts(*(x.to(torch.int32) for x in (tokens, starts, counts)))
+    rows, _ = rows_of(counts, len(logits))
+    return Batch(logits, rows, requests, Noise(keys, zeros, zeros), drafts, None)
+
+
+@triton.jit
+def given_words(seeds, positions, choices, purposes):
+    """The low word of a seed, given; or, where `choices` says so, a draft that is bound to pass at
+    every position before `choices - 1` and bound to fail there unless its chance is 1."""
+    forced = tl.where(positions == choices - 1, 0xFFFFFFFF, 0).to(tl.uint32)
+    return tl.where(choices > 0, forced, (seeds & 0xFFFFFFFF).to(tl.uint32))
+
+
+@triton.jit
+def one_token(source, ids, tile, num_dense, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
+    """Only the token that the seed names may win, with its own weight for a score."""
+    return tl.where(ids.to(tl.int64) == source[0][:, None], 1.0, float("inf"))
+
+
+def make_world(kind: str) -> World:
+    rng = np.random.default_rng(5)
+    target = random_laws(rng, VOCAB, VOCAB, "zeros" if kind == "zeros" else "dense")
+    draft = random_laws(rng, VOCAB, VOCAB, "zeros" if kind == "zeros" else "dense")
+    if kind == "equal":
+        draft = target.clone()
+    if kind == "certain":
+        draft = torch.eye(VOCAB)[torch.from_numpy(rng.integers(0, VOCAB, VOCAB))]
+    return World(target, draft)
+
+
+def logits_of(laws: Tensor) -> Tensor:
+    return laws.log().clamp(min=-1e30)  # finite, and of no weight
+
+
+def accept_chances(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool) -> np.ndarray:
+    """[states, VOCAB], as implemented: the ratio rule to 4e-6, both sides of its edge tried."""
+    states = len(world.target)
+    p, q = exact(world.target), exact(world.draft)
+    wanted = np.minimum(1, np.divide(p, q, out=np.zeros_like(p), where=q > 0))
+    words = np.concatenate([wanted - 4e-6, wanted + 4e-6]).clip(0, 1) * 2.0**32
+    words = torch.from_numpy(words.astype(np.int64).clip(0, 2**32 - 1)).flatten()
+    monkeypatch.setattr(noise_device, "scalar_words", given_words)
+    each = torch.arange(2 * states * VOCAB) // VOCAB % states
+    tokens = torch.arange(VOCAB).repeat(2 * states)
+    counts = torch.ones_like(tokens)
+    batch = plain_batch(
+        logits_of(world.target)[each].repeat_interleave(2, dim=0),
+        tokens,
+        counts,
+        torch.stack((words, 0 * words), dim=1),
+    )
+    proposals = None
+    if not certain:
+        rows = Rows(torch.arange(len(each), dtype=torch.int32), 0 * each.to(torch.int32))
+        proposals = Proposals(logits_of(world.draft)[each], rows, 0 * each.to(torch.int32))
+    accepted = decide(batch, proposals, SMALL).num_accepted.reshape(2, states, VOCAB).numpy()
+    monkeypatch.undo()
+    drafted = q > 0
+    assert (accepted[0] == (wanted > 4e-6))[drafted].all()
+    assert (accepted[1] == (wanted > 1 - 4e-6))[drafted].all()
+    return wanted
+
+
+SMALL = Tiling(512, 4, 4)
+Branch = tuple[tuple[int, ...], int]  # drafts, and how many of them are accepted
+
+
+def branch_laws(
+    monkeypatch: pytest.MonkeyPatch, world: World, branches: list[Branch], certain: bool
+) -> np.ndarray:
+    """Law of the token after each branch, all in one ragged batch: [branches, VOCAB]."""
+    scores: list[Tensor] = []
+
+    class Finish:
+        """Takes the weights of the tiles in place of the kernel that picks a winner."""
+
+        def __getitem__(self, grid: object) -> Any:
+            return lambda **given: scores.append(given["tile_scores_ptr"])
+
+    p, q, x = [], [], []
+    for drafts, _ in branches:
+        states = [torch.tensor(0), *torch.tensor(drafts, dtype=torch.int64)]
+        states = [s if i == 0 else world.after(states[i - 1], s) for i, s in enumerate(states)]
+        p += [world.target[s] for s in states for _ in range(1)]
+        q += [world.draft[s] for s in states[:-1]]
+        x += drafts
+    laws = []
+    counts = torch.tensor([len(drafts) for drafts, _ in branches])
+    stops = torch.tensor([accepted + 1 for _, accepted in branches])
+    for token in range(VOCAB):
+        keys = torch.tensor([[token, 0]]).repeat(len(branches), 1)
+        batch = plain_batch(logits_of(torch.stack(p)), torch.tensor(x), counts, keys)
+        batch = batch._replace(noise=batch.noise._replace(choices=stops))
+        of, depths = batch.rows
+        drafted = depths < counts[of.long()]
+        rows = Rows(of[drafted], depths[drafted])
+        proposals = Proposals(logits_of(torch.stack(q)), rows, 0 * counts.to(torch.int32))
+        with monkeypatch.context() as patch:
+            patch.setattr(noise_device, "scalar_words", given_words)
+            patch.setattr(tiles, "exponentials", one_token)
+            patch.setattr(verify_logits, "_finish_kernel", Finish())
+            found = decide(batch, None if certain else proposals, SMALL)
+        residual, own = scores.pop()[:, 0].unbind(dim=1)
+        laws.append((found.num_accepted, residual, own))
+    accepted, residual, own = (torch.stack(part, dim=1) for part in zip(*laws, strict=True))
+    weights = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, own)
+    # A draft whose chance is 1 cannot be refused: that branch has no mass.
+    reached = accepted[:, 0] == stops - 1
+    return exact(weights) * reached[:, None].numpy()
+
+
+@pytest.mark.parametrize("kind", ["dense", "zeros", "equal", "certain"])
+def test_every_draft_and_branch_sum_to_the_joint_law(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Law of the first 3 tokens when a step drafts k in 0..2 and plain decoding goes on."""
+    world, certain = make_world(kind), kind == "certain"
+    assert np.abs(joint_laws(monkeypatch, world, certain) - joint(world, LENGTH)).max() < 2e-5
+
+
+def test_the_joint_law_shows_a_missing_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world("dense")
+    monkeypatch.setattr(verify_logits, "_residual", no_residual)
+    laws = joint_laws(pytest.MonkeyPatch(), world, certain=False)
+    assert np.abs(laws - joint(world, LENGTH)).max() > 1e-3
+
+
+def joint_laws(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool) -> np.ndarray:
+    accept, draft = accept_chances(monkeypatch, world, certain), exact(world.draft)
+    branches = [
+        (drafts, accepted)
+        for k in range(LENGTH)
+        for drafts in itertools.product(range(VOCAB), repeat=k)
+        for accepted in range(k + 1)
+    ]
+    laws = np.zeros((LENGTH, *(VOCAB,) * LENGTH))
+    replace = branch_laws(monkeypatch, world, branches, certain)
+    for (drafts, accepted), law in zip(branches, replace, strict=True):
+        state, chance = 0, 1.0
+        for depth, token in enumerate(drafts):
+            agreed = accept[state, token] if depth < accepted else 1.0
+            refused = 1 - accept[state, token] if depth == accepted else 1.0
+            chance *= draft[state, token] * agreed * refused
+            state = token
+        for token in range(VOCAB) if chance else ():
+            tail = joint(world, LENGTH - accepted - 1, token)
+            laws[len(drafts)][(*drafts[:accepted], token)] += chance * law[token] * tail
+    return laws
+
+
+def test_no_draft_moves_a_coupled_token() -> None:
+    """Every draft of every k in 0..2, in one ragged batch, against plain decoding."""
+    world = make_world("zeros")
+    drafts = [x for k in range(LENGTH) for x in itertools.product(range(VOCAB), repeat=k)]
+    counts = torch.tensor([len(x) for x in drafts])
+    states = [s for x in drafts for s in (0, *x)]
+    logits, tokens = logits_of(world.target)[states], [t for x in drafts for t in x]
+    seen = set()
+    for seed in range(6):
+        keys = torch.tensor([[seed, 1]]).repeat(len(drafts), 1)
+        found = decide(
+            plain_batch(logits, torch.tensor(tokens), counts, keys, COUPLED), None, SMALL
+        )
+        pairs = list(zip(*(field.tolist() for field in found[:2]), strict=True))
+        plain: tuple[int, ...] = ()
+        for _ in range(LENGTH):  # the drafts that agree with all that is known so far
+            accepted, following = pairs[drafts.index(plain)]
+            assert accepted == len(plain)
+            plain += (following,)
+        seen.add(plain)
+        for x, (accepted, following) in zip(drafts, pairs, strict=True):
+            assert (*x[:accepted], following) == plain[: accepted + 1]
+    assert len(seen) > 2

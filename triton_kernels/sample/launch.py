@@ -1,0 +1,229 @@
+"""Launches of the sampling kernels, with checks of what they are given."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from triton_kernels import noise
+from triton_kernels.case import Case, Limits
+from triton_kernels.sample import rows as r
+from triton_kernels.sample.rows import Batch
+from triton_kernels.sample.settle import settle_kernel
+from triton_kernels.sample.stats import stats_kernel
+
+LOGITS = (torch.bfloat16, torch.float16, torch.float32)
+NUM_WARPS = 8
+# Left to itself the assembler spills a few registers of the long kernels for an occupancy that they
+# have no use for.
+ALL_REGISTERS = 255
+NUM_STAGES = 2
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+LIMITS = {
+    "sample_stats": Limits(168, 16 << 10),
+    "sample_settle": Limits(176, 8 << 10),
+    "verify_replace": Limits(184, 16 << 10),
+    "verify_finish": Limits(24, 1 << 10),
+    "verify_accept": Limits(64, 1 << 10),
+}
+
+
+class Tiling(NamedTuple):
+    """[rows, block] logits at a time, [rows, settle_block] where whole rows are walked. Noise does
+    not depend on it; sums and comparisons across tiles do, by rounding: one tiling, one result."""
+
+    rows: int = 1
+    block: int = 4096
+    settle_block: int = 2048  # less, for more is held of each logit
+
+
+TILING = Tiling()
+
+
+class Settled(NamedTuple):
+    """Of each row of logits."""
+
+    floats: Tensor  # fp32 [N, 2]: maximum, kept mass relative to it
+    ids: Tensor  # int32 [N, 4]: winner, cut (key, id), whether every logit was finite
+    drafted_logits: Tensor  # fp32 [N]: shaped, of the draft that the row decides on
+
+
+def sample(batch: Batch, purpose: int, tiling: Tiling = TILING) -> Tensor:
+    """A token for each row, int32 [N]: the likeliest for greedy requests, else a draw from what
+    temperature and filters leave, with COUPLED noise for coupled requests and that of `purpose` for
+    the rest. Ties go to the lowest id. Raises ValueError naming the argument that does not fit."""
+    return settle(batch, purpose, tiling).ids[:, 0]
+
+
+def settle(
+    batch: Batch, purpose: int | None, tiling: Tiling = TILING, *, of_drafts: bool = False
+) -> Settled:
+    """Winners, maxima, masses and cuts; without a `purpose` requests of mode REJECTION do not race,
+    and have their cut and kept mass found instead. `of_drafts`: nothing else is wanted."""
+    check(batch)
+    num_rows, device = len(batch.logits), batch.logits.device
+    num_tiles = num_tiles_of(batch, tiling)
+    floats = torch.empty((num_rows, num_tiles, 4), dtype=torch.float32, device=device)
+    ids = torch.empty((num_rows, num_tiles, 2), dtype=torch.int32, device=device)
+    settled = Settled(
+        torch.empty((num_rows, 2), dtype=torch.float32, device=device),
+        torch.empty((num_rows, 4), dtype=torch.int32, device=device),
+        torch.full((num_rows,), -torch.inf, device=device),
+    )
+    if not num_rows:
+        return settled
+    blocks = triton.cdiv(num_rows, tiling.rows)
+    common = {
+        **arguments(batch),
+        "tile_floats_ptr": floats,
+        "tile_ids_ptr": ids,
+        "num_rows": num_rows,
+        "num_tiles": num_tiles,
+        "PURPOSE": purpose,
+        "OF_DRAFTS": of_drafts,
+        **shape(batch, tiling),
+    }
+    del common["top_k_ptr"], common["top_p_ptr"], common["min_p_ptr"]
+    stats_kernel[(blocks, num_tiles)](drafted_logits_ptr=settled.drafted_logits, **common)
+    del common["draft_counts_ptr"]
+    settle_kernel[(blocks,)](
+        top_k_ptr=batch.requests.top_k,
+        top_p_ptr=batch.requests.top_p,
+        min_p_ptr=batch.requests.min_p,
+        row_floats_ptr=settled.floats,
+        row_ids_ptr=settled.ids,
+        TILES=triton.next_power_of_2(num_tiles),
+        **common | {"STATS_BLOCK": tiling.block, "BLOCK": tiling.settle_block},
+        **without_spills(),
+    )
+    return settled
+
+
+def num_tiles_of(batch: Batch, tiling: Tiling) -> int:
+    """Dense tiles of the vocabulary, and sparse ones of the longest list that there may be."""
+    count = triton.cdiv(batch.logits.shape[1], tiling.block)
+    if batch.shaping is not None:
+        count += triton.cdiv(batch.shaping.listed.shape[1], tiling.block)
+    return count
+
+
+def arguments(batch: Batch) -> dict[str, Any]:
+    """Arguments of a kernel, by name."""
+    logits, rows, requests, where, drafts, shaping = batch
+    values = {f"{name}_ptr": tensor for name, tensor in rows._asdict().items()}
+    values |= {f"{name}_ptr": tensor for name, tensor in requests._asdict().items()}
+    values |= {f"{name}_ptr": tensor for name, tensor in where._asdict().items()}
+    values |= {
+        "drafts_ptr": drafts.tokens,
+        "draft_starts_ptr": drafts.starts,
+        "draft_counts_ptr": drafts.counts,
+    }
+    fields = [None] * len(r.Shaping._fields) if shaping is None else shaping
+    values |= {f"{n}_ptr": t for n, t in zip(r.Shaping._fields, fields, strict=True)}
+    return values | {
+        "logits_ptr": logits,
+        "vocab": logits.shape[1],
+        "stride": logits.stride(0),
+        "list_width": 0 if shaping is None else shaping.listed.shape[1],
+    }
+
+
+def shape(batch: Batch, tiling: Tiling) -> dict[str, Any]:
+    """How a kernel is built. Fused multiply-adds would not give the specified noise."""
+    return {
+        "SHAPED": batch.shaping is not None,
+        "ROWS": tiling.rows,
+        "BLOCK": tiling.block,
+        "num_warps": NUM_WARPS,
+        "num_stages": NUM_STAGES,
+        "enable_fp_fusion": False,
+    }
+
+
+def without_spills() -> dict[str, int]:
+    """An option of NVIDIA's assembler; AMD's has none."""
+    return {} if torch.version.hip else {"maxnreg": ALL_REGISTERS}
+
+
+def check(batch: Batch) -> None:
+    """Raises ValueError naming the argument that does not fit."""
+    logits, rows, requests, where, drafts, shaping = batch
+    if logits.dim() != 2 or logits.dtype not in LOGITS or logits.stride(1) != 1:
+        raise ValueError(
+            f"logits: {logits.dtype} {list(logits.shape)} does not fit; give bf16, fp16 or fp32 "
+            "[N, V], the logits of a row side by side"
+        )
+    (num_rows, vocab), count = logits.shape, len(requests.modes)
+    i32, i64, f32 = torch.int32, torch.int64, torch.float32
+    r.check_fields("rows", rows, {n: (i32, (num_rows,)) for n in rows._fields})
+    of_requests = {n: (f32, (count,)) for n in ("temperatures", "top_p", "min_p")}
+    of_requests |= {n: (i32, (count,)) for n in ("modes", "top_k")}
+    r.check_fields("requests", requests, of_requests)
+    of_noise = {"keys": (i64, (count, 2)), "choices": (i64, (count,)), "positions": (i64, (count,))}
+    r.check_fields("noise", where, of_noise)
+    of_drafts = {"tokens": (i32, (None,)), "starts": (i32, (count,)), "counts": (i32, (count,))}
+    r.check_fields("drafts", drafts, of_drafts)
+    if shaping is None:
+        return
+    width = shaping.listed.shape[-1]
+    of_shaping = {n: (i32, (count, width)) for n in ("listed", "counts", "marks")}
+    of_shaping |= {n: (i32, (count,)) for n in ("num_listed", "min_tokens")}
+    of_shaping["plain"] = (i32, (count, triton.cdiv(vocab, 32)))
+    of_shaping["bias"], of_shaping["penalties"] = (f32, (count, width)), (f32, (count, 3))
+    r.check_fields("shaping", shaping, of_shaping)
+
+
+def cases() -> list[Case]:
+    """bf16 logits, with and without shaping: tokens drawn, a step verified, its drafts' logits."""
+    uses = {"draw": (noise.DRAFT, False), "verify": (None, False), "drafts": (None, True)}
+    found = []
+    for shaped in (True, False):
+        for use, (purpose, of_drafts) in uses.items():
+            constexprs = {"PURPOSE": purpose, "OF_DRAFTS": of_drafts}
+            constexprs |= {"SHAPED": shaped, "ROWS": 1, "BLOCK": TILING.block}
+            config = f"{'shaped' if shaped else 'plain'} {use}"
+            found.append(case_of("sample_stats", config, stats_kernel, constexprs))
+            constexprs |= {"STATS_BLOCK": TILING.block, "BLOCK": TILING.settle_block, "TILES": 64}
+            case = case_of("sample_settle", config, settle_kernel, constexprs)
+            found.append(case._replace(maxnreg=ALL_REGISTERS))
+    return found
+
+
+def case_of(name: str, config: str, kernel: Any, constexprs: dict[str, Any]) -> Case:
+    """Types follow from names; pointers that the configuration lacks are None."""
+    missing: tuple[str, ...] = ()
+    if not constexprs.get("SHAPED", True):
+        missing += tuple(f"{field}_ptr" for field in r.Shaping._fields)
+    if not constexprs.get("PROPOSED", True):
+        missing += ("certain_ptr", "q_logits_ptr", "q_floats_ptr", "q_ids_ptr")
+    arguments = [n for n in kernel.arg_names if n not in constexprs]
+    given = [n for n in arguments if n not in missing]
+    pointers_and_strides = [n for n in given if n.endswith(("_ptr", "stride")) or n == "vocab"]
+    return Case(
+        name=name,
+        config=config,
+        kernel=kernel,
+        signature={n: _type_of(name, n) for n in given},
+        constexprs={**constexprs, **{n: None for n in arguments if n in missing}},
+        divisible=tuple(pointers_and_strides),
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+        limits=dict.fromkeys(TARGETS, LIMITS[name]),
+        fp_fusion=False,
+    )
+
+
+def _type_of(kernel: str, argument: str) -> str:
+    if not argument.endswith("_ptr"):
+        return "i32"
+    name = argument.removesuffix("_ptr")
+    if name == "logits" or (name == "q_logits" and kernel == "verify_replace"):
+        return "*bf16"
+    if name in ("keys", "choices", "positions"):
+        return "*i64"
+    floats = ("temperatures", "top_p", "min_p", "bias", "penalties")
+    is_float = name in floats or name.endswith(("floats", "scores", "_logits"))
+    return "*fp32" if is_float else "*i32"
