@@ -19,7 +19,7 @@ from cbatch.core.regime import FIRST_PROBE_STEPS, MOST_PROBE_STEPS, Due, Regime,
 from cbatch.core.tally import Rows, Tally
 
 _CANARY_DRAFTS = 4
-_FLEET_TRIALS = 512.0  # memory of the prior
+_FLEET_TRIALS = 160.0  # memory of the prior: some ten requests
 _CANARY_TRIALS = 16.0  # the same while canaries are all there is to learn from
 _FOLD_STEPS = 32  # between two reports of running rows to the fleet
 _COST_STEPS = 16  # while off, one step in so many corrects the price list
