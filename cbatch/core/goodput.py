@@ -211,9 +211,12 @@ def _even(
     values: np.ndarray, prices: StepPrices, num_drafts: np.ndarray, caps: np.ndarray
 ) -> tuple[np.ndarray, float] | None:
     """The rows that draft, all equally deep: k of each row and G(k), of the two depths next to
-    their mean the better one. None: no such choice has a price."""
+    their mean the better one. None: they are so already, or no such choice has a price."""
     drafts = num_drafts > 0
-    mean = float(np.add.reduce(num_drafts)) / float(np.add.reduce(drafts))
+    total, rows = int(np.add.reduce(num_drafts)), int(np.count_nonzero(drafts))
+    if total == rows * int(np.maximum.reduce(num_drafts)):
+        return None  # they do already
+    mean = total / rows
     best = None
     for depth in {int(mean), math.ceil(mean)}:
         k = np.minimum(caps, depth, dtype=np.int32) * drafts
