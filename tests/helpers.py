@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cbatch.core.config import LookaheadConfig, SchedulerConfig
+from cbatch.core.cost import StepLoad
 from cbatch.core.events import Event
 from cbatch.core.plan import StepPlan
 from cbatch.core.request import FinishReason, Request, SamplingParams
@@ -21,6 +22,18 @@ from sim.models import ModelledAcceptance
 from sim.tokens import reference_output
 
 VOCAB_SIZE = 1000
+
+
+def decode_load(rows: int, drafts: int, depth: int, context_tokens: int = 0) -> StepLoad:
+    """A step of decoding rows alone, with so many drafts in all."""
+    return StepLoad(
+        rows=rows,
+        target_tokens=rows + drafts,
+        logit_tokens=rows + drafts,
+        context_tokens=context_tokens,
+        depth=depth,
+        draft_tokens=drafts,
+    )
 
 
 def make_config(**overrides: Any) -> SchedulerConfig:

@@ -166,7 +166,7 @@ class LookaheadController:
         `rows` selects slots; `caps` is int32 [rows], what request and context allow; `lag` int32
         [rows], how many tokens the drafter's KV is behind (the canary is who costs least). At most
         `budget_tokens` are drafted; the rest of what there is `room` for is asked only if it
-        matters. The array may be returned again, and must not be changed.
+        matters.
         """
         if due is Due.NOTHING:
             return None

@@ -45,7 +45,6 @@ class Planner:
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
         self._next_step_id = 0
-        self._last_drafts = Drafts.of(_NONE)
         self._cache = RowCache.of(state)
 
     def plan(self) -> StepPlan | None:
@@ -165,11 +164,7 @@ class Planner:
             num_drafts = state.controller.choose(due, rows, most, lag, budget, room)
             if num_drafts is None:
                 return
-        if num_drafts is self._last_drafts.num_drafts:
-            drafts = self._last_drafts
-        else:
-            drafts = caps if num_drafts is most else Drafts.of(num_drafts)
-            self._last_drafts = drafts
+        drafts = caps if num_drafts is most else Drafts.of(num_drafts)
         catch_up_total = int(np.add.reduce(lag))
         if drafts.by_all and drafts.total + catch_up_total <= budget:
             catch_up = lag.copy()

@@ -8,6 +8,7 @@ import pytest
 
 from cbatch.core.cost import CostModel, CostProfile, StepLoad
 from cbatch.core.errors import FieldError
+from tests.helpers import decode_load
 
 PROFILE = CostProfile(
     tokens=(1, 8, 9, 16, 64, 512),
@@ -26,29 +27,16 @@ def truth(load: StepLoad, scale: float = 1.0) -> tuple[float, float]:
     return scale * draft_s, scale * target_s
 
 
-def load_of(rows: int, depth: int, context_tokens: int) -> StepLoad:
-    """A step of decoding rows, each with `depth` drafts."""
-    drafts = rows * depth
-    return StepLoad(
-        rows=rows,
-        target_tokens=rows + drafts,
-        logit_tokens=rows + drafts,
-        context_tokens=context_tokens,
-        depth=depth,
-        draft_tokens=drafts,
-    )
-
-
 def random_load(rng: np.random.Generator, rows: int = 16) -> StepLoad:
     depth = int(rng.integers(0, 5))
-    return load_of(rows, depth, int(rng.integers(2000, 9000)))
+    return decode_load(rows, rows * depth, depth, int(rng.integers(2000, 9000)))
 
 
 def errors(model: CostModel, rows: int = 16, context_tokens: int = 5000) -> np.ndarray:
     """Relative errors of whole steps of 0 to 4 drafts a row."""
     prices = model.prices(rows, rows, context_tokens, 4 * rows)
     found = [prices.step_s[rows * d] + prices.pass_s * d for d in range(5)]
-    loads = [load_of(rows, d, context_tokens) for d in range(5)]
+    loads = [decode_load(rows, rows * d, d, context_tokens) for d in range(5)]
     return np.abs(np.array(found) / [sum(truth(load)) for load in loads] - 1)
 
 
@@ -103,7 +91,7 @@ def test_durations_correct_the_prices(profile: CostProfile | None) -> None:
 def test_without_drafts_and_profile_a_draft_looks_cheap_and_is_tried() -> None:
     model = CostModel(max_tokens=600)
     for _ in range(50):
-        load = load_of(8, 0, 3000)
+        load = decode_load(8, 0, 0, 3000)
         model.observe(load, *truth(load))
     prices = model.prices(8, 8, 3000, 32)
     assert prices.step_s[0] == pytest.approx(truth(load)[1], rel=0.02)
@@ -121,7 +109,7 @@ def test_what_steady_steps_do_not_excite_stays_as_profiled() -> None:
     before = model.prices(16, 16, 5000, 64).step_s
     for _ in range(3000):
         target_s = before[0] * np.exp(0.03 * rng.standard_normal())
-        model.observe(load_of(16, 0, 5000), 0.0, float(target_s))
+        model.observe(decode_load(16, 0, 0, 5000), 0.0, float(target_s))
     after = model.prices(16, 16, 5000, 64).step_s
     assert after == pytest.approx(before, rel=0.05)
 
@@ -149,7 +137,7 @@ def test_a_machine_that_slows_down_is_followed() -> None:
         model.observe(load, *truth(load, scale=1.0 if step < 150 else 2.0))
     found = model.prices(16, 16, 5000, 64)
     for depth in range(5):
-        expected = sum(truth(load_of(16, depth, 5000), 2.0))
+        expected = sum(truth(decode_load(16, 16 * depth, depth, 5000), 2.0))
         assert found.step_s[16 * depth] + depth * found.pass_s == pytest.approx(expected, rel=0.05)
 
 
@@ -157,7 +145,7 @@ def test_unmeasured_durations_are_no_evidence() -> None:
     model = CostModel(PROFILE, max_tokens=600)
     before = model.prices(16, 16, 5000, 64)
     for _ in range(50):
-        model.observe(load_of(16, 2, 5000), 0.0, 0.0)
+        model.observe(decode_load(16, 32, 2, 5000), 0.0, 0.0)
     after = model.prices(16, 16, 5000, 64)
     assert np.array_equal(before.step_s, after.step_s) and before.pass_s == after.pass_s
 

@@ -15,8 +15,9 @@ import pytest
 
 from cbatch.core.config import LookaheadConfig
 from cbatch.core.controller import LookaheadController, Room, StepCost
-from cbatch.core.cost import CostProfile, StepLoad
+from cbatch.core.cost import CostProfile
 from cbatch.core.regime import Due, Regime, probes
+from tests.helpers import decode_load
 
 DEPTH = 8
 MOST_TOKENS = 512
@@ -125,18 +126,6 @@ def fixed(machine: Machine, requests: Requests, batch: int) -> np.ndarray:
     return tally.tokens / tally.seconds
 
 
-def load_of(rows: int, depth: int, drafts: int) -> StepLoad:
-    """Of decoding rows."""
-    return StepLoad(
-        rows=rows,
-        target_tokens=rows + drafts,
-        logit_tokens=rows + drafts,
-        context_tokens=0,
-        depth=depth,
-        draft_tokens=drafts,
-    )
-
-
 class Run(NamedTuple):
     tokens_per_s: float
     drafting_share: float  # of the steps
@@ -172,7 +161,7 @@ def goodput(
         target_s = float(machine.target_s(batch + drafts))
         tally.add(slots, emitted, np.array([draft_s + target_s]))
         blur = np.exp(noise * rng.standard_normal(2)) * (20 if noise and steps % 64 == 0 else 1)
-        load = load_of(batch, depth, drafts)
+        load = decode_load(batch, drafts, depth)
         if not controller.rests(num_rows=batch, drafted=depth > 0):
             wanted = controller.wants_prices(drafted=depth > 0)
             cost = StepCost(load, draft_s * blur[0], target_s * blur[1]) if wanted else None
@@ -291,7 +280,7 @@ def test_a_drafter_that_is_useless_at_first_is_not_given_up_for_ever() -> None:
         k = np.zeros(4, np.int32) if chosen is None else chosen
         runs = np.logical_and.accumulate(rng.random((4, DEPTH)) < 0.85, axis=1).sum(axis=1)
         accepted = np.minimum(runs, k).astype(np.int32)
-        load = load_of(4, int(k.max()), int(k.sum()))
+        load = decode_load(4, int(k.sum()), int(k.max()))
         draft_s = MODEL.pass_s * load.depth
         if not controller.rests(num_rows=4, drafted=load.depth > 0):
             cost = StepCost(load, draft_s, float(MODEL.target_s(4)))
@@ -311,7 +300,7 @@ def test_when_most_requests_leave_speculation_returns_at_once() -> None:
         if chosen is not None and chosen.all():
             break
         if not controller.rests(num_rows=8, drafted=False):
-            cost = StepCost(load_of(8, 0, 0), 0.0, 5.5e-3)
+            cost = StepCost(decode_load(8, 0, 0), 0.0, 5.5e-3)
             controller.learn(slice(0, 8), caps * 0, caps * 0, cost)
     assert chosen is not None and chosen.all()
     assert controller.regime.on
