@@ -102,7 +102,7 @@ def test_a_step_while_off(benchmark):
         if not controller.rests(num_rows=ROWS, drafted=False):
             controller.learn(rows, zero, zero, StepCost(plain, 0.0, 0.03))
 
-    for _ in range(Regime.QUIET_STEPS):
+    for _ in range(4 * Regime.MOST_QUIET):  # a decision stands for four steps
         step()
     assert not controller.regime.on
     benchmark.pedantic(step, rounds=20, iterations=640)
