@@ -115,9 +115,9 @@ def expected_accepted(
     A draft is accepted with probability 1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al.
     2023, Theorem 3.5), one that was chosen with certainty with p(draft). These are summed over the
     positions that were tried, up to and including the first rejection. Whether a position is tried
-    is known before its coin falls, so count less sum is a martingale, and they have one mean (Doob's
-    optional stopping); the sum has the lower variance, since the coins are gone. Positions further
-    on must stay out: the next step decides with their noise again.
+    is known before its coin falls, so count less sum is a martingale and both have the same mean
+    (Doob's optional stopping); without the coins the variance is lower. Positions further on must
+    stay out: the next step decides with their noise again.
     """
     row = torch.repeat_interleave(num_drafts)
     flat = torch.arange(row.numel(), device=row.device)

@@ -116,12 +116,12 @@ class StepResult(msgspec.Struct, frozen=True):
     where no logits were wanted or the status is NON_FINITE, else its `num_accepted[i]` accepted
     drafts and one more. `draft_kv_lens` says how far the draft model's KV is valid after the step;
     None: as if it had drafted, and caught up, whatever was planned and drafted. `expected_accepted`
-    is what acceptance is estimated from; None: `num_accepted`. In rows that are greedy or coupled it
-    is that number, too; in rows that are verified by rejection, the sum of 1 - TV(p, q) over the
-    positions up to and including the first rejection, and no further (see estimator.py). `shadow`
-    scores drafters on tokens that were emitted without drafts. `logprobs` has an entry for each row
-    whose request asks for those of its output or (with positions before the output) of its prompt,
-    and no others."""
+    is what acceptance is estimated from; None: `num_accepted`. It is that number in greedy and in
+    coupled rows; where drafts are verified by rejection, the sum of 1 - TV(p, q) over positions up
+    to and including the first rejection, and no further (see estimator.py). `shadow` scores
+    drafters on tokens that were emitted without drafts. `logprobs` has an entry for each row whose
+    request asks for those of its output or (with positions before the output) of its prompt, and no
+    others."""
 
     step_id: int
     generations: np.ndarray  # int32 [R], copied from the plan
