@@ -8,7 +8,7 @@ from torch import Tensor
 
 from triton_kernels.case import Case
 from triton_kernels.sample.rows import Shaping
-from triton_kernels.slots.lay_out import MISFIT, RUNS, TargetLayout
+from triton_kernels.slots.lay_out import IDLE, MISFIT, RUNS, TargetLayout
 from triton_kernels.slots.state import Asked, SlotState, case_of
 from triton_kernels.verify_logits import Decision
 
@@ -20,15 +20,119 @@ OK, NON_FINITE, DRAFT_NON_FINITE, DOES_NOT_FIT = range(4)
 _FRESH = tl.constexpr(Asked().fresh)
 _WANTS = tl.constexpr(Asked().wants_logits)
 _DRAFTING = tl.constexpr(Asked().drafting)
+_OK, _NON_FINITE = tl.constexpr(OK), tl.constexpr(NON_FINITE)
+_DRAFT_NON_FINITE, _DOES_NOT_FIT = tl.constexpr(DRAFT_NON_FINITE), tl.constexpr(DOES_NOT_FIT)
 _LANES = 256
-_NUM_WARPS = 1
+_SLOTS = 64
+_NUM_WARPS = 2
 
 
 @triton.jit
-def _emitted(tokens_ptr, known, accepted, next_token, i):
-    """Token i of those that a slot emits: accepted drafts lie in place, then the next one."""
-    draft = tl.load(tokens_ptr + known + i, mask=i < accepted, other=0)
-    return tl.where(i < accepted, draft, next_token)
+def advance_kernel(
+    asked_ptr,
+    states_ptr,
+    num_drafted_ptr,
+    broken_ptr,
+    next_draft_kv_ptr,
+    accepted_ptr,
+    next_tokens_ptr,
+    finite_ptr,
+    tokens_ptr,
+    num_tokens_ptr,
+    kv_len_ptr,
+    draft_kv_len_ptr,
+    failed_ptr,
+    result_ptr,
+    num_slots,
+    token_width,
+    result_width,
+    DECIDED: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    there = slot < num_slots
+    state = tl.load(states_ptr + slot, mask=there, other=IDLE)
+    runs = state == RUNS
+    wants = tl.load(asked_ptr + _WANTS * num_slots + slot, mask=there, other=0) != 0
+    drafting = tl.load(asked_ptr + _DRAFTING * num_slots + slot, mask=there, other=0) != 0
+    known = tl.load(num_tokens_ptr + slot, mask=there, other=0)
+    kv = tl.load(kv_len_ptr + slot, mask=there, other=0)
+    failed = tl.load(failed_ptr + slot, mask=there, other=0) != 0
+    out_ptr = result_ptr + slot * result_width
+    accepted, emits = known * 0, known * 0
+    if DECIDED:
+        decides = runs & wants
+        accepted = tl.load(accepted_ptr + slot, mask=decides, other=0)
+        next_token = tl.load(next_tokens_ptr + slot, mask=decides, other=0)
+        finite = tl.load(finite_ptr + slot, mask=decides, other=1) != 0
+        emits = tl.where(decides & finite, accepted + 1, 0)
+        failed = failed | (finite == 0)
+        # Accepted drafts lie in place already.
+        end_ptr = tokens_ptr + slot.to(tl.int64) * token_width + known
+        for i in range(tl.max(emits, 0)):
+            draft = tl.load(end_ptr + i, mask=i < accepted, other=0)
+            tl.store(out_ptr + 5 + i, tl.where(i < accepted, draft, next_token), mask=i < emits)
+        tl.store(end_ptr + accepted, next_token, mask=emits > 0)
+        tl.store(num_tokens_ptr + slot, known + emits, mask=there)
+        tl.store(failed_ptr + slot, failed.to(tl.int32), mask=there)
+    fresh = tl.load(asked_ptr + _FRESH * num_slots + slot, mask=runs, other=0)
+    kv += tl.where(runs, fresh + accepted, 0)
+    tl.store(kv_len_ptr + slot, kv, mask=there)
+    drafting = drafting & there
+    broken = tl.load(broken_ptr + slot, mask=drafting, other=0) != 0
+    draft_kv = tl.load(draft_kv_len_ptr + slot, mask=there, other=0)
+    next_draft_kv = tl.load(next_draft_kv_ptr + slot, mask=drafting, other=0)
+    draft_kv = tl.minimum(tl.where(drafting, next_draft_kv, draft_kv), kv)
+    draft_kv = tl.where(broken, 0, draft_kv)
+    tl.store(draft_kv_len_ptr + slot, draft_kv, mask=there)
+
+    status = tl.where(failed, _NON_FINITE, tl.where(broken, _DRAFT_NON_FINITE, _OK))
+    tl.store(out_ptr, tl.where(state == MISFIT, _DOES_NOT_FIT, status), mask=there)
+    drafted = tl.load(num_drafted_ptr + slot, mask=there, other=0)
+    tl.store(out_ptr + 1, drafted, mask=there)
+    tl.store(out_ptr + 2, tl.maximum(emits - 1, 0), mask=there)
+    tl.store(out_ptr + 3, emits, mask=there)
+    tl.store(out_ptr + 4, draft_kv, mask=there)
+
+
+@triton.jit
+def count_kernel(
+    result_ptr,
+    plain_ptr,
+    listed_ptr,
+    num_listed_ptr,
+    bias_ptr,
+    counts_ptr,
+    marks_ptr,
+    penalties_ptr,
+    min_tokens_ptr,
+    list_width,
+    plain_words,
+    result_width,
+    LANES: tl.constexpr,
+):
+    """What a slot emitted counts in the lists that shape its logits; a program a slot."""
+    slot = tl.program_id(0).to(tl.int64)
+    emitted = tl.load(result_ptr + slot * result_width + 3)
+    if emitted > 0:
+        left = tl.load(min_tokens_ptr + slot)
+        tl.store(min_tokens_ptr + slot, tl.maximum(left - emitted, 0))
+        used = tl.load(num_listed_ptr + slot)
+        if _has_penalties(penalties_ptr + 3 * slot):
+            for i in range(emitted):
+                token = tl.load(result_ptr + slot * result_width + 5 + i)
+                at = slot * list_width
+                used = _count_token(
+                    plain_ptr + slot * plain_words, listed_ptr + at, bias_ptr + at,
+                    counts_ptr + at, marks_ptr + at, token, used, LANES,
+                )  # fmt: skip
+            tl.store(num_listed_ptr + slot, used)
+
+
+@triton.jit
+def _has_penalties(penalties_ptr):
+    costs = tl.abs(tl.load(penalties_ptr + 1)) + tl.abs(tl.load(penalties_ptr + 2))
+    return (tl.load(penalties_ptr) != 1.0) | (costs != 0.0)
 
 
 @triton.jit
@@ -54,98 +158,6 @@ def _count_token(
     return used + is_new.to(tl.int32)
 
 
-@triton.jit
-def advance_kernel(
-    asked_ptr,
-    states_ptr,
-    num_drafted_ptr,
-    broken_ptr,
-    next_draft_kv_ptr,
-    accepted_ptr,
-    next_tokens_ptr,
-    finite_ptr,
-    tokens_ptr,
-    num_tokens_ptr,
-    kv_len_ptr,
-    draft_kv_len_ptr,
-    failed_ptr,
-    plain_ptr,
-    listed_ptr,
-    num_listed_ptr,
-    bias_ptr,
-    counts_ptr,
-    marks_ptr,
-    penalties_ptr,
-    min_tokens_ptr,
-    result_ptr,
-    num_slots,
-    token_width,
-    list_width,
-    plain_words,
-    result_width,
-    DECIDED: tl.constexpr,
-    SHAPED: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    mine = tl.program_id(0)
-    state = tl.load(states_ptr + mine)
-    runs = state == RUNS
-    wants = tl.load(asked_ptr + _WANTS * num_slots + mine) != 0
-    drafting = tl.load(asked_ptr + _DRAFTING * num_slots + mine) != 0
-    drafted = tl.load(num_drafted_ptr + mine)
-    known, kv = tl.load(num_tokens_ptr + mine), tl.load(kv_len_ptr + mine)
-    failed = tl.load(failed_ptr + mine) != 0
-    slot_ptr = tokens_ptr + mine.to(tl.int64) * token_width
-    accepted, emits, next_token = known * 0, known * 0, known * 0
-    if DECIDED:
-        decides = runs & wants
-        accepted = tl.load(accepted_ptr + mine, mask=decides, other=0)
-        next_token = tl.load(next_tokens_ptr + mine, mask=decides, other=0)
-        finite = tl.load(finite_ptr + mine, mask=decides, other=1) != 0
-        emits = tl.where(decides & finite, accepted + 1, 0)
-        failed = failed | (finite == 0)
-        tl.store(slot_ptr + known + accepted, next_token, mask=emits > 0)
-        tl.store(num_tokens_ptr + mine, known + emits)
-        tl.store(failed_ptr + mine, failed.to(tl.int32))
-    kv += tl.where(runs, tl.load(asked_ptr + _FRESH * num_slots + mine) + accepted, 0)
-    tl.store(kv_len_ptr + mine, kv)
-    broken = tl.load(broken_ptr + mine, mask=drafting, other=0) != 0
-    draft_kv = tl.load(draft_kv_len_ptr + mine)
-    draft_kv = tl.where(drafting, tl.load(next_draft_kv_ptr + mine), draft_kv)
-    draft_kv = tl.minimum(tl.where(broken, 0, draft_kv), kv)
-    tl.store(draft_kv_len_ptr + mine, draft_kv)
-
-    out_ptr = result_ptr + mine * result_width
-    status = tl.where(broken, 2, 0)
-    status = tl.where(failed, 1, status)
-    tl.store(out_ptr, tl.where(state == MISFIT, 3, status))
-    tl.store(out_ptr + 1, drafted)
-    tl.store(out_ptr + 2, tl.maximum(emits - 1, 0))
-    tl.store(out_ptr + 3, emits)
-    tl.store(out_ptr + 4, draft_kv)
-    if DECIDED:
-        for i in range(emits):
-            token = _emitted(slot_ptr, known, accepted, next_token, i)
-            tl.store(out_ptr + 5 + i, token)
-    if SHAPED:
-        left = tl.load(min_tokens_ptr + mine)
-        tl.store(min_tokens_ptr + mine, tl.maximum(left - emits, 0))
-        repetition = tl.load(penalties_ptr + 3 * mine)
-        others = tl.load(penalties_ptr + 3 * mine + 1) != 0.0
-        others = others | (tl.load(penalties_ptr + 3 * mine + 2) != 0.0)
-        if others | (repetition != 1.0):
-            at = mine.to(tl.int64) * list_width
-            used = tl.load(num_listed_ptr + mine)
-            for i in range(emits):
-                token = _emitted(slot_ptr, known, accepted, next_token, i)
-                used = _count_token(
-                    plain_ptr + mine.to(tl.int64) * plain_words,
-                    listed_ptr + at, bias_ptr + at, counts_ptr + at, marks_ptr + at,
-                    token, used, LANES,
-                )  # fmt: skip
-            tl.store(num_listed_ptr + mine, used)
-
-
 def advance(
     state: SlotState,
     layout: TargetLayout,
@@ -163,11 +175,8 @@ def advance(
     slots = len(state.num_tokens)
     if result.dim() != 2 or result.shape[0] != slots or result.shape[1] <= NUM_FIELDS - 1:
         raise ValueError(f"result: {list(result.shape)}; give [{slots}, more than {NUM_FIELDS}]")
-    lists: Shaping | tuple[None, ...] = state.shaping
-    if not shaped:
-        lists = (None,) * len(Shaping._fields)
     accepted = (None,) * 3 if decision is None else decision
-    advance_kernel[(slots,)](
+    advance_kernel[(triton.cdiv(slots, _SLOTS),)](
         state.asked,
         layout.states,
         layout.num_drafted,
@@ -179,39 +188,51 @@ def advance(
         state.kv_len,
         state.draft_kv_len,
         state.failed,
-        *lists,
         result,
         slots,
         state.tokens.shape[1],
-        state.listed.shape[1],
-        state.plain.shape[1],
         result.shape[1],
         DECIDED=decision is not None,
-        SHAPED=shaped,
-        LANES=_LANES,
+        SLOTS=_SLOTS,
         num_warps=_NUM_WARPS,
         num_stages=1,
     )
+    if shaped and decision is not None:
+        count_kernel[(slots,)](
+            result,
+            *state.shaping,
+            state.listed.shape[1],
+            state.plain.shape[1],
+            result.shape[1],
+            LANES=_LANES,
+            num_warps=_NUM_WARPS,
+            num_stages=1,
+        )
 
 
 def cases() -> list[Case]:
-    found = []
     verdict = ("accepted_ptr", "next_tokens_ptr", "finite_ptr")
-    shaping = tuple(f"{name}_ptr" for name in Shaping._fields)
-    for decided, shaped in ((True, True), (True, False), (False, False)):
-        constexprs = {"DECIDED": decided, "SHAPED": shaped, "LANES": _LANES}
-        constexprs |= {} if decided else dict.fromkeys(verdict)
-        constexprs |= {} if shaped else dict.fromkeys(shaping)
-        types = {"bias_ptr": "*fp32", "penalties_ptr": "*fp32"}
-        config = f"{'shaped' if shaped else 'plain'}{'' if decided else ', no logits'}"
-        found.append(
-            case_of(
-                "slots_advance",
-                advance_kernel,
-                constexprs,
-                types=types,
-                config=config,
-                num_warps=_NUM_WARPS,
-            )
+    made = {True: {}, False: dict.fromkeys(verdict)}
+    found = [
+        case_of(
+            "slots_advance",
+            advance_kernel,
+            {"DECIDED": decided, "SLOTS": _SLOTS, **more},
+            config="decided" if decided else "no logits",
+            num_warps=_NUM_WARPS,
         )
-    return found
+        for decided, more in made.items()
+    ]
+    types = {"bias_ptr": "*fp32", "penalties_ptr": "*fp32"}
+    lanes = {"LANES": _LANES}
+    return [
+        *found,
+        case_of(
+            "slots_count",
+            count_kernel,
+            lanes,
+            types=types,
+            config=f"{_LANES} entries",
+            num_warps=_NUM_WARPS,
+        ),
+    ]

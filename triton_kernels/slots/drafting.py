@@ -11,13 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.case import Case
-from triton_kernels.slots.lay_out import (
-    LANES,
-    NUM_WARPS,
-    value_of,
-    store_padding,
-    store_tokens,
-)
+from triton_kernels.slots.lay_out import LANES, NUM_WARPS, owners_of, store_tokens
 from triton_kernels.slots.state import Asked, SlotState, case_of
 
 _FRESH = tl.constexpr(Asked().fresh)
@@ -105,7 +99,6 @@ def lay_out_drafts_kernel(
     PAGE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    mine = tl.program_id(0)
     every = tl.arange(0, BLOCK_SLOTS)
     some = every < num_slots
     fresh = tl.load(asked_ptr + _FRESH * num_slots + every, mask=some, other=0)
@@ -130,39 +123,33 @@ def lay_out_drafts_kernel(
     queries = tl.where(depths > 0, missing, slices)
     drafts = (depths > 0).to(tl.int32)
     ends, row_ends = tl.cumsum(queries, 0), tl.cumsum(drafts, 0)
-    num_rows = tl.sum(drafts, 0)
+    rows, last = row_ends - drafts, ends - 1
+    if tl.program_id(0) == 0:
+        tl.store(query_starts_ptr + every, ends - queries, mask=some)
+        tl.store(query_starts_ptr + num_slots, tl.sum(queries, 0))
+        tl.store(contexts_ptr + every, tl.where(queries > 0, kv + queries, 0), mask=some)
+        tl.store(row_starts_ptr + every, rows, mask=some)
+        tl.store(row_starts_ptr + num_slots, tl.sum(drafts, 0))
+        tl.store(depths_ptr + every, depths, mask=some)
+        tl.store(starts_ptr + every, rows * drafts * most_drafts, mask=some)
+        tl.store(broken_ptr + every, every * 0, mask=some)
+        reached = tl.where(depths > 0, known - 1 + depths, kv + queries)
+        tl.store(next_kv_ptr + every, reached, mask=some)
+        tl.store(noise_positions_ptr + every, known.to(tl.int64), mask=some)
 
-    if mine == num_slots:  # one more program for what is left over
-        last = tl.sum(queries, 0)
-        tl.store(query_starts_ptr + num_slots, last)
-        tl.store(row_starts_ptr + num_slots, num_rows)
-        store_padding(tokens_ptr, positions_ptr, kv_slots_ptr, last, most_tokens, LANES)
-        for start in range(num_rows, most_rows, LANES):
-            lane = start + tl.arange(0, LANES)
-            tl.store(row_slots_ptr + lane, lane * 0 + num_slots - 1, mask=lane < most_rows)
-            tl.store(row_tokens_ptr + lane, lane * 0, mask=lane < most_rows)
-    else:
-        query, depth = value_of(queries, mine), value_of(depths, mine)
-        first, position = value_of(ends, mine) - query, value_of(kv, mine)
-        row = value_of(row_ends, mine) - value_of(drafts, mine)
-        count = value_of(known, mine)
-        tl.store(query_starts_ptr + mine, first)
-        tl.store(contexts_ptr + mine, tl.where(query > 0, position + query, 0))
-        tl.store(row_starts_ptr + mine, row)
-        tl.store(row_slots_ptr + row, mine, mask=depth > 0)
-        tl.store(row_tokens_ptr + row, first + query - 1, mask=depth > 0)
-        tl.store(depths_ptr + mine, depth)
-        tl.store(starts_ptr + mine, tl.where(depth > 0, row * most_drafts, 0))
-        tl.store(broken_ptr + mine, 0)
-        reached = tl.where(depth > 0, count - 1 + depth, position + query)
-        tl.store(next_kv_ptr + mine, reached)
-        tl.store(noise_positions_ptr + mine, count.to(tl.int64))
-        store_tokens(
-            slot_tokens_ptr + mine.to(tl.int64) * token_width,
-            blocks_ptr + mine.to(tl.int64) * block_width,
-            tokens_ptr, positions_ptr, kv_slots_ptr,
-            position, query, first, most_tokens, most_token, PAGE, LANES,
-        )  # fmt: skip
+    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    owners = owners_of(ends, lanes, BLOCK_SLOTS)
+    positions = lanes + tl.gather(kv - ends + queries, owners, 0)
+    held = lanes < tl.sum(queries, 0)
+    store_tokens(
+        slot_tokens_ptr, blocks_ptr, tokens_ptr, positions_ptr, kv_slots_ptr, lanes, owners,
+        positions, held, token_width, block_width, most_tokens, most_token, PAGE,
+    )  # fmt: skip
+    owners = owners_of(row_ends, lanes, BLOCK_SLOTS)
+    held = lanes < tl.sum(drafts, 0)
+    inside = lanes < most_rows
+    tl.store(row_slots_ptr + lanes, tl.where(held, owners, num_slots - 1), mask=inside)
+    tl.store(row_tokens_ptr + lanes, tl.where(held, tl.gather(last, owners, 0), 0), mask=inside)
 
 
 def lay_out_drafts(
@@ -181,7 +168,8 @@ def lay_out_drafts(
         raise ValueError(f"layout: allocate it for {slots} slots")
     names = ("tokens", "positions", "kv_slots", "query_starts", "contexts", "row_starts")
     names += ("row_slots", "row_tokens", "depths", "starts", "broken", "next_kv")
-    lay_out_drafts_kernel[(slots + 1,)](
+    most = max(len(layout.tokens), len(layout.row_slots))
+    lay_out_drafts_kernel[(triton.cdiv(most, LANES),)](
         state.asked,
         state.num_tokens,
         state.draft_kv_len,

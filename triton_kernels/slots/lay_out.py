@@ -1,8 +1,8 @@
 """The target's pass of a step, laid out on the device from true positions.
 
 What a plan asks are bounds while an earlier step is under way. Here it is learnt how many tokens a
-row really computes, where its K and V go and which logits it needs. A program a slot; each counts
-for itself where its tokens begin.
+row really computes, where its K and V go and which logits it needs. A program writes some of the
+tokens; whose they are, each counts for itself.
 """
 
 from __future__ import annotations
@@ -65,37 +65,31 @@ class TargetLayout(NamedTuple):
 
 
 @triton.jit
-def value_of(values, mine):
-    """The value of one slot, from those of all."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == mine, values, 0), 0)
+def owners_of(ends, items, BLOCK: tl.constexpr):
+    """The slot of each of `items` [LANES]: how many of `ends` [BLOCK], ascending, it has behind it;
+    BLOCK - 1 for what is beyond the last. By bisection."""
+    low = items * 0
+    for i in tl.static_range(1, 32):
+        if (BLOCK >> i) > 0:
+            passed = tl.gather(ends, low + (BLOCK >> i) - 1, 0) <= items
+            low += tl.where(passed, BLOCK >> i, 0)
+    return low
 
 
 @triton.jit
 def store_tokens(
-    tokens_ptr, blocks_ptr, out_tokens_ptr, out_positions_ptr, out_slots_ptr,
-    position, count, first, most, most_token, PAGE: tl.constexpr, LANES: tl.constexpr,
+    slot_tokens_ptr, blocks_ptr, tokens_ptr, positions_ptr, kv_slots_ptr, lanes, owners, positions,
+    held, token_width, block_width, most_tokens, most_token, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Ids, positions and KV slots of `count` tokens of a slot, to flat rows from `first` on."""
-    for start in range(0, count, LANES):
-        lane = start + tl.arange(0, LANES)
-        held = (lane < count) & (first + lane < most)
-        at = position + lane
-        token = tl.load(tokens_ptr + at, mask=held, other=0)
-        block = tl.load(blocks_ptr + at // PAGE, mask=held, other=0)
-        tl.store(out_tokens_ptr + first + lane, tl.minimum(token, most_token), mask=held)
-        tl.store(out_positions_ptr + first + lane, at, mask=held)
-        tl.store(out_slots_ptr + first + lane, block * PAGE + at % PAGE, mask=held)
-
-
-@triton.jit
-def store_padding(
-    out_tokens_ptr, out_positions_ptr, out_slots_ptr, first, most, LANES: tl.constexpr
-):
-    for start in range(first, most, LANES):
-        lane = start + tl.arange(0, LANES)
-        tl.store(out_tokens_ptr + lane, lane * 0, mask=lane < most)
-        tl.store(out_positions_ptr + lane, lane * 0, mask=lane < most)
-        tl.store(out_slots_ptr + lane, lane * 0 - 1, mask=lane < most)
+    """Ids, positions and KV slots of flat tokens; of padding, where they are not `held`."""
+    owners = owners.to(tl.int64)
+    token = tl.load(slot_tokens_ptr + owners * token_width + positions, mask=held, other=0)
+    block = tl.load(blocks_ptr + owners * block_width + positions // PAGE, mask=held, other=0)
+    kv_slot = tl.where(held, block * PAGE + positions % PAGE, -1)
+    inside = lanes < most_tokens
+    tl.store(tokens_ptr + lanes, tl.minimum(token, most_token), mask=inside)
+    tl.store(positions_ptr + lanes, tl.where(held, positions, 0), mask=inside)
+    tl.store(kv_slots_ptr + lanes, kv_slot, mask=inside)
 
 
 @triton.jit
@@ -133,7 +127,6 @@ def lay_out_kernel(
     PAGE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    mine = tl.program_id(0)
     every = tl.arange(0, BLOCK_SLOTS)
     some = every < num_slots
     fresh = tl.load(asked_ptr + FRESH * num_slots + every, mask=some, other=0)
@@ -147,49 +140,40 @@ def lay_out_kernel(
     broken = tl.load(broken_ptr + every, mask=some & drafting, other=0) != 0
     idle = (fresh == 0) | failed | ((known >= total) & wants)
     reached = kv + fresh
-    fits = tl.where(wants, reached == known, reached <= known)
-    runs = (idle == 0) & fits
+    runs = (idle == 0) & tl.where(wants, reached == known, reached <= known)
     drafted = tl.where(runs & (broken == 0), drafted, 0)
     queries = tl.where(runs, fresh + drafted, 0)
     wanted = tl.where(runs & wants, 1 + drafted, 0)
     ends, logit_ends = tl.cumsum(queries, 0), tl.cumsum(wanted, 0)
+    if tl.program_id(0) == 0:
+        tl.store(query_starts_ptr + every, ends - queries, mask=some)
+        tl.store(query_starts_ptr + num_slots, tl.sum(queries, 0))
+        tl.store(contexts_ptr + every, tl.where(queries > 0, kv + queries, 0), mask=some)
+        first_logits = tl.where(wanted > 0, logit_ends - wanted, 0)
+        tl.store(logit_starts_ptr + every, first_logits, mask=some)
+        state = tl.where(runs, RUNS, tl.where(idle, IDLE, MISFIT))
+        tl.store(states_ptr + every, state, mask=some)
+        tl.store(num_drafted_ptr + every, drafted, mask=some)
+        mode = tl.load(slot_modes_ptr + every, mask=some, other=GREEDY)
+        tl.store(modes_ptr + every, tl.where(wanted > 0, mode, GREEDY), mask=some)
+        tl.store(noise_positions_ptr + every, known.to(tl.int64), mask=some)
 
-    if mine == num_slots:  # one more program for what is left over
-        last, last_logits = tl.sum(queries, 0), tl.sum(wanted, 0)
-        tl.store(query_starts_ptr + num_slots, last)
-        store_padding(tokens_ptr, positions_ptr, kv_slots_ptr, last, most_tokens, LANES)
-        for start in range(last_logits, most_logits, LANES):
-            lane = start + tl.arange(0, LANES)
-            tl.store(logit_tokens_ptr + lane, lane * 0, mask=lane < most_logits)
-            tl.store(logit_slots_ptr + lane, lane * 0 + num_slots - 1, mask=lane < most_logits)
-            tl.store(logit_depths_ptr + lane, lane * 0, mask=lane < most_logits)
-    else:
-        query, want = value_of(queries, mine), value_of(wanted, mine)
-        first, first_logits = value_of(ends, mine) - query, value_of(logit_ends, mine) - want
-        position = value_of(kv, mine)
-        state = tl.where(value_of(idle.to(tl.int32), mine) > 0, IDLE, MISFIT)
-        state = tl.where(value_of(runs.to(tl.int32), mine) > 0, RUNS, state)
-        tl.store(query_starts_ptr + mine, first)
-        tl.store(contexts_ptr + mine, tl.where(query > 0, position + query, 0))
-        tl.store(logit_starts_ptr + mine, tl.where(want > 0, first_logits, 0))
-        tl.store(states_ptr + mine, state)
-        tl.store(num_drafted_ptr + mine, value_of(drafted, mine))
-        mode = tl.load(slot_modes_ptr + mine)
-        tl.store(modes_ptr + mine, tl.where(want > 0, mode, GREEDY))
-        tl.store(noise_positions_ptr + mine, value_of(known, mine).to(tl.int64))
-        store_tokens(
-            slot_tokens_ptr + mine.to(tl.int64) * token_width,
-            blocks_ptr + mine.to(tl.int64) * block_width,
-            tokens_ptr, positions_ptr, kv_slots_ptr,
-            position, query, first, most_tokens, most_token, PAGE, LANES,
-        )  # fmt: skip
-        for start in range(0, want, LANES):
-            lane = start + tl.arange(0, LANES)
-            held = (lane < want) & (first_logits + lane < most_logits)
-            at = first_logits + lane
-            tl.store(logit_tokens_ptr + at, first + query - want + lane, mask=held)
-            tl.store(logit_slots_ptr + at, lane * 0 + mine, mask=held)
-            tl.store(logit_depths_ptr + at, lane, mask=held)
+    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    owners = owners_of(ends, lanes, BLOCK_SLOTS)
+    positions = lanes + tl.gather(kv - ends + queries, owners, 0)
+    held = lanes < tl.sum(queries, 0)
+    store_tokens(
+        slot_tokens_ptr, blocks_ptr, tokens_ptr, positions_ptr, kv_slots_ptr, lanes, owners,
+        positions, held, token_width, block_width, most_tokens, most_token, PAGE,
+    )  # fmt: skip
+    owners = owners_of(logit_ends, lanes, BLOCK_SLOTS)
+    held = lanes < tl.sum(wanted, 0)
+    depths = lanes - tl.gather(logit_ends - wanted, owners, 0)
+    token = tl.gather(ends - wanted, owners, 0) + depths
+    inside = lanes < most_logits
+    tl.store(logit_tokens_ptr + lanes, tl.where(held, token, 0), mask=inside)
+    tl.store(logit_slots_ptr + lanes, tl.where(held, owners, num_slots - 1), mask=inside)
+    tl.store(logit_depths_ptr + lanes, tl.where(held, depths, 0), mask=inside)
 
 
 def lay_out(
@@ -210,7 +194,8 @@ def lay_out(
             raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}; give int32 {[slots]}")
     if tuple(layout.query_starts.shape) != (slots + 1,):
         raise ValueError(f"layout: allocate it for {slots} slots")
-    lay_out_kernel[(slots + 1,)](
+    most = max(len(layout.tokens), len(layout.logit_tokens))
+    lay_out_kernel[(triton.cdiv(most, LANES),)](
         state.asked,
         state.num_tokens,
         state.kv_len,
