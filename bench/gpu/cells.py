@@ -18,6 +18,10 @@ Row = dict[str, Any]
 FAULT_EXIT = 70  # the device is lost to the process; another one may go on
 
 
+class Absent(Exception):  # noqa: N818 - a fact, not a fault
+    """What a cell would measure cannot be had here, or not for its inputs."""
+
+
 class Cell(NamedTuple):
     """`labels` say what is measured; `run` measures and returns the figures."""
 
@@ -42,7 +46,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: dict[str, Row] = {}
-        self.begun: Cell | Row | None = None  # the cell that has begun and left no row
+        self.begun: Row | None = None  # the cell that has begun and left no row
         for line in path.read_text().splitlines() if path.exists() else ():
             self._take(line)
 
@@ -90,6 +94,9 @@ def run_cells(cells: Iterable[Cell], journal: Journal, left_s: Callable[[], floa
         journal.begin(cell)
         try:
             row = cell.labels | cell.run()
+        except Absent as absent:
+            journal.end(cell.key, cell.labels | {"status": f"skipped: {absent}"})
+            continue
         except Exception as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             journal.end(cell.key, cell.labels | {"status": f"failed: {text}"})

@@ -1,6 +1,6 @@
 """A few launches of attention whose results are combined inside the kernel, for compute-sanitizer:
 
-    compute-sanitizer --tool memcheck python -m bench.gpu.combine
+compute-sanitizer --tool memcheck python -m bench.gpu.combine
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def sanitize(bench: Bench, tool: str) -> Row:
 def judge(exit_code: int, text: str) -> Row:
     """The verdict of the tool: `ERROR SUMMARY: 0 errors`, and of the program itself."""
     summary = next((line for line in text.splitlines() if "ERROR SUMMARY" in line), None)
-    summary = summary or next((line for line in text.splitlines() if "RACECHECK SUMMARY" in line), None)
+    summary = summary or next(
+        (line for line in text.splitlines() if "RACECHECK SUMMARY" in line), None
+    )
     if exit_code == 0 and summary is not None:
         return {"what": summary.strip("= "), "status": "ok"}
     said = [line.strip("= ") for line in text.splitlines() if line.strip("= ")]

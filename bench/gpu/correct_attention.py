@@ -35,7 +35,9 @@ def cells(bench: Bench) -> Iterator[Cell]:
         yield Cell(
             f"attention heads {heads}",
             {"kernel": "attention", "case": f"heads of {heads}"},
-            lambda shape=HEADS[heads]: _against_reference(bench, torch.bfloat16, None, 16, {}, shape),
+            lambda shape=HEADS[heads]: _against_reference(
+                bench, torch.bfloat16, None, 16, {}, shape
+            ),
         )
     for name, run in (
         ("decode == verify, bitwise", _decode_is_verify),
@@ -43,7 +45,9 @@ def cells(bench: Bench) -> Iterator[Cell]:
         ("neighbours, programs and partials change no bit", _who_computes),
         ("combine in the kernel: the same bits every time", _stress),
     ):
-        yield Cell(f"attention {name}", {"kernel": "attention", "case": name}, lambda r=run: r(bench))
+        yield Cell(
+            f"attention {name}", {"kernel": "attention", "case": name}, lambda r=run: r(bench)
+        )
 
 
 def _grid(bench: Bench) -> Iterator[tuple[torch.dtype, torch.dtype | None, int, dict[str, float]]]:

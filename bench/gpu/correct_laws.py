@@ -215,7 +215,5 @@ def _wide_token(bench: Bench, mode: int) -> Row:
     hits = torch.cat((counts, count - counts.sum(dim=0, keepdim=True))).cpu().numpy()
     off = cells * (1 - _SHIFT)
     off[0] += _SHIFT
-    return _verdict(
-        bench, "z of the likeliest and the rest", chi_square_z(hits, cells), chi_square_z(hits, off),
-        count,
-    )  # fmt: skip
+    z, far = chi_square_z(hits, cells), chi_square_z(hits, off)
+    return _verdict(bench, "z of the likeliest and the rest", z, far, count)

@@ -36,7 +36,9 @@ def cells(bench: Bench) -> Iterator[Cell]:
         {"kernel": "kv_write", "case": "bfloat16 to fp8, norms"},
         lambda: _write(bench, torch.bfloat16, torch.float8_e4m3fn),
     )
-    yield Cell("noise", {"kernel": "noise", "case": "words and exponentials"}, lambda: _noise(bench))
+    yield Cell(
+        "noise", {"kernel": "noise", "case": "words and exponentials"}, lambda: _noise(bench)
+    )
 
 
 def _random(bench: Bench, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -94,7 +94,9 @@ def accept_z(drafted: NDArray[np.integer], accepted: NDArray[np.integer], law: F
     the histogram of rows with the most drafts. `law` as `Chain.accepted` of the deepest."""
     deepest = len(law) - 1
     alive = law[::-1].cumsum()[::-1]
-    found = [abs(chi_square_z(np.bincount(accepted[drafted == deepest], minlength=deepest + 1), law))]
+    found = [
+        abs(chi_square_z(np.bincount(accepted[drafted == deepest], minlength=deepest + 1), law))
+    ]
     for depth in range(deepest):
         tried = (drafted > depth) & (accepted >= depth)
         chance, count = alive[depth + 1] / alive[depth], int(tried.sum())

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bench.gpu import vllm_peer
 from bench.gpu.batches import Case
+from bench.gpu.cells import Absent
 from bench.gpu.grid import CHUNK, DECODE, VERIFY, workload
 from bench.gpu.steps import Step
 from bench.gpu.timing import Call
@@ -27,10 +28,6 @@ from bench.gpu.world import Bench
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
 # As vLLM's backend sets them for graphs of decodes.
 _SEGMENTS, _GRID_2D, _MOST_3D_QUERY = 16, 128, 8
-
-
-class Absent(Exception):  # noqa: N818 - a fact, not a fault
-    """The peer cannot be had here, or not for these inputs."""
 
 
 def _supplied(bench: Bench, name: str) -> Any:
@@ -164,7 +161,9 @@ def _flashinfer(bench: Bench, step: Step) -> Call:
     pages = [tensor.to(device) for tensor in (indptr, indices, last)]
     types = {"q_data_type": step.q.dtype, "kv_data_type": step.q.dtype}
     if all(q.query_tokens == 1 for q in queries):
-        wrapper = package.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper = package.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=True
+        )
         wrapper.plan(*pages, heads, shape.kv_heads, shape.head_dim, page, **types)
     else:
         wrapper = package.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
@@ -199,7 +198,7 @@ def _expanded(case: Case) -> dict[str, Tensor]:
 
 
 def vllm_v2(bench: Bench, cases: Sequence[Case]) -> list[Call]:
-    """The rejection sampler of vLLM's second model runner: logits in, no tensor of probabilities."""
+    """The rejection sampler of vLLM's second model runner: logits in, no probabilities in memory."""
     reject = _vllm(bench).rejection_sample_v2
     return [functools.partial(reject, **_v2_arguments(case)) for case in cases]
 
@@ -352,5 +351,5 @@ SAMPLING: dict[str, Build] = {
 }
 NORM: dict[str, Build] = {"torch inductor": inductor_norm, "liger": liger_norm}
 ACTIVATION: dict[str, Build] = {"torch inductor": inductor_silu, "liger": liger_silu}
-# Written in Triton: these can be interpreted.
-INTERPRETABLE = frozenset(("vllm triton", "vllm triton v1", "vllm triton v2", "liger"))
+# Written in Triton, and by its rules of types: these can be interpreted.
+INTERPRETABLE = frozenset(("vllm triton", "vllm triton v1", "vllm triton v2"))

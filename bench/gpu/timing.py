@@ -110,7 +110,9 @@ def figures(timing: Timing | None, cost: Cost, ceilings: Ceilings | None) -> dic
     """The columns of a timed kernel; None where it was not measured."""
     if timing is None or ceilings is None:
         row: dict[str, Any] = dict.fromkeys(FIGURES)
-        return row | {"mbytes": cost.num_bytes / 1e6, "gflop": cost.flop / 1e9} | _unmeasured(timing)
+        return (
+            row | {"mbytes": cost.num_bytes / 1e6, "gflop": cost.flop / 1e9} | _unmeasured(timing)
+        )
     return {
         "median_us": timing.median_s * 1e6,
         "low_us": timing.low_s * 1e6,

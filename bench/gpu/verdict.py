@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bench.gpu.cells import Row
 from torch import Tensor
+
+from bench.gpu.cells import Row
 
 UNMEASURED: Row = {"found": None, "allowed": None, "status": "unmeasured"}
 

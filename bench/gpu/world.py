@@ -99,7 +99,9 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def l2_bytes(device: torch.device) -> int:
-    return 0 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return (
+        0 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).L2_cache_size)
+    )
 
 
 def is_fault(error: BaseException) -> bool:
