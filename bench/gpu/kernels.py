@@ -27,6 +27,7 @@ from bench.gpu.steps import Pool, Step, make_step, pages_of
 from bench.gpu.tiles import TINY as TINY_CONFIG
 from bench.gpu.tiles import config_of, programs
 from bench.gpu.timing import Call, figures, input_sets, time_calls
+from bench.gpu.verdict import relative_error
 from bench.gpu.world import Bench
 from triton_kernels import noise
 from triton_kernels.activation import silu_mul
@@ -39,6 +40,7 @@ SECTION = "kernels"
 OURS = "cbatch"
 PAGE_TOKENS = 16
 _TOKENS = (64, 512, 2048)  # of the kernels that work token by token
+_MOST_ERROR = 2e-2
 _WIDTH, _INTERMEDIATE = 4096, 14336  # of Llama-3.1-8B
 
 
@@ -106,9 +108,12 @@ def _ours(bench: Bench, made: Callable[[int], list[Step]], count: int) -> list[C
     # Planned once a step for all layers: its cost is not the kernel's.
     work, many = steps[0].work(config), programs(config, bench.device)
     outs = [s.q.new_empty(len(s.q), s.q[0].numel()) for s in steps]
-    return [
-        functools.partial(step.run, work, many, out) for step, out in zip(steps, outs, strict=True)
+    calls = [
+        functools.partial(step.run, work, many, out=out)
+        for step, out in zip(steps, outs, strict=True)
     ]
+    _check(bench, steps[0], calls[0])
+    return calls
 
 
 def _theirs(
@@ -117,7 +122,23 @@ def _theirs(
     made: Callable[[int], list[Step]],
     count: int,
 ) -> Sequence[Call]:
-    return build(bench, made(count))
+    steps = made(count)
+    calls = build(bench, steps)
+    _check(bench, steps[0], calls[0])
+    return calls
+
+
+def _check(bench: Bench, step: Step, call: Call) -> None:
+    """What computes something else is not timed. Of calls over the pages of `step`, which name
+    their output; others have inputs of their own. Raises ArithmeticError."""
+    out = getattr(call, "keywords", {}).get("out")
+    if out is None or bench.warming or not bench.world.runs:
+        return
+    out.fill_(torch.nan)
+    call()
+    error = relative_error(out.flatten(1), step.reference())
+    if not error < _MOST_ERROR:
+        raise ArithmeticError(f"relative error {error:.1e}, {_MOST_ERROR} allowed")
 
 
 # --- sampling -------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def _expanded(case: Case) -> dict[str, Tensor]:
 
 
 def vllm_v2(bench: Bench, cases: Sequence[Case]) -> list[Call]:
-    """The rejection sampler of vLLM's second model runner: logits in, no probabilities in memory."""
+    """The rejection sampler of vLLM's second model runner: from logits, no probabilities."""
     reject = _vllm(bench).rejection_sample_v2
     return [functools.partial(reject, **_v2_arguments(case)) for case in cases]
 
@@ -351,5 +351,5 @@ SAMPLING: dict[str, Build] = {
 }
 NORM: dict[str, Build] = {"torch inductor": inductor_norm, "liger": liger_norm}
 ACTIVATION: dict[str, Build] = {"torch inductor": inductor_silu, "liger": liger_silu}
-# Written in Triton, and by its rules of types: these can be interpreted.
-INTERPRETABLE = frozenset(("vllm triton", "vllm triton v1", "vllm triton v2"))
+# Written in Triton without what only a device has: these can be interpreted.
+INTERPRETABLE = frozenset(("vllm triton", "vllm triton v1"))
