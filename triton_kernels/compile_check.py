@@ -34,7 +34,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-FAMILIES = ("activation", "attention", "kv_write", "norm", "sample", "verify_logits")
+FAMILIES = ("activation", "attention", "kv_write", "norm", "sample", "slots", "verify_logits")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

@@ -1,0 +1,33 @@
+"""The step shapes for which work is captured. Whatever a step brings is padded to the next one."""
+
+from __future__ import annotations
+
+_SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_LARGE_STEP = 128
+_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+# Beyond it a step keeps the device busy for longer than it takes to queue it.
+MOST_CAPTURED_TOKENS = _SMALL[-1]
+
+
+def bucket(count: int, most: int) -> int:
+    """The least bucket that holds `count`, at most `most`; 0 for none."""
+    if count <= 0:
+        return 0
+    if count > MOST_CAPTURED_TOKENS:
+        return min(-(-count // _LARGE_STEP) * _LARGE_STEP, most)
+    return min(next(b for b in _SMALL if b >= count), most)
+
+
+def depth_bucket(depth: int, most: int) -> int:
+    return min(next((b for b in _DEPTHS if b >= depth), depth), most)
+
+
+def ladder(most: int) -> list[int]:
+    """Every captured bucket of counts up to `most`, the largest first: what they need memory for
+    is then there for the others."""
+    found = {bucket(count, most) for count in (*_SMALL, most) if count <= most}
+    return sorted((b for b in found if b <= MOST_CAPTURED_TOKENS), reverse=True)
+
+
+def depth_ladder(most: int) -> list[int]:
+    return sorted({depth_bucket(d, most) for d in range(1, most + 1)}, reverse=True)

@@ -1,0 +1,130 @@
+"""What differs between a CUDA device and CPU tensors: graphs, pinned memory, events.
+
+The CUDA half has never run: there was no device to run it on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point in the device's queue of work."""
+
+    def wait(self) -> None:
+        """Until the device has come so far."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Between two marks that have been waited for."""
+
+
+class Device(Protocol):
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Do what `function` queues. Calls of one key queue the same work on the same memory, so
+        that it may be captured the first time and replayed from then on."""
+
+    def staging(self, words: int) -> Tensor:
+        """int32 [words] on the host, from and to which copies do not wait."""
+
+    def mark(self) -> Mark: ...
+
+    def working(self) -> AbstractContextManager[None]:
+        """Work queued within goes to this device's queue."""
+
+    def synchronize(self) -> None: ...
+
+
+class _Now:
+    """On the CPU everything is done when it is queued."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _Now)
+        return self._at_s - earlier._at_s
+
+
+class CpuDevice:
+    """Runs everything at once, captures nothing."""
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        function()
+
+    def staging(self, words: int) -> Tensor:
+        return torch.zeros(words, dtype=torch.int32)
+
+    def mark(self) -> _Now:
+        return _Now()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        yield
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Event:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _Event)
+        return earlier._event.elapsed_time(self._event) * 1e-3
+
+
+class CudaDevice:
+    """One stream of its own, and graphs that share one pool of memory: they are replayed one after
+    the other on that stream, and nothing that a graph allocates outlives it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        # The first time it is really done: that compiles kernels, and lets libraries set up what
+        # may not be set up within a capture. Capturing does nothing but record.
+        function()
+        graph = torch.cuda.CUDAGraph()
+        mode = "thread_local"  # other threads may go on using the device
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
+            function()
+        self._graphs[key] = graph
+
+    def staging(self, words: int) -> Tensor:
+        return torch.zeros(words, dtype=torch.int32, pin_memory=True)
+
+    def mark(self) -> _Event:
+        return _Event(self._stream)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+def device_for(device: torch.device) -> Device:
+    return CudaDevice(device) if device.type == "cuda" else CpuDevice()

@@ -1,0 +1,313 @@
+"""The GPU executor: the same step plans, true positions on the device, nothing waits for the host."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.core.errors import FieldError
+from cbatch.core.plan import StepPlan, StepResult, TokenLogprobs
+from cbatch.runtime.gpu.attend import Attention, Tuning, heads_of
+from cbatch.runtime.gpu.buckets import bucket, depth_bucket, depth_ladder, ladder
+from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.device import Mark, device_for
+from cbatch.runtime.gpu.drafting import DraftPasses
+from cbatch.runtime.gpu.message import Message
+from cbatch.runtime.gpu.slots import Bounds, HostSlots
+from cbatch.runtime.gpu.tail import LogprobsTail
+from cbatch.runtime.gpu.verifying import TargetPass
+from cbatch.runtime.kv import KVCache
+from triton_kernels.slots import advance as fields
+from triton_kernels.slots.state import Arena, Sizes, SlotState, apply
+
+_logger = logging.getLogger("cbatch")
+_ROUND_TO = 16  # elements: rows of the tables begin where loads are wide
+# Entries that shape logits besides the tokens of the sequence itself: biased and stop ids.
+_SPARE_ENTRIES = 1024
+_MOST_PENDING = 2
+
+
+class _Buffers:
+    """Host memory of a step under way; a message is written while the step before still runs."""
+
+    def __init__(self) -> None:
+        self.message = torch.zeros(0, dtype=torch.int32)
+        self.result = torch.zeros(0, dtype=torch.int32)
+
+
+@dataclass
+class _Pending:
+    plan: StepPlan
+    buffers: _Buffers
+    started: Mark
+    drafted: Mark
+    done: Mark
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+class GpuExecutor:
+    """Runs step plans on a model, by kernels. Both an `Executor` (`run`) and an
+    `OverlappedExecutor` (`submit` and `wait`, one plan while one runs).
+
+    `max_sequence_tokens` is the longest sequence, `step_budget_tokens` the most tokens of a step,
+    `max_drafts` the most drafts of a row (0: nobody drafts). `block_size_tokens` is a power of two,
+    at least 16. The last of the drafters that a request may name is the draft model: lookups live
+    on the host, and are refused. `reset()` after any exception: the state is then unspecified.
+
+    A step queues its work and returns; what it emitted comes in one copy. Only requests that ask
+    for log probabilities make `submit` wait for their step.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        *,
+        num_blocks: int,
+        block_size_tokens: int,
+        max_slots: int,
+        max_sequence_tokens: int,
+        step_budget_tokens: int,
+        draft: Decoder | None = None,
+        max_drafts: int = 0,
+        tuning: Tuning | None = None,
+    ) -> None:
+        _check_block_size(block_size_tokens)
+        if draft is not None and draft.device != target.device:
+            raise FieldError("draft", f"it is on {draft.device}", f"load it on {target.device}")
+        draft = draft if max_drafts else None
+        max_drafts = max_drafts if draft is not None else 0
+        self.target, self.draft, self.device = target, draft, target.device
+        self._max_slots, self._max_drafts = max_slots, max_drafts
+        self._budget_tokens = step_budget_tokens
+        self._most_catch_up = step_budget_tokens + max_slots
+        vocab = target.config.vocab_size
+        self._queue = device_for(target.device)
+        with torch.inference_mode(), self._queue.working():
+            sizes = Sizes(
+                slots=max_slots + 1,
+                tokens=_rounded(max_sequence_tokens),
+                blocks=_rounded(-(-max_sequence_tokens // block_size_tokens)),
+                vocab=vocab,
+                listed=_rounded(min(vocab, max_sequence_tokens + _SPARE_ENTRIES)),
+            )
+            self._arena = Arena.allocate(sizes, self.device)
+
+            def pool(decoder: Decoder) -> KVCache:
+                config, dtype = decoder.config, decoder.dtype
+                return KVCache(config, num_blocks, block_size_tokens, dtype, self.device)
+
+            def attention(decoder: Decoder, kv: KVCache, most_tokens: int) -> Attention:
+                heads = heads_of(decoder.config)
+                tuned = tuning or Tuning.of(heads, decoder.dtype, self.device)
+                tables = self._arena.state.blocks
+                return Attention(decoder.config, kv, tables, most_tokens, tuned)
+
+            self.kv = pool(target)
+            self.draft_kv = None if draft is None else pool(draft)
+            self._drafting: DraftPasses | None = None
+            if draft is not None and self.draft_kv is not None:
+                self._drafting = DraftPasses(
+                    draft,
+                    self.draft_kv,
+                    attention(draft, self.draft_kv, self._most_catch_up),
+                    self._arena.state,
+                    most_tokens=self._most_catch_up,
+                    most_positions=max_sequence_tokens,
+                    most_drafts=max_drafts,
+                    vocab=vocab,
+                )
+            self._target = TargetPass(
+                target,
+                self.kv,
+                attention(target, self.kv, step_budget_tokens),
+                self._arena.state,
+                self._drafting,
+                most_tokens=step_budget_tokens,
+                most_positions=max_sequence_tokens,
+                most_drafts=max_drafts,
+            )
+            self._slots = HostSlots(sizes, self._arena.places, drafts=draft is not None)
+            self._tail = LogprobsTail(target, self._target, self._arena.state)
+            self._inbox = torch.zeros(0, dtype=torch.int32, device=self.device)
+        self._buffers = deque(_Buffers() for _ in range(_MOST_PENDING))
+        self._pending: deque[_Pending] = deque()
+
+    @property
+    def state(self) -> SlotState:
+        """What the device knows of the slots."""
+        return self._arena.state
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def capture(self) -> None:
+        """Capture the graphs of the usual step shapes (no slot takes part); those beyond are
+        captured when they are first met."""
+        if self.device.type != "cuda":
+            return
+        with torch.inference_mode(), self._queue.working():
+            rows = ladder(self._max_slots)
+            logits = [0, *ladder(self._target.most_logits)]
+            tokens = ladder(self._budget_tokens)
+            _logger.info("capturing steps of %s tokens", ", ".join(map(str, tokens)))
+            for count in tokens:
+                self._target.run(self._queue, count, 0, 0, False)
+            for count in logits:
+                self._target.run(self._queue, tokens[-1], count, 0, False)
+            if self._drafting is None:
+                return
+            depths = depth_ladder(self._max_drafts)
+            _logger.info("capturing drafts: %d shapes", len(rows) * len(depths))
+            for count in ladder(self._most_catch_up):
+                self._drafting.run(self._queue, count, 0, 0, False)
+            for count in rows:
+                for depth in depths:
+                    self._drafting.run(self._queue, 1, count, depth, False)
+            self._queue.synchronize()
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a step on the device, at most one behind one that was not waited for. Raises
+        ValueError for a plan that does not fit the slots, FieldError for a request that cannot be
+        served here."""
+        if len(self._pending) >= _MOST_PENDING:
+            raise RuntimeError(f"submit: {_MOST_PENDING} steps are under way; call wait() first")
+        with self._queue.working():
+            self._pending.append(self._run(plan))
+
+    def wait(self) -> StepResult:
+        """Result of the oldest step not waited for. Raises ValueError if its plan did not fit what
+        the sequences had become."""
+        if not self._pending:
+            raise RuntimeError("wait: no step was submitted; call submit(plan) first")
+        step = self._pending.popleft()
+        step.done.wait()
+        self._buffers.append(step.buffers)
+        return self._report(step)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run one step; raises what `submit` and `wait` do."""
+        self.submit(plan)
+        return self.wait()
+
+    def reset(self) -> None:
+        """Forget every slot, and drop the results of steps under way. KV contents stay: nothing
+        reads a position it has not written."""
+        self._queue.synchronize()
+        self._buffers = deque(_Buffers() for _ in range(_MOST_PENDING))
+        self._pending.clear()
+        self._slots.clear()
+        self._tail.clear()
+
+    def _run(self, plan: StepPlan) -> _Pending:
+        started = self._queue.mark()
+        message = self._slots.take_in(plan)
+        bounds = self._checked(plan, self._slots.bounds(plan))
+        self._tail.take_in(plan.deltas)
+        buffers = self._buffers.popleft()
+        self._send(message, buffers)
+        for kv in (self.kv, self.draft_kv):
+            if kv is not None and len(plan.deltas.zeroed_blocks):
+                kv.zero_blocks(plan.deltas.zeroed_blocks)
+        rows = bucket(bounds.draft_rows, self._max_slots)
+        if bounds.drafting:
+            assert self._drafting is not None
+            catch_up = bucket(bounds.catch_up, self._most_catch_up)
+            depth = depth_bucket(bounds.depth, self._max_drafts)
+            self._drafting.run(self._queue, catch_up, rows, depth, bounds.shaped)
+        drafted = self._queue.mark()
+        self._target.run(
+            self._queue,
+            bucket(bounds.tokens, self._budget_tokens),
+            bucket(bounds.logits, self._target.most_logits),
+            rows if bounds.weighs else 0,
+            bounds.shaped,
+        )
+        self._fetch(buffers)
+        done = self._queue.mark()
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if self._tail.asked(plan):
+            done.wait()
+            logprobs = self._tail.describe(plan, self._rows(buffers))
+        return _Pending(plan, buffers, started, drafted, done, logprobs)
+
+    def _checked(self, plan: StepPlan, bounds: Bounds) -> Bounds:
+        for name, found, most in (
+            ("query_lens", bounds.tokens, self._budget_tokens),
+            ("catch_up", bounds.catch_up, self._most_catch_up),
+            ("num_drafts", bounds.depth, self._max_drafts),
+        ):
+            if found > most:
+                raise ValueError(
+                    f"step {plan.step_id}: {name}: {found} is more than the {most} that the "
+                    "executor was made for"
+                )
+        return bounds
+
+    def _send(self, message: Message, buffers: _Buffers) -> None:
+        """One copy to the device, and the words go to their places."""
+        words = message.num_words()
+        if words > len(buffers.message):
+            buffers.message = self._queue.staging(2 * words)
+        if words > len(self._inbox):
+            self._inbox = torch.zeros(2 * words, dtype=torch.int32, device=self.device)
+        message.write(buffers.message.numpy())
+        self._inbox[:words].copy_(buffers.message[:words], non_blocking=True)
+        first, second = message.num_runs()
+        apply(self._inbox, self._arena.words, 0, first)
+        apply(self._inbox, self._arena.words, first, second)
+
+    def _fetch(self, buffers: _Buffers) -> None:
+        """The one copy back."""
+        result = self._target.result.view(-1)
+        if not len(buffers.result):
+            buffers.result = self._queue.staging(len(result))
+        buffers.result.copy_(result, non_blocking=True)
+
+    def _rows(self, buffers: _Buffers) -> np.ndarray:
+        """By slot; valid until the buffers are used again."""
+        shape: Tensor = self._target.result
+        return buffers.result.numpy().reshape(shape.shape)
+
+    def _report(self, step: _Pending) -> StepResult:
+        plan, rows = step.plan, self._rows(step.buffers)[step.plan.slots]
+        status = rows[:, fields.STATUS]
+        if (status == fields.DOES_NOT_FIT).any():
+            raise ValueError(
+                f"step {plan.step_id}: query_lens {plan.query_lens.tolist()} do not fit the "
+                f"sequences in slots {plan.slots[status == fields.DOES_NOT_FIT].tolist()}"
+            )
+        emitted, tokens = rows[:, fields.EMITTED], rows[:, fields.NUM_FIELDS :]
+        row_splits = np.zeros(len(rows) + 1, dtype=np.int32)
+        emitted.cumsum(out=row_splits[1:])
+        return StepResult(
+            step_id=plan.step_id,
+            generations=plan.generations,
+            tokens=tokens[np.arange(tokens.shape[1]) < emitted[:, None]],
+            row_splits=row_splits,
+            num_drafted=rows[:, fields.DRAFTED].copy(),
+            num_accepted=rows[:, fields.ACCEPTED].copy(),
+            status=status.astype(np.uint8),
+            draft_s=step.drafted.seconds_since(step.started),
+            target_s=step.done.seconds_since(step.drafted),
+            logprobs=step.logprobs,
+        )
+
+
+def _check_block_size(block_size_tokens: int) -> None:
+    if block_size_tokens < 16 or block_size_tokens & (block_size_tokens - 1):
+        raise FieldError(
+            "block_size_tokens",
+            f"{block_size_tokens} is not a page of the attention kernel",
+            "use 16, 32, 64 or 128",
+        )
+
+
+def _rounded(count: int) -> int:
+    return -(-count // _ROUND_TO) * _ROUND_TO

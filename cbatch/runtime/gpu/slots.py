@@ -1,0 +1,169 @@
+"""What the host keeps of every slot, and the message that brings the device up to a plan."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.core.errors import FieldError
+from cbatch.core.noise import split_seed
+from cbatch.core.plan import Admission, Deltas, StepPlan
+from cbatch.core.request import MODEL
+from cbatch.runtime.gpu.message import Message
+from cbatch.runtime.gpu.shaping import Sparse, neutral, shapes_logits, sparse_of
+from triton_kernels.sample.rows import COUPLED, GREEDY, REJECTION
+from triton_kernels.slots.state import Asked, Place, Sizes
+
+Flags = NDArray[np.bool_]
+
+
+class Bounds(NamedTuple):
+    """The most that a step can bring: the device knows what it does."""
+
+    tokens: int
+    logits: int  # rows of logits
+    catch_up: int  # tokens that the draft model takes in before it drafts
+    draft_rows: int
+    depth: int  # drafts of a row
+    drafting: bool
+    weighs: bool  # some drafts are drawn, and verified by rejection
+    shaped: bool  # some row shapes its logits
+
+
+class HostSlots:
+    """`held` slots have a sequence of `generation`; `mode` is how its tokens are decided."""
+
+    def __init__(self, sizes: Sizes, places: dict[str, Place], *, drafts: bool) -> None:
+        self._sizes, self._places, self._drafts = sizes, places, drafts
+        count = sizes.slots
+        self.generation = np.zeros(count, dtype=np.int32)
+        self.mode = np.full(count, GREEDY, dtype=np.int32)
+        self.shaped: Flags = np.zeros(count, dtype=np.bool_)
+        self._lists: Flags = np.zeros(count, dtype=np.bool_)  # the device's lists are not neutral
+        self.clear()
+
+    def clear(self) -> None:
+        self.held: Flags = np.zeros(self._sizes.slots, dtype=np.bool_)
+        self._lists[:] = True  # who knows how far the last message came
+
+    def take_in(self, plan: StepPlan) -> Message:
+        """Apply the deltas of `plan`; returns what the device has to be told. Raises ValueError for
+        a plan that does not fit, FieldError for a request that cannot be served here."""
+        message = Message(self._places)
+        deltas = plan.deltas
+        if deltas.reset:
+            self.clear()
+        self.held[deltas.released] = False
+        for admission in deltas.admitted:
+            self._admit(admission, message)
+        self._append(deltas, message)
+        slots = plan.slots
+        if not (self.held[slots] & (self.generation[slots] == plan.generations)).all():
+            raise ValueError(
+                f"step {plan.step_id}: slots {slots.tolist()} do not hold the planned generations; "
+                "send a plan with `deltas.reset` and the whole state"
+            )
+        asked = np.zeros((len(Asked._fields), self._sizes.slots), dtype=np.int32)
+        fields = Asked()
+        asked[fields.fresh, slots] = plan.query_lens - plan.num_drafts
+        asked[fields.wants_logits, slots] = plan.wants_logits
+        if self._drafts:
+            asked[fields.num_drafts, slots] = plan.num_drafts
+            asked[fields.catch_up, slots] = plan.catch_up
+            asked[fields.drafting] = (asked[fields.num_drafts] | asked[fields.catch_up]).any()
+        message.put_all("asked", asked)
+        return message
+
+    def bounds(self, plan: StepPlan) -> Bounds:
+        drafts = plan.num_drafts if self._drafts else np.zeros_like(plan.num_drafts)
+        catch_up = plan.catch_up if self._drafts else drafts
+        deep = drafts > 0
+        fresh = plan.query_lens - plan.num_drafts
+        return Bounds(
+            tokens=int((fresh + drafts).sum()),
+            logits=int(((1 + drafts) * plan.wants_logits).sum()),
+            catch_up=int((catch_up + deep).sum()),
+            draft_rows=int(deep.sum()),
+            depth=int(drafts.max(initial=0)),
+            drafting=bool((drafts | catch_up).any()),
+            weighs=bool((self.mode[plan.slots[deep]] == REJECTION).any()),
+            shaped=bool(self.shaped[plan.slots].any()),
+        )
+
+    def _admit(self, a: Admission, message: Message) -> None:
+        slot, n, sizes = a.slot, len(a.tokens), self._sizes
+        fits = 0 <= slot < sizes.slots - 1 and 0 <= a.kv_len_tokens < n <= a.max_total_tokens
+        if not fits or a.max_total_tokens > sizes.tokens or len(a.blocks) > sizes.blocks:
+            raise ValueError(
+                f"admission of {a.request_id!r}: slot {slot}, {n} tokens, kv_len "
+                f"{a.kv_len_tokens}, max_total {a.max_total_tokens} and {len(a.blocks)} blocks do "
+                "not fit together, or what the executor was made for"
+            )
+        named = set(a.params.drafter or ()) - {MODEL}
+        if named:
+            raise FieldError(
+                "drafter", f"{sorted(named)} cannot draft on a GPU", f"use {MODEL!r}, or leave out"
+            )
+        self.held[slot], self.generation[slot] = True, a.generation
+        self._put_sequence(a, message)
+        self._put_sampling(a, message)
+        self.shaped[slot] = shapes_logits(a)
+        if self.shaped[slot]:
+            self._put_shaping(slot, sparse_of(a, sizes.vocab, sizes.listed), message)
+        elif self._lists[slot]:
+            self._put_shaping(slot, neutral(sizes.vocab), message)
+        self._lists[slot] = self.shaped[slot]
+
+    def _put_sequence(self, a: Admission, message: Message) -> None:
+        message.put("tokens", a.slot, a.tokens.astype(np.int32, copy=False))
+        message.put("blocks", a.slot, a.blocks.astype(np.int32, copy=False))
+        for name, value in (
+            ("num_tokens", len(a.tokens)),
+            ("kv_len", a.kv_len_tokens),
+            ("draft_kv_len", a.draft_kv_len_tokens),
+            ("max_total", a.max_total_tokens),
+            ("failed", 0),
+        ):
+            message.put(name, a.slot, np.array([value], dtype=np.int32))
+
+    def _put_sampling(self, a: Admission, message: Message) -> None:
+        params, slot = a.params, a.slot
+        mode = GREEDY if params.greedy else COUPLED if params.coupled else REJECTION
+        self.mode[slot] = mode
+        top_k = self._sizes.vocab if params.top_k is None else min(params.top_k, self._sizes.vocab)
+        # 1 keeps every token; a sum that rounds to 1 early must not cut the tail.
+        top_p = params.top_p if params.top_p < 1 else np.inf
+        temperature = 1.0 if params.greedy else params.temperature
+        for name, values, dtype in (
+            ("modes", [mode], np.int32),
+            ("top_k", [top_k], np.int32),
+            ("temperatures", [temperature], np.float32),
+            ("top_p", [top_p], np.float32),
+            ("min_p", [params.min_p], np.float32),
+            ("keys", split_seed(a.seed), np.int64),
+            ("choices", [a.choice], np.int64),
+        ):
+            message.put(name, slot, np.array(values, dtype=dtype))
+
+    @staticmethod
+    def _put_shaping(slot: int, sparse: Sparse, message: Message) -> None:
+        for name in ("plain", "listed", "bias", "counts", "marks", "penalties"):
+            message.put(name, slot, getattr(sparse, name))
+        for name, value in (
+            ("num_listed", len(sparse.listed)),
+            ("min_tokens", sparse.min_tokens),
+        ):
+            message.put(name, slot, np.array([value], dtype=np.int32))
+
+    def _append(self, deltas: Deltas, message: Message) -> None:
+        if len(deltas.append_slots):
+            if int(deltas.append_indices.max()) >= self._sizes.blocks:
+                raise ValueError(
+                    f"append_indices: {int(deltas.append_indices.max())} is beyond "
+                    f"{self._sizes.blocks} blocks a sequence"
+                )
+            message.scatter(
+                "blocks", deltas.append_slots, deltas.append_indices, deltas.append_blocks
+            )

@@ -1,0 +1,112 @@
+"""The kernels of a decoder replaced by their references, which are compared with them elsewhere:
+what is left of a step in the interpreter is its bookkeeping, and the verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.runtime.gpu import attend, decoder, drafting, verifying
+from triton_kernels.activation import silu_mul_reference
+from triton_kernels.attention import WorkList, attention_reference
+from triton_kernels.kv_write import kv_write_reference
+from triton_kernels.norm import rms_norm_reference
+from triton_kernels.sample.launch import Settled
+from triton_kernels.sample.reference import sample_reference, verify_reference
+from triton_kernels.sample.rows import Batch, Drafts, Proposals, Rows
+from triton_kernels.verify_logits import Decision
+
+
+def use_references(patch: pytest.MonkeyPatch) -> None:
+    planned: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def plan(query_starts: Tensor, contexts: Tensor, work: WorkList) -> None:
+        planned[id(work.items)] = query_starts.clone(), contexts.clone()
+
+    def attention(
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        tables: Tensor,
+        out: Tensor,
+        work: WorkList,
+        *,
+        scale: float,
+        num_programs: int,
+    ) -> None:
+        lengths: Any = planned[id(work.items)]
+        attended = attention_reference(
+            q, k_pages, v_pages, tables, *lengths, scale=scale, window=work.window
+        )
+        out.copy_(attended.view(out.shape))
+
+    patch.setattr(attend, "plan", plan)
+    patch.setattr(attend, "attention", attention)
+    patch.setattr(decoder, "kv_write", kv_write_reference)
+    patch.setattr(decoder, "rms_norm", rms_norm_reference)
+    patch.setattr(decoder, "silu_mul", silu_mul_reference)
+
+
+def use_reference_verdicts(patch: pytest.MonkeyPatch) -> None:
+    """The same for the kernels that draw and verify."""
+    patch.setattr(drafting, "settle", _settle)
+    patch.setattr(verifying, "verify_logits", _verify)
+
+
+def _settle(batch: Batch, purpose: int) -> Settled:
+    ids = torch.zeros(len(batch.logits), 4, dtype=torch.int32)
+    ids[:, 0] = sample_reference(*batch, purpose)
+    ids[:, 3] = batch.logits.isfinite().all(dim=-1)
+    empty = torch.zeros(0)
+    return Settled(empty, ids, empty)
+
+
+def _verify(batch: Batch, starts: Tensor, proposals: Proposals | None) -> Decision:
+    """`verify_reference` knows neither slots without logits nor rows of padding."""
+    deciding = torch.unique(batch.rows.requests[: _num_rows(batch)]).long()
+    decision = Decision(*(torch.zeros(len(starts), dtype=torch.int32) for _ in range(3)))
+    if not len(deciding):
+        return decision
+    renumbered = torch.zeros(len(starts), dtype=torch.int32)
+    renumbered[deciding] = torch.arange(len(deciding), dtype=torch.int32)
+
+    def own(fields: Any) -> Any:
+        return type(fields)(*(field[deciding] for field in fields))
+
+    counts = batch.drafts.counts[deciding]
+    flat = [
+        int(start) + j
+        for start, count in zip(batch.drafts.starts[deciding], counts, strict=True)
+        for j in range(int(count))
+    ]
+    where = torch.tensor(flat, dtype=torch.int64)
+    tokens = batch.drafts.tokens[where]
+    rows = _num_rows(batch)
+    owners = renumbered[batch.rows.requests[:rows].long()]
+    compact = Batch(
+        batch.logits[:rows],
+        Rows(owners, batch.rows.depths[:rows]),
+        own(batch.requests),
+        own(batch.noise),
+        Drafts(tokens, (counts.cumsum(0) - counts).int(), counts),
+        None if batch.shaping is None else own(batch.shaping),
+    )
+    drawn = None
+    if proposals is not None:
+        owners = renumbered[proposals.rows.requests[where].long()]
+        drawn = Proposals(
+            proposals.logits[where],
+            Rows(owners, proposals.rows.depths[where]),
+            proposals.certain[deciding],
+        )
+    for field, values in zip(decision, verify_reference(compact, drawn), strict=True):
+        field[deciding] = values.int()
+    return decision
+
+
+def _num_rows(batch: Batch) -> int:
+    """Rows of padding belong to the last request."""
+    return int((batch.rows.requests < len(batch.requests.modes) - 1).sum())

@@ -1,0 +1,194 @@
+"""The CPU executor and the GPU executor side by side: every step of an engine runs on both, and
+whatever they report or keep must be equal."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from cbatch.core.config import SchedulerConfig
+from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.request import Request
+from cbatch.core.scheduler import Scheduler
+from cbatch.engine.loop import StepLoop
+from cbatch.runtime.config import ModelConfig
+from cbatch.runtime.drafter import DraftModel
+from cbatch.runtime.executor import TorchExecutor
+from cbatch.runtime.gpu import Decoder, GpuExecutor
+from cbatch.runtime.model import Model
+from cbatch.runtime.numerics import Numerics
+from tests.runtime.engines import parse_lookahead
+from tests.runtime.pairs import NoisyWeights, tiny_config
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+
+
+class Pair:
+    """A tiny model for either executor, from the same numbers."""
+
+    def __init__(self, *, seed: int = 1, noise: float = 0.0, **changes: Any) -> None:
+        config: ModelConfig = structs.replace(tiny_config(), head_dim=16, **changes)
+        source = NoisyWeights(seed, noise)
+        self.config = config
+        numerics = Numerics(mode="fast", may_pack=False, cost={})
+        self.model = Model(config, source, torch.float32, CPU, numerics)
+        self.decoder = Decoder(config, source, torch.float32, CPU)
+
+
+class Twins:
+    """An executor of both kinds for `StepLoop`. `seen` counts what happened."""
+
+    def __init__(
+        self, target: Pair, draft: Pair | None, config: SchedulerConfig, **settings: Any
+    ) -> None:
+        self.cpu = TorchExecutor(
+            target.model,
+            num_blocks=config.num_blocks,
+            block_size_tokens=config.block_size_tokens,
+            max_slots=config.max_slots,
+            drafter=None if draft is None else DraftModel(draft.model),
+        )
+        self.gpu = GpuExecutor(
+            target.decoder,
+            num_blocks=config.num_blocks,
+            block_size_tokens=config.block_size_tokens,
+            max_slots=config.max_slots,
+            max_sequence_tokens=config.max_sequence_tokens,
+            step_budget_tokens=config.step_budget_tokens,
+            draft=None if draft is None else draft.decoder,
+            max_drafts=config.lookahead.k,
+            **settings,
+        )
+        self.seen: Counter[str] = Counter()
+        self._expected: deque[tuple[StepPlan, StepResult]] = deque()
+        self._held: set[int] = set()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.submit(plan)
+        return self.wait()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._notice(plan)
+        self._expected.append((plan, self.cpu.run(plan)))
+        self.gpu.submit(plan)
+
+    def wait(self) -> StepResult:
+        plan, expected = self._expected.popleft()
+        found = self.gpu.wait()
+        self._compare(plan, found, expected)
+        self._notice_result(plan, found)
+        if not self._expected:
+            self._compare_slots(plan.slots)
+        return found
+
+    def reset(self) -> None:
+        self._expected.clear()
+        self.cpu.reset()
+        self.gpu.reset()
+
+    def _compare(self, plan: StepPlan, found: StepResult, expected: StepResult) -> None:
+        for name in ("tokens", "row_splits", "num_drafted", "num_accepted", "status"):
+            mine, theirs = getattr(found, name), getattr(expected, name)
+            assert mine.dtype == theirs.dtype, name
+            assert mine.tolist() == theirs.tolist(), (plan.step_id, name)
+        assert found.step_id == expected.step_id
+        assert found.generations is plan.generations
+        assert found.draft_kv_lens is expected.draft_kv_lens is None
+        assert found.draft_s >= 0 and found.target_s > 0
+        assert len(found.logprobs) == len(expected.logprobs)
+        for mine, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+            assert (mine.slot, mine.first_position) == (theirs.slot, theirs.first_position)
+            np.testing.assert_allclose(mine.chosen, theirs.chosen, rtol=1e-4, atol=1e-4)
+            assert mine.top_ids.tolist() == theirs.top_ids.tolist()
+            np.testing.assert_allclose(mine.top, theirs.top, rtol=1e-4, atol=1e-4)
+
+    def _compare_slots(self, slots: np.ndarray) -> None:
+        """What both keep of the slots of a step, once nothing is in flight."""
+        table, state = self.cpu.table, self.gpu.state
+        for slot in slots.tolist():
+            known = int(table.num_tokens[slot])
+            assert int(state.num_tokens[slot]) == known
+            assert state.tokens[slot, :known].tolist() == table.tokens[slot, :known].tolist()
+            assert int(state.kv_len[slot]) == table.kv_len[slot]
+            if self.cpu.drafter is not None:
+                assert int(state.draft_kv_len[slot]) == self.cpu.drafter.kv_len[slot]
+
+    def _notice(self, plan: StepPlan) -> None:
+        drafts, chunks = plan.num_drafts, plan.query_lens - plan.num_drafts > 1
+        for a in plan.deltas.admitted:
+            self.seen["slots used again"] += a.slot in self._held
+            self._held.add(a.slot)
+            self.seen["resumed"] += len(a.tokens) > a.num_prompt_tokens
+            self.seen["prefix hits"] += a.kv_len_tokens > 0
+        self.seen["plans in flight"] += bool(self._expected)
+        self.seen["mixed steps"] += bool((drafts > 0).any() and chunks.any())
+        self.seen["unfinished chunks"] += int((~plan.wants_logits).sum())
+        self.seen["ragged k"] += len(set(drafts[plan.wants_logits].tolist())) > 1
+        self.seen["slices"] += int(((drafts == 0) & (plan.catch_up > 0)).sum())
+        self.seen["catch-ups"] += int(((drafts > 0) & (plan.catch_up > 0)).sum())
+
+    def _notice_result(self, plan: StepPlan, found: StepResult) -> None:
+        drafted, accepted = found.num_drafted, found.num_accepted
+        self.seen["drafted"] += int(drafted.sum())
+        self.seen["accepted"] += int(accepted.sum())
+        self.seen["all accepted"] += int(((drafted > 1) & (accepted == drafted)).sum())
+        self.seen["rejected"] += int((accepted < drafted).sum())
+        self.seen["drafted fewer"] += int((drafted < plan.num_drafts).sum())
+        emitted = np.diff(found.row_splits)
+        self.seen["void rows"] += int(((emitted == 0) & plan.wants_logits).sum())
+
+
+def run_twins(
+    requests: Sequence[Request],
+    target: Pair,
+    draft: Pair | None = None,
+    *,
+    lookahead: str = "off",
+    depth: int = 0,
+    arrivals: Sequence[int] | None = None,
+    num_blocks: int = 64,
+    max_slots: int = 4,
+    num_faults: int = 0,
+    tuning: Any = None,
+    **settings: Any,
+) -> tuple[dict[str, list[int]], Counter[str]]:
+    """Run `requests` to their ends, request i from step `arrivals[i]` on: outputs, and what
+    happened."""
+    config = SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size_tokens=BLOCK_SIZE,
+        max_slots=max_slots,
+        max_model_tokens=target.config.max_position_tokens,
+        vocab_size=target.config.vocab_size,
+        draft_context_tokens=None if draft is None else draft.config.max_position_tokens,
+        lookahead=parse_lookahead(lookahead),
+        **({"step_budget_tokens": 32, "decode_reserve_tokens": 4} | settings),
+    )
+    scheduler = Scheduler(config)
+    twins = Twins(target, draft, config, tuning=tuning)
+    loop = StepLoop(scheduler, twins, clock=time.monotonic, depth=depth)
+    outputs: dict[str, list[int]] = {}
+    due, step = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=_first), 0
+    while due or scheduler.has_work:
+        while due and due[0][0] <= step:
+            scheduler.add(due.pop(0)[1], time.monotonic())
+        commit = loop.step()
+        scheduler.check()
+        step += 1
+        for end in commit.finished if commit is not None else ():
+            outputs[end.request_id] = end.output.tolist()
+    assert scheduler.stats.executor_resets == num_faults
+    assert len(outputs) == len(requests)
+    twins.seen["preemptions"] = scheduler.stats.preemptions
+    return outputs, twins.seen
+
+
+def _first(pair: tuple[int, Request]) -> int:
+    return pair[0]

@@ -1,0 +1,181 @@
+"""What a device knows of every sequence, by slot, in one piece of memory.
+
+All fields lie in one arena of 32-bit words, so that whatever changed since the last step comes as
+one message of runs: words, and where they go. The last slot is never filled. It stands for rows of
+padding: greedy, nothing to compute.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_kernels.case import Case, Limits
+from triton_kernels.sample.rows import GREEDY, Shaping
+
+_ALIGN_WORDS = 32
+_BLOCK = 1024
+_NUM_WARPS = 4
+RUN_WORDS = 4096  # the longest run: one program copies it
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+class Sizes(NamedTuple):
+    """`slots` with the one for padding; the others per slot."""
+
+    slots: int
+    tokens: int
+    blocks: int
+    vocab: int
+    listed: int  # entries of the list that shapes logits
+
+    @property
+    def words(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Type and number of elements a slot of every field."""
+        i32, i64, f32 = torch.int32, torch.int64, torch.float32
+        scalars = ("num_tokens", "kv_len", "draft_kv_len", "max_total", "failed", "modes", "top_k")
+        fields = {name: (i32, 1) for name in (*scalars, "num_listed", "min_tokens")}
+        fields |= {name: (f32, 1) for name in ("temperatures", "top_p", "min_p")}
+        fields |= {"keys": (i64, 2), "choices": (i64, 1), "penalties": (f32, 3)}
+        fields |= {"tokens": (i32, self.tokens), "blocks": (i32, self.blocks)}
+        fields |= {"plain": (i32, -(-self.vocab // 32)), "bias": (f32, self.listed)}
+        fields |= {name: (i32, self.listed) for name in ("listed", "counts", "marks")}
+        return fields | {"asked": (i32, len(Asked._fields))}
+
+
+class Asked(NamedTuple):
+    """What the plan of a step asks of a slot. Where they lie in the field `asked`, which is
+    [5, slots], and zero for slots without a row."""
+
+    fresh: int = 0  # known tokens to compute: a chunk, or the last one; 0: no row
+    num_drafts: int = 1
+    catch_up: int = 2  # tokens for the draft model beyond the last known one
+    wants_logits: int = 3
+    drafting: int = 4  # for all slots alike: whether anybody drafts or catches up in this step
+
+
+class SlotState(NamedTuple):
+    """Views of the arena, [slots] or [slots, n]. A slot knows `num_tokens` tokens; drafts of the
+    step in progress lie behind them. `kv_len` and `draft_kv_len` count valid KV positions."""
+
+    tokens: Tensor  # int32 [slots, n]
+    blocks: Tensor  # int32 [slots, n], block ids by absolute block index
+    num_tokens: Tensor  # int32, as the next four
+    kv_len: Tensor
+    draft_kv_len: Tensor
+    max_total: Tensor
+    failed: Tensor  # 1: its logits were not finite; it computes nothing more
+    modes: Tensor  # the others: see `sample.rows`
+    temperatures: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    keys: Tensor
+    choices: Tensor
+    plain: Tensor
+    listed: Tensor
+    num_listed: Tensor
+    bias: Tensor
+    counts: Tensor
+    marks: Tensor
+    penalties: Tensor
+    min_tokens: Tensor
+    asked: Tensor  # int32 [5, slots], see `Asked`
+
+    @property
+    def shaping(self) -> Shaping:
+        return Shaping(*(getattr(self, name) for name in Shaping._fields))
+
+
+class Place(NamedTuple):
+    """Where a field lies, in words: that of slot s from `offset + s * stride` on."""
+
+    offset: int
+    stride: int
+
+
+class Arena(NamedTuple):
+    words: Tensor  # int32, all of it
+    state: SlotState
+    places: dict[str, Place]
+
+    @classmethod
+    def allocate(cls, sizes: Sizes, device: torch.device | str) -> Arena:
+        """Zeros, and nothing shapes any logits."""
+        places, used = {}, 0
+        for name, (dtype, count) in sizes.words.items():
+            width = count * dtype.itemsize // 4
+            places[name] = Place(used, width)
+            used += -(-sizes.slots * width // _ALIGN_WORDS) * _ALIGN_WORDS
+        words = torch.zeros(used, dtype=torch.int32, device=device)
+        views = {}
+        for name, (dtype, count) in sizes.words.items():
+            offset, width = places[name]
+            view = words[offset : offset + sizes.slots * width].view(dtype)
+            shape = (count, sizes.slots) if name == "asked" else (sizes.slots, count)
+            alone = count == 1 and name not in ("tokens", "blocks", *Shaping._fields)
+            alone = alone or name in ("num_listed", "min_tokens")
+            views[name] = view if alone else view.view(shape)
+        state = SlotState(**views)
+        state.plain.fill_(-1)
+        state.penalties[:, 0] = 1.0
+        state.temperatures.fill_(1.0)
+        state.modes.fill_(GREEDY)
+        return cls(words, state, places)
+
+
+@triton.jit
+def apply_kernel(inbox_ptr, words_ptr, first_run, BLOCK: tl.constexpr):
+    """A run is (where it goes, where it lies in the inbox, length)."""
+    run_ptr = inbox_ptr + 3 * (first_run + tl.program_id(0))
+    to, source, length = tl.load(run_ptr), tl.load(run_ptr + 1), tl.load(run_ptr + 2)
+    for start in range(0, length, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        words = tl.load(inbox_ptr + source + at, mask=at < length, other=0)
+        tl.store(words_ptr + to.to(tl.int64) + at, words, mask=at < length)
+
+
+def apply(inbox: Tensor, words: Tensor, first_run: int, num_runs: int) -> None:
+    """Copy the runs `first_run` .. of `inbox` int32 [n] to `words` int32 [m]; no two of them may
+    overlap. Raises ValueError naming the argument that does not fit."""
+    for name, tensor in (("inbox", inbox), ("words", words)):
+        if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}; give int32 [n]")
+    if 3 * (first_run + num_runs) > len(inbox):
+        raise ValueError(f"inbox: {len(inbox)} words do not hold {first_run + num_runs} runs")
+    if num_runs:
+        apply_kernel[(num_runs,)](
+            inbox, words, first_run, BLOCK=_BLOCK, num_warps=_NUM_WARPS, num_stages=1
+        )
+
+
+def apply_reference(inbox: Tensor, words: Tensor, first_run: int, num_runs: int) -> None:
+    """`apply` in plain torch."""
+    runs = inbox[3 * first_run : 3 * (first_run + num_runs)].view(-1, 3)
+    for to, source, length in runs.tolist():
+        words[to : to + length] = inbox[source : source + length]
+
+
+def case_of(name: str, kernel: Any, constexprs: dict[str, Any], **more: Any) -> Case:
+    """Pointers are int32 but for those that `more` names; the rest is int32, too."""
+    types = more.pop("types", {})
+    arguments = [n for n in kernel.arg_names if n not in constexprs]
+    return Case(
+        name=name,
+        config=more.pop("config", "16 tokens a page"),
+        kernel=kernel,
+        signature={n: types.get(n, "*i32" if n.endswith("_ptr") else "i32") for n in arguments},
+        constexprs=constexprs,
+        divisible=tuple(n for n in arguments if n.endswith("_ptr")),
+        num_warps=more.pop("num_warps", _NUM_WARPS),
+        num_stages=1,
+        limits=dict.fromkeys(TARGETS, more.pop("limits", Limits(96, 8 << 10))),
+    )
+
+
+def cases() -> list[Case]:
+    return [case_of("slots_apply", apply_kernel, {"BLOCK": _BLOCK}, config=f"block={_BLOCK}")]
