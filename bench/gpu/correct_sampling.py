@@ -16,9 +16,6 @@ from triton_kernels.sample.reference import sample_reference, verify_reference
 from triton_kernels.verify_logits import verify_logits
 
 TINY_TILING = Tiling(64, 64, 64)
-# Exponentials and sums of the device differ from the reference's by some 1e-6, which decides a
-# close race or the edge of a nucleus once in some ten thousand rows. One is let pass.
-_ALLOWED = 1
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
@@ -55,8 +52,14 @@ def tiling_of(bench: Bench) -> Tiling:
     return TILING if bench.full else TINY_TILING
 
 
+def _allowed(bench: Bench) -> int:
+    """Exponentials and sums of a device differ from the reference's by some 1e-6, which decides a
+    close race or the edge of a nucleus once in some ten thousand rows. One is let pass there."""
+    return 1 if bench.full else 0
+
+
 def _drafts(bench: Bench, requests: int) -> list[int]:
-    return [b % 4 for b in range(requests if bench.full else 6)]
+    return [b % 4 for b in range(requests if bench.full else 5)]
 
 
 def _sampled(bench: Bench, vocab: int, requests: int, filters: bool, shaped: bool) -> Row:
@@ -69,7 +72,7 @@ def _sampled(bench: Bench, vocab: int, requests: int, filters: bool, shaped: boo
     found = sample(case.batch, noise.BONUS, tiling_of(bench)).cpu()
     wanted = sample_reference(*case.to(torch.device("cpu")).batch, noise.BONUS)
     wrong, tried = int((found != wanted).sum()), len(found)
-    return within("rows with another token", wrong, _ALLOWED, tried=tried)
+    return within("rows with another token", wrong, _allowed(bench), tried=tried)
 
 
 def _verified(
@@ -95,7 +98,7 @@ def _verified(
     return within(
         "requests with another verdict",
         int(differ.sum()),
-        _ALLOWED,
+        _allowed(bench),
         tried=len(differ),
         mean_accepted=round(float(accepted), 3),
     )
@@ -109,7 +112,7 @@ def _alone(bench: Bench) -> Row:
         return UNMEASURED
     together = verify_logits(*case, tiling_of(bench))
     wrong, count = 0, len(case.starts)
-    for b in reversed(range(count)):
+    for b in reversed(range(count if bench.full else 3)):
         single = verify_logits(*_request(case.batch, case.starts, b), None, tiling_of(bench))
         wrong += any(
             int(mine[0]) != int(theirs[b]) for mine, theirs in zip(single, together, strict=True)

@@ -63,7 +63,7 @@ ATTENTION = (
     DECODE, VERIFY, CHUNK, FEW_LONG, MIXED, RAGGED, UNEVEN, "q2ks8k",
     "16q4s8k", "8q1s4k", "q1s1k", "q1s4k", "q1s16k", "q1s64k", "q1s128k", "64q1s256", "256q1s1k",
 )  # fmt: skip
-TINY = ("3q1s20", "2q3s40", "q5_2q1s33")  # where kernels are interpreted
+TINY = ("3q1s20", "q5_2q1s33")  # where kernels are interpreted
 
 LLAMA_8B_HEADS = Shape(kv_heads=8, group=4, head_dim=128)
 HEADS = {

@@ -351,5 +351,5 @@ SAMPLING: dict[str, Build] = {
 }
 NORM: dict[str, Build] = {"torch inductor": inductor_norm, "liger": liger_norm}
 ACTIVATION: dict[str, Build] = {"torch inductor": inductor_silu, "liger": liger_silu}
-# Written in Triton without what only a device has: these can be interpreted.
-INTERPRETABLE = frozenset(("vllm triton", "vllm triton v1"))
+# What also runs without a GPU: the others compile for one, or are compiled for it.
+ANYWHERE = frozenset(("torch", "torch sdpa, no pages", "vllm triton", "vllm triton v1"))

@@ -74,14 +74,15 @@ class _Child:
         self.path = shard.journal(out, section)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.restarts, self.deadline_s = 0, deadline_s
-        self._start = lambda: subprocess.Popen(
-            command(section, shard, deadline_s - time.monotonic()),
-            stdout=subprocess.DEVNULL,
-            stderr=self.path.with_suffix(".log").open("a"),
-            start_new_session=True,
-        )
+        self._command = lambda: command(section, shard, deadline_s - time.monotonic())
         self.process = self._start()
         self._moved_s, self._size = time.monotonic(), -1
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.path.with_suffix(".log").open("a") as log:
+            return subprocess.Popen(
+                self._command(), stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
+            )
 
     def poll(self) -> bool:
         """Whether it goes on; ends it, or starts it again, if need be."""

@@ -14,7 +14,5 @@ from triton_kernels.slots import drafting, lay_out, state
 
 def cases() -> list[Case]:
     return [
-        case
-        for module in (state, lay_out, drafting, advance_module)
-        for case in module.cases()
+        case for module in (state, lay_out, drafting, advance_module) for case in module.cases()
     ]

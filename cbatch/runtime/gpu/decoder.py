@@ -68,7 +68,8 @@ class Hidden(NamedTuple):
     def allocate(cls, most_tokens: int, decoder: Decoder) -> Hidden:
         shape, device = (most_tokens, decoder.config.hidden_size), decoder.device
         return cls(
-            torch.zeros(shape, device=device), torch.zeros(shape, dtype=decoder.dtype, device=device)
+            torch.zeros(shape, device=device),
+            torch.zeros(shape, dtype=decoder.dtype, device=device),
         )
 
 

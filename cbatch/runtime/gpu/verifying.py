@@ -50,9 +50,7 @@ class TargetPass:
         self.result = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(slots, dtype=torch.int32, device=device)
 
-    def run(
-        self, device: Device, tokens: int, logits: int, draft_rows: int, shaped: bool
-    ) -> None:
+    def run(self, device: Device, tokens: int, logits: int, draft_rows: int, shaped: bool) -> None:
         """Up to `tokens` tokens, of which `logits` want logits: buckets of what the plan asks.
         `draft_rows`: so many rows have drafts that were drawn, and are to be weighed; 0: none."""
         forward = partial(self._forward, tokens)
