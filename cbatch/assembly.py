@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import msgspec
 
+from cbatch.backends import (
+    executor_for,
+    held_drafters,
+    is_gpu,
+    load_for,
+    refuse_unserved,
+    row_invariance_of,
+)
 from cbatch.core.config import LookaheadConfig, LookaheadPolicy, QueuePolicy, SchedulerConfig
 from cbatch.core.errors import FieldError
 from cbatch.core.request import DRAFTERS, LOOKUPS, MODEL, is_chain
@@ -22,8 +30,7 @@ from cbatch.text import TextTokenizer, load_tokenizer
 if TYPE_CHECKING:
     import torch
 
-    from cbatch.runtime.drafter import Drafter
-    from cbatch.runtime.model import Model
+    from cbatch.backends import AnyModel
 
 _logger = logging.getLogger("cbatch")
 
@@ -132,9 +139,6 @@ def load_engine(
 ) -> tuple[Engine, EngineInfo]:
     """Loads a model, and the draft that guesses for it, into an `Engine` to be driven by the
     caller. Raises `FieldError`, or the runtime's or tokenizer's error naming file and field."""
-    from cbatch.runtime.executor import TorchExecutor
-    from cbatch.runtime.model import load_model
-
     options = options or EngineOptions()
     if draft is None and MODEL in (options.drafter or ()):
         remedy = f"give a draft, or use {' or '.join(LOOKUPS)}"
@@ -144,11 +148,18 @@ def load_engine(
     )
     device = _device(options.device)
 
-    def load(path: str | Path) -> Model:
-        return load_model(
+    refuse_unserved(
+        device,
+        numerics=options.numerics,
+        drafter=options.drafter,
+        block_size_tokens=options.block_size_tokens,
+    )
+
+    def load(path: str | Path) -> AnyModel:
+        return load_for(
+            device,
             path,
             dtype=options.dtype,
-            device=device,
             numerics=options.numerics,
             random_weights_seed=options.random_weights_seed,
         )
@@ -156,13 +167,7 @@ def load_engine(
     target = load(model)
     draft_model = load(draft) if draft is not None else None
     config = _scheduler_config(target, draft_model, options)
-    executor = TorchExecutor(
-        target,
-        num_blocks=config.num_blocks,
-        block_size_tokens=config.block_size_tokens,
-        max_slots=config.max_slots,
-        drafter=_drafter(draft_model, config),
-    )
+    executor = executor_for(target, draft_model, config)
     if config.lookahead.policy == "goodput":
         config = _with_prices(config, executor, target, draft_model, (model, draft))
     info = _info(model, draft, target, draft_model, config)
@@ -170,42 +175,20 @@ def load_engine(
         _logger.info(line)
     engine = Engine(
         Scheduler(config),
-        _overlapped(executor) if options.overlap else executor,
+        _overlapped(executor) if options.overlap and not is_gpu(device) else executor,
         tokenizer=tokenizer,
         depth=options.overlap,
         seed=options.seed,
-        drafters=_held(config),
+        drafters=held_drafters(config, device),
     )
     return engine, info
-
-
-def _held(config: SchedulerConfig) -> tuple[str, ...]:
-    """The drafters that requests may name: all that there are, where anybody drafts at all."""
-    if not config.default_chain:
-        return ()
-    return DRAFTERS if config.draft_context_tokens is not None else LOOKUPS
-
-
-def _drafter(draft: Model | None, config: SchedulerConfig) -> Drafter | None:
-    from cbatch.runtime.chain import ChainDrafter
-    from cbatch.runtime.drafter import DraftModel
-    from cbatch.runtime.lookup import LookupDrafter, NgramIndex
-    from cbatch.runtime.suffix import SuffixIndex
-
-    if not config.default_chain or config.lookahead.policy == "off":
-        return None
-    return ChainDrafter(
-        model=None if draft is None else DraftModel(draft),
-        lookups={"ngram": LookupDrafter(NgramIndex), "suffix": LookupDrafter(SuffixIndex)},
-        default=config.default_chain,
-    )
 
 
 def _with_prices(
     config: SchedulerConfig,
     executor: Executor,
-    target: Model,
-    draft: Model | None,
+    target: AnyModel,
+    draft: AnyModel | None,
     paths: tuple[str | Path, str | Path | None],
 ) -> SchedulerConfig:
     """With what steps cost here: measured now, or kept from an earlier start on this machine."""
@@ -265,7 +248,7 @@ def _device(name: str) -> str:
 
 
 def _scheduler_config(
-    target: Model, draft: Model | None, options: EngineOptions
+    target: AnyModel, draft: AnyModel | None, options: EngineOptions
 ) -> SchedulerConfig:
     context = target.config.max_position_tokens
     max_tokens = options.max_model_tokens or context
@@ -293,7 +276,9 @@ def _scheduler_config(
     )
 
 
-def _num_blocks(target: Model, draft: Model | None, options: EngineOptions, max_tokens: int) -> int:
+def _num_blocks(
+    target: AnyModel, draft: AnyModel | None, options: EngineOptions, max_tokens: int
+) -> int:
     """As asked, or enough for every slot at full length within the memory for KV."""
     if options.num_blocks is not None:
         return options.num_blocks
@@ -306,7 +291,7 @@ def _num_blocks(target: Model, draft: Model | None, options: EngineOptions, max_
     return max(1, min(wanted, _memory_for_kv_bytes(target.device) // size))
 
 
-def _block_bytes(target: Model, draft: Model | None, block_size_tokens: int) -> int:
+def _block_bytes(target: AnyModel, draft: AnyModel | None, block_size_tokens: int) -> int:
     from cbatch.runtime.kv import KVCache
 
     models = [target] if draft is None else [target, draft]
@@ -336,21 +321,19 @@ def _overlapped(executor: Executor) -> OverlappedExecutor:
 def _info(
     model: str | Path,
     draft: str | Path | None,
-    target: Model,
-    draft_model: Model | None,
+    target: AnyModel,
+    draft_model: AnyModel | None,
     config: SchedulerConfig,
 ) -> EngineInfo:
-    from cbatch.runtime.numerics import probe_row_invariance
-
-    report = probe_row_invariance(target)
+    row_invariant, row_invariance = row_invariance_of(target)
     return EngineInfo(
         model=str(model),
         draft=None if draft is None else str(draft),
         dtype=str(target.dtype).removeprefix("torch."),
         device=str(target.device),
         numerics=target.numerics,
-        row_invariant=report.row_invariant,
-        row_invariance=str(report),
+        row_invariant=row_invariant,
+        row_invariance=row_invariance,
         lookahead=lookahead_name(config.lookahead),
         drafter=config.default_chain,
         num_blocks=config.num_blocks,

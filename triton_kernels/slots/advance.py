@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.case import Case
-from triton_kernels.sample.rows import Shaping
 from triton_kernels.slots.lay_out import IDLE, MISFIT, RUNS, TargetLayout
 from triton_kernels.slots.state import Asked, SlotState, case_of
 from triton_kernels.verify_logits import Decision

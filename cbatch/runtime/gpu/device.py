@@ -93,6 +93,7 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        torch.cuda.synchronize(device)  # weights were loaded on another stream
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}

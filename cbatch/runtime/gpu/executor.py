@@ -1,4 +1,4 @@
-"""The GPU executor: the same step plans, true positions on the device, nothing waits for the host."""
+"""The GPU executor: step plans by kernels, true positions on the device, no wait for the host."""
 
 from __future__ import annotations
 

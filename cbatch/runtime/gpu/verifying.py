@@ -21,7 +21,7 @@ from triton_kernels.verify_logits import Decision, verify_logits
 
 
 class TargetPass:
-    """`result` int32 [slots, n] is what a step leaves for the host (`triton_kernels.slots.advance`).
+    """`result` int32 [slots, n] is what a step leaves for the host (see `slots.advance`).
     `logits` and `layout` are valid until the next step."""
 
     def __init__(

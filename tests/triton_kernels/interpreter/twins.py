@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from msgspec import structs
 
@@ -21,6 +22,8 @@ from cbatch.runtime.config import ModelConfig
 from cbatch.runtime.drafter import DraftModel
 from cbatch.runtime.executor import TorchExecutor
 from cbatch.runtime.gpu import Decoder, GpuExecutor
+from cbatch.runtime.gpu import executor as executor_module
+from cbatch.runtime.gpu.device import CpuDevice
 from cbatch.runtime.model import Model
 from cbatch.runtime.numerics import Numerics
 from tests.runtime.engines import parse_lookahead
@@ -30,16 +33,41 @@ CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 
 
+class ReplayingDevice(CpuDevice):
+    """As graphs do, runs for a key what was queued when it was first met, and nothing else."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[Hashable, Callable[[], None]] = {}
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        self._recorded.setdefault(key, function)()
+
+
 class Pair:
     """A tiny model for either executor, from the same numbers."""
 
-    def __init__(self, *, seed: int = 1, noise: float = 0.0, **changes: Any) -> None:
+    def __init__(
+        self, *, seed: int = 1, noise: float = 0.0, poison: int | None = None, **changes: Any
+    ) -> None:
         config: ModelConfig = structs.replace(tiny_config(), head_dim=16, **changes)
-        source = NoisyWeights(seed, noise)
+        source = _Poisoned(NoisyWeights(seed, noise), poison)
         self.config = config
         numerics = Numerics(mode="fast", may_pack=False, cost={})
         self.model = Model(config, source, torch.float32, CPU, numerics)
         self.decoder = Decoder(config, source, torch.float32, CPU)
+
+
+class _Poisoned:
+    """Weights in which the embedding of one token is not a number."""
+
+    def __init__(self, source: NoisyWeights, token: int | None) -> None:
+        self._source, self._token = source, token
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        weight = self._source.get(name, shape)
+        if self._token is not None and "embed" in name:
+            weight[self._token] = torch.nan
+        return weight
 
 
 class Twins:
@@ -55,7 +83,18 @@ class Twins:
             max_slots=config.max_slots,
             drafter=None if draft is None else DraftModel(draft.model),
         )
-        self.gpu = GpuExecutor(
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(executor_module, "device_for", lambda device: ReplayingDevice())
+            self.gpu = self._gpu_executor(target, draft, config, settings)
+        self.seen: Counter[str] = Counter()
+        self._expected: deque[tuple[StepPlan, StepResult]] = deque()
+        self._held: set[int] = set()
+
+    @staticmethod
+    def _gpu_executor(
+        target: Pair, draft: Pair | None, config: SchedulerConfig, settings: dict[str, Any]
+    ) -> GpuExecutor:
+        return GpuExecutor(
             target.decoder,
             num_blocks=config.num_blocks,
             block_size_tokens=config.block_size_tokens,
@@ -66,9 +105,6 @@ class Twins:
             max_drafts=config.lookahead.k,
             **settings,
         )
-        self.seen: Counter[str] = Counter()
-        self._expected: deque[tuple[StepPlan, StepResult]] = deque()
-        self._held: set[int] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
         self.submit(plan)
