@@ -74,6 +74,9 @@ class _Child:
         self.path = shard.journal(out, section)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.restarts, self.deadline_s = 0, deadline_s
+        # So many processes with a thread for each core would only wait for one another.
+        threads = max(1, (os.cpu_count() or 1) // shard.count)
+        self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         self._command = lambda: command(section, shard, deadline_s - time.monotonic())
         self.process = self._start()
         self._moved_s, self._size = time.monotonic(), -1
@@ -81,7 +84,11 @@ class _Child:
     def _start(self) -> subprocess.Popen[bytes]:
         with self.path.with_suffix(".log").open("a") as log:
             return subprocess.Popen(
-                self._command(), stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
+                self._command(),
+                env=self._environment,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
             )
 
     def poll(self) -> bool:
