@@ -107,20 +107,20 @@ def summarize(seconds: Sequence[float], method: str) -> Timing:
 
 
 def figures(timing: Timing | None, cost: Cost, ceilings: Ceilings | None) -> dict[str, Any]:
-    """The columns of a timed kernel; None where it was not measured."""
-    if timing is None or ceilings is None:
-        row: dict[str, Any] = dict.fromkeys(FIGURES)
-        return (
-            row | {"mbytes": cost.num_bytes / 1e6, "gflop": cost.flop / 1e9} | _unmeasured(timing)
-        )
-    return {
+    """The columns of a timed kernel; None where it was not measured. Ceilings are measured first:
+    where there is a timing there are ceilings. Raises ValueError otherwise."""
+    row: dict[str, Any] = dict.fromkeys(FIGURES)
+    row |= {"mbytes": cost.num_bytes / 1e6, "gflop": cost.flop / 1e9}
+    if timing is None:
+        return row | {"status": "unmeasured"}
+    if ceilings is None:
+        raise ValueError("ceilings: they were not measured in this run; see its section `limits`")
+    return row | {
         "median_us": timing.median_s * 1e6,
         "low_us": timing.low_s * 1e6,
         "high_us": timing.high_s * 1e6,
         "samples": timing.samples,
         "method": timing.method,
-        "mbytes": cost.num_bytes / 1e6,
-        "gflop": cost.flop / 1e9,
         "bound": cost.bound(ceilings),
         "limit_us": cost.limit_s(ceilings) * 1e6,
         "fraction_of_limit": fraction(cost, ceilings, timing.median_s),
@@ -132,7 +132,3 @@ FIGURES = (
     "median_us", "low_us", "high_us", "samples", "method", "mbytes", "gflop", "bound", "limit_us",
     "fraction_of_limit", "tflop_per_s",
 )  # fmt: skip
-
-
-def _unmeasured(timing: Timing | None) -> dict[str, Any]:
-    return {"status": "unmeasured"} if timing is None else {"status": "no ceilings"}

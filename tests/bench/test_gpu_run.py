@@ -45,6 +45,23 @@ def test_the_dry_run_ends_with_a_document_of_nulls(
     assert not list(tmp_path.glob("*.png"))
 
 
+def test_a_section_runs_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device; the process itself finds none, and says so in its rows."""
+    monkeypatch.setattr(command, "find_world", lambda: World.DEVICE)
+    monkeypatch.setattr(command, "device_of", lambda world: torch.device("cpu"))
+    monkeypatch.setattr(command, "describe", lambda world: dict(ABOUT))
+    args = command.parse(["--out", str(tmp_path), "--section", "limits", "--seconds", "60"])
+    found = command.run(args)
+    assert [row["ceiling"] for row in found["limits"]] == ["copy", "matmul"]
+    assert {row["status"] for row in found["limits"]} == {"unmeasured"}
+    assert (tmp_path / "limits.log").read_text() == ""
+
+
+ABOUT = {"device": "a device", "versions": {"torch": "2.11.0"}, "date": "today", "commit": "c"}
+
+
 @pytest.mark.slow
 def test_sections_with_interpreted_kernels() -> None:
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)]
