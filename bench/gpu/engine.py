@@ -23,8 +23,8 @@ from bench.gpu import transformers_peer
 from bench.gpu.ceilings import load_ceilings
 from bench.gpu.cells import Absent, Cell, Row
 from bench.gpu.grid import BATCHES, DRAFTS, MODELS, TINY_MODEL, ModelShape, Query
-from bench.gpu.limits import Ceilings, Cost, fraction, step_cost
-from bench.gpu.world import Bench, World
+from bench.gpu.limits import Cost, fraction, step_cost
+from bench.gpu.world import Bench
 
 if TYPE_CHECKING:
     from cbatch.core.cost import CostProfile
@@ -259,7 +259,7 @@ def measure(bench: Bench, model: str, batch: int, lookahead: str) -> Row:
     """Windows of decoding steps, all sequences past their prompt."""
     shape, draft = shape_of(bench, model)
     if not bench.world.runs:
-        return _figures([], shape, draft, batch, None)
+        return _figures(bench, [], shape, draft, batch)
     from cbatch.params import SamplingParams
 
     engine = _engine(bench, model, lookahead)
@@ -278,8 +278,7 @@ def measure(bench: Bench, model: str, batch: int, lookahead: str) -> Row:
     windows = [_window(bench, engine, batch) for _ in range(sizes.windows)]
     if engine.scheduler.num_running != batch:
         raise RuntimeError(f"{engine.scheduler.num_running} of {batch} sequences were running")
-    ceilings = load_ceilings(bench.out) if bench.world is World.DEVICE else None
-    return _figures(windows, shape, draft, batch, ceilings)
+    return _figures(bench, windows, shape, draft, batch)
 
 
 class Window(NamedTuple):
@@ -304,37 +303,41 @@ def _window(bench: Bench, engine: Engine, batch: int) -> Window:
 
 
 def _figures(
-    windows: list[Window],
-    shape: ModelShape,
-    draft: ModelShape,
-    batch: int,
-    ceilings: Ceilings | None,
+    bench: Bench, windows: list[Window], shape: ModelShape, draft: ModelShape, batch: int
 ) -> Row:
-    drafted = statistics.fmean(w.drafted / w.steps / batch for w in windows) if windows else 0.0
-    sizes = FULL if shape is not TINY_MODEL else TINY
-    context = statistics.fmean(w.context_tokens for w in windows) if windows else None
-    cost = speculative_cost(
-        shape, draft, batch, round(sizes.prompt_tokens if context is None else context), drafted
-    )
+    sizes = FULL if bench.full else TINY
+    context, drafted = float(sizes.prompt_tokens), 0.0
+    if windows:
+        context = statistics.fmean(w.context_tokens for w in windows)
+        drafted = statistics.fmean(w.drafted / w.steps / batch for w in windows)
+    cost = speculative_cost(shape, draft, batch, round(context), drafted)
     row: Row = {
         "mbytes_a_step": cost.num_bytes / 1e6,
         "gflop_a_step": cost.flop / 1e9,
         "context_tokens": context,
         "drafts_a_row": drafted if windows else None,
+        **dict.fromkeys(MEASURED),
     }
-    if not windows or ceilings is None:
-        return row | dict.fromkeys(MEASURED) | {"status": "unmeasured"}
+    if not windows or not bench.full:
+        return row | {"status": "unmeasured"}
     steps = sorted(w.seconds / w.steps for w in windows)
-    step_s = statistics.median(steps)
     return row | {
-        "step_ms": step_s * 1e3,
         "step_ms_low": steps[0] * 1e3,
         "step_ms_high": steps[-1] * 1e3,
-        "limit_ms": cost.limit_s(ceilings) * 1e3,
-        "over_limit": 1 / fraction(cost, ceilings, step_s),
         "tokens_per_s": statistics.median(w.tokens / w.seconds for w in windows),
         "tokens_a_row": statistics.fmean(w.tokens / w.steps / batch for w in windows),
+        **_held(bench, cost, statistics.median(steps)),
     }
+
+
+def _held(bench: Bench, cost: Cost, step_s: float) -> Row:
+    """A step against its limit, if ceilings were measured."""
+    row: Row = {"step_ms": step_s * 1e3}
+    ceilings = load_ceilings(bench.out)
+    if ceilings is not None:
+        row["limit_ms"] = cost.limit_s(ceilings) * 1e3
+        row["over_limit"] = 1 / fraction(cost, ceilings, step_s)
+    return row
 
 
 MEASURED = (
@@ -346,7 +349,7 @@ MEASURED = (
 def _peer(bench: Bench, model: str, batch: int) -> Row:
     """The same shape in transformers; prompts are paid for, so two lengths are subtracted."""
     shape, draft = shape_of(bench, model)
-    row = _figures([], shape, draft, batch, None)
+    row = _figures(bench, [], shape, draft, batch)
     if not bench.full:
         return row
     _loaded.executor = None
@@ -355,13 +358,14 @@ def _peer(bench: Bench, model: str, batch: int) -> Row:
         step_s = transformers_peer.step_seconds(config_of(shape), batch, FULL.prompt_tokens)
     except ImportError as error:
         raise Absent(str(error)) from None
-    ceilings = load_ceilings(bench.out)
-    cost = speculative_cost(shape, draft, batch, FULL.prompt_tokens + 32, 0.0)
+    context_tokens = FULL.prompt_tokens + transformers_peer.MEAN_TOKENS
+    cost = speculative_cost(shape, draft, batch, context_tokens, 0.0)
     return row | {
-        "step_ms": step_s * 1e3,
+        "context_tokens": context_tokens,
+        "mbytes_a_step": cost.num_bytes / 1e6,
+        "gflop_a_step": cost.flop / 1e9,
         "tokens_per_s": batch / step_s,
         "tokens_a_row": 1.0,
-        "limit_ms": None if ceilings is None else cost.limit_s(ceilings) * 1e3,
-        "over_limit": None if ceilings is None else 1 / fraction(cost, ceilings, step_s),
+        **_held(bench, cost, step_s),
         "status": "ok",
     }

@@ -156,8 +156,9 @@ class Step(NamedTuple):
 def make_step(
     queries: Sequence[Query], shape: Shape, pool: Pool, dtype: torch.dtype, seed: int = 0
 ) -> Step:
-    """Pages of each sequence lie scattered over the pool; no two sequences share one. Raises
-    ValueError if the pool has too few."""
+    """Pages of each sequence lie scattered over the pool; no two sequences share one. What is left
+    over is NaN, and where the unused entries of tables lead. Raises ValueError if the pool has too
+    few."""
     device, page_tokens = pool.k_pages.device, pool.page_tokens
     counts = [-(-q.context_tokens // page_tokens) for q in queries]
     pages = list(range(len(pool.k_pages)))
@@ -168,6 +169,11 @@ def make_step(
     tables = torch.zeros(len(counts), width, dtype=torch.int32)
     for table, count in zip(tables, counts, strict=True):
         table[:count] = torch.tensor([pages.pop() for _ in range(count)], dtype=torch.int32)
+    if pages and pool.k_pages.itemsize > 1:  # of fp8 not every device assigns
+        for half in pool:
+            half[pages] = torch.nan
+        for table, count in zip(tables, counts, strict=True):
+            table[count:] = pages[0]
     lens = torch.tensor([0, *(q.query_tokens for q in queries)])
     generator = torch.Generator(device).manual_seed(seed)
     fused = torch.randn(

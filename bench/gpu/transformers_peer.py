@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 SHORT_TOKENS, LONG_TOKENS = 16, 80
+MEAN_TOKENS = (SHORT_TOKENS + LONG_TOKENS) // 2  # of output behind a prompt, in what is timed
 
 
 @lru_cache(maxsize=1)

@@ -138,3 +138,5 @@ def test_figures_of_a_launch() -> None:
     empty = figures(None, Cost(3_000_000, 100), None)
     assert empty["status"] == "unmeasured" and empty["median_us"] is None and empty["mbytes"] == 3
     assert set(empty) - {"status"} == set(row)
+    unheld = figures(found, Cost(3_000_000, 100), None)
+    assert unheld["median_us"] == row["median_us"] and unheld["fraction_of_limit"] is None
