@@ -1,4 +1,5 @@
-"""Which runtime serves a device: the CPU runtime, or kernels. Triton is imported for a GPU alone."""
+"""Which runtime serves a device: that of the CPU, or kernels. Only a GPU needs triton."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -210,28 +210,18 @@ def advance(
 
 
 def cases() -> list[Case]:
-    verdict = ("accepted_ptr", "next_tokens_ptr", "finite_ptr")
-    made = {True: {}, False: dict.fromkeys(verdict)}
+    verdict = dict.fromkeys(("accepted_ptr", "next_tokens_ptr", "finite_ptr"))
+    moved = {
+        "decided": {"DECIDED": True, "SLOTS": _SLOTS},
+        "no logits": {"DECIDED": False, "SLOTS": _SLOTS, **verdict},
+    }
     found = [
-        case_of(
-            "slots_advance",
-            advance_kernel,
-            {"DECIDED": decided, "SLOTS": _SLOTS, **more},
-            config="decided" if decided else "no logits",
-            num_warps=_NUM_WARPS,
-        )
-        for decided, more in made.items()
+        case_of("slots_advance", advance_kernel, constexprs, config, num_warps=_NUM_WARPS)
+        for config, constexprs in moved.items()
     ]
     types = {"bias_ptr": "*fp32", "penalties_ptr": "*fp32"}
-    lanes = {"LANES": _LANES}
-    return [
-        *found,
-        case_of(
-            "slots_count",
-            count_kernel,
-            lanes,
-            types=types,
-            config=f"{_LANES} entries",
-            num_warps=_NUM_WARPS,
-        ),
-    ]
+    entries, config = {"LANES": _LANES}, f"{_LANES} entries"
+    counted = case_of(
+        "slots_count", count_kernel, entries, config, types=types, num_warps=_NUM_WARPS
+    )
+    return [*found, counted]

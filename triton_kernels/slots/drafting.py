@@ -19,6 +19,7 @@ _NUM_DRAFTS = tl.constexpr(Asked().num_drafts)
 _CATCH_UP = tl.constexpr(Asked().catch_up)
 _WANTS = tl.constexpr(Asked().wants_logits)
 _ROWS = 64
+_TAKE_WARPS = 2
 
 
 class DraftLayout(NamedTuple):
@@ -287,7 +288,7 @@ def take_drafts(
         most_token,
         PAGE=block_size,
         ROWS=_ROWS,
-        num_warps=2,
+        num_warps=_TAKE_WARPS,
         num_stages=1,
     )
 
@@ -295,7 +296,8 @@ def take_drafts(
 def cases() -> list[Case]:
     layout = {"BLOCK_SLOTS": 256, "PAGE": 16, "LANES": LANES}
     types = {"noise_positions_ptr": "*i64"}
+    take = {"PAGE": 16, "ROWS": _ROWS}
     return [
-        case_of("slots_drafts", lay_out_drafts_kernel, layout, types=types, config="256 slots"),
-        case_of("slots_take", take_drafts_kernel, {"PAGE": 16, "ROWS": _ROWS}, num_warps=2),
+        case_of("slots_drafts", lay_out_drafts_kernel, layout, "256 slots", types=types),
+        case_of("slots_take", take_drafts_kernel, take, f"{_ROWS} rows", num_warps=_TAKE_WARPS),
     ]

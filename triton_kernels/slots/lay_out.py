@@ -224,4 +224,4 @@ def lay_out(
 def cases() -> list[Case]:
     constexprs = {"BLOCK_SLOTS": 256, "PAGE": 16, "LANES": LANES}
     types = {"noise_positions_ptr": "*i64"}
-    return [case_of("slots_lay_out", lay_out_kernel, constexprs, types=types, config="256 slots")]
+    return [case_of("slots_lay_out", lay_out_kernel, constexprs, "256 slots", types=types)]

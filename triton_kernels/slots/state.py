@@ -7,6 +7,7 @@ padding: greedy, nothing to compute.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -34,17 +35,23 @@ class Sizes(NamedTuple):
     listed: int  # entries of the list that shapes logits
 
     @property
-    def words(self) -> dict[str, tuple[torch.dtype, int]]:
-        """Type and number of elements a slot of every field."""
+    def fields(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type of every field, and its shape for one slot."""
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
         scalars = ("num_tokens", "kv_len", "draft_kv_len", "max_total", "failed", "modes", "top_k")
-        fields = {name: (i32, 1) for name in (*scalars, "num_listed", "min_tokens")}
-        fields |= {name: (f32, 1) for name in ("temperatures", "top_p", "min_p")}
-        fields |= {"keys": (i64, 2), "choices": (i64, 1), "penalties": (f32, 3)}
-        fields |= {"tokens": (i32, self.tokens), "blocks": (i32, self.blocks)}
-        fields |= {"plain": (i32, -(-self.vocab // 32)), "bias": (f32, self.listed)}
-        fields |= {name: (i32, self.listed) for name in ("listed", "counts", "marks")}
-        return fields | {"asked": (i32, len(Asked._fields))}
+        lists = {name: (i32, (self.listed,)) for name in ("listed", "counts", "marks")}
+        return {
+            **{name: (i32, ()) for name in (*scalars, "num_listed", "min_tokens")},
+            **{name: (f32, ()) for name in ("temperatures", "top_p", "min_p")},
+            **lists,
+            "bias": (f32, (self.listed,)),
+            "plain": (i32, (-(-self.vocab // 32),)),
+            "penalties": (f32, (3,)),
+            "keys": (i64, (2,)),
+            "choices": (i64, ()),
+            "tokens": (i32, (self.tokens,)),
+            "blocks": (i32, (self.blocks,)),
+        }
 
 
 class Asked(NamedTuple):
@@ -106,26 +113,32 @@ class Arena(NamedTuple):
     @classmethod
     def allocate(cls, sizes: Sizes, device: torch.device | str) -> Arena:
         """Zeros, and nothing shapes any logits."""
-        places, used = {}, 0
-        for name, (dtype, count) in sizes.words.items():
-            width = count * dtype.itemsize // 4
-            places[name] = Place(used, width)
-            used += -(-sizes.slots * width // _ALIGN_WORDS) * _ALIGN_WORDS
+        places, shapes, used = {}, {}, 0
+        asked = len(Asked._fields)
+        for name, (dtype, shape) in sizes.fields.items():
+            width = math.prod(shape) * dtype.itemsize // 4
+            places[name], shapes[name] = Place(used, width), (dtype, (sizes.slots, *shape))
+            used += _aligned(sizes.slots * width)
+        # By field, then by slot: it comes as a whole with every plan.
+        places["asked"], shapes["asked"] = Place(used, asked), (torch.int32, (asked, sizes.slots))
+        used += _aligned(sizes.slots * asked)
         words = torch.zeros(used, dtype=torch.int32, device=device)
-        views = {}
-        for name, (dtype, count) in sizes.words.items():
-            offset, width = places[name]
-            view = words[offset : offset + sizes.slots * width].view(dtype)
-            shape = (count, sizes.slots) if name == "asked" else (sizes.slots, count)
-            alone = count == 1 and name not in ("tokens", "blocks", *Shaping._fields)
-            alone = alone or name in ("num_listed", "min_tokens")
-            views[name] = view if alone else view.view(shape)
+        views = {
+            name: words[place.offset : place.offset + sizes.slots * place.stride]
+            .view(shapes[name][0])
+            .view(shapes[name][1])
+            for name, place in places.items()
+        }
         state = SlotState(**views)
         state.plain.fill_(-1)
         state.penalties[:, 0] = 1.0
         state.temperatures.fill_(1.0)
         state.modes.fill_(GREEDY)
         return cls(words, state, places)
+
+
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGN_WORDS) * _ALIGN_WORDS
 
 
 @triton.jit
@@ -160,22 +173,30 @@ def apply_reference(inbox: Tensor, words: Tensor, first_run: int, num_runs: int)
         words[to : to + length] = inbox[source : source + length]
 
 
-def case_of(name: str, kernel: Any, constexprs: dict[str, Any], **more: Any) -> Case:
-    """Pointers are int32 but for those that `more` names; the rest is int32, too."""
-    types = more.pop("types", {})
+def case_of(
+    name: str,
+    kernel: Any,
+    constexprs: dict[str, Any],
+    config: str,
+    *,
+    types: dict[str, str] | None = None,
+    num_warps: int = _NUM_WARPS,
+) -> Case:
+    """Arguments are int32, and pointers to it, but for those that `types` names."""
     arguments = [n for n in kernel.arg_names if n not in constexprs]
+    signature = {n: "*i32" if n.endswith("_ptr") else "i32" for n in arguments}
     return Case(
         name=name,
-        config=more.pop("config", "16 tokens a page"),
+        config=config,
         kernel=kernel,
-        signature={n: types.get(n, "*i32" if n.endswith("_ptr") else "i32") for n in arguments},
+        signature=signature | (types or {}),
         constexprs=constexprs,
         divisible=tuple(n for n in arguments if n.endswith("_ptr")),
-        num_warps=more.pop("num_warps", _NUM_WARPS),
+        num_warps=num_warps,
         num_stages=1,
-        limits=dict.fromkeys(TARGETS, more.pop("limits", Limits(96, 8 << 10))),
+        limits=dict.fromkeys(TARGETS, Limits(registers=64, shared_bytes=2 << 10)),
     )
 
 
 def cases() -> list[Case]:
-    return [case_of("slots_apply", apply_kernel, {"BLOCK": _BLOCK}, config=f"block={_BLOCK}")]
+    return [case_of("slots_apply", apply_kernel, {"BLOCK": _BLOCK}, f"block={_BLOCK}")]

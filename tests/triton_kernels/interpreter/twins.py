@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 
 from cbatch.core.config import SchedulerConfig
-from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.plan import RowStatus, StepPlan, StepResult
 from cbatch.core.request import Request
 from cbatch.core.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
@@ -70,6 +70,10 @@ class _Poisoned:
         return weight
 
 
+class Differs(BaseException):
+    """No `Exception`: the step loop would recover."""
+
+
 class Twins:
     """An executor of both kinds for `StepLoop`. `seen` counts what happened."""
 
@@ -118,10 +122,13 @@ class Twins:
     def wait(self) -> StepResult:
         plan, expected = self._expected.popleft()
         found = self.gpu.wait()
-        self._compare(plan, found, expected)
+        try:
+            self._compare(plan, found, expected)
+            if not self._expected:
+                self._compare_slots(plan.slots)
+        except AssertionError as difference:
+            raise Differs(str(difference)) from difference
         self._notice_result(plan, found)
-        if not self._expected:
-            self._compare_slots(plan.slots)
         return found
 
     def reset(self) -> None:
@@ -158,6 +165,7 @@ class Twins:
 
     def _notice(self, plan: StepPlan) -> None:
         drafts, chunks = plan.num_drafts, plan.query_lens - plan.num_drafts > 1
+        self.seen["blocks zeroed"] += len(plan.deltas.zeroed_blocks)
         for a in plan.deltas.admitted:
             self.seen["slots used again"] += a.slot in self._held
             self._held.add(a.slot)
@@ -177,6 +185,9 @@ class Twins:
         self.seen["all accepted"] += int(((drafted > 1) & (accepted == drafted)).sum())
         self.seen["rejected"] += int((accepted < drafted).sum())
         self.seen["drafted fewer"] += int((drafted < plan.num_drafts).sum())
+        self.seen["target not finite"] += int((found.status == RowStatus.NON_FINITE).sum())
+        self.seen["draft not finite"] += int((found.status == RowStatus.DRAFT_NON_FINITE).sum())
+        self.seen["log probabilities"] += sum(len(entry.chosen) for entry in found.logprobs)
         emitted = np.diff(found.row_splits)
         self.seen["void rows"] += int(((emitted == 0) & plan.wants_logits).sum())
 

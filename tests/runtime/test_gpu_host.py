@@ -1,0 +1,193 @@
+"""The GPU executor's host side: what it tells the device, which shapes it asks for, and what it
+refuses. Whole steps are in `tests/triton_kernels/interpreter/test_gpu_executor.py`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+
+from cbatch.backends import executor_for, held_drafters, refuse_unserved
+from cbatch.core.config import LookaheadConfig, SchedulerConfig
+from cbatch.core.errors import FieldError
+from cbatch.core.plan import Admission, Deltas, StepPlan
+from cbatch.core.request import SamplingParams
+from cbatch.runtime.executor import TorchExecutor
+from cbatch.runtime.gpu import Decoder, GpuExecutor
+from cbatch.runtime.gpu.buckets import bucket, depth_bucket, depth_ladder, ladder
+from cbatch.runtime.gpu.message import Message
+from cbatch.runtime.gpu.shaping import neutral, shapes_logits, sparse_of
+from tests.runtime.pairs import NoisyWeights, tiny_config, tiny_model
+from triton_kernels.slots.state import Arena, Sizes, apply_reference
+
+I32 = np.int32
+NONE = np.zeros(0, dtype=I32)
+SIZES = Sizes(slots=4, tokens=10000, blocks=16, vocab=70, listed=70)
+
+
+def sent(message: Message, arena: Arena) -> None:
+    words = np.full(message.num_words() + 5, -9, dtype=I32)
+    message.write(words)
+    assert (words[-5:] == -9).all()
+    first, second = message.num_runs()
+    apply_reference(torch.from_numpy(words), arena.words, 0, first)
+    apply_reference(torch.from_numpy(words), arena.words, first, second)
+
+
+def test_a_message_reaches_its_places_and_no_others() -> None:
+    arena = Arena.allocate(SIZES, "cpu")
+    message = Message(arena.places)
+    tokens = np.arange(9000, dtype=I32)  # several runs
+    message.put("tokens", 1, tokens)
+    message.put("keys", 2, np.array([2**40 + 1, 7]))
+    message.put("top_p", 0, np.array([0.25], dtype=np.float32))
+    message.put_all("asked", np.arange(20, dtype=I32).reshape(5, 4))
+    message.put("blocks", 3, np.array([1, 2, 3], dtype=I32))
+    slots, indices = np.array([3, 3, 1], dtype=I32), np.array([2, 2, 0], dtype=I32)
+    message.scatter("blocks", slots, indices, np.array([8, 9, 4], dtype=I32))
+    sent(message, arena)
+    state = arena.state
+    assert state.tokens[1, :9000].tolist() == tokens.tolist()
+    assert state.keys.tolist() == [[0, 0], [0, 0], [2**40 + 1, 7], [0, 0]]
+    assert state.top_p.tolist() == [0.25, 0, 0, 0]
+    assert state.asked.tolist() == np.arange(20).reshape(5, 4).tolist()
+    assert state.blocks[3, :4].tolist() == [1, 2, 9, 0]  # the last of two for one place
+    assert state.blocks[1, :2].tolist() == [4, 0]
+    untouched = Arena.allocate(SIZES, "cpu").state
+    for name in set(state._fields) - {"tokens", "keys", "top_p", "asked", "blocks"}:
+        assert torch.equal(getattr(state, name), getattr(untouched, name)), name
+    assert not state.tokens[[0, 2, 3]].any()
+
+
+def test_buckets_hold_what_they_are_for() -> None:
+    for most in (1, 5, 32, 600, 2048):
+        for count in range(1, most + 1):
+            assert count <= bucket(count, most) <= most
+        assert bucket(0, most) == 0
+        assert {bucket(n, most) for n in range(1, min(most, 512) + 1)} == set(ladder(most))
+    for most in (1, 3, 7, 32):
+        found = {depth_bucket(depth, most) for depth in range(1, most + 1)}
+        assert found == set(depth_ladder(most))
+        assert max(found) == most
+
+
+def admission(**params: Any) -> Admission:
+    return Admission(
+        slot=0,
+        generation=1,
+        request_id="a",
+        seed=3,
+        choice=0,
+        params=SamplingParams(**params),
+        stop_ids=(5, 99),
+        tokens=np.array([1, 2, 2, 6, 6], dtype=I32),
+        num_prompt_tokens=3,
+        max_total_tokens=12,
+        kv_len_tokens=0,
+        draft_kv_len_tokens=0,
+        blocks=np.zeros(1, dtype=I32),
+    )
+
+
+def test_lists_hold_what_a_request_asks_for() -> None:
+    a = admission(
+        min_tokens=4,
+        logit_bias={7: 2.0, 8: -1.0},
+        repetition_penalty=1.5,
+        frequency_penalty=0.5,
+        banned_token_ids=(8, 9),
+    )
+    assert shapes_logits(a)
+    sparse = sparse_of(a, vocab_size=70, most_listed=70)
+    assert sparse.listed.tolist() == [1, 2, 5, 6, 7]  # id 8 is banned, 99 no id of the model
+    assert sparse.bias.tolist() == [0, 0, 0, 0, 2.0]
+    assert sparse.counts.tolist() == [0, 0, 0, 2, 0]
+    assert sparse.marks.tolist() == [1, 1, 2, 0, 0]
+    assert sparse.min_tokens == 2  # two of four are out
+    plain = [i for i in range(70) if (int(sparse.plain[i // 32]) >> (i % 32)) & 1]
+    assert plain == [i for i in range(70) if i not in (1, 2, 5, 6, 7, 8, 9)]
+    assert not shapes_logits(admission())
+    assert (neutral(70).plain == -1).all()
+    with pytest.raises(FieldError, match="logit_bias: .*lists 5 tokens"):
+        sparse_of(a, vocab_size=70, most_listed=4)
+
+
+def decoder() -> Decoder:
+    return Decoder(tiny_config(), NoisyWeights(1), torch.float32, torch.device("cpu"))
+
+
+def executor(**settings: Any) -> GpuExecutor:
+    sizes = {"num_blocks": 8, "block_size_tokens": 16, "max_slots": 2}
+    budget = {"max_sequence_tokens": 40, "step_budget_tokens": 16}
+    return GpuExecutor(decoder(), **sizes | budget | settings)
+
+
+def plan(*admitted: Admission, generation: int = 1, query_len: int = 5) -> StepPlan:
+    one = np.ones(1, dtype=I32)
+    return StepPlan(
+        step_id=4,
+        slots=one * 0,
+        generations=one * generation,
+        query_lens=one * query_len,
+        num_drafts=one * 0,
+        catch_up=one * 0,
+        wants_logits=one.astype(np.bool_),
+        deltas=Deltas(False, NONE, NONE, admitted, NONE, NONE, NONE),
+    )
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    for size in (8, 24):
+        with pytest.raises(FieldError, match=f"block_size_tokens: {size}"):
+            executor(block_size_tokens=size)
+    with pytest.raises(ValueError, match="do not hold the planned generations"):
+        executor().submit(plan(admission(), generation=2))
+    with pytest.raises(ValueError, match="query_lens: 17 is more than the 16"):
+        executor().submit(plan(admission(), query_len=17))
+    with pytest.raises(ValueError, match="admission of 'a'"):
+        executor(max_sequence_tokens=16).submit(
+            plan(structs.replace(admission(), max_total_tokens=17))
+        )
+    with pytest.raises(FieldError, match="drafter: .*ngram.* cannot draft on a GPU"):
+        executor().submit(plan(admission(drafter=("ngram",))))
+    with pytest.raises(RuntimeError, match="no step was submitted"):
+        executor().wait()
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("numerics", "invariant"), ("drafter", ("model", "suffix")), ("block_size_tokens", 48)],
+)
+def test_options_that_a_gpu_does_not_serve(field: str, value: Any) -> None:
+    options: dict[str, Any] = {"numerics": "auto", "drafter": None, "block_size_tokens": 16}
+    refuse_unserved("cuda:1", **options)
+    refuse_unserved("cpu", **options | {field: value})
+    with pytest.raises(FieldError, match=f"^{field}: "):
+        refuse_unserved("cuda:1", **options | {field: value})
+
+
+def test_the_cpu_keeps_its_executor() -> None:
+    config = SchedulerConfig(
+        num_blocks=8,
+        vocab_size=64,
+        draft_context_tokens=64,
+        lookahead=LookaheadConfig(policy="fixed", k=2),
+    )
+    assert isinstance(executor_for(tiny_model(), tiny_model(noise=0.1), config), TorchExecutor)
+    assert held_drafters(config, "cpu") == ("model", "ngram", "suffix")
+    assert held_drafters(config, "cuda") == ("model",)
+
+
+def test_nothing_of_the_gpu_is_imported_elsewhere() -> None:
+    code = (
+        "import sys, cbatch, cbatch.assembly, cbatch.runtime.executor; "
+        "assert not [m for m in sys.modules if m.startswith(('cbatch.runtime.gpu', 'triton.'))]"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
