@@ -9,16 +9,15 @@ import torch
 from bench.gpu.cells import Cell, Row
 from bench.gpu.grid import HEADS, TINY_HEADS, Shape, workload
 from bench.gpu.steps import Config, Pool, Step, make_step, pages_of, same_bits
-from bench.gpu.tiles import FLOAT32, config_of, programs
+from bench.gpu.tiles import TINY, config_of, programs
 from bench.gpu.verdict import UNMEASURED, none_of, relative_error, within
 from bench.gpu.world import Bench
-from triton_kernels.attention import Tile, kernel
+from triton_kernels.attention import kernel
 
 # Decodes, verifications, chunks that end inside a split and at its end, the shortest there is.
 _MIXED = "5q1s3000_3q8s2049_q300s1500_q64_2q4s1k_q1_q1s9000"
 _TINY_MIXED = "q1s70_q3s40_q1"
 _ALLOWED = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-_TINY_TILE = Config(Tile(16, 16, 4, 2), 32, 2)
 _STRESS_LAUNCHES = 2000
 
 
@@ -42,6 +41,7 @@ def cells(bench: Bench) -> Iterator[Cell]:
     for name, run in (
         ("decode == verify, bitwise", _decode_is_verify),
         ("cuts of a chunk change no bit", _cuts),
+        ("through descriptors and pointers the same bits", _descriptors),
         ("neighbours, programs and partials change no bit", _who_computes),
         ("combine in the kernel: the same bits every time", _stress),
     ):
@@ -81,10 +81,14 @@ def _step(
     return make_step(queries, shape, pool, dtype)
 
 
-def _config(bench: Bench, shape: Shape, dtype: torch.dtype, page: int) -> Config:
-    if not bench.full:
-        return _TINY_TILE
-    return FLOAT32 if dtype == torch.float32 else config_of(shape, page, bench.device)
+def _config(
+    bench: Bench,
+    shape: Shape,
+    page: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+) -> Config:
+    return config_of(shape, page, bench.device, dtype, kv_dtype) if bench.full else TINY
 
 
 def _against_reference(
@@ -100,7 +104,7 @@ def _against_reference(
     step = _step(bench, name, shape, page=page, dtype=dtype, kv_dtype=kv_dtype)
     if not bench.world.runs:
         return UNMEASURED
-    config = _config(bench, shape, dtype, page)
+    config = _config(bench, shape, page, dtype, kv_dtype)
     given = dict(options)
     window = given.pop("window", None)
     work = step.work(config, window=None if window is None else int(window))
@@ -115,7 +119,7 @@ def _decode_is_verify(bench: Bench) -> Row:
     step = _step(bench, "q8s3000_q40s2000_3q4s1025" if bench.full else "q4s60_q2s33", shape)
     if not bench.world.runs:
         return UNMEASURED
-    config = _config(bench, shape, torch.bfloat16, 16)
+    config = _config(bench, shape)
     together = step.run(step.work(config), programs(config, bench.device))
     wrong = tried = 0
     for b, query in enumerate(step.queries):
@@ -133,7 +137,7 @@ def _cuts(bench: Bench) -> Row:
     step = _step(bench, "q700s5000" if bench.full else "q9s40", shape)
     if not bench.world.runs:
         return UNMEASURED
-    config = _config(bench, shape, torch.bfloat16, 16)
+    config = _config(bench, shape)
     whole = step.run(step.work(config), programs(config, bench.device))
     count = step.queries[0].query_tokens
     wrong = tried = 0
@@ -147,13 +151,28 @@ def _cuts(bench: Bench) -> Row:
     return none_of("pieces whose bits differ", wrong, tried)
 
 
+def _descriptors(bench: Bench) -> Row:
+    """Pages of 64 hold whole tiles of keys, and may be read by TMA."""
+    shape, page = (HEADS["llama-8b"], 64) if bench.full else (TINY_HEADS, 16)
+    step = _step(bench, _MIXED if bench.full else _TINY_MIXED, shape, page=page)
+    if not bench.world.runs:
+        return UNMEASURED
+    found = []
+    for descriptors in (True, False):
+        config = _config(bench, shape, page)
+        config = config._replace(tile=config.tile._replace(descriptors=descriptors))
+        found.append(step.run(step.work(config), programs(config, bench.device)))
+    differ = found[0] != found[1]
+    return none_of("elements that differ", int(differ.sum()), differ.numel())
+
+
 def _who_computes(bench: Bench) -> Row:
     """Programs, memory for partial results, and the company of other sequences."""
     shape = HEADS["llama-8b"] if bench.full else TINY_HEADS
     step = _step(bench, _MIXED if bench.full else _TINY_MIXED, shape)
     if not bench.world.runs:
         return UNMEASURED
-    config = _config(bench, shape, torch.bfloat16, 16)
+    config = _config(bench, shape)
     many = programs(config, bench.device)
     expected = step.run(step.work(config), many)
     wrong = tried = 0
@@ -178,7 +197,7 @@ def _stress(bench: Bench) -> Row:
     step = _step(bench, "2q8s40k_3q1s20k_40q1s2100" if bench.full else "q2s70_q1s40", shape)
     if not bench.world.runs:
         return UNMEASURED
-    config = _config(bench, shape, torch.bfloat16, 16)
+    config = _config(bench, shape)
     work = step.work(config)
     many = programs(config, bench.device)
     expected = step.run(work, many)

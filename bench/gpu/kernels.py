@@ -14,7 +14,19 @@ from bench.gpu.batches import Case, make_case
 from bench.gpu.ceilings import load_ceilings
 from bench.gpu.cells import Cell, Row
 from bench.gpu.correct_sampling import tiling_of
-from bench.gpu.grid import ATTENTION, HEADS, LLAMA_8B_HEADS, TINY, TINY_HEADS, VOCAB, workload
+from bench.gpu.grid import (
+    ATTENTION,
+    CHUNK,
+    DECODE,
+    FEW_LONG,
+    HEADS,
+    LLAMA_8B_HEADS,
+    TINY,
+    TINY_HEADS,
+    VERIFY,
+    VOCAB,
+    workload,
+)
 from bench.gpu.limits import (
     Cost,
     attention_cost,
@@ -41,6 +53,7 @@ OURS = "cbatch"
 PAGE_TOKENS = 16
 _TOKENS = (64, 512, 2048)  # of the kernels that work token by token
 _MOST_ERROR = 2e-2
+_LONG_PAGES = (DECODE, VERIFY, CHUNK, FEW_LONG)  # also read through descriptors
 _WIDTH, _INTERMEDIATE = 4096, 14336  # of Llama-3.1-8B
 
 
@@ -83,26 +96,30 @@ def attention(bench: Bench) -> Iterator[Subject]:
         cost = attention_cost(workload(name), shape)
         made = functools.partial(_steps, bench, name)
         yield Subject("attention", name, OURS, cost, functools.partial(_ours, bench, made))
+        if name in _LONG_PAGES:
+            longer = functools.partial(_steps, bench, name, page_tokens=64)
+            build = functools.partial(_ours, bench, longer)
+            yield Subject("attention", name, f"{OURS}, pages of 64", cost, build)
         for peer, build in peers.ATTENTION.items():
             yield Subject(
                 "attention", name, peer, cost, functools.partial(_theirs, bench, build, made)
             )
 
 
-def _steps(bench: Bench, name: str, count: int) -> list[Step]:
+def _steps(bench: Bench, name: str, count: int, *, page_tokens: int = PAGE_TOKENS) -> list[Step]:
     """Steps over parts of one pool."""
     queries = workload(name)
     shape = LLAMA_8B_HEADS if bench.full else TINY_HEADS
-    pages = pages_of(queries, PAGE_TOKENS)
-    pool = Pool.make(count * pages, PAGE_TOKENS, shape, torch.bfloat16, bench.device)
+    pages = pages_of(queries, page_tokens)
+    pool = Pool.make(count * pages, page_tokens, shape, torch.bfloat16, bench.device)
     parts = (Pool(*(half[i * pages : (i + 1) * pages] for half in pool)) for i in range(count))
     return [make_step(queries, shape, part, torch.bfloat16, i) for i, part in enumerate(parts)]
 
 
 def _ours(bench: Bench, made: Callable[[int], list[Step]], count: int) -> list[Call]:
     steps = made(count)
-    shape = steps[0].shape
-    config = config_of(shape, PAGE_TOKENS, bench.device) if bench.full else TINY_CONFIG
+    shape, page_tokens = steps[0].shape, steps[0].pool.page_tokens
+    config = config_of(shape, page_tokens, bench.device) if bench.full else TINY_CONFIG
     if not bench.world.runs:
         return []
     # Planned once a step for all layers: its cost is not the kernel's.

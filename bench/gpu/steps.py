@@ -28,7 +28,6 @@ class Config(NamedTuple):
 
     tile: Tile
     split_tokens: int
-    programs_per_sm: int
 
 
 class Pool(NamedTuple):

@@ -24,7 +24,9 @@ from bench.gpu.steps import Config, Pool, make_step, pages_of
 from bench.gpu.tiles import TINY as TINY_CONFIG
 from bench.gpu.tiles import candidates, programs
 from bench.gpu.timing import figures, input_sets, time_calls
-from bench.gpu.world import Bench, arch_of
+from bench.gpu.world import Bench
+from triton_kernels.attention import arch_of
+from triton_kernels.attention.cases import SPLIT_TOKENS
 
 SECTION = "sweep"
 TABLE = "tiles.json"
@@ -108,7 +110,7 @@ def best_tiles(rows: Mapping[str, Row]) -> list[Row]:
     table and do not compete."""
     best: dict[tuple[str, int], Row] = {}
     for row in rows.values():
-        if row.get("split_tokens") != 1024 or score(row.get("median_us", {})) == math.inf:
+        if row.get("split_tokens") != SPLIT_TOKENS or score(row.get("median_us", {})) == math.inf:
             continue
         key = row["heads"], row["page_tokens"]
         if key not in best or score(row["median_us"]) < score(best[key]["median_us"]):

@@ -1,4 +1,4 @@
-"""Configurations of attention: what is used, and what the sweep may choose from."""
+"""Configurations of attention: what is shipped, and what the sweep may choose from."""
 
 from __future__ import annotations
 
@@ -8,44 +8,53 @@ import torch
 
 from bench.gpu.grid import Shape
 from bench.gpu.steps import Config
-from bench.gpu.world import multiprocessors
-from triton_kernels.attention import Tile
+from triton_kernels.attention import Heads, Tile, arch_of, resident_programs, tile_for
+from triton_kernels.attention.cases import SPLIT_TOKENS
 
-FLOAT32 = Config(Tile(16, 16, 4, 2), 512, 3)
-TINY = Config(Tile(16, 16, 4, 2), 32, 2)
-_UNTIMED = Config(Tile(64, 64, 4, 3), 1024, 2)
+TINY = Config(Tile(16, 16, 4, 2), 32)
 
 
-def config_of(shape: Shape, page_tokens: int, device: torch.device) -> Config:
-    """The one that is shipped for such heads and pages."""
-    return _UNTIMED
+def config_of(
+    shape: Shape,
+    page_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+) -> Config:
+    """The shipped one: a tile for queries of every length, so that bits do not depend on it."""
+    arch = arch_of(device)
+    tile = tile_for(Heads(*shape), dtype, page_tokens, arch=arch, kv_dtype=kv_dtype)
+    return Config(tile, SPLIT_TOKENS)
 
 
 def programs(config: Config, device: torch.device) -> int:
-    return config.programs_per_sm * multiprocessors(device)
+    """As many as run at a time."""
+    return resident_programs(config.tile, device) if device.type == "cuda" else 2
 
 
-def candidates(shape: Shape) -> Iterator[Config]:
-    """Likeliest first: a budget that runs out leaves the tail untried. Shared memory and registers
-    were looked up with the compile check: two buffers of K and V each, 227 KiB in all."""
-    for rows, keys, num_warps, num_stages, per_sm in (
+def candidates(shape: Shape, page_tokens: int) -> Iterator[Config]:
+    """Likeliest first: time that runs out leaves the tail untried. The last two differ in the
+    length of a split only."""
+    for rows, keys, num_warps, num_stages, resident in (
         (64, 64, 4, 3, 2),
-        (16, 64, 4, 3, 3),
+        (16, 64, 4, 3, 2),
         (64, 64, 4, 3, 1),
-        (16, 64, 4, 3, 4),
+        (16, 64, 4, 3, 3),
         (64, 128, 8, 3, 1),
-        (64, 128, 4, 3, 1),
-        (32, 64, 4, 3, 3),
-        (16, 128, 4, 3, 2),
         (64, 32, 4, 3, 3),
-        (16, 32, 4, 3, 4),
+        (32, 64, 4, 3, 2),
+        (16, 128, 4, 3, 1),
         (128, 64, 8, 3, 1),
         (64, 64, 8, 3, 2),
+        (16, 32, 4, 3, 4),
         (128, 128, 8, 3, 1),
-        (64, 64, 4, 5, 1),
-        (16, 64, 4, 5, 2),
+        (64, 64, 4, 4, 1),
     ):
-        if rows >= shape.group:
-            yield Config(Tile(rows, keys, num_warps, num_stages), 1024, per_sm)
-    yield Config(Tile(64, 64, 4, 3), 512, 2)
-    yield Config(Tile(64, 64, 4, 3), 2048, 2)
+        if rows < shape.group:
+            continue
+        tile = Tile(rows, keys, num_warps, num_stages, resident)
+        if page_tokens % keys == 0:
+            yield Config(tile._replace(descriptors=True), SPLIT_TOKENS)
+        yield Config(tile, SPLIT_TOKENS)
+    for split_tokens in (SPLIT_TOKENS // 2, 2 * SPLIT_TOKENS):
+        yield Config(Tile(64, 64, 4, 3, 2, page_tokens % 64 == 0), split_tokens)

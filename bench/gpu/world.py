@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton import knobs
 
 from bench.report import describe_machine, describe_versions
@@ -81,23 +80,6 @@ def describe(world: World) -> dict[str, Any]:
     return found
 
 
-def arch_of(device: torch.device) -> str:
-    """As `triton_kernels.compile_check` names targets; sm_90 where there is no GPU."""
-    if device.type != "cuda":
-        return "sm_90"
-    if torch.version.hip:
-        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{10 * major + minor}"
-
-
-def multiprocessors(device: torch.device) -> int:
-    """2 where there is no GPU."""
-    if device.type != "cuda":
-        return 2
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def l2_bytes(device: torch.device) -> int:
     return (
         0 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).L2_cache_size)
@@ -108,10 +90,6 @@ def is_fault(error: BaseException) -> bool:
     """Whether the device is lost to this process: every later call would fail as well."""
     name, text = type(error).__name__, str(error)
     return "AcceleratorError" in name or "CUDA error" in text or "misaligned address" in text
-
-
-def triton_version() -> str:
-    return str(triton.__version__)
 
 
 def _output(*command: str) -> str | None:

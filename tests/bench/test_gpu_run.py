@@ -19,7 +19,7 @@ from bench.gpu.grid import CHUNK, DECODE, VERIFY
 from bench.gpu.sweep import best_tiles, score, table_of, write_table
 from bench.gpu.targets import verdicts
 from bench.gpu.timing import summarize
-from bench.gpu.world import World
+from bench.gpu.world import Bench, World
 
 FOLDER = Path(__file__).parent / "interpreted"
 ROOT = FOLDER.parents[2]
@@ -60,6 +60,18 @@ def test_a_section_runs_in_a_process_of_its_own(
 
 
 ABOUT = {"device": "a device", "versions": {"torch": "2.11.0"}, "date": "today", "commit": "c"}
+
+
+def test_every_cell_of_a_device_can_be_named(tmp_path: Path) -> None:
+    """Nothing runs: each section lists what it would, under keys of their own."""
+    bench = Bench(World.DEVICE, torch.device("cpu"), tmp_path, None, lambda: 0.0)
+    for section, least in SECTIONS.items():
+        cells = list(command.cells_of(section)(bench))
+        assert len({cell.key for cell in cells}) == len(cells) >= least, section
+        json.dumps([cell.labels for cell in cells])
+
+
+SECTIONS = {"limits": 2, "correctness": 45, "kernels": 120, "sweep": 100, "engine": 48}
 
 
 @pytest.mark.slow
