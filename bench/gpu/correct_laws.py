@@ -34,7 +34,7 @@ from triton_kernels.verify_logits import verify_logits
 
 DEEPEST = 3
 _BOUND, _POWER = 5.0, 10.0
-_COUNT, _TINY_COUNT, _WIDE_COUNT = 1_000_000, 32, 100_000
+_COUNT, _TINY_COUNT, _WIDE_COUNT, _GROUP = 1_000_000, 32, 100_000, 50_000
 _WIDE_VOCAB, _LIKELIEST = 128_256, 64
 _SHIFT = 0.03
 _MODES = {"rejection": REJECTION, "coupled": COUPLED}
@@ -64,12 +64,11 @@ class Decoded(NamedTuple):
     accepted: np.ndarray
 
 
-def decode(
-    chain: Chain, mode: int, count: int, length: int, device: torch.device, tiling: Tiling
-) -> Decoded:
-    """Sequences of keys of their own, k = 0..`DEEPEST` in turn, all in one ragged batch a step."""
+def decode(chain: Chain, mode: int, length: int, at: Tensor, tiling: Tiling) -> Decoded:
+    """The sequences numbered `at`, each with a key of its own, k = 0..`DEEPEST` in turn, all in one
+    ragged batch a step."""
+    device, count = at.device, len(at)
     target, draft = (torch.from_numpy(np.log(law)).float().to(device) for law in chain)
-    at = torch.arange(count, device=device)
     k = at % (DEEPEST + 1)
     out = torch.zeros((count, length * (DEEPEST + 1)), dtype=torch.int64, device=device)
     have, state = torch.zeros_like(at), torch.zeros_like(at)
@@ -150,7 +149,14 @@ def _verify(
 
 def _run(bench: Bench, chain: Chain, mode: int, length: int) -> Decoded:
     count = _COUNT if bench.full else _TINY_COUNT
-    return decode(chain, mode, count, length, bench.device, tiling_of(bench))
+    tiling = tiling_of(bench)
+    parts = [decode(chain, mode, length, at, tiling) for at in _groups(bench, count)]
+    return Decoded(*(np.concatenate(field) for field in zip(*parts, strict=True)))
+
+
+def _groups(bench: Bench, count: int) -> tuple[Tensor, ...]:
+    """Numbers 0 .. count - 1, as many at a time as leave memory for the lists of their rows."""
+    return torch.arange(count, device=bench.device).split(_GROUP)
 
 
 def _verdict(bench: Bench, what: str, z: float, power: float, count: int) -> Row:
@@ -195,20 +201,8 @@ def _wide_token(bench: Bench, mode: int) -> Row:
     generator = torch.Generator(device).manual_seed(9)
     target = torch.randn(vocab, generator=generator, device=device) * 3
     draft = target + torch.randn(vocab, generator=generator, device=device)
-    at = torch.arange(count, device=device)
-    where, zeros = noise_of(at, torch.zeros_like(at)), torch.zeros_like(at)
-    ones = zeros + 1
-    rows, starts = rows_of(ones, 2 * count)
-    requests = plain_requests(count, vocab, mode, device)
-    narrow = Rows(at.to(torch.int32), zeros.to(torch.int32))
-    none = Drafts(*(zeros.to(torch.int32) for _ in range(3)))
-    proposed = Batch(draft.expand(count, -1), narrow, requests, where, none, None)
-    drafts = sample(proposed, noise.DRAFT, tiling_of(bench)).contiguous()
-    given = Drafts(drafts, at.to(torch.int32), ones.to(torch.int32))
-    batch = Batch(target.expand(2 * count, -1), rows, requests, where, given, None)
-    proposals = Proposals(draft.expand(count, -1), narrow, none.counts)
-    found = verify_logits(batch, starts, proposals, tiling_of(bench))
-    first = torch.where(found.num_accepted > 0, drafts, found.next_tokens).long()
+    hit = [_first_tokens(target, draft, at, mode, tiling_of(bench)) for at in _groups(bench, count)]
+    first = torch.cat(hit)
     law = target.double().softmax(dim=0)
     likeliest = law.topk(min(_LIKELIEST, vocab // 2)).indices
     cells = torch.cat((law[likeliest], (1 - law[likeliest].sum())[None])).cpu().numpy()
@@ -218,3 +212,21 @@ def _wide_token(bench: Bench, mode: int) -> Row:
     off[0] += _SHIFT
     z, far = chi_square_z(hits, cells), chi_square_z(hits, off)
     return _verdict(bench, "z of the likeliest and the rest", z, far, count)
+
+
+def _first_tokens(target: Tensor, draft: Tensor, at: Tensor, mode: int, tiling: Tiling) -> Tensor:
+    """The first token of each request `at`, int64, after a step with one draft."""
+    count, vocab, device = len(at), len(target), at.device
+    where, zeros = noise_of(at, torch.zeros_like(at)), torch.zeros_like(at)
+    ones, lines = zeros + 1, torch.arange(count, dtype=torch.int32, device=device)
+    rows, starts = rows_of(ones, 2 * count)
+    requests = plain_requests(count, vocab, mode, device)
+    narrow = Rows(lines, zeros.to(torch.int32))
+    none = Drafts(*(zeros.to(torch.int32) for _ in range(3)))
+    proposed = Batch(draft.expand(count, -1), narrow, requests, where, none, None)
+    drafts = sample(proposed, noise.DRAFT, tiling).contiguous()
+    given = Drafts(drafts, lines, ones.to(torch.int32))
+    batch = Batch(target.expand(2 * count, -1), rows, requests, where, given, None)
+    proposals = Proposals(draft.expand(count, -1), narrow, none.counts)
+    found = verify_logits(batch, starts, proposals, tiling)
+    return torch.where(found.num_accepted > 0, drafts, found.next_tokens).long()

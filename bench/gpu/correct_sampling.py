@@ -15,7 +15,7 @@ from triton_kernels.sample import TILING, Batch, Tiling, sample
 from triton_kernels.sample.reference import sample_reference, verify_reference
 from triton_kernels.verify_logits import verify_logits
 
-TINY_TILING = Tiling(64, 64, 64)
+TINY_TILING = Tiling(64, 64, 64, 1, 64)
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
