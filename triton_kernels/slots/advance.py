@@ -12,7 +12,7 @@ from triton_kernels.slots.state import Asked, SlotState, case_of
 from triton_kernels.verify_logits import Decision
 
 # Fields of a slot's row of the result; behind them are the tokens that it emitted.
-STATUS, DRAFTED, ACCEPTED, EMITTED, DRAFT_KV_LEN, NUM_FIELDS = range(6)
+STATUS, DRAFTED, ACCEPTED, EMITTED, NUM_FIELDS = range(5)
 # Statuses.
 OK, NON_FINITE, DRAFT_NON_FINITE, DOES_NOT_FIT = range(4)
 
@@ -20,6 +20,9 @@ _FRESH = tl.constexpr(Asked().fresh)
 _WANTS = tl.constexpr(Asked().wants_logits)
 _DRAFTING = tl.constexpr(Asked().drafting)
 _OK, _NON_FINITE = tl.constexpr(OK), tl.constexpr(NON_FINITE)
+_AT_STATUS, _AT_DRAFTED = tl.constexpr(STATUS), tl.constexpr(DRAFTED)
+_AT_ACCEPTED, _AT_EMITTED = tl.constexpr(ACCEPTED), tl.constexpr(EMITTED)
+_AT_TOKENS = tl.constexpr(NUM_FIELDS)
 _DRAFT_NON_FINITE, _DOES_NOT_FIT = tl.constexpr(DRAFT_NON_FINITE), tl.constexpr(DOES_NOT_FIT)
 _LANES = 256
 _SLOTS = 64
@@ -70,7 +73,8 @@ def advance_kernel(
         end_ptr = tokens_ptr + slot.to(tl.int64) * token_width + known
         for i in range(tl.max(emits, 0)):
             draft = tl.load(end_ptr + i, mask=i < accepted, other=0)
-            tl.store(out_ptr + 5 + i, tl.where(i < accepted, draft, next_token), mask=i < emits)
+            token = tl.where(i < accepted, draft, next_token)
+            tl.store(out_ptr + _AT_TOKENS + i, token, mask=i < emits)
         tl.store(end_ptr + accepted, next_token, mask=emits > 0)
         tl.store(num_tokens_ptr + slot, known + emits, mask=there)
         tl.store(failed_ptr + slot, failed.to(tl.int32), mask=there)
@@ -86,12 +90,12 @@ def advance_kernel(
     tl.store(draft_kv_len_ptr + slot, draft_kv, mask=there)
 
     status = tl.where(failed, _NON_FINITE, tl.where(broken, _DRAFT_NON_FINITE, _OK))
-    tl.store(out_ptr, tl.where(state == MISFIT, _DOES_NOT_FIT, status), mask=there)
+    status = tl.where(state == MISFIT, _DOES_NOT_FIT, status)
+    tl.store(out_ptr + _AT_STATUS, status, mask=there)
     drafted = tl.load(num_drafted_ptr + slot, mask=there, other=0)
-    tl.store(out_ptr + 1, drafted, mask=there)
-    tl.store(out_ptr + 2, tl.maximum(emits - 1, 0), mask=there)
-    tl.store(out_ptr + 3, emits, mask=there)
-    tl.store(out_ptr + 4, draft_kv, mask=there)
+    tl.store(out_ptr + _AT_DRAFTED, drafted, mask=there)
+    tl.store(out_ptr + _AT_ACCEPTED, tl.maximum(emits - 1, 0), mask=there)
+    tl.store(out_ptr + _AT_EMITTED, emits, mask=there)
 
 
 @triton.jit
@@ -112,14 +116,15 @@ def count_kernel(
 ):
     """What a slot emitted counts in the lists that shape its logits; a program a slot."""
     slot = tl.program_id(0).to(tl.int64)
-    emitted = tl.load(result_ptr + slot * result_width + 3)
+    row_ptr = result_ptr + slot * result_width
+    emitted = tl.load(row_ptr + _AT_EMITTED)
     if emitted > 0:
         left = tl.load(min_tokens_ptr + slot)
         tl.store(min_tokens_ptr + slot, tl.maximum(left - emitted, 0))
         used = tl.load(num_listed_ptr + slot)
         if _has_penalties(penalties_ptr + 3 * slot):
             for i in range(emitted):
-                token = tl.load(result_ptr + slot * result_width + 5 + i)
+                token = tl.load(row_ptr + _AT_TOKENS + i)
                 at = slot * list_width
                 used = _count_token(
                     plain_ptr + slot * plain_words, listed_ptr + at, bias_ptr + at,
@@ -172,7 +177,7 @@ def advance(
     `result` int32 [S, fields, then the most tokens that a row emits]. Raises ValueError naming the
     argument that does not fit."""
     slots = len(state.num_tokens)
-    if result.dim() != 2 or result.shape[0] != slots or result.shape[1] <= NUM_FIELDS - 1:
+    if result.dim() != 2 or result.shape[0] != slots or result.shape[1] <= NUM_FIELDS:
         raise ValueError(f"result: {list(result.shape)}; give [{slots}, more than {NUM_FIELDS}]")
     accepted = (None,) * 3 if decision is None else decision
     advance_kernel[(triton.cdiv(slots, _SLOTS),)](

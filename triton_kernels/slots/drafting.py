@@ -294,10 +294,18 @@ def take_drafts(
 
 
 def cases() -> list[Case]:
-    layout = {"BLOCK_SLOTS": 256, "PAGE": 16, "LANES": LANES}
     types = {"noise_positions_ptr": "*i64"}
     take = {"PAGE": 16, "ROWS": _ROWS}
     return [
-        case_of("slots_drafts", lay_out_drafts_kernel, layout, "256 slots", types=types),
+        *(
+            case_of(
+                "slots_drafts",
+                lay_out_drafts_kernel,
+                {"BLOCK_SLOTS": slots, "PAGE": 16, "LANES": LANES},
+                f"{slots} slots",
+                types=types,
+            )
+            for slots in (16, 64, 1024)
+        ),
         case_of("slots_take", take_drafts_kernel, take, f"{_ROWS} rows", num_warps=_TAKE_WARPS),
     ]

@@ -222,6 +222,15 @@ def lay_out(
 
 
 def cases() -> list[Case]:
-    constexprs = {"BLOCK_SLOTS": 256, "PAGE": 16, "LANES": LANES}
     types = {"noise_positions_ptr": "*i64"}
-    return [case_of("slots_lay_out", lay_out_kernel, constexprs, "256 slots", types=types)]
+    common = {"PAGE": 16, "LANES": LANES}
+    return [
+        case_of(
+            "slots_lay_out",
+            lay_out_kernel,
+            {"BLOCK_SLOTS": slots, **common},
+            f"{slots} slots",
+            types=types,
+        )
+        for slots in (16, 64, 1024)
+    ]

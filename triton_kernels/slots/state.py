@@ -194,7 +194,7 @@ def case_of(
         divisible=tuple(n for n in arguments if n.endswith("_ptr")),
         num_warps=num_warps,
         num_stages=1,
-        limits=dict.fromkeys(TARGETS, Limits(registers=64, shared_bytes=2 << 10)),
+        limits=dict.fromkeys(TARGETS, Limits(registers=128, shared_bytes=4 << 10)),
     )
 
 

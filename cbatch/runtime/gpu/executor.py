@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from cbatch.core.errors import FieldError
 from cbatch.core.plan import StepPlan, StepResult, TokenLogprobs
@@ -56,8 +55,9 @@ class GpuExecutor:
 
     `max_sequence_tokens` is the longest sequence, `step_budget_tokens` the most tokens of a step,
     `max_drafts` the most drafts of a row (0: nobody drafts). `block_size_tokens` is a power of two,
-    at least 16. The last of the drafters that a request may name is the draft model: lookups live
-    on the host, and are refused. `reset()` after any exception: the state is then unspecified.
+    at least 16. Drafts come from the draft model alone: lookups live on the host, which does not
+    know the latest tokens, and are refused. `reset()` after any exception: the state is then
+    unspecified. `tuning` is found for the device unless it is given.
 
     A step queues its work and returns; what it emitted comes in one copy. Only requests that ask
     for log probabilities make `submit` wait for their step.
@@ -160,15 +160,14 @@ class GpuExecutor:
                 self._target.run(self._queue, count, 0, 0, False)
             for count in logits:
                 self._target.run(self._queue, tokens[-1], count, 0, False)
-            if self._drafting is None:
-                return
-            depths = depth_ladder(self._max_drafts)
-            _logger.info("capturing drafts: %d shapes", len(rows) * len(depths))
-            for count in ladder(self._most_catch_up):
-                self._drafting.run(self._queue, count, 0, 0, False)
-            for count in rows:
-                for depth in depths:
-                    self._drafting.run(self._queue, 1, count, depth, False)
+            if self._drafting is not None:
+                depths = depth_ladder(self._max_drafts)
+                _logger.info("capturing drafts: %d shapes", len(rows) * len(depths))
+                for count in ladder(self._most_catch_up):
+                    self._drafting.run(self._queue, count, 0, 0, False)
+                for count in rows:
+                    for depth in depths:
+                        self._drafting.run(self._queue, 1, count, depth, False)
             self._queue.synchronize()
 
     @torch.inference_mode()
@@ -272,8 +271,7 @@ class GpuExecutor:
 
     def _rows(self, buffers: _Buffers) -> np.ndarray:
         """By slot; valid until the buffers are used again."""
-        shape: Tensor = self._target.result
-        return buffers.result.numpy().reshape(shape.shape)
+        return buffers.result.numpy().reshape(self._target.result.shape)
 
     def _report(self, step: _Pending) -> StepResult:
         plan, rows = step.plan, self._rows(step.buffers)[step.plan.slots]

@@ -22,10 +22,13 @@ from triton_kernels.sample.rows import Batch, Drafts, Proposals, Rows
 from triton_kernels.verify_logits import Decision
 
 
-def use_references(patch: pytest.MonkeyPatch) -> None:
-    # Asserting after each sum that it has not overflowed takes a third of the time.
+def without_overflow_checks(patch: pytest.MonkeyPatch) -> None:
+    """Asserting after each sum that it has not overflowed takes a third of the time."""
     options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
     patch.setattr(interpreter_builder, "options", options)
+
+
+def use_references(patch: pytest.MonkeyPatch) -> None:
     planned: dict[int, tuple[Tensor, Tensor]] = {}
 
     def plan(query_starts: Tensor, contexts: Tensor, work: WorkList) -> None:

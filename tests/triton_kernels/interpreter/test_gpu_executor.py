@@ -13,12 +13,23 @@ import torch
 
 from cbatch.core.request import Request
 from cbatch.runtime.gpu import drafting, verifying
+from cbatch.runtime.gpu.attend import Tuning
 from tests.runtime.engines import make_request
-from tests.triton_kernels.interpreter.light import use_reference_verdicts, use_references
+from tests.triton_kernels.interpreter.light import (
+    use_reference_verdicts,
+    use_references,
+    without_overflow_checks,
+)
 from tests.triton_kernels.interpreter.twins import Differs, Pair, run_twins
+from triton_kernels.attention import Tile
 from triton_kernels.sample.rows import COUPLED, REJECTION, Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_overflow_checks(monkeypatch)
 
 
 @pytest.fixture
@@ -115,11 +126,11 @@ def test_sampled_and_shaped_requests(depth: int) -> None:
 
 
 def test_all_kernels_together() -> None:
-    """Nothing is replaced: a window, norms of queries and keys, biases, and drafts of all kinds."""
+    """Nothing is replaced: a window, norms of queries and keys, biases, keys in two splits."""
     more: dict[str, Any] = {"sliding_window": (None, 5), "qk_norm": True, "num_kv_heads": 1}
     biases = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
     requests = [
-        make_request("greedy", range(5, 14), max_tokens=4),
+        make_request("greedy", range(5, 19), max_tokens=4),
         make_request(
             "rejection",
             range(9, 12),
@@ -135,6 +146,7 @@ def test_all_kernels_together() -> None:
         lookahead="fixed:2",
         arrivals=[0, 1],
         max_slots=2,
+        tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=4, split_tokens=16),
     )
     happened(seen, "accepted", "mixed steps")
 
