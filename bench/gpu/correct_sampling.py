@@ -112,7 +112,7 @@ def _alone(bench: Bench) -> Row:
         return UNMEASURED
     together = verify_logits(*case, tiling_of(bench))
     wrong, count = 0, len(case.starts)
-    for b in reversed(range(count if bench.full else 3)):
+    for b in reversed(range(count if bench.full else 2)):
         single = verify_logits(*_request(case.batch, case.starts, b), None, tiling_of(bench))
         wrong += any(
             int(mine[0]) != int(theirs[b]) for mine, theirs in zip(single, together, strict=True)
