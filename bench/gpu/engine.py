@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -69,7 +70,8 @@ TINY = Sizes((2,), 6, 2, 1, 32)
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
-    """Model by model, since one is in memory at a time; the batch that has a target first."""
+    """Model by model, since one is in memory at a time; the batch that has a target first, the peer
+    last."""
     models = MODELS if bench.full else {"tiny": TINY_MODEL}
     sizes = FULL if bench.full else TINY
     for model in models:
@@ -77,6 +79,7 @@ def cells(bench: Bench) -> Iterator[Cell]:
             for lookahead in LOOKAHEADS:
                 run = functools.partial(measure, bench, model, batch, lookahead)
                 yield _cell(model, batch, lookahead, OURS, run)
+    for model in models:
         for batch in sizes.batches:
             yield _cell(model, batch, "off", PEER, functools.partial(_peer, bench, model, batch))
 
@@ -159,12 +162,16 @@ class _Loaded:
 
     def take(self, bench: Bench, model: str) -> GpuExecutor:
         if self.model != model or self.executor is None:
-            self.executor = self.profile = None
-            if bench.full:
-                torch.cuda.empty_cache()
+            self.drop(bench)
             self.executor, self.model = _load(bench, model), model
         self.executor.reset()
         return self.executor
+
+    def drop(self, bench: Bench) -> None:
+        self.executor = self.profile = None
+        gc.collect()
+        if bench.full:
+            torch.cuda.empty_cache()
 
 
 _loaded = _Loaded()
@@ -352,8 +359,7 @@ def _peer(bench: Bench, model: str, batch: int) -> Row:
     row = _figures(bench, [], shape, draft, batch)
     if not bench.full:
         return row
-    _loaded.executor = None
-    torch.cuda.empty_cache()
+    _loaded.drop(bench)
     try:
         step_s = transformers_peer.step_seconds(config_of(shape), batch, FULL.prompt_tokens)
     except ImportError as error:

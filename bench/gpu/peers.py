@@ -70,11 +70,12 @@ def _dense(step: Step) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sdpa(bench: Bench, steps: Sequence[Step]) -> list[Call]:
-    from torch.nn.attention.bias import causal_lower_right
-
     query, context = _equal_lengths(steps[0])
-    causal = query == context
-    mask = None if query == 1 or causal else causal_lower_right(query, context)
+    causal, mask = query == context, None
+    if 1 < query < context:
+        from torch.nn.attention.bias import causal_lower_right
+
+        mask = causal_lower_right(query, context)
     attend = functools.partial(
         F.scaled_dot_product_attention, attn_mask=mask, is_causal=causal, enable_gqa=True
     )

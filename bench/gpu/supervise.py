@@ -79,7 +79,7 @@ class _Child:
         self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         self._command = lambda: command(section, shard, deadline_s - time.monotonic())
         self.process = self._start()
-        self._moved_s, self._size = time.monotonic(), -1
+        self._moved_s, self._size, self._rows = time.monotonic(), -1, 0
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self.path.with_suffix(".log").open("a") as log:
@@ -111,11 +111,14 @@ class _Child:
         return True
 
     def _again(self, status: str, now_s: float) -> bool:
-        """Start behind the cell that the process died of. One that dies without is not restarted
-        more than once."""
-        guilty = Journal(self.path).abandon(status)
-        self.restarts += 1 if guilty else _MOST_RESTARTS
-        if self.restarts > _MOST_RESTARTS + 1 or now_s + _START_S > self.deadline_s:
+        """Start behind the cell that the process ended in. One that has left no row since its start
+        is not started again."""
+        journal = Journal(self.path)
+        journal.abandon(status)
+        rows, self._rows = self._rows, len(journal.rows)
+        self.restarts += 1
+        late = now_s + _START_S > self.deadline_s
+        if self._rows == rows or self.restarts > _MOST_RESTARTS or late:
             return False
         self.process = self._start()
         self._moved_s = now_s

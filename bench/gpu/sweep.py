@@ -33,6 +33,7 @@ TABLE = "tiles.json"
 # Of their times, in the geometric mean that is made least.
 WEIGHTS = {DECODE: 0.5, VERIFY: 0.35, CHUNK: 0.15}
 _PAGES = (16, 64)
+_SAMPLE_S = 0.06
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
@@ -90,7 +91,7 @@ def _measure(bench: Bench, shape: Shape, page: int, config: Config, names: tuple
             out = torch.empty(len(steps[0].q), steps[0].q[0].numel(), dtype=steps[0].q.dtype)
             out = out.to(bench.device)
             calls = [functools.partial(step.run, work, many, out) for step in steps]
-        found = figures(time_calls(bench, calls), cost, load_ceilings(bench.out))
+        found = figures(time_calls(bench, calls, _SAMPLE_S), cost, load_ceilings(bench.out))
         row["median_us"][name] = found["median_us"]
         row["fraction_of_limit"][name] = found["fraction_of_limit"]
         if "status" in found:

@@ -14,7 +14,7 @@ from bench.gpu.world import Bench, World, l2_bytes
 Call = Callable[[], Any]
 MOST_SAMPLES, FEWEST_SAMPLES = 40, 5
 _SAMPLE_S = 4e-3  # a sample lasts at least about this long
-_CELL_S = 0.4  # of sampling, while the section has time for it
+CELL_S = 0.25  # of sampling, while the section has time for it
 _MOST_SETS = 64
 
 
@@ -33,10 +33,11 @@ def input_sets(num_bytes: int, device: torch.device) -> int:
     return max(1, min(_MOST_SETS, -(-4 * l2_bytes(device) // max(num_bytes, 1))))
 
 
-def time_calls(bench: Bench, calls: Sequence[Call]) -> Timing | None:
+def time_calls(bench: Bench, calls: Sequence[Call], seconds: float = CELL_S) -> Timing | None:
     """Of one call on average, `calls` following one another; None where nothing is timed.
 
-    Everything is called once before, which compiles. Interpreted, that is all.
+    Everything is called once before, which compiles. Interpreted, that is all. `seconds` of samples
+    are taken, and fewer of what is slow or when little time is left.
     """
     if bench.world.runs:
         for call in calls if bench.full else calls[:1]:
@@ -47,7 +48,7 @@ def time_calls(bench: Bench, calls: Sequence[Call]) -> Timing | None:
     replay, method = _captured(calls), "graph"
     if replay is None:
         replay, method = _in_turn(calls), "eager"
-    return _sample(replay, len(calls), method, min(_CELL_S, max(bench.left_s() / 4, 0.02)))
+    return _sample(replay, len(calls), method, min(seconds, max(bench.left_s() / 4, 0.02)))
 
 
 def _captured(calls: Sequence[Call]) -> Call | None:

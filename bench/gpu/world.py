@@ -57,11 +57,12 @@ def device_of(world: World) -> torch.device:
 
 def describe(world: World) -> dict[str, Any]:
     """Device, driver, versions, date and commit: what every figure must be quoted with."""
+    changes = _output("git", "status", "--porcelain")
     found: dict[str, Any] = {
         "world": world.value,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _output("git", "rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_output("git", "status", "--porcelain")),
+        "uncommitted_changes": None if changes is None else bool(changes),
         "device": None,
         "driver": None,
         "cuda": torch.version.cuda,

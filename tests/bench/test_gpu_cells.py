@@ -90,7 +90,8 @@ def test_budgets_run_down_and_shards_share() -> None:
     assert [[c.key for c in part] for part in parts] == [["a", "c", "e"], ["b", "d"]]
 
 
-# A child that writes as `run_cells` does: `crash` kills it, `hang` never ends.
+# A child that writes as `run_cells` does: `crash` kills it, `hang` never ends,
+# `fault` says so and gives up.
 CHILD = """
 import json, os, sys, time
 path, names = sys.argv[1], sys.argv[2].split()
@@ -107,6 +108,9 @@ for name in names:
         os.abort()
     if name.startswith("hang"):
         time.sleep(60)
+    if name.startswith("fault"):
+        say({"key": name, "row": {"name": name, "status": "failed: CUDA error"}})
+        sys.exit(70)
     say({"key": name, "row": {"name": name, "status": "ok"}})
 """
 
@@ -132,6 +136,13 @@ def test_a_crash_costs_its_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "crash2": "crashed: SIGABRT",
         "c": "ok",
     }
+
+
+def test_faults_cost_their_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_START_S", 0.0)
+    rows = run_children(tmp_path, "fault1,a,fault2,fault3,b")
+    assert rows["a"]["status"] == rows["b"]["status"] == "ok"
+    assert {rows[f"fault{i}"]["status"] for i in (1, 2, 3)} == {"failed: CUDA error"}
 
 
 def test_what_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

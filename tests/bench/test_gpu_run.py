@@ -87,7 +87,7 @@ def test_time_is_shared_out_among_the_sections_asked_for() -> None:
     shares = command.seconds_of(["kernels", "sweep"], 240.0)
     assert list(shares) == ["limits", "kernels", "sweep"]
     assert sum(shares.values()) == pytest.approx(240.0)
-    assert shares["kernels"] == 240.0 * 140 / (20 + 140 + 80)
+    assert shares["kernels"] == 240.0 * 130 / (15 + 130 + 70)
     assert sum(command.seconds_of([], 540.0).values()) == pytest.approx(540.0)
 
 
