@@ -4,8 +4,10 @@ The demo pair serves two workloads of prompts (`fresh`: heads of functions it ha
 a function followed by the start of a renamed copy) and their half-and-half mix, with a constant
 number of requests in flight; in `useless` nine drafts of ten are spoilt. Requests are greedy and of
 given lengths, so every policy emits the same tokens; policies take short turns at the same stretch
-of them, so that a machine which is slow for some seconds is so to all. The best fixed k is chosen
-afterwards, from 0 (off) to 8: nobody could have configured a better constant.
+of them, so that a machine which is slow for some seconds is so to all. What is compared are whole
+cycles, each through all prompts: how well single prompts can be drafted differs more than policies
+do. The best fixed k is chosen afterwards, from 0 (off) to 8: nobody could have configured a better
+constant.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "goodput")
 _CONSTANTS = ("off", *FIXED)  # what the best fixed k is chosen from
 _MOST_PROMPT_TOKENS = 256
-_PROMPTS = 256
-_TURN_STEPS = 12  # of decoding without drafts, a turn
+_GREEDY = SamplingParams(temperature=0.0)
+_TURN_STEPS = 3  # of decoding without drafts, a turn at least
+_WARM_UP_TURNS = 4
 
 Prompts = list[list[int]]
 
@@ -53,21 +56,34 @@ class Run(msgspec.Struct):
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
+    def add(self, other: Run) -> None:
+        self.tokens += other.tokens
+        self.seconds += other.seconds
+        self.speculation.merge(other.speculation)
+
 
 class ClosedLoop:
     """Keeps `concurrency` requests in flight for ever: one that ends makes room for the next.
 
     Outputs are half to one and a half times `output_tokens` long, so that requests do not end in
-    lock step; the first ones are somewhere in theirs already.
+    lock step; the first ones are somewhere in theirs already. `params` are the rest of what every
+    request asks for.
     """
 
     def __init__(
-        self, engine: Engine, prompts: Prompts, concurrency: int, output_tokens: int
+        self,
+        engine: Engine,
+        prompts: Prompts,
+        concurrency: int,
+        output_tokens: int,
+        params: SamplingParams = _GREEDY,
     ) -> None:
         self.engine, self.concurrency = engine, concurrency
         self._prompts = itertools.cycle(prompts)
+        self._params = msgspec.structs.replace(params, ignore_eos=True)
         self._mean_tokens, self._rng = output_tokens, np.random.default_rng(0)
         self._running: set[str] = set()
+        self._ahead_tokens = 0  # that the last turn brought beyond what was asked
 
     def start(self) -> None:
         """Fill the slots and run until each has begun to answer."""
@@ -78,11 +94,14 @@ class ClosedLoop:
             waiting -= {output.request_id for output in self._step(Speculation())}
 
     def run(self, num_tokens: int) -> Run:
-        """Steps until about so many tokens have come out."""
+        """Steps until so many more tokens have come out; what the last step brings beyond them
+        counts for the next turn."""
         speculation, tokens = Speculation(), 0
+        wanted = num_tokens - self._ahead_tokens
         started_s = time.perf_counter()
-        while tokens < num_tokens:
+        while tokens < wanted:
             tokens += sum(len(output.token_ids) for output in self._step(speculation))
+        self._ahead_tokens = tokens - wanted
         return Run(tokens, time.perf_counter() - started_s, speculation)
 
     def stop(self) -> None:
@@ -103,19 +122,18 @@ class ClosedLoop:
 
     def _add(self, share: float = 1.0) -> None:
         tokens = self._rng.uniform(0.5, 1.5) * self._mean_tokens * share
-        params = SamplingParams(temperature=0.0, max_tokens=max(2, round(tokens)), ignore_eos=True)
+        params = msgspec.structs.replace(self._params, max_tokens=max(2, round(tokens)))
         self._running.add(self.engine.add(next(self._prompts), params).request_id)
 
 
-def make_prompts(workload: str, model: Path, count: int) -> Prompts:
-    """`count` prompts, the shipped ones in turn; in a mix every other one is of each kind."""
+def make_prompts(workload: str, model: Path) -> Prompts:
+    """A cycle of the shipped prompts; in a mix every other one is of each kind."""
     tokenizer = load_tokenizer(model)
     kinds = {"fresh": demo_prompts(), "edit": edit_prompts(), "useless": demo_prompts()}
     texts = [kinds[workload]] if workload in kinds else [kinds["fresh"], kinds["edit"]]
     pools = [[list(tokenizer.encode(t))[-_MOST_PROMPT_TOKENS:] for t in part] for part in texts]
-    return [
-        pools[i % len(pools)][i // len(pools) % len(pools[i % len(pools)])] for i in range(count)
-    ]
+    longest = max(map(len, pools))
+    return [pool[i % len(pool)] for i in range(longest) for pool in pools]
 
 
 @contextlib.contextmanager
@@ -143,8 +161,8 @@ def measure(
     args: argparse.Namespace,
     advance: Callable[[], None],
 ) -> dict[str, list[Run]]:
-    """Runs by policy, one a turn. All loops stay full between their turns, and serve the same
-    tokens in each: what differs between two policies in a turn is their time."""
+    """Runs by policy, one a cycle. All loops stay full between their turns, and serve the same
+    tokens in each: what differs between two policies in a cycle is their time."""
     loops = {
         policy: ClosedLoop(engine, prompts, concurrency, args.output_tokens)
         for policy, engine in engines.items()
@@ -152,22 +170,33 @@ def measure(
     for loop in loops.values():
         loop.start()
     tokens = max(args.turn_tokens, _TURN_STEPS * concurrency)
-    runs: dict[str, list[Run]] = {policy: [] for policy in engines}
+    turns = num_turns(prompts, concurrency, args)
     gc.collect()
-    for turn in range(1 + args.repeats):
-        order = list(engines)
-        for policy in order if turn % 2 else reversed(order):
-            run = loops[policy].run(tokens)
-            if turn:  # the first is for warm-up
-                runs[policy].append(run)
+    for _ in range(_WARM_UP_TURNS):
+        for loop in loops.values():
+            loop.run(tokens)
+    runs: dict[str, list[Run]] = {policy: [] for policy in engines}
+    for _ in range(args.cycles):
+        cycle = {policy: Run(0, 0.0, Speculation()) for policy in engines}
+        for turn in range(turns):
+            for policy in engines if turn % 2 else reversed(engines):
+                cycle[policy].add(loops[policy].run(tokens))
             advance()
+        for policy, run in cycle.items():
+            runs[policy].append(run)
     for loop in loops.values():
         loop.stop()
     return runs
 
 
+def num_turns(prompts: Prompts, concurrency: int, args: argparse.Namespace) -> int:
+    """Turns of a cycle: through all prompts, and everything in flight exchanged."""
+    tokens = max(args.turn_tokens, _TURN_STEPS * concurrency)
+    return -(-max(len(prompts), 2 * concurrency) * args.output_tokens // tokens)
+
+
 def rows_of(workload: str, batch: int, runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
-    """A row a policy: speed over all turns, and ratios of times for the same tokens with the ends
+    """A row a policy: speed over all cycles, and ratios of times for the same tokens with the ends
     of their 95 % intervals."""
     costs = {
         policy: np.array([1 / r.tokens_per_s for r in found]) for policy, found in runs.items()
@@ -207,8 +236,8 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float | None]:
-    """sum(above) / sum(below) of paired turns, and half the width of its 95 % interval (jackknife
-    over turns, Student's t); None for a single turn."""
+    """sum(above) / sum(below) of paired cycles, and half the width of its 95 % interval (jackknife
+    over cycles, Student's t); None for a single cycle."""
     count = len(above)
     ratio = float(above.sum() / below.sum())
     if count < 2:
@@ -224,8 +253,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
-    parser.add_argument("--repeats", type=int, default=12, help="turns of each policy")
-    parser.add_argument("--turn-tokens", type=int, default=96, help="in a turn, at least")
+    parser.add_argument("--cycles", type=int, default=4, help="times through all prompts")
+    parser.add_argument("--turn-tokens", type=int, default=24, help="of a policy, at least")
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--plot", type=Path, default=Path("build/lookahead.png"))
@@ -251,15 +280,14 @@ def main() -> None:
     model = demo_paths()[0]
     engines = {policy: build(policy, args) for policy in args.policy}
     rows: list[dict[str, Any]] = []
+    cells = [(w, b, make_prompts(w, model)) for w in args.workload for b in args.batch]
     with Progress() as progress:
-        total = len(args.workload) * len(args.batch) * (1 + args.repeats) * len(engines)
+        total = args.cycles * sum(num_turns(prompts, batch, args) for _, batch, prompts in cells)
         task = progress.add_task("measuring", total=total)
-        for workload in args.workload:
-            for batch in args.batch:
-                prompts = make_prompts(workload, model, _PROMPTS)
-                with spoilt_drafts() if workload == "useless" else contextlib.nullcontext():
-                    runs = measure(engines, prompts, batch, args, lambda: progress.advance(task))
-                rows += rows_of(workload, batch, runs)
+        for workload, batch, prompts in cells:
+            with spoilt_drafts() if workload == "useless" else contextlib.nullcontext():
+                runs = measure(engines, prompts, batch, args, lambda: progress.advance(task))
+            rows += rows_of(workload, batch, runs)
     series = {
         workload: {
             policy: [
@@ -282,7 +310,7 @@ def main() -> None:
         f"lookahead policies: demo pair, {args.output_tokens} tokens out, greedy",
         rows,
         notes=(
-            f"{args.repeats} turns of each policy, in alternating order, for the same tokens",
+            f"{args.cycles} times through all prompts, policies in short turns at the same tokens",
             f"plot: {args.plot}",
         ),
     )

@@ -15,7 +15,7 @@ from cbatch.core.controller import LookaheadController, Room, StepCost
 from cbatch.core.cost import CostModel, CostProfile, StepLoad
 from cbatch.core.goodput import decide
 from cbatch.core.lookahead import survival
-from cbatch.core.regime import Due, Regime
+from cbatch.core.regime import Due
 
 ROWS, DEPTH = 256, 8
 TOKENS = ROWS * (1 + DEPTH)
@@ -82,28 +82,36 @@ def test_survival(benchmark):
 
 
 def test_a_step_while_off(benchmark):
-    """What k = 0 for everyone costs: both calls, decisions and canaries included."""
+    """What k = 0 for everyone costs, drafts that are no good: all calls, decisions and canaries
+    included."""
     controller, caps = controller_of("steep", ROWS), inputs(ROWS)[2]
+    controller.statistics[0] *= 0.1
     rows, zero, lag = slice(0, ROWS), np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)
     room = partial(Room, ROWS, 0)
-    plain = StepLoad(
-        rows=ROWS,
-        target_tokens=ROWS,
-        logit_tokens=ROWS,
-        context_tokens=0,
-        depth=0,
-        draft_tokens=0,
-    )
 
     def step() -> None:
-        due = controller.due(ROWS)
+        due, k = controller.due(ROWS), None
         if due is not Due.NOTHING:
-            controller.choose(due, rows, caps, lag, TOKENS, room)
-        if not controller.rests(num_rows=ROWS, drafted=False):
-            controller.learn(rows, zero, zero, StepCost(plain, 0.0, 0.03))
+            k = controller.choose(due, rows, caps, lag, TOKENS, room)
+        if controller.rests(num_rows=ROWS, drafted=k is not None):
+            return
+        cost = _cost(0, 0) if k is None else _cost(int(k.max()), int(k.sum()))
+        controller.learn(rows, zero if k is None else k, zero, cost)
 
-    for _ in range(Regime.QUIET_STEPS):
+    for _ in range(2000):
         step()
     assert not controller.regime.on
     benchmark.pedantic(step, rounds=20, iterations=640)
     assert not controller.regime.on
+
+
+def _cost(depth: int, drafts: int) -> StepCost:
+    load = StepLoad(
+        rows=ROWS,
+        target_tokens=ROWS + drafts,
+        logit_tokens=ROWS + drafts,
+        context_tokens=0,
+        depth=depth,
+        draft_tokens=drafts,
+    )
+    return StepCost(load, 1e-3 * depth, 0.03 + 9e-5 * drafts)

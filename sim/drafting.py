@@ -154,6 +154,22 @@ def _looks_up(slot: SlotState) -> bool:
     return bool(slot.chain) and slot.chain[0] != MODEL
 
 
+def expected_accepted(rows: list[RowState], acceptance: Acceptance) -> np.ndarray | None:
+    """As in `StepResult`: rows that a real executor verifies by rejection know the chance of every
+    position that they tried."""
+    evidence = np.asarray([row.num_accepted for row in rows], np.float32)
+    some = False
+    for i, row in enumerate(rows):
+        a = row.slot.admission
+        if not row.num_drafts or a.params.greedy or a.params.coupled:
+            continue
+        chance = acceptance.chance(a.request_id)
+        if chance is not None:
+            evidence[i] = chance * min(row.num_accepted + 1, row.num_drafts)
+            some = True
+    return evidence if some else None
+
+
 def fail(row: RowState) -> None:
     """The draft model's numbers were not finite: nothing drafted, and none of its KV counts."""
     row.status = RowStatus.DRAFT_NON_FINITE

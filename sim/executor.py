@@ -18,7 +18,7 @@ import numpy as np
 from cbatch.core.plan import Admission, Deltas, RowStatus, StepPlan, StepResult
 from cbatch.core.request import MODEL
 from sim.clock import VirtualClock
-from sim.drafting import Drafting, fail
+from sim.drafting import Drafting, expected_accepted, fail
 from sim.models import Acceptance, ModelledAcceptance, StepCost
 from sim.shadow import ContractBreachError, ShadowKV
 from sim.slots import RowState, SlotState, require
@@ -381,5 +381,6 @@ class SimExecutor:
                 len(rows),
             ),
             draft_kv_lens=self._drafting.kv_lens(rows),
+            expected_accepted=expected_accepted(rows, self._acceptance),
             shadow=shadow,
         )

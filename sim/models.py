@@ -18,6 +18,9 @@ class Acceptance(Protocol):
     ) -> int:
         """Leading drafts accepted, 0 to `num_drafted`; the first is for absolute `position`."""
 
+    def chance(self, request_id: str) -> float | None:
+        """With which each draft of the request is accepted; None: that is not known."""
+
 
 class ModelledAcceptance:
     """Every draft of a request is accepted with its own probability, position by position.
@@ -39,6 +42,9 @@ class ModelledAcceptance:
                 return j
         return num_drafted
 
+    def chance(self, request_id: str) -> float | None:
+        return self._by_request.get(request_id, self._default)
+
 
 class ScriptedAcceptance:
     """Accepted drafts by the request's n-th drafting step; the last entry repeats for ever."""
@@ -54,6 +60,9 @@ class ScriptedAcceptance:
         step = self._steps[request_id]
         self._steps[request_id] = step + 1
         return min(script[min(step, len(script) - 1)], num_drafted)
+
+    def chance(self, request_id: str) -> float | None:
+        return None
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):

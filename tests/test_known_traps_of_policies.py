@@ -32,7 +32,8 @@ PROFILE = CostProfile(
 
 
 def make_world(acceptance: dict[str, float], **settings: Any) -> World:
-    """Room for everybody; the acceptance of each request may be changed while it runs."""
+    """Room for everybody; the acceptance of each request may be changed while it runs. All are
+    greedy: what is known of their acceptance is counts alone."""
     roomy = {
         "num_blocks": 2048,
         "block_size_tokens": 16,
@@ -46,7 +47,7 @@ def make_world(acceptance: dict[str, float], **settings: Any) -> World:
     config = make_config(**(roomy | settings))
     world = World(config, acceptance=ModelledAcceptance(0.7, acceptance))
     for i, name in enumerate(acceptance):
-        world.add(make_request(name, 8, seed=i, max_tokens=7000))
+        world.add(make_request(name, 8, seed=i, max_tokens=7000, temperature=0.0))
     return world
 
 
@@ -67,7 +68,11 @@ def slot_of(world: World, name: str) -> int:
 
 
 def mean_over_k(
-    config: LookaheadConfig, estimate: np.ndarray, drafted: np.ndarray, accepted: np.ndarray
+    config: LookaheadConfig,
+    estimate: np.ndarray,
+    drafted: np.ndarray,
+    accepted: np.ndarray,
+    evidence: None,
 ) -> np.ndarray:
     """Broken: an EMA of accepted / k."""
     rate = accepted / np.maximum(drafted, 1)
@@ -81,7 +86,8 @@ def estimates_by_cap() -> dict[int, float]:
     world = make_world({}, lookahead=config, max_slots=96)
     for i in range(96):
         cap = 2 ** (i % 4)
-        world.add(make_request(f"{cap}/{i}", 4, seed=i, max_tokens=400, max_lookahead=cap))
+        own = {"max_tokens": 400, "max_lookahead": cap, "temperature": 0.0}
+        world.add(make_request(f"{cap}/{i}", 4, seed=i, **own))
     for _ in range(90):
         world.loop.step()
     assert set(world.executor.stats.rows_by_k) == {1, 2, 4, 8}

@@ -102,6 +102,39 @@ def rejection_verify_reference(
     return Verdict(num_accepted, draw(weights, at_last, purposes))
 
 
+def expected_accepted(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    num_drafts: Tensor,
+    num_accepted: Tensor,
+) -> Tensor:
+    """What `rejection_verify` could be expected to accept of B rows where it accepted
+    `num_accepted`, int64 [B]: fp32 [B]. The other shapes are those of `rejection_verify`.
+
+    A draft is accepted with probability 1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al.
+    2023, Theorem 3.5), one that was chosen with certainty with p(draft). These are summed over the
+    positions that were tried, up to and including the first rejection. Whether a position is tried
+    is known before its coin falls, so count less sum is a martingale and both have the same mean
+    (Doob's optional stopping); without the coins the variance is lower. Positions further on must
+    stay out: the next step decides with their noise again.
+    """
+    row = torch.repeat_interleave(num_drafts)
+    flat = torch.arange(row.numel(), device=row.device)
+    depth = flat - (num_drafts.cumsum(0) - num_drafts)[row]
+    tried = (depth <= num_accepted[row]).nonzero().squeeze(1)
+    flat, row, depth = flat[tried], row[tried], depth[tried]
+    at = flat + row  # every earlier row has one more of p
+    if draft_probs is None:
+        chance = target_probs[at, draft_tokens[flat]]
+    else:
+        p = target_probs[at]
+        chance = torch.minimum(p, draft_probs[flat], out=p).sum(dim=-1).clamp_(max=1)
+    grid = chance.new_zeros(num_drafts.numel(), int(num_drafts.max()))
+    grid[row, depth] = chance
+    return grid.sum(dim=1)
+
+
 def _residual(p: Tensor, q: Tensor | None, rejected: Tensor) -> Tensor:
     """What replaces `rejected` int64 [N]: max(0, p - q), fp32 [N, V] and not normalised.
 

@@ -57,9 +57,14 @@ class _Step:
             num_drafted=result.num_drafted[live],
             num_accepted=result.num_accepted[live],
             status=result.status[live],
-            draft_kv_lens=None if result.draft_kv_lens is None else result.draft_kv_lens[live],
+            draft_kv_lens=_rows(result.draft_kv_lens, live),
+            expected_accepted=_rows(result.expected_accepted, live),
         )
         self.rows = self.plan.slots
+
+
+def _rows(column: np.ndarray | None, live: np.ndarray) -> np.ndarray | None:
+    return None if column is None else column[live]
 
 
 def _host_s(result: StepResult, elapsed_s: float | None) -> float:
@@ -162,6 +167,7 @@ class Committer:
                 table.estimate[:, rows],
                 result.num_drafted,
                 result.num_accepted,
+                result.expected_accepted,
             )
 
     def _teach(self, controller: LookaheadController, step: _Step, elapsed_s: float | None) -> None:
@@ -171,7 +177,9 @@ class Committer:
         if controller.wants_prices(drafted=step.drafts.total > 0):
             target_s = result.target_s + _host_s(result, elapsed_s)
             cost = StepCost(self._load(step), result.draft_s, target_s)
-        controller.learn(step.rows, result.num_drafted, result.num_accepted, cost)
+        controller.learn(
+            step.rows, result.num_drafted, result.num_accepted, cost, result.expected_accepted
+        )
 
     def _load(self, step: _Step) -> StepLoad:
         table, rows, plan = self.state.table, step.rows, step.plan

@@ -74,10 +74,18 @@ class _Held:
         self._steps = self._budget_tokens = self._newcomers = self._deepest = 0
         self._threshold = np.inf
 
-    def set(self, rows: Rows, num_drafts: np.ndarray, budget_tokens: int, threshold: float) -> None:
-        self._num_drafts[rows] = num_drafts
+    def set(
+        self, rows: Rows, num_drafts: np.ndarray | None, budget_tokens: int, threshold: float
+    ) -> None:
+        """`num_drafts` is k of each row, None where nobody drafts."""
+        self._num_drafts[rows] = 0 if num_drafts is None else num_drafts
         self._steps, self._budget_tokens, self._newcomers = _HELD_STEPS - 1, budget_tokens, 0
-        self._threshold, self._deepest = threshold, int(np.maximum.reduce(num_drafts))
+        self._deepest = 0 if num_drafts is None else int(np.maximum.reduce(num_drafts))
+        self._threshold = threshold
+
+    @property
+    def drafts(self) -> bool:
+        return self._deepest > 0
 
     def enter(self, slot: int, accepted: float, trials: float) -> None:
         """Who comes in between drafts as far as others with such chances did."""
@@ -127,6 +135,7 @@ class LookaheadController:
         self._steps = 0
         self._drafting_steps = 0  # since a step without drafts
         self._plain_rows = 0  # of that step
+        self._plain_steps = 0  # in a row
         self._plain_gap = _FIRST_PLAIN_STEPS  # steps until the next one
         self._undrifted_steps = 0  # steps without drafts that the statistics have not felt yet
 
@@ -176,11 +185,11 @@ class LookaheadController:
             return None
         held = self._held.get(rows, caps, budget_tokens) if self.regime.on else None
         if held is not None:
-            return held
+            return held if self._held.drafts else None
         num_drafts = self._decide(rows, caps, lag, budget_tokens, room())
+        self._held.set(rows, num_drafts, budget_tokens, self._threshold)
         if num_drafts is None:
             return None
-        self._held.set(rows, num_drafts, budget_tokens, self._threshold)
         return self._with_probes(rows, num_drafts, caps, lag, budget_tokens)
 
     def rests(self, *, num_rows: int, drafted: bool) -> bool:
@@ -189,9 +198,12 @@ class LookaheadController:
         if drafted:
             self._drafting_steps += 1
             return False
+        self._plain_steps = 1 if self._drafting_steps else self._plain_steps + 1
         self._drafting_steps, self._plain_rows = 0, num_rows
         self._undrifted_steps += 1
-        return not self.regime.on and self._steps % _COST_STEPS != 0
+        if not self.regime.on:
+            return self._steps % _COST_STEPS != 0
+        return self._plain_steps > 1 and self._steps % _HELD_STEPS != 0
 
     def wants_prices(self, *, drafted: bool) -> bool:
         """Whether `learn` should be told what this step cost."""

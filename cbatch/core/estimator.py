@@ -7,9 +7,9 @@ To the decayed sums N and D of lookahead.py come
   cut to a few trials at the same N / D, and what is seen next weighs more. A step's accepted drafts
   come before its rejection, so one update a step is the same as one a trial, at any k.
 - optionally, smoother evidence than accepted or not: the sum of 1 - TV(p, q) over the positions up
-  to and including the first rejection. Its mean is that of the count (the difference is a
-  martingale, the first rejection a stopping time), its variance lower. Later positions must not
-  enter: their noise is used again by the next step.
+  to and including the first rejection (`plan.StepResult.expected_accepted`). Its mean is that of
+  the count (the difference is a martingale, the first rejection a stopping time), its variance
+  lower. Later positions must not enter: their noise is used again by the next step.
 - a prior from earlier requests: moments of a Beta law fitted to their acceptance (empirical Bayes).
 """
 
@@ -93,7 +93,7 @@ def observe(
     """The statistics after a step, float64 [NUM_STATISTICS, rows], of those before it.
 
     `num_*` are int32 [rows]; `prior` is `FleetPrior.sums()`, to which a row without drafts drifts.
-    `evidence`, float64 [rows], replaces the counts of accepted drafts: for each row the sum of
+    `evidence`, float [rows], replaces the counts of accepted drafts: for each row the sum of
     1 - TV over its verified positions up to and including the first rejection.
     """
     rejected = num_accepted < num_drafted

@@ -18,8 +18,6 @@ w_i; without it easy rows leave early and hard ones fill the batch.
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import numpy as np
 from msgspec import structs
@@ -214,20 +212,26 @@ def _even(
     their mean the better one. None: they are so already, or no such choice has a price."""
     drafts = num_drafts > 0
     total, rows = int(np.add.reduce(num_drafts)), int(np.count_nonzero(drafts))
-    if total == rows * int(np.maximum.reduce(num_drafts)):
+    most = -(-total // rows)
+    if total == rows * most and total == rows * int(np.maximum.reduce(num_drafts)):
         return None  # they do already
-    mean = total / rows
-    best = None
-    for depth in {int(mean), math.ceil(mean)}:
-        k = np.minimum(caps, depth, dtype=np.int32) * drafts
-        count = int(np.add.reduce(k))
-        if not count < len(prices.step_s):
+    worth = (values[:most] @ drafts.astype(np.float64)).tolist()
+    least_cap = int(np.minimum.reduce(caps))
+    tokens, best, best_depth = float(values.shape[1]), 0.0, 0
+    for depth in range(1, most + 1):
+        tokens += worth[depth - 1]
+        if depth < total // rows:
             continue
-        tokens = values.shape[1] + float(np.add.reduce(values[:depth] @ drafts))
-        goodput = tokens / (float(prices.step_s[count]) + prices.pass_s * depth)
-        if best is None or goodput > best[1]:
-            best = k.astype(np.int32), goodput
-    return best
+        count = depth * rows
+        if depth > least_cap:
+            count = int(np.add.reduce(np.minimum(caps, depth) * drafts))
+        if count < len(prices.step_s):
+            goodput = tokens / (float(prices.step_s[count]) + prices.pass_s * depth)
+            if goodput > best:
+                best, best_depth = goodput, depth
+    if not best_depth:
+        return None
+    return np.minimum(caps, best_depth, dtype=np.int32) * drafts, best
 
 
 def _without_debtors(

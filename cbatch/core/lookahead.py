@@ -61,14 +61,16 @@ def observe(
     estimate: np.ndarray,
     num_drafted: np.ndarray,
     num_accepted: np.ndarray,
+    evidence: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The sums N and D after a step, float64 [2, rows]; `num_*` are int32 [rows].
+    """The sums N and D after a step, float64 [2, rows]; `num_*` are int32 [rows]. `evidence`, float
+    [rows], takes the place of the accepted drafts in N (`plan.StepResult.expected_accepted`).
 
     A row that drafted nothing drifts towards the prior, so that k = 0 never absorbs a slot.
     """
     tried = num_accepted + (num_accepted < num_drafted)
     after: np.ndarray = estimate * np.power(config.decay, tried)
-    after[0] += num_accepted
+    after[0] += num_accepted if evidence is None else evidence
     after[1] += tried
     idle = num_drafted == 0
     if np.count_nonzero(idle):

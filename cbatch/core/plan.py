@@ -115,7 +115,10 @@ class StepResult(msgspec.Struct, frozen=True):
     """Filled by the executor. Row i emitted `tokens[row_splits[i] : row_splits[i + 1]]`: nothing
     where no logits were wanted or the status is NON_FINITE, else its `num_accepted[i]` accepted
     drafts and one more. `draft_kv_lens` says how far the draft model's KV is valid after the step;
-    None: as if it had drafted, and caught up, whatever was planned and drafted. `shadow` scores
+    None: as if it had drafted, and caught up, whatever was planned and drafted. `expected_accepted`
+    is what acceptance is estimated from; None: `num_accepted`. It is that number in greedy and in
+    coupled rows; where drafts are verified by rejection, the sum of 1 - TV(p, q) over positions up
+    to and including the first rejection, and no further (see estimator.py). `shadow` scores
     drafters on tokens that were emitted without drafts. `logprobs` has an entry for each row whose
     request asks for those of its output or (with positions before the output) of its prompt, and no
     others."""
@@ -130,5 +133,6 @@ class StepResult(msgspec.Struct, frozen=True):
     draft_s: float = 0.0  # measured seconds, for the step-cost model
     target_s: float = 0.0
     draft_kv_lens: np.ndarray | None = None  # int32 [R]
+    expected_accepted: np.ndarray | None = None  # float32 [R], finite
     shadow: ShadowEvidence | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()

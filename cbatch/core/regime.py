@@ -1,9 +1,9 @@
 """When to decide at all: speculation is on or off for everyone, and neither is for ever.
 
-While it is on, every step decides, and k = 0 for everyone is one possible outcome; many such in a
-row turn it off. While it is off a step costs a counter. Now and then the decision is made again,
-and carried out only if it promises a clear gain (the hysteresis); and now and then one row drafts a
-little, as a canary, at intervals that double as long as that brings no better news.
+While it is on, every few steps decide, and k = 0 for everyone is one possible outcome; several such
+in a row turn it off. While it is off a step costs a counter. Now and then the decision is made
+again, and carried out only if it promises a clear gain (the hysteresis); and now and then one row
+drafts a little, as a canary, at intervals that double as long as that brings no better news.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Regime(msgspec.Struct):
     on: bool = True
     num_switches: int = 0
     steps: int = 0  # in this regime
-    quiet_steps: int = 0  # decisions in a row, while on, that drafted nothing
+    num_quiet: int = 0  # decisions in a row, while on, that drafted nothing
     canary_in: int = 0
     canary_gap: int = 0
     rows_judged: int = 0
     judged_at: int = 0  # of `steps`
     newcomers: int = 0  # requests that came since
 
-    QUIET_STEPS = 8
+    MOST_QUIET = 2
     CHECK_STEPS = 128
     # Of few rows one or two alone may turn it off, by the way they draft just now.
-    FEW_ROWS, QUIET_STEPS_OF_FEW, CHECK_STEPS_OF_FEW = 8, 24, 32
+    FEW_ROWS, MOST_QUIET_OF_FEW, CHECK_STEPS_OF_FEW = 8, 6, 32
     EARLY_CHECK_STEPS = 8
     CANARY_STEPS = 48
     MOST_CANARY_STEPS = 768
@@ -68,9 +68,9 @@ class Regime(msgspec.Struct):
             if gain > self.switch_gain:
                 self._switch()
             return self.on
-        self.quiet_steps = 0 if gain > 0 else self.quiet_steps + 1
+        self.num_quiet = 0 if gain > 0 else self.num_quiet + 1
         few = num_rows <= self.FEW_ROWS
-        if self.quiet_steps >= (self.QUIET_STEPS_OF_FEW if few else self.QUIET_STEPS):
+        if self.num_quiet >= (self.MOST_QUIET_OF_FEW if few else self.MOST_QUIET):
             self._switch()
         return gain > 0
 
@@ -82,7 +82,7 @@ class Regime(msgspec.Struct):
     def _switch(self) -> None:
         self.on = not self.on
         self.num_switches += 1
-        self.steps = self.quiet_steps = self.judged_at = 0
+        self.steps = self.num_quiet = self.judged_at = 0
         self.canary_gap = self.canary_in = self.CANARY_STEPS
 
 

@@ -95,6 +95,9 @@ class TorchExecutor:
         durations_s = draft_s, time.perf_counter() - started - draft_s
         logprobs = (*prompts, *verified.logprobs) if verified is not None else tuple(prompts)
         result = self._report(plan, rows, proposal, tokens, counts, durations_s, logprobs)
+        if verified is not None and verified.expected_accepted is not None:
+            evidence = _by_plan_row(verified.expected_accepted, rows, plan.num_rows)
+            result = structs.replace(result, expected_accepted=evidence)
         if self.drafter is not None and rows.num_drafts is not None:
             kv_lens = self.drafter.kv_lens(plan.slots)
             if kv_lens is not None:
@@ -308,6 +311,16 @@ class TorchExecutor:
 def _misfits(rows: _Rows, reached: I64) -> NDArray[np.bool_]:
     """Rows that do not end at the last known token where they want logits, or pass it."""
     return np.where(rows.wants, reached != rows.known, reached > rows.known)
+
+
+def _by_plan_row(evidence: NDArray[np.float32], rows: _Rows, num_rows: int) -> NDArray[np.float32]:
+    """What rows that want logits have, for all rows of the plan; nothing for the others."""
+    at = np.flatnonzero(rows.wants)
+    if rows.plan_rows is not None:
+        at = rows.plan_rows[at]
+    spread = np.zeros(num_rows, dtype=np.float32)
+    spread[at] = evidence
+    return spread
 
 
 def _select(rows: _Rows, at: I64) -> _Rows:

@@ -22,7 +22,12 @@ from cbatch.runtime.sampling import (
     greedy_tokens,
     noise_rows,
 )
-from triton_kernels.verify import NoiseRows, coupled_verify, rejection_verify
+from triton_kernels.verify import (
+    NoiseRows,
+    coupled_verify,
+    expected_accepted,
+    rejection_verify,
+)
 
 
 class Wanted(NamedTuple):
@@ -41,10 +46,14 @@ class Wanted(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Row i emits `tokens[i, : num_accepted[i] + 1]`, provided that its logits were `finite`."""
+    """Row i emits `tokens[i, : num_accepted[i] + 1]`, provided that its logits were `finite`.
+
+    `expected_accepted` is as in `StepResult`: None if no row with drafts is verified by rejection.
+    """
 
     tokens: I64  # [W, max k + 1]
     num_accepted: I64
+    expected_accepted: NDArray[np.float32] | None
     finite: NDArray[np.bool_]
     logprobs: list[TokenLogprobs]  # of the rows that ask for them
 
@@ -67,6 +76,7 @@ def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
         tokens, num_accepted = ids[:, None], np.zeros(len(ids), dtype=np.int64)
     else:
         tokens, num_accepted = _match(ids, starts, wanted.num_drafted, wanted.drafts)
+    expected = None
     greedy = table.greedy[wanted.slots]
     if np.count_nonzero(greedy) < len(greedy):
         for coupled, mode in ((False, table.rejects), (True, table.coupled)):
@@ -74,17 +84,33 @@ def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
             if not len(at):
                 continue
             sampled = _sampled(logits, wanted, at, starts, lens, table)
-            accepted, last = _judge(sampled, wanted.probs, coupled=coupled)
+            accepted, last, chances = _judge(sampled, wanted.probs, coupled=coupled)
             if wanted.drafts is not None:
                 tokens[at, :-1] = wanted.drafts[at, : tokens.shape[1] - 1]
             tokens[at, accepted] = last
             num_accepted[at] = accepted
+            if chances is not None:
+                expected = at, chances
     logprobs = [
         _describe(each, logits, wanted, tokens, num_accepted, table)
         for each in asking
         if finite[each.row]
     ]
-    return Verified(tokens, num_accepted, finite, logprobs)
+    return Verified(
+        tokens, num_accepted, _evidence(num_accepted, expected, finite), finite, logprobs
+    )
+
+
+def _evidence(
+    num_accepted: I64, expected: tuple[I64, NDArray[np.float32]] | None, finite: NDArray[np.bool_]
+) -> NDArray[np.float32] | None:
+    """Counts, but for the rows that it is `expected` of; nothing of rows that were not finite."""
+    if expected is None:
+        return None
+    evidence = num_accepted.astype(np.float32)
+    evidence[expected[0]] = expected[1]
+    evidence[~finite] = 0
+    return evidence
 
 
 class _Asking(NamedTuple):
@@ -175,12 +201,20 @@ def _sampled(
     )
 
 
-def _judge(sampled: _Sampled, draft_probs: Tensor | None, *, coupled: bool) -> tuple[I64, I64]:
-    """Number of accepted drafts of each row, and the token after them."""
+def _judge(
+    sampled: _Sampled, draft_probs: Tensor | None, *, coupled: bool
+) -> tuple[I64, I64, NDArray[np.float32] | None]:
+    """Number of accepted drafts of each row, the token after them, and with drafts that were
+    verified by rejection, how many could be expected to be accepted."""
+    expected = None
     if coupled:
         verdict = coupled_verify(*sampled)
     else:
         p, draft_tokens, num_drafts, noise = sampled
         verdict = rejection_verify(p, draft_tokens, draft_probs, num_drafts, noise)
+        if len(draft_tokens):
+            expected = expected_accepted(
+                p, draft_tokens, draft_probs, num_drafts, verdict.num_accepted
+            )
     host = torch.stack(verdict).cpu().numpy()
-    return host[0], host[1]
+    return host[0], host[1], None if expected is None else expected.cpu().numpy()

@@ -20,7 +20,7 @@ NUM_PROMPTS = 30
 
 # `cbatch` over an engine without a model, whose steps take a while.
 SLOW_CBATCH = """
-import sys, time
+import signal, sys, time
 from cbatch.cli import generate
 from cbatch.cli.main import main
 from sim.executor import SimExecutor
@@ -35,6 +35,8 @@ def slow(executor, plan):
 SimExecutor.run = slow
 sizes = {"num_blocks": 512, "max_model_tokens": 600, "block_size_tokens": 8}
 generate.load_engine = lambda model, draft, options: (make_engine(max_slots=3, **sizes), INFO)
+# Whoever runs the tests in the background may have handed down that it be ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -126,6 +126,28 @@ def test_one_step_is_its_trials_one_by_one() -> None:
     assert singly[DROP] == pytest.approx(at_once[DROP], rel=0.5)
 
 
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
+def test_the_same_bounds_with_smooth_evidence(alpha: float) -> None:
+    """1 - TV of every position is drawn anew, as uneven as a Beta law of weight 3 makes it. Over
+    2500 rows the standard error of a bias is 0.001 and that of an RMSE 1.5 % of it."""
+    errors, rows = [], 2500
+    overlaps = np.random.default_rng(9).beta(3 * alpha, 3 * (1 - alpha), 2**17)
+    for k in range(1, 9):
+        rng = np.random.default_rng([9, k])
+        drafted, found = np.full(rows, k, np.int32), fresh(rows)
+        for _ in range(round(150 * (1 - alpha) / (1 - alpha**k))):
+            overlap = overlaps[rng.integers(0, len(overlaps), (rows, k))]
+            hits = np.logical_and.accumulate(rng.random((rows, k)) < overlap, axis=1)
+            runs = hits.sum(axis=1, dtype=np.int32)
+            evidence = (overlap * (np.arange(k) <= runs[:, None])).sum(axis=1)
+            found = observe(CONFIG, found, drafted, runs, PRIOR, evidence)
+        estimate = found[ACCEPTED] / found[TRIALS]
+        assert abs(estimate.mean() - alpha) <= 0.005, (k, estimate.mean())
+        errors.append(float(np.sqrt(np.mean((estimate - alpha) ** 2))))
+    assert max(errors) <= 0.6 * 0.075, errors
+    assert max(errors) <= 1.1 * min(errors), errors
+
+
 @pytest.mark.parametrize("leak", [False, True], ids=["to the first rejection", "beyond it"])
 def test_smooth_evidence_is_unbiased_and_sharper(leak: bool) -> None:
     """1 - TV varies by position (sd 0.25). Fed up to the first rejection its mean is that of the

@@ -308,7 +308,7 @@ def test_when_most_requests_leave_speculation_returns_at_once() -> None:
 
 def test_while_off_almost_no_step_decides_and_canaries_become_rare() -> None:
     regime = Regime(switch_gain=0.02)
-    for _ in range(Regime.QUIET_STEPS):
+    for _ in range(Regime.MOST_QUIET):
         assert regime.due(32) is Due.DECISION and regime.on
         regime.judge(0.0, 32)
     assert not regime.on

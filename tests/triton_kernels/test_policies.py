@@ -17,6 +17,7 @@ from cbatch.core.cost import StepPrices
 from tests.triton_kernels.decoding import DEEPEST, MODES, Z_BOUND, Decoder, Policy, Step, joint_z
 from tests.triton_kernels.worlds import ShapedWorld, World, chain_world, exact
 from triton_kernels import noise
+from triton_kernels.verify import expected_accepted
 
 COUNT = 60_000
 CAUGHT = 2 * Z_BOUND
@@ -60,7 +61,7 @@ class Goodput(Policy):
         self.statistics = np.zeros((estimator.NUM_STATISTICS, count))
         self.statistics[: estimator.DROP] = np.array(self.prior)[:, None]
         self.statistics[estimator.ACCEPTED] = np.resize([0.4, 1.0, 1.6], count)  # histories
-        self.overlap = overlap_by_state(world)
+        self.world = world
 
     def choose(self, at: Tensor) -> Tensor:
         known = self.statistics[:, at.numpy()]
@@ -71,13 +72,25 @@ class Goodput(Policy):
 
     def observe(self, step: Step) -> None:
         rows, accepted = step.at.numpy(), step.verdict.num_accepted
-        tried = torch.minimum(accepted + 1, step.num_drafts)
-        counted = torch.arange(DEEPEST) < tried[:, None]
-        evidence = (self.overlap[step.states[:, :-1]] * counted).sum(dim=1).numpy()
+        evidence = evidence_of(step, self.world).numpy()
         drafted, accepted = (x.numpy().astype(np.int32) for x in (step.num_drafts, accepted))
         self.statistics[:, rows] = estimator.observe(
             self.config, self.statistics[:, rows], drafted, accepted, self.prior, evidence
         )
+
+
+def evidence_of(step: Step, world: World, *, leak: bool = False) -> Tensor:
+    """What the verification reports of a step, fp32 [B]; with a `leak` as if nothing had been
+    rejected, so that positions after the first rejection count."""
+    k, depth = step.num_drafts[:, None], torch.arange(DEEPEST + 1)
+    drafted = depth[:-1] < k
+    return expected_accepted(
+        world.target[step.states[depth <= k]],
+        step.drafts[drafted],
+        world.draft[step.states[:, :-1][drafted]],
+        step.num_drafts,
+        step.num_drafts if leak else step.verdict.num_accepted,
+    )
 
 
 def overlap_by_state(world: World) -> Tensor:
@@ -136,6 +149,26 @@ class ReadsEvidence(Policy):
         self.switched += int((seen & ~good).sum())
 
 
+class FollowsField(Policy):
+    """Drafts 3 at first; then 2 or none by the digits of `StepResult.expected_accepted`: whatever
+    that knows, k knows."""
+
+    def __init__(self, *, leak: bool) -> None:
+        self.leak = leak
+
+    def begin(self, count: int, world: World) -> None:
+        self.k = torch.full((count,), DEEPEST)
+        self.world, self.switched = world, 0
+
+    def choose(self, at: Tensor) -> Tensor:
+        return self.k[at]
+
+    def observe(self, step: Step) -> None:
+        field = evidence_of(step, self.world, leak=self.leak)
+        self.k[step.at] = torch.where((32 * field).long() % 2 == 0, 2, 0)
+        self.switched += int((self.k[step.at] == 0).sum())
+
+
 class DropsUnlikely(Policy):
     """Known bad: looks at the drafts of the very step."""
 
@@ -149,10 +182,12 @@ FAIR = {
     "goodput": Goodput,
     "follows accepts": FollowsAccepts,
     "overlap of the rejected position": lambda: ReadsEvidence("overlap", beyond=0),
+    "the reported field": lambda: FollowsField(leak=False),
 }
 AFTER = {
     "coin after the rejection": lambda: ReadsEvidence("coin", beyond=1),
     "overlap after the rejection": lambda: ReadsEvidence("overlap", beyond=2),
+    "a reported field that goes on after it": lambda: FollowsField(leak=True),
 }
 UNFAIR = AFTER | {"own low probability": DropsUnlikely}
 

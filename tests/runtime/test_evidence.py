@@ -1,0 +1,202 @@
+"""What steps of the engine report of acceptance: `StepResult.expected_accepted`, row by row.
+
+|z| < 5 fails by chance in 6 of 10 million; seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch.core.plan import RowStatus, StepPlan, StepResult
+from cbatch.core.request import Request
+from cbatch.runtime import verification
+from cbatch.runtime.drafter import DraftModel, DraftRows, Proposal
+from cbatch.runtime.executor import TorchExecutor
+from cbatch.runtime.lookup import LookupDrafter, NgramIndex
+from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
+from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.test_executor import SIZES, admit, make_plan
+
+Z_BOUND = 5.0
+NOISE = 0.08
+
+
+class Telling(DraftModel):
+    """Remembers the last proposal, and q of each row verified by rejection, by slot."""
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        proposal = super().propose(rows)
+        self.q: dict[int, np.ndarray] = {}
+        start = 0
+        for slot, count in zip(rows.slots.tolist(), proposal.num_drafted.tolist(), strict=True):
+            if self.table.rejects[slot] and proposal.probs is not None:
+                self.q[slot] = proposal.probs[start : start + count].double().numpy()
+                start += count
+        return proposal
+
+
+class Checking(RecordingExecutor):
+    """Compares every report with one made from the logits that decided, and from q. What differs is
+    kept, not raised: the loop would recover from it."""
+
+    drafter: Telling
+    reports = wrong = chunks = ended = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        known = {s: int(self.table.num_tokens[s]) for s in plan.slots.tolist()}
+        for a in plan.deltas.admitted:
+            known[a.slot] = len(a.tokens)
+        result = super().run(plan)
+        drafted, accepted = result.num_drafted, result.num_accepted
+        rejects = self.table.rejects[plan.slots] & (drafted > 0)
+        if result.expected_accepted is None:
+            self.wrong += bool(rejects.any())
+            return result
+        expected = accepted.astype(float)
+        for i in np.flatnonzero(rejects).tolist():
+            slot = int(plan.slots[i])
+            tried = min(int(accepted[i]) + 1, int(drafted[i]))
+            p = [self.bits[self.owner[slot], known[slot] + depth] for depth in range(tried)]
+            p = torch.from_numpy(np.array([np.frombuffer(x, np.float32) for x in p]))
+            law = p.double().softmax(dim=-1).numpy()
+            expected[i] = np.minimum(law, self.drafter.q[slot][:tried]).sum()
+        fits = rejects.any() and np.abs(result.expected_accepted - expected).max() < 1e-5
+        self.wrong += not fits
+        self.reports += 1
+        self.chunks += int((~plan.wants_logits).sum())
+        self.ended += int((np.diff(result.row_splits)[plan.wants_logits] == 0).sum())
+        return result
+
+
+@functools.cache
+def requests() -> tuple[Request, ...]:
+    """Greedy, coupled and rejection rows, whose drafts differ in number."""
+    rng = np.random.default_rng(6)
+    modes: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.0},
+        {"temperature": 1.0, "verification": "coupled"},
+        *({"temperature": 1.0, "verification": "rejection", "max_lookahead": k} for k in (1, 3, 4)),
+    )
+    return tuple(
+        make_request(
+            f"r{i}",
+            rng.integers(0, VOCAB, 6 + 7 * (i % 4)).tolist(),
+            max_tokens=10 + 3 * i,
+            seed=i,
+            **modes[i % len(modes)],
+        )
+        for i in range(10)
+    )
+
+
+def run(depth: int, executor_type: type[RecordingExecutor] = Checking) -> Run:
+    executor = executor_type(tiny_model(), drafter=Telling(tiny_model(noise=NOISE)), **SIZES)
+    return run_engine(
+        requests(),
+        executor.model,
+        executor.drafter.model,
+        lookahead="fixed:4",
+        depth=depth,
+        executor=executor,
+        step_budget_tokens=40,
+    )
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_rejection_rows_report_their_overlap_and_all_others_their_count(depth: int) -> None:
+    executor = run(depth).executor
+    assert isinstance(executor, Checking)
+    assert executor.reports > 10 and executor.chunks > 0 and not executor.wrong
+    assert (executor.ended > 0) == (depth == 1)  # a plan in flight still has rows of the finished
+
+
+def test_a_report_of_the_neighbours_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = verification.expected_accepted
+    monkeypatch.setattr(verification, "expected_accepted", lambda *args: real(*args).flip(0))
+    executor = run(0).executor
+    assert isinstance(executor, Checking) and executor.wrong > 5
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_report_moves_no_bit_of_what_is_emitted(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporting = run(depth)
+    monkeypatch.setattr(verification, "expected_accepted", lambda *args: torch.zeros(len(args[3])))
+    silent = run(depth, RecordingExecutor)
+    assert silent.outputs == reporting.outputs
+    assert silent.executor.bits == reporting.executor.bits
+
+
+def gap_z() -> float:
+    """z of the mean, over rejection rows, of accepted less expected."""
+    gaps: list[np.ndarray] = []
+
+    class Comparing(RecordingExecutor):
+        def run(self, plan: StepPlan) -> StepResult:
+            result = super().run(plan)
+            if result.expected_accepted is not None:
+                gap = result.num_accepted - result.expected_accepted
+                gaps.append(gap[result.num_drafted > 0])
+            return result
+
+    sampled = {"max_tokens": 12, "temperature": 1.0, "verification": "rejection"}
+    many = [make_request(f"r{i}", (1, 4, 2), seed=i, **sampled) for i in range(600)]
+    sizes = {"num_blocks": 512, "block_size_tokens": 4, "max_slots": 96}
+    draft = tiny_model(noise=0.15)
+    executor = Comparing(tiny_model(), drafter=DraftModel(draft), **sizes)
+    run_engine(
+        many, executor.model, draft, lookahead="fixed:4", executor=executor, check=False, **sizes
+    )
+    found = np.concatenate(gaps)
+    assert len(found) > 1000
+    return float(found.mean() / (found.std() / len(found) ** 0.5))
+
+
+def test_expected_and_counted_have_one_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The free check of a verification: coins fall as often as their chances say."""
+    assert abs(gap_z()) < Z_BOUND
+    real = verification.expected_accepted
+    monkeypatch.setattr(  # broken: all drafts, whatever was rejected
+        verification, "expected_accepted", lambda *args: real(*args[:4], args[3])
+    )
+    assert gap_z() < -2 * Z_BOUND
+
+
+def test_a_draft_chosen_with_certainty_reports_its_own_probability() -> None:
+    drafter = LookupDrafter(NgramIndex)
+    executor = TorchExecutor(tiny_model(), drafter=drafter, **SIZES)
+    prompt = [3, 4, 5, 3, 4, 5, 3, 4]
+    admitted = (admit(0, prompt, temperature=1.0),)
+    executor.run(make_plan(0, [(0, 8, 0, 0, True)], admitted=admitted))
+    known = 9
+    executor.table.tokens[0, 8] = 5  # as if the target had gone on with the period
+    result = executor.run(make_plan(1, [(0, 3, 2, 0, True)]))
+    assert result.num_drafted.tolist() == [2]
+    batch = executor.table.ragged(
+        np.array([0]), np.array([0]), np.array([known + 2]), np.array([3]), executor.device
+    )
+    drafts = torch.tensor([3, 4])
+    batch.tokens[known:] = drafts
+    p = executor.model.forward(batch, executor.kv).softmax(dim=-1)[[0, 1], drafts]
+    tried = min(int(result.num_accepted[0]) + 1, 2)
+    assert result.expected_accepted is not None
+    assert float(result.expected_accepted[0]) == pytest.approx(float(p[:tried].sum()), abs=1e-5)
+
+
+def test_a_row_whose_logits_were_not_finite_reports_nothing() -> None:
+    """A NaN would stay in the fleet's prior for ever."""
+    executor = TorchExecutor(tiny_model(), drafter=DraftModel(tiny_model(noise=NOISE)), **SIZES)
+    sampled = {"temperature": 1.0, "verification": "rejection"}
+    admitted = tuple(admit(slot, [1, 2, 3, 4 + slot], **sampled) for slot in (0, 1))
+    executor.run(make_plan(0, [(s, 4, 0, 0, True) for s in (0, 1)], admitted=admitted))
+    executor.kv.data[:, :, :, 0] = torch.nan
+    result = executor.run(make_plan(1, [(s, 4, 3, 4, True) for s in (0, 1)]))
+    assert result.status.tolist() == [RowStatus.NON_FINITE, RowStatus.OK]
+    assert result.expected_accepted is not None
+    assert result.expected_accepted[0] == 0 < result.expected_accepted[1] <= 3
