@@ -70,16 +70,7 @@ def print_report(
 
     All rows have the keys of the first. `notes` are lines under the table.
     """
-    table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    width = None if sys.stdout.isatty() else 160
-    console = Console(width=width, highlight=False)
-    console.print(table)
-    for note in notes:
-        console.print(note, markup=False)
+    console = print_table(title, rows, notes=notes)
     machine = describe_machine()
     load, cores = machine["load_1min"], machine["cores"]
     if load is not None and cores and load > cores:
@@ -91,6 +82,23 @@ def print_report(
         **(extra or {}),
     }
     print(json.dumps(document), flush=True)
+
+
+def print_table(
+    title: str, rows: Sequence[Mapping[str, Any]], *, notes: Sequence[str] = ()
+) -> Console:
+    """Print `rows` as a table, `notes` under it; returns where it went."""
+    table = Table(title=title)
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    width = None if sys.stdout.isatty() else 160
+    console = Console(width=width, highlight=False)
+    console.print(table)
+    for note in notes:
+        console.print(note, markup=False)
+    return console
 
 
 def rounded(value: float | None) -> float | None:

@@ -27,5 +27,8 @@ class Case(NamedTuple):
     limits: Mapping[str, Limits]
     wgmma: bool = False  # sm_90 must multiply with it: products of 64 rows and more
     wide_loads: bool = False  # memory must be read 128 bits at a time
+    tma: bool = False  # sm_90 and later must load through descriptors
+    # So many tiles at least, of so many rows and columns, must be in flight in shared memory.
+    buffers: tuple[int, int, int] | None = None
     fp_fusion: bool = True
     maxnreg: int | None = None  # NVIDIA: registers a thread that the assembler may use

@@ -47,8 +47,10 @@ class Findings(NamedTuple):
     spill_bytes: int
     shared_bytes: int
     wgmmas: int
+    descriptor_loads: int
     wide_loads: int
     narrow_loads: int
+    buffers: int
 
     def faults(self) -> list[str]:
         case, limits = self.case, self.case.limits[self.target]
@@ -61,6 +63,10 @@ class Findings(NamedTuple):
             found.append(f"{self.shared_bytes} bytes shared, {limits.shared_bytes} allowed")
         if case.wgmma and self.target == "sm_90" and not self.wgmmas:
             found.append("no wgmma")
+        if case.tma and not self.descriptor_loads:
+            found.append("no loads through descriptors")
+        if case.buffers is not None and self.buffers < case.buffers[0]:
+            found.append(f"{self.buffers} tiles in flight, {case.buffers[0]} expected")
         if case.wide_loads and (self.narrow_loads or not self.wide_loads):
             found.append(f"{self.narrow_loads} loads narrower than 128 bits")
         return found
@@ -85,7 +91,22 @@ def check(case: Case, target: str) -> Findings:
         options["maxnreg"] = case.maxnreg
     compiled = triton.compile(_source(case), target=gpu, options=options)
     read = _read_nvidia if gpu.backend == "cuda" else _read_amd
-    return Findings(case, target, shared_bytes=compiled.metadata.shared, **read(compiled, gpu))
+    return Findings(
+        case,
+        target,
+        shared_bytes=compiled.metadata.shared,
+        buffers=_buffers(compiled.asm["ttgir"], case.buffers),
+        **read(compiled, gpu),
+    )
+
+
+def _buffers(code: str, wanted: tuple[int, int, int] | None) -> int:
+    """How many tiles of the wanted shape are held at once; 0 if none is wanted."""
+    if wanted is None:
+        return 0
+    _, rows, columns = wanted
+    held = re.findall(rf"memdesc<(\d+)x{rows}x{columns}x", code)
+    return max((int(count) for count in held), default=0)
 
 
 def _source(case: Case) -> ASTSource:
@@ -113,6 +134,7 @@ def _read_nvidia(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
         "registers": int(registers[1]),
         "spill_bytes": spilled,
         "wgmmas": len(re.findall(r"\b[HQI]GMMA\b", code)),
+        "descriptor_loads": descriptor_loads,
         "wide_loads": loads[128] + descriptor_loads,
         # 32 bits at a time through registers are indices; data come in pairs of 16 bits at worst.
         "narrow_loads": loads[8] + loads[16] + loads[64] + loads["async 32"] + loads["async 64"],
@@ -160,6 +182,7 @@ def _read_amd(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
         "registers": figure("vgpr_count"),
         "spill_bytes": figure("private_segment_fixed_size"),  # scalar spills go to vector lanes
         "wgmmas": 0,
+        "descriptor_loads": 0,
         "wide_loads": loads("dwordx4"),
         "narrow_loads": loads("[us]byte|[us]short|ubyte_d16\\w*|short_d16\\w*"),
     }

@@ -21,7 +21,7 @@ from triton_kernels.case import Case
 from triton_kernels.sample import cut, launch, tiles
 from triton_kernels.sample.launch import TILING, Settled, Tiling
 from triton_kernels.sample.rows import Batch, Proposals, check_fields, check_tensor
-from triton_kernels.sample.stats import REJECTION
+from triton_kernels.sample.stats import REJECTION, source_of
 
 ACCEPT = tl.constexpr(noise.ACCEPT)
 RESIDUAL = tl.constexpr(noise.RESIDUAL)
@@ -212,12 +212,8 @@ def _replace_kernel(
                 view, shaping, q_floats_ptr, q_ids_ptr, row, inverse, tile, num_dense, BLOCK, SHAPED
             )
             q = tl.where(unsure[:, None], drawn_from, q)
-    source = (
-        noise_device.load_seeds(keys_ptr, request),
-        tl.load(positions_ptr + request) + depth,
-        tl.load(choices_ptr + request),
-        tl.where(rejected, RESIDUAL, BONUS),
-    )
+    purposes = tl.where(rejected, RESIDUAL, BONUS)
+    source = source_of(keys_ptr, positions_ptr, choices_ptr, request, depth, purposes)
     e = tiles.exponentials(source, ids, tile, num_dense, BLOCK, SHAPED)
     best, winner = tiles.winners(_residual(p, q) / e, ids)
     best_of_p, winner_of_p = tiles.winners(p / e, ids)

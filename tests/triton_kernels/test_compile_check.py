@@ -1,4 +1,4 @@
-"""The compile check on the shipped kernels (one case of each, one target), and on bad ones."""
+"""The compile check on the shipped kernels (a case of each kind, one target), and on bad ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton_kernels import compile_check
 from triton_kernels.case import Case, Limits
 from triton_kernels.compile_check import all_cases, check, main
 
-SHIPPED = list({case.name: case for case in all_cases()}.values())
+SHIPPED = list({(c.name, c.wgmma, c.tma): c for c in all_cases() if "sm_90" in c.limits}.values())
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def product(rows: int = 64, num_warps: int = 4) -> Case:
     )
 
 
-@pytest.mark.parametrize("case", SHIPPED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SHIPPED, ids=lambda case: f"{case.name} {case.config}")
 def test_shipped_kernels_pass(case: Case) -> None:
     assert check(case, "sm_90").faults() == []
 
@@ -64,6 +64,17 @@ def test_a_sum_too_large_for_its_threads_spills() -> None:
     case = product(rows=256, num_warps=1)._replace(limits=limits, wgmma=False)
     (fault,) = check(case, "sm_90").faults()
     assert fault.startswith("spills")
+
+
+def test_loads_through_pointers_are_none_through_descriptors() -> None:
+    assert check(product()._replace(tma=True), "sm_90").faults() == ["no loads through descriptors"]
+
+
+def test_a_shorter_pipeline_is_seen() -> None:
+    case = next(c for c in SHIPPED if c.tma)
+    assert check(case, "sm_90").buffers >= 2
+    shallow = check(case._replace(num_stages=1), "sm_90").faults()
+    assert any("tiles in flight, 2 expected" in fault for fault in shallow)
 
 
 def test_limits_hold() -> None:

@@ -12,21 +12,26 @@ import math
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.attention.cases import cases
 from triton_kernels.attention.kernel import attention_kernel
 from triton_kernels.attention.planner import Heads, Partials, Tile, WorkList, plan
 from triton_kernels.attention.reference import attention_reference
+from triton_kernels.attention.table import arch_of, resident_programs, tile_for
 
 __all__ = [
     "Heads",
     "Partials",
     "Tile",
     "WorkList",
+    "arch_of",
     "attention",
     "attention_reference",
     "cases",
     "plan",
+    "resident_programs",
+    "tile_for",
 ]
 
 _MOST_ELEMENTS = 1 << 31  # offsets into the pool are 32 bits wide
@@ -54,15 +59,17 @@ def attention(
     in the type of q or fp8 (then `k_scale` and `v_scale` restore them); block_tables int32
     [B, blocks], entries beyond a context or before its window are not read; out [T, kv_heads *
     group * head_dim], contiguous rows. Scores are q k `scale`, bounded by `soft_cap` tanh(. /
-    `soft_cap`). `num_programs` run at a time: as many as fit on the device. Raises ValueError
-    naming the argument that does not fit.
+    `soft_cap`). `num_programs` run at a time: as many as fit on the device (`resident_programs`).
+    Tiles with descriptors read the whole of a page that holds keys: pools must then be finite
+    there, and give the same bits. Raises ValueError naming the argument that does not fit.
     """
     _check(q, k_pages, v_pages, block_tables, out, work)
     heads, tile = work.heads, work.tile
+    k, v = (_described(p, tile) if tile.descriptors else p for p in (k_pages, v_pages))
     attention_kernel[(num_programs,)](
         q,
-        k_pages,
-        v_pages,
+        k,
+        v,
         block_tables,
         out,
         work.items,
@@ -90,10 +97,19 @@ def attention(
         SPLIT=work.split_tokens,
         WINDOW=work.window,
         SOFT_CAP=soft_cap,
+        DESCRIPTORS=tile.descriptors,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
+        # An option of NVIDIA's assembler, which else spills for an occupancy without a use.
+        **({} if torch.version.hip else {"maxnreg": tile.most_registers}),
     )
+
+
+def _described(pages: Tensor, tile: Tile) -> TensorDescriptor:
+    """The pool as TMA reads it: a tile of keys of one head."""
+    block = [1, 1, tile.keys, triton.next_power_of_2(pages.shape[3])]
+    return TensorDescriptor.from_tensor(pages.transpose(1, 2), block)
 
 
 def _check(
@@ -131,7 +147,9 @@ def _check(
             raise ValueError(f"{name}: {pages.dtype}; give {q.dtype} or an fp8 type")
         if len(pages) * pages.stride(0) >= _MOST_ELEMENTS:
             raise ValueError(f"{name}: 2**31 elements or more; make the pool of a layer smaller")
-    page_tokens = k_pages.shape[1]
+    page_tokens, tile = k_pages.shape[1], work.tile
+    if tile.descriptors and page_tokens % tile.keys:
+        raise ValueError(f"k_pages: pages of {page_tokens} tokens; give multiples of {tile.keys}")
     if page_tokens < 16 or page_tokens & (page_tokens - 1):
         raise ValueError(f"k_pages: pages of {page_tokens} tokens; give 16, 32, 64 or 128")
     if block_tables.dtype != torch.int32 or block_tables.dim() != 2:

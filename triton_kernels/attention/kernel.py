@@ -35,50 +35,38 @@ def _fold(peak, mass, acc, more_peak, more_mass, more_acc):
 @triton.jit
 def _attend_split(
     q,
-    k_ptr,
-    v_ptr,
+    pool,
     table_ptr,
     positions,
     first_key,
     start,
     stop,
     scale,
-    stride_page,
-    stride_slot,
     HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
     """Running maximum (log 2 units), sum and weighted V over the keys [start, stop)."""
     ROWS: tl.constexpr = q.shape[0]
-    lanes, dims = tl.arange(0, KEYS), tl.arange(0, BLOCK_DIM)
+    BLOCK_DIM: tl.constexpr = q.shape[1]
+    lanes = tl.arange(0, KEYS)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     # Page ids are fetched one tile ahead, so that loads of K and V depend on nothing in flight.
-    if PAGE % KEYS == 0:
-        page = tl.load(table_ptr + start // PAGE, mask=start < stop, other=0)
-    else:
-        keys = start + lanes
-        page = tl.load(table_ptr + keys // PAGE, mask=(keys >= first_key) & (keys < stop), other=0)
+    page = _page_ids(table_ptr, start, first_key, stop, PAGE, KEYS)
     for tile in range(start, stop, KEYS):
-        keys = tile + lanes
-        here = page * stride_page
-        if PAGE % KEYS == 0:
-            page = tl.load(table_ptr + (tile + KEYS) // PAGE, mask=tile + KEYS < stop, other=0)
+        keys, here = tile + lanes, page
+        page = _page_ids(table_ptr, tile + KEYS, first_key, stop, PAGE, KEYS)
+        if DESCRIPTORS:
+            k, v = _load_whole(pool, here, tile % PAGE, KEYS, BLOCK_DIM)
         else:
-            page = tl.load(table_ptr + (keys + KEYS) // PAGE, mask=keys + KEYS < stop, other=0)
-        at = (here + (keys % PAGE) * stride_slot)[:, None] + dims[None, :]
-        held = ((keys >= first_key) & (keys < stop))[:, None]
-        if BLOCK_DIM != HEAD_DIM:
-            held = held & (dims < HEAD_DIM)[None, :]
-        # Memory outside is never read: it may hold anything, and 0 times NaN is NaN.
-        k = tl.load(k_ptr + at, mask=held, other=0.0).to(q.dtype)
-        v = tl.load(v_ptr + at, mask=held, other=0.0).to(q.dtype)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            held = (keys >= first_key) & (keys < stop)
+            k, v = _load_held(pool, here, keys % PAGE, held, HEAD_DIM, BLOCK_DIM)
+        x = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
         if SOFT_CAP is not None:
             x = _capped(x, SOFT_CAP)
         visible = keys[None, :] <= positions[:, None]
@@ -90,9 +78,44 @@ def _attend_split(
         p = tl.exp2(x - base[:, None])
         old = tl.exp2(peak - base)
         mass = tl.fma(mass, old, tl.sum(p, 1))
-        acc = tl.dot(p.to(q.dtype), v, acc * old[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * old[:, None], input_precision="ieee")
         peak = top
     return peak, mass, acc
+
+
+@triton.jit
+def _page_ids(table_ptr, tile, first_key, stop, PAGE: tl.constexpr, KEYS: tl.constexpr):
+    """The page of a tile of keys, or that of each key where a tile spans several."""
+    if PAGE % KEYS == 0:
+        page = tl.load(table_ptr + tile // PAGE, mask=tile < stop, other=0)
+    else:
+        keys = tile + tl.arange(0, KEYS)
+        page = tl.load(table_ptr + keys // PAGE, mask=(keys >= first_key) & (keys < stop), other=0)
+    return page
+
+
+@triton.jit
+def _load_held(pool, page, offset, held, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """K and V through pointers. What is not held is never read: it may be anything, and 0 times
+    NaN is NaN."""
+    k_ptr, v_ptr, kv_head, stride_page, stride_slot, stride_kv_head = pool
+    dims = tl.arange(0, BLOCK_DIM)
+    at = (page * stride_page + offset * stride_slot)[:, None] + dims[None, :]
+    inside = held[:, None]
+    if BLOCK_DIM != HEAD_DIM:
+        inside = inside & (dims < HEAD_DIM)[None, :]
+    head = kv_head.to(tl.int64) * stride_kv_head
+    k = tl.load(k_ptr + head + at, mask=inside, other=0.0)
+    v = tl.load(v_ptr + head + at, mask=inside, other=0.0)
+    return k, v
+
+
+@triton.jit
+def _load_whole(pool, page, offset, KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """K and V through descriptors (TMA), rows that are not held too: they must be finite."""
+    k = pool[0].load([page, pool[2], offset, 0]).reshape(KEYS, BLOCK_DIM)
+    v = pool[1].load([page, pool[2], offset, 0]).reshape(KEYS, BLOCK_DIM)
+    return k, v
 
 
 @triton.jit
@@ -127,11 +150,7 @@ def _load_partial(
 
 @triton.jit
 def _combine(
-    stats_ptr,
-    sums_ptr,
-    first,
     parts,
-    step,
     out_ptr,
     stride_token,
     tokens,
@@ -141,6 +160,8 @@ def _combine(
     BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """`parts`: statistics, sums, place of the first part, number of parts, places between them."""
+    stats_ptr, sums_ptr, first, count, step = parts
     STRIP: tl.constexpr = 16
     for start in range(0, tokens * GROUP, STRIP):
         rows = start + tl.arange(0, STRIP)
@@ -148,7 +169,7 @@ def _combine(
         peak, mass, acc = _load_partial(
             stats_ptr, sums_ptr, first, rows, held, HEAD_DIM, BLOCK_DIM, ROWS
         )
-        for i in range(1, parts):
+        for i in range(1, count):
             next_peak, next_mass, next_acc = _load_partial(
                 stats_ptr, sums_ptr, first + i * step, rows, held, HEAD_DIM, BLOCK_DIM, ROWS
             )
@@ -201,10 +222,72 @@ def _store_result(
 
 
 @triton.jit
+def _load_item(item_ptr, capacity):
+    return (
+        tl.load(item_ptr + SEQUENCE * capacity),
+        tl.load(item_ptr + ROW * capacity),
+        tl.load(item_ptr + TOKENS * capacity),
+        tl.load(item_ptr + POSITION * capacity),
+        (tl.load(item_ptr + FIRST_SPLIT * capacity), tl.load(item_ptr + STOP_SPLIT * capacity)),
+        tl.load(item_ptr + SLOT * capacity),
+        (tl.load(item_ptr + PART * capacity), tl.load(item_ptr + PARTS * capacity)),
+    )
+
+
+@triton.jit
+def _attend(
+    q,
+    pool,
+    table_ptr,
+    position,
+    tokens,
+    splits,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Maximum, sum and weighted V over the splits of an item, folded in order."""
+    ROWS: tl.constexpr = q.shape[0]
+    positions = position + tl.arange(0, ROWS) // GROUP
+    end = position + tokens
+    first_key = 0
+    if WINDOW is not None:
+        first_key = tl.maximum(position - WINDOW + 1, 0)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, q.shape[1]], tl.float32)
+    for split in tl.range(splits[0], splits[1], disable_licm=True):
+        more_peak, more_mass, more_acc = _attend_split(
+            q,
+            pool,
+            table_ptr,
+            positions,
+            first_key,
+            tl.maximum(split * SPLIT, first_key // KEYS * KEYS),
+            tl.minimum((split + 1) * SPLIT, end),
+            scale,
+            HEAD_DIM,
+            PAGE,
+            KEYS,
+            WINDOW,
+            SOFT_CAP,
+            DESCRIPTORS,
+        )
+        peak, mass, acc = _fold(peak, mass, acc, more_peak, more_mass, more_acc)
+    return peak, mass, acc
+
+
+@triton.jit
 def attention_kernel(
     q_ptr,
-    k_ptr,
-    v_ptr,
+    k_pages,
+    v_pages,
     tables_ptr,
     out_ptr,
     items_ptr,
@@ -232,84 +315,64 @@ def attention_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
-    """A row of a tile is (token, head of the group): K and V are read once for all of them."""
+    """A row of a tile is (token, head of the group): K and V are read once for all of them.
+
+    k_pages and v_pages are pointers to pools or, with DESCRIPTORS, descriptors of [pages, kv_heads,
+    page_tokens, head_dim]; the strides are then not looked at."""
     row_ids, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
-    tokens_of, heads_of = row_ids // GROUP, row_ids % GROUP
     num_work = tl.load(num_items_ptr) * KV_HEADS
     for work in tl.range(tl.program_id(0), num_work, tl.num_programs(0), disable_licm=True):
-        item_ptr = items_ptr + work // KV_HEADS
-        kv_head = tl.cast(work % KV_HEADS, tl.int64)
-        sequence = tl.load(item_ptr + SEQUENCE * item_capacity)
-        row = tl.load(item_ptr + ROW * item_capacity)
-        tokens = tl.load(item_ptr + TOKENS * item_capacity)
-        position = tl.load(item_ptr + POSITION * item_capacity)
-        first_split = tl.load(item_ptr + FIRST_SPLIT * item_capacity)
-        stop_split = tl.load(item_ptr + STOP_SPLIT * item_capacity)
-        slot = tl.load(item_ptr + SLOT * item_capacity)
-        part = tl.load(item_ptr + PART * item_capacity)
-        parts = tl.load(item_ptr + PARTS * item_capacity)
-
-        inside = (tokens_of < tokens)[:, None] & (dims < HEAD_DIM)[None, :]
-        q_at = tokens_of * stride_q_token + heads_of * HEAD_DIM
-        q_base = q_ptr + row.to(tl.int64) * stride_q_token + kv_head * stride_q_head
+        kv_head = work % KV_HEADS
+        sequence, row, tokens, position, splits, slot, share = _load_item(
+            items_ptr + work // KV_HEADS, item_capacity
+        )
+        inside = (row_ids // GROUP < tokens)[:, None] & (dims < HEAD_DIM)[None, :]
+        q_at = (row_ids // GROUP) * stride_q_token + (row_ids % GROUP) * HEAD_DIM
+        q_base = q_ptr + row.to(tl.int64) * stride_q_token + kv_head.to(tl.int64) * stride_q_head
         q = tl.load(q_base + q_at[:, None] + dims[None, :], mask=inside, other=0.0)
-
-        end = position + tokens
-        first_key = 0
-        if WINDOW is not None:
-            first_key = tl.maximum(position - WINDOW + 1, 0)
-        peak = tl.full([ROWS], float("-inf"), tl.float32)
-        mass = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-        for split in tl.range(first_split, stop_split, disable_licm=True):
-            more_peak, more_mass, more_acc = _attend_split(
-                q,
-                k_ptr + kv_head * stride_kv_head,
-                v_ptr + kv_head * stride_kv_head,
-                tables_ptr + sequence.to(tl.int64) * stride_table,
-                position + tokens_of,
-                first_key,
-                tl.maximum(split * SPLIT, first_key // KEYS * KEYS),
-                tl.minimum((split + 1) * SPLIT, end),
-                scale,
-                stride_page,
-                stride_slot,
-                HEAD_DIM,
-                BLOCK_DIM,
-                PAGE,
-                KEYS,
-                WINDOW,
-                SOFT_CAP,
-            )
-            peak, mass, acc = _fold(peak, mass, acc, more_peak, more_mass, more_acc)
-
+        peak, mass, acc = _attend(
+            q,
+            (k_pages, v_pages, kv_head, stride_page, stride_slot, stride_kv_head),
+            tables_ptr + sequence.to(tl.int64) * stride_table,
+            position,
+            tokens,
+            splits,
+            scale,
+            GROUP,
+            HEAD_DIM,
+            PAGE,
+            KEYS,
+            SPLIT,
+            WINDOW,
+            SOFT_CAP,
+            DESCRIPTORS,
+        )
         to_ptr = out_ptr + row.to(tl.int64) * stride_out_token + kv_head * (GROUP * HEAD_DIM)
-        if parts > 1:
+        if share[1] > 1:
             place = slot.to(tl.int64) * KV_HEADS + kv_head
             _store_partial(stats_ptr, sums_ptr, place, tokens, peak, mass, acc, GROUP, HEAD_DIM)
-            # All threads have stored before one of them says so; whoever comes last sees it all.
-            tl.debug_barrier()
-            first = place - part.to(tl.int64) * KV_HEADS
-            complete = tl.atomic_add(arrived_ptr + first, 1, sem="acq_rel") == parts - 1
-            if complete:
-                tl.store(arrived_ptr + first, 0)  # for the next layer
+            first = place - share[0].to(tl.int64) * KV_HEADS
+            if _is_last(arrived_ptr + first, share[1]):
+                parts = (stats_ptr, sums_ptr, first, share[1], KV_HEADS)
                 _combine(
-                    stats_ptr,
-                    sums_ptr,
-                    first,
-                    parts,
-                    KV_HEADS,
-                    to_ptr,
-                    stride_out_token,
-                    tokens,
-                    v_scale,
-                    GROUP,
-                    HEAD_DIM,
-                    BLOCK_DIM,
+                    parts, to_ptr, stride_out_token, tokens, v_scale, GROUP, HEAD_DIM, BLOCK_DIM,
                     ROWS,
-                )
+                )  # fmt: skip
         else:
             _store_result(
                 to_ptr, stride_out_token, row_ids, tokens, mass, acc, v_scale, GROUP, HEAD_DIM
             )
+
+
+@triton.jit
+def _is_last(arrived_ptr, parts):
+    """Whether the other parts of this result are in memory; then the count is zero again, for the
+    next layer."""
+    # All threads have stored before one of them says so; whoever comes last sees it all.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == parts - 1
+    if last:
+        tl.store(arrived_ptr, 0)
+    return last

@@ -39,12 +39,20 @@ _LANES = 128
 
 
 class Tile(NamedTuple):
-    """How one program works: `rows` (token, head) by `keys`; powers of two, at least 16."""
+    """How one program works: `rows` (token, head) by `keys`; powers of two, at least 16. See
+    `table` for those that are shipped."""
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    programs: int = 1  # share a multiprocessor, so registers are bounded
+    descriptors: bool = False  # K and V through TMA: a page must hold whole tiles
+
+    @property
+    def most_registers(self) -> int:
+        """A thread's share of an NVIDIA multiprocessor's 65536, given out by eights."""
+        return min(65536 // (32 * self.num_warps * self.programs) // 8 * 8, 255)
 
 
 class Heads(NamedTuple):
@@ -216,19 +224,42 @@ def plan_kernel(
         tl.store(num_items_ptr, total_whole + total_full + tl.sum(last, 0))
 
     before, me = every < mine, every == mine
-    at_whole = tl.sum(tl.where(before, whole, 0), 0)
-    at_full = total_whole + tl.sum(tl.where(before, full, 0), 0)
-    at_last = total_whole + total_full + tl.sum(tl.where(before, last, 0), 0)
-    num_blocks = tl.sum(tl.where(me, blocks, 0), 0)
-    my_splits = tl.sum(tl.where(me, splits, 0), 0)
-    my_first = tl.sum(tl.where(me, first_splits, 0), 0)
-    split = tl.sum(tl.where(me & is_split, 1, 0), 0) > 0
-    slots = tl.sum(tl.where(me, ends - wanted, 0), 0)
-    row = tl.sum(tl.where(me, starts, 0), 0)
+    places = (
+        tl.sum(tl.where(before, whole, 0), 0),
+        total_whole + tl.sum(tl.where(before, full, 0), 0),
+        total_whole + total_full + tl.sum(tl.where(before, last, 0), 0),
+        tl.sum(tl.where(me, ends - wanted, 0), 0),
+    )
     query = tl.sum(tl.where(me, queries, 0), 0)
-    position = tl.sum(tl.where(me, contexts, 0), 0) - query
-    parts = tl.where(split, my_splits, 1)
+    sequence = (
+        mine,
+        tl.sum(tl.where(me, starts, 0), 0),
+        query,
+        tl.sum(tl.where(me, contexts, 0), 0) - query,
+        tl.sum(tl.where(me, blocks, 0), 0),
+        tl.sum(tl.where(me, splits, 0), 0),
+        tl.sum(tl.where(me, first_splits, 0), 0),
+        tl.sum(tl.where(me & is_split, 1, 0), 0) > 0,
+    )
+    _write_items(items_ptr, capacity, sequence, places, BLOCK_TOKENS, SPLIT, WINDOW, LANES)
 
+
+@triton.jit
+def _write_items(
+    items_ptr,
+    capacity,
+    of_sequence,
+    places,
+    BLOCK_TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The items of one sequence. `places`: where its whole blocks, its full splits and the rest
+    begin, and its slots."""
+    sequence, row, query, position, num_blocks, splits, first_split, is_split = of_sequence
+    at_whole, at_full, at_last, slots = places
+    parts = tl.where(is_split, splits, 1)
     for start in range(0, num_blocks * parts, LANES):
         lane = start + tl.arange(0, LANES)
         block, part = lane // parts, lane % parts
@@ -237,14 +268,14 @@ def plan_kernel(
         # A whole block passes over splits that none of its tokens sees; those would change nothing.
         whole_first = _first_split(position + skipped, SPLIT, WINDOW)
         whole_stop = (position + skipped + tokens + SPLIT - 1) // SPLIT
-        first = tl.where(split, my_first + part, whole_first)
-        stop = tl.where(split, my_first + part + 1, whole_stop)
+        first = tl.where(is_split, first_split + part, whole_first)
+        stop = tl.where(is_split, first_split + part + 1, whole_stop)
         # Of the whole blocks the last sees the most keys and goes first.
-        place = tl.where(my_splits > 1, at_whole + num_blocks - 1 - block, at_last + block)
+        place = tl.where(splits > 1, at_whole + num_blocks - 1 - block, at_last + block)
         shared = tl.where(part == parts - 1, at_last + block, at_full + lane - block)
-        item = items_ptr + tl.where(split, shared, place)
+        item = items_ptr + tl.where(is_split, shared, place)
         held = block < num_blocks
-        tl.store(item + SEQUENCE * capacity, mine, mask=held)
+        tl.store(item + SEQUENCE * capacity, sequence, mask=held)
         tl.store(item + ROW * capacity, row + skipped, mask=held)
         tl.store(item + TOKENS * capacity, tokens, mask=held)
         tl.store(item + POSITION * capacity, position + skipped, mask=held)

@@ -13,6 +13,7 @@ from triton_kernels.case import Case, Limits
 from triton_kernels.sample import rows as r
 from triton_kernels.sample.rows import Batch
 from triton_kernels.sample.settle import settle_kernel
+from triton_kernels.sample.shortlist import ENDS, shortlist_kernel
 from triton_kernels.sample.stats import stats_kernel
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,7 +25,10 @@ NUM_STAGES = 2
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 LIMITS = {
     "sample_stats": Limits(168, 16 << 10),
+    "sample_measure": Limits(168, 16 << 10),
+    "sample_gather": Limits(168, 16 << 10),
     "sample_settle": Limits(176, 8 << 10),
+    "sample_walk": Limits(176, 8 << 10),
     "verify_replace": Limits(184, 16 << 10),
     "verify_finish": Limits(24, 1 << 10),
     "verify_accept": Limits(64, 1 << 10),
@@ -32,12 +36,14 @@ LIMITS = {
 
 
 class Tiling(NamedTuple):
-    """[rows, block] logits at a time, [rows, settle_block] where whole rows are walked. Noise does
-    not depend on it; sums and comparisons across tiles do, by rounding: one tiling, one result."""
+    """[rows, block] logits at a time, [rows, settle_block] in later passes. Noise does not depend
+    on it; sums and comparisons across tiles do, by rounding: one tiling, one result."""
 
     rows: int = 1
     block: int = 4096
     settle_block: int = 2048  # less, for more is held of each logit
+    shares: int = 16  # programs that make the shortlist of a row, a power of two
+    list_tokens: int = 4096  # that a shortlist holds at most
 
 
 TILING = Tiling()
@@ -75,31 +81,50 @@ def settle(
     )
     if not num_rows:
         return settled
-    blocks = triton.cdiv(num_rows, tiling.rows)
     common = {
         **arguments(batch),
         "tile_floats_ptr": floats,
         "tile_ids_ptr": ids,
         "num_rows": num_rows,
         "num_tiles": num_tiles,
-        "PURPOSE": purpose,
         "OF_DRAFTS": of_drafts,
         **shape(batch, tiling),
     }
-    del common["top_k_ptr"], common["top_p_ptr"], common["min_p_ptr"]
-    stats_kernel[(blocks, num_tiles)](drafted_logits_ptr=settled.drafted_logits, **common)
-    del common["draft_counts_ptr"]
-    settle_kernel[(blocks,)](
-        top_k_ptr=batch.requests.top_k,
-        top_p_ptr=batch.requests.top_p,
-        min_p_ptr=batch.requests.min_p,
-        row_floats_ptr=settled.floats,
-        row_ids_ptr=settled.ids,
-        TILES=triton.next_power_of_2(num_tiles),
-        **common | {"STATS_BLOCK": tiling.block, "BLOCK": tiling.settle_block},
-        **without_spills(),
-    )
+    stats = {"drafted_logits_ptr": settled.drafted_logits, "PURPOSE": purpose}
+    _launch(stats_kernel, (triton.cdiv(num_rows, tiling.rows), num_tiles), common | stats)
+    _settle_rows(common | {"PURPOSE": purpose}, settled, tiling)
     return settled
+
+
+def _settle_rows(common: dict[str, Any], settled: Settled, tiling: Tiling) -> None:
+    """The rest, of what tiles left: shortlists, then rows that have one, then those without."""
+    num_rows, device = common["num_rows"], settled.ids.device
+    blocks = triton.cdiv(num_rows, tiling.rows)
+    i32, lists = torch.int32, (num_rows, tiling.list_tokens)
+    measured = (num_rows, tiling.shares, 2, ENDS.value)
+    common = common | {
+        "short_keys_ptr": torch.empty(lists, dtype=i32, device=device),
+        "short_ids_ptr": torch.empty(lists, dtype=i32, device=device),
+        "short_lens_ptr": torch.zeros(num_rows, dtype=i32, device=device),
+        "measured_ptr": torch.empty(measured, dtype=torch.float32, device=device),
+        "row_floats_ptr": settled.floats,
+        "row_ids_ptr": settled.ids,
+        "STATS_BLOCK": tiling.block,
+        "BLOCK": tiling.settle_block,
+        "TILES": triton.next_power_of_2(common["num_tiles"]),
+        "SHARES": tiling.shares,
+        "LIST": tiling.list_tokens,
+    }
+    for gathers in (False, True):
+        _launch(shortlist_kernel, (blocks, tiling.shares), common | {"GATHERS": gathers})
+    for listed in (True, False):
+        _launch(settle_kernel, (blocks,), common | {"LISTED": listed} | without_spills())
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
+    """With what the kernel takes of `values`."""
+    names = {*kernel.arg_names, "num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
+    kernel[grid](**{name: value for name, value in values.items() if name in names})
 
 
 def num_tiles_of(batch: Batch, tiling: Tiling) -> int:
@@ -181,14 +206,21 @@ def cases() -> list[Case]:
     uses = {"draw": (noise.DRAFT, False), "verify": (None, False), "drafts": (None, True)}
     found = []
     for shaped in (True, False):
+        tile = {"SHAPED": shaped, "ROWS": 1, "BLOCK": TILING.block}
+        later = tile | {"STATS_BLOCK": TILING.block, "BLOCK": TILING.settle_block, "TILES": 64}
+        later |= {"SHARES": TILING.shares, "LIST": TILING.list_tokens}
+        config = "shaped" if shaped else "plain"
+        for name, gathers in (("sample_measure", False), ("sample_gather", True)):
+            made = later | {"OF_DRAFTS": False, "GATHERS": gathers}
+            found.append(case_of(name, config, shortlist_kernel, made))
         for use, (purpose, of_drafts) in uses.items():
-            constexprs = {"PURPOSE": purpose, "OF_DRAFTS": of_drafts}
-            constexprs |= {"SHAPED": shaped, "ROWS": 1, "BLOCK": TILING.block}
-            config = f"{'shaped' if shaped else 'plain'} {use}"
-            found.append(case_of("sample_stats", config, stats_kernel, constexprs))
-            constexprs |= {"STATS_BLOCK": TILING.block, "BLOCK": TILING.settle_block, "TILES": 64}
-            case = case_of("sample_settle", config, settle_kernel, constexprs)
-            found.append(case._replace(maxnreg=ALL_REGISTERS))
+            made = {"PURPOSE": purpose, "OF_DRAFTS": of_drafts}
+            found.append(case_of("sample_stats", f"{config} {use}", stats_kernel, tile | made))
+            for name, listed in (("sample_settle", True), ("sample_walk", False)):
+                constexprs = {n: v for n, v in (later | made).items() if n != "SHARES"}
+                constexprs["LISTED"] = listed
+                case = case_of(name, f"{config} {use}", settle_kernel, constexprs)
+                found.append(case._replace(maxnreg=ALL_REGISTERS))
     return found
 
 
@@ -225,5 +257,5 @@ def _type_of(kernel: str, argument: str) -> str:
     if name in ("keys", "choices", "positions"):
         return "*i64"
     floats = ("temperatures", "top_p", "min_p", "bias", "penalties")
-    is_float = name in floats or name.endswith(("floats", "scores", "_logits"))
+    is_float = name in floats or name.endswith(("floats", "scores", "_logits", "measured"))
     return "*fp32" if is_float else "*i32"

@@ -4,6 +4,9 @@ Raced rows need the winner among the kept tokens only. The unfiltered winner is 
 which one counting pass tells: rank and mass before it, and its distance to the maximum. If it is
 not, neither is anything behind it: the tokens before it race again with the same noise. Rows of the
 ratio test need the *mass* that is kept: there the cut itself is searched (`cut.py`).
+
+Passes go over the shortlist of a row (`shortlist.py`), or over all of it where there is none: two
+launches, each of which leaves the rows of the other alone.
 """
 
 from __future__ import annotations
@@ -11,9 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from triton_kernels import noise_device
-from triton_kernels.sample import cut, tiles
-from triton_kernels.sample.stats import GREEDY, REJECTION, races
+from triton_kernels.sample import cut, filters, tiles
+from triton_kernels.sample.stats import GREEDY, REJECTION, combine, races, source_of
 from triton_kernels.sample.tiles import FORBIDDEN
 
 
@@ -42,6 +44,9 @@ def settle_kernel(
     min_tokens_ptr,
     tile_floats_ptr,
     tile_ids_ptr,
+    short_keys_ptr,
+    short_ids_ptr,
+    short_lens_ptr,
     row_floats_ptr,
     row_ids_ptr,
     num_rows,
@@ -56,9 +61,14 @@ def settle_kernel(
     STATS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
+    LIST: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """row_floats fp32 [N, 2]: maximum, kept mass relative to it; row_ids int32 [N, 4]: winner,
-    cut (key, id), whether every logit was finite. STATS_BLOCK is the tile of the first pass."""
+    cut (key, id), whether every logit was finite. STATS_BLOCK is the tile of the first pass.
+
+    LISTED: of the rows that are filtered, those with a list of at most LIST tokens; else the others
+    alone."""
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = at < num_rows
     at = tl.where(live, at, 0)
@@ -66,8 +76,12 @@ def settle_kernel(
     modes = tl.load(modes_ptr + requests)
     if OF_DRAFTS:
         live = live & (modes == REJECTION)
-        if tl.max(live.to(tl.int32), axis=0) == 0:
-            return
+    limits = filters.limits_of(top_k_ptr, top_p_ptr, min_p_ptr, requests, vocab)
+    filtered = live & (modes != GREEDY) & filters.any_filter(limits)
+    lens = tl.load(short_lens_ptr + at)
+    live = live & ((~filtered | (lens > 0)) if LISTED else (filtered & (lens == 0)))
+    if tl.max(live.to(tl.int32), axis=0) == 0:
+        return
     depths = tl.load(depths_ptr + at)
     inverse = tiles.inverse(tl.load(temperatures_ptr + requests))
     shaping = (
@@ -75,43 +89,26 @@ def settle_kernel(
         min_tokens_ptr, list_width,
     )  # fmt: skip
     used = tl.cdiv(vocab, STATS_BLOCK) + tiles.num_sparse(shaping, requests, STATS_BLOCK, SHAPED)
-    maxima, mass, finite, winner, winner_logit = _combine(
-        tile_floats_ptr, tile_ids_ptr, at, live, num_tiles, used, modes == GREEDY, inverse, TILES
+    of_tiles = (tile_floats_ptr, tile_ids_ptr, num_tiles, used)
+    maxima, mass, finite, winner, logit = combine(
+        of_tiles, at, live, modes == GREEDY, inverse, TILES
     )
-    starts = tl.load(draft_starts_ptr + requests)
-    offsets = at.to(tl.int64) * stride
-    view = (logits_ptr, vocab, offsets, requests, depths, drafts_ptr, starts)
-    num_dense = tl.cdiv(vocab, BLOCK)
-    used = num_dense + tiles.num_sparse(shaping, requests, BLOCK, SHAPED)
-    passes = (view, shaping, maxima, inverse, num_dense, used)
-    limits = (
-        tl.load(top_k_ptr + requests),
-        tl.load(top_p_ptr + requests),
-        _last_key(tl.load(min_p_ptr + requests)),
-        vocab,
-    )
+    FORM: tl.constexpr = cut.LISTED if LISTED else SHAPED
+    if LISTED:
+        view = (short_keys_ptr, vocab, at.to(tl.int64) * LIST, lens, short_ids_ptr)
+        longest = tl.max(tl.where(live, lens, 0), axis=0)
+        passes = (view, None, maxima, inverse, 0, tl.cdiv(longest, BLOCK))
+    else:
+        starts = tl.load(draft_starts_ptr + requests)
+        view = (logits_ptr, vocab, at.to(tl.int64) * stride, requests, depths, drafts_ptr, starts)
+        passes = cut.passes_over(view, shaping, maxima, inverse, BLOCK, SHAPED)
     raced, purposes = races(modes, PURPOSE)
-    source = (
-        noise_device.load_seeds(keys_ptr, requests),
-        tl.load(positions_ptr + requests) + depths,
-        tl.load(choices_ptr + requests),
-        purposes,
+    source = source_of(keys_ptr, positions_ptr, choices_ptr, requests, depths, purposes)
+    asks = live & filtered & (mass > 0.0)
+    drawn = (winner, tiles.key_of((maxima - logit) * inverse))
+    winner, cut_key, cut_id, mass = _filter(
+        passes, source, asks, raced, limits, drawn, mass, BLOCK, FORM
     )
-    cut_key = tl.full([ROWS], FORBIDDEN, tl.int32)
-    cut_id = tl.zeros([ROWS], tl.int32)
-    filtered = live & (modes != GREEDY) & (mass > 0.0) & _any_filter(limits)
-    if tl.max(filtered.to(tl.int32), axis=0) > 0:
-        top_k_cut, nucleus = _top_k(passes, filtered, raced, limits, mass, BLOCK, SHAPED)
-        asks = filtered & ~raced
-        if tl.max(asks.to(tl.int32), axis=0) > 0:
-            cut_key, cut_id, mass = _cut(
-                passes, asks, top_k_cut, nucleus, limits, mass, BLOCK, SHAPED
-            )
-        asks = filtered & raced
-        if tl.max(asks.to(tl.int32), axis=0) > 0:
-            key = tiles.key_of((maxima - winner_logit) * inverse)
-            kept_limits = (limits[0].to(tl.float32), nucleus, limits[2])
-            winner = _race_until_kept(passes, source, asks, winner, key, kept_limits, BLOCK, SHAPED)
     tl.store(row_floats_ptr + at * 2, maxima, mask=live)
     tl.store(row_floats_ptr + at * 2 + 1, mass, mask=live)
     tl.store(row_ids_ptr + at * 4, winner, mask=live)
@@ -121,75 +118,69 @@ def settle_kernel(
 
 
 @triton.jit
-def _top_k(passes, filtered, raced, limits, mass, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
+def _filter(
+    passes,
+    source,
+    filtered,
+    raced,
+    limits,
+    drawn,
+    mass,
+    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Winner, cut and kept mass of each row; `drawn`: the unfiltered winner and its key."""
+    winner, winner_key = drawn
+    cut_key = tl.full(winner.shape, FORBIDDEN, tl.int32)
+    cut_id = tl.zeros_like(winner)
+    if tl.max(filtered.to(tl.int32), axis=0) > 0:
+        top_k_cut, nucleus = _top_k(passes, filtered, raced, limits, mass, BLOCK, FORM)
+        asks = filtered & ~raced
+        if tl.max(asks.to(tl.int32), axis=0) > 0:
+            cut_key, cut_id, mass = _cut(
+                passes, asks, top_k_cut, nucleus, limits, mass, BLOCK, FORM
+            )
+        asks = filtered & raced
+        if tl.max(asks.to(tl.int32), axis=0) > 0:
+            kept = (limits[0].to(tl.float32), nucleus, limits[2])
+            winner = _race_until_kept(passes, source, asks, winner, winner_key, kept, BLOCK, FORM)
+    return winner, cut_key, cut_id, mass
+
+
+@triton.jit
+def _top_k(passes, filtered, raced, limits, mass, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """The cut of top_k where it is needed, and the mass that top_p allows before a token: a share
     of what top_k leaves."""
     top_k, top_p, _, vocab = limits
     has_top_p = top_p < float("inf")
     asks = filtered & (top_k < vocab) & (has_top_p | ~raced)
     everything = (tl.full(top_k.shape, FORBIDDEN, tl.int32), top_k * 0)
-    end = cut.search(passes, everything, asks, top_k.to(tl.float32), True, BLOCK, SHAPED)
+    end = cut.search(passes, everything, asks, top_k.to(tl.float32), True, BLOCK, FORM)
     if tl.max(asks.to(tl.int32), axis=0) > 0:
-        mass = tl.where(asks, cut.mass_before(passes, end, BLOCK, SHAPED), mass)
-    return end, tl.where(has_top_p, mass * tl.minimum(top_p, 1.0), float("inf"))
+        mass = tl.where(asks, cut.mass_before(passes, end, BLOCK, FORM), mass)
+    return end, filters.nucleus_of(limits, mass)
 
 
 @triton.jit
-def _cut(passes, asks, end, nucleus, limits, mass, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
+def _cut(passes, asks, end, nucleus, limits, mass, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """The cut (key, id) of all filters, and the mass before it."""
     _, top_p, last_key, _ = limits
     cut_key, cut_id = cut.search(
-        passes, end, asks & (top_p < float("inf")), nucleus, False, BLOCK, SHAPED
+        passes, end, asks & (top_p < float("inf")), nucleus, False, BLOCK, FORM
     )
     shorter = asks & (last_key < cut_key)
     cut_key, cut_id = tl.where(shorter, last_key + 1, cut_key), tl.where(shorter, 0, cut_id)
-    kept = cut.mass_before(passes, (cut_key, cut_id), BLOCK, SHAPED)
+    kept = cut.mass_before(passes, (cut_key, cut_id), BLOCK, FORM)
     return cut_key, cut_id, tl.where(asks, kept, mass)
 
 
 @triton.jit
-def _any_filter(limits):
-    top_k, top_p, min_p_key, vocab = limits
-    return (top_k < vocab) | (top_p < float("inf")) | (min_p_key < FORBIDDEN)
-
-
-@triton.jit
-def _last_key(min_p):
-    """The last key that min_p keeps."""
-    key = tiles.key_of(-tl.log(tl.where(min_p > 0.0, min_p, 1.0)))
-    return tl.where(min_p > 0.0, key, FORBIDDEN)
-
-
-@triton.jit
-def _combine(
-    tile_floats_ptr, tile_ids_ptr, at, live, num_tiles, used, greedy, inverse, TILES: tl.constexpr
-):
-    """Maximum, mass, whether all is finite, winner and its logit of each row."""
-    tile = tl.arange(0, TILES)[None, :]
-    there = (tile < used) & live[:, None]
-    entry = at[:, None].to(tl.int64) * num_tiles + tile
-    tops = tl.load(tile_floats_ptr + entry * 4, mask=there, other=float("-inf"))
-    maxima = tl.max(tops, axis=1)
-    scale = tl.exp(-tiles.distance(maxima, tops, inverse))
-    sums = tl.load(tile_floats_ptr + entry * 4 + 1, mask=there, other=0.0)
-    mass = tl.sum(sums * scale, axis=1)
-    scale = tl.where(greedy[:, None], (tops == maxima[:, None]).to(tl.float32), scale)
-    scores = tl.load(tile_floats_ptr + entry * 4 + 2, mask=there, other=0.0) * scale
-    ids = tl.load(tile_ids_ptr + entry * 2, mask=there, other=tiles.NO_ID)
-    best, winner = tiles.winners(scores, ids)
-    logits = tl.load(tile_floats_ptr + entry * 4 + 3, mask=there, other=float("-inf"))
-    logit = tl.max(tl.where(ids == winner[:, None], logits, float("-inf")), axis=1)
-    sound = tl.load(tile_ids_ptr + entry * 2 + 1, mask=there, other=1)
-    return maxima, mass, tl.min(sound, axis=1), winner, logit
-
-
-@triton.jit
-def _count_and_mass(passes, end, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
+def _count_and_mass(passes, end, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """Number of tokens and mass before a cut, fp32 [ROWS] each (2**24 tokens count exactly)."""
     count = tl.zeros_like(passes[2])
     mass = tl.zeros_like(passes[2])
     for tile in range(passes[5]):
-        ids, keys, weights = cut.ordered_tile(passes, tile, BLOCK, SHAPED)
+        ids, keys, weights = cut.ordered_tile(passes, tile, BLOCK, FORM)
         in_front = tiles.before(keys, ids, end[0], end[1])
         count += tl.sum(in_front.to(tl.float32), axis=1)
         mass += tl.sum(tl.where(in_front, weights, 0.0), axis=1)
@@ -198,31 +189,35 @@ def _count_and_mass(passes, end, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
 
 @triton.jit
 def _race_until_kept(
-    passes, source, asks, winner, winner_key, limits, BLOCK: tl.constexpr, SHAPED: tl.constexpr
+    passes, source, asks, winner, winner_key, limits, BLOCK: tl.constexpr, FORM: tl.constexpr
 ):
     """The winner among kept tokens. `limits`: count and mass that must not be reached before it,
     and the last key that is kept. The likeliest token is kept always, so this ends."""
     top_k, nucleus, last_key = limits
     while tl.max(asks.to(tl.int32), axis=0) > 0:
-        count, mass = _count_and_mass(passes, (winner_key, winner), BLOCK, SHAPED)
+        count, mass = _count_and_mass(passes, (winner_key, winner), BLOCK, FORM)
         kept = (count < top_k) & (mass < nucleus) & (winner_key <= last_key)
         asks = asks & ~(kept | (count == 0.0))
         if tl.max(asks.to(tl.int32), axis=0) > 0:
-            again, again_key = _race(passes, source, (winner_key, winner), BLOCK, SHAPED)
+            again, again_key = _race(passes, source, (winner_key, winner), BLOCK, FORM)
             winner = tl.where(asks, again, winner)
             winner_key = tl.where(asks, again_key, winner_key)
     return winner
 
 
 @triton.jit
-def _race(passes, source, end, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
+def _race(passes, source, end, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """Id and key of the winner among the tokens before a cut."""
     best = tl.zeros_like(passes[2])
     winner = tl.full(end[1].shape, tiles.NO_ID, tl.int32)
     winner_key = tl.zeros_like(end[0])
     for tile in range(passes[5]):
-        ids, keys, weights = cut.ordered_tile(passes, tile, BLOCK, SHAPED)
-        raced = weights / tiles.exponentials(source, ids, tile, passes[4], BLOCK, SHAPED)
+        ids, keys, weights = cut.ordered_tile(passes, tile, BLOCK, FORM)
+        if FORM == cut.LISTED:
+            e = tiles.exponentials_of(source, ids)
+        else:
+            e = tiles.exponentials(source, ids, tile, passes[4], BLOCK, FORM)
+        raced = weights / e
         in_front = tiles.before(keys, ids, end[0], end[1])
         score, id = tiles.winners(tl.where(in_front, raced, -1.0), ids)
         key = tl.max(tl.where(ids == id[:, None], keys, 0), axis=1)

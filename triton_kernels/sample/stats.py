@@ -29,6 +29,17 @@ def races(modes, PURPOSE: tl.constexpr):
 
 
 @triton.jit
+def source_of(keys_ptr, positions_ptr, choices_ptr, requests, depths, purposes):
+    """Where rows draw their noise; see `tiles.exponentials`."""
+    return (
+        noise_device.load_seeds(keys_ptr, requests),
+        tl.load(positions_ptr + requests) + depths,
+        tl.load(choices_ptr + requests),
+        purposes,
+    )
+
+
+@triton.jit
 def stats_kernel(
     logits_ptr,
     requests_ptr,
@@ -103,12 +114,7 @@ def stats_kernel(
     raced, purposes = races(modes, PURPOSE)
     raced = raced & live
     if tl.max(raced.to(tl.int32), axis=0) > 0:
-        source = (
-            noise_device.load_seeds(keys_ptr, requests),
-            tl.load(positions_ptr + requests) + depths,
-            tl.load(choices_ptr + requests),
-            purposes,
-        )
+        source = source_of(keys_ptr, positions_ptr, choices_ptr, requests, depths, purposes)
         e = tiles.exponentials(source, ids, tile, num_dense, BLOCK, SHAPED)
         scores = tl.where(raced[:, None], weights / e, scores)
     best, winner = tiles.winners(scores, ids)
@@ -116,9 +122,31 @@ def stats_kernel(
     tl.store(tile_floats_ptr + out * 4 + 2, best, mask=live)
     tl.store(tile_floats_ptr + out * 4 + 3, of_winner, mask=live)
     tl.store(tile_ids_ptr + out * 2, winner, mask=live)
-
     drafted = live & (depths < tl.load(draft_counts_ptr + requests))
     draft = tl.load(drafts_ptr + starts + depths, mask=drafted, other=0)
     of_draft = tl.max(tl.where(ids == draft[:, None], x, float("-inf")), axis=1)
     # Only the tile that has the draft stores: the buffer starts as minus infinity.
     tl.store(drafted_logits_ptr + at, of_draft, mask=drafted & (of_draft > float("-inf")))
+
+
+@triton.jit
+def combine(of_tiles, at, live, greedy, inverse, TILES: tl.constexpr):
+    """Maximum, mass, whether all is finite, winner and its logit of each row, from its tiles.
+    `of_tiles`: what they left, how many there may be, how many there are."""
+    tile_floats_ptr, tile_ids_ptr, num_tiles, used = of_tiles
+    tile = tl.arange(0, TILES)[None, :]
+    there = (tile < used) & live[:, None]
+    entry = at[:, None].to(tl.int64) * num_tiles + tile
+    tops = tl.load(tile_floats_ptr + entry * 4, mask=there, other=float("-inf"))
+    maxima = tl.max(tops, axis=1)
+    scale = tl.exp(-tiles.distance(maxima, tops, inverse))
+    sums = tl.load(tile_floats_ptr + entry * 4 + 1, mask=there, other=0.0)
+    mass = tl.sum(sums * scale, axis=1)
+    scale = tl.where(greedy[:, None], (tops == maxima[:, None]).to(tl.float32), scale)
+    scores = tl.load(tile_floats_ptr + entry * 4 + 2, mask=there, other=0.0) * scale
+    ids = tl.load(tile_ids_ptr + entry * 2, mask=there, other=tiles.NO_ID)
+    best, winner = tiles.winners(scores, ids)
+    logits = tl.load(tile_floats_ptr + entry * 4 + 3, mask=there, other=float("-inf"))
+    logit = tl.max(tl.where(ids == winner[:, None], logits, float("-inf")), axis=1)
+    sound = tl.load(tile_ids_ptr + entry * 2 + 1, mask=there, other=1)
+    return maxima, mass, tl.min(sound, axis=1), winner, logit

@@ -155,17 +155,28 @@ def before(keys, ids, cut_keys, cut_ids):
 def exponentials(source, ids, tile, num_dense, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     """The noise of the tokens of a tile, fp32 [ROWS, BLOCK]. `source`: seeds, positions, choices
     and purposes, [ROWS] each."""
-    seeds, positions, choices, purposes = source
     if SHAPED:
         if tile < num_dense:
-            words = noise_device.tile_words(
-                seeds, tile * BLOCK, positions, choices, purposes, BLOCK
-            )
+            e = _dense_exponentials(source, tile, BLOCK)
         else:
-            words = noise_device.words_of(seeds, ids, positions, choices, purposes)
+            e = exponentials_of(source, ids)
     else:
-        words = noise_device.tile_words(seeds, tile * BLOCK, positions, choices, purposes, BLOCK)
+        e = _dense_exponentials(source, tile, BLOCK)
+    return e
+
+
+@triton.jit
+def _dense_exponentials(source, tile, BLOCK: tl.constexpr):
+    seeds, positions, choices, purposes = source
+    words = noise_device.tile_words(seeds, tile * BLOCK, positions, choices, purposes, BLOCK)
     return noise_device.exponential(words)
+
+
+@triton.jit
+def exponentials_of(source, ids):
+    """The noise of any tokens, fp32 [ROWS, BLOCK]."""
+    seeds, positions, choices, purposes = source
+    return noise_device.exponential(noise_device.words_of(seeds, ids, positions, choices, purposes))
 
 
 @triton.jit

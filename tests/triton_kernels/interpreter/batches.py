@@ -28,7 +28,7 @@ from triton_kernels.sample.rows import (
     rows_of,
 )
 
-MANY_ROWS = Tiling(1024, 64, 64)
+MANY_ROWS = Tiling(1024, 64, 64, 1, 64)
 
 
 class Asked(NamedTuple):

@@ -25,8 +25,8 @@ from triton_kernels.sample.reference import sample_reference, shaped_logits
 from triton_kernels.sample.rows import COUPLED, GREEDY, REJECTION
 from triton_kernels.verify import NoiseRows, draw
 
-SMALL = Tiling(256, 16, 16)
-TILING = Tiling(256, 64, 64)
+SMALL = Tiling(256, 16, 16, 2, 64)
+TILING = Tiling(256, 64, 64, 1, 64)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -105,7 +105,7 @@ def test_cuts_and_masses_are_those_of_the_cpu_runtime(
     """What rows of the ratio test keep, ties at the edge included; the mass within 1e-6."""
     batch, asked = everything
     _, probs = runtime_tokens(batch, asked, 36)
-    y, kept, mass = cuts_of(batch, Tiling(256, 32, 32))
+    y, kept, mass = cuts_of(batch, Tiling(256, 32, 32, 2, 64))
     ratio = batch.requests.modes[batch.rows.requests.long()] == REJECTION
     assert torch.equal(kept[ratio], (probs > 0)[ratio])
     assert ((y == y.gather(1, (y * kept).argmax(1, keepdim=True))) & ~kept)[ratio].any()
@@ -146,16 +146,16 @@ def test_ties_that_all_stay_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_depends_on_itself_and_not_on_the_tiling() -> None:
     """Alone, in another order, and in other tiles: the same token."""
     batch, _ = random_batch(np.random.default_rng(5), 12, 40, shaped=False)
-    together = sample(batch, noise.BONUS, Tiling(64, 64, 64))
-    assert torch.equal(together, sample(batch, noise.BONUS, Tiling(64, 16, 16)))
+    together = sample(batch, noise.BONUS, Tiling(64, 64, 64, 2, 64))
+    assert torch.equal(together, sample(batch, noise.BONUS, Tiling(64, 16, 16, 4, 64)))
     order = torch.randperm(len(together), generator=torch.Generator().manual_seed(0))
     rows = type(batch.rows)(*(field[order].contiguous() for field in batch.rows))
     shuffled = batch._replace(logits=batch.logits[order], rows=rows)
-    assert torch.equal(sample(shuffled, noise.BONUS, Tiling(64, 64, 64)), together[order])
+    assert torch.equal(sample(shuffled, noise.BONUS, Tiling(64, 64, 64, 2, 64)), together[order])
     one = batch._replace(
         logits=batch.logits[3:4], rows=type(rows)(*(field[3:4] for field in batch.rows))
     )
-    assert torch.equal(sample(one, noise.BONUS, Tiling(1, 64, 64)), together[3:4])
+    assert torch.equal(sample(one, noise.BONUS, Tiling(1, 64, 64, 2, 64)), together[3:4])
 
 
 def test_ties_go_to_the_lowest_id_also_across_tiles() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.triton_kernels.interpreter.batches import MANY_ROWS, proposals_for, random_batch
 from tests.triton_kernels.worlds import World, exact, joint, random_laws
 from triton_kernels import noise_device, verify_logits
-from triton_kernels.sample import settle, tiles
+from triton_kernels.sample import filters, tiles
 from triton_kernels.sample.launch import Tiling
 from triton_kernels.sample.reference import verify_reference
 from triton_kernels.sample.rows import (
@@ -35,7 +35,7 @@ from triton_kernels.verify_logits import verify_logits as verify
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-FEW_ROWS = Tiling(256, 32, 32)
+FEW_ROWS = Tiling(256, 32, 32, 2, 32)
 
 
 def decide(batch: Batch, proposals: Proposals | None, tiling: Tiling = FEW_ROWS) -> Decision:
@@ -150,7 +150,7 @@ BROKEN = [
     (verify_logits, "_residual", no_residual),
     (verify_logits, "RESIDUAL", verify_logits.ACCEPT),
     (verify_logits, "ACCEPT", verify_logits.BONUS),
-    (settle, "_any_filter", no_filter),
+    (filters, "any_filter", no_filter),
 ]
 
 
@@ -264,7 +264,7 @@ def accept_chances(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool)
     return wanted
 
 
-SMALL = Tiling(512, 4, 4)
+SMALL = Tiling(512, 4, 4, 1, 4)
 Branch = tuple[tuple[int, ...], int]  # drafts, and how many of them are accepted
 
 

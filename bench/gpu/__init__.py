@@ -1,0 +1,9 @@
+"""The one-command GPU run: correctness of the compiled kernels, their speed against what the device
+can do, a sweep of tiles, and the engine against its roofline.
+
+    python -m bench.gpu --out DIR
+
+`limits` is the arithmetic and `grid` what is measured; a section is a list of cells (`cells`), each
+of which leaves a row in a file before the next begins; `supervise` runs sections in processes of
+their own, so that a kernel that faults costs its own row and no other.
+"""

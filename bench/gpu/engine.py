@@ -1,0 +1,377 @@
+"""The engine on random weights of real shapes: tokens a second and the time of a step, against what
+reading weights and KV would take.
+
+Acceptance is scripted: after the verdict, which costs what it costs, the number of accepted drafts
+is drawn anew on the device, each with a chance of `ACCEPTANCE`. The text is nonsense either way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.gpu import transformers_peer
+from bench.gpu.ceilings import load_ceilings
+from bench.gpu.cells import Absent, Cell, Row
+from bench.gpu.grid import BATCHES, DRAFTS, MODELS, TINY_MODEL, ModelShape, Query
+from bench.gpu.limits import Cost, fraction, step_cost
+from bench.gpu.world import Bench
+
+if TYPE_CHECKING:
+    from cbatch.core.cost import CostProfile
+    from cbatch.runtime.gpu import GpuExecutor
+    from cbatch.stepwise import Engine
+
+SECTION = "engine"
+OURS, PEER = "cbatch", "transformers, continuous batching"
+LOOKAHEADS = ("off", "fixed:4", "goodput")
+ACCEPTANCE = 0.7
+_PROMPT_TOKENS, _BUDGET_TOKENS, _PAGE_TOKENS = 512, 8192, 16
+_MOST_DRAFTS = 8
+_WINDOWS, _WINDOW_STEPS, _WARM_STEPS = 5, 10, 12
+_PROFILE_S = 2.0
+_TOKENS_A_STEP = 4  # of a sequence, more than its drafts' chances give on average
+_WEIGHT_STD = 0.02
+
+
+class Sizes(NamedTuple):
+    batches: tuple[int, ...]
+    prompt_tokens: int
+    window_steps: int
+    windows: int
+    budget_tokens: int
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a sequence that is first to decode: while others are at their prompts, in the warm-up,
+        and in the windows."""
+        free_tokens = max(self.budget_tokens - max(self.batches) * (1 + _MOST_DRAFTS), 1)
+        prompts = -(-max(self.batches) * self.prompt_tokens // free_tokens)
+        steps = prompts + _WARM_STEPS + self.windows * self.window_steps
+        return self.prompt_tokens + _TOKENS_A_STEP * (steps + 4)
+
+    @property
+    def num_blocks(self) -> int:
+        return max(self.batches) * -(-(self.most_tokens + _MOST_DRAFTS + 1) // _PAGE_TOKENS)
+
+
+FULL = Sizes(BATCHES, _PROMPT_TOKENS, _WINDOW_STEPS, _WINDOWS, _BUDGET_TOKENS)
+TINY = Sizes((2,), 6, 2, 1, 32)
+
+
+def cells(bench: Bench) -> Iterator[Cell]:
+    """Model by model, since one is in memory at a time; the batch that has a target first, the peer
+    last."""
+    models = MODELS if bench.full else {"tiny": TINY_MODEL}
+    sizes = FULL if bench.full else TINY
+    for model in models:
+        for batch in sizes.batches:
+            for lookahead in LOOKAHEADS:
+                run = functools.partial(measure, bench, model, batch, lookahead)
+                yield _cell(model, batch, lookahead, OURS, run)
+    for model in models:
+        for batch in sizes.batches:
+            yield _cell(model, batch, "off", PEER, functools.partial(_peer, bench, model, batch))
+
+
+def _cell(model: str, batch: int, lookahead: str, system: str, run: Any) -> Cell:
+    labels = {"model": model, "batch": batch, "lookahead": lookahead, "implementation": system}
+    return Cell(f"{model} batch {batch} {lookahead} {system}", labels, run)
+
+
+def shape_of(bench: Bench, model: str) -> tuple[ModelShape, ModelShape]:
+    """Of the target and of its draft."""
+    if not bench.full:
+        return TINY_MODEL, TINY_MODEL._replace(layers=1)
+    return MODELS[model], DRAFTS[model]
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def speculative_cost(
+    shape: ModelShape, draft: ModelShape, batch: int, context_tokens: int, drafted: float
+) -> Cost:
+    """A step of `batch` rows that verifies `drafted` tokens a row on average: one pass of the
+    target, and as many of the draft as the deepest row needs, each over all rows."""
+    total = round(drafted * batch)
+    lens = [1 + total // batch + (row < total % batch) for row in range(batch)]
+    queries = [Query(n, context_tokens + n - 1) for n in lens]
+    cost = step_cost(queries, shape, logits_rows=batch + total)
+    for depth in range(max(lens) - 1):
+        rows = [Query(1, context_tokens + depth)] * batch
+        cost = cost.plus(step_cost(rows, draft, logits_rows=batch))
+    return cost
+
+
+# --- ours -----------------------------------------------------------------------------------------
+
+
+class DeviceWeights:
+    """Random weights, drawn where they are used: eight billion numbers are quickly drawn there."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.dtype = dtype
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        device = self.generator.device
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self.dtype, device=device)
+        drawn = torch.empty(shape, dtype=self.dtype, device=device)
+        return drawn.normal_(0.0, _WEIGHT_STD, generator=self.generator)
+
+
+def config_of(shape: ModelShape) -> dict[str, Any]:
+    """The fields of a config.json."""
+    family = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[shape.family]
+    return {
+        "architectures": [family],
+        "model_type": shape.family,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads.kv_heads * shape.heads.group,
+        "num_key_value_heads": shape.heads.kv_heads,
+        "head_dim": shape.heads.head_dim,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": shape.tied,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": shape.vocab - 1,
+    }
+
+
+class _Loaded:
+    """The executor of one model at a time; the one before is let go first."""
+
+    def __init__(self) -> None:
+        self.model: str | None = None
+        self.executor: GpuExecutor | None = None
+        self.profile: CostProfile | None = None  # what its steps cost, once `goodput` asked
+
+    def take(self, bench: Bench, model: str) -> GpuExecutor:
+        if self.model != model or self.executor is None:
+            self.drop(bench)
+            self.executor, self.model = _load(bench, model), model
+        self.executor.reset()
+        return self.executor
+
+    def drop(self, bench: Bench) -> None:
+        self.executor = self.profile = None
+        gc.collect()
+        if bench.full:
+            torch.cuda.empty_cache()
+
+
+_loaded = _Loaded()
+
+
+def _load(bench: Bench, model: str) -> GpuExecutor:
+    from cbatch.runtime.config import parse_config
+    from cbatch.runtime.gpu import Decoder, GpuExecutor
+
+    dtype = torch.bfloat16 if bench.full else torch.float32
+    sizes = FULL if bench.full else TINY
+    source = DeviceWeights(bench.device, dtype)
+    target, draft = (
+        Decoder(parse_config(config_of(shape), Path(model)), source, dtype, bench.device)
+        for shape in shape_of(bench, model)
+    )
+    executor = GpuExecutor(
+        target,
+        num_blocks=sizes.num_blocks,
+        block_size_tokens=_PAGE_TOKENS,
+        max_slots=max(sizes.batches),
+        max_sequence_tokens=sizes.most_tokens + _MOST_DRAFTS + 1,
+        step_budget_tokens=sizes.budget_tokens,
+        draft=draft,
+        max_drafts=_MOST_DRAFTS,
+    )
+    return executor
+
+
+@contextlib.contextmanager
+def scripted(chance: float) -> Iterator[None]:
+    """Verdicts accept each draft with that chance, whatever it is."""
+    from cbatch.runtime.gpu import verifying
+
+    decide = verifying.verify_logits
+
+    def scripted_verdict(batch: Any, *rest: Any) -> Any:
+        decision = decide(batch, *rest)
+        counts = batch.drafts.counts
+        lucky = torch.rand(len(counts), _MOST_DRAFTS, device=counts.device) < chance
+        run = lucky.to(torch.int32).cumprod(dim=1).sum(dim=1).to(torch.int32)
+        decision.num_accepted.copy_(torch.minimum(counts, run))
+        return decision
+
+    verifying.verify_logits = scripted_verdict
+    try:
+        yield
+    finally:
+        verifying.verify_logits = decide
+
+
+@functools.cache
+def _scripted_for_good() -> contextlib.ExitStack:
+    """Graphs hold the verdict that was there at their capture: it is scripted before the first."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(scripted(ACCEPTANCE))
+    return stack
+
+
+def _engine(bench: Bench, model: str, lookahead: str) -> Engine:
+    from msgspec import structs
+
+    from cbatch.assembly import parse_lookahead
+    from cbatch.core.config import SchedulerConfig
+    from cbatch.core.scheduler import Scheduler
+    from cbatch.engine.profile import profile_costs
+    from cbatch.stepwise import Engine
+
+    _scripted_for_good()
+    executor = _loaded.take(bench, model)
+    sizes, shape = FULL if bench.full else TINY, shape_of(bench, model)[0]
+    config = SchedulerConfig(
+        num_blocks=sizes.num_blocks,
+        block_size_tokens=_PAGE_TOKENS,
+        max_slots=max(sizes.batches),
+        max_model_tokens=sizes.most_tokens,
+        step_budget_tokens=sizes.budget_tokens,
+        vocab_size=shape.vocab,
+        eos_ids=(shape.vocab - 1,),
+        prefix_cache=False,
+        draft_context_tokens=8192,
+        lookahead=parse_lookahead(lookahead),
+    )
+    if lookahead == "goodput":
+        if _loaded.profile is None:
+            _loaded.profile = profile_costs(executor, config, budget_s=_PROFILE_S)
+        config = structs.replace(config, cost_profile=_loaded.profile)
+    return Engine(Scheduler(config), executor, depth=1, seed=0, drafters=("model",))
+
+
+def measure(bench: Bench, model: str, batch: int, lookahead: str) -> Row:
+    """Windows of decoding steps, all sequences past their prompt."""
+    shape, draft = shape_of(bench, model)
+    if not bench.world.runs:
+        return _figures(bench, [], shape, draft, batch)
+    from cbatch.params import SamplingParams
+
+    engine = _engine(bench, model, lookahead)
+    sizes, rng = FULL if bench.full else TINY, np.random.default_rng(0)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=sizes.most_tokens - sizes.prompt_tokens, ignore_eos=True
+    )
+    for _ in range(batch):
+        prompt = rng.integers(1, shape.vocab - 1, sizes.prompt_tokens).tolist()
+        engine.add(prompt, params)
+    decoding: set[str] = set()
+    while len(decoding) < batch:
+        decoding |= {output.request_id for output in engine.step()}
+    for _ in range(_WARM_STEPS):
+        engine.step()
+    windows = [_window(bench, engine, batch) for _ in range(sizes.windows)]
+    if engine.scheduler.num_running != batch:
+        raise RuntimeError(f"{engine.scheduler.num_running} of {batch} sequences were running")
+    return _figures(bench, windows, shape, draft, batch)
+
+
+class Window(NamedTuple):
+    seconds: float
+    steps: int
+    tokens: int
+    drafted: int
+    context_tokens: float  # of a sequence, on average over the window
+
+
+def _window(bench: Bench, engine: Engine, batch: int) -> Window:
+    sizes, stats = FULL if bench.full else TINY, engine.scheduler.stats
+    before = stats.steps, stats.emitted_tokens, stats.drafted_tokens
+    started_s = time.perf_counter()
+    while stats.steps < before[0] + sizes.window_steps:
+        engine.step()
+    seconds = time.perf_counter() - started_s
+    tokens = stats.emitted_tokens - before[1]
+    context = sizes.prompt_tokens + (before[1] + tokens / 2) / batch
+    drafted = stats.drafted_tokens - before[2]
+    return Window(seconds, stats.steps - before[0], tokens, drafted, context)
+
+
+def _figures(
+    bench: Bench, windows: list[Window], shape: ModelShape, draft: ModelShape, batch: int
+) -> Row:
+    sizes = FULL if bench.full else TINY
+    context, drafted = float(sizes.prompt_tokens), 0.0
+    if windows:
+        context = statistics.fmean(w.context_tokens for w in windows)
+        drafted = statistics.fmean(w.drafted / w.steps / batch for w in windows)
+    cost = speculative_cost(shape, draft, batch, round(context), drafted)
+    row: Row = {
+        "mbytes_a_step": cost.num_bytes / 1e6,
+        "gflop_a_step": cost.flop / 1e9,
+        "context_tokens": context,
+        "drafts_a_row": drafted if windows else None,
+        **dict.fromkeys(MEASURED),
+    }
+    if not windows or not bench.full:
+        return row | {"status": "unmeasured"}
+    steps = sorted(w.seconds / w.steps for w in windows)
+    return row | {
+        "step_ms_low": steps[0] * 1e3,
+        "step_ms_high": steps[-1] * 1e3,
+        "tokens_per_s": statistics.median(w.tokens / w.seconds for w in windows),
+        "tokens_a_row": statistics.fmean(w.tokens / w.steps / batch for w in windows),
+        **_held(bench, cost, statistics.median(steps)),
+    }
+
+
+def _held(bench: Bench, cost: Cost, step_s: float) -> Row:
+    """A step against its limit, if ceilings were measured."""
+    row: Row = {"step_ms": step_s * 1e3}
+    ceilings = load_ceilings(bench.out)
+    if ceilings is not None:
+        row["limit_ms"] = cost.limit_s(ceilings) * 1e3
+        row["over_limit"] = 1 / fraction(cost, ceilings, step_s)
+    return row
+
+
+MEASURED = (
+    "step_ms", "step_ms_low", "step_ms_high", "limit_ms", "over_limit", "tokens_per_s",
+    "tokens_a_row",
+)  # fmt: skip
+
+
+def _peer(bench: Bench, model: str, batch: int) -> Row:
+    """The same shape in transformers; prompts are paid for, so two lengths are subtracted."""
+    shape, draft = shape_of(bench, model)
+    row = _figures(bench, [], shape, draft, batch)
+    if not bench.full:
+        return row
+    _loaded.drop(bench)
+    try:
+        step_s = transformers_peer.step_seconds(config_of(shape), batch, FULL.prompt_tokens)
+    except ImportError as error:
+        raise Absent(str(error)) from None
+    context_tokens = FULL.prompt_tokens + transformers_peer.MEAN_TOKENS
+    cost = speculative_cost(shape, draft, batch, context_tokens, 0.0)
+    return row | {
+        "context_tokens": context_tokens,
+        "mbytes_a_step": cost.num_bytes / 1e6,
+        "gflop_a_step": cost.flop / 1e9,
+        "tokens_per_s": batch / step_s,
+        "tokens_a_row": 1.0,
+        **_held(bench, cost, step_s),
+        "status": "ok",
+    }

@@ -1,0 +1,30 @@
+"""Rows of correctness: what was found, what is allowed, and whether it passed."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from bench.gpu.cells import Row
+
+UNMEASURED: Row = {"found": None, "allowed": None, "status": "unmeasured"}
+
+
+def within(what: str, found: float, allowed: float, **more: object) -> Row:
+    """A distance; NaN never passes, and JSON has no number for it."""
+    status = "ok" if found <= allowed else "wrong"
+    shown = found if math.isfinite(found) else str(found)
+    return {"what": what, "found": shown, "allowed": allowed, "status": status, **more}
+
+
+def none_of(what: str, mismatches: int, tried: int) -> Row:
+    """Of `tried` >= 1 comparisons not one may fail."""
+    status = "ok" if mismatches == 0 and tried > 0 else "wrong"
+    return {"what": what, "found": mismatches, "allowed": 0, "tried": tried, "status": status}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over that of the reference; NaN where anything is."""
+    wide = expected.float()
+    return float((found.float() - wide).norm() / wide.norm())

@@ -1,0 +1,101 @@
+"""Where a run takes place: on a GPU, interpreted on a CPU, or nowhere (cases are only built)."""
+
+from __future__ import annotations
+
+import enum
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from triton import knobs
+
+from bench.report import describe_machine, describe_versions
+
+
+class World(enum.Enum):
+    DEVICE = "device"  # compiled, full size, timed
+    INTERPRETED = "interpreted"  # TRITON_INTERPRET=1: tiny, run once, not timed
+    LISTED = "listed"  # neither: tiny inputs are built, no kernel of Triton's is launched
+
+    @property
+    def runs(self) -> bool:
+        """Whether kernels run at all."""
+        return self is not World.LISTED
+
+
+class Bench(NamedTuple):
+    """What a section works with."""
+
+    world: World
+    device: torch.device
+    out: Path
+    peers: Path | None  # folder with files of peers that the machine does not have
+    left_s: Callable[[], float]  # what is left of the section's time
+    warming: bool = False  # only compile: everything is called once, nothing is timed
+
+    @property
+    def full(self) -> bool:
+        return self.world is World.DEVICE
+
+
+def find_world() -> World:
+    """Interpreted where that was asked for, else the GPU if there is one."""
+    if knobs.runtime.interpret:
+        from triton_kernels import interpreter
+
+        interpreter.repair()
+        return World.INTERPRETED
+    return World.DEVICE if torch.cuda.is_available() else World.LISTED
+
+
+def device_of(world: World) -> torch.device:
+    return torch.device("cuda" if world is World.DEVICE else "cpu")
+
+
+def describe(world: World) -> dict[str, Any]:
+    """Device, driver, versions, date and commit: what every figure must be quoted with."""
+    changes = _output("git", "status", "--porcelain")
+    found: dict[str, Any] = {
+        "world": world.value,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": _output("git", "rev-parse", "HEAD"),
+        "uncommitted_changes": None if changes is None else bool(changes),
+        "device": None,
+        "driver": None,
+        "cuda": torch.version.cuda,
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+    }
+    if world is World.DEVICE:
+        properties = torch.cuda.get_device_properties(0)
+        found["device"] = properties.name
+        found["driver"] = _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        )
+        found["multiprocessors"] = properties.multi_processor_count
+        found["l2_bytes"] = properties.L2_cache_size
+        found["memory_bytes"] = properties.total_memory
+    return found
+
+
+def l2_bytes(device: torch.device) -> int:
+    return (
+        0 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).L2_cache_size)
+    )
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether the device is lost to this process: every later call would fail as well."""
+    name, text = type(error).__name__, str(error)
+    return "AcceleratorError" in name or "CUDA error" in text or "misaligned address" in text
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else ""

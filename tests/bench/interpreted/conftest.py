@@ -1,0 +1,16 @@
+"""Sections of the GPU run with interpreted kernels, in a process of their own: that of
+`tests/bench/test_gpu_run.py`, or
+
+    TRITON_INTERPRET=1 python -m pytest tests/bench/interpreted
+"""
+
+from __future__ import annotations
+
+import os
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton_kernels import interpreter
+
+    interpreter.repair()
+else:
+    collect_ignore_glob = ["test_*.py"]

@@ -1,0 +1,208 @@
+"""The one command without a GPU, the verdicts, and the table that a sweep leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu import __main__ as command
+from bench.gpu import combine, summary
+from bench.gpu.batches import make_case
+from bench.gpu.cells import Row
+from bench.gpu.grid import CHUNK, DECODE, VERIFY
+from bench.gpu.sweep import best_tiles, score, table_of, write_table
+from bench.gpu.targets import verdicts
+from bench.gpu.timing import summarize
+from bench.gpu.world import Bench, World
+
+FOLDER = Path(__file__).parent / "interpreted"
+ROOT = FOLDER.parents[2]
+
+
+def test_the_dry_run_ends_with_a_document_of_nulls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_world", lambda: World.LISTED)
+    assert command.main(["--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    assert found == json.loads((tmp_path / summary.RESULTS).read_text())
+    assert "unmeasured" in printed
+    assert found["about"]["world"] == "listed" and found["about"]["device"] is None
+    assert found["about"]["commit"] and found["about"]["versions"]["torch"]
+    for section in ("limits", "correctness", "kernels", "sweep", "engine"):
+        states = [row["status"] for row in found[section]]
+        assert states and all(s == "unmeasured" or s.startswith("skipped: ") for s in states)
+    assert all(row.get("median_us") is None for row in found["kernels"])
+    assert all(row["mbytes_a_step"] > 0 and row["step_ms"] is None for row in found["engine"])
+    assert {target["met"] for target in found["targets"]} == {None}
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_section_runs_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device; the process itself finds none, and says so in its rows."""
+    monkeypatch.setattr(command, "find_world", lambda: World.DEVICE)
+    monkeypatch.setattr(command, "device_of", lambda world: torch.device("cpu"))
+    monkeypatch.setattr(command, "describe", lambda world: dict(ABOUT))
+    args = command.parse(["--out", str(tmp_path), "--section", "limits", "--seconds", "60"])
+    found = command.run(args)
+    assert [row["ceiling"] for row in found["limits"]] == ["copy", "matmul"]
+    assert {row["status"] for row in found["limits"]} == {"unmeasured"}
+    assert (tmp_path / "limits.log").read_text() == ""
+
+
+ABOUT = {"device": "a device", "versions": {"torch": "2.11.0"}, "date": "today", "commit": "c"}
+
+
+def test_every_cell_of_a_device_can_be_named(tmp_path: Path) -> None:
+    """Nothing runs: each section lists what it would, under keys of their own."""
+    bench = Bench(World.DEVICE, torch.device("cpu"), tmp_path, None, lambda: 0.0)
+    for section, least in SECTIONS.items():
+        cells = list(command.cells_of(section)(bench))
+        assert len({cell.key for cell in cells}) == len(cells) >= least, section
+        json.dumps([cell.labels for cell in cells])
+
+
+SECTIONS = {"limits": 2, "correctness": 45, "kernels": 120, "sweep": 100, "engine": 48}
+
+
+@pytest.mark.slow
+def test_sections_with_interpreted_kernels() -> None:
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+def test_time_is_shared_out_among_the_sections_asked_for() -> None:
+    shares = command.seconds_of(["kernels", "sweep"], 240.0)
+    assert list(shares) == ["limits", "kernels", "sweep"]
+    assert sum(shares.values()) == pytest.approx(240.0)
+    assert shares["kernels"] == 240.0 * 130 / (15 + 130 + 70)
+    assert sum(command.seconds_of([], 540.0).values()) == pytest.approx(540.0)
+
+
+def test_medians_have_a_spread() -> None:
+    timing = summarize([float(i) for i in range(11)], "graph")
+    assert timing[:4] == (5.0, 1.0, 9.0, 11)
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+
+def attention(workload: str, implementation: str, us: float, **more: float) -> dict[str, Row]:
+    key = f"attention {workload} {implementation}"
+    row = {"kernel": "attention", "workload": workload, "implementation": implementation}
+    return {key: row | {"median_us": us} | more}
+
+
+def test_verdicts() -> None:
+    kernels = attention(DECODE, "cbatch", 400.0, fraction_of_limit=0.895)
+    kernels |= attention(VERIFY, "cbatch", 440.0, fraction_of_limit=0.8)
+    kernels |= attention(CHUNK, "cbatch", 300.0, tflop_per_s=450.0)
+    kernels |= attention(DECODE, "vllm triton", 800.0) | attention(VERIFY, "vllm triton", 430.0)
+    right = {"a": {"status": "ok"}, "b": {"status": "ok"}}
+    engine = {"llama-3.1-8b batch 64 off cbatch": {"over_limit": 1.2}}
+    found = {v.target: (v.found, v.met) for v in verdicts(right, kernels, engine)}
+    assert found["decode attention, of copy bandwidth"] == (0.895, True)
+    assert found["verify (k = 7), of copy bandwidth"] == (0.8, False)
+    assert found["verify (k = 7) over decode"] == (1.1, False)
+    assert found["few long sequences, of copy bandwidth"] == (None, None)
+    assert found["prefill chunk of 2048, TFLOP/s"] == (450.0, True)
+    assert found["vLLM's Triton attention over ours, worst row"] == (430 / 440, False)
+    assert found["engine step over its limit, 8B, batch 64"] == (1.2, False)
+    assert found["correctness cells that are wrong"] == (0, True)
+
+
+def test_what_is_left_out_is_not_called_right() -> None:
+    def met(*states: str) -> bool | None:
+        rows = {str(i): {"status": state} for i, state in enumerate(states)}
+        return verdicts(rows, {}, {})[0].met
+
+    assert met("ok", "skipped: no time") is None
+    assert met("unmeasured") is None and met() is None
+    assert met("ok", "wrong") is False and met("ok", "crashed: SIGABRT") is False
+    ahead = attention(DECODE, "vllm triton", 800.0) | attention(DECODE, "cbatch", 400.0)
+    ahead |= attention(VERIFY, "vllm triton", 800.0)
+    assert verdicts({}, ahead, {})[-2].met is None, "one row was not measured"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "text", "status"),
+    [
+        (0, "relative error 1e-3\n========= ERROR SUMMARY: 0 errors", "ok"),
+        (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "ok"),
+        (9, "========= Invalid __global__ read\n========= ERROR SUMMARY: 3 errors", "wrong"),
+        (1, "========= Error: Device not supported", "skipped"),
+        (0, "nothing was said", "skipped"),
+    ],
+)
+def test_the_sanitizer_is_understood(exit_code: int, text: str, status: str) -> None:
+    assert combine.judge(exit_code, text)["status"].split(":")[0] == status
+
+
+# --- the table of the sweep -----------------------------------------------------------------------
+
+
+def swept(heads: str, rows: int, us: tuple[float, float, float] | None, split: int = 1024) -> Row:
+    times = dict.fromkeys((DECODE, VERIFY, CHUNK)) if us is None else None
+    return {
+        "heads": heads,
+        "kv_heads": 8,
+        "group": 4,
+        "head_dim": 128,
+        "page_tokens": 16,
+        "arch": "sm_90",
+        "tile": {"rows": rows, "keys": 64, "num_warps": 4, "num_stages": 3},
+        "split_tokens": split,
+        "median_us": times or dict(zip((DECODE, VERIFY, CHUNK), us or (), strict=True)),
+    }
+
+
+def test_the_best_tile_is_best_over_all_workloads(tmp_path: Path) -> None:
+    rows = {
+        "a": swept("x", 16, (380.0, 600.0, 900.0)),
+        "b": swept("x", 64, (400.0, 410.0, 300.0)),
+        "c": swept("x", 128, None),
+        "d": swept("x", 32, (1.0, 1.0, 1.0), split=512),  # would change what is shipped elsewhere
+    }
+    assert [row["tile"]["rows"] for row in best_tiles(rows)] == [64]
+    assert score({DECODE: 8.0, VERIFY: 8.0, CHUNK: 8.0}) == pytest.approx(8.0)
+    other = {"arch": "sm_90", "bits": 16, "kv_bits": 8, "head_dim": 128, "group": 4}
+    other |= {"page_tokens": 16, "rows": 16}
+    old = other | {"kv_bits": 16}
+    shipped = {"source": "compiled, untimed", "tiles": [old, old | {"rows": 64}, other]}
+    table = table_of(rows, shipped, "swept on X")
+    assert table["source"] == "swept on X; the rest: compiled, untimed"
+    assert table["tiles"][0] == other and len(table["tiles"]) == 2
+    new = table["tiles"][1]
+    assert (new["rows"], new["group"], new["page_tokens"]) == (64, 4, 16)
+    assert not {"heads", "kv_heads", "median_us"} & set(new)
+    path = tmp_path / "tiles.json"
+    path.write_text(json.dumps(shipped))
+    written = write_table(rows, path, "swept on X", tmp_path / "..")
+    assert written is not None and json.loads(written.read_text()) == table
+    assert write_table({}, path, "nothing", tmp_path) is None
+
+
+def test_random_requests_are_of_every_kind() -> None:
+    case = make_case(
+        [0, 1, 2, 3, 4, 0], 50, device=torch.device("cpu"), filters=True, shaped=True, proposed=True
+    )
+    batch, starts, proposals = case
+    assert starts.tolist() == [0, 1, 3, 6, 10, 15] and len(batch.logits) == 16
+    assert len(batch.drafts.tokens) == 10 and proposals is not None and len(proposals.logits) == 10
+    assert batch.shaping is not None and batch.shaping.bias.isinf().any()
+    assert set(batch.requests.modes.tolist()) == {0, 1, 2}
+    plain = int(batch.shaping.plain[0, 0]) & 0xFFFFFFFF
+    listed = [i for i in batch.shaping.listed[0].tolist() if i < 32]
+    assert plain == 0xFFFFFFFF & ~sum(1 << i for i in listed)

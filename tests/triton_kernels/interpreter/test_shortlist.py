@@ -1,0 +1,124 @@
+"""Filtered rows through their shortlists, and the same rows walked whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tests.triton_kernels.interpreter.batches import Batch, kept_by, random_batch
+from triton_kernels import noise
+from triton_kernels.sample import launch, shortlist, tiles
+from triton_kernels.sample.launch import Settled, Tiling
+from triton_kernels.sample.reference import shaped_logits
+from triton_kernels.sample.rows import REJECTION
+
+VOCAB = 45
+LISTS = Tiling(256, 64, 16, 2, 24)  # the last share has fewer tiles
+WALKS = LISTS._replace(list_tokens=1)
+MARGIN = 1 << 14  # more than a block of rows could write beyond a buffer
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return random_batch(np.random.default_rng(12), 70, VOCAB, shaped=False)[0]
+
+
+@pytest.fixture
+def lens(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The lengths of the lists that every `settle` made."""
+    seen: list[Tensor] = []
+    original = launch._launch
+
+    def spy(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
+        original(kernel, grid, values)
+        if values.get("LISTED") is False:
+            seen.append(values["short_lens_ptr"])
+
+    monkeypatch.setattr(launch, "_launch", spy)
+    return seen
+
+
+def kept_sets(batch: Batch, result: Settled) -> Tensor:
+    """What rows of the ratio test keep, bool [N, V]; nothing elsewhere."""
+    x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
+    ratio = batch.requests.modes[batch.rows.requests.long()] == REJECTION
+    return kept_by(result, batch, x)[1] & ratio[:, None]
+
+
+@pytest.mark.parametrize("purpose", [noise.BONUS, None])
+def test_lists_and_walks_agree(batch: Batch, purpose: int | None, lens: list[Tensor]) -> None:
+    """Tokens, kept sets and maxima to the bit; masses are summed in another order, within 1e-6."""
+    listed, walked = (launch.settle(batch, purpose, tiling) for tiling in (LISTS, WALKS))
+    assert torch.equal(listed.ids[:, 0], walked.ids[:, 0])
+    assert torch.equal(kept_sets(batch, listed), kept_sets(batch, walked))
+    assert torch.equal(listed.floats[:, 0], walked.floats[:, 0])
+    torch.testing.assert_close(listed.floats[:, 1], walked.floats[:, 1], rtol=1e-6, atol=0)
+    with_list, without = ((n > 1).sum() for n in lens)
+    assert with_list > 60 and without == 0
+    assert (lens[0] == 0).sum() > 20  # not filtered, or a list would be too long
+
+
+def test_lists_hold_every_token_before_their_end(batch: Batch, lens: list[Tensor]) -> None:
+    """A list one token shorter than what is kept would show: some are exactly as long."""
+    result = launch.settle(batch, None, LISTS)
+    kept = kept_sets(batch, result).sum(dim=1)
+    listed = (lens[0] > 0) & (kept > 0)
+    assert (kept[listed] <= lens[0][listed]).all() and (kept == lens[0])[listed].any()
+
+
+@triton.jit
+def first_end(counts, masses, limits, mass):
+    return counts > 0.0
+
+
+@triton.jit
+def one_place(measured_ptr, at, asks, limits, mass, SHARES: tl.constexpr, LIST: tl.constexpr):
+    end, count, place = right_choice(measured_ptr, at, asks, limits, mass, SHARES, LIST)
+    return end, count, place * 0
+
+
+right_choice = shortlist._choose
+
+
+@pytest.mark.parametrize("name, broken", [("_decides", first_end), ("_choose", one_place)])
+def test_broken_lists_are_seen(
+    batch: Batch, name: str, broken: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = kept_sets(batch, launch.settle(batch, None, LISTS))
+    monkeypatch.setattr(shortlist, name, broken)
+    assert not torch.equal(kept_sets(batch, launch.settle(batch, None, LISTS)), expected)
+
+
+@pytest.mark.parametrize("tiling", [LISTS, WALKS])
+def test_memory_holds_poison_before_and_margins_stay(
+    batch: Batch, tiling: Tiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = launch.settle(batch, noise.BONUS, tiling)
+    buffers = []
+
+    def poisoned(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        poison = torch.nan if dtype.is_floating_point else -(1 << 30)
+        count = int(np.prod(shape))
+        buffers.append(torch.full((count + 2 * MARGIN,), poison, dtype=dtype, device=device))
+        return buffers[-1][MARGIN:-MARGIN].view(shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.torch, "empty", poisoned)
+        found = launch.settle(batch, noise.BONUS, tiling)
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, expected, strict=True))
+    margins = torch.cat([torch.cat((b[:MARGIN], b[-MARGIN:])).double() for b in buffers])
+    assert (margins.isnan() | (margins == -(1 << 30))).all()
+
+
+def test_ends_ascend() -> None:
+    keys = shortlist.END_KEYS.value
+    assert list(keys) == sorted(keys) and len(keys) == shortlist.ENDS.value
+    assert keys[-1] < tiles.FORBIDDEN.value

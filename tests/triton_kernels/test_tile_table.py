@@ -1,0 +1,87 @@
+"""The static table of attention tiles: what it holds, and what is chosen from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from triton_kernels.attention import Heads, arch_of, tile_for
+from triton_kernels.attention.table import PATH, entries
+
+LLAMA_8B = Heads(kv_heads=8, group=4, head_dim=128)
+
+
+def test_every_entry_can_be_launched() -> None:
+    for key, tile in entries().items():
+        assert tile.rows == key.rows >= key.group
+        assert all(n & (n - 1) == 0 and n >= 16 for n in (tile.rows, tile.keys))
+        assert not tile.descriptors or (
+            key.page_tokens % tile.keys == 0 and key.arch in ("sm_90", "sm_100")
+        )
+        assert tile.most_registers * 32 * tile.num_warps * tile.programs <= 65536
+
+
+def test_the_source_of_the_table_is_told() -> None:
+    assert json.loads(PATH.read_text())["source"]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("page_tokens", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    "heads", [LLAMA_8B, Heads(2, 7, 64), Heads(8, 1, 96), Heads(1, 8, 256), Heads(4, 5, 128)]
+)
+def test_every_usual_model_finds_a_tile(arch: str, page_tokens: int, heads: Heads) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        tile = tile_for(heads, dtype, page_tokens, arch=arch)
+        assert tile.rows >= heads.group
+        assert not tile.descriptors or page_tokens % tile.keys == 0
+
+
+def test_descriptors_serve_long_pages_of_new_devices() -> None:
+    for arch, new in (("sm_80", False), ("sm_90", True), ("sm_100", True), ("gfx942", False)):
+        for page_tokens in (16, 32, 64, 128):
+            tile = tile_for(LLAMA_8B, torch.bfloat16, page_tokens, arch=arch)
+            assert tile.descriptors == (new and page_tokens >= 64)
+
+
+def test_rows_choose_among_tiles() -> None:
+    """As few as hold the rows that are asked for; without a wish, and beyond, the most."""
+    sizes = [
+        tile_for(LLAMA_8B, torch.bfloat16, 64, arch="sm_90", rows=rows).rows
+        for rows in (4, 16, 17, 1000, None)
+    ]
+    assert sizes == [16, 16, 64, 64, 64]
+
+
+def test_what_the_table_lacks_is_refused_by_name() -> None:
+    for wrong in (
+        {"heads": LLAMA_8B._replace(head_dim=512)},
+        {"heads": LLAMA_8B._replace(group=64)},
+        {"page_tokens": 8},
+        {"arch": "sm_80", "kv_dtype": torch.float8_e4m3fn},
+    ):
+        given = {
+            "heads": LLAMA_8B, "dtype": torch.bfloat16, "page_tokens": 16, "arch": "sm_90", **wrong
+        }  # fmt: skip
+        with pytest.raises(ValueError, match=r"^tile: none for "):
+            tile_for(**given)
+
+
+def test_another_table_can_be_read(tmp_path: Path) -> None:
+    table = json.loads(PATH.read_text())
+    table["tiles"] = table["tiles"][:1]
+    path = tmp_path / "tiles.json"
+    path.write_text(json.dumps(table))
+    assert len(entries(path)) == 1
+    del table["tiles"][0]["keys"]
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps(table))
+    with pytest.raises(ValueError, match=r"^broken\.json: "):
+        entries(broken)
+
+
+def test_the_cpu_takes_a_tile_too() -> None:
+    assert arch_of("cpu") == "sm_80"

@@ -1,0 +1,99 @@
+"""Which tile attention works with: a static table, never tuned at run time.
+
+`tiles.json` holds it, with its source; a sweep on a GPU may write another. Its entries are compiled
+for their own target by the compile check, each as it stands: what is shipped is what is checked.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from triton_kernels.attention.planner import Heads, Tile
+
+PATH = Path(__file__).with_name("tiles.json")
+
+
+class Key(NamedTuple):
+    """What a tile is chosen by. An entry serves heads as wide as its own and narrower, groups as
+    large and smaller, pages as long and longer."""
+
+    arch: str  # "sm_80", "sm_90", "sm_100" or "gfx942"
+    bits: int  # of an element of q
+    kv_bits: int  # of an element of the pool
+    head_dim: int
+    group: int
+    page_tokens: int
+    rows: int  # (token, head) rows that a KV head sees at once: group * query length
+
+
+@cache
+def entries(path: Path = PATH) -> dict[Key, Tile]:
+    """The table. Raises ValueError naming an entry that is not one."""
+    found = {}
+    for entry in json.loads(path.read_text())["tiles"]:
+        try:
+            key = Key(rows=entry["rows"], **{n: entry.pop(n) for n in Key._fields if n != "rows"})
+            found[key] = Tile(**entry)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path.name}: {entry}: {error}") from error
+    return found
+
+
+def arch_of(device: torch.device | str) -> str:
+    """The target that kernels for `device` are compiled for. Consumer GPUs have the instructions of
+    a later one and the shared memory of sm_80, and take its tiles; so does the interpreter."""
+    if torch.device(device).type != "cuda":
+        return "sm_80"
+    if torch.version.hip:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    return {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get((major, minor), "sm_80")
+
+
+def tile_for(
+    heads: Heads,
+    dtype: torch.dtype,
+    page_tokens: int,
+    *,
+    arch: str,
+    kv_dtype: torch.dtype | None = None,
+    rows: int | None = None,
+) -> Tile:
+    """The tile for queries of `dtype` over a pool of `kv_dtype` (theirs, if not given).
+
+    `rows`: of a typical block, group * query length; without it the largest tile, which serves
+    prefill. All queries of a model must use one tile, for bits to be a row's own. Raises ValueError
+    if nothing in the table serves.
+    """
+    kv_bits = (kv_dtype or dtype).itemsize * 8
+    fitting = [
+        (key, tile)
+        for key, tile in entries().items()
+        if key[:3] == (arch, dtype.itemsize * 8, kv_bits)
+        and key.head_dim >= heads.head_dim
+        and key.group >= heads.group
+        and key.page_tokens <= page_tokens
+    ]
+    if not fitting:
+        raise ValueError(
+            f"tile: none for {arch}, {dtype} over {kv_dtype or dtype}, {heads}, pages of "
+            f"{page_tokens}; give a Tile, or another type or page size"
+        )
+    nearest = min((k.head_dim, k.group, -k.page_tokens) for k, _ in fitting)
+    served = [
+        (key.rows, tile)
+        for key, tile in fitting
+        if (key.head_dim, key.group, -key.page_tokens) == nearest
+    ]
+    enough = [pair for pair in served if rows is not None and pair[0] >= rows]
+    return min(enough)[1] if enough else max(served)[1]
+
+
+def resident_programs(tile: Tile, device: torch.device | str) -> int:
+    """How many programs of a launch run at a time on `device`, a CUDA one."""
+    return tile.programs * torch.cuda.get_device_properties(device).multi_processor_count
