@@ -12,9 +12,9 @@ VOCAB_SIZE = 2**31 - 1
 class PromptMaker:
     """Prompts that share exactly what the trace says.
 
-    Token j of a block named h is h * block + j. Requests without names share nothing: theirs are
-    counted on from one to the next, room for the output between. Numbers start again at the end of
-    the vocabulary, so far on that a whole prefix never meets itself.
+    Token j of a block named h is h * block + j. Tokens without a name are shared with nobody: they
+    are counted on from one request to the next, with room for the output between. Numbers start
+    again at the end of the vocabulary, so far on that no whole prefix meets itself.
     """
 
     def __init__(self) -> None:
@@ -22,15 +22,18 @@ class PromptMaker:
 
     def prompt(self, request: TraceRequest) -> np.ndarray:
         """int32 [prompt_tokens]."""
-        count = request.prompt_tokens
-        if request.hash_ids is None:
-            first = self._next_token
-            self._next_token = (first + count + request.output_tokens) % VOCAB_SIZE
-            tokens = np.arange(first, first + count, dtype=np.int64)
-        else:
-            size = request.hash_block_tokens or 0
-            blocks = np.asarray(request.hash_ids[: -(-count // size)], dtype=np.int64)
-            firsts = blocks % (VOCAB_SIZE // size) * size
-            tokens = (firsts[:, None] + np.arange(size)).reshape(-1)[:count]
-        wrapped: np.ndarray = tokens % VOCAB_SIZE
-        return wrapped.astype(np.int32)
+        named = np.zeros(0, np.int64)
+        if request.hash_ids is not None:
+            named = self._named(request.hash_ids, request.hash_block_tokens or 1)
+        missing = request.prompt_tokens - len(named)
+        if missing <= 0:
+            return named[: request.prompt_tokens].astype(np.int32)
+        first = self._next_token
+        self._next_token = (first + missing + request.output_tokens) % VOCAB_SIZE
+        unnamed = np.arange(first, first + missing) % VOCAB_SIZE
+        return np.concatenate([named, unnamed]).astype(np.int32)
+
+    def _named(self, hash_ids: tuple[int, ...], block_tokens: int) -> np.ndarray:
+        blocks = np.asarray([h % (VOCAB_SIZE // block_tokens) for h in hash_ids], dtype=np.int64)
+        tokens: np.ndarray = blocks[:, None] * block_tokens + np.arange(block_tokens)
+        return tokens.reshape(-1)
