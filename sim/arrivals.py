@@ -47,8 +47,8 @@ def weibull(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[
 def on_off(
     rate_per_s: float, on_s: float, off_s: float, rng: np.random.Generator
 ) -> Iterator[float]:
-    """Poisson arrivals during phases that last `on_s` on average, none in those between, `off_s` on
-    average, all exponential; `rate_per_s` is the mean over both. Begins with a phase of arrivals."""
+    """Poisson arrivals in phases that last `on_s` on average, none between them for `off_s` on
+    average, all exponential; `rate_per_s` is the mean over both. Begins with arrivals."""
     for field, value in (("rate_per_s", rate_per_s), ("on_s", on_s), ("off_s", off_s)):
         _check(field, value)
     busy_rate_per_s = rate_per_s * (on_s + off_s) / on_s

@@ -2,8 +2,8 @@
 
     arrivals -> scheduler.plan(now) -> executor.run -> now += duration -> scheduler.commit
 
-Nothing here reads a clock or draws a number that does not come from `seed`: the same inputs give the
-same report, byte for byte. The loop is serial (overlap depth 0).
+Nothing here reads a clock or draws a number that does not come from `seed`: the same inputs give
+the same report, byte for byte. The loop is serial (overlap depth 0).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lines of a trace file, plain or gzip, and the fields of a row; whatever is wrong names its place."""
+"""Lines of a trace file, plain or gzip, and the fields of a row; what is wrong names its place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ def read_lines(path: Path) -> Lines:
         raise TraceError(path, number, "line", "is not UTF-8", "give a text file") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(
-            path, number, "gzip", f"the file ends or breaks after this line ({error})", "get it anew"
+            path,
+            number,
+            "gzip",
+            f"the file ends or breaks after this line ({error})",
+            "get it anew",
         ) from error
     except OSError as error:
         raise TraceError(path, None, "file", f"cannot be read ({error})", "name a file") from error

@@ -1,9 +1,10 @@
 """The formats: which columns they have, and how a row of them is read.
 
-Every parser yields `Raw` rows in file order; `sim.traces.reader` checks and completes them. Sources:
-Azure LLM inference traces 2023 and 2024 (Patel et al. 2024; Stojkovic et al. 2025), Mooncake (Qin et
-al. 2025), BurstGPT (Wang et al. 2025), Qwen-Bailian usage traces (Wang et al. 2025), Vidur (Agrawal
-et al. 2024), requests sampled from ServeGen (Xiang et al. 2026), vLLM's `bench serve`.
+Every parser yields `Raw` rows in file order; `sim.traces.reader` checks and completes them.
+Sources: Azure LLM inference traces 2023 and 2024 (Patel et al. 2024; Stojkovic et al. 2025),
+Mooncake (Qin et al. 2025), BurstGPT (Wang et al. 2025), Qwen-Bailian usage traces (Wang et al.
+2025), Vidur (Agrawal et al. 2024), requests sampled from ServeGen (Xiang et al. 2026), vLLM's
+`bench serve`, and the measured vLLM runs of LLMServingSim (Cho et al. 2025).
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def _vllm_run(rows: Iterator[Row]) -> Iterator[Raw]:
 
 def _log(rows: Iterator[Row]) -> Iterator[Raw]:
     for row in rows:
-        prompt_tokens, more = row.count("prompt_tokens"), {}
+        prompt_tokens = row.count("prompt_tokens")
+        more: dict[str, Any] = {}
         for name in ("think_s", "ttft_slo_s", "tpot_slo_s", "e2e_slo_s"):
             if name in row.values:
                 more[name] = row.stamp(name)

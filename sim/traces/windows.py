@@ -2,8 +2,8 @@
 requests and the histograms of their lengths (Xiang et al. 2026). Requests are drawn from them.
 
 A folder holds `chunk-<client>-trace.csv` (window start in s, rate per s, CV, law, its shape, its
-scale; no header) and `chunk-<client>-dataset.json` (by window start: histograms by field, written as
-Python dictionaries in strings).
+scale; no header) and `chunk-<client>-dataset.json` (by the start of a longer window: histograms by
+field, written as Python dictionaries in strings).
 """
 
 from __future__ import annotations
