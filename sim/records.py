@@ -22,7 +22,16 @@ from sim.traces.request import TraceRequest
 class _Open:
     """A request that has not ended."""
 
-    __slots__ = ("first_s", "hit_tokens", "index", "last_s", "preemptions", "queue_s", "request")
+    __slots__ = (
+        "first_s",
+        "hit_tokens",
+        "index",
+        "last_s",
+        "preemptions",
+        "queue_s",
+        "request",
+        "slot",
+    )
 
     def __init__(self, index: int, request: TraceRequest) -> None:
         self.index = index
@@ -32,6 +41,7 @@ class _Open:
         self.last_s = math.nan  # of its last token, as of the moment it lost its slot
         self.hit_tokens = 0
         self.preemptions = 0
+        self.slot: int | None = None  # the latest that it had
 
 
 class Recorder:
@@ -72,9 +82,10 @@ class Recorder:
             slot, opened = admission.slot, self._open[admission.request_id]
             if self._steady is not None:
                 self._settle(self._steady)
-            leaver = self._occupants[slot]
-            if leaver is not None:
-                leaver.last_s = float(self._last_s[slot])
+            self._vacate(slot)
+            if opened.slot is not None:  # it was preempted, and nobody has its old slot yet
+                self._vacate(opened.slot)
+            opened.slot = slot
             self._occupants[slot] = opened
             self._last_s[slot] = opened.last_s
             if opened.queue_s is None:
@@ -145,6 +156,12 @@ class Recorder:
         return np.asarray(self._gap_s), chunks, tokens
 
     # -- inside
+
+    def _vacate(self, slot: int) -> None:
+        leaver = self._occupants[slot]
+        if leaver is not None:
+            leaver.last_s, leaver.slot = float(self._last_s[slot]), None
+            self._occupants[slot] = None
 
     def _settle(self, steady: StepPlan) -> None:
         self._last_s[steady.slots] = self._steady_s

@@ -98,7 +98,7 @@ class _Replay:
         arrival_s = source.next_arrival_s()
         while True:
             while arrival_s is not None and arrival_s <= now_s:
-                self._add(source.take(), now_s)
+                self._add(*source.take(), now_s)
                 arrival_s = source.next_arrival_s()
             plan = plan_step(now_s)
             if plan is None:
@@ -125,8 +125,8 @@ class _Replay:
         if on_progress is not None:
             on_progress(self._progress(now_s, steps))
 
-    def _add(self, traced: TraceRequest, now_s: float) -> None:
-        index, self._num_arrived = self._num_arrived, self._num_arrived + 1
+    def _add(self, index: int, traced: TraceRequest, now_s: float) -> None:
+        self._num_arrived += 1
         if self._first_s is None:
             self._first_s = traced.arrival_s
         tokens = self._prompts.prompt(traced)

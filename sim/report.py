@@ -95,7 +95,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that finished. `tpot_s` is None with one output token, `itl_s` is its mean."""
+    """One request that finished, `index` in the trace; `tpot_s` is None with one output token."""
 
     index: int
     arrival_s: float

@@ -21,8 +21,8 @@ class Source(Protocol):
     def next_arrival_s(self) -> float | None:
         """Of the next request; None: nothing comes unless something ends first."""
 
-    def take(self) -> TraceRequest:
-        """The request of `next_arrival_s`, with that arrival."""
+    def take(self) -> tuple[int, TraceRequest]:
+        """The request of `next_arrival_s`, with that arrival, and its place in the trace from 0."""
 
     def ended(self, request: TraceRequest, now_s: float) -> None:
         """It finished or was refused."""
@@ -35,23 +35,24 @@ class OpenLoop:
     def __init__(self, requests: Iterable[TraceRequest]) -> None:
         self._requests = iter(requests)
         self._coming: list[tuple[float, int, TraceRequest]] = []  # a heap
-        self._order = 0
-        self._file_order: int | None = None  # of the request in `_coming` that was read last
-        self._open: dict[str, deque[TraceRequest]] = {}  # by session in a turn: turns that wait
+        self._num_read = 0
+        self._ahead: int | None = None  # the one that was read ahead
+        # By session in a turn: those that wait for its answer.
+        self._open: dict[str, deque[tuple[int, TraceRequest]]] = {}
         self._read()
 
     def next_arrival_s(self) -> float | None:
         return self._coming[0][0] if self._coming else None
 
-    def take(self) -> TraceRequest:
-        arrival_s, order, request = heapq.heappop(self._coming)
+    def take(self) -> tuple[int, TraceRequest]:
+        arrival_s, index, request = heapq.heappop(self._coming)
         if request.session is not None:
             self._open.setdefault(request.session, deque())
-        if order == self._file_order:
+        if index == self._ahead:
             self._read()
         if arrival_s != request.arrival_s:
             request = msgspec.structs.replace(request, arrival_s=arrival_s)
-        return request
+        return index, request
 
     def ended(self, request: TraceRequest, now_s: float) -> None:
         if request.session is None or request.session not in self._open:
@@ -60,22 +61,20 @@ class OpenLoop:
         if not turns:
             del self._open[request.session]
             return
-        turn = turns.popleft()
-        self._push(turn, max(now_s + (turn.think_s or 0.0), turn.arrival_s))
+        index, turn = turns.popleft()
+        arrival_s = max(now_s + (turn.think_s or 0.0), turn.arrival_s)
+        heapq.heappush(self._coming, (arrival_s, index, turn))
 
     def _read(self) -> None:
         """Up to the next request that waits for no other."""
         for request in self._requests:
+            index, self._num_read = self._num_read, self._num_read + 1
             if request.think_s is not None and request.session in self._open:
-                self._open[request.session].append(request)
+                self._open[request.session].append((index, request))
                 continue
-            self._file_order = self._push(request, request.arrival_s)
+            self._ahead = index
+            heapq.heappush(self._coming, (request.arrival_s, index, request))
             return
-
-    def _push(self, request: TraceRequest, arrival_s: float) -> int:
-        self._order += 1
-        heapq.heappush(self._coming, (arrival_s, self._order, request))
-        return self._order
 
 
 class ClosedLoop:
@@ -93,14 +92,16 @@ class ClosedLoop:
         self._think_s = think_s
         self._ready_s = [0.0] * concurrency  # a heap: when each idle client sends
         self._next = next(self._requests, None)
+        self._num_taken = 0
 
     def next_arrival_s(self) -> float | None:
         return self._ready_s[0] if self._ready_s and self._next is not None else None
 
-    def take(self) -> TraceRequest:
+    def take(self) -> tuple[int, TraceRequest]:
         request, self._next = self._next, next(self._requests, None)
+        index, self._num_taken = self._num_taken, self._num_taken + 1
         assert request is not None
-        return msgspec.structs.replace(request, arrival_s=heapq.heappop(self._ready_s))
+        return index, msgspec.structs.replace(request, arrival_s=heapq.heappop(self._ready_s))
 
     def ended(self, request: TraceRequest, now_s: float) -> None:
         heapq.heappush(self._ready_s, now_s + self._think_s)

@@ -8,7 +8,7 @@ import pytest
 from cbatch.core.errors import FieldError
 from sim.arrivals import poisson
 from sim.lengths import fixed, uniform
-from sim.sources import ClosedLoop, OpenLoop
+from sim.sources import ClosedLoop, OpenLoop, Source
 from sim.traces.prompts import VOCAB_SIZE, PromptMaker
 from sim.traces.request import TraceRequest
 from sim.workload import BLOCK_TOKENS, Conversations, converse, generate
@@ -16,6 +16,10 @@ from sim.workload import BLOCK_TOKENS, Conversations, converse, generate
 
 def request(arrival_s: float, prompt: int = 5, output: int = 2, **more) -> TraceRequest:
     return TraceRequest(arrival_s=arrival_s, prompt_tokens=prompt, output_tokens=output, **more)
+
+
+def take(source: Source) -> TraceRequest:
+    return source.take()[1]
 
 
 def test_open_loop_follows_the_trace_and_reads_one_ahead() -> None:
@@ -29,7 +33,7 @@ def test_open_loop_follows_the_trace_and_reads_one_ahead() -> None:
     source = OpenLoop(trace())
     for i in range(5):
         assert source.next_arrival_s() == i * 1.5
-        assert source.take().arrival_s == i * 1.5
+        assert take(source).arrival_s == i * 1.5
         assert len(read) == min(i + 2, 5)
     assert source.next_arrival_s() is None
 
@@ -43,35 +47,35 @@ def test_turns_wait_for_the_answer_before_them() -> None:
         request(1, session="b", think_s=0.5),
     ]
     source = OpenLoop(turns)
-    first = source.take()
+    first = take(source)
     assert source.next_arrival_s() == 1
-    second = source.take()
+    second = take(source)
     assert source.next_arrival_s() is None, "nobody has an answer yet"
     source.ended(first, 10.0)
     assert source.next_arrival_s() == 12.0
     source.ended(second, 10.1)
     assert source.next_arrival_s() == 10.6
-    assert source.take().session == "b"
-    third = source.take()
+    assert take(source).session == "b"
+    third = take(source)
     assert (third.session, third.arrival_s) == ("a", 12.0)
     source.ended(third, 13.0)
-    assert source.take().arrival_s == 16.0
+    assert take(source).arrival_s == 16.0
     source.ended(third, 17.0)
     assert source.next_arrival_s() is None
 
 
 def test_closed_loop_keeps_so_many_open() -> None:
     source = ClosedLoop((request(99.0, prompt=i) for i in range(1, 6)), 2, think_s=0.5)
-    first, second = source.take(), source.take()
+    first, second = take(source), take(source)
     assert (first.arrival_s, second.arrival_s, source.next_arrival_s()) == (0, 0, None)
     source.ended(second, 3.0)
     assert source.next_arrival_s() == 3.5
-    assert source.take().prompt_tokens == 3
+    assert take(source).prompt_tokens == 3
     source.ended(first, 4.0)
-    assert source.take().arrival_s == 4.5
+    assert take(source).arrival_s == 4.5
     for _ in range(2):
         source.ended(first, 9.0)
-    assert source.take().prompt_tokens == 5
+    assert take(source).prompt_tokens == 5
     assert source.next_arrival_s() is None, "the list is at its end"
 
 
