@@ -6,7 +6,7 @@ a scheduler that learns prices (`goodput`) learns them from the same durations.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -36,14 +36,9 @@ class StepWork(msgspec.Struct, gc=False):
     admitted: int = 0  # requests that entered a slot
 
 
-class StepSeconds(NamedTuple):
-    draft_s: float
-    target_s: float
-
-
 class CostModel(Protocol):
-    def step_s(self, work: StepWork) -> StepSeconds:
-        """Seconds of the step: what its drafter and what everything else takes."""
+    def step_s(self, work: StepWork) -> tuple[float, float]:
+        """`draft_s` and `target_s`: seconds of the drafter's passes, and of everything else."""
 
 
 class ConstantCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +56,8 @@ class ConstantCost(msgspec.Struct, frozen=True, kw_only=True):
                 "draft_pass_s", f"{self.draft_pass_s!r} is not allowed", "give 0 or more seconds"
             )
 
-    def step_s(self, work: StepWork) -> StepSeconds:
-        return StepSeconds(self.draft_pass_s * work.draft_depth, self.step_duration_s)
+    def step_s(self, work: StepWork) -> tuple[float, float]:
+        return self.draft_pass_s * work.draft_depth, self.step_duration_s
 
 
 class LinearCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,10 +72,10 @@ class LinearCost(msgspec.Struct, frozen=True, kw_only=True):
     draft_pass_s: float = 2e-4
     draft_token_s: float = 1e-5  # drafted or ingested
 
-    def step_s(self, work: StepWork) -> StepSeconds:
+    def step_s(self, work: StepWork) -> tuple[float, float]:
         draft_tokens = work.draft_tokens + work.ingested_tokens
         context_tokens = work.decode_context_tokens + work.prefill_context_tokens
-        return StepSeconds(
+        return (
             self.draft_pass_s * work.draft_depth + self.draft_token_s * draft_tokens,
             self.base_s
             + self.token_s * (work.decode_tokens + work.prefill_tokens)

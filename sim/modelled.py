@@ -47,7 +47,7 @@ class ModelledExecutor:
     def run(self, plan: StepPlan) -> StepResult:
         steady = self._steady
         if steady is not None:
-            if plan.slots is steady.slots and steady.is_plain(plan):
+            if plan.slots is steady.slots and steady.goes_on(plan):
                 return self._run_steady(steady, plan)
             self._leave_steady(steady)
         admitted = plan.deltas.admitted
@@ -189,8 +189,9 @@ class _Steady:
         self._num_drafts = plan.num_drafts
         self._query_lens = plan.query_lens
 
-    def is_plain(self, plan: StepPlan) -> bool:
-        """The planner hands out the same arrays as long as rows and drafts are the same."""
+    def goes_on(self, plan: StepPlan) -> bool:
+        """The planner hands out the same arrays as long as rows and drafts are the same; where it
+        does not, the general way costs time and gives the same."""
         return (
             plan.num_drafts is self._num_drafts
             and plan.query_lens is self._query_lens

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cbatch.core.errors import FieldError
-from sim.costs import StepSeconds, StepWork
+from sim.costs import StepWork
 
 VALUE_BYTES = 2  # bf16
 _UNSUPPORTED = {
@@ -133,14 +133,18 @@ class _Rates(NamedTuple):
     pair_s: float  # of arithmetic in attention
     context_token_s: float  # to read the KV of a position
 
-    def pass_s(self, tokens: float, logit_tokens: float) -> float:
-        """Everything but attention over the context."""
-        layers_s = max(self.token_s * tokens, self.weights_s)
-        head_s = max(self.logit_s * logit_tokens, self.head_s) if logit_tokens else 0.0
-        return layers_s + head_s + self.fixed_s + self.exchange_token_s * tokens
-
-    def attention_s(self, pairs: float, context_tokens: float) -> float:
-        return max(self.pair_s * pairs, self.context_token_s * context_tokens)
+    def step_s(
+        self, tokens: float, logit_tokens: float, pairs: float, context_tokens: float
+    ) -> float:
+        """One pass; called for every step of a long trace, so without a call of its own."""
+        token_s, weights_s, logit_s, head_s, seconds, exchange_s, pair_s, context_s = self
+        layers_s = token_s * tokens
+        seconds += (layers_s if layers_s > weights_s else weights_s) + exchange_s * tokens
+        if logit_tokens:
+            logits_s = logit_s * logit_tokens
+            seconds += logits_s if logits_s > head_s else head_s
+        pairs_s, read_s = pair_s * pairs, context_s * context_tokens
+        return seconds + (pairs_s if pairs_s > read_s else read_s)
 
 
 class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,15 +227,22 @@ class Roofline:
         self._target = config.rates(config.shape)
         self._draft = None if config.draft is None else config.rates(config.draft)
 
-    def step_s(self, work: StepWork) -> StepSeconds:
-        target, config = self._target, self._config
-        seconds = target.pass_s(work.decode_tokens + work.prefill_tokens, work.logit_tokens)
-        seconds += target.attention_s(work.decode_pairs, work.decode_context_tokens)
-        if work.prefill_tokens:
-            seconds += target.attention_s(work.prefill_pairs, work.prefill_context_tokens)
-        seconds += config.step_host_s + config.request_host_s * work.admitted
-        drafts = work.draft_depth or work.ingested_tokens
-        return StepSeconds(self._draft_s(work) if drafts else 0.0, seconds)
+    def step_s(self, work: StepWork) -> tuple[float, float]:
+        target = self._target
+        seconds = self._config.step_host_s + target.step_s(
+            work.decode_tokens + work.prefill_tokens,
+            work.logit_tokens,
+            work.decode_pairs,
+            work.decode_context_tokens,
+        )
+        if work.prefill_tokens:  # its attention is another kernel's work, or as good as
+            compute_s = target.pair_s * work.prefill_pairs
+            seconds += max(compute_s, target.context_token_s * work.prefill_context_tokens)
+        if work.admitted:
+            seconds += self._config.request_host_s * work.admitted
+        if not (work.draft_depth or work.ingested_tokens):
+            return 0.0, seconds
+        return self._draft_s(work), seconds
 
     def _draft_s(self, work: StepWork) -> float:
         """Sequential passes; the first also ingests what the draft lacks. Rows that draft less than
@@ -239,8 +250,6 @@ class Roofline:
         if self._draft is None:
             return 0.0
         depth = max(work.draft_depth, 1)
-        rows = work.draft_tokens / depth
-        seconds = self._draft.pass_s(rows + work.ingested_tokens, rows)
-        seconds += (depth - 1) * self._draft.pass_s(rows, rows)
-        read_tokens = depth * work.draft_context_tokens
-        return seconds + self._draft.attention_s(read_tokens, read_tokens)
+        rows, read_tokens = work.draft_tokens / depth, work.draft_context_tokens
+        seconds = self._draft.step_s(rows + work.ingested_tokens, rows, read_tokens, read_tokens)
+        return seconds + (depth - 1) * self._draft.step_s(rows, rows, read_tokens, read_tokens)

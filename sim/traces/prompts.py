@@ -28,10 +28,12 @@ class PromptMaker:
         missing = request.prompt_tokens - len(named)
         if missing <= 0:
             return named[: request.prompt_tokens].astype(np.int32)
+        if self._next_token + missing + request.output_tokens > VOCAB_SIZE:
+            self._next_token = 0
         first = self._next_token
-        self._next_token = (first + missing + request.output_tokens) % VOCAB_SIZE
-        unnamed = np.arange(first, first + missing) % VOCAB_SIZE
-        return np.concatenate([named, unnamed]).astype(np.int32)
+        self._next_token += missing + request.output_tokens
+        unnamed = np.arange(first, first + missing, dtype=np.int32)
+        return np.concatenate([named.astype(np.int32), unnamed]) if len(named) else unnamed
 
     def _named(self, hash_ids: tuple[int, ...], block_tokens: int) -> np.ndarray:
         blocks = np.asarray([h % (VOCAB_SIZE // block_tokens) for h in hash_ids], dtype=np.int64)

@@ -11,7 +11,7 @@ import pytest
 import sim.modelled
 from cbatch.core.plan import StepPlan, StepResult
 from cbatch.core.scheduler import Scheduler
-from sim.costs import LinearCost, StepSeconds, StepWork
+from sim.costs import LinearCost, StepWork
 from sim.executor import SimExecutor
 from sim.modelled import BernoulliAcceptance, ModelledExecutor
 from sim.models import ModelledAcceptance
@@ -133,9 +133,9 @@ class Watching:
     def __init__(self) -> None:
         self.works: list[dict[str, int]] = []
 
-    def step_s(self, work: StepWork) -> StepSeconds:
+    def step_s(self, work: StepWork) -> tuple[float, float]:
         self.works.append({name: getattr(work, name) for name in work.__struct_fields__})
-        return StepSeconds(0.0, 0.01)
+        return 0.0, 0.01
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
