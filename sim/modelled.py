@@ -55,9 +55,6 @@ class ModelledExecutor:
             self._admit(plan.deltas)
         return self._run_any(plan, len(admitted))
 
-    def reset(self) -> None:
-        self._steady = None
-
     # -- a run of steps in which the same rows decode one token each
 
     def _run_steady(self, steady: _Steady, plan: StepPlan) -> StepResult:

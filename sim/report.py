@@ -82,7 +82,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int
     accepted_tokens: int
     acceptance: float | None  # accepted / drafted
-    tokens_per_step: float | None  # that a decoding row adds, its own token among them
+    tokens_per_step: float | None  # that a row adds in a step in which it adds any
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):

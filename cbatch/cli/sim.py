@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cbatch.cli.tracefile import OpenedTrace, add_trace_options
+from cbatch.cli.tracefile import OpenedTrace, add_trace_options, require_place
 from cbatch.core.config import LookaheadConfig, SchedulerConfig
 from cbatch.core.errors import FieldError
 
@@ -78,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
     from sim.report import to_json
 
     _refuse_ignored(args)
+    for option, path in (("--json", args.json), ("--records", args.records)):
+        if path is not None:
+            require_place(option, path)
     trace = OpenedTrace(args, args.seed)
     cost, config, names = _engine(args)
     acceptance = None
@@ -89,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
         names["acceptance"] = share
     executor = ModelledExecutor(max_slots=config.max_slots, cost=cost, acceptance=acceptance)
     settings = {"trace": trace.path.name, "format": trace.format, "seed": args.seed} | names
-    settings |= {name: getattr(args, name) for name in ("requests", "rate", "concurrency", "think")}
+    changes = ("skip_empty", "spread", "requests", "rate", "concurrency", "think")
+    settings |= {name: getattr(args, name) for name in changes}
     console = Console(stderr=True)
     with _Bar(console) as bar, _Records(args.records) as records:
         report = replay(
@@ -324,7 +328,7 @@ def _lines(report: Report) -> list[str]:
 
 
 def _summary(report: Report) -> dict[str, Any]:
-    """The last line, short: what a table of runs would hold. `--json` has everything."""
+    """The last line: the report, with the number of refusals for their list."""
     import msgspec
 
     document: dict[str, Any] = msgspec.to_builtins(report)

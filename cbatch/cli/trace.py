@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from cbatch.cli.tracefile import OpenedTrace, add_trace_options, require_no_seed
+from cbatch.cli.tracefile import (
+    OpenedTrace,
+    add_trace_options,
+    require_no_seed,
+    require_place,
+)
 from cbatch.core.errors import FieldError
 
 if TYPE_CHECKING:
@@ -128,6 +133,7 @@ def _open(args: argparse.Namespace, *, in_order: bool = True, drawing: bool = Fa
 def _write(args: argparse.Namespace, trace: OpenedTrace, requests: Iterable[TraceRequest]) -> int:
     from sim.traces.reader import write_requests
 
+    require_place("OUT", args.out)
     if args.out.exists() and args.out.samefile(trace.path):
         raise FieldError("OUT", f"{args.out} is the trace itself", "write to another file")
     partial = args.out.with_name(f"{args.out.name}.part{args.out.suffix}")

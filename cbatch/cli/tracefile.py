@@ -88,6 +88,12 @@ def require_no_seed(args: argparse.Namespace, *, drawing: bool) -> int:
     return args.seed or 0
 
 
+def require_place(option: str, path: Path) -> None:
+    """Raises `FieldError` if no file can be there: before the work, not after it."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise FieldError(option, f"{path} cannot be a file", "name one in a folder that exists")
+
+
 def is_step_log(path: Path) -> bool:
     if not path.is_file():
         return False

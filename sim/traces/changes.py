@@ -42,8 +42,9 @@ def scale(
     prompt: float = 1.0,
     output: float = 1.0,
 ) -> Iterator[TraceRequest]:
-    """`rate` times as many requests a second; lengths times `prompt` and `output`, but no less than
-    a token. Raises `FieldError` where prompts have named blocks and `prompt` is not 1."""
+    """`rate` times as many requests a second (a session's thinking stays as it is); lengths times
+    `prompt` and `output`, but no less than a token. Raises `FieldError` where prompts
+    have named blocks and `prompt` is not 1."""
     for field, value in (("--rate", rate), ("--prompt", prompt), ("--output", output)):
         _positive(field, value)
     for request in requests:

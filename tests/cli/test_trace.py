@@ -69,6 +69,7 @@ def test_convert_sort_sample_and_scale(cbatch: Command, tmp_path: Path) -> None:
         (("scale", "{trace}", "{out}"), "changes nothing"),
         (("scale", "{trace}", "{trace}", "--rate", 2), "the trace itself"),
         (("show", "{out}"), "cannot be read"),
+        (("convert", "{trace}", "{out}/in/nowhere"), "OUT: "),
     ],
 )
 def test_bad_commands_say_what_is_wrong(
@@ -137,6 +138,7 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--rate", -1), "--rate"),
         (("--requests", 0), "--requests"),
         (("--concurrency", 0), "concurrency"),
+        (("--json", "/no/such/folder/r.json"), "--json: /no/such"),
     ],
 )
 def test_bad_options_say_what_is_wrong(

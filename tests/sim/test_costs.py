@@ -108,9 +108,7 @@ def test_efficiencies_and_constants_add_up() -> None:
 
 def test_two_devices_halve_the_work_and_pay_for_the_exchange() -> None:
     whole_s = Roofline(config()).step_s(decode(2, 50))[1]
-    found_s = (
-        Roofline(config(tensor_parallel=2, link_latency_s=1e-4)).step_s(decode(2, 50))[1]
-    )
+    found_s = Roofline(config(tensor_parallel=2, link_latency_s=1e-4)).step_s(decode(2, 50))[1]
     exchanges = 2 * SHAPE.num_hidden_layers
     moved_bytes = 2 * (2 - 1) / 2 * 2 * 64 * 2  # of the ring, for 2 tokens of 64 values
     assert found_s == pytest.approx(whole_s / 2 + exchanges * (moved_bytes / 1e9 + 1e-4))
