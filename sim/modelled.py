@@ -132,8 +132,7 @@ class ModelledExecutor:
         )
 
     def _work(self, plan: StepPlan, drafts_any: bool, num_admitted: int) -> StepWork:
-        """Composition of the step. Decoding rows come first in a plan: one or more tokens, all but
-        one of them drafts, and logits wanted."""
+        """Composition of the step. A row decodes if one of its known tokens is not in KV."""
         slots, query = plan.slots, plan.query_lens
         kv_len = self._kv_len[slots]
         decodes = self._num_tokens[slots] - kv_len == 1
