@@ -9,7 +9,7 @@ import msgspec
 
 from sim.tokens import uniform
 
-_ACCEPT = 1  # purpose of the noise
+ACCEPT = 1  # purpose of the noise
 
 
 class Acceptance(Protocol):
@@ -38,7 +38,7 @@ class ModelledAcceptance:
     ) -> int:
         probability = self._by_request.get(request_id, self._default)
         for j in range(num_drafted):
-            if uniform(seed, choice, position + j, _ACCEPT) >= probability:
+            if uniform(seed, choice, position + j, ACCEPT) >= probability:
                 return j
         return num_drafted
 

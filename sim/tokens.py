@@ -15,7 +15,7 @@ _MARK = 1 << 63  # set in every prefix hash, so that 0 and 1 are free to mean so
 EMPTY_PREFIX = _MARK
 
 
-def _mix(state: int, value: int) -> int:
+def mix(state: int, value: int) -> int:
     """One round of splitmix64 (Steele et al. 2014)."""
     z = (state ^ value) + 0x9E3779B97F4A7C15 & _MASK
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
@@ -25,7 +25,7 @@ def _mix(state: int, value: int) -> int:
 
 def extend_hash(prefix_hash: int, token: int) -> int:
     """Hash of a prefix and one more token. Depends on tokens alone, so equal prefixes share it."""
-    return _mix(prefix_hash, token + 1) | _MARK
+    return mix(prefix_hash, token + 1) | _MARK
 
 
 def prefix_hash(tokens: Iterable[int]) -> int:
@@ -39,7 +39,7 @@ def next_token(
     prefix: int, *, seed: int, choice: int, position: int, vocab_size: int, banned: Sequence[int]
 ) -> int:
     """Token at `position` after the prefix with that hash. `banned` must leave a token."""
-    token = _mix(_mix(_mix(prefix, seed), choice), position) % vocab_size
+    token = mix(mix(mix(prefix, seed), choice), position) % vocab_size
     for _ in range(vocab_size):
         if token not in banned:
             return token
@@ -49,7 +49,7 @@ def next_token(
 
 def uniform(seed: int, choice: int, position: int, purpose: int) -> float:
     """Counter-based noise in [0, 1): the same arguments always give the same number."""
-    return _mix(_mix(_mix(_mix(purpose, seed), choice), position), 0) / 2**64
+    return mix(mix(mix(mix(purpose, seed), choice), position), 0) / 2**64
 
 
 def reference_output(

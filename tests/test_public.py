@@ -52,8 +52,10 @@ def test_there_are_no_other_examples() -> None:
         ("cbatch.core.scheduler", ("torch", "tokenizers", "cbatch.engine", "cbatch.text")),
         ("cbatch.text", ("torch", "cbatch.core", "cbatch.engine")),
         ("cbatch.engine.loop", ("torch", "cbatch.text", "cbatch.runtime")),
-        ("cbatch.cli.main", ("torch", "litestar")),
+        ("cbatch.cli.main", ("torch", "litestar", "sim", "matplotlib")),
         ("sim.executor", ("torch", "cbatch.runtime", "cbatch.text")),
+        ("sim.replay", ("torch", "cbatch.engine", "cbatch.text", "matplotlib", "rich")),
+        ("sim.traces.reader", ("torch", "cbatch.engine", "cbatch.text", "matplotlib")),
         ("cbatch.runtime.executor", ("sim", "cbatch.engine", "cbatch.text")),
     ],
 )

@@ -12,6 +12,8 @@ is about to compute it, and *ready* once its KV is verified and complete.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import msgspec
 import numpy as np
 
@@ -40,7 +42,9 @@ class BlockPool:
         # numpy's own index type: with any other, each use as an index costs a conversion.
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.intp)
         self._num_free = num_blocks
-        self._lru: dict[int, None] = {}  # cached and unreferenced, oldest first
+        # Cached and unreferenced, oldest first. A plain dict would search for its first entry past
+        # all those taken out before it.
+        self._lru: OrderedDict[int, None] = OrderedDict()
         self._index: dict[Key, int] = {}
         self._keys: list[Key | None] = [None] * num_blocks  # by block: its node, if it has one
         self._uids = [ROOT_UID] * num_blocks
@@ -200,8 +204,7 @@ class BlockPool:
 
     def _evict(self, count: int) -> None:
         for _ in range(count):
-            block = next(iter(self._lru))
-            del self._lru[block]
+            block, _ = self._lru.popitem(last=False)
             self._forget(block)
             self._push_free(block)
 

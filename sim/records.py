@@ -1,0 +1,209 @@
+"""What is measured while a replay runs: a few numbers a request, and every gap between tokens.
+
+A run of steps in which the same rows decode one token each has one gap a step for all of them, and
+costs one append; whatever else happens is looked at row by row, vectorised. Memory grows by some
+60 bytes a request and 16 a step.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+
+from cbatch.core.plan import StepPlan
+from cbatch.core.sequence import Commit
+from sim.report import Objectives, Record
+from sim.traces.request import TraceRequest
+
+
+class _Open:
+    """A request that has not ended."""
+
+    __slots__ = (
+        "first_s",
+        "hit_tokens",
+        "index",
+        "last_s",
+        "preemptions",
+        "queue_s",
+        "request",
+        "slot",
+    )
+
+    def __init__(self, index: int, request: TraceRequest) -> None:
+        self.index = index
+        self.request = request
+        self.queue_s: float | None = None  # None: not admitted yet
+        self.first_s = math.nan
+        self.last_s = math.nan  # of its last token, as of the moment it lost its slot
+        self.hit_tokens = 0
+        self.preemptions = 0
+        self.slot: int | None = None  # the latest that it had
+
+
+class Recorder:
+    """Told of every request, plan and commit, in order."""
+
+    def __init__(
+        self,
+        max_slots: int,
+        objectives: Objectives,
+        on_record: Callable[[Record], None] | None = None,
+    ) -> None:
+        self._objectives = objectives
+        self._on_record = on_record
+        self._open: dict[str, _Open] = {}
+        self._occupants: list[_Open | None] = [None] * max_slots
+        self._last_s = np.full(max_slots, np.nan)  # by slot, of its request's last token
+        self._steady: StepPlan | None = None  # all of its rows had their last token at _steady_s
+        self._steady_s = 0.0
+        self.ttft_s, self.tpot_s, self.e2e_s, self.queue_s = (array("d") for _ in range(4))
+        self._gap_s, self._gap_chunks, self._gap_tokens = array("d"), array("q"), array("q")
+        self.num_finished = self.num_good = self.num_cut = 0
+        self.prompt_tokens = self.output_tokens = 0
+        self.row_steps = 0  # rows that emitted, over all steps
+        self.running_s = 0.0  # integral of the running requests over time
+        self.end_s = 0.0
+
+    def arrived(self, index: int, request: TraceRequest) -> str:
+        """Returns the request's id."""
+        name = str(index)
+        self._open[name] = _Open(index, request)
+        return name
+
+    def refused(self, name: str) -> None:
+        del self._open[name]
+
+    def planned(self, plan: StepPlan, now_s: float) -> None:
+        for admission in plan.deltas.admitted:
+            slot, opened = admission.slot, self._open[admission.request_id]
+            if self._steady is not None:
+                self._settle(self._steady)
+            self._vacate(slot)
+            if opened.slot is not None:  # it was preempted, and nobody has its old slot yet
+                self._vacate(opened.slot)
+            opened.slot = slot
+            self._occupants[slot] = opened
+            self._last_s[slot] = opened.last_s
+            if opened.queue_s is None:
+                opened.queue_s = now_s - opened.request.arrival_s
+                opened.hit_tokens = admission.kv_len_tokens
+            else:
+                opened.preemptions += 1
+
+    def committed(self, plan: StepPlan, commit: Commit, started_s: float, now_s: float) -> None:
+        rows = len(plan.slots)
+        self.running_s += rows * (now_s - started_s)
+        steady = self._steady
+        if (
+            steady is not None
+            and plan.slots is steady.slots
+            and plan.query_lens is steady.query_lens
+        ):
+            self._gap_s.append(now_s - self._steady_s)
+            self._gap_chunks.append(rows)
+            self._gap_tokens.append(rows)
+            self.row_steps += rows
+            self._steady_s = now_s
+            return
+        if steady is not None:
+            self._settle(steady)
+        self._rows(plan, commit, now_s)
+
+    def finished(self, name: str, num_tokens: int, now_s: float) -> TraceRequest:
+        """It ended with `num_tokens` of output, the last of them now."""
+        opened = self._open.pop(name)
+        request = opened.request
+        assert opened.queue_s is not None
+        ttft_s, e2e_s = opened.first_s - request.arrival_s, now_s - request.arrival_s
+        tpot_s = (now_s - opened.first_s) / (num_tokens - 1) if num_tokens > 1 else None
+        self.ttft_s.append(ttft_s)
+        self.e2e_s.append(e2e_s)
+        self.queue_s.append(opened.queue_s)
+        if tpot_s is not None:
+            self.tpot_s.append(tpot_s)
+        self.num_finished += 1
+        self.num_cut += num_tokens < request.output_tokens
+        self.num_good += self._meets(request, ttft_s, tpot_s, e2e_s)
+        self.prompt_tokens += request.prompt_tokens
+        self.output_tokens += num_tokens
+        self.end_s = now_s
+        if self._on_record is not None:
+            self._on_record(
+                Record(
+                    index=opened.index,
+                    arrival_s=request.arrival_s,
+                    prompt_tokens=request.prompt_tokens,
+                    output_tokens=num_tokens,
+                    queue_s=opened.queue_s,
+                    ttft_s=ttft_s,
+                    tpot_s=tpot_s,
+                    e2e_s=e2e_s,
+                    prefix_hit_tokens=opened.hit_tokens,
+                    preemptions=opened.preemptions,
+                    session=request.session,
+                )
+            )
+        return request
+
+    def gaps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds between tokens that came at different times (float64), how many requests waited
+        so long (int64), and how many tokens came after it in all (int64)."""
+        chunks, tokens = np.asarray(self._gap_chunks), np.asarray(self._gap_tokens)
+        return np.asarray(self._gap_s), chunks, tokens
+
+    # -- inside
+
+    def _vacate(self, slot: int) -> None:
+        leaver = self._occupants[slot]
+        if leaver is not None:
+            leaver.last_s, leaver.slot = float(self._last_s[slot]), None
+            self._occupants[slot] = None
+
+    def _settle(self, steady: StepPlan) -> None:
+        self._last_s[steady.slots] = self._steady_s
+        self._steady = None
+
+    def _rows(self, plan: StepPlan, commit: Commit, now_s: float) -> None:
+        counts = commit.counts
+        emitting = counts.nonzero()[0]
+        self.row_steps += len(emitting)
+        if not len(emitting):
+            return
+        every = len(emitting) == len(counts)
+        slots = plan.slots if every else plan.slots[emitting]
+        counts = counts if every else counts[emitting]
+        gap_s = now_s - self._last_s[slots]
+        self._last_s[slots] = now_s
+        first = np.isnan(gap_s)
+        if first.any():
+            for slot in slots[first].tolist():
+                opened = self._occupants[slot]
+                assert opened is not None
+                opened.first_s = now_s
+            # Tokens that come together with the first one have no gap of their own.
+            gap_s, counts = gap_s[~first], counts[~first]
+        self._gap_s.extend(gap_s.tolist())
+        self._gap_chunks.extend([1] * len(gap_s))
+        self._gap_tokens.extend(counts.tolist())
+        if every and len(commit.tokens) == len(slots) and not np.count_nonzero(plan.num_drafts):
+            self._steady, self._steady_s = plan, now_s
+
+    def _meets(
+        self, request: TraceRequest, ttft_s: float, tpot_s: float | None, e2e_s: float
+    ) -> bool:
+        """With one token there is no time per token, and nothing to miss."""
+        usual = self._objectives
+        return (
+            _within(ttft_s, request.ttft_slo_s, usual.ttft_s)
+            and _within(tpot_s, request.tpot_slo_s, usual.tpot_s)
+            and _within(e2e_s, request.e2e_slo_s, usual.e2e_s)
+        )
+
+
+def _within(value_s: float | None, own_s: float | None, usual_s: float | None) -> bool:
+    most_s = usual_s if own_s is None else own_s
+    return value_s is None or most_s is None or value_s <= most_s

@@ -1,0 +1,104 @@
+"""Changes to a trace on its way: finer stamps, another pace, fewer requests, other lengths."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+import numpy as np
+from msgspec.structs import replace
+
+from cbatch.core.errors import FieldError
+from sim.traces.request import TraceRequest
+
+
+def spread(requests: Iterable[TraceRequest], bin_s: float, seed: int) -> Iterator[TraceRequest]:
+    """Requests whose stamps were rounded down to multiples of `bin_s` (3 s in Mooncake), each moved
+    to a time of its bin, uniform and in order. Raises `FieldError` if stamps are finer than that.
+    """
+    _positive("spread", bin_s)
+    rng = np.random.default_rng(seed)
+    last_s = -math.inf
+    for stamp_s, group in groupby(requests, key=lambda request: request.arrival_s):
+        if stamp_s - last_s < bin_s * (1 - 1e-9):
+            raise FieldError(
+                "--spread",
+                f"stamps are {stamp_s - last_s:.6g} s apart, at {stamp_s:.6g} s",
+                "they are not rounded so far: give fewer seconds",
+            )
+        last_s = stamp_s
+        together = list(group)
+        offsets_s = np.sort(rng.random(len(together))) * bin_s
+        for request, offset_s in zip(together, offsets_s.tolist(), strict=True):
+            yield replace(request, arrival_s=stamp_s + offset_s)
+
+
+def scale(
+    requests: Iterable[TraceRequest],
+    *,
+    rate: float = 1.0,
+    prompt: float = 1.0,
+    output: float = 1.0,
+) -> Iterator[TraceRequest]:
+    """`rate` times as many requests a second (a session's thinking stays as it is); lengths times
+    `prompt` and `output`, but no less than a token. Raises `FieldError` where prompts
+    have named blocks and `prompt` is not 1."""
+    for field, value in (("--rate", rate), ("--prompt", prompt), ("--output", output)):
+        _positive(field, value)
+    for request in requests:
+        if prompt != 1 and request.hash_ids is not None:
+            raise FieldError(
+                "--prompt", "prompts of this trace have named blocks", "scale the rate or outputs"
+            )
+        yield replace(
+            request,
+            arrival_s=request.arrival_s / rate,
+            prompt_tokens=max(1, round(request.prompt_tokens * prompt)),
+            output_tokens=max(1, round(request.output_tokens * output)),
+        )
+
+
+def sample(
+    requests: Iterable[TraceRequest],
+    *,
+    share: float = 1.0,
+    most: int | None = None,
+    start_s: float = 0.0,
+    end_s: float = math.inf,
+    seed: int = 0,
+) -> Iterator[TraceRequest]:
+    """Those that arrive in [start_s, end_s), of these a `share` (whole sessions where the trace has
+    them), of these the first `most`; arrivals count from the first one kept."""
+    if not 0 < share <= 1:
+        raise FieldError("--share", f"{share} is not allowed", "use a number in (0, 1]")
+    if most is not None and most < 1:
+        raise FieldError("--requests", f"{most} is not allowed", "ask for at least 1")
+    if not 0 <= start_s < end_s:
+        raise FieldError("--window", f"{start_s} to {end_s} is empty", "give START:END in seconds")
+    kept, first_s = 0, 0.0
+    for index, request in enumerate(requests):
+        if request.arrival_s >= end_s or kept == most:
+            break
+        if request.arrival_s < start_s:
+            continue
+        name = str(index) if request.session is None else f"session {request.session}"
+        if share < 1 and _hash_share(name, seed) >= share:
+            continue
+        if not kept:
+            first_s = request.arrival_s
+        kept += 1
+        yield replace(request, arrival_s=request.arrival_s - first_s)
+
+
+def _hash_share(name: str, seed: int) -> float:
+    """A number in [0, 1) that depends on name and seed alone, so that a session stays whole without
+    being remembered."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def _positive(field: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise FieldError(field, f"{value} is not allowed", "give a positive number")

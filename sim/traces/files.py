@@ -1,0 +1,169 @@
+"""Lines of a trace file, plain or gzip, and the fields of a row; what is wrong names its place."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sim.traces.request import TraceError
+
+_GZIP_MAGIC = b"\x1f\x8b"
+Lines = Iterator[tuple[int, str]]
+
+
+def read_lines(path: Path) -> Lines:
+    """(line number from 1, text without its end) of every line that is not blank; a gzip file is
+    known by its first bytes. Reads as it goes."""
+    number = 0
+    try:
+        with path.open("rb") as probe:
+            zipped = probe.read(2) == _GZIP_MAGIC
+        with gzip.open(path, "rb") if zipped else path.open("rb") as file:
+            for raw in file:
+                number += 1
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                if text.strip():
+                    yield number, text
+    except UnicodeDecodeError as error:
+        raise TraceError(path, number, "line", "is not UTF-8", "give a text file") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(
+            path,
+            number,
+            "gzip",
+            f"the file ends or breaks after this line ({error})",
+            "get it anew",
+        ) from error
+    except OSError as error:
+        raise TraceError(path, None, "file", f"cannot be read ({error})", "name a file") from error
+
+
+class Row:
+    """One row of a trace: its named values, as text or from JSON."""
+
+    def __init__(self, path: Path, line: int, values: dict[str, Any]) -> None:
+        self.path, self.line, self.values = path, line, values
+
+    def fail(self, field: str, problem: str, remedy: str) -> TraceError:
+        return TraceError(self.path, self.line, field, problem, remedy)
+
+    def number(self, field: str) -> float:
+        value = self._value(field)
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise self.fail(field, f"{value!r} is not a number", "give a number") from error
+        if isinstance(value, bool) or not math.isfinite(number):
+            raise self.fail(field, f"{value!r} is not a finite number", "give a finite number")
+        return number
+
+    def stamp(self, field: str) -> float:
+        number = self.number(field)
+        if number < 0:
+            raise self.fail(field, f"{number} is negative", "count time from 0")
+        return number
+
+    def count(self, field: str) -> int:
+        number = self.number(field)
+        if number != int(number):
+            raise self.fail(field, f"{number} is not whole", "give a number of tokens")
+        if number < 0:
+            raise self.fail(field, f"{int(number)} is negative", "give a number of tokens")
+        return int(number)
+
+    def text(self, field: str) -> str:
+        return str(self._value(field))
+
+    def hash_ids(self, field: str, prompt_tokens: int, block_tokens: int) -> tuple[int, ...]:
+        """Names of all full blocks, and perhaps of a last one that is not full."""
+        value = self._value(field)
+        if not isinstance(value, list) or not all(type(h) is int and h >= 0 for h in value):
+            raise self.fail(field, "is no list of numbers from 0", "name each block by a number")
+        full, started = prompt_tokens // block_tokens, -(-prompt_tokens // block_tokens)
+        if not full <= len(value) <= started:
+            raise self.fail(
+                field,
+                f"names {len(value)} blocks of {block_tokens} tokens",
+                f"a prompt of {prompt_tokens} tokens has {started}",
+            )
+        return tuple(value)
+
+    def known_only(self, known: frozenset[str]) -> None:
+        unknown = [name for name in self.values if name not in known]
+        if unknown:
+            raise self.fail(unknown[0], "is not a field of this format", f"it has {_list(known)}")
+
+    def _value(self, field: str) -> Any:
+        value = self.values.get(field)
+        if value is None or value == "":
+            raise self.fail(field, "is missing", "give every row this field")
+        return value
+
+
+def csv_rows(
+    path: Path, lines: Lines, required: frozenset[str], optional: frozenset[str]
+) -> Iterator[Row]:
+    """Rows under a header. Raises `TraceError` where columns are missing or unknown."""
+    numbers: list[int] = []
+
+    def texts() -> Iterator[str]:
+        for number, text in lines:
+            numbers[:] = [number]
+            yield text
+
+    rows = csv.reader(texts(), strict=True)
+    try:
+        header = [name.strip() for name in next(rows, [])]
+        for name in sorted(required - set(header)):
+            raise TraceError(path, 1, name, "is no column of this file", f"add {name}")
+        for name in header:
+            if name not in required | optional:
+                known = _list(required | optional)
+                raise TraceError(path, 1, name, "is an unknown column", f"known are {known}")
+        for cells in rows:
+            if len(cells) != len(header):
+                raise TraceError(
+                    path,
+                    numbers[0],
+                    "columns",
+                    f"{len(cells)} cells under {len(header)} names",
+                    "mend the row",
+                )
+            yield Row(path, numbers[0], dict(zip(header, map(str.strip, cells), strict=True)))
+    except csv.Error as error:
+        line = numbers[0] if numbers else 1
+        raise TraceError(path, line, "columns", f"not CSV ({error})", "mend the row") from error
+
+
+def json_rows(
+    path: Path, lines: Lines, required: frozenset[str], optional: frozenset[str]
+) -> Iterator[Row]:
+    """An object a line."""
+    known = required | optional
+    for number, text in lines:
+        row = Row(path, number, json_object(path, number, text))
+        row.known_only(known)
+        yield row
+
+
+def json_object(path: Path, line: int, text: str) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise TraceError(
+            path, line, "line", f"is not JSON ({error})", "write one object a line"
+        ) from error
+    if not isinstance(value, dict):
+        raise TraceError(path, line, "line", "is not a JSON object", "write one object a line")
+    return value
+
+
+def _list(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,261 @@
+"""The formats: which columns they have, and how a row of them is read.
+
+Every parser yields `Raw` rows in file order; `sim.traces.reader` checks and completes them.
+Sources: Azure LLM inference traces 2023 and 2024 (Patel et al. 2024; Stojkovic et al. 2025),
+Mooncake (Qin et al. 2025), BurstGPT (Wang et al. 2025), Qwen-Bailian usage traces (Wang et al.
+2025), Vidur (Agrawal et al. 2024), requests sampled from ServeGen (Xiang et al. 2026), vLLM's
+`bench serve`, and the measured vLLM runs of LLMServingSim (Cho et al. 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sim.traces.files import Lines, Row, csv_rows, json_object, json_rows
+from sim.traces.request import TraceError, TraceRequest
+
+MOONCAKE_BLOCK_TOKENS = 512
+BAILIAN_BLOCK_TOKENS = 16
+LOG_FORMAT, LOG_VERSION = "cbatch-requests", 1
+
+
+class Raw(NamedTuple):
+    """A row as its file has it: `stamp_s` from any origin, lengths of 0 or more."""
+
+    line: int
+    stamp_s: float
+    prompt_tokens: int
+    output_tokens: int
+    more: dict[str, Any]  # other fields of `TraceRequest`
+
+
+class Format(NamedTuple):
+    name: str
+    required: frozenset[str]  # columns, or fields of a line
+    optional: frozenset[str]
+    is_json: bool
+    parse: Callable[[Iterator[Row]], Iterator[Raw]]
+
+
+def _azure(rows: Iterator[Row]) -> Iterator[Raw]:
+    first: datetime | None = None
+    for row in rows:
+        text = row.text("TIMESTAMP")
+        try:
+            stamp = datetime.fromisoformat(text)
+        except ValueError as error:
+            raise row.fail("TIMESTAMP", f"{text!r} is no time", "write 2023-11-16 18:15:46") from (
+                error
+            )
+        stamp = stamp if stamp.tzinfo else stamp.replace(tzinfo=UTC)
+        first = first or stamp
+        stamp_s = (stamp - first).total_seconds()
+        yield Raw(row.line, stamp_s, row.count("ContextTokens"), row.count("GeneratedTokens"), {})
+
+
+def _mooncake(rows: Iterator[Row]) -> Iterator[Raw]:
+    for row in rows:
+        yield Raw(row.line, row.stamp("timestamp") / 1e3, *_lengths(row, MOONCAKE_BLOCK_TOKENS))
+
+
+def _bailian(rows: Iterator[Row]) -> Iterator[Raw]:
+    roots: dict[int, int] = {}  # by chat: the first of its conversation
+    for row in rows:
+        chat, parent = int(row.number("chat_id")), int(row.number("parent_chat_id"))
+        root = roots[chat] = roots.get(parent, chat)
+        prompt_tokens, output_tokens, more = _lengths(row, BAILIAN_BLOCK_TOKENS)
+        more["session"] = str(root)
+        yield Raw(row.line, row.stamp("timestamp"), prompt_tokens, output_tokens, more)
+
+
+def _lengths(row: Row, block_tokens: int) -> tuple[int, int, dict[str, Any]]:
+    prompt_tokens = row.count("input_length")
+    more: dict[str, Any] = {}
+    if "hash_ids" in row.values:
+        more["hash_ids"] = row.hash_ids("hash_ids", prompt_tokens, block_tokens)
+        more["hash_block_tokens"] = block_tokens
+    return prompt_tokens, row.count("output_length"), more
+
+
+def _burstgpt(rows: Iterator[Row]) -> Iterator[Raw]:
+    for row in rows:
+        session = row.values.get("Session ID") or None
+        lengths = row.count("Request tokens"), row.count("Response tokens")
+        yield Raw(row.line, row.stamp("Timestamp"), *lengths, {"session": session})
+
+
+def _vidur(rows: Iterator[Row]) -> Iterator[Raw]:
+    for row in rows:
+        lengths = row.count("num_prefill_tokens"), row.count("num_decode_tokens")
+        yield Raw(row.line, row.stamp("arrived_at"), *lengths, {})
+
+
+def _servegen(rows: Iterator[Row]) -> Iterator[Raw]:
+    for row in rows:
+        lengths = row.count("input"), row.count("output")
+        yield Raw(row.line, row.stamp("arrival_s"), *lengths, {})
+
+
+def _vllm_run(rows: Iterator[Row]) -> Iterator[Raw]:
+    for row in rows:
+        lengths = row.count("input_toks"), row.count("output_toks")
+        yield Raw(row.line, row.stamp("arrival_time"), *lengths, {})
+
+
+def _log(rows: Iterator[Row]) -> Iterator[Raw]:
+    for row in rows:
+        prompt_tokens = row.count("prompt_tokens")
+        more: dict[str, Any] = {}
+        for name in ("think_s", "ttft_slo_s", "tpot_slo_s", "e2e_slo_s"):
+            if name in row.values:
+                more[name] = row.stamp(name)
+        if "session" in row.values:
+            more["session"] = row.text("session")
+        elif "think_s" in more:
+            raise row.fail("session", "is missing", "a turn with think_s belongs to a session")
+        if "priority" in row.values:
+            priority = row.number("priority")
+            if priority != int(priority):
+                raise row.fail("priority", f"{priority} is not whole", "give a whole number")
+            more["priority"] = int(priority)
+        if "hash_ids" in row.values:
+            size = more["hash_block_tokens"] = row.count("hash_block_tokens")
+            if not size:
+                raise row.fail("hash_block_tokens", "is 0", "give the tokens of a block")
+            more["hash_ids"] = row.hash_ids("hash_ids", prompt_tokens, size)
+        elif "hash_block_tokens" in row.values:
+            raise row.fail("hash_block_tokens", "has no hash_ids", "give both or neither")
+        stamp_s, output_tokens = row.stamp("arrival_s"), row.count("output_tokens")
+        yield Raw(row.line, stamp_s, prompt_tokens, output_tokens, more)
+
+
+def _format(
+    name: str, required: str, optional: str, parse: Callable[[Iterator[Row]], Iterator[Raw]]
+) -> Format:
+    """Columns are divided by commas; JSON formats are named by a trailing brace."""
+    columns = frozenset(required.split(",")), frozenset(filter(None, optional.split(",")))
+    return Format(name.rstrip("}"), *columns, name.endswith("}"), parse)
+
+
+_REQUEST_FIELDS = frozenset(TraceRequest.__struct_fields__)
+_LOG_FIELDS = frozenset(("arrival_s", "prompt_tokens", "output_tokens"))
+LOG = Format(LOG_FORMAT, _LOG_FIELDS, _REQUEST_FIELDS - _LOG_FIELDS, True, _log)
+
+# In the order in which they are tried: the first whose required fields are all there is it.
+FORMATS = (
+    _format("azure", "TIMESTAMP,ContextTokens,GeneratedTokens", "", _azure),
+    _format(
+        "burstgpt",
+        "Timestamp,Request tokens,Response tokens",
+        "Model,Total tokens,Log Type,Session ID,Elapsed time",
+        _burstgpt,
+    ),
+    _format(
+        "vidur",
+        "arrived_at,num_prefill_tokens,num_decode_tokens",
+        "num_total_tokens,pd_ratio",
+        _vidur,
+    ),
+    _format("servegen-requests", "arrival_s,client,input,output", "reason_ratio", _servegen),
+    _format(
+        "bailian}",
+        "chat_id,parent_chat_id,timestamp,input_length,output_length",
+        "type,turn,hash_ids",
+        _bailian,
+    ),
+    _format("mooncake}", "timestamp,input_length,output_length", "hash_ids", _mooncake),
+    _format(
+        "vllm-run}",
+        "input_toks,output_toks,arrival_time",
+        "request_id,queued_ts,scheduled_ts,first_token_ts,last_token_ts",
+        _vllm_run,
+    ),
+)
+BENCH = "vllm-bench"
+FORMAT_NAMES = (*(f.name for f in FORMATS), LOG_FORMAT, BENCH)
+
+
+def parse_lines(path: Path, lines: Lines, wanted: str | None) -> tuple[str, Iterator[Raw]]:
+    """The format (`wanted`, or what the first line looks like) and its rows."""
+    first = next(lines, None)
+    if first is None:
+        raise TraceError(path, None, "file", "is empty", "give a trace with requests in it")
+    number, text = first
+    whole = chain([first], lines)
+    if text.lstrip()[:1] not in ("{", "["):
+        return _parse_table(path, number, text, whole, wanted)
+    if text.strip() == "{" or wanted == BENCH:
+        return _bench(path, whole, wanted)
+    record = json_object(path, number, text)
+    if record.get("format") == LOG_FORMAT:
+        _require(path, wanted, LOG_FORMAT)
+        if record.get("version") != LOG_VERSION:
+            version = record.get("version")
+            raise TraceError(
+                path, number, "version", f"{version!r} is unknown", f"this reads {LOG_VERSION}"
+            )
+        return LOG_FORMAT, _log(json_rows(path, lines, LOG.required, LOG.optional))
+    if "input_lens" in record:
+        return _bench(path, whole, wanted)
+    found = _find(path, number, record.keys(), wanted, is_json=True)
+    rows = json_rows(path, whole, found.required, found.optional)
+    return found.name, found.parse(rows)
+
+
+def _parse_table(
+    path: Path, number: int, text: str, lines: Lines, wanted: str | None
+) -> tuple[str, Iterator[Raw]]:
+    columns = [name.strip().strip('"') for name in text.split(",")]
+    found = _find(path, number, columns, wanted, is_json=False)
+    return found.name, found.parse(csv_rows(path, lines, found.required, found.optional))
+
+
+def _find(path: Path, line: int, fields: Any, wanted: str | None, *, is_json: bool) -> Format:
+    for known in FORMATS:
+        if known.is_json is is_json and known.required <= set(fields):
+            _require(path, wanted, known.name)
+            return known
+    if wanted is not None:
+        for known in FORMATS:
+            if known.name == wanted and known.is_json is is_json:
+                return known  # its reader says what is missing
+    names = ", ".join(fields)
+    raise TraceError(
+        path,
+        line,
+        "columns",
+        f"{names[:200]!r} are those of no known format",
+        f"known are {', '.join(FORMAT_NAMES)}, and a folder of ServeGen windows",
+    )
+
+
+def _require(path: Path, wanted: str | None, found: str) -> None:
+    if wanted not in (None, found):
+        raise TraceError(path, None, "--format", f"the file is {found}", f"not {wanted}")
+
+
+def _bench(path: Path, lines: Lines, wanted: str | None) -> tuple[str, Iterator[Raw]]:
+    """The result of `vllm bench serve --save-detailed`: one JSON object, read as a whole."""
+    _require(path, wanted, BENCH)
+    record = json_object(path, 1, "\n".join(text for _, text in lines))
+    columns = []
+    for name in ("start_times", "input_lens", "output_lens"):
+        column = record.get(name)
+        if not isinstance(column, list):
+            raise TraceError(path, 1, name, "is missing", "save the run with --save-detailed")
+        columns.append(column)
+    if len({len(column) for column in columns}) != 1:
+        raise TraceError(path, 1, "input_lens", "is longer or shorter than others", "save it anew")
+    return BENCH, iter(sorted(_bench_rows(path, columns), key=lambda raw: raw.stamp_s))
+
+
+def _bench_rows(path: Path, columns: list[list[Any]]) -> Iterator[Raw]:
+    for start_s, prompt_tokens, output_tokens in zip(*columns, strict=True):
+        values = {"start_times": start_s, "input_lens": prompt_tokens, "output_lens": output_tokens}
+        row = Row(path, 1, values)
+        lengths = row.count("input_lens"), row.count("output_lens")
+        yield Raw(1, row.stamp("start_times"), *lengths, {})

@@ -1,0 +1,116 @@
+"""Reading a trace: the format is found out, rows come checked, one at a time."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from sim.traces.files import read_lines
+from sim.traces.formats import LOG_FORMAT, LOG_VERSION, Raw, parse_lines
+from sim.traces.request import TraceError, TraceRequest
+from sim.traces.windows import is_windows, read_windows
+
+WINDOWS = "servegen"
+
+
+class Trace:
+    """The requests of a file (or of a folder of ServeGen windows), in order of arrival.
+
+    Iterating reads the file anew, row by row: memory does not grow with the trace (but a vLLM bench
+    result is read as a whole, and conversations of Bailian are remembered by their ids). Raises
+    `TraceError` with file, line and field; the first request's arrival is 0.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        format: str | None = None,
+        skip_empty: bool = False,
+        in_order: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """`skip_empty` leaves out requests without prompt or output (failed ones, in some traces)
+        and counts them in `skipped`. `in_order=False` lets stamps go backwards. `seed` is for
+        ServeGen windows, which say how requests are distributed and not what they were."""
+        self.path = Path(path)
+        self.skipped = 0
+        self._skip_empty, self._in_order, self._seed = skip_empty, in_order, seed
+        self._wanted = format
+        self.format = self._open()[0]
+
+    def _open(self) -> tuple[str, Iterator[Raw]]:
+        if is_windows(self.path):
+            if self._wanted not in (None, WINDOWS):
+                raise TraceError(self.path, None, "--format", f"is {WINDOWS}", "leave it out")
+            return WINDOWS, read_windows(self.path, self._seed)
+        return parse_lines(self.path, read_lines(self.path), self._wanted)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        self.skipped = 0
+        first_s: float | None = None
+        last_s = 0.0
+        for line, stamp_s, prompt_tokens, output_tokens, more in self._open()[1]:
+            if not (prompt_tokens and output_tokens):
+                self._empty(line, prompt_tokens)
+                continue
+            if first_s is None:
+                first_s = last_s = stamp_s
+            if stamp_s < last_s and self._in_order:
+                raise TraceError(
+                    self.path,
+                    line,
+                    "arrival",
+                    f"is {last_s - stamp_s:.6g} s before the row above",
+                    "sort the trace (cbatch trace convert --sort)",
+                )
+            last_s = stamp_s
+            yield TraceRequest(
+                arrival_s=stamp_s - first_s,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                **more,
+            )
+        if first_s is None:
+            raise TraceError(self.path, None, "file", "has no requests", "give a trace with some")
+
+    def _empty(self, line: int, prompt_tokens: int) -> None:
+        if not self._skip_empty:
+            what = "output" if prompt_tokens else "prompt"
+            raise TraceError(
+                self.path,
+                line,
+                what,
+                "has 0 tokens",
+                "leave such requests out (--skip-empty), or mend the row",
+            )
+        self.skipped += 1
+
+
+def sort_requests(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+    """By arrival, counted from the first; holds them all."""
+    ordered = sorted(requests, key=lambda request: request.arrival_s)
+    first_s = ordered[0].arrival_s if ordered else 0.0
+    return [msgspec.structs.replace(r, arrival_s=r.arrival_s - first_s) for r in ordered]
+
+
+def write_requests(path: str | Path, requests: Iterable[TraceRequest]) -> int:
+    """The engine's own request log: a header, then one request a line; gzip if the name ends in
+    .gz. Returns how many."""
+    path = Path(path)
+    encoder = msgspec.json.Encoder()
+    count = 0
+    # mtime 0: the same requests give the same bytes.
+    with path.open("wb") as file:
+        zipped = gzip.GzipFile("", "wb", fileobj=file, mtime=0) if path.suffix == ".gz" else None
+        out = zipped or file
+        out.write(encoder.encode({"format": LOG_FORMAT, "version": LOG_VERSION}) + b"\n")
+        for request in requests:
+            out.write(encoder.encode(request) + b"\n")
+            count += 1
+        if zipped is not None:
+            zipped.close()
+    return count

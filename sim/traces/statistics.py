@@ -1,0 +1,160 @@
+"""What a trace looks like: one pass, memory bounded by how many different things there are."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sim.report import weighted_percentiles
+from sim.traces.request import TraceRequest
+
+MINUTE_S = 60.0
+PERCENTS = (50.0, 90.0, 99.0)
+
+
+class LengthStatistics(msgspec.Struct, frozen=True):
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: int
+
+    @classmethod
+    def of(cls, counts: Counter[int]) -> LengthStatistics:
+        values = np.fromiter(counts, dtype=np.int64)
+        weights = np.fromiter(counts.values(), dtype=np.int64)
+        p50, p90, p99 = weighted_percentiles(values, weights, PERCENTS).tolist()
+        mean = float(np.dot(values, weights)) / int(weights.sum())
+        return cls(mean, p50, p90, p99, int(values.max()))
+
+
+class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """None where the trace does not say, or has too few requests to tell."""
+
+    requests: int
+    span_s: float  # first to last arrival
+    rate_per_s: float | None
+    gap_cv: float | None  # standard deviation of the gaps between arrivals over their mean
+    same_stamp_share: float  # requests that arrive at the very time of the one before
+    peak_minute_ratio: float | None  # requests of the busiest minute over those of the mean one
+    empty_minutes: int
+    prompt_tokens: LengthStatistics
+    output_tokens: LengthStatistics
+    sessions: int | None
+    # Of all prompt tokens, those in blocks that an earlier prompt had at the same place, after the
+    # same blocks: what a prefix cache without limits would save.
+    shared_prefix_share: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+
+class TraceSummary(msgspec.Struct, frozen=True):
+    """The statistics, and what the plot shows."""
+
+    statistics: TraceStatistics
+    per_minute: Counter[int]
+    prompt_counts: Counter[int]
+    output_counts: Counter[int]
+    gaps_s: np.ndarray  # float64, of the first `MOST_GAPS` arrivals
+
+
+MOST_GAPS = 1_000_000
+
+
+def summarise(requests: Iterable[TraceRequest]) -> TraceSummary:
+    """Of at least one request, in order of arrival."""
+    prompts: Counter[int] = Counter()
+    outputs: Counter[int] = Counter()
+    minutes: Counter[int] = Counter()
+    sessions: set[str] = set()
+    sharing = _Sharing()
+    gaps = _Gaps()
+    count, last_s = 0, 0.0
+    for request in requests:
+        if count:
+            gaps.add(request.arrival_s - last_s)
+        last_s = request.arrival_s
+        count += 1
+        prompts[request.prompt_tokens] += 1
+        outputs[request.output_tokens] += 1
+        minutes[int(last_s // MINUTE_S)] += 1
+        if request.session is not None:
+            sessions.add(request.session)
+        sharing.add(request)
+    num_minutes = int(last_s // MINUTE_S) + 1
+    statistics = TraceStatistics(
+        requests=count,
+        span_s=last_s,
+        rate_per_s=(count - 1) / last_s if last_s > 0 else None,
+        gap_cv=gaps.cv,
+        same_stamp_share=gaps.zeros / count,
+        peak_minute_ratio=max(minutes.values()) * num_minutes / count if num_minutes > 1 else None,
+        empty_minutes=num_minutes - len(minutes),
+        prompt_tokens=LengthStatistics.of(prompts),
+        output_tokens=LengthStatistics.of(outputs),
+        sessions=len(sessions) or None,
+        shared_prefix_share=sharing.share,
+    )
+    return TraceSummary(statistics, minutes, prompts, outputs, np.asarray(gaps.first))
+
+
+class _Gaps:
+    """Mean and variance as they come (Welford 1962)."""
+
+    def __init__(self) -> None:
+        self.first = array("d")
+        self.zeros = self._count = 0
+        self._mean = self._squares = 0.0
+
+    def add(self, gap_s: float) -> None:
+        self._count += 1
+        self.zeros += gap_s == 0
+        off = gap_s - self._mean
+        self._mean += off / self._count
+        self._squares += off * (gap_s - self._mean)
+        if self._count <= MOST_GAPS:
+            self.first.append(gap_s)
+
+    @property
+    def cv(self) -> float | None:
+        if self._count < 2 or self._mean <= 0:
+            return None
+        return math.sqrt(self._squares / self._count) / self._mean
+
+
+class _Sharing:
+    """A trie of named blocks as one dictionary: (node before, name) -> node."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, int], int] = {}
+        self._shared_tokens = self._tokens = 0
+        self._named = False
+
+    def add(self, request: TraceRequest) -> None:
+        self._tokens += request.prompt_tokens
+        if request.hash_ids is None:
+            return
+        self._named = True
+        node, seen = 0, 0
+        for name in request.hash_ids:
+            key = (node, name)
+            known = self._nodes.get(key)
+            if known is None:
+                known = self._nodes[key] = len(self._nodes) + 1
+            else:
+                seen += 1
+            node = known
+        tokens = seen * (request.hash_block_tokens or 0)
+        self._shared_tokens += min(tokens, request.prompt_tokens)
+
+    @property
+    def share(self) -> float | None:
+        return self._shared_tokens / self._tokens if self._named else None

@@ -1,0 +1,174 @@
+"""`cbatch trace` and `cbatch sim` in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.engine.steplog import StepLogWriter
+from sim.traces.reader import Trace, write_requests
+from sim.traces.request import TraceRequest
+from tests.cli.conftest import Run
+from tests.helpers import World, make_config, make_request
+
+Command = Callable[..., Run]
+SMALL = ("--num-blocks", 200, "--max-model-tokens", 500, "--step-seconds", 0.01)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    requests = [
+        TraceRequest(arrival_s=i * 0.2, prompt_tokens=10 + i, output_tokens=2 + i % 3)
+        for i in range(30)
+    ]
+    write_requests(path, requests)
+    return path
+
+
+def test_show_prints_a_table_a_json_line_and_draws(cbatch: Command, trace: Path) -> None:
+    plot = trace.parent / "plots" / "trace.png"
+    run = cbatch("trace", "show", trace, "--plot", plot)
+    assert run.status == 0 and "requests/s" in run.out
+    last = json.loads(run.out.splitlines()[-1])
+    assert (last["requests"], last["format"]) == (30, "cbatch-requests")
+    assert last["rate_per_s"] == pytest.approx(5.0)
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_convert_sort_sample_and_scale(cbatch: Command, tmp_path: Path) -> None:
+    source = tmp_path / "vidur.csv"
+    source.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n4,10,1\n2,20,2\n8,30,3\n")
+    out = tmp_path / "out.jsonl.gz"
+    refused = cbatch("trace", "convert", source, out)
+    assert refused.status == 2 and "line 3: arrival" in refused.err and not out.exists()
+    assert list(tmp_path.iterdir()) == [source], "nothing half written is left"
+    assert cbatch("trace", "convert", source, out, "--sort").lines[-1]["requests"] == 3
+    assert [(r.arrival_s, r.prompt_tokens) for r in Trace(out)] == [(0, 20), (2, 10), (6, 30)]
+    half = tmp_path / "half.jsonl"
+    assert cbatch("trace", "scale", out, half, "--rate", 2, "--output", 3).status == 0
+    assert [(r.arrival_s, r.output_tokens) for r in Trace(half)] == [(0, 6), (1, 3), (3, 9)]
+    cut = tmp_path / "cut.jsonl"
+    assert cbatch("trace", "sample", half, cut, "--window", "1:", "--requests", 1).status == 0
+    assert [(r.arrival_s, r.prompt_tokens) for r in Trace(cut)] == [(0, 10)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("show", "{trace}", "--seed", 1), "--seed: nothing is drawn"),
+        (("show", "{trace}", "--format", "azur"), "--format: 'azur' is unknown"),
+        (("show", "{trace}", "--format", "azure"), "the file is cbatch-requests"),
+        (("show", "{trace}", "--spread", 3), "not rounded so far"),
+        (("sample", "{trace}", "{out}"), "keeps everything"),
+        (("sample", "{trace}", "{out}", "--window", "900:"), "nothing is left"),
+        (("scale", "{trace}", "{out}"), "changes nothing"),
+        (("scale", "{trace}", "{trace}", "--rate", 2), "the trace itself"),
+        (("show", "{out}"), "cannot be read"),
+        (("convert", "{trace}", "{out}/in/nowhere"), "OUT: "),
+    ],
+)
+def test_bad_commands_say_what_is_wrong(
+    cbatch: Command, trace: Path, argv: tuple[Any, ...], words: str
+) -> None:
+    before = trace.read_bytes()
+    places = {"trace": trace, "out": trace.parent / "out.jsonl"}
+    run = cbatch("trace", *(str(a).format(**places) for a in argv))
+    assert run.status == 2 and words in run.err, run.err
+    assert trace.read_bytes() == before and not places["out"].exists()
+
+
+def test_sim_prints_a_table_and_writes_the_report(cbatch: Command, trace: Path) -> None:
+    files = [trace.parent / name for name in ("a.json", "b.json")]
+    records = trace.parent / "records.jsonl"
+    for file in files:
+        more = ("--slo", "ttft=0.015", "--json", file, "--records", records)
+        run = cbatch("sim", trace, *SMALL, *more)
+    assert run.status == 0 and "time to first token" in run.out
+    assert files[0].read_bytes() == files[1].read_bytes()
+    report = json.loads(files[0].read_bytes())
+    assert report["requests"] == 30 and report["settings"]["cost"] == "constant"
+    assert report["tpot_s"]["mean"] == pytest.approx(0.01)
+    assert report["goodput"]["share"] <= 1
+    assert json.loads(run.out.splitlines()[-1])["requests"] == 30
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    assert len(lines) == 30 and {"ttft_s", "tpot_s", "e2e_s", "queue_s"} <= set(lines[0])
+
+
+def test_sim_by_roofline_with_drafts_and_with_clients(cbatch: Command, trace: Path) -> None:
+    run = cbatch(
+        "sim", trace, "--lookahead", "fixed:3", "--draft-model", "llama-3.2-1b",
+        "--acceptance", 0.8, "--requests", 10,
+    )  # fmt: skip
+    last = run.lines[-1]
+    assert last["requests"] == 10 and last["settings"]["gpu"] == "H100"
+    assert last["speculation"]["drafted_tokens"] > 0
+    clients = cbatch("sim", trace, "--concurrency", 2, "--think", 0.5, "--gpu", "l40s").lines[-1]
+    assert clients["requests"] == 30 and clients["mean_running"] < 2
+
+
+def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
+    small = ("--num-blocks", 2, "--max-model-tokens", 500, "--step-seconds", 0.01)
+    run = cbatch("sim", trace, *small)
+    assert run.status == 0 and "refused" in run.out and "whole KV pool" in run.out
+    assert run.lines[-1]["refused"] == 8 and run.lines[-1]["requests"] == 22
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--acceptance", 0.5), "--acceptance: would be ignored"),
+        (("--draft-model", "llama-3.2-1b"), "--draft-model: would be ignored"),
+        (("--think", 1), "--think: would be ignored"),
+        (("--concurrency", 2, "--rate", 3), "--rate: would be ignored"),
+        (("--step-seconds", 0.1, "--gpu", "H100"), "--gpu: would be ignored"),
+        (("--step-seconds", 0.1), "--num-blocks: is not known"),
+        (("--lookahead", "fixed:2"), "--draft-model: is missing"),
+        (("--lookahead", "sometimes"), "lookahead: 'sometimes'"),
+        ((*SMALL, "--lookahead", "fixed:2", "--acceptance", 1.5), "--acceptance"),
+        (("--slo", "tft=1"), "--slo: 'tft=1'"),
+        (("--slo", "ttft=nan"), "--slo: 'ttft=nan'"),
+        (("--gpu", "H1000"), "--gpu: 'H1000' is unknown"),
+        (("--model", "gpt-7"), "--model: 'gpt-7'"),
+        (("--gpu", "L4", "--model", "llama-3.1-70b"), "leave no room"),
+        (("--rate", -1), "--rate"),
+        (("--requests", 0), "--requests"),
+        (("--concurrency", 0), "concurrency"),
+        (("--json", "/no/such/folder/r.json"), "--json: /no/such"),
+    ],
+)
+def test_bad_options_say_what_is_wrong(
+    cbatch: Command, trace: Path, argv: tuple[Any, ...], words: str
+) -> None:
+    run = cbatch("sim", trace, *argv)
+    assert run.status == 2 and words in run.err, run.err
+
+
+def test_a_step_log_is_a_trace(cbatch: Command, tmp_path: Path) -> None:
+    """What an engine recorded comes back: arrivals, lengths, outputs, and shared prefixes."""
+    path = tmp_path / "steps.jsonl"
+    with StepLogWriter(path) as log:
+        world = World(make_config(eos_ids=(3,)), log=log)
+        for i in range(12):
+            prompt = [*range(10, 22), i] if i % 2 else 9
+            world.add(make_request(f"r{i}", prompt, seed=i, max_tokens=30))
+            world.step()
+        world.scheduler.finish("r11", 0, world.clock())
+        world.run()
+    lengths = {name: len(world.output(name)) for name in world.requests}
+    assert cbatch("trace", "show", path).lines[-1]["format"] == "cbatch-step-log"
+    out = tmp_path / "requests.jsonl"
+    assert cbatch("trace", "convert", path, out).status == 0
+    found = list(Trace(out))
+    kept = [name for name in world.requests if lengths[name]]
+    assert [r.output_tokens for r in found] == [lengths[name] for name in kept]
+    assert [r.prompt_tokens for r in found] == [len(world.requests[n].prompt) for n in kept]
+    assert {r.hash_ids for r in found[1::2]} == {found[1].hash_ids}
+    assert len(found) == 11 and found[-1].arrival_s > 0
+    assert cbatch("sim", out, *SMALL).lines[-1]["requests"] == 11
+    refused = cbatch("trace", "show", path, "--skip-empty")
+    assert refused.status == 2 and "--skip-empty" in refused.err

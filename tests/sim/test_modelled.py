@@ -1,0 +1,205 @@
+"""The fast executor decides and is charged as the checking one: the same scheduler, fed by either,
+makes the same plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sim.modelled
+from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.scheduler import Scheduler
+from sim.costs import LinearCost, StepWork
+from sim.executor import SimExecutor
+from sim.modelled import BernoulliAcceptance, ModelledExecutor
+from sim.models import ModelledAcceptance
+from tests.helpers import make_config, make_request
+
+ACCEPTANCE = 0.6
+
+
+def requests() -> list[Any]:
+    """Prompts that share their beginning, of many lengths, so many that the pool overflows."""
+    rng = np.random.default_rng(5)
+    common = rng.integers(0, 1000, 12).tolist()
+    found = []
+    for i in range(40):
+        own = rng.integers(0, 1000, int(rng.integers(1, 50))).tolist()
+        prompt = common[: int(rng.integers(0, 13))] + own
+        output = int(rng.integers(1, 40))
+        found.append(make_request(f"r{i}", prompt, seed=i, max_tokens=output, ignore_eos=True))
+    return found
+
+
+def serve(executor: Any, config: Any) -> tuple[list[StepPlan], list[StepResult], Scheduler]:
+    """Five requests every few steps, then until all have ended."""
+    scheduler = Scheduler(config)
+    plans, results, waiting = [], [], requests()
+    now_s = 0.0
+    for step in range(3000):
+        if step % 8 == 0:
+            for request in waiting[:5]:
+                scheduler.add(request, now_s)
+            waiting = waiting[5:]
+        plan = scheduler.plan(now_s)
+        if plan is None:
+            if not waiting:
+                break
+            continue
+        plans.append(plan)
+        results.append(executor.run(plan))
+        now_s += results[-1].draft_s + results[-1].target_s
+        scheduler.commit(results[-1], now_s)
+        scheduler.check()
+    assert not scheduler.has_work
+    return plans, results, scheduler
+
+
+def columns(plan: StepPlan) -> list[Any]:
+    arrays = (plan.slots, plan.query_lens, plan.num_drafts, plan.catch_up, plan.wants_logits)
+    admitted = [(a.request_id, a.slot, a.kv_len_tokens) for a in plan.deltas.admitted]
+    return [*(array.tolist() for array in arrays), admitted]
+
+
+def config_for(lookahead: str) -> Any:
+    return make_config(lookahead=lookahead, num_blocks=60, max_slots=6, step_budget_tokens=40)
+
+
+def checked(config: Any) -> SimExecutor:
+    return SimExecutor(
+        num_blocks=config.num_blocks,
+        block_size_tokens=config.block_size_tokens,
+        max_slots=config.max_slots,
+        vocab_size=config.vocab_size,
+        acceptance=ModelledAcceptance(ACCEPTANCE),
+        draft_context_tokens=config.draft_context_tokens,
+        drafter=config.default_chain,
+    )
+
+
+def fast(config: Any, cost: Any = None) -> ModelledExecutor:
+    return ModelledExecutor(
+        max_slots=config.max_slots,
+        cost=cost or LinearCost(),
+        acceptance=BernoulliAcceptance(ACCEPTANCE, max_slots=config.max_slots),
+    )
+
+
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3", "ema:4", "goodput:4"])
+def test_same_plans_and_counts_as_the_checking_executor(lookahead: str) -> None:
+    config = config_for(lookahead)
+    theirs, their_results, their_scheduler = serve(checked(config), config)
+    ours, our_results, scheduler = serve(fast(config), config)
+    assert [columns(p) for p in ours] == [columns(p) for p in theirs]
+    for one, other in zip(our_results, their_results, strict=True):
+        assert one.row_splits.tolist() == other.row_splits.tolist()
+        assert one.num_drafted.tolist() == other.num_drafted.tolist()
+        assert one.num_accepted.tolist() == other.num_accepted.tolist()
+    # It happened: preemptions, prefix hits, and where anybody drafts both verdicts.
+    stats = scheduler.stats
+    assert stats == their_scheduler.stats
+    assert stats.preemptions > 0 and stats.prefix_hit_tokens > 0
+    if lookahead != "off":
+        assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+def test_durations_are_those_of_the_checking_executor() -> None:
+    """Their formulas are the same but for what a draft costs that was not planned as one."""
+    config = config_for("off")
+    _, theirs, _ = serve(checked(config), config)
+    _, ours, _ = serve(fast(config), config)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.target_s == pytest.approx(other.target_s, rel=1e-9)
+
+
+def test_a_lost_steady_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail: an executor that forgets how far a quiet run came."""
+
+    def forget(self: ModelledExecutor, steady: Any) -> None:
+        self._steady = None
+
+    monkeypatch.setattr(ModelledExecutor, "_leave_steady", forget)
+    config = config_for("off")
+    _, theirs, _ = serve(checked(config), config)
+    _, ours, _ = serve(fast(config), config)
+    assert [r.target_s for r in ours] != pytest.approx([r.target_s for r in theirs])
+
+
+class Watching:
+    """A cost model that keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.works: list[dict[str, int]] = []
+
+    def step_s(self, work: StepWork) -> tuple[float, float]:
+        self.works.append({name: getattr(work, name) for name in work.__struct_fields__})
+        return 0.0, 0.01
+
+
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
+def test_composition_of_a_step(lookahead: str) -> None:
+    """Recomputed row by row from the plans: verifying is charged at k + 1, whatever it yields."""
+    config, cost = config_for(lookahead), Watching()
+    plans, results, _ = serve(fast(config, cost), config)
+    state: dict[int, list[int]] = {}  # by slot: tokens known, in KV
+    verified = 0
+    for plan, result, work in zip(plans, results, cost.works, strict=True):
+        for a in plan.deltas.admitted:
+            state[a.slot] = [len(a.tokens), a.kv_len_tokens]
+        expected = dict.fromkeys(work, 0)
+        expected |= {"rows": plan.num_rows, "admitted": len(plan.deltas.admitted)}
+        expected["draft_depth"] = int(plan.num_drafts.max())
+        for i, slot in enumerate(plan.slots.tolist()):
+            known, kv_len = state[slot]
+            query, drafts = int(plan.query_lens[i]), int(plan.num_drafts[i])
+            kind = "decode" if known - kv_len == 1 else "prefill"
+            expected["decode_rows"] += kind == "decode"
+            expected[f"{kind}_tokens"] += query
+            expected[f"{kind}_context_tokens"] += kv_len + query
+            expected[f"{kind}_pairs"] += sum(kv_len + q + 1 for q in range(query))
+            expected["logit_tokens"] += int(plan.wants_logits[i]) + drafts
+            expected["draft_tokens"] += drafts
+            expected["draft_context_tokens"] += kv_len if drafts else 0
+            expected["ingested_tokens"] += int(plan.catch_up[i])
+            verified += drafts
+            emitted = int(result.row_splits[i + 1] - result.row_splits[i])
+            accepted = int(result.num_accepted[i])
+            state[slot] = [known + emitted, kv_len + query - drafts + accepted]
+        assert work == expected
+    assert (verified > 0) is (lookahead != "off")
+
+
+def test_noise_of_acceptance_is_that_of_the_scalar_model() -> None:
+    fast_model, scalar = BernoulliAcceptance(0.5, max_slots=3), ModelledAcceptance(0.5)
+    seeds = {0: (2**64 - 1, 0), 1: (7, 0), 2: (7, 3)}
+    for slot, (seed, choice) in seeds.items():
+        fast_model.admit(slot, "x", seed, choice)
+    rng = np.random.default_rng(0)
+    slots = np.array([0, 1, 2])
+    seen = set()
+    for _ in range(100):
+        positions, drafted = rng.integers(0, 10**6, 3), rng.integers(0, 6, 3)
+        found = fast_model.num_accepted(slots, positions, drafted).tolist()
+        for slot in range(3):
+            seed, choice = seeds[slot]
+            args = ("x", seed, choice, int(positions[slot]), int(drafted[slot]))
+            assert found[slot] == scalar.num_accepted(*args)
+        seen.update(found)
+    assert seen == {0, 1, 2, 3, 4, 5}
+
+
+def test_drafts_without_a_model_of_acceptance_are_refused() -> None:
+    config = config_for("fixed:3")
+    executor = ModelledExecutor(max_slots=config.max_slots, cost=LinearCost())
+    with pytest.raises(ValueError, match="acceptance"):
+        serve(executor, config)
+
+
+def test_mixing_arrays_is_mixing_numbers() -> None:
+    from sim.tokens import mix
+
+    states = np.array([0, 1, 2**64 - 1], np.uint64)
+    mixed = sim.modelled.mix_arrays(states, np.uint64(12345))
+    assert mixed.tolist() == [mix(int(state), 12345) for state in states]

@@ -1,0 +1,273 @@
+"""Every format: what is read, that it is found out, and that bad input names file, line, field."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sim.traces.reader import Trace, sort_requests, write_requests
+from sim.traces.request import TraceError, TraceRequest
+
+SHARED = Path(__file__).parents[3].parent / "shared" / "data"
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+"""
+AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
+2024-05-12 00:00:14+00:00,10,3
+2024-05-12 00:00:14.250000+00:00,20,4
+"""
+MOONCAKE = """{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
+{"timestamp": 3000, "input_length": 1025, "output_length": 6, "hash_ids": [0, 2, 3]}
+"""
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,GPT-4,1087,230,1317,API log
+"""
+BURSTGPT_3 = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,\
+Total tokens,Log Type
+19440110.0,1722ac82,43,GPT-4,906,446,1352,Conversation log
+19440161.0,,2,ChatGPT,36,29,65,API log
+"""
+BAILIAN = """{"chat_id": 7, "parent_chat_id": -1, "timestamp": 1.5, "input_length": 20, \
+"output_length": 4, "type": "text", "turn": 1, "hash_ids": [5, 6]}
+{"chat_id": 9, "parent_chat_id": 7, "timestamp": 2.0, "input_length": 40, "output_length": 4, \
+"type": "text", "turn": 2, "hash_ids": [5, 6, 8]}
+"""
+VIDUR = """arrived_at,num_prefill_tokens,num_decode_tokens
+0.5,100,10
+0.75,200.0,20
+"""
+SERVEGEN = """arrival_s,client,input,output,reason_ratio
+0.1,3,10,5,0.5
+0.4,1,20,6,0.1
+"""
+VLLM_RUN = """{"request_id": "a", "input_toks": 8, "output_toks": 2, "arrival_time": 1777142838.5, \
+"queued_ts": 1, "scheduled_ts": 1, "first_token_ts": 2, "last_token_ts": 3}
+{"request_id": "b", "input_toks": 9, "output_toks": 3, "arrival_time": 1777142839.0}
+"""
+BENCH = {
+    "start_times": [12.5, 12.0],
+    "input_lens": [7, 8],
+    "output_lens": [2, 3],
+    "backend": "vllm",
+}
+LOG = """{"format": "cbatch-requests", "version": 1}
+{"arrival_s": 0.0, "prompt_tokens": 20, "output_tokens": 3, "hash_ids": [1, 2], \
+"hash_block_tokens": 16, "session": "s", "priority": -1, "ttft_slo_s": 0.5}
+{"arrival_s": 0.0, "prompt_tokens": 30, "output_tokens": 4, "session": "s", "think_s": 1.5}
+"""
+
+
+def write(folder: Path, text: str | bytes, name: str = "trace") -> Path:
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def request(arrival_s: float, prompt: int, output: int, **more: Any) -> TraceRequest:
+    return TraceRequest(
+        arrival_s=pytest.approx(arrival_s, abs=2e-6),
+        prompt_tokens=prompt,
+        output_tokens=output,
+        **more,
+    )
+
+
+BLOCKS = {"hash_block_tokens": 512}
+EXPECTED = {
+    "azure": (AZURE, [request(0, 374, 44), request(4.314579, 396, 109)]),
+    "azure-2024": (AZURE_2024, [request(0, 10, 3), request(0.25, 20, 4)]),
+    "mooncake": (
+        MOONCAKE,
+        [request(0, 600, 5, hash_ids=(0, 1), **BLOCKS)]
+        + [request(3, 1025, 6, hash_ids=(0, 2, 3), **BLOCKS)],
+    ),
+    "burstgpt": (BURSTGPT, [request(0, 472, 18), request(40, 1087, 230)]),
+    "burstgpt-3": (BURSTGPT_3, [request(0, 906, 446, session="1722ac82"), request(51, 36, 29)]),
+    "bailian": (
+        BAILIAN,
+        [request(0, 20, 4, hash_ids=(5, 6), hash_block_tokens=16, session="7")]
+        + [request(0.5, 40, 4, hash_ids=(5, 6, 8), hash_block_tokens=16, session="7")],
+    ),
+    "vidur": (VIDUR, [request(0, 100, 10), request(0.25, 200, 20)]),
+    "servegen-requests": (SERVEGEN, [request(0, 10, 5), request(0.3, 20, 6)]),
+    "vllm-run": (VLLM_RUN, [request(0, 8, 2), request(0.5, 9, 3)]),
+    "vllm-bench": (json.dumps(BENCH), [request(0, 8, 3), request(0.5, 7, 2)]),
+    "vllm-bench, indented": (json.dumps(BENCH, indent=1), [request(0, 8, 3), request(0.5, 7, 2)]),
+    "cbatch-requests": (
+        LOG,
+        [
+            request(
+                0,
+                20,
+                3,
+                hash_ids=(1, 2),
+                hash_block_tokens=16,
+                session="s",
+                priority=-1,
+                ttft_slo_s=0.5,
+            ),
+            request(0, 30, 4, session="s", think_s=1.5),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("zipped", [False, True])
+def test_format_is_found_out_and_read(tmp_path: Path, name: str, zipped: bool) -> None:
+    text, expected = EXPECTED[name]
+    trace = Trace(write(tmp_path, gzip.compress(text.encode()) if zipped else text))
+    assert name.startswith(trace.format)
+    assert list(trace) == expected
+    assert list(trace) == expected, "a second reading starts anew"
+
+
+def test_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
+    path = write(tmp_path, b"\xef\xbb\xbf" + AZURE.replace("\n", "\r\n").encode())
+    assert list(Trace(path)) == EXPECTED["azure"][1]
+
+
+BAD = {
+    # name: (text, line or None, field, words)
+    "no file": (None, None, "file", "cannot be read"),
+    "empty": ("", None, "file", "is empty"),
+    "header alone": ("TIMESTAMP,ContextTokens,GeneratedTokens\n", None, "file", "no requests"),
+    "unknown table": ("a,b,c\n1,2,3\n", 1, "columns", "no known format"),
+    "unknown object": ('{"a": 1}\n', 1, "columns", "no known format"),
+    "unknown column": (VIDUR.replace("\n", ",x\n", 1), 1, "x", "unknown column"),
+    "unknown field": (MOONCAKE.replace("}\n", ', "x": 1}\n'), 1, "x", "not a field"),
+    "short row": (AZURE + "2023-11-16 18:15:51,1\n", 4, "columns", "2 cells under 3"),
+    "not JSON": (MOONCAKE + "{nonsense\n", 3, "line", "is not JSON"),
+    "no object": (MOONCAKE + "[1]\n", 3, "line", "not a JSON object"),
+    "NaN in a table": (VIDUR.replace("0.75", "nan"), 3, "arrived_at", "finite"),
+    "NaN in JSON": (MOONCAKE.replace("3000", "NaN"), 2, "line", "is not JSON"),
+    "infinity": (VIDUR.replace("0.75", "inf"), 3, "arrived_at", "finite"),
+    "negative stamp": (VIDUR.replace("0.5", "-0.5"), 2, "arrived_at", "negative"),
+    "no time": (AZURE.replace("2023-11-16 18:15:50", "yesterday"), 3, "TIMESTAMP", "no time"),
+    "unsorted": (VIDUR + "0.6,1,1\n", 4, "arrival", "--sort"),
+    "no output": (BURSTGPT + "50,ChatGPT,3,0,3,API log\n", 4, "output", "--skip-empty"),
+    "no prompt": (VIDUR + "1,0,3\n", 4, "prompt", "0 tokens"),
+    "negative length": (VIDUR + "1,-4,3\n", 4, "num_prefill_tokens", "negative"),
+    "half a token": (VIDUR + "1,4.5,3\n", 4, "num_prefill_tokens", "not whole"),
+    "a word for a length": (VIDUR + "1,four,3\n", 4, "num_prefill_tokens", "not a number"),
+    "true for a length": (MOONCAKE.replace("600", "true"), 1, "input_length", "finite number"),
+    "nothing for a length": (VIDUR + "1,,3\n", 4, "num_prefill_tokens", "missing"),
+    "a field short": (MOONCAKE + '{"timestamp": 9, "input_length": 1}', 3, "output_length", "miss"),
+    "too few blocks": (MOONCAKE.replace("[0, 2, 3]", "[0]"), 2, "hash_ids", "names 1 blocks"),
+    "too many blocks": (MOONCAKE.replace("[0, 1]", "[0, 1, 4]"), 1, "hash_ids", "names 3 blocks"),
+    "a block without a number": (MOONCAKE.replace("[0, 1]", '["a", 1]'), 1, "hash_ids", "list"),
+    "not UTF-8": (AZURE.encode() + b"\xff\n", 4, "line", "not UTF-8"),
+    "truncated gzip": (
+        gzip.compress((VIDUR + "2,1,1\n" * 9999).encode())[:-20],
+        1,
+        "gzip",
+        "ends or breaks",
+    ),
+    "broken gzip": (b"\x1f\x8b" + b"x" * 50, 0, "gzip", "ends or breaks"),
+    "another version": (LOG.replace('"version": 1', '"version": 2'), 1, "version", "unknown"),
+    "think without session": (LOG.replace(', "session": "s"', ""), 3, "session", "missing"),
+    "blocks without size": (LOG.replace('"hash_block_tokens": 16, ', ""), 2, "hash_block", "miss"),
+    "bench without stamps": ('{"input_lens": [1], "output_lens": [1]}', 1, "start_t", "detailed"),
+    "bench of unequal columns": (
+        '{"input_lens": [1, 2], "output_lens": [1], "start_times": [1]}',
+        1,
+        "input_lens",
+        "longer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_names_file_line_and_field(tmp_path: Path, name: str) -> None:
+    text, line, field, words = BAD[name]
+    path = tmp_path / "absent" if text is None else write(tmp_path, text)
+    with pytest.raises(TraceError) as caught:
+        list(Trace(path))
+    error = caught.value
+    if name == "truncated gzip":  # where the decoder stops is its own business
+        assert error.line is not None and 1 <= error.line <= 10_002
+    else:
+        assert error.line == line
+    assert error.field.startswith(field) and words in str(error)
+    assert str(path) in str(error)
+    assert not error.line or f"line {error.line}" in str(error)
+
+
+def test_another_format_than_was_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path, VIDUR)
+    assert Trace(path, format="vidur").format == "vidur"
+    for wrong in ("azure", "mooncake", "cbatch-requests"):
+        with pytest.raises(TraceError, match="vidur"):
+            Trace(path, format=wrong)
+    broken = write(tmp_path, VIDUR.replace("arrived_at", "arrived"), "broken")
+    with pytest.raises(TraceError, match="arrived_at: is no column"):
+        list(Trace(broken, format="vidur"))
+
+
+def test_failed_requests_are_left_out_and_counted(tmp_path: Path) -> None:
+    trace = Trace(
+        write(tmp_path, "Timestamp,Request tokens,Response tokens\n3,5,0\n4,6,2\n5,0,0\n9,1,1")
+    )
+    with pytest.raises(TraceError, match="line 2: output"):
+        list(trace)
+    trace = Trace(trace.path, skip_empty=True)
+    assert [(r.arrival_s, r.prompt_tokens) for r in trace] == [(0, 6), (5, 1)]
+    assert trace.skipped == 2
+
+
+def test_unsorted_traces_can_be_sorted(tmp_path: Path) -> None:
+    path = write(tmp_path, "arrived_at,num_prefill_tokens,num_decode_tokens\n5,1,1\n2,2,2\n9,3,3\n")
+    ordered = sort_requests(Trace(path, in_order=False))
+    assert [(r.arrival_s, r.prompt_tokens) for r in ordered] == [(0, 2), (3, 1), (7, 3)]
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz"])
+def test_what_is_written_is_read_again(tmp_path: Path, name: str) -> None:
+    requests = list(Trace(write(tmp_path, LOG)))
+    for path in (tmp_path / name, tmp_path / f"again-{name}"):
+        assert write_requests(path, requests) == 2
+    assert list(Trace(tmp_path / name)) == requests
+    assert (tmp_path / name).read_bytes() == (tmp_path / f"again-{name}").read_bytes()
+
+
+def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
+    """8,000 requests are read within the memory of a few hundred."""
+    rows = "".join(f"{i},{i % 900 + 1},{i % 90 + 1}\n" for i in range(8_000))
+    path = write(tmp_path, "arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
+    tracemalloc.start()
+    try:
+        count = sum(1 for _ in Trace(path))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        held = list(Trace(path))
+        held_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count == len(held) == 8_000
+    assert peak_bytes < 1e5 < 5e5 < held_bytes
+
+
+@pytest.mark.shared_data
+@pytest.mark.parametrize(
+    ("name", "format", "count", "tokens"),
+    [
+        ("traces/azure2023/AzureLLMInferenceTrace_conv.csv", "azure", 19_366, 1_155),
+        ("traces/mooncake/synthetic_trace.jsonl", "mooncake", 3_993, 15_325),
+        ("traces/mooncake/arxiv_mooncake_trace_first1000.jsonl", "mooncake", 1_000, 9_792),
+        ("measured/vllm_runs/RTXPRO6000_Llama-3.1-8B/requests.jsonl", "vllm-run", 300, 857),
+    ],
+)
+def test_published_traces(name: str, format: str, count: int, tokens: int) -> None:
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is absent")
+    trace = Trace(SHARED / name)
+    lengths = [r.prompt_tokens for r in trace]
+    assert (trace.format, len(lengths)) == (format, count)
+    assert sum(lengths) / count == pytest.approx(tokens, abs=1)
