@@ -9,9 +9,10 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
+from cbatch.choices import Prompt
 from cbatch.core.request import SamplingParams
-from cbatch.outputs import Output
-from cbatch.stepwise import Accepted, Engine, Prompt
+from cbatch.outputs import Accepted, Output
+from cbatch.stepwise import Engine
 
 _logger = logging.getLogger("cbatch")
 
