@@ -141,6 +141,9 @@ class EngineClient:
 
     def add(self, request: Request, listener: Listener) -> None:
         """Its id is the caller's, and free. The caller has asked `engine.config.check_request`."""
+        if self.down is not None:
+            listener.on_lost(self.down)
+            return
         transcript = _Transcript(request, listener)
         self._open[request.request_id] = transcript
         if self.up and self._trial is None:

@@ -18,8 +18,8 @@ _DRAIN_MS = 20  # what a dead engine sent may still be on its way for as long
 
 
 class Death(NamedTuple):
-    """`cause` follows "the engine". `from_outside`: nothing in the process itself sends this signal;
-    the operator or the system's memory guard did."""
+    """`cause` follows "the engine". `from_outside`: by a signal that nothing in the process itself
+    sends, but an operator does, or a system short of memory."""
 
     cause: str
     from_outside: bool = False
