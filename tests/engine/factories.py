@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from cbatch.core.errors import FieldError
 from cbatch.core.plan import StepPlan, StepResult
 from cbatch.core.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
@@ -22,13 +23,14 @@ SIZES = {"num_blocks": 2048, "max_model_tokens": 512, "block_size_tokens": 4, "m
 
 
 class MortalExecutor:
-    """Takes `step_s`, and dies (or hangs) whenever it runs a request that has just emitted output
-    token number `at` and whose prompt begins with `poison`."""
+    """A step takes `step_s`. It dies in every step with a request whose prompt begins with `poison`
+    once that has `at` output tokens or more."""
 
-    def __init__(self, inner: SimExecutor, step_s: float, poison: int | None, at: int) -> None:
+    def __init__(
+        self, inner: SimExecutor, step_s: float, poison: int | None, at: int, death: str
+    ) -> None:
         self._inner, self._step_s = inner, step_s
-        self._poison, self._at = poison, at
-        self.death = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        self._poison, self._at, self._death = poison, at, death
         self._doomed: dict[int, int] = {}  # slot: tokens it may still emit
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -39,7 +41,7 @@ class MortalExecutor:
                 self._doomed[admission.slot] = self._at - emitted
         for slot in plan.slots.tolist():
             if self._doomed.get(slot, 1) <= 0:
-                self.death()
+                self._die()
         time.sleep(self._step_s)
         result = self._inner.run(plan)
         for row, slot in enumerate(plan.slots.tolist()):
@@ -47,6 +49,11 @@ class MortalExecutor:
                 emitted = int(result.row_splits[row + 1] - result.row_splits[row])
                 self._doomed[slot] -= emitted
         return result
+
+    def _die(self) -> None:
+        if self._death == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def reset(self) -> None:
         self._inner.reset()
@@ -60,6 +67,7 @@ class SimFactory(msgspec.Struct, frozen=True):
     step_s: float = 0.0
     poison: int | None = None
     poison_at: int = 0
+    death: Literal["kill", "exit"] = "kill"
     sizes: dict[str, Any] = {}
 
     def config(self) -> Any:
@@ -79,9 +87,20 @@ class SimFactory(msgspec.Struct, frozen=True):
             drafter=config.default_chain,
             acceptance=ModelledAcceptance(0.7),
         )
-        return MortalExecutor(inner, self.step_s, self.poison, self.poison_at)
+        return MortalExecutor(inner, self.step_s, self.poison, self.poison_at, self.death)
 
     def __call__(self) -> EngineParts:
         scheduler = Scheduler(self.config())
         loop = StepLoop(scheduler, self.executor(), clock=time.monotonic)
         return EngineParts(scheduler, loop, info={"model": "sim"})
+
+
+class BrokenFactory(msgspec.Struct, frozen=True):
+    """Cannot make an engine, and says so in one of two ways."""
+
+    names_field: bool
+
+    def __call__(self) -> EngineParts:
+        if self.names_field:
+            raise FieldError("num_blocks", "too few", "give more")
+        raise RuntimeError("no such device")
