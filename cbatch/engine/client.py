@@ -102,6 +102,7 @@ class EngineClient:
         self.engine: Ready | None = None  # what it said when it was first ready
         self.stats: EngineStats | None = None  # its last word
         self.num_starts = 0
+        self.num_tokens = 0  # that came for requests that were open, from all engines together
         self.down: str | None = None  # why it is gone for good
         self.on_step: Callable[[Stepped], None] | None = None  # for metrics and pages
 
@@ -245,6 +246,7 @@ class EngineClient:
                 continue  # its owner ended it while the step ran
             link.committed = True
             transcript.tokens += row.tokens
+            self.num_tokens += len(row.tokens)
             self._evidence.clear(transcript.request.request_id)
             ending = endings.pop(row.request_id, None)
             if ending is not None:

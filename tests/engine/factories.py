@@ -68,6 +68,7 @@ class SimFactory(msgspec.Struct, frozen=True):
     poison: int | None = None
     poison_at: int = 0
     death: Literal["kill", "exit"] = "kill"
+    depth: int = 0
     sizes: dict[str, Any] = {}
 
     def config(self) -> Any:
@@ -76,9 +77,9 @@ class SimFactory(msgspec.Struct, frozen=True):
             sizes.setdefault("draft_context_tokens", sizes["max_model_tokens"])
         return make_config(lookahead=self.lookahead, vocab_size=self.vocab_size, **sizes)
 
-    def executor(self) -> MortalExecutor:
+    def executor(self) -> SimExecutor:
         config = self.config()
-        inner = SimExecutor(
+        return SimExecutor(
             num_blocks=config.num_blocks,
             block_size_tokens=config.block_size_tokens,
             max_slots=config.max_slots,
@@ -87,11 +88,14 @@ class SimFactory(msgspec.Struct, frozen=True):
             drafter=config.default_chain,
             acceptance=ModelledAcceptance(0.7),
         )
-        return MortalExecutor(inner, self.step_s, self.poison, self.poison_at, self.death)
 
     def __call__(self) -> EngineParts:
         scheduler = Scheduler(self.config())
-        loop = StepLoop(scheduler, self.executor(), clock=time.monotonic)
+        executor: Any = self.executor()
+        if not self.depth:
+            death = self.death
+            executor = MortalExecutor(executor, self.step_s, self.poison, self.poison_at, death)
+        loop = StepLoop(scheduler, executor, clock=time.monotonic, depth=self.depth)
         return EngineParts(scheduler, loop, info={"model": "sim"})
 
 

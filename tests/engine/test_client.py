@@ -68,11 +68,13 @@ def test_a_resume_that_forgets_tokens_would_be_seen(monkeypatch: pytest.MonkeyPa
         asyncio.run(kill_rounds(1, max_tokens=60, seed=1))
 
 
-def test_kills_before_any_token_convict_nobody() -> None:
+def test_kills_before_any_token_convict_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.1)
+
     async def scene() -> None:
         async with running(SLOW) as client:
             watched = watch(client, 20, count=8)
-            for start in range(1, 6):
+            for start in range(1, 5):
                 while client.num_starts < start or not client.up:
                     await asyncio.sleep(0.001)
                 assert client.pid is not None
@@ -80,15 +82,14 @@ def test_kills_before_any_token_convict_nobody() -> None:
                 while client.up:
                     await asyncio.sleep(0.001)
             await all_over(watched)
-            assert client.num_starts == 6
+            assert client.num_starts == 5
         assert_undisturbed(watched, SLOW)
 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("death", ["kill", "exit"])
-def test_a_poison_request_ends_alone(death: str) -> None:
-    factory = SimFactory(step_s=0.002, poison=7, poison_at=9, death=death)
+def test_a_poison_request_ends_alone() -> None:
+    factory = SimFactory(step_s=0.002, poison=7, poison_at=9, death="kill")
 
     async def scene() -> None:
         async with running(factory) as client:
@@ -132,17 +133,9 @@ def test_a_hung_step_is_killed_and_its_requests_go_on() -> None:
             assert client.pid is not None
             os.kill(client.pid, signal.SIGSTOP)
             await all_over(watched)
-            assert client.num_starts == 2
+            await asyncio.sleep(1.5)
+            assert client.num_starts == 2, "an idle engine is no hung one"
         assert_undisturbed(watched, SLOW)
-
-    asyncio.run(scene())
-
-
-def test_an_idle_engine_is_not_taken_for_a_hung_one() -> None:
-    async def scene() -> None:
-        async with running(SimFactory(), hang_timeout_s=1.0) as client:
-            await asyncio.sleep(2.0)
-            assert client.num_starts == 1 and client.stats is not None
 
     asyncio.run(scene())
 

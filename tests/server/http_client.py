@@ -64,11 +64,18 @@ class Client:
 
 @contextmanager
 def serving(engine: Engine, limits: Limits | None = None) -> Iterator[Client]:
-    """Serves what the engine would run, on a free port, until the block ends."""
+    """Serves what the engine would run, in a thread, until the block ends."""
+    client = EngineClient(partial(EngineThread, engine.scheduler, engine.loop))
+    with serving_service(EngineService(client, engine.tokenizer, limits=limits)) as served:
+        yield served
+
+
+@contextmanager
+def serving_service(service: EngineService) -> Iterator[Client]:
+    """HTTP on a free port, in a thread."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    client = EngineClient(partial(EngineThread, engine.scheduler, engine.loop))
-    app = create_app(EngineService(client, engine.tokenizer, limits=limits), MODEL)
+    app = create_app(service, MODEL)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
