@@ -80,12 +80,14 @@ async def _serve(
         for line in msgspec.convert(engine.info, EngineInfo).lines():
             console.print(line, soft_wrap=True)
         name = args.served_name or (Path(model).name if args.model else "cbatch-demo")
-        where = f"serving {name} on http://{args.host}:{args.port}/v1/completions"
-        app = create_app(service, name)
-        config = uvicorn.Config(app, host=args.host, port=args.port, log_level="warning")
-        server = DrainingServer(
-            config, service, grace_s=args.grace, on_listening=partial(console.print, where)
+        config = uvicorn.Config(
+            create_app(service, name), host=args.host, port=args.port, log_level="warning"
         )
+
+        def announce(port: int) -> None:
+            console.print(f"serving {name} on http://{args.host}:{port}/v1/completions")
+
+        server = DrainingServer(config, service, grace_s=args.grace, on_listening=announce)
         await server.serve()
     finally:
         await service.stop()

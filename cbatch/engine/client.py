@@ -99,7 +99,7 @@ class EngineClient:
         self._started: asyncio.Future[Ready]
         self._stopping = asyncio.Event()
         self._barren_deaths, self._pause_s = 0, 0.0
-        self.engine: Ready | None = None  # what it said when it was first ready
+        self.engine: Ready | None = None  # what it said when it was ready
         self.stats: EngineStats | None = None  # its last word
         self.num_starts = 0
         self.num_tokens = 0  # that came for requests that were open, from all engines together
@@ -215,7 +215,7 @@ class EngineClient:
         match event:
             case Ready():
                 link.ready = True
-                self.engine = self.engine or event
+                self.engine = event
                 if not self._started.done():
                     self._started.set_result(event)
                 self._distribute()
@@ -270,7 +270,7 @@ class EngineClient:
             self._give_up(f"the engine's keeper failed: {error!r}")
         finally:
             if not self._started.done():
-                self._started.set_exception(EngineStartError("the engine was stopped"))
+                self._started.set_exception(EngineStartError(self.down or "the engine was stopped"))
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _live_once(self, folder: Path) -> None:
@@ -285,6 +285,7 @@ class EngineClient:
             )
         finally:
             self._link = None
+            link.kill()  # dead already, but for a failure of ours
             in_flight = link.recorder.read()
             death = link.close()
         if self._stopping.is_set():
@@ -324,7 +325,8 @@ class EngineClient:
 
     def _give_up(self, message: str) -> None:
         self.down = message
-        for transcript in list(self._open.values()):
+        while self._open:  # whoever is told may cancel others
+            transcript = next(iter(self._open.values()))
             self._forget(transcript)
             transcript.listener.on_lost(message)
 

@@ -16,7 +16,8 @@ _FLUSH_S = 5  # answers that are complete may take this long to reach their clie
 
 class DrainingServer(uvicorn.Server):
     """On the first signal it goes on listening, so that clients are told, until everything that was
-    accepted has finished or `grace_s` is over. On the second it stops at once."""
+    accepted has finished or `grace_s` is over. On the second it stops at once. `on_listening` is
+    given the port."""
 
     def __init__(
         self,
@@ -24,7 +25,7 @@ class DrainingServer(uvicorn.Server):
         service: EngineService,
         *,
         grace_s: float,
-        on_listening: Callable[[], None],
+        on_listening: Callable[[int], None],
     ) -> None:
         config.timeout_graceful_shutdown = _FLUSH_S
         super().__init__(config)
@@ -39,7 +40,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            self._on_listening()
+            self._on_listening(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         assert self._loop is not None

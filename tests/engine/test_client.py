@@ -47,7 +47,7 @@ async def kill_rounds(rounds: int, max_tokens: int, seed: int) -> None:
         watched = watch(client, max_tokens)
         cut = [await kill_mid_stream(client, watched, rng) for _ in range(rounds)]
         assert min(cut) > 0 and sum(cut) > rounds * NUM_STREAMS / 2, "the kills hit no streams"
-        await all_over(watched, 30 + 5 * rounds)
+        await all_over(watched)
         assert client.num_starts == rounds + 1
     assert_undisturbed(watched, SLOW)
 
@@ -126,15 +126,17 @@ def test_without_evidence_the_poison_would_take_all_along(monkeypatch: pytest.Mo
 
 def test_a_hung_step_is_killed_and_its_requests_go_on() -> None:
     async def scene() -> None:
-        async with running(SLOW, hang_timeout_s=1.0) as client:
+        async with running(SLOW, hang_timeout_s=2.0) as client:
             watched = watch(client, 40, count=4)
             while not all(each.streaming for each in watched):
                 await asyncio.sleep(0.001)
             assert client.pid is not None
             os.kill(client.pid, signal.SIGSTOP)
             await all_over(watched)
-            await asyncio.sleep(1.5)
-            assert client.num_starts == 2, "an idle engine is no hung one"
+            assert client.num_starts == 2
+            client.stats = None
+            while client.stats is None:  # an idle engine gives signs of life
+                await asyncio.sleep(0.01)
         assert_undisturbed(watched, SLOW)
 
     asyncio.run(scene())
@@ -197,7 +199,7 @@ def test_an_engine_does_not_outlive_its_owner(tmp_path: Path) -> None:
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
         owner.kill()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 120
     while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text():
         assert time.monotonic() < deadline_s, "it lives on"
         time.sleep(0.02)

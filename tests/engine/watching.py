@@ -67,7 +67,7 @@ async def running(factory: SimFactory, **timeouts: float) -> AsyncIterator[Engin
         await client.stop()
 
 
-async def all_over(watched: Iterable[Watched], limit_s: float = 60) -> None:
+async def all_over(watched: Iterable[Watched], limit_s: float = 300) -> None:
     await asyncio.wait_for(asyncio.gather(*(each.over.wait() for each in watched)), limit_s)
 
 

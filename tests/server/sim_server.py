@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from functools import partial
 
@@ -26,17 +25,14 @@ class Settings(msgspec.Struct, frozen=True):
 
 async def serve(settings: Settings) -> None:
     service = EngineService(EngineClient(partial(EngineProcess, settings.factory)), TOKENIZER)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    config = uvicorn.Config(create_app(service, "toy"), log_level="warning")
+    config = uvicorn.Config(create_app(service, "toy"), port=0, log_level="warning")
     server = DrainingServer(
         config,
         service,
         grace_s=settings.grace_s,
-        on_listening=lambda: print(port, flush=True),
+        on_listening=lambda port: print(port, flush=True),
     )
-    await server.serve([listener])
+    await server.serve()
 
 
 if __name__ == "__main__":

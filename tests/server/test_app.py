@@ -264,10 +264,12 @@ def test_an_engine_that_dies_answers_everyone(
     with serving(engine) as client:
         results: list[Any] = []
         thread = threading.Thread(
-            target=lambda: results.append(client.post({"prompt": PROMPT, "max_tokens": 8000}))
+            target=lambda: results.append(
+                client.post({"prompt": PROMPT, "max_tokens": 8000, "n": 2})
+            )
         )
         thread.start()
-        wait_until(lambda: engine.scheduler.num_running == 1)
+        wait_until(lambda: engine.scheduler.num_running == 2)
 
         def broken() -> None:
             raise RuntimeError("broken on purpose")
@@ -277,7 +279,7 @@ def test_an_engine_that_dies_answers_everyone(
         assert results[0][0] == 503
         assert client.post({"prompt": PROMPT})[0] == 503
         assert client.get("/health")[0] == 503
-    assert "broken on purpose" in caplog.text
+    assert "broken on purpose" in caplog.text and "keeper failed" not in caplog.text
 
 
 def test_shutdown_ends_open_streams(monkeypatch: pytest.MonkeyPatch) -> None:
