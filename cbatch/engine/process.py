@@ -52,7 +52,7 @@ class EngineParts(NamedTuple):
     scheduler: Scheduler
     loop: StepLoop
     drafters: tuple[str, ...] = ()
-    info: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    info: dict[str, Any] = {}
 
 
 Factory = Callable[[], EngineParts]  # picklable: it is called in the new process
@@ -73,7 +73,7 @@ class EngineServer:
     def run(self) -> None:
         """Until it is told to stop."""
         config = self._scheduler.config
-        self._send(Ready(os.getpid(), config, self._parts.drafters, self._parts.info))
+        self._send(Ready(config, self._parts.drafters, self._parts.info))
         while self._obey():
             if self._busy:
                 self._step()
@@ -189,7 +189,9 @@ def _make(factory: Factory, socket: zmq.Socket[bytes]) -> EngineParts | None:
     except FieldError as error:
         socket.send(encode(StartFailed(error.problem, error.field, error.remedy)))
     except Exception as error:
-        _logger.exception("the engine did not start")
+        # An error of ours says all in its message; any other may need its traceback.
+        level = logging.INFO if isinstance(error, ValueError) else logging.ERROR
+        _logger.log(level, "the engine did not start", exc_info=True)
         socket.send(encode(StartFailed(str(error) or repr(error))))
     return None
 

@@ -63,7 +63,6 @@ class Ready(Message, frozen=True):
     """The model is loaded. `config` decides which requests are accepted; `drafters` are the names
     that they may ask for; `info` is for people."""
 
-    pid: int
     config: SchedulerConfig
     drafters: tuple[str, ...]
     info: dict[str, Any]

@@ -53,7 +53,7 @@ def test_commands(command: Any) -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        Ready(12, make_config(lookahead="fixed:3"), ("model",), {"model": "m", "blocks": 3}),
+        Ready(make_config(lookahead="fixed:3"), ("model",), {"model": "m", "blocks": 3}),
         StartFailed("no", "num_blocks", "more"),
         Heartbeat(STATS),
         Stepped(
