@@ -15,7 +15,7 @@ from cbatch.core.controller import LookaheadController, Room, StepCost
 from cbatch.core.cost import CostModel, CostProfile, StepLoad
 from cbatch.core.goodput import decide
 from cbatch.core.lookahead import survival
-from cbatch.core.regime import Due, Regime
+from cbatch.core.regime import Due
 
 ROWS, DEPTH = 256, 8
 TOKENS = ROWS * (1 + DEPTH)
