@@ -23,6 +23,7 @@ from cbatch.core.errors import FieldError
 from cbatch.core.request import DRAFTERS, LOOKUPS, MODEL, is_chain
 from cbatch.core.scheduler import Scheduler
 from cbatch.engine.loop import Executor, OverlappedExecutor
+from cbatch.engine.process import EngineParts
 from cbatch.notyet import refuse_model_files
 from cbatch.stepwise import Engine
 from cbatch.text import TextTokenizer, load_tokenizer
@@ -143,7 +144,7 @@ def load_engine(
     if draft is None and MODEL in (options.drafter or ()):
         remedy = f"give a draft, or use {' or '.join(LOOKUPS)}"
         raise FieldError("drafter", "'model' needs a draft", remedy)
-    tokenizer = _tokenizers(
+    tokenizer = load_tokenizers(
         _checked(model, "model"), None if draft is None else _checked(draft, "draft"), options
     )
     device = _device(options.device)
@@ -182,6 +183,33 @@ def load_engine(
         drafters=held_drafters(config, device),
     )
     return engine, info
+
+
+class EngineFactory(msgspec.Struct, frozen=True):
+    """`load_engine`, to be called in a process of its own, which handles token ids alone."""
+
+    model: str | Path
+    draft: str | Path | None
+    options: EngineOptions
+
+    def __call__(self) -> EngineParts:
+        options = msgspec.structs.replace(self.options, tokenizer="none")
+        engine, info = load_engine(self.model, self.draft, options)
+        plain = msgspec.to_builtins(info)
+        return EngineParts(engine.scheduler, engine.loop, engine.drafters, plain)
+
+
+def load_tokenizers(
+    model: str | Path, draft: str | Path | None, options: EngineOptions
+) -> TextTokenizer | None:
+    """The model's, or None if the options want none. Raises `TokenizerError` if the draft's is not
+    the same. Loads nothing of the runtime."""
+    if options.tokenizer == "none":
+        return None
+    tokenizer = load_tokenizer(options.tokenizer or model)
+    if draft is not None:
+        load_tokenizer(draft).require_same_as(tokenizer)
+    return tokenizer
 
 
 def _with_prices(
@@ -228,15 +256,6 @@ def _checked(model: str | Path, field: str) -> Path:
     path = resolve_directory(model, weights=False)
     load_config(path)
     return path
-
-
-def _tokenizers(model: Path, draft: Path | None, options: EngineOptions) -> TextTokenizer | None:
-    if options.tokenizer == "none":
-        return None
-    tokenizer = load_tokenizer(options.tokenizer or model)
-    if draft is not None:
-        load_tokenizer(draft).require_same_as(tokenizer)
-    return tokenizer
 
 
 def _device(name: str) -> str:

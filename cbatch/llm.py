@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from cbatch.assembly import EngineOptions, load_engine
+from cbatch.choices import Prompt
 from cbatch.core.errors import FieldError
 from cbatch.core.request import SamplingParams
 from cbatch.notyet import refuse_options
-from cbatch.outputs import Choice, Completion, Output
-from cbatch.stepwise import Accepted, Engine, Prompt
+from cbatch.outputs import Accepted, Choice, Completion, Output
+from cbatch.stepwise import Engine
 
 _logger = logging.getLogger("cbatch")
 

@@ -78,6 +78,15 @@ def _or_none(logprob: float) -> float | None:
     return None if logprob == -math.inf else logprob
 
 
+class Accepted(msgspec.Struct, frozen=True):
+    """What an accepted request runs with."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    seed: int
+    num_choices: int
+
+
 class Choice(msgspec.Struct, frozen=True):
     """One completed sequence. `text` is empty where the engine has no tokenizer; with a stop string
     it ends before it, and `token_ids` ends with the token that completed it.

@@ -41,9 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_bad_input(error: ValueError) -> bool:
+    from cbatch.engine.client import EngineStartError
     from cbatch.runtime.config import ModelError
 
-    return isinstance(error, (FieldError, TokenizerError, ModelError))
+    return isinstance(error, (FieldError, TokenizerError, ModelError, EngineStartError))
 
 
 if __name__ == "__main__":

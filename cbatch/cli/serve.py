@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
-from cbatch.assembly import load_engine
+from cbatch.assembly import EngineFactory, EngineInfo, EngineOptions, load_tokenizers
 from cbatch.cli.options import add_engine_options, engine_options, model_paths
-
-GRACE_S = 30  # open streams may finish for this long after a stop signal
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,28 +23,71 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--served-name", metavar="NAME", help="the model's name to clients")
+    group = parser.add_argument_group("limits")
+    group.add_argument("--max-queued-requests", type=int, default=256, metavar="N")
+    group.add_argument("--max-queued-prompt-tokens", type=int, default=262_144, metavar="N")
+    group.add_argument(
+        "--queue-timeout", type=float, metavar="S", help="refuse what has waited so long for a slot"
+    )
+    group.add_argument("--timeout", type=float, metavar="S", help="end what is not done by then")
+    group.add_argument(
+        "--grace", type=float, default=30.0, metavar="S", help="to finish in after a stop signal"
+    )
+    group.add_argument(
+        "--hang-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="kill and restart an engine whose step takes longer (default: 120)",
+    )
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    import uvicorn
-
-    from cbatch.server.app import create_app
-    from cbatch.server.service import EngineService
+    import uvloop
 
     model, draft = model_paths(args.model, args.draft)
-    engine, info = load_engine(model, draft, engine_options(args))
-    console = Console(stderr=True, highlight=False)
-    for line in info.lines():
-        console.print(line, soft_wrap=True)
-    name = args.served_name or (Path(model).name if args.model else "cbatch-demo")
-    console.print(f"serving {name} on http://{args.host}:{args.port}/v1/completions")
-    uvicorn.run(
-        create_app(EngineService(engine), name),
-        host=args.host,
-        port=args.port,
-        log_level="warning",
-        timeout_graceful_shutdown=GRACE_S,
-    )
+    uvloop.run(_serve(args, model, draft, engine_options(args)))
     return 0
+
+
+async def _serve(
+    args: argparse.Namespace, model: str | Path, draft: str | Path | None, options: EngineOptions
+) -> None:
+    import uvicorn
+
+    from cbatch.engine.client import EngineClient
+    from cbatch.engine.process import EngineProcess
+    from cbatch.server.admission import Limits
+    from cbatch.server.app import create_app
+    from cbatch.server.run import DrainingServer
+    from cbatch.server.service import EngineService
+
+    limits = Limits(
+        max_queued_requests=args.max_queued_requests,
+        max_queued_prompt_tokens=args.max_queued_prompt_tokens,
+        queue_timeout_s=args.queue_timeout,
+        timeout_s=args.timeout,
+    )
+    tokenizer = load_tokenizers(model, draft, options)
+    launch = partial(EngineProcess, EngineFactory(model, draft, options))
+    client = EngineClient(launch, hang_timeout_s=args.hang_timeout)
+    service = EngineService(client, tokenizer, limits=limits, seed=options.seed)
+    try:
+        engine = await service.start()
+        console = Console(stderr=True, highlight=False)
+        for line in msgspec.convert(engine.info, EngineInfo).lines():
+            console.print(line, soft_wrap=True)
+        name = args.served_name or (Path(model).name if args.model else "cbatch-demo")
+        config = uvicorn.Config(
+            create_app(service, name), host=args.host, port=args.port, log_level="warning"
+        )
+
+        def announce(port: int) -> None:
+            console.print(f"serving {name} on http://{args.host}:{port}/v1/completions")
+
+        server = DrainingServer(config, service, grace_s=args.grace, on_listening=announce)
+        await server.serve()
+    finally:
+        await service.stop()

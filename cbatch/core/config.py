@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 
 from cbatch.core.cost import CostProfile
-from cbatch.core.errors import FieldError
-from cbatch.core.request import DRAFTERS, MODEL, is_chain
+from cbatch.core.errors import FieldError, RefusedError
+from cbatch.core.request import DRAFTERS, MODEL, Request, is_chain
 
 QueuePolicy = Literal["fcfs", "priority", "shortest"]
 LookaheadPolicy = Literal["off", "fixed", "ema", "goodput"]
@@ -109,3 +109,28 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     def max_sequence_tokens(self) -> int:
         """The longest sequence that fits: the context, or the whole pool if that is smaller."""
         return min(self.max_model_tokens, self.num_blocks * self.block_size_tokens)
+
+    def check_request(self, request: Request, output: tuple[int, ...] = ()) -> None:
+        """Raises `FieldError` or `RefusedError` for what a scheduler with this configuration would
+        not accept; whoever accepts requests elsewhere asks the same question. `output` are tokens
+        that the request has already."""
+        prompt, params = request.prompt, request.params
+        if not prompt:
+            raise FieldError("prompt", "is empty", "give at least one token")
+        for field, ids in (("prompt", prompt), ("output", output)):
+            if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+                raise FieldError(
+                    field, "has a token id out of range", f"use ids in [0, {self.vocab_size})"
+                )
+        stop_ids = (*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)
+        params.require_vocabulary(self.vocab_size, stop_ids)
+        longest = self.max_sequence_tokens - 1
+        if len(prompt) > longest:
+            limit = "context" if self.max_model_tokens <= longest + 1 else "whole KV pool"
+            raise RefusedError(
+                "prompt",
+                f"{len(prompt)} tokens do not fit",
+                f"the {limit} takes at most {longest} and one more for the output",
+            )
+        if len(output) >= min(params.max_tokens, longest + 1 - len(prompt)):
+            raise FieldError("output", f"{len(output)} tokens are all there is", "end it instead")

@@ -19,8 +19,11 @@ class Configured(Event, frozen=True, tag=True):
 
 
 class Added(Event, frozen=True, tag=True):
+    """`output` are tokens that it has already: it is resumed."""
+
     request: Request
     now_s: float
+    output: tuple[int, ...] = ()
 
 
 class Cancelled(Event, frozen=True, tag=True):

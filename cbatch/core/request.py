@@ -7,7 +7,6 @@ import math
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from cbatch.core.errors import FieldError
 
@@ -223,6 +222,3 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     choice: int = 0  # index among the n choices of one call
     priority: int = 0  # smaller goes first, under the `priority` queue policy
-
-    def prompt_array(self) -> np.ndarray:
-        return np.asarray(self.prompt, dtype=np.int32)

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from cbatch.core.committer import Committer
 from cbatch.core.config import SchedulerConfig
-from cbatch.core.errors import FieldError, RefusedError
+from cbatch.core.errors import FieldError
 from cbatch.core.events import (
     Added,
     Cancelled,
@@ -55,12 +55,16 @@ class Scheduler:
 
     # ---- requests -----------------------------------------------------------------------------
 
-    def add(self, request: Request, now_s: float) -> None:
-        """Accept a request. Raises `FieldError` or `RefusedError`; then nothing was added."""
-        self._validate(request)
+    def add(self, request: Request, now_s: float, output: tuple[int, ...] = ()) -> None:
+        """Accept a request. `output` are the tokens that it was given elsewhere (an engine that is
+        no more): it goes on after them, at the head of the queue as if it had been preempted.
+        Raises `FieldError` or `RefusedError`; then nothing was added."""
+        if request.request_id in self._state.sequences:
+            raise FieldError("request_id", f"{request.request_id!r} is running", "use a new one")
+        self.config.check_request(request, output)
         if self._log:
-            self._log(Added(request, now_s))
-        self._state.enqueue(request, now_s)
+            self._log(Added(request, now_s, output))
+        self._state.enqueue(request, now_s, output)
 
     def cancel(self, request_id: str, now_s: float) -> bool:
         """End it as CANCELLED, waiting or running; False if it is unknown or has ended."""
@@ -158,28 +162,6 @@ class Scheduler:
             return False
         self._state.end(sequence, reason, keep_tokens=keep_tokens, message=message)
         return True
-
-    def _validate(self, request: Request) -> None:
-        config, prompt = self.config, request.prompt
-        if request.request_id in self._state.sequences:
-            raise FieldError("request_id", f"{request.request_id!r} is running", "use a new one")
-        if not prompt:
-            raise FieldError("prompt", "is empty", "give at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            raise FieldError(
-                "prompt", "has a token id out of range", f"use ids in [0, {config.vocab_size})"
-            )
-        eos_ids = () if request.params.ignore_eos else config.eos_ids
-        stop_ids = (*eos_ids, *request.params.stop_token_ids)
-        request.params.require_vocabulary(config.vocab_size, stop_ids)
-        longest = config.max_sequence_tokens - 1
-        if len(prompt) > longest:
-            limit = "context" if config.max_model_tokens <= longest + 1 else "whole KV pool"
-            raise RefusedError(
-                "prompt",
-                f"{len(prompt)} tokens do not fit",
-                f"the {limit} takes at most {longest} and one more for the output",
-            )
 
     def check(self) -> None:
         """Every invariant between the calls above; raises AssertionError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -71,6 +71,10 @@ class StepLoop:
         self._num_faults = 0  # since the last committed token
         self._suspects: set[str] = set()
         self.last_plan: StepPlan | None = None  # the one last committed, for displays
+        self.last_result: StepResult | None = None  # and what came of it
+        # Told before a step runs, and after one is committed, which requests are in flight; so that
+        # whoever outlives this process knows what it died of.
+        self.on_flight: Callable[[Collection[str]], None] | None = None
 
     def step(self) -> Commit | None:
         """One turn. None when nothing can run now. Faults are handled here, by trying again."""
@@ -120,14 +124,23 @@ class StepLoop:
         if plan is not None:
             for a in plan.deltas.admitted:
                 self._occupants[a.slot] = (a.generation, a.request_id)
+            self._tell_flight(self._in_flight, plan)
         return plan
 
     def _commit(self, plan: StepPlan, result: StepResult) -> Commit:
-        self.last_plan = plan
-        return self._scheduler.commit(result, self._clock())
+        self.last_plan, self.last_result = plan, result
+        commit = self._scheduler.commit(result, self._clock())
+        self._tell_flight(self._in_flight)
+        return commit
+
+    def _tell_flight(self, *plans: StepPlan | None) -> None:
+        if self.on_flight is not None:
+            rows = (self._requests_of(plan) for plan in plans if plan is not None)
+            self.on_flight(set().union(*rows))
 
     def _recover(self, fault: _Fault) -> None:
         self._in_flight = None
+        self._tell_flight()
         self._num_faults += 1
         _logger.warning("executor fault %d: %r", self._num_faults, fault.error)
         self._executor.reset()

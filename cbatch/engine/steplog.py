@@ -151,8 +151,8 @@ def replay(
                 commit = scheduler.commit(result, now_s)
                 if on_commit is not None:
                     on_commit(commit)
-            case Added(request, now_s):
-                scheduler.add(request, now_s)
+            case Added(request, now_s, output):
+                scheduler.add(request, now_s, output)
             case Cancelled(request_id, now_s):
                 scheduler.cancel(request_id, now_s)
             case TextFinished(request_id, keep_tokens, now_s):

@@ -18,6 +18,7 @@ from litestar.response import Stream
 from cbatch.core.errors import FieldError
 from cbatch.core.request import FinishReason
 from cbatch.outputs import Output, TokenLogprob
+from cbatch.server.errors import OverloadedError, ServiceError
 from cbatch.server.logprobs import CompletionLogprobs, Decode, prompt_logprobs
 from cbatch.server.schemas import (
     CompletionCall,
@@ -26,7 +27,8 @@ from cbatch.server.schemas import (
     Usage,
     parse_call,
 )
-from cbatch.server.service import EngineService, OutputStream, ServiceDownError
+from cbatch.server.service import EngineService
+from cbatch.server.stream import OutputStream
 
 IGNORED_HEADER = "x-cbatch-ignored-fields"
 MAX_BODY_BYTES = 16 * 2**20
@@ -89,7 +91,7 @@ def create_app(service: EngineService, model: str) -> Litestar:
         request_max_body_size=MAX_BODY_BYTES,
         exception_handlers={
             FieldError: _bad_request,
-            ServiceDownError: _failed(503),
+            ServiceError: _unserved,
             GenerationError: _failed(500),
             ClientGoneError: _failed(499),
         },
@@ -224,7 +226,7 @@ async def _events(
                 part = answer.take(stream, position, output)
                 if part.text or part.finish_reason or part.logprobs:
                     yield _event(answer.chunk(part))
-        except (GenerationError, ServiceDownError) as error:
+        except (GenerationError, ServiceError) as error:
             yield _event(_error_body(str(error), "server_error", None))
         else:
             if call.include_usage:
@@ -267,6 +269,14 @@ def _bad_request(_: Request[Any, Any, Any], error: FieldError) -> HttpResponse[d
     return HttpResponse(
         _error_body(str(error), "invalid_request_error", error.field), status_code=400
     )
+
+
+def _unserved(_: Request[Any, Any, Any], error: ServiceError) -> HttpResponse[dict[str, Any]]:
+    headers = {}
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(error.retry_after_s)
+    body = _error_body(str(error), "server_error", None)
+    return HttpResponse(body, status_code=error.status, headers=headers)
 
 
 def _failed(status: int) -> Any:

@@ -1,171 +1,162 @@
-"""The engine in a thread of its own, and asynchronous streams of its outputs."""
+"""What the HTTP side asks of the engine: text and parameters in, streams of outputs back."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import queue
-import threading
-from collections.abc import AsyncIterator, Callable
-from functools import partial
+import time
 
-from cbatch.core.request import SamplingParams
-from cbatch.outputs import Output
-from cbatch.stepwise import Accepted, Engine, Prompt
+from cbatch.choices import Prompt, Seeds, choice_requests, token_ids
+from cbatch.core.errors import FieldError
+from cbatch.core.request import Request, SamplingParams
+from cbatch.engine.client import EngineClient
+from cbatch.engine.wire import EngineStats, Ready
+from cbatch.outputs import Accepted
+from cbatch.server.admission import Admission, Limits
+from cbatch.server.calls import Call
+from cbatch.server.errors import ServiceDownError
+from cbatch.server.stream import OutputStream
+from cbatch.text import TextTokenizer
 
-_logger = logging.getLogger("cbatch")
-
-
-class ServiceDownError(RuntimeError):
-    """The engine has stopped; no request can be served."""
-
-
-class OutputStream:
-    """The outputs of one request, as they come. Ends after every choice has finished.
-
-    `close()` (or leaving the `async with`) before the end cancels what still runs.
-    """
-
-    def __init__(self, accepted: Accepted, cancel: Callable[[str], None]) -> None:
-        self.accepted = accepted
-        self._cancel = cancel
-        self._outputs: asyncio.Queue[Output | None] = asyncio.Queue()
-        self._num_running = accepted.num_choices
-
-    def put(self, output: Output | None) -> None:
-        """From the event loop's thread. None: the engine is gone."""
-        self._outputs.put_nowait(output)
-
-    async def __aiter__(self) -> AsyncIterator[Output]:
-        while self._num_running:
-            output = await self._outputs.get()
-            if output is None:
-                self._num_running = 0
-                raise ServiceDownError("the engine stopped while the request ran")
-            self._num_running -= output.finished is not None
-            yield output
-
-    async def __aenter__(self) -> OutputStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._num_running:
-            self._num_running = 0
-            self._cancel(self.accepted.request_id)
+_LONG_PROMPT_CHARS = 10_000  # tokenising more than this would hold up everyone's stream
+_STOPPING = "the server is stopping"
 
 
 class EngineService:
-    """Drives an engine in a background thread for the coroutines of one event loop."""
+    """The text side of an engine in another process, for the coroutines of one event loop."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._streams: dict[str, OutputStream] = {}  # touched by the event loop's thread only
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._drive, name="cbatch-engine", daemon=True)
-        self._down = False
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: TextTokenizer | None,
+        *,
+        limits: Limits | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """`seed` makes the seeds drawn for requests without one reproducible."""
+        self.limits = limits or Limits()
+        self.queue = Admission(self.limits, time.monotonic)
+        self._client, self._tokenizer, self._seeds = client, tokenizer, Seeds(seed)
+        self._calls: dict[str, Call] = {}  # by the caller's request id
+        self._num_open = 0  # and those that are being tokenised
+        self._stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def running(self) -> bool:
-        return self._thread.is_alive() and not self._down
+        """Alive: the engine runs, or is being started again."""
+        return self._client.engine is not None and self._client.down is None
 
-    def decode(self, ids: list[int]) -> str:
-        """Text of token ids; empty where the engine has no tokenizer."""
-        tokenizer = self._engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(ids)
+    @property
+    def ready(self) -> bool:
+        """Whether a request sent now would be served at once, or soon."""
+        return self._client.up and not self._stopping
 
     @property
     def num_requests(self) -> int:
-        return len(self._streams)
+        return len(self._calls)
 
-    async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
+    @property
+    def stats(self) -> EngineStats | None:
+        """Of the engine's last step or heartbeat; totals begin anew when it is restarted."""
+        return self._client.stats
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids; empty where the engine has no tokenizer."""
+        return "" if self._tokenizer is None else self._tokenizer.decode(ids)
+
+    async def start(self) -> Ready:
+        """Waits for the engine, once. Raises `FieldError` or `EngineStartError`."""
+        return self._client.engine or await self._client.start()
+
+    async def drain(self, grace_s: float) -> None:
+        """Accepts nothing more; what was accepted has `grace_s` to finish, the rest is ended and
+        told so."""
+        self._stopping = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except TimeoutError:
+            self._abort_all(f"{_STOPPING}, and its grace time of {grace_s:g} s is over")
 
     async def stop(self) -> None:
-        """Ends the thread; streams that still run end with `ServiceDownError`."""
-        self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        """Ends the engine; streams that still run end with `ServiceDownError`."""
+        self._stopping = True
+        self._abort_all(_STOPPING)
+        await self._client.stop()
 
     async def submit(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> OutputStream:
-        """Raises what `Engine.add` raises, and then nothing was queued."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[OutputStream] = loop.create_future()
-
-        def add() -> None:
-            try:
-                accepted = self._engine.add(
-                    prompt, params, request_id=request_id, priority=priority
-                )
-            except Exception as error:
-                loop.call_soon_threadsafe(self._refuse, answer, error)
-            else:
-                loop.call_soon_threadsafe(self._open, answer, accepted)
-
-        if not self.running:
-            raise ServiceDownError("the engine is not running")
-        self._commands.put(add)
-        return await answer
-
-    # ---- on the event loop's thread -----------------------------------------------------------
-
-    def _open(self, answer: asyncio.Future[OutputStream], accepted: Accepted) -> None:
-        if answer.cancelled():  # the client left before its request was accepted
-            self._cancel(accepted.request_id)
-            return
-        stream = OutputStream(accepted, self._cancel)
-        self._streams[accepted.request_id] = stream
-        answer.set_result(stream)
-
-    def _refuse(self, answer: asyncio.Future[OutputStream], error: Exception) -> None:
-        if not answer.cancelled():
-            answer.set_exception(error)
-
-    def _cancel(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-        self._commands.put(partial(self._engine.cancel, request_id))
-
-    def _deliver(self, outputs: list[Output], ended: frozenset[str]) -> None:
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.put(output)
-        for request_id in ended:
-            self._streams.pop(request_id, None)
-
-    def _fail_all(self) -> None:
-        self._down = True
-        for stream in self._streams.values():
-            stream.put(None)
-        self._streams.clear()
-
-    # ---- on the engine's thread ---------------------------------------------------------------
-
-    def _drive(self) -> None:
-        assert self._loop is not None
+        """Raises `FieldError`, `OverloadedError` or `ServiceDownError`; then nothing was queued.
+        `timeout_s` is for the whole request, beside the server's own limit."""
+        engine = self._client.engine
+        if engine is None or not self.running:
+            raise ServiceDownError(self._client.down or "the engine is not running")
+        if self._stopping:
+            raise ServiceDownError(_STOPPING)
+        most_tokens = len(prompt.encode()) if isinstance(prompt, str) else len(prompt)
+        most_tokens = min(most_tokens, engine.config.max_sequence_tokens)
+        place = self.queue.reserve(params.n, most_tokens)
+        self._num_open += 1
+        self._idle.clear()
         try:
-            while self._obey():
-                outputs = self._engine.step()
-                if outputs:
-                    done = {o.request_id for o in outputs if o.finished is not None}
-                    ended = frozenset(r for r in done if not self._engine.is_running(r))
-                    self._loop.call_soon_threadsafe(self._deliver, outputs, ended)
-        except Exception:
-            _logger.exception("the engine stopped")
-        self._loop.call_soon_threadsafe(self._fail_all)
+            ids = await self._token_ids(prompt)
+            requests = self._requests(ids, params, engine, request_id, priority)
+        except BaseException:
+            place.release()
+            self._close_one()
+            raise
+        place.settle(len(ids))
+        accepted = Accepted(request_id, ids, requests[0].seed, params.n)
+        most_unread = self.limits.max_unread_tokens
+        call = Call(accepted, self._client, place, most_unread, on_over=self._forget)
+        self._calls[request_id] = call
+        call.set_deadlines(self.limits, timeout_s, self.queue)
+        call.begin(requests, self._tokenizer)
+        return call.stream
 
-    def _obey(self) -> bool:
-        """Carries out the commands that wait; with nothing to do, waits for one. False: stop."""
-        while True:
-            try:
-                command = self._commands.get(block=not self._engine.has_work)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
+    async def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT_CHARS:
+            return await asyncio.to_thread(token_ids, prompt, self._tokenizer)
+        return token_ids(prompt, self._tokenizer)
+
+    def _requests(
+        self,
+        ids: tuple[int, ...],
+        params: SamplingParams,
+        engine: Ready,
+        request_id: str,
+        priority: int,
+    ) -> list[Request]:
+        if request_id in self._calls:
+            raise FieldError("request_id", f"{request_id!r} is running", "use another")
+        requests = choice_requests(
+            request_id,
+            ids,
+            params,
+            seed=self._seeds.of(params),
+            priority=priority,
+            drafters=engine.drafters,
+            has_text=self._tokenizer is not None,
+        )
+        engine.config.check_request(requests[0])
+        return requests
+
+    def _forget(self, request_id: str) -> None:
+        del self._calls[request_id]
+        self._close_one()
+
+    def _close_one(self) -> None:
+        self._num_open -= 1
+        if not self._num_open:
+            self._idle.set()
+
+    def _abort_all(self, message: str) -> None:
+        for call in list(self._calls.values()):
+            call.abort(ServiceDownError(message))

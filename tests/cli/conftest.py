@@ -51,7 +51,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         loaded.append(make_engine(max_slots=options.max_slots, seed=options.seed, **sizes))
         return loaded[-1], INFO
 
-    for command in ("generate", "demo", "serve"):
+    for command in ("generate", "demo"):
         monkeypatch.setattr(f"cbatch.cli.{command}.load_engine", load)
     return loaded
 

@@ -9,13 +9,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
 
+from cbatch.engine.client import EngineClient
+from cbatch.server.admission import Limits
 from cbatch.server.app import create_app
 from cbatch.server.service import EngineService
 from cbatch.stepwise import Engine
+from tests.engine.threads import EngineThread
 
 MODEL = "toy"
 
@@ -59,11 +63,19 @@ class Client:
 
 
 @contextmanager
-def serving(engine: Engine) -> Iterator[Client]:
-    """Serves the engine on a free port until the block ends."""
+def serving(engine: Engine, limits: Limits | None = None) -> Iterator[Client]:
+    """Serves what the engine would run, in a thread, until the block ends."""
+    client = EngineClient(partial(EngineThread, engine.scheduler, engine.loop))
+    with serving_service(EngineService(client, engine.tokenizer, limits=limits)) as served:
+        yield served
+
+
+@contextmanager
+def serving_service(service: EngineService) -> Iterator[Client]:
+    """HTTP on a free port, in a thread."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    app = create_app(EngineService(engine), MODEL)
+    app = create_app(service, MODEL)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

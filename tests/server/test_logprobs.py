@@ -16,12 +16,15 @@ from tests.test_llm import write_model
 PROMPT = "def add(a, b):"
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = tmp_path_factory.mktemp("models")
+def make_llm(folder: Path) -> LLM:
     target, draft = write_model(folder / "target"), write_model(folder / "draft", layers=1)
     options: dict[str, Any] = {"max_slots": 4, "random_weights_seed": 0, "numerics": "invariant"}
     return LLM(target, draft, **options)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return make_llm(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +34,9 @@ def expected(llm: LLM) -> Completion:
 
 
 @pytest.fixture(scope="module")
-def client(llm: LLM, expected: Completion) -> Iterator[Client]:
-    with serving(llm.engine) as client:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Over an engine of its own: one thread drives it."""
+    with serving(make_llm(tmp_path_factory.mktemp("served")).engine) as client:
         yield client
 
 

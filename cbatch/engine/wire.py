@@ -1,0 +1,154 @@
+"""What passes between the engine process and the process that owns its clients: msgpack, one
+message each. Token ids only; names of requests are the sender's own and are used once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cbatch.core.config import SchedulerConfig
+from cbatch.core.plan import TokenLogprobs
+from cbatch.core.request import FinishReason, Request
+from cbatch.core.sequence import SchedulerStats
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+# ---- commands, to the engine ------------------------------------------------------------------
+
+
+class Add(Message, frozen=True):
+    """`output` are the tokens that it has already: it is resumed."""
+
+    request: Request
+    output: tuple[int, ...] = ()
+
+
+class Cancel(Message, frozen=True):
+    request_id: str
+
+
+class Finish(Message, frozen=True):
+    """A stop string was found in the text: the output is its first `keep_tokens` tokens."""
+
+    request_id: str
+    keep_tokens: int
+
+
+class Stop(Message, frozen=True):
+    """End the process. What still runs is dropped: its owner has dealt with it."""
+
+
+Command = Add | Cancel | Finish | Stop
+
+# ---- events, from the engine ------------------------------------------------------------------
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """The scheduler at this moment, and its totals since the process began."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int  # unreferenced, kept for prefix hits
+    totals: SchedulerStats
+
+
+class Ready(Message, frozen=True):
+    """The model is loaded. `config` decides which requests are accepted; `drafters` are the names
+    that they may ask for; `info` is for people."""
+
+    config: SchedulerConfig
+    drafters: tuple[str, ...]
+    info: dict[str, Any]
+
+
+class StartFailed(Message, frozen=True):
+    """`field` and `remedy` where the input was at fault."""
+
+    message: str
+    field: str | None = None
+    remedy: str | None = None
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request's new tokens of one step."""
+
+    request_id: str
+    tokens: list[int]
+    num_drafted: int
+    num_accepted: int
+
+
+class Ending(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    reason: FinishReason
+    message: str | None = None
+
+
+class StepTimes(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds: drafting and the target model as the executor measured them, and the whole turn with
+    planning and committing."""
+
+    draft_s: float
+    target_s: float
+    total_s: float
+
+
+class Stepped(Message, frozen=True):
+    """A step was committed; it is also the sign of life of an engine that works."""
+
+    admitted: tuple[str, ...]  # entered a slot with this step
+    rows: tuple[Row, ...]
+    endings: tuple[Ending, ...]
+    logprobs: tuple[tuple[str, TokenLogprobs], ...]
+    times: StepTimes | None  # None: requests ended without a step
+    stats: EngineStats
+
+
+class Heartbeat(Message, frozen=True):
+    """Of an engine with nothing to do."""
+
+    stats: EngineStats
+
+
+Event = Ready | StartFailed | Stepped | Heartbeat
+
+# ---- bytes ------------------------------------------------------------------------------------
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, value.tobytes())
+    raise NotImplementedError(f"{type(value).__name__} does not go over the wire")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        dtype, shape, content = value
+        return np.frombuffer(content, dtype).reshape(shape)
+    raise NotImplementedError(f"{kind.__name__} does not go over the wire")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event, dec_hook=_decode_array)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_command(content: bytes) -> Command:
+    """Raises `msgspec.MsgspecError`."""
+    return _commands.decode(content)
+
+
+def decode_event(content: bytes) -> Event:
+    """Raises `msgspec.MsgspecError`."""
+    return _events.decode(content)

@@ -1,0 +1,36 @@
+"""Why a well-formed call gets no answer, or no whole one."""
+
+from __future__ import annotations
+
+
+class ServiceError(RuntimeError):
+    """The reason lies with the server or its load. `status` is the HTTP status that says so, where
+    the answer has not begun; a stream that has ends with an error event."""
+
+    status = 500
+
+
+class ServiceDownError(ServiceError):
+    """The server is stopping, or its engine cannot be kept running."""
+
+    status = 503
+
+
+class OverloadedError(ServiceError):
+    """The queue is full, or the request's time in it is over. Try again after `retry_after_s`."""
+
+    status = 503
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(ServiceError):
+    """The request's time is over; what was completed by then has been sent."""
+
+    status = 504
+
+
+class SlowReaderError(ServiceError):
+    """The client left more unread than the server keeps for it."""

@@ -1,0 +1,205 @@
+"""Real engine processes, killed, hung and poisoned; the model is the simulator's, whose tokens are
+a hash of the request and of everything before, so that any slip changes all that follows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cbatch.core.errors import FieldError
+from cbatch.core.request import FinishReason
+from cbatch.engine import client as client_module
+from cbatch.engine.client import EngineClient, EngineStartError
+from cbatch.engine.wire import Add
+from tests.engine.factories import BrokenFactory, SimFactory
+from tests.engine.watching import (
+    Watched,
+    all_over,
+    assert_ended_by,
+    assert_undisturbed,
+    kill_mid_stream,
+    running,
+)
+from tests.helpers import make_request
+
+NUM_STREAMS = 32
+SLOW = SimFactory(step_s=0.004)
+
+
+def watch(client: EngineClient, max_tokens: int, count: int = NUM_STREAMS) -> list[Watched]:
+    return [
+        Watched(client, make_request(f"r{i}", 4 + i, seed=i, max_tokens=max_tokens - i % 7))
+        for i in range(count)
+    ]
+
+
+async def kill_rounds(rounds: int, max_tokens: int, seed: int) -> None:
+    rng = random.Random(seed)
+    async with running(SLOW) as client:
+        watched = watch(client, max_tokens)
+        cut = [await kill_mid_stream(client, watched, rng) for _ in range(rounds)]
+        assert min(cut) > 0 and sum(cut) > rounds * NUM_STREAMS / 2, "the kills hit no streams"
+        await all_over(watched)
+        assert client.num_starts == rounds + 1
+    assert_undisturbed(watched, SLOW)
+
+
+def test_streams_survive_kills_in_the_middle_unchanged() -> None:
+    asyncio.run(kill_rounds(3, max_tokens=120, seed=1))
+
+
+@pytest.mark.statistics
+@pytest.mark.slow
+def test_streams_survive_twenty_kills() -> None:
+    asyncio.run(kill_rounds(20, max_tokens=400, seed=2))
+
+
+def test_a_resume_that_forgets_tokens_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "Add", lambda request, _: Add(request, ()))
+    with pytest.raises(AssertionError):
+        asyncio.run(kill_rounds(1, max_tokens=60, seed=1))
+
+
+def test_kills_before_any_token_convict_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.1)
+
+    async def scene() -> None:
+        async with running(SLOW) as client:
+            watched = watch(client, 20, count=8)
+            for start in range(1, 5):
+                while client.num_starts < start or not client.up:
+                    await asyncio.sleep(0.001)
+                assert client.pid is not None
+                os.kill(client.pid, signal.SIGKILL)
+                while client.up:
+                    await asyncio.sleep(0.001)
+            await all_over(watched)
+            assert client.num_starts == 5
+        assert_undisturbed(watched, SLOW)
+
+    asyncio.run(scene())
+
+
+def test_a_poison_request_ends_alone() -> None:
+    factory = SimFactory(step_s=0.002, poison=7, poison_at=9, death="kill")
+
+    async def scene() -> None:
+        async with running(factory) as client:
+            watched = watch(client, 40, count=6)
+            poison = Watched(client, make_request("poison", [7, 1, 2], max_tokens=40))
+            await all_over([*watched, poison])
+            assert_ended_by(poison, FinishReason.ERROR, "dies whenever it runs this request")
+            assert 4 <= len(poison.tokens) <= 9, "it was served up to there"
+            assert client.num_starts <= 5, "two strikes, two deaths alone"
+            after = Watched(client, make_request("after", max_tokens=10))
+            await all_over([after])
+        assert_undisturbed([*watched, after], factory)
+
+    asyncio.run(scene())
+
+
+def test_without_evidence_the_poison_would_take_all_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that holds nobody guilty gives up, and everyone is lost."""
+    monkeypatch.setattr(client_module.Evidence, "on_death", lambda *_, **__: None)
+    monkeypatch.setattr(client_module, "MAX_BARREN_DEATHS", 2)
+    factory = SimFactory(poison=7, death="exit")
+
+    async def scene() -> None:
+        async with running(factory) as client:
+            poison = Watched(client, make_request("poison", [7, 1, 2], max_tokens=40))
+            other = Watched(client, make_request("other", max_tokens=40))
+            await all_over([poison, other])
+            assert other.lost and poison.lost and client.down
+            late = Watched(client, make_request("late", max_tokens=5))
+            assert late.lost == client.down
+
+    asyncio.run(scene())
+
+
+def test_a_hung_step_is_killed_and_its_requests_go_on() -> None:
+    async def scene() -> None:
+        async with running(SLOW, hang_timeout_s=2.0) as client:
+            watched = watch(client, 40, count=4)
+            while not all(each.streaming for each in watched):
+                await asyncio.sleep(0.001)
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGSTOP)
+            await all_over(watched)
+            assert client.num_starts == 2
+            client.stats = None
+            while client.stats is None:  # an idle engine gives signs of life
+                await asyncio.sleep(0.01)
+        assert_undisturbed(watched, SLOW)
+
+    asyncio.run(scene())
+
+
+def test_cancel_and_finish_free_everything() -> None:
+    async def scene() -> None:
+        async with running(SLOW) as client:
+            watched = watch(client, 100, count=10)
+            while not all(each.streaming for each in watched):
+                await asyncio.sleep(0.001)
+            for each in watched[:5]:
+                client.cancel(each.request.request_id)
+            for each in watched[5:]:
+                client.finish(each.request.request_id, keep_tokens=1)
+            counts = [len(each.tokens) for each in watched]
+            while client.stats is None or client.stats.num_running:
+                await asyncio.sleep(0.001)
+            assert [len(each.tokens) for each in watched] == counts, "told of it after its end"
+            assert client.num_open == 0
+            assert client.stats.free_blocks + client.stats.cached_blocks == client.stats.num_blocks
+
+    asyncio.run(scene())
+
+
+def test_what_cannot_start_says_why() -> None:
+    async def scene(field: bool) -> None:
+        async with running(BrokenFactory(field)):
+            pass
+
+    with pytest.raises(FieldError, match="num_blocks: too few; give more"):
+        asyncio.run(scene(True))
+    with pytest.raises(EngineStartError, match="no such device"):
+        asyncio.run(scene(False))
+
+
+ORPHAN = """
+import asyncio
+from tests.engine.factories import SimFactory
+from tests.engine.watching import running
+
+async def scene():
+    async with running(SimFactory()) as client:
+        print(client.pid, flush=True)
+        await asyncio.sleep(60)
+
+if __name__ == "__main__":
+    asyncio.run(scene())
+"""
+
+
+def test_an_engine_does_not_outlive_its_owner(tmp_path: Path) -> None:
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN)
+    root = Path(__file__).parent.parent.parent
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    with subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        owner.kill()
+    deadline_s = time.monotonic() + 120
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < deadline_s, "it lives on"
+        time.sleep(0.02)

@@ -1,0 +1,44 @@
+"""An engine behind its socket in a thread of the test, where the test can look into it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+from cbatch.core.scheduler import Scheduler
+from cbatch.engine.flight import FlightRecorder
+from cbatch.engine.link import Death
+from cbatch.engine.loop import StepLoop
+from cbatch.engine.process import EngineParts, EngineServer, connect
+
+
+class EngineThread:
+    """A `Handle`. It cannot be killed; it dies of an exception in its loop."""
+
+    pid = None
+
+    def __init__(self, scheduler: Scheduler, loop: StepLoop, endpoint: str, flight: Path) -> None:
+        self._parts = EngineParts(scheduler, loop)
+        self._where = (endpoint, flight)
+        self._owner = asyncio.get_running_loop()
+        self.dead: asyncio.Future[None] = self._owner.create_future()
+        self.error: Exception | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        endpoint, flight = self._where
+        socket = connect(endpoint)
+        try:
+            EngineServer(self._parts, socket, FlightRecorder(flight)).run()
+        except Exception as error:
+            self.error = error
+        finally:
+            socket.close()
+            self._owner.call_soon_threadsafe(self.dead.set_result, None)
+
+    def kill(self) -> None:
+        pass
+
+    def reap(self) -> Death:
+        return Death(f"failed: {self.error!r}")

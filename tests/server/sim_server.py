@@ -1,0 +1,39 @@
+"""`cbatch serve` without a model: prints its port when it listens, and obeys signals."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from functools import partial
+
+import msgspec
+import uvicorn
+
+from cbatch.engine.client import EngineClient
+from cbatch.engine.process import EngineProcess
+from cbatch.server.app import create_app
+from cbatch.server.run import DrainingServer
+from cbatch.server.service import EngineService
+from tests.engine.factories import SimFactory
+from tests.toy_engine import TOKENIZER
+
+
+class Settings(msgspec.Struct, frozen=True):
+    factory: SimFactory
+    grace_s: float
+
+
+async def serve(settings: Settings) -> None:
+    service = EngineService(EngineClient(partial(EngineProcess, settings.factory)), TOKENIZER)
+    config = uvicorn.Config(create_app(service, "toy"), port=0, log_level="warning")
+    server = DrainingServer(
+        config,
+        service,
+        grace_s=settings.grace_s,
+        on_listening=lambda port: print(port, flush=True),
+    )
+    await server.serve()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Settings)))

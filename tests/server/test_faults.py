@@ -1,0 +1,203 @@
+"""Clients that leave, too many of them, signals, and killed engines, over real sockets and real
+processes. Texts are compared with those of an engine that nobody disturbs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch import LLM, SamplingParams
+from cbatch.assembly import EngineFactory, EngineOptions, load_tokenizers
+from cbatch.llm import complete_all
+from cbatch.server.admission import Limits
+from tests.engine.factories import SimFactory
+from tests.server.http_client import wait_until
+from tests.server.processes import Answer, Served, call, server_process, serving_process
+from tests.server.sim_server import Settings
+from tests.test_llm import write_model
+from tests.toy_engine import TOKENIZER, make_engine
+
+PROMPT = "def add(a, b):"
+SIM = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.003)
+
+
+def body(seed: int, max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "max_tokens": max_tokens, "seed": seed, "stream": True} | more
+
+
+def expected(seeds: range, max_tokens: int) -> list[str]:
+    engine = make_engine(num_blocks=2048, max_model_tokens=512)
+    params = [SamplingParams(max_tokens=max_tokens, seed=seed) for seed in seeds]
+    return [c.text for c in complete_all(engine, [PROMPT] * len(seeds), params)]
+
+
+async def crowd(port: int, bodies: list[dict[str, Any]]) -> list[Answer]:
+    return await asyncio.gather(*(call(port, each) for each in bodies))
+
+
+def assert_nothing_is_held(served: Served) -> None:
+    def idle() -> bool:
+        stats = served.service.stats
+        return stats is not None and not stats.num_running and not stats.num_waiting
+
+    wait_until(idle)
+    stats = served.service.stats
+    assert stats is not None
+    assert stats.free_blocks + stats.cached_blocks == stats.num_blocks
+    assert served.service.num_requests == served.engine.num_open == 0
+    queue = served.service.queue
+    assert queue.num_requests == queue.num_prompt_tokens == 0
+
+
+def test_a_storm_of_clients_that_leave_holds_nothing() -> None:
+    """200 clients, of whom half vanish: before the answer, at its first bytes, or later."""
+    rng = random.Random(3)
+
+    async def storm(port: int) -> list[Answer]:
+        leaving = [
+            call(port, body(i, 400), leave_after_bytes=rng.choice([0, 20, 600])) for i in range(100)
+        ]
+        staying = [call(port, body(i, 12)) for i in range(100)]
+        mixed = [each for pair in zip(leaving, staying, strict=True) for each in pair]
+        return (await asyncio.gather(*mixed))[1::2]
+
+    with serving_process(SIM) as served:
+        answers = asyncio.run(storm(served.client.port))
+        assert [answer.text for answer in answers] == expected(range(100), 12)
+        assert_nothing_is_held(served)
+        stats = served.service.stats
+        assert stats is not None and stats.totals.emitted_tokens < 100 * 400, "they were completed"
+
+
+def overload(seconds: float) -> dict[str, float]:
+    """Four times what the engine can do, without pause; returns figures for the report."""
+    slots, tokens = 4, 8
+    factory = SimFactory(
+        lookahead="off", vocab_size=TOKENIZER.vocab_size, step_s=0.02, sizes={"max_slots": slots}
+    )
+    limits = Limits(max_queued_requests=2 * slots)
+    most_queued = 0
+
+    async def drive(served: Served) -> list[Answer]:
+        nonlocal most_queued
+        per_s = 4 * slots / (tokens * factory.step_s)
+        calls = []
+        begin_s = time.monotonic()
+        for i in range(int(per_s * seconds)):
+            calls.append(asyncio.create_task(call(served.client.port, body(i, tokens))))
+            most_queued = max(most_queued, served.service.queue.num_requests)
+            await asyncio.sleep(max(0.0, begin_s + i / per_s - time.monotonic()))
+        return await asyncio.gather(*calls)
+
+    with serving_process(factory, limits) as served:
+        answers = asyncio.run(drive(served))
+        assert_nothing_is_held(served)
+    refused = [answer for answer in answers if answer.status != 200]
+    accepted = [answer for answer in answers if answer.status == 200]
+    assert len(refused) > len(answers) / 4, "it was no overload"
+    assert {answer.status for answer in refused} == {503}
+    assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)
+    assert 0 < most_queued <= limits.max_queued_requests
+    assert all(a.events[-1]["choices"][0]["finish_reason"] == "length" for a in accepted)
+    took_s = [answer.took_s for answer in refused]
+    served_s = [answer.took_s for answer in accepted]
+    assert statistics.median(took_s) < statistics.median(served_s), "refusals wait in line"
+    return {
+        "refused": len(refused),
+        "refused_median_ms": 1000 * statistics.median(took_s),
+        "refused_max_ms": 1000 * max(took_s),
+        "accepted_per_s": len(accepted) / seconds,
+        "capacity_per_s": slots / (tokens * factory.step_s),
+    }
+
+
+def test_overload_is_refused_at_once_and_the_accepted_finish(record_property: Any) -> None:
+    for name, value in overload(3).items():
+        record_property(name, value)
+
+
+@pytest.mark.statistics
+@pytest.mark.slow
+def test_a_minute_of_overload() -> None:
+    print(overload(60))
+
+
+@pytest.mark.parametrize("grace_s", [30.0, 0.2])
+def test_a_stop_signal_under_load(grace_s: float) -> None:
+    max_tokens = 60 if grace_s > 1 else 480
+    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.01)
+
+    async def scene(port: int, pid: int) -> tuple[list[Answer], Answer]:
+        streams = asyncio.create_task(crowd(port, [body(i, max_tokens) for i in range(12)]))
+        first = await call(port, body(0, max_tokens), leave_after_bytes=600)
+        assert first.body, "the signal is to come in the middle of streams"
+        os.kill(pid, signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        late = await call(port, body(0, 1))
+        return await streams, late
+
+    with server_process(Settings(factory, grace_s)) as (process, client):
+        answers, late = asyncio.run(scene(client.port, process.pid))
+        assert process.wait(timeout=120) == 0
+    assert late.status == 503 and b"stopping" in late.body
+    if grace_s > 1:
+        assert [answer.text for answer in answers] == expected(range(12), max_tokens)
+    else:
+        assert all("grace time" in answer.events[-1]["error"]["message"] for answer in answers)
+
+
+def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
+    """Greedy and coupled streams of a real (tiny) pair, whose engine is killed again and again."""
+    target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft", layers=1)
+    settings: dict[str, Any] = {
+        "numerics": "invariant",
+        "random_weights_seed": 0,
+        "lookahead": "fixed:3",
+    }
+    bodies = [
+        body(i, max_tokens - i, temperature=i % 2, prompt=f"def f{i}(a", ignore_eos=True)
+        for i in range(32)
+    ]
+    fields = ("max_tokens", "seed", "temperature", "ignore_eos")
+    params = [SamplingParams(**{name: each[name] for name in fields}) for each in bodies]
+    prompts = [str(each["prompt"]) for each in bodies]
+    undisturbed = [c.text for c in LLM(target, draft, **settings).generate(prompts, params)]
+    rng = random.Random(5)
+
+    async def scene(served: Served) -> list[Answer]:
+        streams = asyncio.create_task(crowd(served.client.port, bodies))
+        for _ in range(rounds):
+            before = served.engine.num_tokens
+            more = rng.randrange(32, 32 * max_tokens // (2 * rounds))
+            while served.engine.num_tokens < before + more:
+                assert not streams.done(), "they were too short for the test"
+                await asyncio.sleep(0.001)
+            assert served.engine.pid is not None and served.service.num_requests > 16
+            os.kill(served.engine.pid, signal.SIGKILL)
+        return await streams
+
+    options = EngineOptions(**settings)
+    tokenizer = load_tokenizers(target, draft, options)
+    assert tokenizer is not None
+    with serving_process(EngineFactory(target, draft, options), tokenizer=tokenizer) as served:
+        answers = asyncio.run(scene(served))
+        assert served.engine.num_starts == rounds + 1
+    assert [answer.text for answer in answers] == undisturbed
+
+
+def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path) -> None:
+    kills_over_http(tmp_path, rounds=1, max_tokens=90)
+
+
+@pytest.mark.statistics
+@pytest.mark.slow
+def test_greedy_and_coupled_texts_survive_twenty_kills(tmp_path: Path) -> None:
+    kills_over_http(tmp_path, rounds=20, max_tokens=110)
