@@ -9,15 +9,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
 
 from cbatch.server.app import create_app
+from cbatch.server.metrics import snapshot_of
+from cbatch.server.model import ServedModel
 from cbatch.server.service import EngineService
 from cbatch.stepwise import Engine
+from cbatch.text import ChatTemplate
 
 MODEL = "toy"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class Client:
@@ -26,15 +31,17 @@ class Client:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def post(self, body: dict[str, Any] | bytes) -> tuple[int, dict[str, Any], dict[str, str]]:
+    def post(
+        self, body: dict[str, Any] | bytes, path: str = COMPLETIONS
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
         """(status, decoded answer, headers)"""
-        with self.open(body) as response:
+        with self.open(body, path) as response:
             headers = {name.lower(): value for name, value in response.getheaders()}
             return response.status, json.loads(response.read()), headers
 
-    def stream(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def stream(self, body: dict[str, Any], path: str = COMPLETIONS) -> list[dict[str, Any]]:
         """The events of a stream that ends as it must."""
-        with self.open(body | {"stream": True}) as response:
+        with self.open(body | {"stream": True}, path) as response:
             raw = response.read().decode()
             assert response.status == 200, raw
             assert response.getheader("content-type", "").startswith("text/event-stream")
@@ -48,7 +55,7 @@ class Client:
 
     @contextmanager
     def open(
-        self, body: dict[str, Any] | bytes | None, path: str = "/v1/completions"
+        self, body: dict[str, Any] | bytes | None, path: str = COMPLETIONS
     ) -> Iterator[http.client.HTTPResponse]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
@@ -59,11 +66,21 @@ class Client:
 
 
 @contextmanager
-def serving(engine: Engine) -> Iterator[Client]:
-    """Serves the engine on a free port until the block ends."""
+def serving(
+    engine: Engine, *, chat_template: ChatTemplate | None = None, **options: Any
+) -> Iterator[Client]:
+    """Serves the engine on a free port until the block ends. `options` are those of the app."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    app = create_app(EngineService(engine), MODEL)
+    model = ServedModel(
+        MODEL,
+        max_model_tokens=engine.scheduler.config.max_model_tokens,
+        created_s=int(time.time()),
+        tokenizer=engine.tokenizer,
+        chat_template=chat_template,
+    )
+    snapshot = partial(snapshot_of, engine)
+    app = create_app(EngineService(engine), model, snapshot=snapshot, **options)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
