@@ -72,7 +72,9 @@ class Answer(ABC, Generic[Part]):
     def open(self, stream: OutputStream) -> None:
         """The prompts' streams, in order, before any output."""
         self._streams.append(stream)
-        self._prompt_tokens += len(stream.accepted.prompt_token_ids)
+        prompt_tokens = len(stream.accepted.prompt_token_ids)
+        self._prompt_tokens += prompt_tokens
+        self._meter.open(prompt_tokens, stream.accepted.num_choices)
 
     def take(self, position: int, output: Output) -> _Progress:
         """Counts what a choice brought. `position` is the prompt's. Raises `GenerationError` where
