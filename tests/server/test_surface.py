@@ -343,11 +343,7 @@ def test_what_prometheus_reads() -> None:
             ("vllm:spec_decode_num_drafts_total", {}, drafting),
             ("vllm:spec_decode_num_draft_tokens_total", {}, counts.drafted_tokens),
             ("vllm:spec_decode_num_accepted_tokens_total", {}, counts.accepted_tokens),
-            (
-                "cbatch:wasted_verify_tokens_total",
-                {},
-                counts.drafted_tokens - counts.accepted_tokens,
-            ),
+            ("cbatch:wasted_verify_tokens_total", {}, wasted),
             ("cbatch:lookahead_tokens_count", {}, counts.steps),
             ("cbatch:lookahead_tokens_bucket", {"le": "0.0"}, counts.k_histogram.get(0, 0)),
             ("cbatch:lookahead_tokens_bucket", {"le": "3.0"}, counts.steps),
