@@ -12,8 +12,8 @@ from msgspec import UNSET, UnsetType
 
 from cbatch.core.request import FinishReason
 from cbatch.outputs import Choice, Output, TokenLogprob
-from cbatch.server.calls import Call
-from cbatch.server.errors import GenerationError
+from cbatch.server.bodies import Call
+from cbatch.server.faults import GenerationError
 from cbatch.server.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from cbatch.server.metrics import Meter
 from cbatch.server.model import ServedModel

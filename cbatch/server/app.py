@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from cbatch.core.errors import FieldError
 from cbatch.server.answer import Answer, ChatAnswer, CompletionAnswer, encode
-from cbatch.server.calls import (
+from cbatch.server.bodies import (
     Call,
     DetokenizeFields,
     TokenizeFields,
@@ -28,8 +28,7 @@ from cbatch.server.calls import (
     take_fields,
     template_variables,
 )
-from cbatch.server.errors import MediaTypeError, error_body
-from cbatch.server.faults import handlers
+from cbatch.server.faults import MediaTypeError, error_body, handlers
 from cbatch.server.gate import Gate
 from cbatch.server.metrics import EngineSnapshot, Meter, Metrics
 from cbatch.server.model import ServedModel
@@ -51,7 +50,7 @@ def create_app(
     service: EngineService,
     model: ServedModel,
     *,
-    snapshot: Callable[[], EngineSnapshot] | None = None,
+    snapshot: Callable[[], EngineSnapshot | None] | None = None,
     api_keys: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Gate:
@@ -124,8 +123,8 @@ def create_app(
 
     @route("/ready", http_method=LOOK)
     async def ready() -> HttpResponse[dict[str, Any]]:
-        state = {"status": "ready" if service.running else "not ready"}
-        return HttpResponse(state, status_code=200 if service.running else 503)
+        state = {"status": "ready" if service.ready else "not ready"}
+        return HttpResponse(state, status_code=200 if service.ready else 503)
 
     @route("/metrics", http_method=LOOK)
     async def metrics_page() -> HttpResponse[bytes]:
@@ -144,7 +143,7 @@ def create_app(
         [*routes, health, ready, metrics_page, version_, openapi],
         lifespan=[lifespan],
         request_max_body_size=max_body_bytes,
-        exception_handlers=handlers(metrics),
+        exception_handlers=handlers(metrics.reject),
         openapi_config=None,
         logging_config=None,  # the program that runs the server decides about logs
     )

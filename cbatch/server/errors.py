@@ -1,45 +1,36 @@
-"""What goes wrong between a client and the engine, and how the client is told."""
+"""Why a well-formed call gets no answer, or no whole one."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
 
-from cbatch.core.errors import FieldError
+class ServiceError(RuntimeError):
+    """The reason lies with the server or its load. `status` is the HTTP status that says so, where
+    the answer has not begun; a stream that has ends with an error event."""
 
-
-class GenerationError(RuntimeError):
-    """A choice ended with an error of its own."""
+    status = 500
 
 
-class ClientGoneError(RuntimeError):
-    """The client closed the connection before its answer was ready."""
+class ServiceDownError(ServiceError):
+    """The server is stopping, or its engine cannot be kept running."""
+
+    status = 503
 
 
-class UnknownModelError(FieldError):
-    """Another model's name than the one that is served."""
+class OverloadedError(ServiceError):
+    """The queue is full, or the request's time in it is over. Try again after `retry_after_s`."""
 
+    status = 503
 
-class MediaTypeError(FieldError):
-    """A body that does not call itself JSON. A page of another site can send such without asking
-    the browser's leave, so they are not guessed at."""
-
-
-class OverloadedError(RuntimeError):
-    """The queue is full. `retry_after_s` is when a place is expected."""
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """HTTP counts in whole seconds."""
-        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+class DeadlineError(ServiceError):
+    """The request's time is over; what was completed by then has been sent."""
+
+    status = 504
 
 
-def error_body(
-    message: str, kind: str, field: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """As OpenAI's clients read it. `field` is the name of the one at fault."""
-    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+class SlowReaderError(ServiceError):
+    """The client left more unread than the server keeps for it."""

@@ -1,4 +1,4 @@
-"""What every error is to a client: a status, and a body in the one shape that clients read."""
+"""What goes wrong with a call, and what it is to a client: a status, and a body of one shape."""
 
 from __future__ import annotations
 
@@ -11,16 +11,7 @@ from litestar import Response as HttpResponse
 from litestar.exceptions import HTTPException, MethodNotAllowedException
 
 from cbatch.core.errors import FieldError
-from cbatch.server.errors import (
-    ClientGoneError,
-    GenerationError,
-    MediaTypeError,
-    OverloadedError,
-    UnknownModelError,
-    error_body,
-)
-from cbatch.server.metrics import Metrics
-from cbatch.server.service import ServiceDownError
+from cbatch.server.errors import OverloadedError, ServiceError
 
 AnyRequest = Request[Any, Any, Any]
 Answer = HttpResponse[dict[str, Any]]
@@ -28,41 +19,63 @@ Handler = Callable[[AnyRequest, Any], Answer]
 _logger = logging.getLogger("cbatch")
 
 
-def handlers(metrics: Metrics) -> dict[int | type[Exception], Handler]:
-    """By error, for an application. Those of clients count as refusals."""
+class GenerationError(RuntimeError):
+    """A choice ended with an error of its own."""
+
+
+class ClientGoneError(RuntimeError):
+    """The client closed the connection before its answer was ready."""
+
+
+class UnknownModelError(FieldError):
+    """Another model's name than the one that is served."""
+
+
+class MediaTypeError(FieldError):
+    """A body that does not call itself JSON. A page of another site can send such without asking
+    the browser's leave, so they are not guessed at."""
+
+
+def error_body(
+    message: str, kind: str, field: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """As OpenAI's clients read it. `field` is the name of the one at fault."""
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def handlers(reject: Callable[[str], None]) -> dict[int | type[Exception], Handler]:
+    """By error, for an application. `reject` counts calls that were refused, by why."""
 
     def refused(status: int, reason: str, code: str | None = None) -> Handler:
         def handle(_: AnyRequest, error: FieldError) -> Answer:
-            metrics.reject(reason)
+            reject(reason)
             body = error_body(str(error), "invalid_request_error", error.field, code)
             return HttpResponse(body, status_code=status)
 
         return handle
 
     def overloaded(_: AnyRequest, error: OverloadedError) -> Answer:
-        metrics.reject("overloaded")
+        reject("overloaded")
+        headers = {"retry-after": str(error.retry_after_s)}
         body = error_body(str(error), "overloaded")
-        return HttpResponse(body, status_code=503, headers=error.headers)
+        return HttpResponse(body, status_code=error.status, headers=headers)
 
     return {
         FieldError: refused(400, "invalid"),
         UnknownModelError: refused(404, "unknown_model", "model_not_found"),
         MediaTypeError: refused(415, "media_type"),
         OverloadedError: overloaded,
-        ServiceDownError: _failed(503),
-        GenerationError: _failed(500),
-        ClientGoneError: _failed(499),
+        ServiceError: lambda _, error: _failed(error, error.status),
+        GenerationError: lambda _, error: _failed(error, 500),
+        ClientGoneError: lambda _, error: _failed(error, 499),
         RecursionError: _too_deep,
         HTTPException: _of_http,
         Exception: _unforeseen,
     }
 
 
-def _failed(status: int) -> Handler:
-    def handle(_: AnyRequest, error: Exception) -> Answer:
-        return HttpResponse(error_body(str(error), "server_error"), status_code=status)
-
-    return handle
+def _failed(error: Exception, status: int) -> Answer:
+    return HttpResponse(error_body(str(error), "server_error"), status_code=status)
 
 
 def _too_deep(_: AnyRequest, error: RecursionError) -> Answer:

@@ -12,7 +12,7 @@ from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from cbatch.server.answer import encode
-from cbatch.server.errors import error_body
+from cbatch.server.faults import error_body
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # for probes and scrapers, which hold no keys
 REQUEST_ID = b"x-request-id"

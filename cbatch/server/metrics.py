@@ -22,6 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from cbatch.core.sequence import SchedulerStats
 from cbatch.outputs import Output
 from cbatch.server.schemas import CallMetrics, SpeculativeDecoding
 from cbatch.stepwise import Engine
@@ -35,37 +36,20 @@ _REASON = {"cancelled": "abort"}  # ours: vLLM's
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):
-    """What the engine knows of itself now, and in total since it began."""
+    """What the engine knows of itself now, and its totals since it began."""
 
     num_running: int
     num_waiting: int
     kv_usage: float  # share of the blocks that sequences hold
-    preemptions: int
-    prompt_tokens: int  # of every admission
-    prefix_hit_tokens: int  # of these, found in the prefix cache
-    steps: int
-    executor_resets: int
-    draft_s: float  # time that steps spent in drafters,
-    target_s: float  # and in the model
+    totals: SchedulerStats
 
 
 def snapshot_of(engine: Engine) -> EngineSnapshot:
     """Of an engine in this process. Another thread may drive it: these are single numbers, each
     right by itself."""
-    scheduler, stats = engine.scheduler, engine.scheduler.stats
-    pool = scheduler.state.pool
-    return EngineSnapshot(
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        kv_usage=1 - pool.num_available / pool.num_blocks,
-        preemptions=stats.preemptions,
-        prompt_tokens=stats.prompt_tokens,
-        prefix_hit_tokens=stats.prefix_hit_tokens,
-        steps=stats.steps,
-        executor_resets=stats.executor_resets,
-        draft_s=stats.draft_s,
-        target_s=stats.target_s,
-    )
+    scheduler, pool = engine.scheduler, engine.scheduler.state.pool
+    kv_usage = 1 - pool.num_available / pool.num_blocks
+    return EngineSnapshot(scheduler.num_running, scheduler.num_waiting, kv_usage, scheduler.stats)
 
 
 class Histogram:
@@ -129,7 +113,7 @@ class Metrics(Collector):
     def __init__(
         self,
         model: str,
-        snapshot: Callable[[], EngineSnapshot] | None = None,
+        snapshot: Callable[[], EngineSnapshot | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
@@ -157,8 +141,9 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._counted()
         yield from self._timed()
-        if self._snapshot is not None:
-            yield from self._told(self._snapshot())
+        told = None if self._snapshot is None else self._snapshot()
+        if told is not None:
+            yield from self._told(told)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -222,13 +207,13 @@ class Metrics(Collector):
         ):
             yield self._gauge(name, text, value)
         for name, text, value in (
-            ("vllm:num_preemptions", "Slots taken away.", told.preemptions),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", told.prompt_tokens),
-            ("vllm:prefix_cache_hits", "Of these, found.", told.prefix_hit_tokens),
-            ("cbatch:steps", "Steps of the engine.", told.steps),
-            ("cbatch:executor_resets", "Faults recovered from.", told.executor_resets),
-            ("cbatch:step_draft_seconds", "Time in drafters.", told.draft_s),
-            ("cbatch:step_target_seconds", "Time in the model.", told.target_s),
+            ("vllm:num_preemptions", "Slots taken away.", told.totals.preemptions),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", told.totals.prompt_tokens),
+            ("vllm:prefix_cache_hits", "Of these, found.", told.totals.prefix_hit_tokens),
+            ("cbatch:steps", "Steps of the engine.", told.totals.steps),
+            ("cbatch:executor_resets", "Faults recovered from.", told.totals.executor_resets),
+            ("cbatch:step_draft_seconds", "Time in drafters.", told.totals.draft_s),
+            ("cbatch:step_target_seconds", "Time in the model.", told.totals.target_s),
         ):
             yield self._counter(name, text, value)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cbatch.core.errors import FieldError
-from cbatch.server.errors import UnknownModelError
+from cbatch.server.faults import UnknownModelError
 from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
 
 

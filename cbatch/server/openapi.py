@@ -10,7 +10,7 @@ import msgspec
 
 from cbatch.core.request import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
 from cbatch.server import schemas
-from cbatch.server.calls import (
+from cbatch.server.bodies import (
     MAX_CHOICES,
     MAX_STOP_CHARS,
     MAX_STOPS,

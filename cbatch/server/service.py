@@ -11,13 +11,10 @@ from functools import partial
 
 from cbatch.core.request import SamplingParams
 from cbatch.outputs import Output
+from cbatch.server.errors import ServiceDownError
 from cbatch.stepwise import Accepted, Engine, Prompt
 
 _logger = logging.getLogger("cbatch")
-
-
-class ServiceDownError(RuntimeError):
-    """The engine has stopped; no request can be served."""
 
 
 class OutputStream:
@@ -71,6 +68,11 @@ class EngineService:
     @property
     def running(self) -> bool:
         return self._thread.is_alive() and not self._down
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request sent now would be served."""
+        return self.running
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids; empty where the engine has no tokenizer."""

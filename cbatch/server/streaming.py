@@ -11,8 +11,9 @@ from litestar import Request
 
 from cbatch.outputs import Output
 from cbatch.server.answer import DONE, Answer, encode
-from cbatch.server.errors import ClientGoneError, GenerationError, error_body
-from cbatch.server.service import EngineService, OutputStream, ServiceDownError
+from cbatch.server.errors import ServiceError
+from cbatch.server.faults import ClientGoneError, GenerationError, error_body
+from cbatch.server.service import EngineService, OutputStream
 
 MAX_WAITING = 1024  # outputs joined at most
 Item = tuple[int, Output]  # of the prompt at this position
@@ -53,7 +54,7 @@ async def events(
             async for items in _batches(streams):
                 if told := b"".join([answer.event(position, output) for position, output in items]):
                     yield told
-        except (GenerationError, ServiceDownError) as error:
+        except (GenerationError, ServiceError) as error:
             yield b"data: " + encode(error_body(str(error), "server_error")) + b"\n\n" + DONE
             return
         yield answer.last_event() + DONE

@@ -287,7 +287,7 @@ def test_keys() -> None:
 
 def test_a_full_queue_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def full(*_: Any, **__: Any) -> None:
-        raise OverloadedError("64 requests wait", retry_after_s=2.2)
+        raise OverloadedError("64 requests wait", retry_after_s=3)
 
     monkeypatch.setattr(EngineService, "submit", full)
     with serving(make_engine()) as client:
