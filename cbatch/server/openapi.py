@@ -8,7 +8,13 @@ from typing import Any
 
 import msgspec
 
-from cbatch.core.request import MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
+from cbatch.core.request import (
+    DRAFTERS,
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+)
 from cbatch.server import schemas
 from cbatch.server.bodies import (
     MAX_CHOICES,
@@ -63,6 +69,18 @@ _LIMITS: dict[str, Schema] = {
     "frequency_penalty": {"minimum": -2, "maximum": 2},
     "logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
     "prompt_logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+    "logit_bias": {
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {
+            "type": "number",
+            "minimum": -MAX_LOGIT_BIAS,
+            "maximum": MAX_LOGIT_BIAS,
+        },
+    },
+    "stop_token_ids": {"items": _TOKEN},
+    "allowed_token_ids": {"items": _TOKEN, "minItems": 1},
+    "banned_token_ids": {"items": _TOKEN},
+    "drafter": {"items": {"enum": list(DRAFTERS)}, "minItems": 1, "uniqueItems": True},
     "max_lookahead": {"minimum": 0, "maximum": 2**31 - 1},
 }
 
@@ -75,7 +93,8 @@ def document() -> Schema:
     sampling = _sampling(found.pop("SamplingParams")["properties"])
     prompts, messages = {"prompt": _PROMPT}, {"messages": _MESSAGES}
     found["CompletionFields"] = _body(found["CompletionFields"], sampling, prompts)
-    found["ChatFields"] = _body(found["ChatFields"], sampling, messages)
+    no_default = {name: _COUNT for name in ("max_tokens", "max_completion_tokens")}
+    found["ChatFields"] = _body(found["ChatFields"], sampling | no_default, messages)
     found["TokenizeFields"] = _body(found["TokenizeFields"], {}, {})
     found["TokenizeFields"]["properties"]["messages"] = _or_null(_MESSAGES)
     return {
