@@ -12,11 +12,12 @@ from urllib.parse import quote
 import msgspec
 from litestar import HttpMethod, Litestar, MediaType, Request, get, post, route
 from litestar import Response as HttpResponse
+from litestar.handlers import HTTPRouteHandler
 from litestar.response import Stream
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from cbatch.core.errors import FieldError
-from cbatch.server.answer import Answer, ChatAnswer, CompletionAnswer, encode
+from cbatch.server.answer import ChatAnswer, CompletionAnswer, encode
 from cbatch.server.bodies import (
     Call,
     DetokenizeFields,
@@ -44,6 +45,9 @@ LONG_BODY_BYTES = 32 * 2**10
 LOOK = [HttpMethod.GET, HttpMethod.HEAD]
 T = TypeVar("T")
 AnyRequest = Request[Any, Any, Any]
+AnyResponse = HttpResponse[bytes] | Stream
+AnswerKind = type[CompletionAnswer] | type[ChatAnswer]
+Parse = Callable[[bytes, ServedModel], Call]
 
 
 def create_app(
@@ -64,44 +68,66 @@ def create_app(
         yield
         await service.stop()
 
-    async def answer(
-        request: AnyRequest, parse: Callable[[bytes, ServedModel], Call], kind: type[Answer[Any]]
-    ) -> HttpResponse[bytes] | Stream:
-        meter = Meter(metrics)
-        call = await read(request, lambda body: parse(body, model))
-        made = kind(call, model, meter)
+    app = Litestar(
+        [
+            *_generating(Answering(service, model, metrics)),
+            *_describing(model),
+            *_watching(service, metrics),
+        ],
+        lifespan=[lifespan],
+        request_max_body_size=max_body_bytes,
+        exception_handlers=handlers(metrics.reject),
+        openapi_config=None,
+        logging_config=None,  # the program that runs the server decides about logs
+    )
+    return Gate(app, api_keys)
+
+
+class Answering:
+    """One call, from its body to its answer, whole or streamed."""
+
+    def __init__(self, service: EngineService, model: ServedModel, metrics: Metrics) -> None:
+        self._service, self._model, self._metrics = service, model, metrics
+
+    async def __call__(self, request: AnyRequest, parse: Parse, kind: AnswerKind) -> AnyResponse:
+        meter = Meter(self._metrics)
+        call = await read(request, lambda body: parse(body, self._model))
+        answer = kind(call, self._model, meter)
         headers = {}
         if call.ignored:  # percent-encoded: a field's name is the client's, a header is ours
             headers[IGNORED_HEADER] = ", ".join(quote(name[:64]) for name in call.ignored[:16])
         stack = AsyncExitStack()
         stack.callback(meter.close)
         try:
-            streams = await submit(service, made, stack)
+            streams = await submit(self._service, answer, stack)
             if call.fields.stream:
-                told = events(streams, made, stack.pop_all())
+                told = events(streams, answer, stack.pop_all())
                 await anext(told)  # from here on it cancels its requests however it ends
                 return Stream(told, media_type="text/event-stream", headers=headers)
-            await or_disconnect(request, gather(streams, made))
+            await or_disconnect(request, gather(streams, answer))
         finally:
             await stack.aclose()
-        return json_response(made.whole(), headers)
+        return json_response(answer.whole(), headers)
 
+
+def _generating(answer: Answering) -> list[HTTPRouteHandler]:
     @post("/v1/completions", status_code=200)
-    async def completions(request: AnyRequest) -> HttpResponse[bytes] | Stream:
+    async def completions(request: AnyRequest) -> AnyResponse:
         return await answer(request, parse_completion, CompletionAnswer)
 
     @post("/v1/chat/completions", status_code=200)
-    async def chat_completions(request: AnyRequest) -> HttpResponse[bytes] | Stream:
+    async def chat_completions(request: AnyRequest) -> AnyResponse:
         return await answer(request, parse_chat, ChatAnswer)
 
-    @post("/tokenize", status_code=200)
-    async def tokenize(request: AnyRequest) -> HttpResponse[bytes]:
-        return json_response(await read(request, lambda body: _tokenize(body, model)))
+    @post("/v1/embeddings")
+    async def embeddings() -> HttpResponse[dict[str, Any]]:
+        message = "embeddings are not supported yet; this server completes text"
+        return HttpResponse(error_body(message, "not_implemented"), status_code=501)
 
-    @post("/detokenize", status_code=200)
-    async def detokenize(request: AnyRequest) -> HttpResponse[bytes]:
-        return json_response(await read(request, lambda body: _detokenize(body, model)))
+    return [completions, chat_completions, embeddings]
 
+
+def _describing(model: ServedModel) -> list[HTTPRouteHandler]:
     @get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model.card()]}
@@ -111,11 +137,22 @@ def create_app(
         model.require(str(request.path_params["name"]).removeprefix("/"))
         return model.card()
 
-    @post("/v1/embeddings")
-    async def embeddings() -> HttpResponse[dict[str, Any]]:
-        message = "embeddings are not supported yet; this server completes text"
-        return HttpResponse(error_body(message, "not_implemented"), status_code=501)
+    @post("/tokenize", status_code=200)
+    async def tokenize(request: AnyRequest) -> HttpResponse[bytes]:
+        return json_response(await read(request, lambda body: _tokenize(body, model)))
 
+    @post("/detokenize", status_code=200)
+    async def detokenize(request: AnyRequest) -> HttpResponse[bytes]:
+        return json_response(await read(request, lambda body: _detokenize(body, model)))
+
+    @get("/openapi.json")
+    async def openapi() -> HttpResponse[bytes]:
+        return json_response(document())
+
+    return [models, model_card, tokenize, detokenize, openapi]
+
+
+def _watching(service: EngineService, metrics: Metrics) -> list[HTTPRouteHandler]:
     @route("/health", http_method=LOOK)
     async def health() -> HttpResponse[dict[str, Any]]:
         state = {"status": "ok" if service.running else "down", "requests": service.num_requests}
@@ -134,20 +171,7 @@ def create_app(
     async def version_() -> dict[str, str]:
         return {"version": version("cbatch")}
 
-    @get("/openapi.json")
-    async def openapi() -> HttpResponse[bytes]:
-        return json_response(document())
-
-    routes = [completions, chat_completions, tokenize, detokenize, models, model_card, embeddings]
-    app = Litestar(
-        [*routes, health, ready, metrics_page, version_, openapi],
-        lifespan=[lifespan],
-        request_max_body_size=max_body_bytes,
-        exception_handlers=handlers(metrics.reject),
-        openapi_config=None,
-        logging_config=None,  # the program that runs the server decides about logs
-    )
-    return Gate(app, api_keys)
+    return [health, ready, metrics_page, version_]
 
 
 async def read(request: AnyRequest, parse: Callable[[bytes], T]) -> T:
