@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from cbatch.cli import demo, generate, serve
 from cbatch.cli.generate import INTERRUPTED
 from cbatch.core.errors import FieldError
-from cbatch.text import TokenizerError
+from cbatch.text import ChatTemplateError, TokenizerError
 
 FAILED = 2  # exit status for bad input, as argparse's
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _is_bad_input(error: ValueError) -> bool:
     from cbatch.runtime.config import ModelError
 
-    return isinstance(error, (FieldError, TokenizerError, ModelError))
+    return isinstance(error, (FieldError, TokenizerError, ChatTemplateError, ModelError))
 
 
 if __name__ == "__main__":

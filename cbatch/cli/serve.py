@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from cbatch.server.service import EngineService
 
     model, draft = model_paths(args.model, args.draft)
+    chat_template = load_chat_template(model, args.chat_template)  # fails before weights load
     engine, info = load_engine(model, draft, engine_options(args))
     console = Console(stderr=True, highlight=False)
     for line in info.lines():
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         created_s=int(time.time()),
         root=str(model),
         tokenizer=engine.tokenizer,
-        chat_template=load_chat_template(model, args.chat_template),
+        chat_template=chat_template,
     )
     keys = [*args.api_key, *filter(None, [os.environ.get("CBATCH_API_KEY")])]
     snapshot = partial(snapshot_of, engine)

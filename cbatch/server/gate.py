@@ -40,12 +40,13 @@ class Gate:
                 message["headers"] = [*message["headers"], header]
             await send(message)
 
-        if scope["path"] in OPEN_PATHS or self._admits(given.get(b"authorization", b"")):
+        if scope["path"] in OPEN_PATHS or self.admits(given.get(b"authorization", b"")):
             await self._app(scope, receive, send_with_id)
         else:
             await _refuse(send_with_id)
 
-    def _admits(self, authorization: bytes) -> bool:
+    def admits(self, authorization: bytes) -> bool:
+        """Whether the header names one of the keys, where keys are asked for."""
         if not self._digests:
             return True
         kind, _, key = authorization.partition(b" ")

@@ -94,9 +94,9 @@ def test_a_hundred_calls(client: Client, session: requests.Session) -> None:
 
 @pytest.mark.statistics
 def test_two_thousand_calls(client: Client, session: requests.Session) -> None:
-    statuses = fuzz_all(client, session, times=20)
-    assert sum(statuses.values()) >= 1900
-    assert statuses[200] > 300 and statuses[400] > 600, statuses
+    statuses = fuzz_all(client, session, times=21)
+    assert sum(statuses.values()) >= 2000
+    assert statuses[200] > 150 and statuses[400] > 600, statuses
     assert client.get("/health")[0] == 200
 
 
