@@ -83,8 +83,8 @@ class ServedModel:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as the model was trained to read it. Raises `FieldError`: without a
-        template, for one that the template refuses, and for a message that brings a control token,
-        which could pass for the end of its turn and for another's beginning."""
+        template, for one that the template refuses, and for a message (or a variable) that brings a
+        control token, which could pass for the end of its turn and for another's beginning."""
         if self._chat_template is None:
             raise FieldError(
                 "messages",
@@ -92,10 +92,8 @@ class ServedModel:
                 "use /v1/completions, or start the server with --chat-template FILE",
             )
         for at, message in enumerate(messages):
-            for token in self.tokenizer.special_tokens:
-                if any(token in text for text in _texts(message)):
-                    field = f"messages[{at}]"
-                    raise FieldError(field, f"holds the control token {token!r}", "leave it out")
+            self._refuse_control(f"messages[{at}]", message)
+        self._refuse_control("chat_template_kwargs", variables)
         try:
             return self._chat_template.render(
                 messages, add_generation_prompt=add_generation_prompt, variables=variables
@@ -105,6 +103,12 @@ class ServedModel:
             raise FieldError(
                 "messages", f"the chat template refuses them ({error})", remedy
             ) from error
+
+    def _refuse_control(self, field: str, value: Any) -> None:
+        texts = _texts(value)
+        for token in self.tokenizer.special_tokens:
+            if any(token in text for text in texts):
+                raise FieldError(field, f"holds the control token {token!r}", "leave it out")
 
 
 def _texts(value: Any) -> list[str]:

@@ -144,6 +144,7 @@ def test_a_prompt_can_be_cut_to_its_end(client: Client) -> None:
         ({"messages": [{"role": "user", "content": "a" * 600}]}, "prompt"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"mark": ["<|endoftext|>"]}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

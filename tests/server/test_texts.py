@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from cbatch import LLM, Completion, SamplingParams
+from cbatch import LLM, Completion, Output, SamplingParams
+from cbatch.llm import complete_all
+from cbatch.server.answer import CompletionAnswer
 from cbatch.text import TextTokenizer
 from tests.server.http_client import Client, serving
 from tests.test_llm import write_model
-from tests.text.toy_tokenizers import byte_level
+from tests.text.toy_tokenizers import byte_level, printable
+from tests.toy_engine import make_engine
 
 SCRIPTS = [
     "def f(x):\n    return",
@@ -49,14 +52,15 @@ def check_three_ways(
     generate: Callable[[list[str], list[SamplingParams]], list[Completion]],
     tokenizer: TextTokenizer,
     max_tokens: int,
+    prompts: list[str] = PROMPTS,
 ) -> list[Completion]:
-    bodies = [{"prompt": p, **params_of(at, max_tokens)} for at, p in enumerate(PROMPTS)]
+    bodies = [{"prompt": p, **params_of(at, max_tokens)} for at, p in enumerate(prompts)]
     with ThreadPoolExecutor(32) as pool:
         whole = list(pool.map(lambda body: client.post(body)[1], bodies))
         streams = list(pool.map(lambda body: client.stream(body | USAGE), bodies))
-    settings = [SamplingParams(**{**params_of(at, max_tokens)}) for at in range(len(PROMPTS))]
-    wanted = generate(PROMPTS, settings)
-    for prompt, want, answer, events in zip(PROMPTS, wanted, whole, streams, strict=True):
+    settings = [SamplingParams(**{**params_of(at, max_tokens)}) for at in range(len(prompts))]
+    wanted = generate(prompts, settings)
+    for prompt, want, answer, events in zip(prompts, wanted, whole, streams, strict=True):
         (choice,), usage = answer["choices"], events.pop()["usage"]
         parts = [event["choices"][0] for event in events]
         assert "".join(part["text"] for part in parts) == choice["text"] == want.text
@@ -80,12 +84,30 @@ def test_two_hundred_prompts(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", tokenizer=raw)
     served, reference = (LLM(model, drafter=("ngram",), **OPTIONS) for _ in range(2))
     with serving(served.engine) as client:
-        wanted = check_three_ways(client, reference.generate, TextTokenizer(raw, "toy"), 20)
+        wanted = check_three_ways(client, reference.generate, TextTokenizer(raw, "toy"), 12)
     assert len(set(PROMPTS)) == 200
     broken = sum("\ufffd" in each.text for each in wanted)
     whole = sum(any(ord(c) > 127 and c != "\ufffd" for c in each.text) for each in wanted)
     assert broken > 50 and whole > 20, (broken, whole)
     assert sum(c.speculation.accepted_tokens for c in wanted) > 20
+
+
+def test_a_lost_chunk_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = CompletionAnswer.event
+
+    def forgetful(answer: CompletionAnswer, position: int, output: Output) -> bytes:
+        told = event(answer, position, output)
+        return told if output.finished or not output.num_accepted else b""
+
+    def generate(prompts: list[str], params: list[SamplingParams]) -> list[Completion]:
+        return complete_all(make_engine(tokenizer=tokenizer), prompts, params)
+
+    tokenizer = TextTokenizer(printable(), "toy")
+    with serving(make_engine(tokenizer=tokenizer)) as client:
+        check_three_ways(client, generate, tokenizer, 20, ["def", "class"])
+        monkeypatch.setattr(CompletionAnswer, "event", forgetful)
+        with pytest.raises(AssertionError):
+            check_three_ways(client, generate, tokenizer, 20, ["def", "class"])
 
 
 @pytest.mark.statistics
