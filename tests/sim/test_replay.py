@@ -14,7 +14,10 @@ import pytest
 
 from cbatch.core.config import LookaheadConfig, SchedulerConfig
 from cbatch.core.events import Added, Committed, Event, Planned
+from cbatch.core.plan import StepPlan, StepResult
 from cbatch.core.scheduler import Scheduler
+from cbatch.engine import steplog
+from cbatch.engine.steplog import StepLogWriter, read_step_log
 from sim.arrivals import poisson
 from sim.costs import ConstantCost, LinearCost
 from sim.lengths import fixed, uniform
@@ -272,6 +275,31 @@ def test_sessions_find_their_history_in_the_prefix_cache() -> None:
     assert [r.index for r in records] != sorted(starts_s), "sessions ran side by side"
     none = run(OpenLoop(requests), config_for(num_blocks=4000, prefix_cache=False))
     assert none.prefix_hit_tokens == 0
+
+
+def test_its_step_log_gives_the_same_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the simulator's scheduler was told, written, read and told to another one."""
+    plans: list[StepPlan] = []
+    answer = ModelledExecutor.run
+
+    def keep(executor: ModelledExecutor, plan: StepPlan) -> StepResult:
+        plans.append(plan)
+        return answer(executor, plan)
+
+    monkeypatch.setattr(ModelledExecutor, "run", keep)
+    lengths = {"messages": uniform(20, 60), "outputs": uniform(9, 60)}
+    made = Conversations(turns=fixed(4), think_s=0.01, **lengths)
+    requests = converse(lambda rng: poisson(200.0, rng), made, sessions=20, seed=2)
+    with StepLogWriter(tmp_path / "log") as log:
+        report = run(OpenLoop(requests), config_for(num_blocks=60, **speculating(3)), log=log)
+    assert report.preemptions and report.prefix_hit_tokens and report.speculation
+    again: list[StepPlan | None] = []
+    steplog.replay(read_step_log(tmp_path / "log").events, on_plan=again.append)
+    replayed = [plan for plan in again if plan is not None]
+    assert len(replayed) == len(plans) == report.steps
+    for one, other in zip(plans, replayed, strict=True):
+        for field in ("slots", "generations", "query_lens", "num_drafts", "catch_up"):
+            assert getattr(one, field).tolist() == getattr(other, field).tolist()
 
 
 def test_progress_is_told() -> None:
