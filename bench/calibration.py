@@ -2,24 +2,24 @@
 
 The demo pair answers real prompts with a constant number of requests in flight. In each step, for
 every row and depth that was drafted, the survival that the controller believed in is kept beside
-what came of it. Per depth these are sorted by prediction and cut into bins of equal size; the error
-is the mean over bins, by their size, of |mean predicted - observed share|. A perfect prediction
-would show `by_chance`, the error that the coins alone leave in bins of that size. No timing: a busy
-machine does no harm, though k follows measured durations and so no two runs are quite alike.
+what came of it. Sorted by prediction and cut into ten bins of equal size, these give the `error`:
+the mean over bins of |mean predicted - observed share| (expected calibration error). `by_depth` is
+the same with a bin for each depth, weighed by its drafts; `by_both` with ten bins for each depth.
+Coins alone leave something in every bin: `by_chance` is what they leave in the `error`. No timing:
+a busy machine does no harm, though k follows measured durations, so no two runs are quite alike.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench.lookahead import WORKLOADS, ClosedLoop, make_prompts
 from bench.report import print_report, rounded
 from cbatch import EngineOptions, SamplingParams, load_engine
-from cbatch.core import lookahead
 from cbatch.core.plan import StepResult
 from cbatch.core.sequence import Commit
 from cbatch.demo import demo_paths
@@ -27,7 +27,7 @@ from cbatch.stepwise import Engine
 
 DEEPEST = 8
 MODES = ("greedy", "rejection", "coupled")
-BINS = 10  # a depth
+BINS = 10
 
 
 class Beliefs:
@@ -46,9 +46,8 @@ class Beliefs:
         rows = np.flatnonzero(result.num_drafted)
         if len(rows):
             slots = self._state.flights[0].plan.slots[rows]
-            accepted, trials = controller.estimate[:, slots]
             depth = np.arange(1, DEEPEST + 1)
-            predicted = lookahead.survival(accepted, trials, DEEPEST).copy()
+            predicted = controller.survival(slots, DEEPEST).copy()
             predicted[depth > result.num_drafted[rows, None]] = np.nan
             self.predicted.append(predicted)
             self.survived.append(depth <= result.num_accepted[rows, None])
@@ -59,24 +58,34 @@ class Beliefs:
         return np.concatenate(self.predicted), np.concatenate(self.survived).astype(float)
 
 
-def error_by_depth(predicted: np.ndarray, observed: np.ndarray) -> list[tuple[int, float, float]]:
-    """For each depth, drafts that were made, the weighted absolute error, and what it would be by
-    chance. The arguments are those of `Beliefs.pairs`."""
-    found = []
-    for column, outcomes in zip(predicted.T, observed.T, strict=True):
-        made = ~np.isnan(column)
-        order = np.argsort(column[made], kind="stable")
-        count = len(order)
-        error = chance = 0.0
-        for part in np.array_split(order, BINS):
-            if not len(part):
-                continue
-            mean, share = column[made][part].mean(), outcomes[made][part].mean()
-            error += len(part) * abs(mean - share)
-            # Mean absolute deviation of a normal law, of the variance that a binomial has.
-            chance += np.sqrt(2 / np.pi * len(part) * mean * (1 - mean))
-        found.append((count, error / max(count, 1), chance / max(count, 1)))
-    return found
+class Errors(NamedTuple):
+    error: float
+    by_chance: float
+    by_depth: float
+    by_both: float
+
+
+def errors_of(predicted: np.ndarray, observed: np.ndarray) -> Errors:
+    """Of what `Beliefs.pairs` gives."""
+    made = ~np.isnan(predicted)
+    columns = [(predicted[m, j], observed[m, j]) for j, m in enumerate(made.T)]
+    total = int(np.count_nonzero(made))
+    error, chance = _misses(predicted[made], observed[made], BINS)
+    by_depth, by_both = (sum(_misses(*column, bins)[0] for column in columns) for bins in (1, BINS))
+    return Errors(error / total, chance / total, by_depth / total, by_both / total)
+
+
+def _misses(predicted: np.ndarray, observed: np.ndarray, bins: int) -> tuple[float, float]:
+    """Sum over bins, times their size, of |mean predicted - observed share|; and what that would be
+    on average if the outcomes were independent coins of the predicted chances."""
+    error = chance = 0.0
+    for part in np.array_split(np.argsort(predicted, kind="stable"), bins):
+        if len(part):
+            mean = float(predicted[part].mean())
+            error += len(part) * abs(mean - float(observed[part].mean()))
+            # The mean absolute deviation of a normal law with the variance of a binomial one.
+            chance += float(np.sqrt(2 / np.pi * len(part) * mean * (1 - mean)))
+    return error, chance
 
 
 def measure(workload: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -99,20 +108,16 @@ def measure(workload: str, mode: str, args: argparse.Namespace) -> dict[str, Any
     speculation = loop.run(args.tokens).speculation
     loop.stop()
     predicted, observed = beliefs.pairs()
-    by_depth = error_by_depth(predicted, observed)
-    total = sum(count for count, _, _ in by_depth)
     made = ~np.isnan(predicted)
     return {
         "workload": workload,
         "mode": mode,
         "batch": args.batch,
-        "drafts": total,
+        "drafts": int(np.count_nonzero(made)),
         "steps_with_drafts": rounded(speculation.drafting_share),
         "predicted": rounded(float(predicted[made].mean())),
         "observed": rounded(float(observed[made].mean())),
-        "error": rounded(sum(count * error for count, error, _ in by_depth) / total),
-        "by_chance": rounded(sum(count * chance for count, _, chance in by_depth) / total),
-        **{f"d{j + 1}": rounded(error) for j, (_, error, _) in enumerate(by_depth) if j < 4},
+        **{k: rounded(v) for k, v in errors_of(predicted, observed)._asdict().items()},
     }
 
 
@@ -135,7 +140,7 @@ def main() -> None:
     print_report(
         "calibration of predicted survival: demo pair, goodput",
         rows,
-        notes=(f"error over all: {np.average(errors, weights=weights):.3f}; d1 to d4: by depth",),
+        notes=(f"error over all: {np.average(errors, weights=weights):.3f}",),
     )
 
 

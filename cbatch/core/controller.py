@@ -14,6 +14,7 @@ import numpy as np
 from cbatch.core import estimator, goodput, lookahead
 from cbatch.core.config import LookaheadConfig
 from cbatch.core.cost import CostModel, CostProfile, StepLoad
+from cbatch.core.depths import DepthOdds
 from cbatch.core.estimator import FleetPrior
 from cbatch.core.regime import FIRST_PROBE_STEPS, MOST_PROBE_STEPS, Due, Regime, probes
 from cbatch.core.tally import Rows, Tally
@@ -87,13 +88,11 @@ class _Held:
     def drafts(self) -> bool:
         return self._deepest > 0
 
-    def enter(self, slot: int, accepted: float, trials: float) -> None:
-        """Who comes in between drafts as far as others with such chances did."""
-        k, survival = 0, accepted / trials
-        while k < self._deepest and survival >= self._threshold:
-            k += 1
-            survival *= (accepted + k) / (trials + k)
-        self._num_drafts[slot] = k
+    def enter(self, slot: int, survival: np.ndarray) -> None:
+        """Who comes in between drafts as far as others with such chances, float64 [1, depth],
+        did."""
+        worth = int(np.count_nonzero(survival >= self._threshold))
+        self._num_drafts[slot] = min(worth, self._deepest)
         self._newcomers += 1
 
     def get(self, rows: Rows, caps: np.ndarray, budget_tokens: int) -> np.ndarray | None:
@@ -127,6 +126,7 @@ class LookaheadController:
         self.statistics = np.zeros((estimator.NUM_STATISTICS, max_slots), dtype=np.float64)
         self.estimate = self.statistics[: estimator.DROP]  # N and D, a view
         self.estimate[:] = np.array(self.prior)[:, None]
+        self._depths = DepthOdds(config.k)
         self._tally = Tally(max_slots)
         self._market: goodput.Market | None = None
         self._held = _Held(max_slots)
@@ -146,7 +146,7 @@ class LookaheadController:
         self.regime.newcomers += 1
         self.statistics[:, slot] = 0.0
         self.estimate[:, slot] = self.prior if estimate is None else estimate
-        self._held.enter(slot, *self.estimate[:, slot].tolist())
+        self._held.enter(slot, self.survival(np.array([slot]), self.config.k))
 
     def leave(self, slot: int) -> None:
         """It leaves the slot, finished or preempted."""
@@ -223,6 +223,7 @@ class LookaheadController:
             self.costs.observe(cost.load, cost.draft_s, cost.target_s)
             if not cost.load.depth:
                 return
+            self._depths.observe(self.estimate[:, rows], num_drafted, num_accepted)
         if not self.regime.on:
             self._hear(rows, num_drafted, num_accepted, evidence)
             return
@@ -247,6 +248,11 @@ class LookaheadController:
         self.statistics[estimator.FRESH_TRIALS, slots] += trials
         rise = after[0] / after[1] - before[0] / before[1]
         self.regime.newcomers += int(np.count_nonzero(rise > _NEWS))
+
+    def survival(self, rows: Rows, depth: int) -> np.ndarray:
+        """What is believed of the next drafts of these slots, float64 [rows, depth]."""
+        accepted, trials = self.estimate[:, rows]
+        return lookahead.survival(accepted, trials, depth, self._depths.odds)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -274,8 +280,7 @@ class LookaheadController:
         prices = self.costs.prices(len(caps), room.base_tokens, room.context_tokens, most)
         # Optimism: a price that is too high would never be corrected, one too low soon is.
         prices = prices.cheaper(self.costs.doubt(len(caps)))
-        accepted, trials = self.estimate[:, rows]
-        survival = lookahead.survival(accepted, trials, depth)
+        survival = self.survival(rows, depth)
         debts_s = _debts_s(lag, room, prices.ingest_s)
         decision = goodput.decide(survival, caps, prices, self._market, room.blocks, debts_s)
         self._market, self._gain = decision.market, decision.gain

@@ -25,13 +25,21 @@ MAX_DEPTH = 32
 _DEPTHS = np.arange(MAX_DEPTH, dtype=np.float64)
 
 
-def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray:
+def survival(
+    accepted: np.ndarray, trials: np.ndarray, depth: int, odds: np.ndarray | None = None
+) -> np.ndarray:
     """S_1..S_depth for each row, float64 [rows, depth], non-increasing along a row.
 
-    `accepted` and `trials` are the decayed sums N and D, float64 [rows].
+    `accepted` and `trials` are the decayed sums N and D, float64 [rows]. `odds`, float64 with one
+    for each depth, multiply those of a draft there (`depths.DepthOdds`).
     """
     steps = _DEPTHS[:depth, None]  # depth by depth in memory: numpy is fast along rows
-    hazards: np.ndarray = (accepted + steps) / (trials + steps)
+    hazards: np.ndarray = accepted + steps
+    if odds is None:
+        hazards /= trials + steps
+    else:
+        hazards *= odds[:depth, None]
+        hazards /= hazards + (trials - accepted)
     for shallower, deeper in zip(hazards, hazards[1:], strict=False):
         deeper *= shallower
     return hazards.T
