@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from cbatch import LLM, EngineOptions, FieldError, FinishReason, LookaheadConfig, SamplingParams
 from cbatch.assembly import parse_lookahead
@@ -18,14 +19,17 @@ from tests.text.toy_tokenizers import byte_level, printable
 PROMPTS = ["def add(a, b):", "class Node", "for x in y", "abc"]
 
 
-def write_model(folder: Path, *, layers: int = 2, hidden: int = 32) -> Path:
+def write_model(
+    folder: Path, *, layers: int = 2, hidden: int = 32, tokenizer: Tokenizer | None = None
+) -> Path:
     """A directory with a tokenizer and a configuration; weights are drawn when it is loaded."""
     folder.mkdir()
-    printable().save(str(folder / "tokenizer.json"))
+    tokenizer = tokenizer or printable()
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": printable().get_vocab_size(),
+        "vocab_size": tokenizer.get_vocab_size(),
         "hidden_size": hidden,
         "intermediate_size": 48,
         "num_hidden_layers": layers,

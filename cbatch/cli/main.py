@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from cbatch.cli import demo, generate, serve, sim, trace
 from cbatch.cli.generate import INTERRUPTED
 from cbatch.core.errors import FieldError
-from cbatch.text import TokenizerError
+from cbatch.text import ChatTemplateError, TokenizerError
 
 FAILED = 2  # exit status for bad input, as argparse's
 
@@ -44,7 +44,8 @@ def _is_bad_input(error: ValueError) -> bool:
     from cbatch.engine.client import EngineStartError
     from cbatch.runtime.config import ModelError
 
-    return isinstance(error, (FieldError, TokenizerError, ModelError, EngineStartError))
+    kinds = (FieldError, TokenizerError, ChatTemplateError, ModelError, EngineStartError)
+    return isinstance(error, kinds)
 
 
 if __name__ == "__main__":

@@ -336,6 +336,8 @@ class Committer:
         emitted = len(result.tokens)
         stats.steps += 1
         stats.emitted_tokens += emitted - step.cut_tokens
+        stats.draft_s += result.draft_s
+        stats.target_s += result.target_s
         if not flight.plain:
             stats.drafted_tokens += step.drafts.total
             if troubled or flight.has_chunks:

@@ -131,3 +131,5 @@ class SchedulerStats(msgspec.Struct):
     prompt_tokens: int = 0  # of every admission
     prefix_hit_tokens: int = 0  # of these, found in the prefix cache
     executor_resets: int = 0
+    draft_s: float = 0.0  # as the executor measured them
+    target_s: float = 0.0

@@ -68,6 +68,7 @@ class EngineServer:
         self._scheduler, self._loop = parts.scheduler, parts.loop
         self._socket = socket
         self._refused: list[Ending] = []
+        self._step_s = 0.0
         self._loop.on_flight = recorder.write
 
     def run(self) -> None:
@@ -117,7 +118,9 @@ class EngineServer:
         endings += self._refused
         self._refused = []
         if commit is not None:
-            self._tell(commit, endings, time.monotonic() - start_s)
+            total_s = time.monotonic() - start_s
+            self._step_s += total_s
+            self._tell(commit, endings, total_s)
         elif endings:
             self._send(Stepped((), (), tuple(endings), (), None, self._stats()))
         elif self._scheduler.has_work:
@@ -150,6 +153,7 @@ class EngineServer:
             num_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
+            step_s=self._step_s,
             totals=scheduler.stats,
         )
 

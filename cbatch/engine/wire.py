@@ -56,6 +56,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int
     free_blocks: int
     cached_blocks: int  # unreferenced, kept for prefix hits
+    step_s: float  # in all steps, planning and committing included
     totals: SchedulerStats
 
 

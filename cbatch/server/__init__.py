@@ -1,1 +1,1 @@
-"""HTTP: completions over the engine, whole or streamed."""
+"""HTTP: the OpenAI API over an engine in another process, whole or streamed."""

@@ -67,16 +67,28 @@ class Place:
 
 
 class Admission:
-    """`num_requests` and `num_prompt_tokens` are queued now."""
+    """`num_requests` and `num_prompt_tokens` are queued now; `rejections` so far, by reason."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self._limits, self._clock = limits, clock
         self.num_requests = 0
         self.num_prompt_tokens = 0
+        self.rejections: dict[str, int] = {}
         self._departures_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def reserve(self, num_requests: int, prompt_tokens: int) -> Place:
         """`prompt_tokens` may be a bound, until `settle`. Raises `OverloadedError`."""
+        self._require(num_requests, prompt_tokens)
+        self.num_requests += num_requests
+        self.num_prompt_tokens += prompt_tokens
+        return Place(self, num_requests, prompt_tokens)
+
+    def require_room(self) -> None:
+        """Raises `OverloadedError` where the shortest call would be refused: no time is to be spent
+        on one before that is known."""
+        self._require(1, 1)
+
+    def _require(self, num_requests: int, prompt_tokens: int) -> None:
         limits = self._limits
         if self.num_requests:
             for queued, more, most, unit in (
@@ -89,12 +101,12 @@ class Admission:
                 ),
             ):
                 if queued + more > most:
-                    raise self.overloaded(f"the queue is full: {queued} of {most} {unit}")
-        self.num_requests += num_requests
-        self.num_prompt_tokens += prompt_tokens
-        return Place(self, num_requests, prompt_tokens)
+                    reason = f"queued {unit}".replace(" ", "_")
+                    raise self.overloaded(reason, f"the queue is full: {queued} of {most} {unit}")
 
-    def overloaded(self, problem: str) -> OverloadedError:
+    def overloaded(self, reason: str, problem: str) -> OverloadedError:
+        """A rejection, counted under `reason`."""
+        self.rejections[reason] = self.rejections.get(reason, 0) + 1
         retry_after_s = self._retry_after_s()
         return OverloadedError(f"{problem}; try again in {retry_after_s} s", retry_after_s)
 

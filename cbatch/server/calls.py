@@ -58,7 +58,7 @@ class Call:
             limit_s = limits.queue_timeout_s
             message = f"no slot became free within {limit_s:g} s"
             self._queue_timer = loop.call_later(
-                limit_s, lambda: self.abort(queue.overloaded(message))
+                limit_s, lambda: self.abort(queue.overloaded("queue_timeout", message))
             )
         given = [each for each in (limits.timeout_s, timeout_s) if each is not None]
         if given:

@@ -1,4 +1,4 @@
-"""Log probabilities as clients of `/v1/completions` expect them."""
+"""Log probabilities as clients expect them: lists for completions, one by one for chat."""
 
 from __future__ import annotations
 
@@ -37,11 +37,39 @@ class CompletionLogprobs(msgspec.Struct):
 
     @property
     def end_offset(self) -> int:
+        """Where the text of these tokens ends; 0 of none."""
         return self.text_offset[-1] + len(self.tokens[-1]) if self.tokens else 0
 
-    def __add__(self, other: CompletionLogprobs) -> CompletionLogprobs:
-        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
-        return CompletionLogprobs(*(mine + theirs for mine, theirs in pairs))
+
+class LikelyToken(msgspec.Struct):
+    """`bytes` are what the token adds to the text: those of all tokens, joined, are its UTF-8."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class ChatToken(LikelyToken):
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatToken]
+    refusal: None = None
+
+    @classmethod
+    def of(
+        cls, found: Iterable[TokenLogprob], decode: Decode, to_bytes: Callable[[int], bytes]
+    ) -> ChatLogprobs:
+        def spelt(token_id: int, logprob: float | None) -> LikelyToken:
+            return LikelyToken(token_text(token_id, decode), logprob, list(to_bytes(token_id)))
+
+        content = []
+        for each in found:
+            it = spelt(each.token_id, each.logprob)
+            top = [spelt(*likely) for likely in each.top]
+            content.append(ChatToken(it.token, it.logprob, it.bytes, top))
+        return cls(content)
 
 
 def token_text(token_id: int, decode: Decode) -> str:

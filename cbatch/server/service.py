@@ -61,9 +61,10 @@ class EngineService:
         """Of the engine's last step or heartbeat; totals begin anew when it is restarted."""
         return self._client.stats
 
-    def decode(self, ids: list[int]) -> str:
-        """Text of token ids; empty where the engine has no tokenizer."""
-        return "" if self._tokenizer is None else self._tokenizer.decode(ids)
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine has been started again after it died."""
+        return max(0, self._client.num_starts - 1)
 
     async def start(self) -> Ready:
         """Waits for the engine, once. Raises `FieldError` or `EngineStartError`."""

@@ -3,15 +3,19 @@
 Imports nothing of the engine's, so that a client process can hold it alone.
 """
 
+from cbatch.text.chat import ChatTemplate, ChatTemplateError, load_chat_template
 from cbatch.text.stop import StopMatcher
 from cbatch.text.stream import TextDelta, TextStream
 from cbatch.text.tokenizer import TextTokenizer, TokenizerError, load_tokenizer
 
 __all__ = [
+    "ChatTemplate",
+    "ChatTemplateError",
     "StopMatcher",
     "TextDelta",
     "TextStream",
     "TextTokenizer",
     "TokenizerError",
+    "load_chat_template",
     "load_tokenizer",
 ]

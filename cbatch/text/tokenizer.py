@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 FILE_NAME = "tokenizer.json"
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of sentencepiece, where no word fits
+
+
+def _byte_characters() -> dict[str, int]:
+    """The characters that byte-level BPE (GPT-2) writes bytes as: a printable one stands for
+    itself, the others are those from U+0100 on, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
 
 
 class TokenizerError(ValueError):
@@ -29,13 +44,43 @@ class TextTokenizer:
         """Ids the tokenizer can produce, added tokens included."""
         return self.raw.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer itself puts around a text."""
-        return self.raw.encode(text).ids
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """No token stands for more characters of a text than this."""
+        return max(map(len, self.raw.get_vocab(True)), default=1)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
-        return self.raw.decode(list(ids), skip_special_tokens=True)
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts that become control tokens, such as the end of a turn, wherever they stand."""
+        added = self.raw.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with the special tokens that the tokenizer itself puts around a text, unless
+        the text brings its own (a chat template's does)."""
+        return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text, by default without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text. Those of a text's tokens, joined, are its UTF-8; empty for
+        a special token and for an id that is no token."""
+        token = self.raw.id_to_token(token_id)
+        if token is None or token in self.special_tokens:
+            return b""
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        if self._byte_level and all(c in _BYTES for c in token):
+            return bytes(_BYTES[c] for c in token)
+        return token.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        """Whether a token's characters stand for bytes."""
+        decoder = self.raw.decoder
+        return decoder is not None and "ByteLevel" in repr(decoder)
 
     def require_same_as(self, target: TextTokenizer) -> None:
         """Raises `TokenizerError` unless both give every token the same id: a draft's ids would

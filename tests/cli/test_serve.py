@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
+
+import pytest
 
 from tests.cli.conftest import Run
 
@@ -18,8 +23,10 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_it_serves_the_demo_pair_until_it_is_told_to_stop() -> None:
     command = [sys.executable, "-m", "cbatch.cli.main", "serve", "--port", "0", "--max-slots", "2"]
+    keys = ["--api-key", "first", "--api-key", "second"]
     with subprocess.Popen(
-        [*command, "--lookahead", "off", "--num-blocks", "64"],
+        [*command, "--lookahead", "off", "--num-blocks", "64", *keys],
+        env=os.environ | {"CBATCH_API_KEY": "third"},
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -31,13 +38,35 @@ def test_it_serves_the_demo_pair_until_it_is_told_to_stop() -> None:
             assert line, f"it ended: {told}"
             told += line
         assert "row_invariant" in told and "KV: 64 blocks" in told
-        body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}).encode()
-        url = f"http://127.0.0.1:{where[1]}/v1/completions"
-        with urlopen(Request(url, body), timeout=120) as response:
-            answer = json.loads(response.read())
-        assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"]
+        body = {"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
+        texts = set()
+        for key in ("first", "second", "third"):
+            answer = post(f"{where[0]}/v1/completions", body, key)
+            assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"]
+            texts.add(answer["choices"][0]["text"])
+        chat = {"messages": [{"role": "user", "content": body.pop("prompt")}]}
+        answer = post(f"{where[0]}/v1/chat/completions", body | chat, "first")
+        assert texts == {answer["choices"][0]["message"]["content"]}, "the demo pair's own template"
+        with pytest.raises(HTTPError, match="401"):
+            post(f"{where[0]}/v1/completions", body, "fourth")
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 0
+
+
+def post(url: str, body: dict[str, Any], key: str) -> Any:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = Request(url, json.dumps(body).encode(), headers)
+    with urlopen(request, timeout=120) as response:
+        return json.loads(response.read())
+
+
+def test_a_template_that_is_not_there_is_told_before_an_engine_starts(
+    cbatch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("cbatch.engine.process.EngineProcess.__init__", started.append)
+    run = cbatch("serve", "--chat-template", tmp_path / "none")
+    assert run.status == 2 and "none cannot be read" in run.err and not started
 
 
 def test_what_cannot_be_served_is_said_in_a_line(

@@ -34,7 +34,7 @@ from cbatch.engine.wire import (
 from tests.engine.factories import SimFactory
 from tests.helpers import make_config, make_request
 
-STATS = EngineStats(3, 2, 64, 10, 7, SchedulerStats(steps=9))
+STATS = EngineStats(3, 2, 64, 10, 7, 0.5, SchedulerStats(steps=9))
 
 
 @pytest.mark.parametrize(

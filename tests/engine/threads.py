@@ -18,8 +18,16 @@ class EngineThread:
 
     pid = None
 
-    def __init__(self, scheduler: Scheduler, loop: StepLoop, endpoint: str, flight: Path) -> None:
-        self._parts = EngineParts(scheduler, loop)
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        loop: StepLoop,
+        endpoint: str,
+        flight: Path,
+        *,
+        drafters: tuple[str, ...] = (),
+    ) -> None:
+        self._parts = EngineParts(scheduler, loop, drafters)
         self._where = (endpoint, flight)
         self._owner = asyncio.get_running_loop()
         self.dead: asyncio.Future[None] = self._owner.create_future()

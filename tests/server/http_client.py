@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -13,15 +14,20 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
 from cbatch.engine.client import EngineClient
+from cbatch.engine.wire import Ready
 from cbatch.server.admission import Limits
 from cbatch.server.app import create_app
+from cbatch.server.model import ServedModel
 from cbatch.server.service import EngineService
 from cbatch.stepwise import Engine
+from cbatch.text import ChatTemplate, TextTokenizer
 from tests.engine.threads import EngineThread
 
 MODEL = "toy"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class Client:
@@ -30,15 +36,17 @@ class Client:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def post(self, body: dict[str, Any] | bytes) -> tuple[int, dict[str, Any], dict[str, str]]:
+    def post(
+        self, body: dict[str, Any] | bytes, path: str = COMPLETIONS
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
         """(status, decoded answer, headers)"""
-        with self.open(body) as response:
+        with self.open(body, path) as response:
             headers = {name.lower(): value for name, value in response.getheaders()}
             return response.status, json.loads(response.read()), headers
 
-    def stream(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def stream(self, body: dict[str, Any], path: str = COMPLETIONS) -> list[dict[str, Any]]:
         """The events of a stream that ends as it must."""
-        with self.open(body | {"stream": True}) as response:
+        with self.open(body | {"stream": True}, path) as response:
             raw = response.read().decode()
             assert response.status == 200, raw
             assert response.getheader("content-type", "").startswith("text/event-stream")
@@ -52,7 +60,7 @@ class Client:
 
     @contextmanager
     def open(
-        self, body: dict[str, Any] | bytes | None, path: str = "/v1/completions"
+        self, body: dict[str, Any] | bytes | None, path: str = COMPLETIONS
     ) -> Iterator[http.client.HTTPResponse]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
@@ -63,30 +71,73 @@ class Client:
 
 
 @contextmanager
-def serving(engine: Engine, limits: Limits | None = None) -> Iterator[Client]:
-    """Serves what the engine would run, in a thread, until the block ends."""
-    client = EngineClient(partial(EngineThread, engine.scheduler, engine.loop))
-    with serving_service(EngineService(client, engine.tokenizer, limits=limits)) as served:
+def serving(engine: Engine, limits: Limits | None = None, **options: Any) -> Iterator[Client]:
+    """Serves what the engine would run, in a thread, until the block ends. `options` are those of
+    `serving_service`."""
+    loop, drafters = engine.loop, engine.drafters
+    client = EngineClient(partial(EngineThread, engine.scheduler, loop, drafters=drafters))
+    service = EngineService(client, engine.tokenizer, limits=limits)
+    with serving_service(service, engine.tokenizer, **options) as served:
         yield served
 
 
 @contextmanager
-def serving_service(service: EngineService) -> Iterator[Client]:
-    """HTTP on a free port, in a thread."""
+def serving_service(
+    service: EngineService,
+    tokenizer: TextTokenizer | None,
+    *,
+    chat_template: ChatTemplate | None = None,
+    **options: Any,
+) -> Iterator[Client]:
+    """HTTP on a free port, in a thread. `options` are those of the app."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    app = create_app(service, MODEL)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    servers: list[uvicorn.Server] = []
+
+    async def serve() -> None:
+        engine = await service.start()
+        model = served_model(engine, tokenizer, chat_template)
+        app = create_app(service, model, **options)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+        servers.append(uvicorn.Server(config))
+        await servers[0].serve(sockets=[listener])
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
     try:
-        wait_until(lambda: server.started)
+        wait_until(lambda: bool(servers) and servers[0].started, limit_s=60)
         yield Client(listener.getsockname()[1])
     finally:
-        server.should_exit = True
+        for server in servers:
+            server.should_exit = True
         thread.join(timeout=30)
         listener.close()
     assert not thread.is_alive()
+
+
+def served_model(
+    engine: Ready, tokenizer: TextTokenizer | None, chat_template: ChatTemplate | None = None
+) -> ServedModel:
+    return ServedModel(
+        MODEL,
+        max_model_tokens=engine.config.max_model_tokens,
+        created_s=int(time.time()),
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+    )
+
+
+def sample(client: Client, name: str, **labels: str) -> float:
+    """Of `/metrics`."""
+    with client.open(None, "/metrics") as response:
+        assert response.getheader("content-type", "").startswith("text/plain")
+        page = response.read().decode()
+    for family in text_string_to_metric_families(page):
+        for each in family.samples:
+            if each.name == name and labels.items() <= each.labels.items():
+                assert family.type == "unknown" or each.labels.get("model_name") == MODEL
+                return each.value
+    raise AssertionError(f"{name} {labels} is not there")
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 30) -> None:

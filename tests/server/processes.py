@@ -42,7 +42,7 @@ def serving_process(
     """HTTP in a thread of the test, where the test can look into it, the engine in a process."""
     engine = EngineClient(partial(EngineProcess, factory))
     service = EngineService(engine, tokenizer, limits=limits)
-    with serving_service(service) as client:
+    with serving_service(service, tokenizer) as client:
         yield Served(client, service, engine)
 
 
@@ -84,8 +84,9 @@ async def call(port: int, body: dict[str, Any], *, leave_after_bytes: int | None
     begin_s = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
-    writer.write(head.encode() + b"Connection: close\r\n\r\n" + content)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode() + content)
     try:
         if leave_after_bytes is not None:
             partly = b""

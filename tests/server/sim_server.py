@@ -15,6 +15,7 @@ from cbatch.server.app import create_app
 from cbatch.server.run import DrainingServer
 from cbatch.server.service import EngineService
 from tests.engine.factories import SimFactory
+from tests.server.http_client import served_model
 from tests.toy_engine import TOKENIZER
 
 
@@ -25,7 +26,8 @@ class Settings(msgspec.Struct, frozen=True):
 
 async def serve(settings: Settings) -> None:
     service = EngineService(EngineClient(partial(EngineProcess, settings.factory)), TOKENIZER)
-    config = uvicorn.Config(create_app(service, "toy"), port=0, log_level="warning")
+    model = served_model(await service.start(), TOKENIZER)
+    config = uvicorn.Config(create_app(service, model), port=0, log_level="warning")
     server = DrainingServer(
         config,
         service,

@@ -20,6 +20,7 @@ def test_both_bounds_hold_and_come_free_again() -> None:
         queue.reserve(2, 10)
     with pytest.raises(OverloadedError, match="60 of 100 prompt tokens"):
         queue.reserve(1, 50)
+    assert queue.rejections == {"queued_requests": 1, "queued_prompt_tokens": 1}
     second = queue.reserve(1, 40)
     assert (queue.num_requests, queue.num_prompt_tokens) == (3, 100)
     first.leave_one()
@@ -47,21 +48,24 @@ def test_the_place_is_taken_before_the_prompt_is_tokenised() -> None:
 
 def test_an_empty_queue_takes_any_one_call() -> None:
     queue, _ = make(max_queued_requests=2, max_queued_prompt_tokens=10)
+    queue.require_room()
     queue.reserve(5, 1000)
     with pytest.raises(OverloadedError):
         queue.reserve(1, 1)
+    with pytest.raises(OverloadedError):
+        queue.require_room()
 
 
 def test_the_time_to_come_back_follows_the_pace_of_the_queue() -> None:
     queue, clock = make(max_queued_requests=20)
-    assert queue.overloaded("full").retry_after_s == 1, "nothing is known yet"
+    assert queue.overloaded("full", "no room").retry_after_s == 1, "nothing is known yet"
     place = queue.reserve(20, 1)
     for _ in range(5):
         clock.advance(2.0)
         place.leave_one()
-    assert queue.overloaded("full").retry_after_s == 30
+    assert queue.overloaded("full", "no room").retry_after_s == 30
     clock.advance(10_000)
-    assert queue.overloaded("full").retry_after_s == 60
+    assert queue.overloaded("full", "no room").retry_after_s == 60
 
 
 @pytest.mark.parametrize("field", ["max_queued_requests", "timeout_s", "max_unread_tokens"])

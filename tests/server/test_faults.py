@@ -19,7 +19,7 @@ from cbatch.assembly import EngineFactory, EngineOptions, load_tokenizers
 from cbatch.llm import complete_all
 from cbatch.server.admission import Limits
 from tests.engine.factories import SimFactory
-from tests.server.http_client import wait_until
+from tests.server.http_client import sample, wait_until
 from tests.server.processes import Answer, Served, call, server_process, serving_process
 from tests.server.sim_server import Settings
 from tests.test_llm import write_model
@@ -100,10 +100,13 @@ def overload(seconds: float) -> dict[str, float]:
     with serving_process(factory, limits) as served:
         answers = asyncio.run(drive(served))
         assert_nothing_is_held(served)
+        why = {"reason": "queued_requests"}
+        counted = sample(served.client, "vllm:admission_rejections_total", **why)
     refused = [answer for answer in answers if answer.status != 200]
     accepted = [answer for answer in answers if answer.status == 200]
     assert len(refused) > len(answers) / 4, "it was no overload"
     assert {answer.status for answer in refused} == {503}
+    assert counted == len(refused)
     assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)
     assert 0 < most_queued <= limits.max_queued_requests
     assert all(a.events[-1]["choices"][0]["finish_reason"] == "length" for a in accepted)
@@ -190,6 +193,7 @@ def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
     with serving_process(EngineFactory(target, draft, options), tokenizer=tokenizer) as served:
         answers = asyncio.run(scene(served))
         assert served.engine.num_starts == rounds + 1
+        assert sample(served.client, "cbatch:engine_restarts_total") == rounds
     assert [answer.text for answer in answers] == undisturbed
 
 

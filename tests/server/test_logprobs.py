@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cbatch import LLM, Completion, SamplingParams
-from tests.server.http_client import Client, serving
+from cbatch.text import ChatTemplate
+from tests.server.http_client import CHAT, Client, serving
 from tests.test_llm import write_model
 
 PROMPT = "def add(a, b):"
@@ -36,7 +37,9 @@ def expected(llm: LLM) -> Completion:
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """Over an engine of its own: one thread drives it."""
-    with serving(make_llm(tmp_path_factory.mktemp("served")).engine) as client:
+    template = ChatTemplate("{{ messages[0].content }}", {}, "the test")
+    engine = make_llm(tmp_path_factory.mktemp("served")).engine
+    with serving(engine, chat_template=template) as client:
         yield client
 
 
@@ -112,6 +115,28 @@ def test_a_forbidden_token_is_null(client: Client) -> None:
 def test_what_cannot_be_joined_is_refused_by_name(client: Client) -> None:
     status, answer, _ = client.post(BODY | {"echo": True, "n": 2})
     assert status == 400 and answer["error"]["param"] == "n"
+
+
+def test_chat_has_them_token_by_token(client: Client, expected: Completion) -> None:
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "seed": 3}
+    body |= {"logprobs": True, "top_logprobs": 2}
+    answer = client.post(body, CHAT)[1]
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"] == expected.text
+    tokens, given = choice["logprobs"]["content"], expected.logprobs
+    assert given is not None and [t["logprob"] for t in tokens] == [g.logprob for g in given]
+    for token, each in zip(tokens, given, strict=True):
+        assert [t["logprob"] for t in token["top_logprobs"]] == [value for _, value in each.top]
+        assert bytes(token["bytes"]).decode() == token["token"] or "token_id" in token["token"]
+    assert b"".join(bytes(t["bytes"]) for t in tokens).decode() == expected.text
+    chunks = [event["choices"][0] for event in client.stream(body, CHAT)]
+    streamed = [t for chunk in chunks if chunk["logprobs"] for t in chunk["logprobs"]["content"]]
+    assert streamed == tokens and len(chunks) > 2
+    alone = client.post(body | {"top_logprobs": None}, CHAT)[1]["choices"][0]["logprobs"]["content"]
+    assert [t["logprob"] for t in alone] == [g.logprob for g in given]
+    assert all(t["top_logprobs"] == [] for t in alone)
+    without = client.post(body | {"logprobs": False, "top_logprobs": None}, CHAT)[1]
+    assert without["choices"][0]["logprobs"] is None
 
 
 def test_the_command_line_writes_them(

@@ -79,6 +79,7 @@ def test_who_waits_too_long_for_a_slot_is_refused() -> None:
             with pytest.raises(OverloadedError, match="no slot became free") as caught:
                 await read(waits)
             assert caught.value.retry_after_s >= 1
+            assert made.queue.rejections == {"queue_timeout": 1}
             assert (await read(first))[-1].finished is not None, "a slot has no such deadline"
 
     asyncio.run(scene())

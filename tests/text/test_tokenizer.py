@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from cbatch.text import TextTokenizer, TokenizerError, load_tokenizer
-from tests.text.toy_tokenizers import byte_level
+from tests.text.toy_tokenizers import byte_fallback, byte_level, printable
 
 
 def test_round_trip_from_a_directory_or_the_file(tmp_path: Path) -> None:
@@ -46,3 +48,18 @@ def test_a_draft_with_other_ids_is_refused() -> None:
     TextTokenizer(byte_level(400), "draft-dir").require_same_as(target)
     with pytest.raises(TokenizerError, match="draft: the tokenizer of draft-dir differs"):
         TextTokenizer(byte_level(300), "draft-dir").require_same_as(target)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, printable])
+def test_the_bytes_of_tokens_are_those_of_the_text(make: Callable[[], Tokenizer]) -> None:
+    tokenizer = TextTokenizer(make(), "toy")
+    texts = ["def add(a, b):\n", "hello world a"]
+    texts += [] if make is printable else ["héllo 日本語 😀\x00\x7f"]
+    for text in texts:
+        ids = tokenizer.encode(text)
+        pieces = b"".join(map(tokenizer.token_bytes, ids))
+        assert pieces.decode().removeprefix(" ") == tokenizer.decode(ids)
+        assert max(len(tokenizer.decode([i])) for i in ids) <= tokenizer.longest_token_chars
+    for special in tokenizer.special_tokens:
+        assert tokenizer.token_bytes(tokenizer.raw.token_to_id(special)) == b""
+    assert tokenizer.special_tokens and tokenizer.token_bytes(10**6) == b""

@@ -1,0 +1,260 @@
+"""Outputs of the engine to what one call is answered with: whole, or as events of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from cbatch.core.request import FinishReason
+from cbatch.outputs import Choice, Output, TokenLogprob
+from cbatch.server.bodies import Call
+from cbatch.server.faults import GenerationError
+from cbatch.server.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
+from cbatch.server.metrics import Meter
+from cbatch.server.model import ServedModel
+from cbatch.server.schemas import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatMessage,
+    Completion,
+    CompletionChoice,
+    Delta,
+    PromptLogprobs,
+    Usage,
+)
+from cbatch.server.stream import OutputStream
+
+DONE = b"data: [DONE]\n\n"
+encode = msgspec.json.Encoder().encode
+Part = TypeVar("Part", CompletionChoice, ChatChunkChoice)
+
+
+class _Progress:
+    """One choice on its way. `position` is that of its prompt in the call."""
+
+    def __init__(self, index: int, position: int, stream: OutputStream) -> None:
+        self.index, self.position, self.stream = index, position, stream
+        self.begun = False  # whether something of it was sent
+        self.end_offset = 0  # of the text whose log probabilities were told
+
+
+class Answer(ABC, Generic[Part]):
+    """What has been completed so far, over the prompts and choices of one call."""
+
+    id_prefix: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, call: Call, model: ServedModel, meter: Meter) -> None:
+        self.call, self._model, self._meter = call, model, meter
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._streams: list[OutputStream] = []
+        self._progress: dict[int, _Progress] = {}
+        self._done: dict[int, Choice] = {}
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+        head = {"id": self.id, "object": self.chunk_object, "created": self._created}
+        self._head = b"data: " + encode(head | {"model": model.name})[:-1] + b',"choices":['
+        options = call.fields.stream_options
+        self._continuous = bool(options.continuous_usage_stats)
+        self._tail = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
+        # Chunks without text are sent only where they tell of tokens one by one.
+        params = call.params
+        tells_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        self._tells_tokens = tells_logprobs or call.fields.return_token_ids
+
+    def open(self, stream: OutputStream) -> None:
+        """The prompts' streams, in order, before any output."""
+        self._streams.append(stream)
+        prompt_tokens = len(stream.accepted.prompt_token_ids)
+        self._prompt_tokens += prompt_tokens
+        self._meter.open(prompt_tokens, stream.accepted.num_choices)
+
+    def take(self, position: int, output: Output) -> _Progress:
+        """Counts what a choice brought. `position` is the prompt's. Raises `GenerationError` where
+        the choice ended with one."""
+        stream, done = self._streams[position], output.finished
+        index = position * stream.accepted.num_choices + output.index
+        progress = self._progress.get(index)
+        if progress is None:
+            progress = self._progress[index] = _Progress(index, position, stream)
+        self._completion_tokens += len(output.token_ids)
+        self._meter.observe(index, output)
+        if done is not None:
+            if done.finish_reason is FinishReason.ERROR:
+                raise GenerationError(done.error or "the request failed")
+            self._done[index] = done
+        return progress
+
+    def event(self, position: int, output: Output) -> bytes:
+        """The event that tells of it; empty where there is nothing to tell yet."""
+        progress, done = self.take(position, output), output.finished
+        text = output.text
+        if not progress.begun and self.call.echo:
+            text = self._prompt_text(progress) + text
+        if not text and done is None and not self._tells_tokens:
+            return b""
+        part = self._part(progress, output, text)
+        if done is not None:
+            part.finish_reason = done.finish_reason.value
+        if self.call.fields.return_token_ids:
+            part.token_ids = list(output.token_ids)
+        extra = self._first_extra(progress)
+        progress.begun = True
+        return self._chunk(encode(part), extra)
+
+    def last_event(self) -> bytes:
+        """What belongs to no choice, where that was asked for."""
+        if not self.call.include_usage:
+            return b""
+        extra = b',"usage":' + encode(self.usage())
+        if self.call.fields.return_metrics:
+            extra += b',"metrics":' + encode(self._meter.report())
+        return self._head + b"]" + extra + b"}\n\n"
+
+    def usage(self) -> Usage:
+        total = self._prompt_tokens + self._completion_tokens
+        return Usage(self._prompt_tokens, self._completion_tokens, total)
+
+    @abstractmethod
+    def whole(self) -> msgspec.Struct:
+        """The answer, once every choice has finished."""
+
+    @abstractmethod
+    def _part(self, progress: _Progress, output: Output, text: str) -> Part: ...
+
+    def _first_extra(self, progress: _Progress) -> bytes:
+        """What a choice's first chunk has beside it."""
+        return b""
+
+    def _chunk(self, choice: bytes, extra: bytes) -> bytes:
+        if self._continuous:
+            extra += b',"usage":' + encode(self.usage())
+        if extra:
+            return self._head + choice + b"]" + extra + b"}\n\n"
+        return self._head + choice + self._tail
+
+    def _finished(self) -> list[tuple[_Progress, Choice]]:
+        return [(self._progress[index], self._done[index]) for index in sorted(self._done)]
+
+    def _prompt_text(self, progress: _Progress) -> str:
+        prompt = self.call.prompts[progress.position]
+        if isinstance(prompt, str):
+            return prompt
+        return self._model.decode(progress.stream.accepted.prompt_token_ids)
+
+    def _prompt_logprobs(self, part: Output | Choice) -> PromptLogprobs | None:
+        found = part.prompt_logprobs
+        return None if found is None else prompt_logprobs(found, self._model.decode)
+
+    def _prompt_ids(self, progress: _Progress) -> list[int] | UnsetType:
+        """As a choice begins, on request."""
+        if progress.begun or not self.call.fields.return_token_ids:
+            return UNSET
+        return list(progress.stream.accepted.prompt_token_ids)
+
+    def _token_ids(self, choice: Choice) -> list[int] | UnsetType:
+        return list(choice.token_ids) if self.call.fields.return_token_ids else UNSET
+
+    def _common(self) -> dict[str, Any]:
+        """Fields of a whole answer."""
+        wanted = self.call.fields.return_metrics
+        return {
+            "id": self.id,
+            "created": self._created,
+            "model": self._model.name,
+            "usage": self.usage(),
+            "metrics": self._meter.report() if wanted else UNSET,
+        }
+
+
+class CompletionAnswer(Answer[CompletionChoice]):
+    id_prefix, chunk_object = "cmpl", "text_completion"
+
+    def whole(self) -> Completion:
+        return Completion(
+            choices=[self._choice(*each) for each in self._finished()], **self._common()
+        )
+
+    def _choice(self, progress: _Progress, choice: Choice) -> CompletionChoice:
+        return CompletionChoice(
+            index=progress.index,
+            text=self._prompt_text(progress) + choice.text if self.call.echo else choice.text,
+            seed=progress.stream.accepted.seed,
+            finish_reason=choice.finish_reason.value,
+            logprobs=self._logprobs(progress, choice),
+            prompt_logprobs=self._prompt_logprobs(choice),
+            prompt_token_ids=self._prompt_ids(progress),
+            token_ids=self._token_ids(choice),
+        )
+
+    def _part(self, progress: _Progress, output: Output, text: str) -> CompletionChoice:
+        return CompletionChoice(
+            index=progress.index,
+            text=text,
+            seed=progress.stream.accepted.seed,
+            logprobs=self._logprobs(progress, output),
+            prompt_logprobs=self._prompt_logprobs(output),
+            prompt_token_ids=self._prompt_ids(progress),
+        )
+
+    def _logprobs(self, progress: _Progress, part: Output | Choice) -> CompletionLogprobs | None:
+        """Of the new tokens; with `echo` those of the prompt come before the first."""
+        if part.logprobs is None:
+            return None
+        found: list[TokenLogprob | None] = list(part.logprobs)
+        ids = list(part.token_ids)
+        if self.call.echo and part.prompt_logprobs is not None:
+            found = [*part.prompt_logprobs, *found]
+            ids = [*progress.stream.accepted.prompt_token_ids, *ids]
+        made = CompletionLogprobs.of(found, ids, self._model.decode, progress.end_offset)
+        progress.end_offset = max(progress.end_offset, made.end_offset)
+        return made
+
+
+class ChatAnswer(Answer[ChatChunkChoice]):
+    id_prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
+
+    def whole(self) -> ChatCompletion:
+        finished = self._finished()
+        return ChatCompletion(
+            choices=[self._choice(*each) for each in finished],
+            prompt_token_ids=self._prompt_ids(finished[0][0]),
+            **self._common(),
+        )
+
+    def _choice(self, progress: _Progress, choice: Choice) -> ChatChoice:
+        return ChatChoice(
+            index=progress.index,
+            message=ChatMessage(choice.text),
+            seed=progress.stream.accepted.seed,
+            finish_reason=choice.finish_reason.value,
+            logprobs=self._logprobs(choice),
+            prompt_logprobs=self._prompt_logprobs(choice) or UNSET,
+            token_ids=self._token_ids(choice),
+        )
+
+    def _part(self, progress: _Progress, output: Output, text: str) -> ChatChunkChoice:
+        first = not progress.begun
+        return ChatChunkChoice(
+            index=progress.index,
+            delta=Delta(text, "assistant" if first else UNSET),
+            logprobs=self._logprobs(output),
+            seed=progress.stream.accepted.seed if first else UNSET,
+            prompt_logprobs=self._prompt_logprobs(output) or UNSET,
+        )
+
+    def _first_extra(self, progress: _Progress) -> bytes:
+        ids = self._prompt_ids(progress)
+        return b"" if isinstance(ids, UnsetType) else b',"prompt_token_ids":' + encode(ids)
+
+    def _logprobs(self, part: Output | Choice) -> ChatLogprobs | None:
+        if part.logprobs is None:
+            return None
+        return ChatLogprobs.of(part.logprobs, self._model.decode, self._model.token_bytes)

@@ -1,0 +1,27 @@
+"""The demo pair behind a real server, and beside it the same pair without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cbatch import LLM
+from cbatch.demo import demo_paths
+from cbatch.text import load_chat_template
+from tests.server.http_client import Client, serving
+
+OPTIONS: dict[str, Any] = {"numerics": "invariant", "lookahead": "ema:4", "max_slots": 32}
+
+
+@pytest.fixture(scope="session")
+def demo_llm() -> LLM:
+    return LLM(*demo_paths(), **OPTIONS)
+
+
+@pytest.fixture(scope="session")
+def demo_client() -> Iterator[Client]:
+    engine = LLM(*demo_paths(), **OPTIONS).engine
+    with serving(engine, chat_template=load_chat_template(demo_paths()[0])) as client:
+        yield client

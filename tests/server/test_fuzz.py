@@ -1,0 +1,117 @@
+"""Calls made up from the OpenAPI document, right ones and wrong ones: never a 5xx, never a hang."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import FailureGroup
+from schemathesis.specs.openapi import checks
+
+from cbatch import LLM, SamplingParams
+from cbatch.server.openapi import document
+from cbatch.server.service import EngineService
+from cbatch.server.stream import OutputStream
+from cbatch.text import ChatTemplate
+from tests.server.http_client import Client, serving
+from tests.test_llm import write_model
+from tests.toy_engine import make_engine
+
+TEMPLATE = ChatTemplate("{{ messages[0].content }}", {}, "the test")
+CHECKS: list[Any] = [
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+OPERATIONS = [
+    found.ok() for found in schemathesis.openapi.from_dict(document()).get_all_operations()
+]
+MODES = list(schemathesis.GenerationMode)
+# Made up cases of chat take the longest to make up.
+NUM_CASES = {"/v1/completions": 12, "/v1/chat/completions": 5, "/tokenize": 12, "/detokenize": 19}
+LIMIT_S = 20.0  # a call that takes longer hangs
+submit = EngineService.submit
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A real executor, for the simulator's has no log probabilities."""
+    model = write_model(tmp_path_factory.mktemp("models") / "model")
+    options: dict[str, Any] = {"max_slots": 32, "max_model_tokens": 48, "random_weights_seed": 0}
+    engine = LLM(model, drafter=("ngram", "suffix"), lookahead="fixed:3", **options).engine
+    with serving(engine, chat_template=TEMPLATE) as client:
+        yield client
+
+
+def fuzz(
+    client: Client, session: requests.Session, operation: Any, mode: Any, num_cases: int
+) -> Counter[int]:
+    """How often each status was answered."""
+    statuses: Counter[int] = Counter()
+
+    @settings(
+        max_examples=num_cases,
+        phases=[Phase.generate],  # the first failure is telling enough
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def run(case: schemathesis.Case) -> None:
+        url = f"http://127.0.0.1:{client.port}"
+        response = case.call(base_url=url, session=session, timeout=LIMIT_S)
+        statuses[response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+
+    run()
+    return statuses
+
+
+def fuzz_all(client: Client, session: requests.Session, times: int = 1) -> Counter[int]:
+    """Some fifty right calls and fifty wrong ones, `times` as many."""
+    statuses: Counter[int] = Counter()
+    for operation in OPERATIONS:
+        for mode in MODES if operation.method == "post" else MODES[:1]:
+            num_cases = times * NUM_CASES.get(operation.path, 1)
+            statuses += fuzz(client, session, operation, mode, num_cases)
+    return statuses
+
+
+def test_a_hundred_calls(client: Client, session: requests.Session) -> None:
+    statuses = fuzz_all(client, session)
+    assert sum(statuses.values()) >= 95
+    assert statuses[200] > 15 and statuses[400] > 30, statuses
+
+
+@pytest.mark.statistics
+def test_two_thousand_calls(client: Client, session: requests.Session) -> None:
+    statuses = fuzz_all(client, session, times=21)
+    assert sum(statuses.values()) >= 2000
+    assert statuses[200] > 150 and statuses[400] > 600, statuses
+    assert client.get("/health")[0] == 200
+
+
+async def fails_at_times(
+    service: EngineService, prompt: Any, params: SamplingParams, **options: Any
+) -> OutputStream:
+    if params != SamplingParams():
+        raise ZeroDivisionError("as if nobody had thought of it")
+    return await submit(service, prompt, params, **options)
+
+
+def test_a_fault_would_be_found(session: requests.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineService, "submit", fails_at_times)
+    engine = make_engine(max_slots=8)
+    with serving(engine, chat_template=TEMPLATE) as client, pytest.raises(FailureGroup):
+        fuzz(client, session, OPERATIONS[0], MODES[0], 100)

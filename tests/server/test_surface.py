@@ -1,0 +1,414 @@
+"""What load tools, gateways and operators ask of a server, beside the answers themselves."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from cbatch import SamplingParams
+from cbatch.engine.client import EngineClient
+from cbatch.engine.wire import Stepped
+from cbatch.outputs import Speculation
+from cbatch.server.admission import Limits
+from cbatch.server.errors import OverloadedError
+from cbatch.server.service import EngineService
+from cbatch.text import ChatTemplate
+from tests.engine.factories import SimFactory
+from tests.engine.threads import EngineThread
+from tests.server.http_client import (
+    CHAT,
+    MODEL,
+    Client,
+    sample,
+    serving,
+    serving_service,
+    wait_until,
+)
+from tests.toy_engine import TOKENIZER, make_engine
+
+PROMPT = "def add(a, b):"
+TEMPLATE = ChatTemplate("[{{ messages[0].content }}]", {}, "the test")
+BODY = {"prompt": PROMPT, "max_tokens": 20, "seed": 5}
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with serving(make_engine(), chat_template=TEMPLATE) as client:
+        yield client
+
+
+def call(
+    client: Client,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=30)
+    try:
+        connection.request(method, path, body, headers or {})
+        response = connection.getresponse()
+        found = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, response.read(), found
+    finally:
+        connection.close()
+
+
+def test_the_model_and_its_limits(client: Client) -> None:
+    (card,) = client.get("/v1/models")[1]["data"]
+    assert card["id"] == card["root"] == MODEL and card["parent"] is None
+    assert card["object"] == "model" and card["max_model_len"] == 128
+    assert client.get(f"/v1/models/{MODEL}") == (200, card)
+    status, answer = client.get("/v1/models/an/other")
+    assert status == 404 and answer["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/tokenize", "/detokenize"])
+def test_another_model_is_not_found(client: Client, path: str) -> None:
+    body = {"model": "other", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    if path == "/tokenize":
+        del body["messages"]
+    status, answer, _ = client.post(body | {"tokens": [1]}, path)
+    assert status == 404 and answer["error"]["param"] == "model"
+    assert f"use '{MODEL}'" in answer["error"]["message"]
+
+
+def test_texts_to_tokens_and_back(client: Client) -> None:
+    ids = TOKENIZER.encode(PROMPT)
+    body = {"prompt": PROMPT, "add_special_tokens": False, "return_token_strs": True}
+    answer = client.post(body, "/tokenize")[1]
+    assert answer["tokens"] == ids and answer["count"] == len(ids)
+    assert answer["max_model_len"] == 128 and len(answer["token_strs"]) == len(ids)
+    back = client.post({"model": MODEL, "tokens": [0, *ids]}, "/detokenize")[1]
+    assert back == {"prompt": "<|endoftext|>" + PROMPT}
+    messages = [{"role": "user", "content": "abc"}]
+    assert client.post({"messages": messages}, "/tokenize")[1]["tokens"] == TOKENIZER.encode(
+        "[abc]"
+    )
+    for path, wrong, field in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": messages}, "prompt"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+    ):
+        status, found, _ = client.post(wrong, path)
+        assert (status, found["error"]["param"]) == (400, field)
+
+
+def test_probes(client: Client) -> None:
+    assert client.get("/health")[1]["status"] == "ok"
+    assert client.get("/ready") == (200, {"status": "ready"})
+    assert set(client.get("/version")[1]) == {"version"}
+    for path in ("/health", "/ready", "/metrics"):
+        status, body, headers = call(client, "HEAD", path)
+        assert (status, body) == (200, b"") and int(headers["content-length"]) > 0
+
+
+def test_the_document_names_every_path_and_field(client: Client) -> None:
+    status, document = client.get("/openapi.json")
+    assert status == 200 and document["openapi"].startswith("3.1")
+    for path, methods in document["paths"].items():
+        (method,) = set(methods) - {"parameters"}
+        assert call(client, method.upper(), path.replace("{name}", MODEL))[0] != 404
+    bodies = document["components"]["schemas"]
+    for name in ("CompletionFields", "ChatFields"):
+        assert set(SamplingParams.__struct_fields__) <= set(bodies[name]["properties"])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/v1/completions", "POST"),
+        ("DELETE", "/metrics", "GET, HEAD"),
+        ("POST", "/v1/models", "GET"),
+    ],
+)
+def test_another_method_is_told_which(client: Client, method: str, path: str, allow: str) -> None:
+    status, body, headers = call(client, method, path, b"{}", JSON)
+    assert status == 405
+    assert set(allow.split(", ")) <= set(headers["allow"].split(", "))
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_no_such_path(client: Client) -> None:
+    status, body, _ = call(client, "GET", "/v2/nothing")
+    assert status == 404 and "error" in json.loads(body)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "\xff"}',
+        b"[" * 200_000,
+        b'{"a":' * 200_000,
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e400}',
+        b'{"prompt": "\\ud800"}',
+        b"null",
+        b'{"prompt": "a"',
+    ],
+    ids=["utf-8", "lists", "objects", "nan", "huge", "surrogate", "null", "cut"],
+)
+def test_no_json(client: Client, path: str, body: bytes) -> None:
+    status, answer, _ = client.post(body, path)
+    assert (status, answer["error"]["param"]) == (400, "body")
+
+
+def test_deep_but_readable_json(client: Client) -> None:
+    nested = json.loads("[" * 400 + "]" * 400)
+    message = {"role": "user", "content": "a", "extra": nested}
+    assert client.post({"messages": [message]}, CHAT)[0] in (200, 400)
+    assert client.post({"prompt": nested})[0] == 400
+    assert client.post(BODY | {"colour": nested})[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_body_that_is_not_called_json(client: Client, kind: str) -> None:
+    headers = {"Content-Type": kind} if kind else {}
+    status, body, _ = call(client, "POST", "/v1/completions", json.dumps(BODY).encode(), headers)
+    assert status == 415 and "application/json" in json.loads(body)["error"]["message"]
+
+
+def test_long_bodies(client: Client) -> None:
+    long = b'{"prompt": "' + b"a" * 10_000_000 + b'"}'
+    assert call(client, "POST", "/v1/completions", long, JSON)[0] == 413
+    chunked = {**JSON, "Transfer-Encoding": "chunked"}
+    parts = b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in (long[:9_000_000],)) + b"0\r\n\r\n"
+    assert call(client, "POST", "/v1/completions", parts, chunked)[0] == 413
+    million = {"prompt": [1] * 1_000_000, "max_tokens": 1}
+    status, answer, _ = client.post(million)
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    status, answer, _ = client.post({"prompt": "a" * 5_000_000})
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    assert client.post(BODY)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"max_tokens": 3.0}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"top_k": 10**12}, "top_k"),
+        ({"stream": 0}, "stream"),
+        ({"stream": "true"}, "stream"),
+        ({"stream_options": True}, "stream_options"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options"),
+        ({"return_token_ids": 1}, "return_token_ids"),
+        ({"priority": 2**40}, "priority"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"stop": ["a"] * 33}, "stop"),
+        ({"stop": "a" * 257}, "stop"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": [[1], [[2]]]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"model": 3}, "model"),
+    ],
+)
+def test_types_are_strict(client: Client, change: dict[str, Any], field: str) -> None:
+    status, answer, _ = client.post(BODY | change)
+    assert (status, answer["error"]["param"]) == (400, field), answer
+
+
+def test_nulls_and_what_clients_send_for_nothing(client: Client) -> None:
+    plain = client.post(BODY)[1]["choices"][0]["text"]
+    nulls = dict.fromkeys(["stop", "logprobs", "suffix", "temperature", "stream_options", "n"])
+    answer = client.post(BODY | nulls | {"best_of": 1, "model": MODEL})
+    assert answer[0] == 200 and answer[1]["choices"][0]["text"] == plain
+
+
+def test_usage_with_every_chunk(client: Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = client.stream(BODY | {"n": 2, "stream_options": options, "return_token_ids": True})
+    last = events.pop()
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 40
+    told = 0
+    for event in events:
+        told += len(event["choices"][0]["token_ids"])
+        assert event["usage"]["completion_tokens"] == told
+    assert told == 40
+    plain = client.stream(BODY)
+    assert all("usage" not in event for event in plain) and plain[-1]["choices"]
+
+
+def test_speculation_in_the_shape_that_load_tools_read(client: Client) -> None:
+    events = client.stream(BODY | {"return_metrics": True, "max_tokens": 60})
+    metrics = events[-1]["metrics"]
+    found = metrics["speculative_decoding"]
+    assert found["num_spec_tokens"] == 3 and len(found["acceptance_histogram"]) == 4
+    assert sum(found["acceptance_histogram"]) == found["num_spec_steps"] > 5
+    accepted = sum(j * count for j, count in enumerate(found["acceptance_histogram"]))
+    assert accepted == found["num_accepted_draft_tokens"] > 0
+    assert found["draft_acceptance_rate"] == accepted / found["num_draft_tokens"]
+    assert found["mean_acceptance_length"] == 1 + accepted / found["num_spec_steps"]
+    assert 0 < metrics["time_to_first_token_ms"] < 60_000
+    whole = client.post(BODY | {"return_metrics": True, "max_tokens": 60})[1]
+    assert whole["metrics"]["speculative_decoding"] == found
+    alone = client.post(BODY | {"return_metrics": True, "max_lookahead": 0})[1]
+    assert alone["metrics"]["speculative_decoding"] is None
+    assert "metrics" not in client.post(BODY)[1]
+
+
+def test_request_ids(client: Client) -> None:
+    raw = json.dumps(BODY).encode()
+    headers = call(client, "POST", "/v1/completions", raw, {**JSON, "X-Request-ID": "mine-1"})[2]
+    assert headers["x-request-id"] == "mine-1"
+    for bad in ("a" * 300, "a b", "\u00e9"):
+        found = call(client, "GET", "/health", headers={"X-Request-ID": bad})[2]["x-request-id"]
+        assert found != bad and found.isalnum()
+    assert "x-request-id" in call(client, "GET", "/nowhere")[2]
+    same = {**JSON, "X-Request-ID": "twice"}
+    assert [call(client, "POST", "/v1/completions", raw, same)[0] for _ in range(2)] == [200, 200]
+
+
+def test_keys() -> None:
+    with serving(make_engine(), api_keys=["first", "sécond"]) as client:
+        raw = json.dumps(BODY).encode()
+        for given, status in (
+            ("Bearer first", 200),
+            ("bearer first", 200),
+            ("Bearer sécond", 200),
+            ("Bearer third", 401),
+            ("Bearer firs", 401),
+            ("Bearer ", 401),
+            ("Basic first", 401),
+            ("first", 401),
+            (None, 401),
+        ):
+            headers = JSON if given is None else {**JSON, "Authorization": given.encode()}
+            found, body, told = call(client, "POST", "/v1/completions", raw, headers)
+            assert found == status, given
+            if status == 401:
+                assert told["www-authenticate"] == "Bearer" and "x-request-id" in told
+                assert json.loads(body)["error"]["code"] == "invalid_api_key"
+        for path in ("/v1/models", "/version", "/openapi.json", "/tokenize", "/nowhere"):
+            assert call(client, "GET", path)[0] == 401
+        for path in ("/health", "/ready", "/metrics"):
+            assert call(client, "GET", path)[0] == 200
+
+
+def test_a_full_queue_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*_: Any, **__: Any) -> None:
+        raise OverloadedError("64 requests wait", retry_after_s=3)
+
+    monkeypatch.setattr(EngineService, "submit", full)
+    with serving(make_engine()) as client:
+        for stream in (False, True):
+            status, answer, headers = client.post(BODY | {"stream": stream})
+            assert (status, headers["retry-after"]) == (503, "3")
+            assert answer["error"]["type"] == "overloaded"
+
+
+def test_what_the_queue_refuses_is_counted_by_why() -> None:
+    """One request holds the slot, one waits; the bound on prompt tokens comes into play alone."""
+    factory = SimFactory(
+        vocab_size=TOKENIZER.vocab_size, step_s=0.01, sizes={"max_slots": 1, "num_blocks": 512}
+    )
+    parts = factory()
+    limits = Limits(max_queued_requests=2, max_queued_prompt_tokens=40)
+    link = EngineClient(partial(EngineThread, parts.scheduler, parts.loop))
+    service = EngineService(link, TOKENIZER, limits=limits)
+    long = BODY | {"max_tokens": 400, "stream": True}
+    with (
+        serving_service(service, TOKENIZER, chat_template=TEMPLATE) as client,
+        client.open(long),
+        client.open(long),
+    ):
+        wait_until(lambda: service.queue.num_requests == 1)
+        assert client.post(BODY | {"prompt": [1] * 40})[0] == 503
+        with client.open(long):
+            messages = [{"role": "user", "content": PROMPT}]
+            for path in ("/v1/completions", CHAT):
+                status, answer, headers = client.post(BODY | {"messages": messages}, path)
+                assert status == 503 and int(headers["retry-after"]) >= 1
+                assert answer["error"]["type"] == "overloaded"
+            assert sample(client, "cbatch:queued_requests") == 2
+        for reason, count in (("queued_prompt_tokens", 1), ("queued_requests", 2)):
+            assert sample(client, "vllm:admission_rejections_total", reason=reason) == count
+
+
+def test_what_nobody_foresaw_is_logged_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a secret")
+
+    monkeypatch.setattr(EngineService, "submit", broken)
+    with serving(make_engine()) as client:
+        status, answer, _ = client.post(BODY)
+        assert status == 500 and "secret" not in json.dumps(answer)
+    assert "a secret" in caplog.text
+
+
+def recounted(steps: list[Stepped]) -> Speculation:
+    """Lookahead as the engine told it, step by step. A request's first tokens end its prompt."""
+    found, begun = Speculation(), set()
+    for row in (row for step in steps for row in step.rows):
+        if row.request_id in begun:
+            found.observe(row.num_drafted, row.num_accepted)
+        begun.add(row.request_id)
+    return found
+
+
+def test_what_prometheus_reads() -> None:
+    engine = make_engine(lookahead="fixed:3")
+    link = EngineClient(partial(EngineThread, engine.scheduler, engine.loop))
+    steps: list[Stepped] = []
+    link.on_step = steps.append
+    with serving_service(EngineService(link, TOKENIZER), TOKENIZER) as client:
+        usage = client.post(BODY | {"n": 2, "max_tokens": 40})[1]["usage"]
+        client.post({"prompt": [PROMPT, "class"], "max_tokens": 1, "seed": 1})
+        assert client.post({"prompt": 3})[0] == 400
+        prompts = 2 * len(TOKENIZER.encode(PROMPT)) + len(TOKENIZER.encode("class"))
+        assert usage["completion_tokens"] == 80
+        counts, stats = recounted(steps), engine.scheduler.stats
+        assert counts.accepted_tokens > 5 and stats.target_s > 0
+        total_s = sum(step.times.total_s for step in steps if step.times is not None)
+        wasted = counts.drafted_tokens - counts.accepted_tokens
+        drafting = counts.steps - counts.k_histogram.get(0, 0)
+        for name, labels, value in (
+            ("vllm:prompt_tokens_total", {}, prompts),
+            ("vllm:generation_tokens_total", {}, 82),
+            ("vllm:request_success_total", {"finished_reason": "length"}, 4),
+            ("vllm:request_success_total", {"finished_reason": "abort"}, 0),
+            ("vllm:admission_rejections_total", {"reason": "invalid"}, 1),
+            ("vllm:spec_decode_num_drafts_total", {}, drafting),
+            ("vllm:spec_decode_num_draft_tokens_total", {}, counts.drafted_tokens),
+            ("vllm:spec_decode_num_accepted_tokens_total", {}, counts.accepted_tokens),
+            ("cbatch:wasted_verify_tokens_total", {}, wasted),
+            ("cbatch:lookahead_tokens_count", {}, counts.steps),
+            ("cbatch:lookahead_tokens_bucket", {"le": "0.0"}, counts.k_histogram.get(0, 0)),
+            ("cbatch:lookahead_tokens_bucket", {"le": "3.0"}, counts.steps),
+            ("vllm:time_to_first_token_seconds_count", {}, 4),
+            ("vllm:e2e_request_latency_seconds_count", {}, 4),
+            ("vllm:request_time_per_output_token_seconds_count", {}, 2),
+            ("vllm:request_generation_tokens_sum", {}, 82),
+            ("vllm:num_requests_running", {}, 0),
+            ("vllm:num_requests_waiting", {}, 0),
+            ("vllm:kv_cache_usage_perc", {}, 0),
+            ("vllm:prefix_cache_queries_total", {}, stats.prompt_tokens),
+            ("cbatch:steps_total", {}, stats.steps),
+            ("cbatch:step_target_seconds_total", {}, stats.target_s),
+            ("cbatch:step_seconds_total", {}, total_s),
+            ("cbatch:engine_restarts_total", {}, 0),
+            ("cbatch:queued_requests", {}, 0),
+            ("cbatch:queued_prompt_tokens", {}, 0),
+        ):
+            assert sample(client, name, **labels) == pytest.approx(value), name
+        at = [
+            sample(client, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(i))
+            for i in range(3)
+        ]
+        assert sum(at) == counts.accepted_tokens and at == sorted(at, reverse=True)

@@ -1,0 +1,142 @@
+"""Chat templates, beside the renderer of the library that models publish theirs for."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2 import Environment
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from cbatch.demo import demo_paths
+from cbatch.text import ChatTemplate, ChatTemplateError, chat, load_chat_template
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+MESSAGES = [
+    {"role": "system", "content": "Be brief. <b>&\"'"},
+    {"role": "user", "content": "{{ 7 * 7 }} {% raise %}"},
+    {"role": "assistant", "content": "é日本😀"},
+    {"role": "user", "content": "again\n"},
+]
+MARKED = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+PAIRED = """{{ bos_token }}{% set ns = namespace(system='') %}
+{% for message in messages %}
+    {% if message['role'] == 'system' %}
+        {% set ns.system = message['content'] ~ '\\n\\n' %}
+        {% continue %}
+    {% endif %}
+    {% if message['role'] == 'user' %}
+[INST] {{ ns.system + message['content'] | trim }} [/INST]
+        {% set ns.system = '' %}
+    {% else %}
+        {% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}
+
+    {% endif %}
+{% endfor %}"""
+LISTED = "{{ messages | tojson(indent=2) }}{{ messages[0] | tojson }}"
+
+
+@pytest.mark.parametrize("template", [MARKED, PAIRED, LISTED])
+@pytest.mark.parametrize("prompted", [True, False])
+def test_rendering_agrees_with_the_peer(template: str, prompted: bool) -> None:
+    mine = ChatTemplate(template, TOKENS, "here").render(MESSAGES, add_generation_prompt=prompted)
+    (theirs,), _ = render_jinja_template(
+        [MESSAGES], chat_template=template, add_generation_prompt=prompted, **TOKENS
+    )
+    assert mine == theirs
+    assert "49" not in mine, "a message was taken for a template"
+
+
+def test_variables_and_the_date() -> None:
+    template = ChatTemplate("{{ strftime_now('%Y') }}{{ mood }}{{ tools is none }}", {}, "here")
+    assert template.render(MESSAGES, variables={"mood": "!"}) == f"{datetime.now().year}!True"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[9].content }}", "no element 9"),
+        ("{{ messages[0].content + 1 }}", "concatenate"),
+        ("{% for i in range(10**9) %}{% endfor %}", "[Rr]ange"),
+    ],
+)
+def test_what_a_template_refuses(template: str, words: str) -> None:
+    with pytest.raises(ChatTemplateError, match=words):
+        ChatTemplate(template, {}, "here").render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ messages.append({}) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages[0].pop('role') }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ strftime_now.__code__.co_filename }}",
+    ],
+)
+def test_a_template_sees_and_changes_nothing(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = json.dumps(MESSAGES)
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate(attack, {}, "here").render(MESSAGES)
+    assert json.dumps(MESSAGES) == before
+    # It is the sandbox that stops it.
+    monkeypatch.setattr(chat, "ImmutableSandboxedEnvironment", Environment)
+    chat._environment.cache_clear()
+    try:
+        ChatTemplate(attack, {}, "here").render(MESSAGES)
+    finally:
+        chat._environment.cache_clear()
+
+
+def folder_with(tmp_path: Path, config: Any = None, template: str | None = None) -> Path:
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    return tmp_path
+
+
+def rendered(folder: Path, file: Path | None = None) -> str | None:
+    template = load_chat_template(folder, file)
+    return None if template is None else template.render(MESSAGES)
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    assert rendered(tmp_path) is None
+    assert rendered(folder_with(tmp_path, TOKENS)) is None
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "n"}]
+    assert rendered(folder_with(tmp_path, {"chat_template": named})) == "n"
+    long_token = {"content": "<s>", "special": True}
+    config = {"chat_template": "c{{ bos_token }}", "bos_token": long_token}
+    assert rendered(folder_with(tmp_path, config)) == "c<s>"
+    assert rendered(folder_with(tmp_path, template="f{{ bos_token }}")) == "f<s>"
+    file = tmp_path / "other"
+    file.write_text("o")
+    assert rendered(tmp_path, file) == "o"
+
+
+def test_a_broken_template_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ChatTemplateError, match="chat_template.jinja does not parse"):
+        load_chat_template(folder_with(tmp_path, template="{% for %}"))
+    with pytest.raises(ChatTemplateError, match="nowhere cannot be read"):
+        load_chat_template(tmp_path, tmp_path / "nowhere")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ChatTemplateError, match="tokenizer_config.json cannot be read"):
+        load_chat_template(tmp_path)
+
+
+def test_the_demo_pair_goes_on_where_the_last_message_ends() -> None:
+    template = load_chat_template(demo_paths()[0])
+    assert template is not None
+    messages = [{"role": "system", "content": "import os"}, {"role": "user", "content": "def f(x"}]
+    assert template.render(messages) == "import os\ndef f(x"
