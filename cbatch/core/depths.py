@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 _MEMORY = 400.0  # drafts of a depth
-_WEIGHT = 60.0  # drafts, half of them accepted, that stand for what is not known yet
+_WEIGHT = 100.0  # drafts, half of them accepted, that stand for what is not known yet
 _UNSETTLED = 128  # drafts until the estimates stand on their own
 _MOST = 4.0  # bounds of a factor, and of its inverse
 
