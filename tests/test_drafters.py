@@ -40,11 +40,11 @@ def tokens(llm: LLM, params: Any) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("drafter", "draft", "options"),
     [
-        (("ngram",), False, {}),
+        (("ngram",), False, {"lookahead": "ema"}),
         (("suffix",), False, {"lookahead": "fixed:3", "overlap": 1}),
         (("suffix", "ngram"), False, {"num_blocks": 14, "lookahead": "fixed:4"}),
-        (("suffix", "model"), True, {"max_slots": 3}),
-        (("model", "ngram"), True, {"overlap": 1}),
+        (("suffix", "model"), True, {"max_slots": 3, "lookahead": "ema"}),
+        (("model", "ngram"), True, {"overlap": 1, "lookahead": "ema"}),
         (("ngram",), True, {"lookahead": "fixed:2"}),
     ],
 )

@@ -25,7 +25,7 @@ from cbatch.text import TextTokenizer
 _logger = logging.getLogger("cbatch")
 
 
-class Call:
+class OpenCall:
     """Over once every choice has ended, or with `abort`; then `on_over` is called."""
 
     def __init__(
@@ -103,7 +103,7 @@ class Call:
 class _ChoiceListener:
     """From the engine's tokens to outputs with text."""
 
-    def __init__(self, call: Call, live: LiveChoice, client: EngineClient) -> None:
+    def __init__(self, call: OpenCall, live: LiveChoice, client: EngineClient) -> None:
         self._call, self._live, self._client = call, live, client
         self._logprobs: TokenLogprobs | None = None  # of the tokens that come next
 

@@ -12,7 +12,7 @@ from cbatch.engine.client import EngineClient
 from cbatch.engine.wire import EngineStats, Ready
 from cbatch.outputs import Accepted
 from cbatch.server.admission import Admission, Limits
-from cbatch.server.calls import Call
+from cbatch.server.calls import OpenCall
 from cbatch.server.errors import ServiceDownError
 from cbatch.server.stream import OutputStream
 from cbatch.text import TextTokenizer
@@ -36,7 +36,7 @@ class EngineService:
         self.limits = limits or Limits()
         self.queue = Admission(self.limits, time.monotonic)
         self._client, self._tokenizer, self._seeds = client, tokenizer, Seeds(seed)
-        self._calls: dict[str, Call] = {}  # by the caller's request id
+        self._calls: dict[str, OpenCall] = {}  # by the caller's request id
         self._num_open = 0  # and those that are being tokenised
         self._stopping = False
         self._idle = asyncio.Event()
@@ -116,7 +116,7 @@ class EngineService:
         place.settle(len(ids))
         accepted = Accepted(request_id, ids, requests[0].seed, params.n)
         most_unread = self.limits.max_unread_tokens
-        call = Call(accepted, self._client, place, most_unread, on_over=self._forget)
+        call = OpenCall(accepted, self._client, place, most_unread, on_over=self._forget)
         self._calls[request_id] = call
         call.set_deadlines(self.limits, timeout_s, self.queue)
         call.begin(requests, self._tokenizer)

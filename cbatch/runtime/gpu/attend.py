@@ -13,11 +13,12 @@ from cbatch.runtime.config import ModelConfig
 from cbatch.runtime.kv import KVCache
 from triton_kernels.attention import Heads, Partials, Tile, WorkList, attention, plan
 from triton_kernels.attention.cases import SPLIT_TOKENS
+from triton_kernels.attention.table import arch_of, resident_programs, tile_for
 
-_FEW_ROWS = Tile(rows=16, keys=64, num_warps=4, num_stages=3)
-_FEW_KEYS = Tile(rows=16, keys=32, num_warps=4, num_stages=3)
-_WGMMA = Tile(rows=64, keys=64, num_warps=4, num_stages=3)
-_FLOAT32 = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
+_INTERPRETED = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
+# The longest queries that a tile is chosen for: verifications. Prefill takes what suits them, since
+# a row's bits are its own only if all queries of a model use one tile.
+_VERIFIED_TOKENS = 8
 
 
 class Tuning(NamedTuple):
@@ -29,19 +30,14 @@ class Tuning(NamedTuple):
     split_tokens: int = SPLIT_TOKENS
 
     @classmethod
-    def of(cls, heads: Heads, dtype: torch.dtype, device: torch.device) -> Tuning:
+    def of(cls, heads: Heads, dtype: torch.dtype, device: torch.device, page_tokens: int) -> Tuning:
+        """From the static table. Raises ValueError if nothing in it serves."""
         if device.type != "cuda":
-            return cls(_wide_enough(_FLOAT32, heads), num_programs=4, most_partials=16)
-        properties = torch.cuda.get_device_properties(device)
-        tile, resident = _FEW_ROWS, 3
-        if dtype == torch.float32:
-            tile = _FLOAT32
-        elif torch.version.hip is None and properties.major in (9, 10):
-            tile, resident = _WGMMA, 2
-        elif torch.version.hip is None and heads.group & (heads.group - 1):
-            tile = _FEW_KEYS
-        processors = properties.multi_processor_count
-        return cls(_wide_enough(tile, heads), resident * processors, 2 * processors)
+            return cls(_wide_enough(_INTERPRETED, heads), num_programs=4, most_partials=16)
+        rows = heads.group * _VERIFIED_TOKENS
+        tile = tile_for(heads, dtype, page_tokens, arch=arch_of(device), rows=rows)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        return cls(tile, resident_programs(tile, device), 2 * processors)
 
 
 def _wide_enough(tile: Tile, heads: Heads) -> Tile:

@@ -103,7 +103,7 @@ class GpuExecutor:
 
             def attention(decoder: Decoder, kv: KVCache, most_tokens: int) -> Attention:
                 heads = heads_of(decoder.config)
-                tuned = tuning or Tuning.of(heads, decoder.dtype, self.device)
+                tuned = tuning or Tuning.of(heads, decoder.dtype, self.device, block_size_tokens)
                 tables = self._arena.state.blocks
                 return Attention(decoder.config, kv, tables, most_tokens, tuned)
 
