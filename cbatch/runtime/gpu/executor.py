@@ -85,57 +85,64 @@ class GpuExecutor:
         self._max_slots, self._max_drafts = max_slots, max_drafts
         self._budget_tokens = step_budget_tokens
         self._most_catch_up = step_budget_tokens + max_slots
-        vocab = target.config.vocab_size
         self._queue = device_for(target.device)
+        sizes = Sizes(
+            slots=max_slots + 1,
+            tokens=_rounded(max_sequence_tokens),
+            blocks=_rounded(-(-max_sequence_tokens // block_size_tokens)),
+            vocab=target.config.vocab_size,
+            listed=_rounded(min(target.config.vocab_size, max_sequence_tokens + _SPARE_ENTRIES)),
+        )
+        limits = {"most_positions": max_sequence_tokens, "most_drafts": max_drafts}
         with torch.inference_mode(), self._queue.working():
-            sizes = Sizes(
-                slots=max_slots + 1,
-                tokens=_rounded(max_sequence_tokens),
-                blocks=_rounded(-(-max_sequence_tokens // block_size_tokens)),
-                vocab=vocab,
-                listed=_rounded(min(vocab, max_sequence_tokens + _SPARE_ENTRIES)),
-            )
             self._arena = Arena.allocate(sizes, self.device)
-
-            def pool(decoder: Decoder) -> KVCache:
-                config, dtype = decoder.config, decoder.dtype
-                return KVCache(config, num_blocks, block_size_tokens, dtype, self.device)
-
-            def attention(decoder: Decoder, kv: KVCache, most_tokens: int) -> Attention:
-                heads = heads_of(decoder.config)
-                tuned = tuning or Tuning.of(heads, decoder.dtype, self.device)
-                tables = self._arena.state.blocks
-                return Attention(decoder.config, kv, tables, most_tokens, tuned)
-
-            self.kv = pool(target)
-            self.draft_kv = None if draft is None else pool(draft)
             self._drafting: DraftPasses | None = None
-            if draft is not None and self.draft_kv is not None:
+            self.draft_kv: KVCache | None = None
+            if draft is not None:
+                most = self._most_catch_up
+                self.draft_kv, attention = self._memory(
+                    draft, num_blocks, block_size_tokens, most, tuning
+                )
                 self._drafting = DraftPasses(
                     draft,
                     self.draft_kv,
-                    attention(draft, self.draft_kv, self._most_catch_up),
-                    self._arena.state,
-                    most_tokens=self._most_catch_up,
-                    most_positions=max_sequence_tokens,
-                    most_drafts=max_drafts,
-                    vocab=vocab,
+                    attention,
+                    self.state,
+                    most_tokens=most,
+                    vocab=sizes.vocab,
+                    **limits,
                 )
+            self.kv, attention = self._memory(
+                target, num_blocks, block_size_tokens, step_budget_tokens, tuning
+            )
             self._target = TargetPass(
                 target,
                 self.kv,
-                attention(target, self.kv, step_budget_tokens),
-                self._arena.state,
+                attention,
+                self.state,
                 self._drafting,
                 most_tokens=step_budget_tokens,
-                most_positions=max_sequence_tokens,
-                most_drafts=max_drafts,
+                **limits,
             )
-            self._slots = HostSlots(sizes, self._arena.places, drafts=draft is not None)
-            self._tail = LogprobsTail(target, self._target, self._arena.state)
             self._inbox = torch.zeros(0, dtype=torch.int32, device=self.device)
+        self._slots = HostSlots(sizes, self._arena.places, drafts=draft is not None)
+        self._tail = LogprobsTail(target, self._target, self.state)
         self._buffers = deque(_Buffers() for _ in range(_MOST_PENDING))
         self._pending: deque[_Pending] = deque()
+
+    def _memory(
+        self,
+        decoder: Decoder,
+        num_blocks: int,
+        block_size_tokens: int,
+        most_tokens: int,
+        tuning: Tuning | None,
+    ) -> tuple[KVCache, Attention]:
+        """A model's pool, and its attention over it."""
+        config = decoder.config
+        kv = KVCache(config, num_blocks, block_size_tokens, decoder.dtype, self.device)
+        tuning = tuning or Tuning.of(heads_of(config), decoder.dtype, self.device)
+        return kv, Attention(config, kv, self.state.blocks, most_tokens, tuning)
 
     @property
     def state(self) -> SlotState:
