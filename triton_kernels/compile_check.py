@@ -3,7 +3,8 @@
     python -m triton_kernels.compile_check [--target sm_90] [--kernel attention]
 
 Fails on register spills, on more registers or shared memory than a case allows, on products that
-miss wgmma and on narrow loads. Prints a table, then one JSON line.
+miss wgmma, on loads that are narrow or miss the descriptors they should go through, and on fewer
+tiles in flight than a pipeline has stages for. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations

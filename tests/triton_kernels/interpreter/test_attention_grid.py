@@ -10,7 +10,7 @@ import triton.language as tl
 from tests.triton_kernels.interpreter.steps import Step
 from triton_kernels.attention import Heads, Tile, kernel
 
-HEADS = Heads(kv_heads=2, group=2, head_dim=16)
+HEADS = Heads(kv_heads=1, group=2, head_dim=16)
 # A decode over several splits, a verification that ends at one, a chunk; lengths around 64.
 QUERIES = [(1, 130), (3, 64), (9, 40)]
 TYPES = {
@@ -25,26 +25,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 POINTERS, DESCRIPTORS = (Tile(16, 32, 4, 3, 1, descriptors) for descriptors in (False, True))
 
 
-@pytest.mark.parametrize("window, soft_cap", [(None, None), (33, 5.0)])
 @pytest.mark.parametrize("page_tokens", [16, 32, 64, 128])
 @pytest.mark.parametrize("dtype, kv_dtype", list(TYPES))
-def test_grid(
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype | None,
-    page_tokens: int,
-    window: int | None,
-    soft_cap: float | None,
+def test_window_and_cap_over_every_page(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None, page_tokens: int
 ) -> None:
     """Pages that belong to no one, tails of pages and every output hold NaN before."""
     step = Step.make(QUERIES, HEADS, page_tokens=page_tokens, dtype=dtype, kv_dtype=kv_dtype)
-    expected = step.reference(window=window, soft_cap=soft_cap)
-    work = step.work(tile=POINTERS, split_tokens=64, window=window)
-    found = step.run(work, num_programs=3, soft_cap=soft_cap).float()
+    expected = step.reference(window=33, soft_cap=5.0)
+    work = step.work(tile=POINTERS, split_tokens=64, window=33)
+    found = step.run(work, num_programs=3, soft_cap=5.0).float()
     assert (found - expected).abs().max() < TYPES[dtype, kv_dtype]
     if page_tokens % POINTERS.keys == 0:
-        finite = bounded(step)
         described = work._replace(tile=DESCRIPTORS)
-        again = finite.run(described, num_programs=3, soft_cap=soft_cap)
+        again = bounded(step).run(described, num_programs=3, soft_cap=5.0)
         assert torch.equal(again.float(), found)
 
 
@@ -54,10 +48,9 @@ def bounded(step: Step) -> Step:
     return step._replace(**dict(zip(("k_pages", "v_pages"), pools, strict=True)))
 
 
-@pytest.mark.parametrize("head_dim, page_tokens", [(48, 64), (16, 128)])
-def test_descriptors_give_the_bits_of_pointers(head_dim: int, page_tokens: int) -> None:
-    """Also where a head is no power of two, and where a page holds several tiles."""
-    step = Step.make(QUERIES, HEADS._replace(head_dim=head_dim), page_tokens=page_tokens)
+def test_descriptors_give_the_bits_of_pointers() -> None:
+    """Where a head is no power of two, a page holds several tiles, and results are combined."""
+    step = Step.make(QUERIES, Heads(2, 3, 48), page_tokens=64)
     work = step.work(tile=POINTERS, split_tokens=32)
     expected = step.run(work)
     assert torch.equal(bounded(step).run(work._replace(tile=DESCRIPTORS)), expected)

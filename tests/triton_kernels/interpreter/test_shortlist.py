@@ -12,14 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.triton_kernels.interpreter.batches import Batch, kept_by, random_batch
-from triton_kernels import noise
 from triton_kernels.sample import launch, shortlist, tiles
 from triton_kernels.sample.launch import Settled, Tiling
 from triton_kernels.sample.reference import shaped_logits
 from triton_kernels.sample.rows import REJECTION
 
 VOCAB = 45
-LISTS = Tiling(256, 64, 16, 2, 24)  # the last share has fewer tiles
+LISTS = Tiling(256, 64, 32, 2, 24)  # two tiles, the last of them not full
 WALKS = LISTS._replace(list_tokens=1)
 MARGIN = 1 << 14  # more than a block of rows could write beyond a buffer
 
@@ -28,12 +27,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    return random_batch(np.random.default_rng(12), 70, VOCAB, shaped=False)[0]
+    return random_batch(np.random.default_rng(12), 60, VOCAB, shaped=False)[0]
 
 
-@pytest.fixture
-def lens(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The lengths of the lists that every `settle` made."""
+def settle_with_lens(batch: Batch, tiling: Tiling) -> tuple[Settled, Tensor]:
+    """And the lengths of the lists that were made."""
     seen: list[Tensor] = []
     original = launch._launch
 
@@ -42,8 +40,15 @@ def lens(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         if values.get("LISTED") is False:
             seen.append(values["short_lens_ptr"])
 
-    monkeypatch.setattr(launch, "_launch", spy)
-    return seen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_launch", spy)
+        settled = launch.settle(batch, None, tiling)
+    return settled, seen[0]
+
+
+@pytest.fixture(scope="module")
+def listed(batch: Batch) -> tuple[Settled, Tensor]:
+    return settle_with_lens(batch, LISTS)
 
 
 def kept_sets(batch: Batch, result: Settled) -> Tensor:
@@ -53,25 +58,24 @@ def kept_sets(batch: Batch, result: Settled) -> Tensor:
     return kept_by(result, batch, x)[1] & ratio[:, None]
 
 
-@pytest.mark.parametrize("purpose", [noise.BONUS, None])
-def test_lists_and_walks_agree(batch: Batch, purpose: int | None, lens: list[Tensor]) -> None:
+def test_lists_and_walks_agree(batch: Batch, listed: tuple[Settled, Tensor]) -> None:
     """Tokens, kept sets and maxima to the bit; masses are summed in another order, within 1e-6."""
-    listed, walked = (launch.settle(batch, purpose, tiling) for tiling in (LISTS, WALKS))
-    assert torch.equal(listed.ids[:, 0], walked.ids[:, 0])
-    assert torch.equal(kept_sets(batch, listed), kept_sets(batch, walked))
-    assert torch.equal(listed.floats[:, 0], walked.floats[:, 0])
-    torch.testing.assert_close(listed.floats[:, 1], walked.floats[:, 1], rtol=1e-6, atol=0)
-    with_list, without = ((n > 1).sum() for n in lens)
-    assert with_list > 60 and without == 0
-    assert (lens[0] == 0).sum() > 20  # not filtered, or a list would be too long
+    found, lens = listed
+    walked, no_lens = settle_with_lens(batch, WALKS)
+    assert torch.equal(found.ids[:, 0], walked.ids[:, 0])
+    assert torch.equal(kept_sets(batch, found), kept_sets(batch, walked))
+    assert torch.equal(found.floats[:, 0], walked.floats[:, 0])
+    torch.testing.assert_close(found.floats[:, 1], walked.floats[:, 1], rtol=1e-6, atol=0)
+    assert (lens > 1).sum() > 50 and not (no_lens > 1).any()
+    assert (lens == 0).sum() > 20  # not filtered, or a list would be too long
 
 
-def test_lists_hold_every_token_before_their_end(batch: Batch, lens: list[Tensor]) -> None:
-    """A list one token shorter than what is kept would show: some are exactly as long."""
-    result = launch.settle(batch, None, LISTS)
-    kept = kept_sets(batch, result).sum(dim=1)
-    listed = (lens[0] > 0) & (kept > 0)
-    assert (kept[listed] <= lens[0][listed]).all() and (kept == lens[0])[listed].any()
+def test_lists_hold_what_is_kept(batch: Batch, listed: tuple[Settled, Tensor]) -> None:
+    """And no shorter ones would: some are exactly as long."""
+    found, lens = listed
+    kept = kept_sets(batch, found).sum(dim=1)
+    held = (lens > 0) & (kept > 0)
+    assert (kept[held] <= lens[held]).all() and (kept == lens)[held].any()
 
 
 @triton.jit
@@ -90,18 +94,20 @@ right_choice = shortlist._choose
 
 @pytest.mark.parametrize("name, broken", [("_decides", first_end), ("_choose", one_place)])
 def test_broken_lists_are_seen(
-    batch: Batch, name: str, broken: object, monkeypatch: pytest.MonkeyPatch
+    batch: Batch,
+    listed: tuple[Settled, Tensor],
+    name: str,
+    broken: object,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = kept_sets(batch, launch.settle(batch, None, LISTS))
     monkeypatch.setattr(shortlist, name, broken)
-    assert not torch.equal(kept_sets(batch, launch.settle(batch, None, LISTS)), expected)
+    found = launch.settle(batch, None, LISTS)
+    assert not torch.equal(kept_sets(batch, found), kept_sets(batch, listed[0]))
 
 
-@pytest.mark.parametrize("tiling", [LISTS, WALKS])
 def test_memory_holds_poison_before_and_margins_stay(
-    batch: Batch, tiling: Tiling, monkeypatch: pytest.MonkeyPatch
+    batch: Batch, listed: tuple[Settled, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = launch.settle(batch, noise.BONUS, tiling)
     buffers = []
 
     def poisoned(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -112,8 +118,8 @@ def test_memory_holds_poison_before_and_margins_stay(
 
     with monkeypatch.context() as patch:
         patch.setattr(launch.torch, "empty", poisoned)
-        found = launch.settle(batch, noise.BONUS, tiling)
-    assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, expected, strict=True))
+        found = launch.settle(batch, None, LISTS)
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, listed[0], strict=True))
     margins = torch.cat([torch.cat((b[:MARGIN], b[-MARGIN:])).double() for b in buffers])
     assert (margins.isnan() | (margins == -(1 << 30))).all()
 
