@@ -29,6 +29,7 @@ from bench.gpu.world import Bench
 
 if TYPE_CHECKING:
     from cbatch.core.cost import CostProfile
+    from cbatch.outputs import Output
     from cbatch.runtime.gpu import GpuExecutor
     from cbatch.stepwise import Engine
 
@@ -36,9 +37,8 @@ SECTION = "engine"
 OURS, PEER = "cbatch", "transformers, continuous batching"
 LOOKAHEADS = ("off", "fixed:4", "goodput")
 ACCEPTANCE = 0.7
-_PROMPT_TOKENS, _BUDGET_TOKENS, _PAGE_TOKENS = 512, 8192, 16
+_PAGE_TOKENS = 16
 _MOST_DRAFTS = 8
-_WINDOWS, _WINDOW_STEPS, _WARM_STEPS = 5, 10, 12
 _PROFILE_S = 2.0
 _TOKENS_A_STEP = 4  # of a sequence, more than its drafts' chances give on average
 _WEIGHT_STD = 0.02
@@ -47,6 +47,7 @@ _WEIGHT_STD = 0.02
 class Sizes(NamedTuple):
     batches: tuple[int, ...]
     prompt_tokens: int
+    warm_steps: int
     window_steps: int
     windows: int
     budget_tokens: int
@@ -57,7 +58,7 @@ class Sizes(NamedTuple):
         and in the windows."""
         free_tokens = max(self.budget_tokens - max(self.batches) * (1 + _MOST_DRAFTS), 1)
         prompts = -(-max(self.batches) * self.prompt_tokens // free_tokens)
-        steps = prompts + _WARM_STEPS + self.windows * self.window_steps
+        steps = prompts + self.warm_steps + self.windows * self.window_steps
         return self.prompt_tokens + _TOKENS_A_STEP * (steps + 4)
 
     @property
@@ -65,8 +66,8 @@ class Sizes(NamedTuple):
         return max(self.batches) * -(-(self.most_tokens + _MOST_DRAFTS + 1) // _PAGE_TOKENS)
 
 
-FULL = Sizes(BATCHES, _PROMPT_TOKENS, _WINDOW_STEPS, _WINDOWS, _BUDGET_TOKENS)
-TINY = Sizes((2,), 6, 2, 1, 32)
+FULL = Sizes(BATCHES, 512, warm_steps=12, window_steps=10, windows=5, budget_tokens=8192)
+TINY = Sizes((2,), 6, warm_steps=1, window_steps=2, windows=1, budget_tokens=32)
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
@@ -279,13 +280,22 @@ def measure(bench: Bench, model: str, batch: int, lookahead: str) -> Row:
         engine.add(prompt, params)
     decoding: set[str] = set()
     while len(decoding) < batch:
-        decoding |= {output.request_id for output in engine.step()}
-    for _ in range(_WARM_STEPS):
-        engine.step()
+        decoding |= {output.request_id for output in _advance(engine)}
+    for _ in range(sizes.warm_steps):
+        _advance(engine)
     windows = [_window(bench, engine, batch) for _ in range(sizes.windows)]
     if engine.scheduler.num_running != batch:
         raise RuntimeError(f"{engine.scheduler.num_running} of {batch} sequences were running")
     return _figures(bench, windows, shape, draft, batch)
+
+
+def _advance(engine: Engine) -> list[Output]:
+    """One step. Raises RuntimeError when a sequence has ended: windows are of full batches."""
+    outputs = engine.step()
+    for output in outputs:
+        if output.finished is not None:
+            raise RuntimeError(f"a sequence ended early: {output.finished.finish_reason}")
+    return outputs
 
 
 class Window(NamedTuple):
@@ -301,7 +311,7 @@ def _window(bench: Bench, engine: Engine, batch: int) -> Window:
     before = stats.steps, stats.emitted_tokens, stats.drafted_tokens
     started_s = time.perf_counter()
     while stats.steps < before[0] + sizes.window_steps:
-        engine.step()
+        _advance(engine)
     seconds = time.perf_counter() - started_s
     tokens = stats.emitted_tokens - before[1]
     context = sizes.prompt_tokens + (before[1] + tokens / 2) / batch
