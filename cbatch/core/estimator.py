@@ -39,7 +39,8 @@ class FleetPrior(msgspec.Struct, frozen=True):
     """Discounted moments of the acceptance of earlier requests, each a vote weighed by its trials.
 
     Votes are few trials long, so their spread is wider than that of the acceptance: for a beta law
-    of weight n0, Var(A / t) = m (1 - m) (1 / t + r (1 - 1 / t)) with r = 1 / (n0 + 1).
+    of weight n0, Var(A / t) = m (1 - m) (1 / t + r (1 - 1 / t)) with r = 1 / (n0 + 1). Votes made
+    of 1 - TV spread less than that: the weight then errs upwards, as far as it may.
     """
 
     weight: float

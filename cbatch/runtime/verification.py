@@ -53,9 +53,9 @@ class Verified(NamedTuple):
 
     tokens: I64  # [W, max k + 1]
     num_accepted: I64
-    expected_accepted: NDArray[np.float32] | None
     finite: NDArray[np.bool_]
     logprobs: list[TokenLogprobs]  # of the rows that ask for them
+    expected_accepted: NDArray[np.float32] | None = None
 
 
 def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
@@ -96,19 +96,16 @@ def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
         for each in asking
         if finite[each.row]
     ]
-    return Verified(
-        tokens, num_accepted, _evidence(num_accepted, expected, finite), finite, logprobs
-    )
+    evidence = None if expected is None else _evidence(num_accepted, *expected, finite)
+    return Verified(tokens, num_accepted, finite, logprobs, evidence)
 
 
 def _evidence(
-    num_accepted: I64, expected: tuple[I64, NDArray[np.float32]] | None, finite: NDArray[np.bool_]
-) -> NDArray[np.float32] | None:
-    """Counts, but for the rows that it is `expected` of; nothing of rows that were not finite."""
-    if expected is None:
-        return None
+    num_accepted: I64, at: I64, expected: NDArray[np.float32], finite: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """What is `expected` of the rows `at`, counts of others; nothing of those not `finite`."""
     evidence = num_accepted.astype(np.float32)
-    evidence[expected[0]] = expected[1]
+    evidence[at] = expected
     evidence[~finite] = 0
     return evidence
 

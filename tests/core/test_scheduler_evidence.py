@@ -46,8 +46,8 @@ def estimates(world: World) -> dict[str, float]:
 
 
 def off_by(policy: str, depth: int, temperature: float = 1.0) -> float:
-    """How far what is believed is from the truth after some steps in which requests have left, of
-    the requests that are still there, less what the prior weighs."""
+    """How far what is believed is from the truth at most, of the requests that are still there
+    after some steps in which others have left."""
     world = make_world(policy, depth, temperature)
     for number in range(24):
         world.step()
