@@ -61,6 +61,8 @@ class ModelledExecutor:
         steady.steps += 1
         work = steady.work
         work.decode_context_tokens = work.decode_pairs = work.decode_context_tokens + steady.rows
+        work.decode_longest_tokens += 1
+        work.decode_shortest_tokens += 1
         steady.tokens = steady.tokens + _ONE  # anew: the one before may be in a commit
         draft_s, target_s = self._cost.step_s(work)
         return StepResult(
@@ -150,13 +152,19 @@ class ModelledExecutor:
         if work.decode_rows == rows:
             work.decode_tokens = rows + work.draft_tokens
             work.decode_context_tokens = int(np.add.reduce(context))
+            work.decode_longest_tokens = int(np.maximum.reduce(context))
+            work.decode_shortest_tokens = int(np.minimum.reduce(context))
             # Row i's queries see kv_len + 1, ..., kv_len + query positions.
             pairs = query * kv_len + query * (query + 1) // 2
             work.decode_pairs = int(np.add.reduce(pairs))
             return work
         pairs = query * kv_len + query * (query + 1) // 2
         work.decode_tokens = int(np.add.reduce(query[decodes]))
-        work.decode_context_tokens = int(np.add.reduce(context[decodes]))
+        if work.decode_rows:
+            decoding = context[decodes]
+            work.decode_context_tokens = int(np.add.reduce(decoding))
+            work.decode_longest_tokens = int(np.maximum.reduce(decoding))
+            work.decode_shortest_tokens = int(np.minimum.reduce(decoding))
         work.decode_pairs = int(np.add.reduce(pairs[decodes]))
         work.prefill_tokens = int(np.add.reduce(query)) - work.decode_tokens
         work.prefill_context_tokens = int(np.add.reduce(context)) - work.decode_context_tokens
