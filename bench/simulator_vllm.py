@@ -1,8 +1,8 @@
 """The simulator against a real vLLM: `python -m bench.simulator_vllm --data DIR`.
 
-DIR is the folder `measured` of the shared data (see its README): a vLLM run with the stamps of every
-request, and the layer profiles of the same device, which are all that the cost model knows. Nothing
-is fitted to the run. What is assumed:
+DIR is the folder `measured` of the shared data (see its README): a vLLM run with the stamps of all
+requests, and the layer profiles of the same device, which are all that the cost model knows.
+Nothing is fitted to the run. What is assumed:
 
 - the run's own settings: slots, token budget, arrivals and lengths; the KV pool is what vLLM would
   take of the device's memory (`--num-blocks` for another: a pool that does not match ruins TTFT);

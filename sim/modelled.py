@@ -7,27 +7,13 @@ session whose next prompt goes on in the same numbering finds its own output in 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 from cbatch.core.plan import Deltas, StepPlan, StepResult
+from sim.acceptance import AcceptanceModel
 from sim.costs import CostModel, StepWork
-from sim.models import ACCEPT
-from sim.tokens import mix
 
 _ONE = np.array(1, dtype=np.int32)
-
-
-class AcceptanceModel(Protocol):
-    def admit(self, slot: int, request_id: str, seed: int, choice: int) -> None:
-        """The request is in this slot from now on."""
-
-    def num_accepted(
-        self, slots: np.ndarray, positions: np.ndarray, num_drafted: np.ndarray
-    ) -> np.ndarray:
-        """Leading drafts accepted, int32 [rows]; row i's first draft is for the absolute position
-        `positions[i]`. A function of request and position: neighbours and k do not move it."""
 
 
 class ModelledExecutor:
@@ -93,7 +79,7 @@ class ModelledExecutor:
             self._num_tokens[slot] = count
             self._next_token[slot] = int(a.tokens[-1]) + 1
             if self._acceptance is not None:
-                self._acceptance.admit(slot, a.request_id, a.seed, a.choice)
+                self._acceptance.admit(a)
 
     def _run_any(self, plan: StepPlan, num_admitted: int) -> StepResult:
         slots = plan.slots
@@ -202,41 +188,3 @@ class _Steady:
             and plan.catch_up is plan.num_drafts
             and not plan.deltas.admitted
         )
-
-
-class BernoulliAcceptance:
-    """Every draft of a request is accepted with one probability, position by position, as
-    `sim.models.ModelledAcceptance`, whose noise this reproduces bit for bit."""
-
-    def __init__(self, probability: float, *, max_slots: int) -> None:
-        self._probability = probability
-        self._states = np.zeros(max_slots, np.uint64)
-
-    def admit(self, slot: int, request_id: str, seed: int, choice: int) -> None:
-        self._states[slot] = mix(mix(ACCEPT, seed), choice)
-
-    def num_accepted(
-        self, slots: np.ndarray, positions: np.ndarray, num_drafted: np.ndarray
-    ) -> np.ndarray:
-        depth = int(np.maximum.reduce(num_drafted, initial=0))
-        ahead = np.arange(depth)
-        noise = uniforms(self._states[slots][:, None], positions[:, None] + ahead)
-        stands = (noise < self._probability) & (ahead < num_drafted[:, None])
-        accepted: np.ndarray = np.logical_and.accumulate(stands, axis=1).sum(axis=1, dtype=np.int32)
-        return accepted
-
-
-def mix_arrays(state: np.ndarray, value: np.ndarray | np.uint64) -> np.ndarray:
-    """`sim.tokens.mix` of uint64 arrays."""
-    z = (state ^ value) + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = z ^ (z >> np.uint64(31))
-    return mixed
-
-
-def uniforms(states: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Noise in [0, 1) at absolute positions."""
-    mixed = mix_arrays(mix_arrays(states, positions.astype(np.uint64)), np.uint64(0))
-    noise: np.ndarray = mixed / 2.0**64
-    return noise

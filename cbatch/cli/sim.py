@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sim.sources import Source
 
 GPU, MODEL_SHAPE = "H100", "llama-3.1-8b"
-ACCEPTANCE = 0.7
+ACCEPTANCE = "0.7"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,7 +51,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     engine = parser.add_argument_group("engine")
     engine.add_argument("--lookahead", default="off", metavar="POLICY", help="off, fixed:4, ...")
-    engine.add_argument("--acceptance", type=float, help=f"of a draft (default: {ACCEPTANCE})")
+    engine.add_argument(
+        "--acceptance",
+        metavar="MODEL",
+        help="of drafts: 0.7 (the chance of each), positions:0.8,0.6 (by depth), beta:0.7,8 (mean "
+        "and concentration over requests), drift:0.9,0.4,64 (high, low, tokens between changes), "
+        f"recorded:FILE (JSON, 0 and 1 by request and position); default: {ACCEPTANCE}",
+    )
     engine.add_argument("--max-slots", type=int, default=256)
     engine.add_argument("--step-budget", type=int, default=2048, help="tokens of a step, at most")
     engine.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
@@ -73,7 +79,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    from sim.modelled import BernoulliAcceptance, ModelledExecutor
+    from sim.acceptance import parse_acceptance
+    from sim.modelled import ModelledExecutor
     from sim.replay import replay
     from sim.report import to_json
 
@@ -85,11 +92,9 @@ def run(args: argparse.Namespace) -> int:
     cost, config, names = _engine(args)
     acceptance = None
     if config.lookahead.policy != "off":
-        share = ACCEPTANCE if args.acceptance is None else args.acceptance
-        if not 0 <= share <= 1:
-            raise FieldError("--acceptance", f"{share} is not allowed", "use a number in [0, 1]")
-        acceptance = BernoulliAcceptance(share, max_slots=config.max_slots)
-        names["acceptance"] = share
+        spec = args.acceptance or ACCEPTANCE
+        acceptance = parse_acceptance(spec, max_slots=config.max_slots)
+        names["acceptance"] = spec
     executor = ModelledExecutor(max_slots=config.max_slots, cost=cost, acceptance=acceptance)
     settings = {"trace": trace.path.name, "format": trace.format, "seed": args.seed} | names
     changes = ("skip_empty", "spread", "requests", "rate", "concurrency", "think")
