@@ -64,7 +64,7 @@ class StepLoop:
             verbs = "`submit` and `wait`" if depth else "`run`"
             raise TypeError(f"executor: depth {depth} needs its {verbs}")
         self._scheduler = scheduler
-        self._executor = executor
+        self.executor = executor
         self._clock = clock
         self._in_flight: StepPlan | None = None  # depth 1: submitted and not waited for
         self._occupants: dict[int, tuple[int, str]] = {}  # slot: generation, request
@@ -143,7 +143,7 @@ class StepLoop:
         self._tell_flight()
         self._num_faults += 1
         _logger.warning("executor fault %d: %r", self._num_faults, fault.error)
-        self._executor.reset()
+        self.executor.reset()
         self._scheduler.executor_reset(self._clock())
         rows = self._requests_of(fault.plan)
         if self._num_faults == 1:

@@ -1,0 +1,160 @@
+"""Measuring what steps of an engine cost, for the simulator: real steps of designed batches.
+
+The engine itself serves made-up requests: so many at a time, each drafting so many tokens, prompts
+of many lengths between them, so that steps mix chunks with rows that decode or verify. Whatever a
+step brought is worked out from its plan, and its duration is split into the drafter's, the rest of
+the executor's, and that of the loop around it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from cbatch.core.config import LookaheadConfig, SchedulerConfig
+from cbatch.core.errors import FieldError
+from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.request import MODEL, SamplingParams
+from cbatch.core.scheduler import Scheduler
+from cbatch.engine.loop import Executor
+from cbatch.stepwise import Engine
+from sim.calibrated import StepSample
+from sim.composition import SlotCounts
+from sim.costs import StepWork
+
+STEPS = 32  # of a batch
+_ROWS, _KS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (0, 1, 2, 4, 8)
+_OTHER_ROWS, _OTHER_KS = (3, 6, 12, 24, 48, 96, 192), (0, 3, 6)
+_LEAST_PROMPT_TOKENS = 8
+_MOST_PROMPT_TOKENS = 512
+_OUTPUT_TOKENS = (4, 48)  # of a request, at least and at most
+_WARM_UP = 3  # batches that nobody looks at
+
+
+class Batch(NamedTuple):
+    """`rows` requests at a time, each drafting `k` tokens a step."""
+
+    rows: int
+    k: int
+
+
+def designed(config: SchedulerConfig) -> tuple[list[Batch], list[Batch]]:
+    """What prices are fitted to, and others to see how well they do: of other sizes and depths.
+    Raises `FieldError` where somebody else than a draft model drafts: a lookup's price depends on
+    the text."""
+    if config.default_chain not in ((), (MODEL,)):
+        raise FieldError("--drafter", "lookups have no price of their own", "use the draft, or off")
+    speculates = bool(config.default_chain) and config.lookahead.policy != "off"
+    fitted, held_out = (
+        [
+            Batch(n, k)
+            for n in (*(n for n in rows if n < config.max_slots), *last)
+            for k in (ks if speculates else (0,))
+        ]
+        for rows, ks, last in (
+            (_ROWS, _KS, (config.max_slots,)),
+            (_OTHER_ROWS, _OTHER_KS, ()),
+        )
+    )
+    return fitted, held_out
+
+
+def measure(
+    executor: Executor,
+    config: SchedulerConfig,
+    batches: Iterable[Batch],
+    *,
+    seed: int,
+    steps: int = STEPS,
+    clock: Callable[[], float] = time.perf_counter,
+    on_batch: Callable[[Batch], None] | None = None,
+) -> list[StepSample]:
+    """Samples of `steps` steps of each batch, in an order drawn from `seed`: a machine that is slow
+    for some seconds is so to all kinds of batches. Leaves the executor reset."""
+    rng = np.random.default_rng(seed)
+    order = list(batches)
+    order = [order[i] for i in rng.permutation(len(order))]
+    samples: list[StepSample] = []
+    for number, batch in enumerate([*order[:_WARM_UP], *order]):
+        found = _Run(executor, config, batch, rng, clock).samples(steps)
+        if number >= _WARM_UP:
+            samples += found
+            if on_batch is not None:
+                on_batch(batch)
+    return samples
+
+
+class _Run:
+    """One batch: an engine of its own around the executor."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: SchedulerConfig,
+        batch: Batch,
+        rng: np.random.Generator,
+        clock: Callable[[], float],
+    ) -> None:
+        lookahead = LookaheadConfig(policy="fixed", k=batch.k) if batch.k else LookaheadConfig()
+        executor.reset()
+        self._watched = Watched(executor, config.max_slots, clock)
+        self._config = structs.replace(config, lookahead=lookahead, prefix_cache=False)
+        self._engine = Engine(Scheduler(self._config), self._watched, clock=clock, seed=0)
+        self._batch, self._rng, self._clock = batch, rng, clock
+
+    def samples(self, steps: int) -> list[StepSample]:
+        engine, running = self._engine, 0
+        found = []
+        for _ in range(steps):
+            started_s = self._clock()
+            while running < self._batch.rows:
+                self._add()
+                running += 1
+            outputs = engine.step()
+            turn_s = self._clock() - started_s
+            running -= sum(output.finished is not None for output in outputs)
+            work, result, own_s = self._watched.last
+            host_s = max(turn_s - own_s - result.draft_s - result.target_s, 0.0)
+            found.append(StepSample(work, result.draft_s, result.target_s, host_s))
+        self._watched.reset()
+        return found
+
+    def _add(self) -> None:
+        """Prompt lengths are as likely at any scale."""
+        config, rng = self._config, self._rng
+        room = config.max_sequence_tokens - _OUTPUT_TOKENS[1] - 1
+        most = max(min(_MOST_PROMPT_TOKENS, room), 1)
+        least = min(_LEAST_PROMPT_TOKENS, most)
+        length = round(least * (most / least) ** rng.random())
+        prompt = rng.integers(0, config.vocab_size, length).tolist()
+        tokens = int(rng.integers(*_OUTPUT_TOKENS, endpoint=True))
+        self._engine.add(
+            prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        )
+
+
+class Watched:
+    """An executor, and what its last step was made of."""
+
+    def __init__(self, executor: Executor, max_slots: int, clock: Callable[[], float]) -> None:
+        self._executor, self._clock = executor, clock
+        self._counts = SlotCounts(max_slots)
+        # The step's composition, its result, and the seconds that watching took.
+        self.last: tuple[StepWork, StepResult, float]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = self._executor.run(plan)
+        started_s = self._clock()
+        for admission in plan.deltas.admitted:
+            self._counts.admit(admission)
+        work = self._counts.work(plan, result.num_drafted)
+        self._counts.advance(plan, result.num_accepted, np.diff(result.row_splits))
+        self.last = work, result, self._clock() - started_s
+        return result
+
+    def reset(self) -> None:
+        self._executor.reset()
