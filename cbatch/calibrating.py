@@ -156,5 +156,9 @@ class Watched:
         self.last = work, result, self._clock() - started_s
         return result
 
+    def num_tokens(self, slot: int) -> int:
+        """Known of the slot's request, after the last step."""
+        return int(self._counts.num_tokens[slot])
+
     def reset(self) -> None:
         self._executor.reset()

@@ -140,15 +140,13 @@ class CalibratedCost:
         self._draft = [prices.draft_s[name] for name in DRAFT]
         self._host = [prices.host_s[name] for name in HOST]
 
-    def step_s(self, work: StepWork) -> tuple[float, float]:
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
         target_s = self._tokens(work.decode_tokens + work.prefill_tokens)
         target_s += sum(map(mul, self._target, target_features(work)))
+        host_s = sum(map(mul, self._host, host_features(work)))
         if work.draft_depth or work.ingested_tokens:
-            return sum(map(mul, self._draft, draft_features(work))), target_s
-        return 0.0, target_s
-
-    def host_s(self, work: StepWork) -> float:
-        return sum(map(mul, self._host, host_features(work)))
+            return sum(map(mul, self._draft, draft_features(work))), target_s, host_s
+        return 0.0, target_s, host_s
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,7 +222,7 @@ def fit_prices(samples: Sequence[StepSample]) -> Prices:
 
 def accuracy(prices: Prices, samples: Sequence[StepSample]) -> Accuracy:
     cost = CalibratedCost(prices)
-    predicted = np.array([sum(cost.step_s(s.work)) + cost.host_s(s.work) for s in samples])
+    predicted = np.array([sum(cost.step_s(s.work)) for s in samples])
     measured = np.array([s.draft_s + s.target_s + s.host_s for s in samples])
     p50, p90 = np.percentile(np.abs(predicted / measured - 1), (50, 90)).tolist()
     total = float(predicted.sum() / measured.sum() - 1)

@@ -29,6 +29,7 @@ class ModelledExecutor:
         self._counts = SlotCounts(max_slots)
         self._next_token = np.zeros(max_slots, np.int64)
         self._steady: _Steady | None = None
+        self.host_s = 0.0  # of the last step, where the cost model tells it apart
 
     def run(self, plan: StepPlan) -> StepResult:
         steady = self._steady
@@ -49,7 +50,7 @@ class ModelledExecutor:
         work.decode_longest_tokens += 1
         work.decode_shortest_tokens += 1
         steady.tokens = steady.tokens + _ONE  # anew: the one before may be in a commit
-        draft_s, target_s = self._cost.step_s(work)
+        draft_s, target_s, self.host_s = self._cost.step_s(work)
         return StepResult(
             plan.step_id,
             plan.generations,
@@ -96,7 +97,7 @@ class ModelledExecutor:
         tokens = (np.repeat(first, emitted) + np.arange(splits[-1])).astype(np.int32)
         self._counts.advance(plan, accepted, emitted)
         self._next_token[slots] += emitted
-        draft_s, target_s = self._cost.step_s(work)
+        draft_s, target_s, self.host_s = self._cost.step_s(work)
         status = np.zeros(len(slots), np.uint8)
         if not drafts_any and work.decode_rows == work.rows:
             self._steady = _Steady(plan, work, tokens, splits, status)

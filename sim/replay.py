@@ -33,6 +33,11 @@ PROGRESS_STEPS = 512  # between two reports of progress
 class StepExecutor(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
 
+    @property
+    def host_s(self) -> float:
+        """What the loop around the executor took for the last step: not in its result, whose
+        durations are those that a real executor measures."""
+
 
 class SimRequest(Request, frozen=True, kw_only=True):
     """A request whose prompt is there as an array already."""
@@ -93,7 +98,8 @@ class _Replay:
 
     def run(self, on_progress: Callable[[Progress], None] | None) -> None:
         source, scheduler, recorder = self._source, self._scheduler, self._recorder
-        plan_step, run_step, commit_step = scheduler.plan, self._executor.run, scheduler.commit
+        executor = self._executor
+        plan_step, run_step, commit_step = scheduler.plan, executor.run, scheduler.commit
         now_s, steps = 0.0, 0
         arrival_s = source.next_arrival_s()
         while True:
@@ -109,7 +115,8 @@ class _Replay:
             if plan.deltas.admitted:
                 recorder.planned(plan, now_s)
             result = run_step(plan)
-            started_s, now_s = now_s, now_s + (result.draft_s + result.target_s)
+            started_s = now_s
+            now_s += result.draft_s + result.target_s + executor.host_s
             commit = commit_step(result, now_s)
             recorder.committed(plan, commit, started_s, now_s)
             if commit.finished:

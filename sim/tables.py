@@ -29,7 +29,7 @@ class Curve:
         xs, ys = np.asarray(counts)[order], np.asarray(seconds)[order]
         self.most = int(xs[-1])
         self._slope_s = float((ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
-        self._seconds = np.interp(np.arange(self.most + 1), xs, ys).tolist()
+        self._seconds: list[float] = np.interp(np.arange(self.most + 1), xs, ys).tolist()
 
     def __call__(self, count: int) -> float:
         if count <= self.most:
@@ -90,14 +90,14 @@ class TableCost:
         self._attention, self._layers = attention, layers
         self._step_host_s, self._request_host_s = step_host_s, request_host_s
 
-    def step_s(self, work: StepWork) -> tuple[float, float]:
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
         if work.draft_depth or work.ingested_tokens:
             raise FieldError("--cost-table", "has no prices of drafts", "use --lookahead off")
-        seconds = self._step_host_s + self._request_host_s * work.admitted
-        seconds += self._tokens(work.decode_tokens + work.prefill_tokens)
+        seconds = self._tokens(work.decode_tokens + work.prefill_tokens)
         if work.logit_tokens:
             seconds += self._logits(work.logit_tokens)
-        return 0.0, seconds + self._layers * self._attention.layer_s(work)
+        seconds += self._layers * self._attention.layer_s(work)
+        return 0.0, seconds, self._step_host_s + self._request_host_s * work.admitted
 
 
 class TableLimits(msgspec.Struct, frozen=True):

@@ -64,7 +64,7 @@ class StepLoop:
             verbs = "`submit` and `wait`" if depth else "`run`"
             raise TypeError(f"executor: depth {depth} needs its {verbs}")
         self._scheduler = scheduler
-        self.executor = executor
+        self._executor = executor
         self._clock = clock
         self._in_flight: StepPlan | None = None  # depth 1: submitted and not waited for
         self._occupants: dict[int, tuple[int, str]] = {}  # slot: generation, request
@@ -75,6 +75,10 @@ class StepLoop:
         # Told before a step runs, and after one is committed, which requests are in flight; so that
         # whoever outlives this process knows what it died of.
         self.on_flight: Callable[[Collection[str]], None] | None = None
+
+    @property
+    def executor(self) -> Executor | OverlappedExecutor:
+        return self._executor
 
     def step(self) -> Commit | None:
         """One turn. None when nothing can run now. Faults are handled here, by trying again."""
@@ -143,7 +147,7 @@ class StepLoop:
         self._tell_flight()
         self._num_faults += 1
         _logger.warning("executor fault %d: %r", self._num_faults, fault.error)
-        self.executor.reset()
+        self._executor.reset()
         self._scheduler.executor_reset(self._clock())
         rows = self._requests_of(fault.plan)
         if self._num_faults == 1:

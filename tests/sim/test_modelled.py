@@ -145,7 +145,7 @@ class Watching:
 
     def step_s(self, work: StepWork) -> tuple[float, float]:
         self.works.append({name: getattr(work, name) for name in work.__struct_fields__})
-        return 0.0, 0.01
+        return 0.0, 0.01, 0.0
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
