@@ -63,78 +63,78 @@ def designed(config: SchedulerConfig) -> tuple[list[Batch], list[Batch]]:
     return fitted, held_out
 
 
-def measure(
-    executor: Executor,
-    config: SchedulerConfig,
-    batches: Iterable[Batch],
-    *,
-    seed: int,
-    steps: int = STEPS,
-    clock: Callable[[], float] = time.perf_counter,
-    on_batch: Callable[[Batch], None] | None = None,
-) -> list[StepSample]:
-    """Samples of `steps` steps of each batch, in an order drawn from `seed`: a machine that is slow
-    for some seconds is so to all kinds of batches. Leaves the executor reset."""
-    rng = np.random.default_rng(seed)
-    order = list(batches)
-    order = [order[i] for i in rng.permutation(len(order))]
-    samples: list[StepSample] = []
-    for number, batch in enumerate([*order[:_WARM_UP], *order]):
-        found = _Run(executor, config, batch, rng, clock).samples(steps)
-        if number >= _WARM_UP:
-            samples += found
-            if on_batch is not None:
-                on_batch(batch)
-    return samples
-
-
-class _Run:
-    """One batch: an engine of its own around the executor."""
+class Calibrator:
+    """An engine of its own around the executor, which it resets; how deep its requests draft is
+    their own choice."""
 
     def __init__(
         self,
         executor: Executor,
         config: SchedulerConfig,
-        batch: Batch,
-        rng: np.random.Generator,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        lookahead = LookaheadConfig(policy="fixed", k=batch.k) if batch.k else LookaheadConfig()
+        lookahead = LookaheadConfig()
+        if config.default_chain and config.lookahead.policy != "off":
+            lookahead = LookaheadConfig(policy="fixed", k=max(*_KS, *_OTHER_KS))
+        self._config = structs.replace(config, lookahead=lookahead, prefix_cache=False)
         executor.reset()
         self._watched = Watched(executor, config.max_slots, clock)
-        self._config = structs.replace(config, lookahead=lookahead, prefix_cache=False)
         self._engine = Engine(Scheduler(self._config), self._watched, clock=clock, seed=0)
-        self._batch, self._rng, self._clock = batch, rng, clock
+        self._clock = clock
+        self._running: set[str] = set()
 
-    def samples(self, steps: int) -> list[StepSample]:
-        engine, running = self._engine, 0
+    def measure(
+        self,
+        batches: Iterable[Batch],
+        *,
+        seed: int,
+        steps: int = STEPS,
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> list[StepSample]:
+        """Samples of `steps` steps of each batch, in an order drawn from `seed`: a machine that is
+        slow for some seconds is so to all kinds of batches."""
+        rng = np.random.default_rng(seed)
+        order = list(batches)
+        order = [order[i] for i in rng.permutation(len(order))]
+        for batch in order[:_WARM_UP]:
+            self._samples(batch, steps, rng)
+        samples: list[StepSample] = []
+        for batch in order:
+            samples += self._samples(batch, steps, rng)
+            on_batch()
+        return samples
+
+    def _samples(self, batch: Batch, steps: int, rng: np.random.Generator) -> list[StepSample]:
+        engine, running = self._engine, self._running
         found = []
         for _ in range(steps):
+            requests = [self._request(batch, rng) for _ in range(batch.rows - len(running))]
             started_s = self._clock()
-            while running < self._batch.rows:
-                self._add()
-                running += 1
+            running |= {engine.add(prompt, params).request_id for prompt, params in requests}
             outputs = engine.step()
             turn_s = self._clock() - started_s
-            running -= sum(output.finished is not None for output in outputs)
+            running -= {out.request_id for out in outputs if out.finished is not None}
             work, result, own_s = self._watched.last
             host_s = max(turn_s - own_s - result.draft_s - result.target_s, 0.0)
             found.append(StepSample(work, result.draft_s, result.target_s, host_s))
-        self._watched.reset()
+        for request_id in running:
+            engine.cancel(request_id)
+        running.clear()
         return found
 
-    def _add(self) -> None:
+    def _request(self, batch: Batch, rng: np.random.Generator) -> tuple[list[int], SamplingParams]:
         """Prompt lengths are as likely at any scale."""
-        config, rng = self._config, self._rng
-        room = config.max_sequence_tokens - _OUTPUT_TOKENS[1] - 1
+        room = self._config.max_sequence_tokens - _OUTPUT_TOKENS[1] - 1
         most = max(min(_MOST_PROMPT_TOKENS, room), 1)
         least = min(_LEAST_PROMPT_TOKENS, most)
         length = round(least * (most / least) ** rng.random())
-        prompt = rng.integers(0, config.vocab_size, length).tolist()
-        tokens = int(rng.integers(*_OUTPUT_TOKENS, endpoint=True))
-        self._engine.add(
-            prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=int(rng.integers(*_OUTPUT_TOKENS, endpoint=True)),
+            ignore_eos=True,
+            max_lookahead=batch.k,
         )
+        return rng.integers(0, self._config.vocab_size, length).tolist(), params
 
 
 class Watched:

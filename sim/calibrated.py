@@ -29,7 +29,8 @@ from sim.tables import Curve
 FORMAT, VERSION = "cbatch-calibration", 1
 _KNOTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 _CLIP = 4.0  # usual errors; a step that is further off met a stall of the machine
-_ROUNDS = 4
+_ROUNDS = 6
+_LEAST_S = 1e-7
 
 TARGET = (
     "row",
@@ -236,15 +237,17 @@ def _features(
 
 
 def _fit(features: np.ndarray, durations_s: np.ndarray) -> np.ndarray:
-    """Non-negative prices of least relative error, float64 [columns]. Steps that are off by much
-    more than usual count less the further off they are (Huber), by reweighting."""
-    measured = durations_s > 0
-    relative = features[measured] / durations_s[measured, None]
-    weights = np.ones(len(relative))
+    """Non-negative prices, float64 [columns]. Errors are relative to what is predicted (to what was
+    measured, noise would make every price too small), so weights are found by turns; steps that are
+    off by much more than usual count less the further off they are (Huber)."""
+    expected_s = np.maximum(durations_s, _LEAST_S)
+    weights = np.ones(len(durations_s))
     found = np.zeros(features.shape[1])
     for _ in range(_ROUNDS):
-        found = nonnegative_least_squares(relative * weights[:, None], weights)
-        errors = np.abs(relative @ found - 1)
+        scale = weights / expected_s
+        found = nonnegative_least_squares(features * scale[:, None], durations_s * scale)
+        expected_s = np.maximum(features @ found, _LEAST_S)
+        errors = np.abs(durations_s / expected_s - 1)
         most = _CLIP * max(float(np.median(errors)), 1e-9)
         weights = np.sqrt(np.minimum(1.0, most / np.maximum(errors, most)))
     return found

@@ -16,7 +16,7 @@ import itertools
 import math
 import re
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,7 +74,9 @@ class ProfiledAttention:
 
     def __init__(self, folder: Path) -> None:
         found = _points(folder / "attention.csv")
-        decode = {(n, kv): s for (chunk, _, n, kv), s in found.items() if not chunk and n}
+        decode: dict[tuple[int, ...], float] = {
+            (n, kv): s for (chunk, _, n, kv), s in found.items() if not chunk and n
+        }
         rows, contexts = (sorted({point[i] for point in decode}) for i in (0, 1))
         where = str(folder / "attention.csv")
         self._decode = require_lattice(where, {"n_decode": rows, "kv_decode": contexts}, decode)
@@ -117,8 +119,8 @@ class Skew:
 
     def __init__(self, path: Path) -> None:
         self._shares: dict[tuple[float, ...], float] = {}
-        totals: Counter[float] = Counter()
-        samples: Counter[float] = Counter()
+        totals: defaultdict[int, float] = defaultdict(float)
+        samples: Counter[int] = Counter()
         for row in _rows(path, ("pc", *_BUCKETS, "alpha", "n_samples")):
             chunk, share, count = row.count("pc"), row.number("alpha"), row.count("n_samples")
             self._shares[(chunk, *(_bound(row, name) for name in _BUCKETS))] = share
@@ -164,7 +166,7 @@ def _mixed(
         "n_decode": [0, *rows],
         "kv_decode": contexts,
     }
-    values = {
+    values: dict[tuple[int, ...], float] = {
         (chunk, history, n, kv): found[key]
         for chunk, history, n, kv in itertools.product(*axes.values())
         if (key := (chunk, history if chunk else 0, n, kv if n else 0)) in found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
@@ -17,8 +17,9 @@ from cbatch.core.errors import FieldError
 
 if TYPE_CHECKING:
     from cbatch.assembly import EngineInfo
+    from cbatch.calibrating import Batch
     from cbatch.stepwise import Engine
-    from sim.calibrated import Accuracy, Calibration
+    from sim.calibrated import Accuracy, Calibration, StepSample
 
 ROUNDS = 2
 ENGINE_FIELDS = (
@@ -75,27 +76,25 @@ def calibrate(
 ) -> Calibration:
     """Leaves the engine without a state; it is to serve nobody meanwhile."""
     from bench.report import describe_machine, describe_versions
-    from cbatch.calibrating import designed, measure
+    from cbatch.calibrating import Calibrator, designed
     from cbatch.engine.loop import Executor
     from sim.calibrated import Calibration, accuracy, fit_prices
 
     executor, config = engine.loop.executor, engine.scheduler.config
     assert isinstance(executor, Executor)
     fitted, held_out = designed(config)
+    calibrator = Calibrator(executor, config)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=rounds * len(fitted) + len(held_out))
+        rng_seeds = [seed + number for number in range(rounds + 1)]
 
-        def samples(batches: Any, number: int) -> Any:
-            return measure(
-                executor,
-                config,
-                batches,
-                seed=seed + number,
-                on_batch=lambda _: progress.advance(task),
+        def samples(batches: list[Batch], batches_seed: int) -> list[StepSample]:
+            return calibrator.measure(
+                batches, seed=batches_seed, on_batch=lambda: progress.advance(task)
             )
 
-        known = [sample for number in range(rounds) for sample in samples(fitted, number)]
-        others = samples(held_out, rounds)
+        known = [sample for one in rng_seeds[:-1] for sample in samples(fitted, one)]
+        others = samples(held_out, rng_seeds[-1])
     prices = fit_prices(known)
     works = [sample.work for sample in known]
     return Calibration(

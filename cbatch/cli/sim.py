@@ -12,6 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cbatch.cli.simcost import (
+    BLOCK_TOKENS,
+    MAX_SLOTS,
+    STEP_BUDGET_TOKENS,
+    Priced,
+    add_cost_options,
+    ignored_cost_options,
+    priced,
+)
 from cbatch.cli.tracefile import OpenedTrace, add_trace_options, require_place
 from cbatch.core.config import LookaheadConfig, SchedulerConfig
 from cbatch.core.errors import FieldError
@@ -22,7 +31,6 @@ if TYPE_CHECKING:
     from sim.report import Objectives, Report, Spread
     from sim.sources import Source
 
-GPU, MODEL_SHAPE = "H100", "llama-3.1-8b"
 ACCEPTANCE = "0.7"
 
 
@@ -39,16 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     load.add_argument("--concurrency", type=int, metavar="N", help="N clients, stamps ignored")
     load.add_argument("--think", type=float, metavar="SECONDS", help="pause of such a client")
     load.add_argument("--seed", type=int, default=0)
-    cost = parser.add_argument_group("cost of a step")
-    cost.add_argument("--gpu", metavar="NAME", help=f"roofline of this device (default: {GPU})")
-    cost.add_argument(
-        "--model", metavar="NAME", help=f"shape or config.json (default: {MODEL_SHAPE})"
-    )
-    cost.add_argument("--tp", type=int, metavar="N", help="tensor parallel over N devices")
-    cost.add_argument("--draft-model", metavar="NAME", help="shape of the draft, as --model")
-    cost.add_argument(
-        "--step-seconds", type=float, metavar="S", help="instead: every step the same"
-    )
+    add_cost_options(parser)
     engine = parser.add_argument_group("engine")
     engine.add_argument("--lookahead", default="off", metavar="POLICY", help="off, fixed:4, ...")
     engine.add_argument(
@@ -58,9 +57,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "and concentration over requests), drift:0.9,0.4,64 (high, low, tokens between changes), "
         f"recorded:FILE (JSON, 0 and 1 by request and position); default: {ACCEPTANCE}",
     )
-    engine.add_argument("--max-slots", type=int, default=256)
-    engine.add_argument("--step-budget", type=int, default=2048, help="tokens of a step, at most")
-    engine.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
+    engine.add_argument("--max-slots", type=int, help=f"default: {MAX_SLOTS}")
+    engine.add_argument(
+        "--step-budget",
+        type=int,
+        help=f"tokens of a step, at most (default: {STEP_BUDGET_TOKENS})",
+    )
+    engine.add_argument(
+        "--block-size", type=int, help=f"tokens of a KV block (default: {BLOCK_TOKENS})"
+    )
     engine.add_argument("--num-blocks", type=int, help="KV blocks (default: what the device holds)")
     engine.add_argument("--max-model-tokens", type=int, help="context (default: the model's)")
     engine.add_argument("--queue-policy", default="fcfs", choices=["fcfs", "priority", "shortest"])
@@ -123,17 +128,13 @@ def run(args: argparse.Namespace) -> int:
 def _refuse_ignored(args: argparse.Namespace) -> None:
     """Options that the rest of the command line would leave without effect."""
     open_loop, off = args.concurrency is None, args.lookahead == "off"
-    constant = args.step_seconds is not None
     for option, given, ignored, why in (
         ("--think", args.think is not None, open_loop, "there are no clients: give --concurrency"),
         ("--rate", args.rate is not None, not open_loop, "--concurrency ignores the stamps"),
         ("--spread", args.spread is not None, not open_loop, "--concurrency ignores the stamps"),
         ("--acceptance", args.acceptance is not None, off, "nobody drafts: give --lookahead"),
         ("--draft-model", args.draft_model is not None, off, "nobody drafts: give --lookahead"),
-        ("--gpu", args.gpu is not None, constant, "--step-seconds is the whole cost"),
-        ("--model", args.model is not None, constant, "--step-seconds is the whole cost"),
-        ("--tp", args.tp is not None, constant, "--step-seconds is the whole cost"),
-        ("--draft-model", args.draft_model is not None, constant, "--step-seconds is the cost"),
+        *ignored_cost_options(args),
     ):
         if given and ignored:
             raise FieldError(option, f"would be ignored, since {why}", "leave one of them out")
@@ -142,48 +143,38 @@ def _refuse_ignored(args: argparse.Namespace) -> None:
 def _engine(args: argparse.Namespace) -> tuple[CostModel, SchedulerConfig, dict[str, Any]]:
     """The cost model, the scheduler's configuration, and both in words for the report."""
     from cbatch.assembly import lookahead_name, parse_lookahead
-    from sim.costs import ConstantCost
-    from sim.roofline import Roofline, RooflineConfig, load_gpu, load_shape
 
     lookahead = parse_lookahead(args.lookahead)
-    cost: CostModel
-    if args.step_seconds is not None:
-        if args.num_blocks is None or args.max_model_tokens is None:
-            field = "--num-blocks" if args.num_blocks is None else "--max-model-tokens"
-            raise FieldError(field, "is not known with --step-seconds", "give it")
-        cost = ConstantCost(step_duration_s=args.step_seconds)
-        blocks, context_tokens = args.num_blocks, args.max_model_tokens
-        names: dict[str, Any] = {"cost": "constant", "step_duration_s": args.step_seconds}
-    else:
-        gpu, model, parts = args.gpu or GPU, args.model or MODEL_SHAPE, args.tp or 1
-        draft = None if args.draft_model is None else load_shape(args.draft_model)
-        if draft is None and lookahead.policy != "off":
-            raise FieldError("--draft-model", "is missing", "drafting has a price: name the draft")
-        config = RooflineConfig(
-            gpu=load_gpu(gpu), shape=load_shape(model), tensor_parallel=parts, draft=draft
-        )
-        cost = Roofline(config)
-        blocks = args.num_blocks or config.num_blocks(args.block_size)
-        context_tokens = args.max_model_tokens or config.shape.max_position_embeddings
-        names = {"cost": "roofline", "gpu": gpu, "model": model, "tensor_parallel": parts}
-        names |= {"draft_model": args.draft_model}
-    scheduler = _scheduler(args, lookahead, blocks, context_tokens)
-    return cost, scheduler, names | _words(scheduler) | {"lookahead": lookahead_name(lookahead)}
+    prices = priced(args, lookahead)
+    scheduler = _scheduler(args, lookahead, prices)
+    names = prices.names | _words(scheduler) | {"lookahead": lookahead_name(lookahead)}
+    return prices.cost, scheduler, names
 
 
 def _scheduler(
-    args: argparse.Namespace, lookahead: LookaheadConfig, num_blocks: int, context_tokens: int
+    args: argparse.Namespace, lookahead: LookaheadConfig, prices: Priced
 ) -> SchedulerConfig:
+    """Sizes as given, else the cost model's, else the usual ones."""
+    num_blocks = args.num_blocks or prices.num_blocks
+    context_tokens = args.max_model_tokens or prices.max_model_tokens
+    if num_blocks is None or context_tokens is None:
+        field = "--num-blocks" if num_blocks is None else "--max-model-tokens"
+        raise FieldError(field, "is not known from this cost of a step", "give it")
+    max_slots = args.max_slots or prices.max_slots or MAX_SLOTS
+    budget_tokens = args.step_budget or prices.step_budget_tokens or STEP_BUDGET_TOKENS
+    prices.check(max_slots=max_slots, step_budget_tokens=budget_tokens)
+    drafts = lookahead.policy != "off"
     return SchedulerConfig(
         num_blocks=num_blocks,
-        block_size_tokens=args.block_size,
-        max_slots=args.max_slots,
+        block_size_tokens=args.block_size or prices.block_size_tokens or BLOCK_TOKENS,
+        max_slots=max_slots,
         max_model_tokens=context_tokens,
-        step_budget_tokens=args.step_budget,
+        step_budget_tokens=budget_tokens,
         queue_policy=args.queue_policy,
         prefix_cache=not args.no_prefix_cache,
-        draft_context_tokens=None if lookahead.policy == "off" else context_tokens,
+        draft_context_tokens=(prices.draft_context_tokens or context_tokens) if drafts else None,
         lookahead=lookahead,
+        cost_profile=prices.profile if drafts else None,
     )
 
 
