@@ -26,7 +26,6 @@ from sim.calibrated import StepSample
 from sim.composition import SlotCounts
 from sim.costs import StepWork
 
-STEPS = 32  # of a batch
 _ROWS, _KS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (0, 1, 2, 4, 8)
 _OTHER_ROWS, _OTHER_KS = (3, 6, 12, 24, 48, 96, 192), (0, 3, 6)
 _LEAST_PROMPT_TOKENS = 8
@@ -43,23 +42,17 @@ class Batch(NamedTuple):
 
 
 def designed(config: SchedulerConfig) -> tuple[list[Batch], list[Batch]]:
-    """What prices are fitted to, and others to see how well they do: of other sizes and depths.
-    Raises `FieldError` where somebody else than a draft model drafts: a lookup's price depends on
-    the text."""
+    """What prices are fitted to, and others to see how well they do: of other sizes and depths (in
+    an engine of one or two slots of other lengths alone). Raises `FieldError` where somebody else
+    than a draft model drafts: a lookup's price depends on the text."""
     if config.default_chain not in ((), (MODEL,)):
         raise FieldError("--drafter", "lookups have no price of their own", "use the draft, or off")
     speculates = bool(config.default_chain) and config.lookahead.policy != "off"
-    fitted, held_out = (
-        [
-            Batch(n, k)
-            for n in (*(n for n in rows if n < config.max_slots), *last)
-            for k in (ks if speculates else (0,))
-        ]
-        for rows, ks, last in (
-            (_ROWS, _KS, (config.max_slots,)),
-            (_OTHER_ROWS, _OTHER_KS, ()),
-        )
-    )
+    most = config.max_slots
+    rows = (*(n for n in _ROWS if n < most), most)
+    others = tuple(n for n in _OTHER_ROWS if n < most) or (most,)
+    fitted = [Batch(n, k) for n in rows for k in (_KS if speculates else (0,))]
+    held_out = [Batch(n, k) for n in others for k in (_OTHER_KS if speculates else (0,))]
     return fitted, held_out
 
 
@@ -88,7 +81,7 @@ class Calibrator:
         batches: Iterable[Batch],
         *,
         seed: int,
-        steps: int = STEPS,
+        steps: int,
         on_batch: Callable[[], None] = lambda: None,
     ) -> list[StepSample]:
         """Samples of `steps` steps of each batch, in an order drawn from `seed`: a machine that is

@@ -31,7 +31,8 @@ _UNSUPPORTED = {
 
 
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Peaks of one device, per second; `link_bytes_per_s` is one way."""
+    """Peaks of one device, per second; `link_bytes_per_s` is one way. `memory_bytes` is what its
+    driver reports where the source says so: ECC takes a sixteenth of some."""
 
     bf16_flops: float
     memory_bytes_per_s: float

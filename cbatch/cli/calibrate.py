@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cbatch.stepwise import Engine
     from sim.calibrated import Accuracy, Calibration, StepSample
 
-ROUNDS = 2
+ROUNDS, STEPS = 2, 32
 ENGINE_FIELDS = (
     "num_blocks",
     "block_size_tokens",
@@ -42,6 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("model", nargs="?", metavar="MODEL", help="directory (default: the demo)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="through all batches")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a batch")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and of the batches' order")
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -52,15 +53,16 @@ def run(args: argparse.Namespace) -> int:
 
     if args.overlap:
         raise FieldError("--overlap", "the simulator's loop is serial", "leave it out")
-    if args.rounds < 1:
-        raise FieldError("--rounds", f"{args.rounds} is not allowed", "give at least 1")
+    for name in ("rounds", "steps"):
+        if getattr(args, name) < 1:
+            raise FieldError(f"--{name}", f"{getattr(args, name)} is not allowed", "give 1 or more")
     require_place("--out", args.out)
     console = Console(stderr=True, highlight=False)
     options = msgspec.structs.replace(engine_options(args), tokenizer="none")
     engine, info = load_engine(*model_paths(args.model, args.draft), options)
     for line in info.lines():
         console.print(line, soft_wrap=True)
-    found = calibrate(engine, info, rounds=args.rounds, seed=args.seed, console=console)
+    found = calibrate(engine, info, args, console)
     args.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     console.print(f"fitted to {_words(found.fitted)}", soft_wrap=True)
     console.print(f"held-out batches: {_words(found.held_out)}", soft_wrap=True)
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def calibrate(
-    engine: Engine, info: EngineInfo, *, rounds: int, seed: int, console: Console
+    engine: Engine, info: EngineInfo, args: argparse.Namespace, console: Console
 ) -> Calibration:
     """Leaves the engine without a state; it is to serve nobody meanwhile."""
     from bench.report import describe_machine, describe_versions
@@ -85,16 +87,18 @@ def calibrate(
     fitted, held_out = designed(config)
     calibrator = Calibrator(executor, config)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("measuring", total=rounds * len(fitted) + len(held_out))
-        rng_seeds = [seed + number for number in range(rounds + 1)]
+        task = progress.add_task("measuring", total=args.rounds * len(fitted) + len(held_out))
 
-        def samples(batches: list[Batch], batches_seed: int) -> list[StepSample]:
+        def samples(batches: list[Batch], number: int) -> list[StepSample]:
             return calibrator.measure(
-                batches, seed=batches_seed, on_batch=lambda: progress.advance(task)
+                batches,
+                seed=args.seed + number,
+                steps=args.steps,
+                on_batch=lambda: progress.advance(task),
             )
 
-        known = [sample for one in rng_seeds[:-1] for sample in samples(fitted, one)]
-        others = samples(held_out, rng_seeds[-1])
+        known = [sample for number in range(args.rounds) for sample in samples(fitted, number)]
+        others = samples(held_out, args.rounds)
     prices = fit_prices(known)
     works = [sample.work for sample in known]
     return Calibration(

@@ -126,6 +126,12 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--think", 1), "--think: would be ignored"),
         (("--concurrency", 2, "--rate", 3), "--rate: would be ignored"),
         (("--step-seconds", 0.1, "--gpu", "H100"), "--gpu: would be ignored"),
+        (("--cost", "f", "--tp", 2), "--tp: would be ignored"),
+        (("--cost", "f", "--step-seconds", 1), "would be ignored"),
+        (("--cost", "/no/file"), "--cost: /no/file is no calibration"),
+        (("--cost-table", "/no/folder"), "dense.csv"),
+        (("--cost-table", "/no/folder", "--lookahead", "ema"), "has no prices of drafts"),
+        ((*SMALL, "--lookahead", "ema", "--acceptance", "beta:1"), "--acceptance: 'beta:1'"),
         (("--step-seconds", 0.1), "--num-blocks: is not known"),
         (("--lookahead", "fixed:2"), "--draft-model: is missing"),
         (("--lookahead", "sometimes"), "lookahead: 'sometimes'"),
@@ -172,3 +178,32 @@ def test_a_step_log_is_a_trace(cbatch: Command, tmp_path: Path) -> None:
     assert cbatch("sim", out, *SMALL).lines[-1]["requests"] == 11
     refused = cbatch("trace", "show", path, "--skip-empty")
     assert refused.status == 2 and "--skip-empty" in refused.err
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `cbatch calibrate` writes of a few steps of the demo pair."""
+    from cbatch.cli.main import main
+
+    path = tmp_path_factory.mktemp("calibration") / "cost.json"
+    sizes = ["--max-slots", "2", "--num-blocks", "80", "--max-model-tokens", "160"]
+    few = ["--rounds", "1", "--steps", "3", "--lookahead", "fixed"]  # goodput would time prices
+    assert main(["calibrate", "--out", str(path), *few, *sizes]) == 0
+    return path
+
+
+def test_sim_by_calibration(cbatch: Command, trace: Path, calibration: Path) -> None:
+    found = json.loads(calibration.read_bytes())
+    assert found["engine"]["max_slots"] == found["max_rows"] == 2
+    assert found["held_out"]["steps"] > 0 and found["profile"] is None
+    run = cbatch("sim", trace, "--cost", calibration, "--lookahead", "goodput", "--requests", 4)
+    last = run.lines[-1]
+    settings = last["settings"]
+    assert (settings["cost"], settings["num_blocks"], settings["max_slots"]) == (
+        "calibrated",
+        80,
+        2,
+    )
+    assert last["speculation"]["drafted_tokens"] > 0
+    wide = cbatch("sim", trace, "--cost", calibration, "--max-slots", 64)
+    assert wide.status == 2 and "--max-slots: 64 is more than was measured" in wide.err
