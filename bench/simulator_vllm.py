@@ -30,12 +30,11 @@ from sim.layer_profiles import read_layer_profiles
 from sim.modelled import ModelledExecutor
 from sim.replay import replay
 from sim.report import Record
-from sim.roofline import load_shape
+from sim.roofline import ModelShape, load_shape
 from sim.sources import OpenLoop
 from sim.traces.reader import Trace
 
 RUN = "RTXPRO6000_Llama-3.1-8B"
-SHAPE = "llama-3.1-8b"
 BLOCK_TOKENS = 16
 CONTEXT_TOKENS = 131_072
 BOUNDS = {"ttft_s": 0.08, "tpot_s": 0.02, "e2e_s": 0.03}  # of the mean, from the issue
@@ -49,17 +48,24 @@ def measured(path: Path) -> Measures:
     names = ("arrival_time", "queued_ts", "first_token_ts", "last_token_ts", "output_toks")
     arrival, queued, first, last, tokens = (np.array([r[name] for r in rows]) for name in names)
     arrival_s = arrival + (queued - arrival).min()
+    several = tokens > 1
     return {
         "ttft_s": first - arrival_s,
-        "tpot_s": (last - first) / (tokens - 1),
+        "tpot_s": (last - first)[several] / (tokens - 1)[several],
         "e2e_s": last - arrival_s,
     }
 
 
-def pool_blocks(config: dict[str, Any]) -> int:
+def shape_of(run: Path) -> ModelShape:
+    """By the run's name, HARDWARE_MODEL."""
+    return load_shape(run.name.split("_", 1)[1].lower())
+
+
+def pool_blocks(run: Path) -> int:
     """What vLLM takes: a share of the device's memory (GB), less the weights."""
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
     memory = config["nodes"][0]["instances"][0]["npu_mem"]
-    shape = load_shape(SHAPE)
+    shape = shape_of(run)
     left_bytes = memory["mem_size"] * 1e9 * memory["mem_util"] - shape.weight_bytes
     return int(left_bytes // (shape.kv_token_bytes * BLOCK_TOKENS))
 
@@ -72,7 +78,7 @@ def simulated(
     hardware, model = run.name.split("_", 1)
     cost = read_layer_profiles(
         data / "layer_profiles" / hardware / model,
-        layers=load_shape(SHAPE).num_hidden_layers,
+        layers=shape_of(run).num_hidden_layers,
         step_host_s=step_host_s,
     )
     config = SchedulerConfig(
@@ -89,7 +95,8 @@ def simulated(
         ModelledExecutor(max_slots=config.max_slots, cost=cost),
         on_record=records.append,
     )
-    found = {name: np.array([getattr(r, name) for r in records]) for name in BOUNDS}
+    values = {name: [getattr(record, name) for record in records] for name in BOUNDS}
+    found = {name: np.array([v for v in values[name] if v is not None]) for name in BOUNDS}
     told = {
         "num_blocks": num_blocks,
         "max_slots": config.max_slots,
@@ -136,8 +143,7 @@ def main() -> None:
     run = args.data / "vllm_runs" / args.run
     if not run.is_dir():
         raise SystemExit(str(FieldError("--data", f"{run} is no folder", "name `measured`")))
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    blocks = args.num_blocks or pool_blocks(config)
+    blocks = args.num_blocks or pool_blocks(run)
     ours, told = simulated(args.data, run, blocks, args.step_host_us * 1e-6)
     print_report(
         f"simulator against vLLM: {args.run}",

@@ -169,8 +169,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     engine: dict[str, Any]  # fields of the scheduler's configuration
     prices: Prices
     profile: CostProfile | None  # that `goodput` starts with
-    max_rows: int  # in one measured step, and tokens
-    max_step_tokens: int
+    max_rows: int  # in one measured step; with more tokens than measured the last line goes on
     fitted: Accuracy
     held_out: Accuracy  # on compositions that nothing was fitted to
     format: str = FORMAT

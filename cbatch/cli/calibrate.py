@@ -100,7 +100,6 @@ def calibrate(
         known = [sample for number in range(args.rounds) for sample in samples(fitted, number)]
         others = samples(held_out, args.rounds)
     prices = fit_prices(known)
-    works = [sample.work for sample in known]
     return Calibration(
         model=info.model,
         draft=info.draft,
@@ -109,8 +108,7 @@ def calibrate(
         engine={name: getattr(config, name) for name in ENGINE_FIELDS},
         prices=prices,
         profile=config.cost_profile,
-        max_rows=max(work.rows for work in works),
-        max_step_tokens=max(work.decode_tokens + work.prefill_tokens for work in works),
+        max_rows=max(sample.work.rows for sample in known),
         fitted=accuracy(prices, known),
         held_out=accuracy(prices, others),
     )
