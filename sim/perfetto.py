@@ -59,7 +59,7 @@ class PerfettoTrace:
             self._inside[admission.request_id] = admission.slot, step.started_s, facts
             self._occupants[admission.slot] = admission.request_id
         drafted = int(result.num_drafted.sum())
-        facts = {
+        work: dict[str, Any] = {
             "rows": len(plan.slots),
             "prompt_tokens": step.chunk_tokens,
             "drafted": drafted,
@@ -67,8 +67,8 @@ class PerfettoTrace:
             "tokens": int(step.commit.counts.sum()),
             "draft_s": result.draft_s,
         }
-        kind = "prefill and decode" if facts["prompt_tokens"] else "decode"
-        self._slice(_STEPS, "verify" if drafted else kind, step.started_s, step.ended_s, facts)
+        kind = "prefill and decode" if work["prompt_tokens"] else "decode"
+        self._slice(_STEPS, "verify" if drafted else kind, step.started_s, step.ended_s, work)
         for counter, value in (
             ("running", step.scheduler.num_running),
             ("waiting", step.scheduler.num_waiting),

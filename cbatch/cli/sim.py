@@ -6,8 +6,8 @@ import argparse
 
 from cbatch.cli.simulate.options import add_report_options, add_scenario_options, scenario_of
 from cbatch.cli.simulate.scenario import build, refuse_ignored
-from cbatch.cli.simulate.shown import Bar, Records, print_report
-from cbatch.cli.tracefile import add_trace_argument, require_place
+from cbatch.cli.simulate.shown import Bar, Files, print_report
+from cbatch.cli.tracefile import add_trace_argument
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,19 +23,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    from sim.report import to_json
-
     scenario = scenario_of(args)
     refuse_ignored(scenario)
-    for option, path in (("--json", args.json), ("--records", args.records)):
-        if path is not None:
-            require_place(option, path)
+    files = Files(args)
     simulation = build(scenario)
-    with Bar() as bar, Records(args.records) as records:
+    with Bar() as bar, files:
         report = simulation.run(
-            on_record=records.write if args.records is not None else None, on_progress=bar.update
+            on_record=files.on_record, on_progress=bar.update, observers=files.observers
         )
-    if args.json is not None:
-        args.json.write_bytes(to_json(report))
+    files.write(report)
     print_report(report)
     return 0

@@ -51,6 +51,8 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     )
     out.add_argument("--json", type=Path, metavar="FILE", help="write the whole report")
     out.add_argument("--records", type=Path, metavar="FILE", help="write a JSON line a request")
+    out.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page of plots")
+    out.add_argument("--perfetto", type=Path, metavar="FILE", help="write a trace of the steps")
 
 
 def scenario_of(args: argparse.Namespace) -> Scenario:

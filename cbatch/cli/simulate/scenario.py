@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sim.replay import Progress
     from sim.report import Objectives, Record, Report
     from sim.sources import Source
+    from sim.timeline import Observer
 
 GPU, MODEL_SHAPE = "H100", "llama-3.1-8b"
 ACCEPTANCE = 0.7
@@ -117,6 +118,7 @@ class Simulation(NamedTuple):
         *,
         on_record: Callable[[Record], None] | None = None,
         on_progress: Callable[[Progress], None] | None = None,
+        observers: Sequence[Observer] = (),
     ) -> Report:
         from sim.replay import replay
 
@@ -129,6 +131,7 @@ class Simulation(NamedTuple):
             objectives=self.objectives,
             on_record=on_record,
             on_progress=on_progress,
+            observers=observers,
         )
 
 

@@ -1,18 +1,23 @@
-"""What is seen of a simulation: a bar while it runs, a table, records in a file."""
+"""What is seen of a simulation: a bar while it runs, a table, files beside them."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cbatch.cli.tracefile import require_place
+
 if TYPE_CHECKING:
     from sim.replay import Progress as ReplayProgress
-    from sim.report import Report, Spread
+    from sim.report import Record, Report, Spread
+    from sim.timeline import Observer
 
 
 class Bar:
@@ -45,22 +50,66 @@ class Bar:
         self._progress.update(self._task, words=words)
 
 
-class Records:
-    def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("wb")
+class Files:
+    """What is written beside the report, as it goes; each only where it is asked for."""
 
-    def __enter__(self) -> Records:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._open = ExitStack()
+        self.observers: list[Observer] = []
+        self._takers: list[Callable[[Record], None]] = []
+        for name in ("json", "records", "page", "perfetto"):
+            if getattr(args, name) is not None:
+                require_place(f"--{name}", getattr(args, name))
+
+    def __enter__(self) -> Files:
+        args = self._args
+        if args.records is not None:
+            file = self._open.enter_context(args.records.open("wb"))
+            self._takers.append(lambda record: _write_line(file, record))
+        if args.page is not None:
+            from sim.page.view import Collector
+            from sim.timeline import Timeline
+
+            self._collector, self._timeline = Collector(), Timeline()
+            self._takers.append(self._collector)
+            self.observers.append(self._timeline)
+        if args.perfetto is not None:
+            from sim.perfetto import PerfettoTrace
+
+            self.observers.append(self._open.enter_context(PerfettoTrace(args.perfetto)))
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
-    def write(self, record: Any) -> None:
-        import msgspec
+    @property
+    def on_record(self) -> Callable[[Record], None] | None:
+        return self._take if self._takers else None
 
-        assert self._file is not None
-        self._file.write(msgspec.json.encode(record) + b"\n")
+    def _take(self, record: Record) -> None:
+        for taker in self._takers:
+            taker(record)
+
+    def write(self, report: Report) -> None:
+        """What needs the report."""
+        args = self._args
+        if args.json is not None:
+            from sim.report import to_json
+
+            args.json.write_bytes(to_json(report))
+        if args.page is not None:
+            from sim.page.view import write_page
+
+            name = f"{report.settings['trace']}, lookahead {report.settings['lookahead']}"
+            view = self._collector.view(name, report, self._timeline.series())
+            write_page(args.page, name, [view])
+
+
+def _write_line(file: BinaryIO, record: Record) -> None:
+    import msgspec
+
+    file.write(msgspec.json.encode(record) + b"\n")
 
 
 def print_report(report: Report) -> None:
