@@ -11,13 +11,22 @@ from typing import TYPE_CHECKING
 from cbatch.core.errors import FieldError
 
 if TYPE_CHECKING:
+    from cbatch.cli.simulate.scenario import Scenario
     from sim.traces.request import TraceRequest
 
 STEP_LOG = "cbatch-step-log"
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
+    add_trace_argument(parser)
+    add_reading_options(parser)
+
+
+def add_trace_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="a file, plain or gzip, or ServeGen windows")
+
+
+def add_reading_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reading")
     group.add_argument("--format", help="what the trace must be (default: found out)")
     group.add_argument(
@@ -34,7 +43,10 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
 class OpenedTrace:
     """A trace and how it is read. Iterating reads it anew."""
 
-    def __init__(self, args: argparse.Namespace, seed: int, *, in_order: bool = True) -> None:
+    def __init__(
+        self, args: argparse.Namespace | Scenario, seed: int, *, in_order: bool = True
+    ) -> None:
+        """`args` has the options of `add_trace_options`."""
         from sim.traces.formats import FORMAT_NAMES
         from sim.traces.reader import WINDOWS, Trace
 
