@@ -74,6 +74,7 @@ async def _serve(
     from cbatch.engine.process import EngineProcess
     from cbatch.server.admission import Limits
     from cbatch.server.app import create_app
+    from cbatch.server.keys import KeyRing
     from cbatch.server.model import ServedModel
     from cbatch.server.run import DrainingServer
     from cbatch.server.service import EngineService
@@ -105,7 +106,7 @@ async def _serve(
             chat_template=chat_template,
         )
         keys = [*args.api_key, *filter(None, [os.environ.get("CBATCH_API_KEY")])]
-        app = create_app(service, served, api_keys=keys)
+        app = create_app(service, served, keys=KeyRing(keys))
         config = uvicorn.Config(app, host=args.host, port=args.port, log_level="warning")
 
         def announce(port: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
@@ -33,6 +33,7 @@ from cbatch.server.bodies import (
 )
 from cbatch.server.faults import MediaTypeError, error_body, handlers
 from cbatch.server.gate import Gate
+from cbatch.server.keys import KeyRing
 from cbatch.server.metrics import Meter, Metrics
 from cbatch.server.model import ServedModel
 from cbatch.server.openapi import document
@@ -58,11 +59,11 @@ def create_app(
     service: EngineService,
     model: ServedModel,
     *,
-    api_keys: Sequence[str] = (),
+    keys: KeyRing | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Gate:
-    """An application that serves one engine as `model`. With `api_keys` a call needs one of
-    them."""
+    """An application that serves one engine as `model`. A call needs one of the `keys`, if there
+    are any."""
     metrics = Metrics(model.name, service)
 
     @asynccontextmanager
@@ -83,7 +84,7 @@ def create_app(
         openapi_config=None,
         logging_config=None,  # the program that runs the server decides about logs
     )
-    return Gate(app, api_keys)
+    return Gate(app, keys or KeyRing(), metrics.reject)
 
 
 class Answering:
