@@ -31,6 +31,7 @@ from cbatch.server.bodies import (
     take_fields,
     template_variables,
 )
+from cbatch.server.calllog import CallLog, call_log
 from cbatch.server.faults import MediaTypeError, error_body, handlers
 from cbatch.server.gate import Gate
 from cbatch.server.keys import KeyRing
@@ -94,10 +95,21 @@ class Answering:
         self._service, self._model, self._metrics = service, model, metrics
 
     async def __call__(self, request: AnyRequest, parse: Parse, kind: AnswerKind) -> AnyResponse:
+        log = call_log(request)
+        log.meter = meter = Meter(self._metrics)
+        try:
+            return await self._answer(request, parse, kind, meter, log)
+        except Exception as error:
+            log.fail(error)
+            raise
+
+    async def _answer(
+        self, request: AnyRequest, parse: Parse, kind: AnswerKind, meter: Meter, log: CallLog
+    ) -> AnyResponse:
         self._service.queue.require_room()
-        meter = Meter(self._metrics)
         call = await read(request, lambda body: parse(body, self._model))
         answer = kind(call, self._model, meter)
+        log.id, log.streamed = answer.id, call.fields.stream
         headers = {}
         if call.ignored:  # percent-encoded: a field's name is the client's, a header is ours
             headers[IGNORED_HEADER] = ", ".join(quote(name[:64]) for name in call.ignored[:16])

@@ -8,11 +8,12 @@ from contextlib import nullcontext
 from typing import Any
 
 from litestar.enums import ScopeType
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
 from cbatch.server.answer import encode
+from cbatch.server.calllog import CallLog
 from cbatch.server.faults import error_body
-from cbatch.server.keys import KeyBusyError, KeyRing
+from cbatch.server.keys import Key, KeyBusyError, KeyRing
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # for probes and scrapers, which hold no keys
 REQUEST_ID = b"x-request-id"
@@ -32,28 +33,38 @@ class Gate:
             await self._app(scope, receive, send)
             return
         given = {name: value for name, value in scope["headers"] if name in _READ}
-        header = (REQUEST_ID, _request_id(given.get(REQUEST_ID, b"")))
+        request_id = _request_id(given.get(REQUEST_ID, b""))
+        log = CallLog(scope, request_id.decode())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], header]
+                log.status = message["status"]
+                message["headers"] = [*message["headers"], (REQUEST_ID, request_id)]
             await send(message)
 
-        if scope["path"] in OPEN_PATHS or not self._keys:
-            await self._app(scope, receive, send_with_id)
-            return
-        key = self._keys.find(given.get(b"authorization", b""))
+        try:
+            if scope["path"] in OPEN_PATHS or not self._keys:
+                await self._app(scope, receive, send_with_id)
+            else:
+                key = self._keys.find(given.get(b"authorization", b""))
+                log.key = None if key is None else key.name
+                await self._enter(key, scope, receive, send_with_id)
+        finally:
+            if scope["path"] not in OPEN_PATHS:
+                log.write()
+
+    async def _enter(self, key: Key | None, scope: HTTPScope, receive: Receive, send: Send) -> None:
         if key is None:
-            await _refuse(send_with_id, 401, *_NO_KEY, (b"www-authenticate", b"Bearer"))
+            await _refuse(send, 401, *_NO_KEY, (b"www-authenticate", b"Bearer"))
             return
         try:
             with key.one_call() if scope["method"] == "POST" else nullcontext():
-                await self._app(scope, receive, send_with_id)
+                await self._app(scope, receive, send)
         except KeyBusyError as error:
             self._reject("key_limit")
             after = (b"retry-after", str(error.retry_after_s).encode())
             kind = ("rate_limit_error", "rate_limit_exceeded")
-            await _refuse(send_with_id, 429, str(error), *kind, after)
+            await _refuse(send, 429, str(error), *kind, after)
 
 
 _READ = (REQUEST_ID, b"authorization")

@@ -63,6 +63,7 @@ async def events(
         except (GenerationError, ServiceError) as error:
             if not begun:
                 raise
+            answer.fail(error)
             yield b"data: " + encode(error_body(str(error), error.kind)) + b"\n\n" + DONE
             return
         yield answer.last_event() + DONE
