@@ -43,8 +43,9 @@ class CallLog:
         status = self.status or 499  # the client left before it was answered
         if self._method != "POST" and status < 400:
             return
-        told = {} if self.meter is None else self.meter.summary()
-        error = self.error or told.pop("error", None)
+        meter = self.meter
+        told = {} if meter is None else meter.summary()
+        error = self.error or (meter and meter.error)
         _logger.info(
             "request",
             extra=fields(

@@ -293,7 +293,6 @@ class Meter:
             "ttft_s": None if first_s is None else round(first_s - self._began_s, 4),
             "acceptance": round(self._drafting.accepted_tokens / drafted, 4) if drafted else None,
             "finish_reason": ",".join(self._reasons) or None,
-            "error": self.error,
         }
 
     def _end(self, sequence: _Sequence, reason: str) -> None:

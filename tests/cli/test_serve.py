@@ -55,7 +55,7 @@ def test_it_serves_the_demo_pair_until_it_is_told_to_stop(tmp_path: Path) -> Non
     ) as (process, where, told):
         assert "row_invariant" in told and "KV: 64 blocks of 16 tokens" in told
         assert "lookahead off" in told and re.search(
-            r"weights: \d+ MiB; engine threads: 1 of", told
+            r"weights: \d+ MiB; engine threads: \d+ of \d+\n", told
         )
         body = {"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
         texts = set()
