@@ -42,8 +42,15 @@ class PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_time(record)} {record.levelname.lower()}: {record.getMessage()}"
         for name, value in getattr(record, "fields", {}).items():
-            line += f" {name}={value if isinstance(value, str) else _encode(value).decode()}"
+            line += f" {name}={_plain(value)}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _plain(value: Any) -> str:
+    """A client's own text (a path) must not pass for a line or a field of its own."""
+    if isinstance(value, str) and value.isprintable() and not set(value) & set(' ="'):
+        return value
+    return _encode(value).decode()
 
 
 def _time(record: logging.LogRecord) -> str:

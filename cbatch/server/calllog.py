@@ -14,6 +14,7 @@ from cbatch.logs import fields
 from cbatch.server.metrics import Meter
 
 _logger = logging.getLogger("cbatch")
+MAX_PATH_CHARS = 200
 _KEY = "cbatch.call"  # in the ASGI scope
 
 
@@ -22,7 +23,7 @@ class CallLog:
 
     def __init__(self, scope: Scope, request_id: str) -> None:
         self._began_s = time.monotonic()
-        self._method, self._path = str(scope["method"]), str(scope["path"])  # type: ignore[typeddict-item]
+        self._method, self._path = str(scope["method"]), str(scope["path"])[:MAX_PATH_CHARS]  # type: ignore[typeddict-item]
         self._request_id = request_id
         self.status: int | None = None
         self.key: str | None = None

@@ -61,8 +61,11 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
 
 @pytest.fixture
-def cbatch(engines: list[Engine], capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
-    """Runs a command line."""
+def cbatch(
+    engines: list[Engine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Run]:
+    """Runs a command line. Its log lines go where those of the tests go."""
+    monkeypatch.setattr("cbatch.cli.serve.configure", lambda form: None)
 
     def run(*argv: Any) -> Run:
         status = main([str(a) for a in argv])

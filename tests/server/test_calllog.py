@@ -110,4 +110,5 @@ def test_lines_hold_together_whatever_is_in_them() -> None:
     told = json.loads(line)
     assert told["message"] == 'a\nb "' and told["cause"] == "x\ny" and told["tokens"] == 3
     assert "none" not in told and told["time"].endswith("Z")
-    assert PlainLines().format(record).endswith("tokens=3")
+    line = PlainLines().format(record)
+    assert line.endswith('cause="x\\ny" tokens=3') and line.count("\n") == 1, "the message's own"
