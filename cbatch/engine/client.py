@@ -294,7 +294,9 @@ class EngineClient:
             self.down = f"the engine {death.cause}"
             self._started.set_exception(_start_error(link.failure, death.cause))
             return
-        _logger.warning("the engine %s; %d open requests are resumed", death.cause, self.num_open)
+        told = {"cause": death.cause, "open_requests": self.num_open, "starts": self.num_starts}
+        message = "the engine %s; %d open requests are resumed"
+        _logger.warning(message, death.cause, self.num_open, extra={"fields": told})
         self._judge(in_flight, death.cause)
         if link.committed:
             self._barren_deaths, self._pause_s = 0, 0.0

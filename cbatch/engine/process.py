@@ -53,6 +53,7 @@ class EngineParts(NamedTuple):
     loop: StepLoop
     drafters: tuple[str, ...] = ()
     info: dict[str, Any] = {}
+    close: Callable[[], None] | None = None  # called once no step runs any more
 
 
 Factory = Callable[[], EngineParts]  # picklable: it is called in the new process
@@ -180,7 +181,11 @@ def run_engine(factory: Factory, endpoint: str, flight_path: Path) -> None:
     try:
         parts = _make(factory, socket)
         if parts is not None:
-            EngineServer(parts, socket, FlightRecorder(flight_path)).run()
+            try:
+                EngineServer(parts, socket, FlightRecorder(flight_path)).run()
+            finally:
+                if parts.close is not None:
+                    parts.close()
     finally:
         socket.close()
         zmq.Context.instance().term()

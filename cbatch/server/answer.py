@@ -118,6 +118,10 @@ class Answer(ABC, Generic[Part]):
             extra += b',"metrics":' + encode(self._meter.report())
         return self._head + b"]" + extra + b"}\n\n"
 
+    def fail(self, error: Exception) -> None:
+        """It ends with this, though it has begun."""
+        self._meter.error = type(error).__name__
+
     def usage(self) -> Usage:
         total = self._prompt_tokens + self._completion_tokens
         return Usage(self._prompt_tokens, self._completion_tokens, total)

@@ -14,17 +14,22 @@ from cbatch.core.request import MAX_TOP_LOGPROBS, SamplingParams
 from cbatch.notyet import without_neutral_fields
 from cbatch.params import SAMPLING_FIELDS, sampling_from_json
 from cbatch.server.model import ServedModel
+from cbatch.server.prompts import PendingPrompt
 from cbatch.text.chat import RESERVED
 
 DEFAULTS = SamplingParams()
 MAX_CHOICES = 128  # sequences that one call may start
 MAX_STOPS = 32
 MAX_STOP_CHARS = 256  # a matcher keeps every beginning of a stop string
+MAX_TIMEOUT_S = 1e6
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Fields = TypeVar("Fields", bound="CallFields")
+
+
+ReadPrompt = str | tuple[int, ...] | PendingPrompt
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -40,6 +45,7 @@ class CallFields(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions = StreamOptions()
     priority: Int32 = 0
     user: str | None = None
+    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None  # seconds, in all
     truncate_prompt_tokens: Count | None = None  # the last so many of the prompt
     return_token_ids: bool = False
     return_metrics: bool = False  # times and speculation, with the last chunk or the whole answer
@@ -80,7 +86,7 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """A call that has been checked. `ignored` are the fields that nobody here knows."""
 
-    prompts: tuple[str | tuple[int, ...], ...]
+    prompts: tuple[ReadPrompt, ...]
     params: SamplingParams
     fields: CallFields
     ignored: tuple[str, ...]
@@ -114,7 +120,7 @@ def parse_completion(body: bytes, model: ServedModel) -> Call:
         if params.n > 1:
             raise FieldError("n", f"{params.n} choices with `echo` and `logprobs`", "ask for 1")
     given = token_prompts(fields.prompt, model)
-    prompts = tuple(_encoded(prompt, fields, model) for prompt in given)
+    prompts = tuple(_read_prompt(prompt, fields, model) for prompt in given)
     _check_size(params, len(prompts))
     return Call(prompts=prompts, params=params, fields=fields, ignored=rest, echo=fields.echo)
 
@@ -128,14 +134,18 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
         sampling["logprobs"] = fields.top_logprobs
     sampling.setdefault("max_tokens", model.max_model_tokens)  # a reply ends when it ends
     params = sampling_from_json(sampling, DEFAULTS)
-    text = model.render(
-        conversation(fields.messages),
-        add_generation_prompt=fields.add_generation_prompt,
-        variables=template_variables(fields.chat_template_kwargs),
-    )
-    ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
+    messages = conversation(fields.messages)
+    variables = template_variables(fields.chat_template_kwargs)
     _check_size(params, 1)
-    prompt = ids[-(fields.truncate_prompt_tokens or len(ids)) :]
+
+    def make() -> tuple[int, ...]:
+        text = model.render(
+            messages, add_generation_prompt=fields.add_generation_prompt, variables=variables
+        )
+        ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
+        return _truncated(ids, fields)
+
+    prompt = PendingPrompt(len(body), make)
     return Call(prompts=(prompt,), params=params, fields=fields, ignored=rest)
 
 
@@ -228,17 +238,26 @@ def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...]
     raise FieldError("prompt", "mixes texts, token ids or other things", remedy)
 
 
-def _encoded(
+def _read_prompt(
     prompt: str | tuple[int, ...], fields: CompletionFields, model: ServedModel
-) -> str | tuple[int, ...]:
+) -> ReadPrompt:
     """The prompt as the engine shall have it: a text stays one where nothing is asked for."""
+    if not isinstance(prompt, str):
+        return _truncated(prompt, fields)
+    model.require_length("prompt", prompt)
+    if fields.truncate_prompt_tokens is None and fields.add_special_tokens:
+        return prompt
+
+    def make() -> tuple[int, ...]:
+        ids = model.encode("prompt", prompt, add_special_tokens=fields.add_special_tokens)
+        return _truncated(ids, fields)
+
+    return PendingPrompt(len(prompt.encode()), make)
+
+
+def _truncated(ids: tuple[int, ...], fields: CallFields) -> tuple[int, ...]:
     last = fields.truncate_prompt_tokens
-    if isinstance(prompt, str):
-        if last is None and fields.add_special_tokens:
-            model.require_length("prompt", prompt)
-            return prompt
-        prompt = model.encode("prompt", prompt, add_special_tokens=fields.add_special_tokens)
-    return prompt if last is None else prompt[-last:]
+    return ids if last is None else ids[-last:]
 
 
 def conversation(value: Any) -> list[dict[str, Any]]:

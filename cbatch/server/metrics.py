@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -230,11 +231,14 @@ class Meter:
         self._began_s = metrics.clock()
         self._sequences: dict[int, _Sequence] = {}
         self._drafting = Drafting()
-        self._num_open = 0
+        self._num_open = self._prompt_tokens = 0
+        self._reasons: dict[str, None] = {}  # why its sequences ended, each once
+        self.error: str | None = None  # what ended it after its answer began
 
     def open(self, prompt_tokens: int, num_choices: int) -> None:
         """A prompt was accepted."""
         self._metrics.prompt_tokens += prompt_tokens
+        self._prompt_tokens += prompt_tokens
         self._num_open += num_choices
         for _ in range(num_choices):
             self._metrics.prompt.observe(prompt_tokens)
@@ -263,6 +267,8 @@ class Meter:
 
     def close(self) -> None:
         """The call is over; what has not finished was given up."""
+        if self._num_open:
+            self._reasons["abort"] = None
         self._metrics.endings["abort"] += self._num_open
         self._num_open = 0
 
@@ -276,8 +282,22 @@ class Meter:
             (first_s - self._began_s) * 1e3, (last_s - first_s) * 1e3, self._drafting.report()
         )
 
+    def summary(self) -> dict[str, Any]:
+        """For a log line, so far. Seconds; `acceptance` is the share of drafts."""
+        begun = [each for each in self._sequences.values() if each.num_tokens]
+        drafted = self._drafting.drafted_tokens
+        first_s = min((each.first_s for each in begun), default=None)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "output_tokens": sum(each.num_tokens for each in begun),
+            "ttft_s": None if first_s is None else round(first_s - self._began_s, 4),
+            "acceptance": round(self._drafting.accepted_tokens / drafted, 4) if drafted else None,
+            "finish_reason": ",".join(self._reasons) or None,
+        }
+
     def _end(self, sequence: _Sequence, reason: str) -> None:
         metrics, tokens = self._metrics, sequence.num_tokens
+        self._reasons[reason] = None
         self._num_open -= 1
         metrics.endings[reason] = metrics.endings.get(reason, 0) + 1
         metrics.generation.observe(tokens)

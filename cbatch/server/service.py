@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
-from cbatch.choices import Prompt, Seeds, choice_requests, token_ids
+from cbatch.choices import Seeds, choice_requests, token_ids
 from cbatch.core.errors import FieldError
 from cbatch.core.request import Request, SamplingParams
 from cbatch.engine.client import EngineClient
 from cbatch.engine.wire import EngineStats, Ready
 from cbatch.outputs import Accepted
-from cbatch.server.admission import Admission, Limits
+from cbatch.server.admission import LONGEST_RETRY_S, Admission, Limits
 from cbatch.server.calls import OpenCall
 from cbatch.server.errors import ServiceDownError
+from cbatch.server.prompts import AnyPrompt, PendingPrompt, most_tokens
 from cbatch.server.stream import OutputStream
 from cbatch.text import TextTokenizer
 
 _LONG_PROMPT_CHARS = 10_000  # tokenising more than this would hold up everyone's stream
+LEAST_UNREAD_TOKENS = 64  # for each choice, so that one long step is no slow reader
 _STOPPING = "the server is stopping"
 
 
@@ -38,7 +41,7 @@ class EngineService:
         self._client, self._tokenizer, self._seeds = client, tokenizer, Seeds(seed)
         self._calls: dict[str, OpenCall] = {}  # by the caller's request id
         self._num_open = 0  # and those that are being tokenised
-        self._stopping = False
+        self._stops_at_s: float | None = None  # at the latest; None: it goes on
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -50,7 +53,7 @@ class EngineService:
     @property
     def ready(self) -> bool:
         """Whether a request sent now would be served at once, or soon."""
-        return self._client.up and not self._stopping
+        return self._client.up and self._stops_at_s is None
 
     @property
     def num_requests(self) -> int:
@@ -73,7 +76,7 @@ class EngineService:
     async def drain(self, grace_s: float) -> None:
         """Accepts nothing more; what was accepted has `grace_s` to finish, the rest is ended and
         told so."""
-        self._stopping = True
+        self._stops_at_s = time.monotonic() + grace_s
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
         except TimeoutError:
@@ -81,29 +84,26 @@ class EngineService:
 
     async def stop(self) -> None:
         """Ends the engine; streams that still run end with `ServiceDownError`."""
-        self._stopping = True
+        self._stops_at_s = time.monotonic()
         self._abort_all(_STOPPING)
         await self._client.stop()
 
     async def submit(
         self,
-        prompt: Prompt,
+        prompt: AnyPrompt,
         params: SamplingParams,
         *,
         request_id: str,
         priority: int = 0,
         timeout_s: float | None = None,
+        num_prompts: int = 1,
     ) -> OutputStream:
         """Raises `FieldError`, `OverloadedError` or `ServiceDownError`; then nothing was queued.
-        `timeout_s` is for the whole request, beside the server's own limit."""
-        engine = self._client.engine
-        if engine is None or not self.running:
-            raise ServiceDownError(self._client.down or "the engine is not running")
-        if self._stopping:
-            raise ServiceDownError(_STOPPING)
-        most_tokens = len(prompt.encode()) if isinstance(prompt, str) else len(prompt)
-        most_tokens = min(most_tokens, engine.config.max_sequence_tokens)
-        place = self.queue.reserve(params.n, most_tokens)
+        `timeout_s` is for the whole request, beside the server's own limit. The `num_prompts` of
+        one call share what may be left unread."""
+        engine = self._require_engine()
+        reserved_tokens = min(most_tokens(prompt), engine.config.max_sequence_tokens)
+        place = self.queue.reserve(params.n, reserved_tokens)
         self._num_open += 1
         self._idle.clear()
         try:
@@ -115,14 +115,28 @@ class EngineService:
             raise
         place.settle(len(ids))
         accepted = Accepted(request_id, ids, requests[0].seed, params.n)
-        most_unread = self.limits.max_unread_tokens
+        share = self.limits.max_unread_tokens // num_prompts
+        most_unread = max(share, LEAST_UNREAD_TOKENS * params.n)
         call = OpenCall(accepted, self._client, place, most_unread, on_over=self._forget)
         self._calls[request_id] = call
         call.set_deadlines(self.limits, timeout_s, self.queue)
         call.begin(requests, self._tokenizer)
         return call.stream
 
-    async def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+    def _require_engine(self) -> Ready:
+        """Raises `ServiceDownError`."""
+        engine = self._client.engine
+        if engine is None or not self.running:
+            raise ServiceDownError(self._client.down or "the engine is not running")
+        if self._stops_at_s is not None:
+            left_s = math.ceil(self._stops_at_s - time.monotonic())
+            raise ServiceDownError(_STOPPING, max(1, min(LONGEST_RETRY_S, left_s)))
+        return engine
+
+    async def _token_ids(self, prompt: AnyPrompt) -> tuple[int, ...]:
+        if isinstance(prompt, PendingPrompt):
+            is_long = prompt.num_bytes > _LONG_PROMPT_CHARS
+            return await asyncio.to_thread(prompt.make) if is_long else prompt.make()
         if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT_CHARS:
             return await asyncio.to_thread(token_ids, prompt, self._tokenizer)
         return token_ids(prompt, self._tokenizer)
