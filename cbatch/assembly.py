@@ -17,6 +17,7 @@ from cbatch.backends import (
     load_for,
     refuse_unserved,
     row_invariance_of,
+    serves_grammars,
 )
 from cbatch.core.config import LookaheadConfig, LookaheadPolicy, QueuePolicy, SchedulerConfig
 from cbatch.core.errors import FieldError
@@ -24,6 +25,7 @@ from cbatch.core.request import DRAFTERS, LOOKUPS, MODEL, is_chain
 from cbatch.core.scheduler import Scheduler
 from cbatch.engine.loop import Executor, OverlappedExecutor
 from cbatch.engine.process import EngineParts
+from cbatch.grammars import Grammars
 from cbatch.notyet import refuse_model_files
 from cbatch.stepwise import Engine
 from cbatch.text import TextTokenizer, load_tokenizer
@@ -136,19 +138,22 @@ def lookahead_name(config: LookaheadConfig) -> str:
 
 
 def load_engine(
-    model: str | Path, draft: str | Path | None = None, options: EngineOptions | None = None
+    model: str | Path,
+    draft: str | Path | None = None,
+    options: EngineOptions | None = None,
+    *,
+    handles_text: bool = True,
 ) -> tuple[Engine, EngineInfo]:
     """Loads a model, and the draft that guesses for it, into an `Engine` to be driven by the
-    caller. Raises `FieldError`, or the runtime's or tokenizer's error naming file and field."""
+    caller. With `handles_text` False it is given token ids alone. Raises `FieldError`, or the
+    runtime's or tokenizer's error naming file and field."""
     options = options or EngineOptions()
     if draft is None and MODEL in (options.drafter or ()):
         remedy = f"give a draft, or use {' or '.join(LOOKUPS)}"
         raise FieldError("drafter", "'model' needs a draft", remedy)
-    tokenizer = load_tokenizers(
-        _checked(model, "model"), None if draft is None else _checked(draft, "draft"), options
-    )
+    paths = _checked(model, "model"), None if draft is None else _checked(draft, "draft")
+    tokenizer = load_tokenizers(*paths, options) if handles_text else None
     device = _device(options.device)
-
     refuse_unserved(
         device,
         numerics=options.numerics,
@@ -168,7 +173,13 @@ def load_engine(
     target = load(model)
     draft_model = load(draft) if draft is not None else None
     config = _scheduler_config(target, draft_model, options)
-    executor = executor_for(target, draft_model, config)
+    grammars = None
+    if options.tokenizer != "none" and serves_grammars(device):
+        source = options.tokenizer or model
+        grammars = Grammars(
+            lambda: tokenizer or load_tokenizer(source), config.vocab_size, config.eos_ids
+        )
+    executor = executor_for(target, draft_model, config, grammars)
     if config.lookahead.policy == "goodput":
         config = _with_prices(config, executor, target, draft_model, (model, draft))
     info = _info(model, draft, target, draft_model, config)
@@ -181,6 +192,7 @@ def load_engine(
         depth=options.overlap,
         seed=options.seed,
         drafters=held_drafters(config, device),
+        grammars=grammars,
     )
     return engine, info
 
@@ -193,10 +205,10 @@ class EngineFactory(msgspec.Struct, frozen=True):
     options: EngineOptions
 
     def __call__(self) -> EngineParts:
-        options = msgspec.structs.replace(self.options, tokenizer="none")
-        engine, info = load_engine(self.model, self.draft, options)
+        engine, info = load_engine(self.model, self.draft, self.options, handles_text=False)
         plain = msgspec.to_builtins(info)
-        return EngineParts(engine.scheduler, engine.loop, engine.drafters, plain)
+        grammars = engine.grammars is not None
+        return EngineParts(engine.scheduler, engine.loop, engine.drafters, plain, grammars)
 
 
 def load_tokenizers(
