@@ -92,6 +92,9 @@ class Answering:
         self._service.queue.require_room()
         meter = Meter(self._metrics)
         call = await read(request, lambda body: parse(body, self._model))
+        if call.params.structured_outputs is not None:
+            asked, field = call.params.structured_outputs, call.grammar_field
+            await self._service.require_grammar(asked, field)
         answer = kind(call, self._model, meter)
         headers = {}
         if call.ignored:  # percent-encoded: a field's name is the client's, a header is ours
