@@ -60,12 +60,12 @@ class Grammars:
         except FieldError as error:
             return error
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=_limits())
-        fresh = matcher.deep_copy()
-        if not matcher.is_error():  # some do not reach their limits, or a dead end, before
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            return FieldError(FIELD, f"does not compile ({_short(matcher.get_error())})", _REMEDY)
-        return fresh
+        trial = matcher.deep_copy()
+        if not trial.is_error():  # some do not reach their limits, or a dead end, before
+            _try(trial)
+        if trial.is_error():
+            return FieldError(FIELD, f"does not compile ({_short(trial.get_error())})", _REMEDY)
+        return matcher
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -83,6 +83,14 @@ class Grammars:
         except ValueError as error:
             problem = f"the model's tokenizer does not allow it ({_short(str(error))})"
             raise FieldError(FIELD, problem, "use another model") from error
+
+
+def _try(matcher: LLMatcher) -> None:
+    """A token, and what may follow it."""
+    bits = int.from_bytes(matcher.compute_bitmask(), "little")
+    if bits and not matcher.is_error():
+        matcher.try_consume_tokens([(bits & -bits).bit_length() - 1])
+        matcher.compute_bitmask()
 
 
 def _limits() -> LLParserLimits:
