@@ -24,7 +24,7 @@ MAX_GRAMMAR_CHARS = 65_536
 _KEPT = 16
 # Between the parts of JSON: a space, or a line break and an indentation. The library's own default
 # has no end, and small models go on with it for ever.
-_BLANKS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\r?\n(\x20{0,40}|\t{0,8})"}
+_BLANKS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\r?\n(\x20{0,24}|\t{0,8})"}
 _REMEDY = "change the grammar as it says"
 
 
