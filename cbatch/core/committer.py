@@ -18,7 +18,7 @@ _NON_FINITE = int(RowStatus.NON_FINITE)
 _DRAFT_NON_FINITE = int(RowStatus.DRAFT_NON_FINITE)
 _NO_TOKEN = int(RowStatus.NO_TOKEN)
 _ERROR_MESSAGE = "the model's logits were not finite for this request"
-_NO_TOKEN_MESSAGE = (
+NO_TOKEN_MESSAGE = (
     "structured_outputs: no token may follow; allow the ids that it needs, or make it simpler"
 )
 
@@ -301,7 +301,7 @@ class Committer:
         """Blocks that may hold what is not finite: out of the cache, zeroed before reuse."""
         table, status = self.state.table, step.result.status
         for row in ((status == _NON_FINITE) | (status == _NO_TOKEN)).nonzero()[0].tolist():
-            slot, message = int(step.slots[row]), _NO_TOKEN_MESSAGE
+            slot, message = int(step.slots[row]), NO_TOKEN_MESSAGE
             table.published[slot] = table.num_tokens[slot]  # nothing of it is opened
             table.draft_lag[slot] = table.kv_len(slot)  # nor does its draft's KV count
             if status[row] == _NON_FINITE:

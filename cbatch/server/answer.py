@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cbatch.core.committer import NO_TOKEN_MESSAGE
 from cbatch.core.request import FinishReason
 from cbatch.outputs import Choice, Output, TokenLogprob
 from cbatch.server.bodies import Call
-from cbatch.server.faults import GenerationError
+from cbatch.server.faults import GenerationError, UnanswerableError
 from cbatch.server.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from cbatch.server.metrics import Meter
 from cbatch.server.model import ServedModel
@@ -92,6 +93,8 @@ class Answer(ABC, Generic[Part]):
         self._meter.observe(index, output)
         if done is not None:
             if done.finish_reason is FinishReason.ERROR:
+                if done.error == NO_TOKEN_MESSAGE:
+                    raise UnanswerableError(done.error)
                 raise GenerationError(done.error or "the request failed")
             self._done[index] = done
         return progress

@@ -149,6 +149,11 @@ def _schema(schema: Any) -> dict[str, Any]:
             "structured_outputs",
             "response_format",
         ),
+        (
+            {"structured_outputs": {"choice": ["ab"]}, "allowed_token_ids": [5]},
+            "structured_outputs",
+            "no token may follow",
+        ),
         ({"tools": TOOLS}, "tool_choice", "'required'"),
         ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice", "'required'"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
