@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import openai
 import pytest
 from hypothesis import given, settings
@@ -205,6 +206,7 @@ def check_calls(calls: Any, names: set[str]) -> None:
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_forced_calls_whole_and_streamed(sdk: openai.OpenAI, choice: Any) -> None:
     asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "n": 2, **OPTIONS}
+    asked["max_tokens"] = 90
     whole = sdk.chat.completions.create(**asked)
     names = {"weather", "now"} if choice == "required" else {"weather"}
     for found in whole.choices:
@@ -242,7 +244,7 @@ def test_the_packages_own_stream_of_a_call(sdk: openai.OpenAI) -> None:
 
 def test_one_call_alone_and_none(sdk: openai.OpenAI) -> None:
     create = sdk.chat.completions.create
-    options = {**OPTIONS, "max_tokens": 40}
+    options = {**OPTIONS, "max_tokens": 20}
     asked = {"messages": MESSAGES, "tools": TOOLS, "n": 2, **options}
     single = create(tool_choice="required", parallel_tool_calls=False, **asked)
     assert all(len(found.message.tool_calls or []) <= 1 for found in single.choices)
@@ -344,8 +346,6 @@ def test_a_reader_that_misreads_is_noticed(monkeypatch: pytest.MonkeyPatch, brok
 
 
 def test_forced_is_a_grammar_of_every_tool() -> None:
-    import msgspec
-
     tools = msgspec.convert(TOOLS, list[Tool])
     named = msgspec.convert(NAMED, NamedChoice)
     assert forced_call(tools, named, parallel=True) == (
