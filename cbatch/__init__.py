@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cbatch.assembly import EngineOptions, load_engine
     from cbatch.core.config import LookaheadConfig
     from cbatch.core.errors import FieldError, RefusedError
-    from cbatch.core.request import FinishReason, SamplingParams
+    from cbatch.core.request import FinishReason, SamplingParams, StructuredOutputs
     from cbatch.info import EngineInfo
     from cbatch.llm import LLM
     from cbatch.outputs import Choice, Completion, Output, Speculation, TokenLogprob
@@ -33,6 +33,7 @@ __all__ = [
     "RefusedError",
     "SamplingParams",
     "Speculation",
+    "StructuredOutputs",
     "TokenLogprob",
     "load_engine",
 ]
@@ -42,7 +43,7 @@ _MODULES = {
     "cbatch.info": ("EngineInfo",),
     "cbatch.core.config": ("LookaheadConfig",),
     "cbatch.core.errors": ("FieldError", "RefusedError"),
-    "cbatch.core.request": ("FinishReason", "SamplingParams"),
+    "cbatch.core.request": ("FinishReason", "SamplingParams", "StructuredOutputs"),
     "cbatch.llm": ("LLM",),
     "cbatch.outputs": ("Choice", "Completion", "Output", "Speculation", "TokenLogprob"),
     "cbatch.stepwise": ("Engine",),

@@ -18,6 +18,7 @@ from cbatch.backends import (
     load_for,
     refuse_unserved,
     row_invariance_of,
+    serves_grammars,
 )
 from cbatch.core.config import LookaheadConfig, LookaheadPolicy, QueuePolicy, SchedulerConfig
 from cbatch.core.errors import FieldError
@@ -27,6 +28,7 @@ from cbatch.core.scheduler import Scheduler
 from cbatch.engine.loop import Executor, OverlappedExecutor
 from cbatch.engine.process import EngineParts
 from cbatch.engine.recorder import Recorder
+from cbatch.grammars import Grammars
 from cbatch.info import EngineInfo, mib
 from cbatch.logs import LogFormat
 from cbatch.logs import configure as configure_logs
@@ -118,20 +120,20 @@ def load_engine(
     draft: str | Path | None = None,
     options: EngineOptions | None = None,
     *,
+    handles_text: bool = True,
     log: Callable[[Event], None] | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """Loads a model, and the draft that guesses for it, into an `Engine` to be driven by the
-    caller. `log` is given every input of its scheduler, see `cbatch.engine.steplog`. Raises
-    `FieldError`, or the runtime's or tokenizer's error naming file and field."""
+    caller. With `handles_text` False it is given token ids alone. `log` is given every input of its
+    scheduler, see `cbatch.engine.steplog`. Raises `FieldError`, or the runtime's or tokenizer's
+    error naming file and field."""
     options = options or EngineOptions()
     if draft is None and MODEL in (options.drafter or ()):
         remedy = f"give a draft, or use {' or '.join(LOOKUPS)}"
         raise FieldError("drafter", "'model' needs a draft", remedy)
-    tokenizer = load_tokenizers(
-        _checked(model, "model"), None if draft is None else _checked(draft, "draft"), options
-    )
+    paths = _checked(model, "model"), None if draft is None else _checked(draft, "draft")
+    tokenizer = load_tokenizers(*paths, options) if handles_text else None
     device = _device(options.device)
-
     refuse_unserved(
         device,
         numerics=options.numerics,
@@ -151,7 +153,13 @@ def load_engine(
     target = load(model)
     draft_model = load(draft) if draft is not None else None
     config = _scheduler_config(target, draft_model, options)
-    executor = executor_for(target, draft_model, config)
+    grammars = None
+    if options.tokenizer != "none" and serves_grammars(device):
+        source = options.tokenizer or model
+        grammars = Grammars(
+            lambda: tokenizer or load_tokenizer(source), config.vocab_size, config.eos_ids
+        )
+    executor = executor_for(target, draft_model, config, grammars)
     if config.lookahead.policy == "goodput":
         config = _with_prices(config, executor, target, draft_model, (model, draft))
     info = _info(model, draft, target, draft_model, config)
@@ -164,6 +172,7 @@ def load_engine(
         depth=options.overlap,
         seed=options.seed,
         drafters=held_drafters(config, device),
+        grammars=grammars,
     )
     return engine, info
 
@@ -179,12 +188,18 @@ class EngineFactory(msgspec.Struct, frozen=True):
 
     def __call__(self) -> EngineParts:
         configure_logs(self.log_format, logging.WARNING)
-        options = msgspec.structs.replace(self.options, tokenizer="none")
         recorder = None if self.record is None else Recorder(self.record)
-        engine, info = load_engine(self.model, self.draft, options, log=recorder)
-        plain = msgspec.to_builtins(info)
-        close = None if recorder is None else recorder.close
-        return EngineParts(engine.scheduler, engine.loop, engine.drafters, plain, close)
+        engine, info = load_engine(
+            self.model, self.draft, self.options, handles_text=False, log=recorder
+        )
+        return EngineParts(
+            engine.scheduler,
+            engine.loop,
+            engine.drafters,
+            msgspec.to_builtins(info),
+            follows_grammars=engine.grammars is not None,
+            close=None if recorder is None else recorder.close,
+        )
 
 
 def load_tokenizers(

@@ -13,7 +13,7 @@ from cbatch.assembly import EngineOptions
 from cbatch.cli.settings import add_flags, option, read_settings
 from cbatch.core.config import QueuePolicy
 from cbatch.core.errors import FieldError
-from cbatch.core.request import DRAFTERS, SamplingParams
+from cbatch.core.request import DRAFTERS, SamplingParams, StructuredOutputs
 
 GIB = 2**30
 _engine = partial(option, "engine")
@@ -136,6 +136,11 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--allowed-token-id", type=int, action="append", help="repeatable")
     group.add_argument("--banned-token-id", type=int, action="append", default=[])
+    group.add_argument(
+        "--structured-outputs",
+        metavar="JSON",
+        help="""what every output must be, such as '{"regex": "[a-z]+"}' or '{"json": {SCHEMA}}'""",
+    )
     group.add_argument("--logprobs", type=int, metavar="N", help="and of the N likeliest tokens")
     group.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same of the prompt")
     group.add_argument("--logprobs-mode", default="raw", choices=["raw", "processed"])
@@ -157,6 +162,14 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(message) from error
 
 
+def _structured(text: str | None) -> StructuredOutputs | None:
+    try:
+        return None if text is None else msgspec.json.decode(text, type=StructuredOutputs)
+    except msgspec.DecodeError as error:
+        remedy = """write it as '{"regex": "[a-z]+"}'"""
+        raise FieldError("--structured-outputs", f"cannot be read ({error})", remedy) from error
+
+
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(
         max_tokens=args.max_tokens,
@@ -176,6 +189,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         logit_bias=dict(args.logit_bias),
         allowed_token_ids=None if args.allowed_token_id is None else tuple(args.allowed_token_id),
         banned_token_ids=tuple(args.banned_token_id),
+        structured_outputs=_structured(args.structured_outputs),
         logprobs=args.logprobs,
         prompt_logprobs=args.prompt_logprobs,
         logprobs_mode=args.logprobs_mode,

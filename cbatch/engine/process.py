@@ -54,6 +54,7 @@ class EngineParts(NamedTuple):
     drafters: tuple[str, ...] = ()
     info: dict[str, Any] = {}
     close: Callable[[], None] | None = None  # called once no step runs any more
+    follows_grammars: bool = False
 
 
 Factory = Callable[[], EngineParts]  # picklable: it is called in the new process
@@ -74,8 +75,8 @@ class EngineServer:
 
     def run(self) -> None:
         """Until it is told to stop."""
-        config = self._scheduler.config
-        self._send(Ready(config, self._parts.drafters, self._parts.info))
+        config, parts = self._scheduler.config, self._parts
+        self._send(Ready(config, parts.drafters, parts.info, parts.follows_grammars))
         while self._obey():
             if self._busy:
                 self._step()

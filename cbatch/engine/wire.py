@@ -62,11 +62,13 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
 class Ready(Message, frozen=True):
     """The model is loaded. `config` decides which requests are accepted; `drafters` are the names
-    that they may ask for; `info` is for people."""
+    that they may ask for; `info` is for people. `follows_grammars`: `structured_outputs` are
+    served."""
 
     config: SchedulerConfig
     drafters: tuple[str, ...]
     info: dict[str, Any]
+    follows_grammars: bool = False
 
 
 class StartFailed(Message, frozen=True):

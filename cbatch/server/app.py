@@ -108,6 +108,9 @@ class Answering:
     ) -> AnyResponse:
         self._service.queue.require_room()
         call = await read(request, lambda body: parse(body, self._model))
+        if call.params.structured_outputs is not None:
+            asked, field = call.params.structured_outputs, call.grammar_field
+            await self._service.require_grammar(asked, field)
         answer = kind(call, self._model, meter)
         log.id, log.streamed = answer.id, call.fields.stream
         headers = {}

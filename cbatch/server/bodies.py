@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from cbatch.core.errors import FieldError
-from cbatch.core.request import MAX_TOP_LOGPROBS, SamplingParams
+from cbatch.core.request import MAX_TOP_LOGPROBS, SamplingParams, StructuredOutputs
 from cbatch.notyet import without_neutral_fields
 from cbatch.params import SAMPLING_FIELDS, sampling_from_json
 from cbatch.server.model import ServedModel
 from cbatch.server.prompts import PendingPrompt
+from cbatch.server.tools import ForcedCall, ToolChoice, Tools, forced_call
 from cbatch.text.chat import RESERVED
 
 DEFAULTS = SamplingParams()
@@ -37,6 +38,20 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """Followed to the letter, `strict` or not."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
 class CallFields(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of every call that are no sampling parameters. Null is as good as absent."""
 
@@ -44,6 +59,7 @@ class CallFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     priority: Int32 = 0
+    response_format: ResponseFormat = ResponseFormat("text")
     user: str | None = None
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None  # seconds, in all
     truncate_prompt_tokens: Count | None = None  # the last so many of the prompt
@@ -64,6 +80,9 @@ class ChatFields(CallFields, frozen=True, kw_only=True):
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools = []
+    tool_choice: ToolChoice | None = None  # "auto", which is refused where there are tools
+    parallel_tool_calls: bool = True
 
 
 class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +110,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     fields: CallFields
     ignored: tuple[str, ...]
     echo: bool = False
+    grammar_field: str = "structured_outputs"  # what the client asked for them by
+    forced: ForcedCall | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -114,7 +135,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 def parse_completion(body: bytes, model: ServedModel) -> Call:
     """Raises `FieldError` naming the field at fault."""
     fields, sampling, rest = _parse(body, CompletionFields, model)
-    params = sampling_from_json(sampling, DEFAULTS)
+    params, grammar_field = _structured(sampling_from_json(sampling, DEFAULTS), fields, None)
     if fields.echo and params.logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=params.logprobs)
         if params.n > 1:
@@ -122,7 +143,14 @@ def parse_completion(body: bytes, model: ServedModel) -> Call:
     given = token_prompts(fields.prompt, model)
     prompts = tuple(_read_prompt(prompt, fields, model) for prompt in given)
     _check_size(params, len(prompts))
-    return Call(prompts=prompts, params=params, fields=fields, ignored=rest, echo=fields.echo)
+    return Call(
+        prompts=prompts,
+        params=params,
+        fields=fields,
+        ignored=rest,
+        echo=fields.echo,
+        grammar_field=grammar_field,
+    )
 
 
 def parse_chat(body: bytes, model: ServedModel) -> Call:
@@ -133,20 +161,55 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
     if fields.logprobs:
         sampling["logprobs"] = fields.top_logprobs
     sampling.setdefault("max_tokens", model.max_model_tokens)  # a reply ends when it ends
-    params = sampling_from_json(sampling, DEFAULTS)
+    tools = list(fields.tools)
+    forced = forced_call(tools, fields.tool_choice, parallel=fields.parallel_tool_calls)
+    params, grammar_field = _structured(sampling_from_json(sampling, DEFAULTS), fields, forced)
     messages = conversation(fields.messages)
     variables = template_variables(fields.chat_template_kwargs)
     _check_size(params, 1)
 
     def make() -> tuple[int, ...]:
         text = model.render(
-            messages, add_generation_prompt=fields.add_generation_prompt, variables=variables
+            messages,
+            tools=msgspec.to_builtins(tools) if forced else None,
+            add_generation_prompt=fields.add_generation_prompt,
+            variables=variables,
         )
         ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
         return _truncated(ids, fields)
 
-    prompt = PendingPrompt(len(body), make)
-    return Call(prompts=(prompt,), params=params, fields=fields, ignored=rest)
+    return Call(
+        prompts=(PendingPrompt(len(body), make),),
+        params=params,
+        fields=fields,
+        ignored=rest,
+        grammar_field=grammar_field,
+        forced=forced,
+    )
+
+
+def _structured(
+    params: SamplingParams, fields: CallFields, forced: ForcedCall | None
+) -> tuple[SamplingParams, str]:
+    """The parameters with the one thing that says what the output must be, and its field."""
+    asked: dict[str, StructuredOutputs] = {}
+    if forced is not None:
+        asked["tools"] = forced.output
+    shape = fields.response_format
+    if shape.type == "json_object":
+        asked["response_format"] = StructuredOutputs(json_object=True)
+    elif shape.type == "json_schema":
+        if shape.json_schema is None:
+            raise FieldError("response_format", "has no `json_schema`", "give one")
+        asked["response_format"] = StructuredOutputs(json=shape.json_schema.schema)
+    if params.structured_outputs is not None:
+        asked["structured_outputs"] = params.structured_outputs
+    if len(asked) > 1:
+        first, second = list(asked)[:2]
+        raise FieldError(second, f"and `{first}` exclude each other", "leave one out")
+    for field, output in asked.items():
+        return msgspec.structs.replace(params, structured_outputs=output), field
+    return params, "structured_outputs"
 
 
 def _parse(
@@ -275,7 +338,37 @@ def conversation(value: Any) -> list[dict[str, Any]]:
             raise FieldError(f"{field}.content", "is missing", "send a text")
         text = "" if content is None else _content(content, f"{field}.content")
         messages.append({**message, "content": text})
+        if message.get("tool_calls"):
+            calls = _earlier_calls(message["tool_calls"], f"{field}.tool_calls")
+            messages[-1]["tool_calls"] = calls
     return messages
+
+
+def _earlier_calls(value: Any, field: str) -> list[dict[str, Any]]:
+    """As templates want them: the arguments are an object, where clients send its text."""
+    try:
+        calls = msgspec.convert(value, list[_EarlierCall])
+        return [
+            {**raw, "function": {**raw["function"], "arguments": call.function.decoded()}}
+            for raw, call in zip(value, calls, strict=True)
+        ]
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        remedy = 'send [{"id", "type": "function", "function": {"name", "arguments"}}]'
+        raise FieldError(field, f"cannot be read ({error})", remedy) from error
+
+
+class _EarlierFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any]
+
+    def decoded(self) -> dict[str, Any]:
+        if isinstance(self.arguments, dict):
+            return self.arguments
+        return msgspec.json.decode(self.arguments or "{}", type=dict[str, Any])
+
+
+class _EarlierCall(msgspec.Struct):
+    function: _EarlierFunction
 
 
 def _content(value: Any, field: str) -> str:

@@ -25,6 +25,10 @@ class GenerationError(RuntimeError):
     kind = "server_error"
 
 
+class UnanswerableError(GenerationError):
+    """What the call asks for turned out to contradict itself."""
+
+
 class ClientGoneError(RuntimeError):
     """The client closed the connection before its answer was ready."""
 
@@ -63,6 +67,7 @@ def handlers(reject: Callable[[str], None]) -> dict[int | type[Exception], Handl
         MediaTypeError: refused(415, "media_type"),
         ServiceError: _of_service,
         GenerationError: lambda _, error: _failed(error, 500),
+        UnanswerableError: _unanswerable,
         ClientGoneError: lambda _, error: _failed(error, 499),
         RecursionError: _too_deep,
         HTTPException: _of_http,
@@ -79,6 +84,11 @@ def _of_service(_: AnyRequest, error: ServiceError) -> Answer:
 
 def _failed(error: Exception, status: int) -> Answer:
     return HttpResponse(error_body(str(error), "server_error"), status_code=status)
+
+
+def _unanswerable(_: AnyRequest, error: UnanswerableError) -> Answer:
+    body = error_body(str(error), "invalid_request_error", str(error).partition(":")[0])
+    return HttpResponse(body, status_code=400)
 
 
 def _too_deep(_: AnyRequest, error: RecursionError) -> Answer:

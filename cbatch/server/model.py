@@ -79,12 +79,14 @@ class ServedModel:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as the model was trained to read it. Raises `FieldError`: without a
-        template, for one that the template refuses, and for a message (or a variable) that brings a
-        control token, which could pass for the end of its turn and for another's beginning."""
+        template, for one that the template refuses, and for a message, a tool or a
+        variable that brings a control token, which could pass for the end of its turn and for
+        another's beginning."""
         if self._chat_template is None:
             raise FieldError(
                 "messages",
@@ -93,10 +95,14 @@ class ServedModel:
             )
         for at, message in enumerate(messages):
             self._refuse_control(f"messages[{at}]", message)
+        self._refuse_control("tools", tools)
         self._refuse_control("chat_template_kwargs", variables)
         try:
             return self._chat_template.render(
-                messages, add_generation_prompt=add_generation_prompt, variables=variables
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
             )
         except ChatTemplateError as error:
             remedy = "change the conversation as it says"

@@ -8,9 +8,10 @@ import time
 
 from cbatch.choices import Seeds, choice_requests, token_ids
 from cbatch.core.errors import FieldError
-from cbatch.core.request import Request, SamplingParams
+from cbatch.core.request import Request, SamplingParams, StructuredOutputs
 from cbatch.engine.client import EngineClient
 from cbatch.engine.wire import EngineStats, Ready
+from cbatch.grammars import Grammars, require_grammars
 from cbatch.outputs import Accepted
 from cbatch.server.admission import LONGEST_RETRY_S, Admission, Limits
 from cbatch.server.calls import OpenCall
@@ -39,6 +40,7 @@ class EngineService:
         self.limits = limits or Limits()
         self.queue = Admission(self.limits, time.monotonic)
         self._client, self._tokenizer, self._seeds = client, tokenizer, Seeds(seed)
+        self._grammars: Grammars | None = None
         self._calls: dict[str, OpenCall] = {}  # by the caller's request id
         self._num_open = 0  # and those that are being tokenised
         self._stops_at_s: float | None = None  # at the latest; None: it goes on
@@ -71,7 +73,12 @@ class EngineService:
 
     async def start(self) -> Ready:
         """Waits for the engine, once. Raises `FieldError` or `EngineStartError`."""
-        return self._client.engine or await self._client.start()
+        engine = self._client.engine or await self._client.start()
+        tokenizer = self._tokenizer
+        if tokenizer is not None and engine.follows_grammars:
+            config = engine.config
+            self._grammars = Grammars(lambda: tokenizer, config.vocab_size, config.eos_ids)
+        return engine
 
     async def drain(self, grace_s: float) -> None:
         """Accepts nothing more; what was accepted has `grace_s` to finish, the rest is ended and
@@ -87,6 +94,11 @@ class EngineService:
         self._stops_at_s = time.monotonic()
         self._abort_all(_STOPPING)
         await self._client.stop()
+
+    async def require_grammar(self, asked: StructuredOutputs, field: str) -> None:
+        """Raises `FieldError` about `field`, as the client called it, for what the engine could not
+        follow. `submit` would say the same, but compiles where all streams wait for it."""
+        await asyncio.to_thread(require_grammars(self._grammars, field).check, asked, field)
 
     async def submit(
         self,
@@ -159,6 +171,7 @@ class EngineService:
             priority=priority,
             drafters=engine.drafters,
             has_text=self._tokenizer is not None,
+            grammars=self._grammars,
         )
         engine.config.check_request(requests[0])
         return requests

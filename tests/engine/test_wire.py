@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cbatch.core.plan import TokenLogprobs
-from cbatch.core.request import MAX_SEED, FinishReason
+from cbatch.core.request import MAX_SEED, FinishReason, StructuredOutputs
 from cbatch.core.sequence import SchedulerStats
 from cbatch.engine import flight as flight_module
 from cbatch.engine.flight import FlightRecorder
@@ -34,6 +34,7 @@ from cbatch.engine.wire import (
 from tests.engine.factories import SimFactory
 from tests.helpers import make_config, make_request
 
+STRUCTURED = StructuredOutputs(json={"enum": [1, None, "x"]})
 STATS = EngineStats(3, 2, 64, 10, 7, 0.5, SchedulerStats(steps=9))
 
 
@@ -41,6 +42,7 @@ STATS = EngineStats(3, 2, 64, 10, 7, 0.5, SchedulerStats(steps=9))
     "command",
     [
         Add(make_request("r", 9, seed=MAX_SEED, stop=("x",), logit_bias={3: -1.5}), (1, 2)),
+        Add(make_request("r", 9, structured_outputs=STRUCTURED)),
         Cancel("r"),
         Finish("r", 12),
         Stop(),
@@ -53,7 +55,7 @@ def test_commands(command: Any) -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        Ready(make_config(lookahead="fixed:3"), ("model",), {"model": "m", "blocks": 3}),
+        Ready(make_config(lookahead="fixed:3"), ("model",), {"model": "m", "blocks": 3}, True),
         StartFailed("no", "num_blocks", "more"),
         Heartbeat(STATS),
         Stepped(

@@ -106,8 +106,8 @@ def call(
 def serving(engine: Engine, limits: Limits | None = None, **options: Any) -> Iterator[Client]:
     """Serves what the engine would run, in a thread, until the block ends. `options` are those of
     `serving_service`."""
-    loop, drafters = engine.loop, engine.drafters
-    client = EngineClient(partial(EngineThread, engine.scheduler, loop, drafters=drafters))
+    held = {"drafters": engine.drafters, "follows_grammars": engine.grammars is not None}
+    client = EngineClient(partial(EngineThread, engine.scheduler, engine.loop, **held))
     service = EngineService(client, engine.tokenizer, limits=limits)
     with serving_service(service, engine.tokenizer, **options) as served:
         yield served
