@@ -206,9 +206,11 @@ class EngineFactory(msgspec.Struct, frozen=True):
 
     def __call__(self) -> EngineParts:
         engine, info = load_engine(self.model, self.draft, self.options, handles_text=False)
-        plain = msgspec.to_builtins(info)
-        grammars = engine.grammars is not None
-        return EngineParts(engine.scheduler, engine.loop, engine.drafters, plain, grammars)
+        plain, grammars = msgspec.to_builtins(info), engine.grammars
+        if grammars is not None:
+            grammars.prepare()
+        follows = grammars is not None
+        return EngineParts(engine.scheduler, engine.loop, engine.drafters, plain, follows)
 
 
 def load_tokenizers(
