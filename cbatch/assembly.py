@@ -192,6 +192,8 @@ class EngineFactory(msgspec.Struct, frozen=True):
         engine, info = load_engine(
             self.model, self.draft, self.options, handles_text=False, log=recorder
         )
+        if engine.grammars is not None:
+            engine.grammars.prepare()
         return EngineParts(
             engine.scheduler,
             engine.loop,

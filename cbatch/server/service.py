@@ -75,9 +75,10 @@ class EngineService:
         """Waits for the engine, once. Raises `FieldError` or `EngineStartError`."""
         engine = self._client.engine or await self._client.start()
         tokenizer = self._tokenizer
-        if tokenizer is not None and engine.follows_grammars:
+        if self._grammars is None and tokenizer is not None and engine.follows_grammars:
             config = engine.config
             self._grammars = Grammars(lambda: tokenizer, config.vocab_size, config.eos_ids)
+            await asyncio.to_thread(self._grammars.prepare)
         return engine
 
     async def drain(self, grace_s: float) -> None:
