@@ -13,7 +13,10 @@ _FOLDER = Path(__file__).parent / "page"
 _FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    **{
+        f"/{name}": (name, "text/javascript; charset=utf-8")
+        for name in ("page.js", "draw.js", "slots.js")
+    },
 }
 PAGE_PATHS = tuple(_FILES)
 # Nothing but what comes from here, no inline script or style, no frame around it.
