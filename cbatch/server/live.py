@@ -22,7 +22,7 @@ from cbatch.server.service import EngineService
 
 MOST_WATCHERS = 32
 MOST_UNREAD = 2  # frames kept for a watcher
-QUIET_S = 1.0  # a frame is sent at least so often, whatever the engine does
+QUIET_S = 0.5  # a frame is sent at least so often, whatever the engine does
 _CALL_CHARS = slice(6)
 Mean = tuple[float, int]  # a sum so far, in seconds, and of how many
 # slot, call, prompt tokens, known tokens, tokens to compute, estimated acceptance
