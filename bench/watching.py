@@ -2,7 +2,8 @@
 window in one run of the demo pair: `python -m bench.watching`.
 
 The watcher is the server's own feed, read by a task beside the client of the engine process; the
-sockets to a browser are left out.
+sockets to a browser are left out. Beside it: the processor time of a note (every step) and of a
+summary (ten a second) in the engine process, on a scheduler with as many requests running.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import Any
 import numpy as np
 
 from bench.report import print_report
+from bench.scheduler import build_result, steady_state
 from cbatch import EngineOptions, SamplingParams
 from cbatch.assembly import EngineFactory
 from cbatch.demo import demo_paths, demo_prompts
 from cbatch.engine.client import EngineClient
+from cbatch.engine.lens import Lens
 from cbatch.engine.process import EngineProcess
-from cbatch.engine.wire import Stepped
+from cbatch.engine.wire import EngineStats, Sight, Stepped, encode
 from cbatch.server.live import LiveFeed
 from cbatch.server.metrics import Metrics
 from cbatch.server.model import ServedModel
@@ -30,6 +33,27 @@ from cbatch.server.service import EngineService
 from cbatch.text import load_tokenizer
 
 _RESAMPLES = 2000
+
+
+def processor_us(running: int) -> tuple[float, float]:
+    """Of a note and of a summary: medians."""
+    scheduler, rng = steady_state(running, 4, prefix_cache=True)
+    lens = Lens(scheduler)
+    stats = EngineStats(running, 0, 1, 0, 0, 0.0, 0.0, 0.0, scheduler.stats, None)
+    notes_s, summaries_s = [], []
+    for number in range(400):
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        result = build_result(plan, rng)
+        commit = scheduler.commit(result, 0.0)
+        begin_s = time.thread_time()
+        lens.note(plan, result, commit)
+        notes_s.append(time.thread_time() - begin_s)
+        if number % 4 == 3:
+            begin_s = time.thread_time()
+            encode(Sight(lens.rows(), *lens.take_steps(), lens.blocks(), stats))
+            summaries_s.append(time.thread_time() - begin_s)
+    return 1e6 * float(np.median(notes_s)), 1e6 * float(np.median(summaries_s))
 
 
 class Steps:
@@ -101,6 +125,7 @@ async def measure(batch: int, pairs: int, window_s: float, lookahead: str) -> di
         each.cancel()
     await asyncio.wait(load)
     await service.stop()
+    note_us, summary_us = processor_us(batch)
     rng = np.random.default_rng(0)
     medians = np.median(rng.choice(ratios, (_RESAMPLES, pairs)), axis=1)
     return {
@@ -110,6 +135,8 @@ async def measure(batch: int, pairs: int, window_s: float, lookahead: str) -> di
         "step_ms": round(1e3 * float(np.median(plain_s)), 2),
         "watched_over_not": round(float(np.median(ratios)), 4),
         "ci95": [round(float(edge), 4) for edge in np.quantile(medians, [0.025, 0.975])],
+        "note_us": round(note_us, 1),
+        "summary_us": round(summary_us, 1),
         "frames_a_s": round(len(sizes) / pairs / (window_s + Steps.SETTLE_S), 1),
         "frame_bytes": int(np.mean(sizes)),
     }

@@ -13,18 +13,18 @@ from cbatch.core.sequence import Commit
 from cbatch.engine.wire import BlockMap, SeenRow, SeenStep
 
 PERIOD_S = 0.1
+MOST_SHARE = 0.005  # of the engine's time, in summaries: where one takes longer they come seldomer
 MOST_STEPS = 4  # of a period: the latest
 MOST_ROWS = 256
 MOST_CELLS = 512
 
 
 class _Step(NamedTuple):
-    """Of each row, int32 [rows]; `chunk` are tokens of a prompt."""
+    """Int32 [rows] each. Copies: an executor may fill the same arrays again."""
 
-    slots: np.ndarray
+    plan: StepPlan
     drafted: np.ndarray
     accepted: np.ndarray
-    chunk: np.ndarray
 
 
 class Lens:
@@ -40,24 +40,29 @@ class Lens:
         self._num_steps += 1
         if len(commit.owners) != plan.num_rows:
             return  # some rows had ended before: their drafts were neither accepted nor refused
-        # Copies: an executor may fill the same arrays again.
-        rows = slice(MOST_ROWS)
-        drafted, accepted = result.num_drafted[rows].copy(), result.num_accepted[rows].copy()
-        chunk = plan.query_lens[rows] - plan.num_drafts[rows]
-        self._steps.append(_Step(plan.slots[rows], drafted, accepted, chunk))
+        self._steps.append(_Step(plan, result.num_drafted.copy(), result.num_accepted.copy()))
 
     def due(self, now_s: float) -> bool:
-        """Whether the next summary is; then the one after it is due a period later."""
-        if now_s < self._due_s:
-            return False
-        self._due_s = now_s + PERIOD_S
-        return True
+        """Whether it is time for a summary."""
+        return now_s >= self._due_s
+
+    def looked(self, begin_s: float, end_s: float) -> None:
+        """A summary was made and sent between these times."""
+        self._due_s = begin_s + max(PERIOD_S, (end_s - begin_s) / MOST_SHARE)
 
     def take_steps(self) -> tuple[tuple[SeenStep, ...], int]:
         """Some of the steps since the last time, oldest first, and how many there were."""
-        steps, num_steps = self._steps, self._num_steps
-        seen = tuple(SeenStep(*(column.tolist() for column in step)) for step in steps)
-        steps.clear()
+        num_steps, rows = self._num_steps, slice(MOST_ROWS)
+        seen = tuple(
+            SeenStep(
+                plan.slots[rows].tolist(),
+                drafted[rows].tolist(),
+                accepted[rows].tolist(),
+                (plan.query_lens[rows] - plan.num_drafts[rows]).tolist(),
+            )
+            for plan, drafted, accepted in self._steps
+        )
+        self._steps.clear()
         self._num_steps = 0
         return seen, num_steps
 
