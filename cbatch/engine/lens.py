@@ -12,7 +12,7 @@ from cbatch.core.scheduler import Scheduler
 from cbatch.core.sequence import Commit
 from cbatch.engine.wire import BlockMap, SeenRow, SeenStep
 
-PERIOD_S = 0.1
+PERIOD_S, LONGEST_PERIOD_S = 0.1, 1.0
 MOST_SHARE = 0.005  # of the engine's time, in summaries: where one takes longer they come seldomer
 MOST_STEPS = 4  # of a period: the latest
 MOST_ROWS = 256
@@ -46,9 +46,10 @@ class Lens:
         """Whether it is time for a summary."""
         return now_s >= self._due_s
 
-    def looked(self, begin_s: float, end_s: float) -> None:
-        """A summary was made and sent between these times."""
-        self._due_s = begin_s + max(PERIOD_S, (end_s - begin_s) / MOST_SHARE)
+    def looked(self, now_s: float, took_s: float) -> None:
+        """A summary was made and sent, for so much of the processor's time: by the wall it would
+        seem dear whenever something else was running."""
+        self._due_s = now_s + min(max(PERIOD_S, took_s / MOST_SHARE), LONGEST_PERIOD_S)
 
     def take_steps(self) -> tuple[tuple[SeenStep, ...], int]:
         """Some of the steps since the last time, oldest first, and how many there were."""

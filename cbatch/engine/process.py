@@ -160,10 +160,10 @@ class EngineServer:
         """To those who watch."""
         lens = self._lens
         if lens is not None:
-            begin_s = time.monotonic()
+            begin_s = time.thread_time()
             steps, num_steps = lens.take_steps()
             self._send(Sight(lens.rows(), steps, num_steps, lens.blocks(), self._stats()))
-            lens.looked(begin_s, time.monotonic())
+            lens.looked(time.monotonic(), time.thread_time() - begin_s)
 
     def _stats(self) -> EngineStats:
         scheduler, pool = self._scheduler, self._scheduler.state.pool

@@ -76,7 +76,7 @@ function showPolicy(outlook) {
   const now =
     price === null
       ? "looks now and then whether they pay"
-      : `λ ${percent(price)}, ${percent(gain)} faster than without drafts`;
+      : `λ ${percent(price)}, gain ${percent(gain)}`;
   put($("policy-note"), drafting ? now : "drafts do not pay now");
   const body = $("depths");
   const depth = drafted.filter((number) => number > 0).length;

@@ -63,7 +63,7 @@ class Slot {
     const tried = this.recentDrafted >= 1;
     const late = "of its latest drafts";
     return [
-      `${count(known - prompt)} tokens`,
+      `${count(known - prompt)} token${known - prompt === 1 ? "" : "s"}`,
       this.lastK === null ? DASH : `k ${this.lastK}`,
       tried ? percent(this.recentAccepted / this.recentDrafted) : DASH,
       tried ? " of drafts accepted" : "",
