@@ -49,6 +49,7 @@ class Decision(msgspec.Struct, frozen=True):
     gain: float
     market: Market
     threshold: float = np.inf  # a survival of about so much was worth a draft
+    tokens_per_s: float | None = None  # expected, weighted; None: nobody drafts
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -102,7 +103,7 @@ def decide(
         choice = Choice(depth, count, worth, choice.threshold)
     gain = choice.goodput * prices.step_s[0] / rows - 1
     market = _market(prices, rows, choice.count, choice.depth, first_depth)
-    return Decision(num_drafts, float(gain), market, choice.threshold)
+    return Decision(num_drafts, float(gain), market, choice.threshold, choice.goodput)
 
 
 def weigh(values: np.ndarray, market: Market) -> np.ndarray:

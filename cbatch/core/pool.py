@@ -72,6 +72,16 @@ class BlockPool:
     def num_blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def occupancy(self, most_cells: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """A map of at most so many cells: blocks a cell (the last may have fewer), and of each how
+        many are referenced and how many cached and unreferenced, intp [cells]."""
+        size = -(-self.num_blocks // most_cells)
+        starts = np.arange(0, self.num_blocks, size)
+        referenced = self.ref_counts > 0
+        cached = np.frombuffer(self._ready, dtype=np.bool_) & ~referenced
+        used = np.add.reduceat(referenced, starts, dtype=np.intp)
+        return size, used, np.add.reduceat(cached, starts, dtype=np.intp)
+
     # ---- allocation ---------------------------------------------------------------------------
 
     def allocate(self, count: int) -> np.ndarray:

@@ -79,7 +79,8 @@ class Answer(ABC, Generic[Part]):
         self._streams.append(stream)
         prompt_tokens = len(stream.accepted.prompt_token_ids)
         self._prompt_tokens += prompt_tokens
-        self._meter.open(prompt_tokens, stream.accepted.num_choices)
+        num_choices, max_tokens = stream.accepted.num_choices, self.call.params.max_tokens
+        self._meter.open(prompt_tokens, num_choices, max_tokens)
 
     def take(self, position: int, output: Output) -> _Progress:
         """Counts what a choice brought. `position` is the prompt's. Raises `GenerationError` where
@@ -90,7 +91,7 @@ class Answer(ABC, Generic[Part]):
         if progress is None:
             progress = self._progress[index] = _Progress(index, position, stream)
         self._completion_tokens += len(output.token_ids)
-        self._meter.observe(index, output)
+        self._meter.observe(index, output, stream.admitted_s)
         if done is not None:
             if done.finish_reason is FinishReason.ERROR:
                 if done.error == NO_TOKEN_MESSAGE:

@@ -35,9 +35,11 @@ from cbatch.server.calllog import CallLog, call_log
 from cbatch.server.faults import MediaTypeError, error_body, handlers
 from cbatch.server.gate import Gate
 from cbatch.server.keys import KeyRing
+from cbatch.server.live import LiveFeed
 from cbatch.server.metrics import Meter, Metrics
 from cbatch.server.model import ServedModel
 from cbatch.server.openapi import document
+from cbatch.server.pages import page_routes
 from cbatch.server.schemas import Detokenized, Tokenized
 from cbatch.server.service import EngineService
 from cbatch.server.streaming import events, gather, or_disconnect, submit
@@ -78,6 +80,7 @@ def create_app(
             *_generating(Answering(service, model, metrics)),
             *_describing(model),
             *_watching(service, metrics),
+            *_showing(LiveFeed(service, model, metrics)),
         ],
         lifespan=[lifespan],
         request_max_body_size=max_body_bytes,
@@ -194,6 +197,16 @@ def _watching(service: EngineService, metrics: Metrics) -> list[HTTPRouteHandler
         return {"version": version("cbatch")}
 
     return [health, ready, metrics_page, version_]
+
+
+def _showing(feed: LiveFeed) -> list[HTTPRouteHandler]:
+    @get("/live")
+    async def live() -> Stream:
+        events = feed.events()
+        await anext(events)  # from here on it stops watching however it ends
+        return Stream(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    return [live, *page_routes()]
 
 
 def deadline_s(request: AnyRequest, fields: CallFields) -> float | None:

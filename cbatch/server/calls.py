@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from cbatch.choices import LiveChoice, joined
@@ -69,6 +70,8 @@ class OpenCall:
             self._timer = loop.call_later(limit_s, self.abort, error)
 
     def on_admitted(self) -> None:
+        if self.stream.admitted_s is None:
+            self.stream.admitted_s = time.monotonic()
         self._place.leave_one()
         if self._queue_timer is not None:
             self._queue_timer.cancel()

@@ -14,8 +14,10 @@ from cbatch.server.answer import encode
 from cbatch.server.calllog import CallLog
 from cbatch.server.faults import error_body
 from cbatch.server.keys import Key, KeyBusyError, KeyRing
+from cbatch.server.pages import PAGE_PATHS
 
-OPEN_PATHS = ("/health", "/ready", "/metrics")  # for probes and scrapers, which hold no keys
+# For probes and scrapers, which hold no keys, and the page that asks for one.
+OPEN_PATHS = ("/health", "/ready", "/metrics", *PAGE_PATHS)
 REQUEST_ID = b"x-request-id"
 MAX_ID_CHARS = 128
 

@@ -52,6 +52,11 @@ class ServedModel:
             raise FieldError("prompt", "is text, but there is no tokenizer", "give token ids")
         return self._tokenizer
 
+    @property
+    def chats(self) -> bool:
+        """Whether it has a chat template."""
+        return self._chat_template is not None
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; empty without a tokenizer."""
         return "" if self._tokenizer is None else self._tokenizer.decode(ids)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 
 from cbatch.choices import Seeds, choice_requests, token_ids
+from cbatch.core.config import SchedulerConfig
 from cbatch.core.errors import FieldError
 from cbatch.core.request import Request, SamplingParams, StructuredOutputs
 from cbatch.engine.client import EngineClient
-from cbatch.engine.wire import EngineStats, Ready
+from cbatch.engine.wire import EngineStats, Ready, Sight
 from cbatch.grammars import Grammars, require_grammars
 from cbatch.outputs import Accepted
 from cbatch.server.admission import LONGEST_RETRY_S, Admission, Limits
@@ -70,6 +72,34 @@ class EngineService:
     def num_restarts(self) -> int:
         """How often the engine has been started again after it died."""
         return max(0, self._client.num_starts - 1)
+
+    @property
+    def state(self) -> str:
+        """For people."""
+        if self._stops_at_s is not None:
+            return "stopping"
+        if not self.running:
+            return "down"
+        return "running" if self._client.up else "restarting"
+
+    @property
+    def over(self) -> bool:
+        """It is stopping, and nothing runs any more."""
+        return self._stops_at_s is not None and not self._num_open
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Of the engine, which has been started."""
+        assert self._client.engine is not None
+        return self._client.engine.config
+
+    def watch(self, on_sight: Callable[[Sight], None] | None) -> None:
+        """See `EngineClient.watch`."""
+        self._client.watch(on_sight)
+
+    def request_id(self, wire_id: str) -> str | None:
+        """Of what the running engine calls so."""
+        return self._client.request_id(wire_id)
 
     async def start(self) -> Ready:
         """Waits for the engine, once. Raises `FieldError` or `EngineStartError`."""

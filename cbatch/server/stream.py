@@ -19,6 +19,7 @@ class OutputStream:
     def __init__(self, accepted: Accepted, on_close: Callable[[], None]) -> None:
         self.accepted = accepted
         self.unread_tokens = 0
+        self.admitted_s: float | None = None  # `time.monotonic`: its first choice got a slot
         self._on_close = on_close
         self._unread: list[Output] = []
         self._error: ServiceError | None = None

@@ -132,3 +132,20 @@ def test_counts_hold_under_any_order_of_calls(data: st.DataObject) -> None:
         pool.release(blocks)
     pool.check()
     assert pool.num_available == pool.num_blocks
+
+
+def test_the_map_says_of_each_block_what_it_is() -> None:
+    pool = BlockPool(10, SIZE)
+    cached = compute(pool, tokens(1, 2, 3))
+    pool.release(cached)
+    pool.acquire(pool.match(tokens(1), 1).blocks)  # held again, though it is still in the cache
+    private = pool.allocate(2)
+    for most_cells, size in ((10, 1), (4, 3), (3, 4), (1, 10)):
+        cell_blocks, used, kept = pool.occupancy(most_cells)
+        assert cell_blocks == size and len(used) == len(kept) == -(-10 // size) <= most_cells
+        for cell in range(len(used)):
+            blocks = range(cell * size, min((cell + 1) * size, 10))
+            assert used[cell] == sum(block in {cached[0], *private} for block in blocks)
+            assert kept[cell] == sum(block in cached[1:] for block in blocks)
+        assert kept.sum() == pool.num_cached
+        assert used.sum() == 10 - pool.num_cached - pool.num_free

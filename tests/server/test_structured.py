@@ -18,6 +18,7 @@ from cbatch import LLM, FieldError, SamplingParams, StructuredOutputs
 from cbatch.server.bodies import parse_chat
 from cbatch.server.model import ServedModel
 from cbatch.server.openapi import document
+from cbatch.server.prompts import PendingPrompt
 from cbatch.server.tools import CallPart, CallReader, NamedChoice, Tool, forced_call
 from cbatch.text import ChatTemplate
 from tests.server.http_client import CHAT, MODEL, Client, serving
@@ -270,8 +271,9 @@ def test_templates_get_tools_and_earlier_calls() -> None:
 
     def prompt(**change: Any) -> str:
         body = json.dumps({"messages": messages, "tools": TOOLS, "tool_choice": NAMED} | change)
-        ids = parse_chat(body.encode(), model).prompts[0]
-        return TOKENIZER.decode([int(i) for i in ids])
+        (pending,) = parse_chat(body.encode(), model).prompts
+        assert isinstance(pending, PendingPrompt)
+        return TOKENIZER.decode(list(pending.make()))
 
     assert prompt() == f"<weather><now>[{PROMPT}][]weather=Rome[warm]"
     assert prompt(tool_choice="none") == f"[{PROMPT}][]weather=Rome[warm]"
