@@ -58,7 +58,7 @@ class Ticking:
             self._ticks.cancel()
 
     async def submit(
-        self, prompt: Any, params: SamplingParams, *, request_id: str, priority: int = 0
+        self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
     ) -> OutputStream:
         accepted = Accepted(request_id, (1, 2, 3), 1, 1)
         stream = OutputStream(accepted, lambda: None)

@@ -10,10 +10,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cbatch.assembly import EngineInfo, EngineOptions, load_engine
+    from cbatch.assembly import EngineOptions, load_engine
     from cbatch.core.config import LookaheadConfig
     from cbatch.core.errors import FieldError, RefusedError
-    from cbatch.core.request import FinishReason, SamplingParams
+    from cbatch.core.request import FinishReason, SamplingParams, StructuredOutputs
+    from cbatch.info import EngineInfo
     from cbatch.llm import LLM
     from cbatch.outputs import Choice, Completion, Output, Speculation, TokenLogprob
     from cbatch.stepwise import Engine
@@ -32,15 +33,17 @@ __all__ = [
     "RefusedError",
     "SamplingParams",
     "Speculation",
+    "StructuredOutputs",
     "TokenLogprob",
     "load_engine",
 ]
 
 _MODULES = {
-    "cbatch.assembly": ("EngineInfo", "EngineOptions", "load_engine"),
+    "cbatch.assembly": ("EngineOptions", "load_engine"),
+    "cbatch.info": ("EngineInfo",),
     "cbatch.core.config": ("LookaheadConfig",),
     "cbatch.core.errors": ("FieldError", "RefusedError"),
-    "cbatch.core.request": ("FinishReason", "SamplingParams"),
+    "cbatch.core.request": ("FinishReason", "SamplingParams", "StructuredOutputs"),
     "cbatch.llm": ("LLM",),
     "cbatch.outputs": ("Choice", "Completion", "Output", "Speculation", "TokenLogprob"),
     "cbatch.stepwise": ("Engine",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
@@ -17,13 +18,20 @@ from cbatch.backends import (
     load_for,
     refuse_unserved,
     row_invariance_of,
+    serves_grammars,
 )
 from cbatch.core.config import LookaheadConfig, LookaheadPolicy, QueuePolicy, SchedulerConfig
 from cbatch.core.errors import FieldError
+from cbatch.core.events import Event
 from cbatch.core.request import DRAFTERS, LOOKUPS, MODEL, is_chain
 from cbatch.core.scheduler import Scheduler
 from cbatch.engine.loop import Executor, OverlappedExecutor
 from cbatch.engine.process import EngineParts
+from cbatch.engine.recorder import Recorder
+from cbatch.grammars import Grammars
+from cbatch.info import EngineInfo, mib
+from cbatch.logs import LogFormat
+from cbatch.logs import configure as configure_logs
 from cbatch.notyet import refuse_model_files
 from cbatch.stepwise import Engine
 from cbatch.text import TextTokenizer, load_tokenizer
@@ -89,34 +97,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise FieldError("drafter", f"{self.drafter!r} is not allowed", remedy)
 
 
-class EngineInfo(msgspec.Struct, frozen=True):
-    """What was put together, for a log line or a report."""
-
-    model: str
-    draft: str | None
-    dtype: str
-    device: str
-    numerics: str
-    row_invariant: bool
-    row_invariance: str  # the same in words, with what it costs here
-    lookahead: str
-    drafter: tuple[str, ...]  # the chain of a request that names none; (): nobody drafts
-    num_blocks: int
-    kv_memory_bytes: int
-    max_model_tokens: int
-
-    def lines(self) -> list[str]:
-        draft = f", draft {self.draft}" if self.draft else ""
-        by = f" by {', '.join(self.drafter)}" if self.drafter not in ((), (MODEL,)) else ""
-        lookahead = self.lookahead + by
-        return [
-            f"model {self.model}{draft}: {self.dtype} on {self.device}, lookahead {lookahead}",
-            self.row_invariance,
-            f"KV: {self.num_blocks} blocks, {self.kv_memory_bytes / 2**20:.0f} MiB, "
-            f"context {self.max_model_tokens} tokens",
-        ]
-
-
 def parse_lookahead(value: str | LookaheadConfig) -> LookaheadConfig:
     """From "off", "goodput", "ema:8", "fixed:4". Raises `FieldError`."""
     if isinstance(value, LookaheadConfig):
@@ -136,19 +116,24 @@ def lookahead_name(config: LookaheadConfig) -> str:
 
 
 def load_engine(
-    model: str | Path, draft: str | Path | None = None, options: EngineOptions | None = None
+    model: str | Path,
+    draft: str | Path | None = None,
+    options: EngineOptions | None = None,
+    *,
+    handles_text: bool = True,
+    log: Callable[[Event], None] | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """Loads a model, and the draft that guesses for it, into an `Engine` to be driven by the
-    caller. Raises `FieldError`, or the runtime's or tokenizer's error naming file and field."""
+    caller. With `handles_text` False it is given token ids alone. `log` is given every input of its
+    scheduler, see `cbatch.engine.steplog`. Raises `FieldError`, or the runtime's or tokenizer's
+    error naming file and field."""
     options = options or EngineOptions()
     if draft is None and MODEL in (options.drafter or ()):
         remedy = f"give a draft, or use {' or '.join(LOOKUPS)}"
         raise FieldError("drafter", "'model' needs a draft", remedy)
-    tokenizer = load_tokenizers(
-        _checked(model, "model"), None if draft is None else _checked(draft, "draft"), options
-    )
+    paths = _checked(model, "model"), None if draft is None else _checked(draft, "draft")
+    tokenizer = load_tokenizers(*paths, options) if handles_text else None
     device = _device(options.device)
-
     refuse_unserved(
         device,
         numerics=options.numerics,
@@ -168,19 +153,26 @@ def load_engine(
     target = load(model)
     draft_model = load(draft) if draft is not None else None
     config = _scheduler_config(target, draft_model, options)
-    executor = executor_for(target, draft_model, config)
+    grammars = None
+    if options.tokenizer != "none" and serves_grammars(device):
+        source = options.tokenizer or model
+        grammars = Grammars(
+            lambda: tokenizer or load_tokenizer(source), config.vocab_size, config.eos_ids
+        )
+    executor = executor_for(target, draft_model, config, grammars)
     if config.lookahead.policy == "goodput":
         config = _with_prices(config, executor, target, draft_model, (model, draft))
     info = _info(model, draft, target, draft_model, config)
     for line in info.lines():
         _logger.info(line)
     engine = Engine(
-        Scheduler(config),
+        Scheduler(config, log),
         _overlapped(executor) if options.overlap and not is_gpu(device) else executor,
         tokenizer=tokenizer,
         depth=options.overlap,
         seed=options.seed,
         drafters=held_drafters(config, device),
+        grammars=grammars,
     )
     return engine, info
 
@@ -191,12 +183,25 @@ class EngineFactory(msgspec.Struct, frozen=True):
     model: str | Path
     draft: str | Path | None
     options: EngineOptions
+    log_format: LogFormat = "text"
+    record: str | Path | None = None  # a step log, which it appends to
 
     def __call__(self) -> EngineParts:
-        options = msgspec.structs.replace(self.options, tokenizer="none")
-        engine, info = load_engine(self.model, self.draft, options)
-        plain = msgspec.to_builtins(info)
-        return EngineParts(engine.scheduler, engine.loop, engine.drafters, plain)
+        configure_logs(self.log_format, logging.WARNING)
+        recorder = None if self.record is None else Recorder(self.record)
+        engine, info = load_engine(
+            self.model, self.draft, self.options, handles_text=False, log=recorder
+        )
+        if engine.grammars is not None:
+            engine.grammars.prepare()
+        return EngineParts(
+            engine.scheduler,
+            engine.loop,
+            engine.drafters,
+            msgspec.to_builtins(info),
+            follows_grammars=engine.grammars is not None,
+            close=None if recorder is None else recorder.close,
+        )
 
 
 def load_tokenizers(
@@ -278,8 +283,18 @@ def _scheduler_config(
             f"use <= {context}",
         )
     drafts = draft is not None or options.drafter is not None
+    num_blocks = _num_blocks(target, draft, options, max_tokens)
+    if options.max_model_tokens and num_blocks * options.block_size_tokens < max_tokens:
+        field = "num_blocks" if options.num_blocks is not None else "kv_memory_bytes"
+        least = -(-max_tokens // options.block_size_tokens)
+        size = _block_bytes(target, draft, options.block_size_tokens)
+        raise FieldError(
+            field,
+            f"{num_blocks} blocks hold no sequence of {max_tokens} tokens",
+            f"give {least} blocks ({mib(least * size)}) or more, or a smaller max_model_tokens",
+        )
     return SchedulerConfig(
-        num_blocks=_num_blocks(target, draft, options, max_tokens),
+        num_blocks=num_blocks,
         block_size_tokens=options.block_size_tokens,
         max_slots=options.max_slots,
         max_model_tokens=max_tokens,
@@ -304,7 +319,8 @@ def _num_blocks(
     size = _block_bytes(target, draft, options.block_size_tokens)
     if options.kv_memory_bytes is not None:
         if options.kv_memory_bytes < size:
-            raise FieldError("kv_memory_bytes", "holds no block", f"give at least {size}")
+            remedy = f"give at least {size} bytes ({size / 2**30:.2g} GiB)"
+            raise FieldError("kv_memory_bytes", "holds no block", remedy)
         return options.kv_memory_bytes // size
     wanted = options.max_slots * -(-max_tokens // options.block_size_tokens)
     return max(1, min(wanted, _memory_for_kv_bytes(target.device) // size))
@@ -344,6 +360,8 @@ def _info(
     draft_model: AnyModel | None,
     config: SchedulerConfig,
 ) -> EngineInfo:
+    import torch
+
     row_invariant, row_invariance = row_invariance_of(target)
     return EngineInfo(
         model=str(model),
@@ -355,8 +373,22 @@ def _info(
         row_invariance=row_invariance,
         lookahead=lookahead_name(config.lookahead),
         drafter=config.default_chain,
+        weight_bytes=sum(_weight_bytes(m) for m in (target, draft_model) if m is not None),
         num_blocks=config.num_blocks,
+        block_size_tokens=config.block_size_tokens,
         kv_memory_bytes=config.num_blocks
         * _block_bytes(target, draft_model, config.block_size_tokens),
         max_model_tokens=config.max_model_tokens,
+        num_threads=torch.get_num_threads(),
     )
+
+
+def _weight_bytes(model: AnyModel) -> int:
+    """Of the matrices as the checkpoint has them; norms and biases are next to nothing."""
+    from cbatch.runtime.numerics import weight_shapes
+
+    c = model.config
+    count = sum(rows * columns * n for (rows, columns), n in weight_shapes(c).items())
+    if not c.tie_embeddings:
+        count += c.vocab_size * c.hidden_size
+    return count * model.dtype.itemsize

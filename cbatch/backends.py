@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.executor import TorchExecutor
     from cbatch.runtime.gpu import Decoder, GpuExecutor
     from cbatch.runtime.model import Model
+    from cbatch.runtime.structured import Grammars
 
     AnyModel = Model | Decoder
 
@@ -49,11 +50,15 @@ def load_for(
 
 
 def executor_for(
-    target: AnyModel, draft: AnyModel | None, config: SchedulerConfig
+    target: AnyModel,
+    draft: AnyModel | None,
+    config: SchedulerConfig,
+    grammars: Grammars | None = None,
 ) -> TorchExecutor | GpuExecutor:
+    """`grammars` where `serves_grammars`."""
     if is_gpu(str(target.device)):
         return _gpu_executor(cast("Decoder", target), cast("Decoder | None", draft), config)
-    return _cpu_executor(cast("Model", target), cast("Model | None", draft), config)
+    return _cpu_executor(cast("Model", target), cast("Model | None", draft), config, grammars)
 
 
 def refuse_unserved(
@@ -83,6 +88,11 @@ def held_drafters(config: SchedulerConfig, device: str) -> tuple[str, ...]:
     return DRAFTERS if config.draft_context_tokens is not None else LOOKUPS
 
 
+def serves_grammars(device: str) -> bool:
+    """A grammar is followed on the host, which on a GPU does not know the latest tokens."""
+    return not is_gpu(device)
+
+
 def row_invariance_of(target: AnyModel) -> tuple[bool, str]:
     """Whether a row's bits are its own, and the same in words."""
     if is_gpu(str(target.device)):
@@ -93,7 +103,9 @@ def row_invariance_of(target: AnyModel) -> tuple[bool, str]:
     return report.row_invariant, str(report)
 
 
-def _cpu_executor(target: Model, draft: Model | None, config: SchedulerConfig) -> TorchExecutor:
+def _cpu_executor(
+    target: Model, draft: Model | None, config: SchedulerConfig, grammars: Grammars | None
+) -> TorchExecutor:
     from cbatch.runtime.executor import TorchExecutor
 
     return TorchExecutor(
@@ -102,6 +114,7 @@ def _cpu_executor(target: Model, draft: Model | None, config: SchedulerConfig) -
         block_size_tokens=config.block_size_tokens,
         max_slots=config.max_slots,
         drafter=_drafter(draft, config),
+        grammars=grammars,
     )
 
 

@@ -14,6 +14,7 @@ import msgspec
 from cbatch.core.errors import FieldError
 from cbatch.core.plan import TokenLogprobs
 from cbatch.core.request import FinishReason, Request, SamplingParams
+from cbatch.grammars import Grammars, require_grammars
 from cbatch.outputs import Choice, Output, Speculation, TokenLogprob, token_logprobs
 from cbatch.text import TextStream, TextTokenizer
 
@@ -54,9 +55,10 @@ def choice_requests(
     priority: int,
     drafters: Sequence[str],
     has_text: bool,
+    grammars: Grammars | None,
 ) -> list[Request]:
     """One for each of the `n` choices; they share the prompt's KV. `drafters` are the names that a
-    request may ask for. Raises `FieldError`."""
+    request may ask for, `grammars` what it may ask its output to follow. Raises `FieldError`."""
     if params.stop and not has_text:
         raise FieldError("stop", "needs a tokenizer", "use stop_token_ids")
     for name in params.drafter or ():
@@ -64,6 +66,8 @@ def choice_requests(
             held = f"use one of: {', '.join(drafters)}"
             remedy = held if drafters else "leave it out, or start the engine with one"
             raise FieldError("drafter", f"{name!r} is not loaded here", remedy)
+    if params.structured_outputs is not None:
+        require_grammars(grammars).check(params.structured_outputs)
     return [
         Request(
             request_id=request_id if params.n == 1 else f"{request_id}#{choice}",

@@ -27,6 +27,8 @@ OPTIONS = {
     "tensor_parallel_size": "tensor parallelism",
 }
 
+_OTHER_NAME = "another name of `structured_outputs`"
+
 # Fields of a request, and the values of each that ask for nothing.
 FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "bad_words": ("banning words", ([],)),
@@ -34,25 +36,21 @@ FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "chat_template": ("a template of the client's own", ()),
     "continue_final_message": ("going on with a message", (False,)),
     "documents": ("documents", ([],)),
-    "function_call": ("tool calls", ("none",)),
-    "functions": ("tool calls", ([],)),
-    "grammar": ("structured output", ()),
-    "guided_choice": ("structured output", ()),
-    "guided_grammar": ("structured output", ()),
-    "guided_json": ("structured output", ()),
-    "guided_regex": ("structured output", ()),
+    "function_call": ("the older name of `tool_choice`", ("none",)),
+    "functions": ("the older name of `tools`", ([],)),
+    "grammar": (_OTHER_NAME, ()),
+    "guided_choice": (_OTHER_NAME, ()),
+    "guided_grammar": (_OTHER_NAME, ()),
+    "guided_json": (_OTHER_NAME, ()),
+    "guided_regex": (_OTHER_NAME, ()),
     "images": ("multimodal input", ([],)),
     "include_stop_str_in_output": ("showing stop strings", (False,)),
-    "json_schema": ("structured output", ()),
+    "json_schema": (_OTHER_NAME, ()),
     "lora_request": ("LoRA", ()),
     "mm_processor_kwargs": ("multimodal input", ({},)),
     "multi_modal_data": ("multimodal input", ({},)),
-    "response_format": ("structured output", ({"type": "text"},)),
     "skip_special_tokens": ("showing special tokens", (True,)),
-    "structured_outputs": ("structured output", ()),
     "suffix": ("text after the completion", ("",)),
-    "tool_choice": ("tool calls", ("none", "auto")),
-    "tools": ("tool calls", ([],)),
     "use_beam_search": ("beam search", (False,)),
 }
 

@@ -14,6 +14,7 @@ from cbatch.core.request import FinishReason, Request, SamplingParams
 from cbatch.core.scheduler import Scheduler
 from cbatch.core.sequence import Commit
 from cbatch.engine.loop import Executor, OverlappedExecutor, StepLoop
+from cbatch.grammars import Grammars
 from cbatch.outputs import Accepted, Output, Speculation
 from cbatch.text import TextTokenizer
 
@@ -31,7 +32,8 @@ class Engine:
 
     `LLM` and `cbatch.load_engine` make one from model directories; any scheduler and executor will
     do (tests hand it the simulator's). A request's `n` choices run as sequences of their own that
-    share the prompt's KV. `drafters` are the names of those that the executor holds.
+    share the prompt's KV. `drafters` are the names of those that the executor holds, `grammars` are
+    the ones that it follows.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class Engine:
         depth: int = 0,
         seed: int | None = None,
         drafters: Sequence[str] = (),
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.drafters = tuple(drafters)
+        self.grammars = grammars
         self.tokenizer = tokenizer
         self.stats = EngineStats()
         self.loop = StepLoop(scheduler, executor, clock=clock, depth=depth)
@@ -88,6 +92,7 @@ class Engine:
             priority=priority,
             drafters=self.drafters,
             has_text=self.tokenizer is not None,
+            grammars=self.grammars,
         )
         self._add_all(requests)
         self._num_added += 1

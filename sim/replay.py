@@ -8,7 +8,7 @@ the same report, byte for byte. The loop is serial (overlap depth 0).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -23,6 +23,7 @@ from cbatch.core.scheduler import Scheduler
 from sim.records import Recorder
 from sim.report import Goodput, Objectives, Record, Refused, Report, Speculation, Spread
 from sim.sources import Source
+from sim.timeline import Observer, Step
 from sim.tokens import mix
 from sim.traces.prompts import PromptMaker
 from sim.traces.request import TraceRequest
@@ -66,11 +67,12 @@ def replay(
     objectives: Objectives | None = None,
     on_record: Callable[[Record], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    observers: Sequence[Observer] = (),
     log: Callable[[Event], None] | None = None,
 ) -> Report:
     """Serve everything that `source` brings. A request that can never run is reported as refused,
     and the others go on. `settings` are for the report; `objectives` also decide its goodput."""
-    run = _Replay(source, config, executor, seed, objectives, on_record, log)
+    run = _Replay(source, config, executor, seed, objectives, on_record, observers, log)
     run.run(on_progress)
     return run.report(settings or {})
 
@@ -84,10 +86,11 @@ class _Replay:
         seed: int,
         objectives: Objectives | None,
         on_record: Callable[[Record], None] | None,
+        observers: Sequence[Observer],
         log: Callable[[Event], None] | None,
     ) -> None:
         self._source, self._executor, self._seed = source, executor, seed
-        self._objectives = objectives
+        self._objectives, self._observers = objectives, observers
         self._scheduler = Scheduler(config, log)
         self._recorder = Recorder(config.max_slots, objectives or Objectives(), on_record)
         self._prompts = PromptMaker()
@@ -119,6 +122,8 @@ class _Replay:
             now_s += result.draft_s + result.target_s + executor.host_s
             commit = commit_step(result, now_s)
             recorder.committed(plan, commit, started_s, now_s)
+            if self._observers:
+                self._observe(Step(started_s, now_s, plan, result, commit, scheduler))
             if commit.finished:
                 for end in commit.finished:
                     request = recorder.finished(end.request_id, len(end.output), now_s)
@@ -165,6 +170,10 @@ class _Replay:
                 )
             )
             self._source.ended(traced, now_s)
+
+    def _observe(self, step: Step) -> None:
+        for observer in self._observers:
+            observer.step(step)
 
     def _progress(self, now_s: float, steps: int) -> Progress:
         scheduler, finished = self._scheduler, self._recorder.num_finished

@@ -28,7 +28,7 @@ LLAMA = {
 def test_the_table_names_what_is_missing() -> None:
     table = README.split("## Not yet")[1].split("## Measured")[0].lower()
     for name in (
-        "structured output",
+        "tool calls",
         "quantised weights",
         "gguf",
         "lora",

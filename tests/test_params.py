@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from cbatch import FieldError, SamplingParams
+from cbatch import FieldError, SamplingParams, StructuredOutputs
 from cbatch.params import SAMPLING_FIELDS, sampling_from_json, sampling_to_json
 
 
@@ -36,6 +36,7 @@ def test_every_field_survives_a_round_trip_through_json() -> None:
         logit_bias={3: 1.5, 12: -2.0},
         allowed_token_ids=(3, 12, 13),
         banned_token_ids=(13,),
+        structured_outputs=StructuredOutputs(json={"enum": [1, "b"]}),
         logprobs=0,
         prompt_logprobs=2,
         logprobs_mode="processed",

@@ -53,6 +53,7 @@ def test_there_are_no_other_examples() -> None:
         ("cbatch", ("torch", "tokenizers", "numpy")),
         ("cbatch.core.scheduler", ("torch", "tokenizers", "cbatch.engine", "cbatch.text")),
         ("cbatch.text", ("torch", "cbatch.core", "cbatch.engine")),
+        ("cbatch.grammars", ("torch", "llguidance", "cbatch.engine")),
         ("cbatch.engine.loop", ("torch", "cbatch.text", "cbatch.runtime")),
         ("cbatch.cli.main", ("torch", "litestar", "sim", "matplotlib")),
         ("sim.executor", ("torch", "cbatch.runtime", "cbatch.text")),

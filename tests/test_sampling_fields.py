@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cbatch import LLM, Completion, SamplingParams
+from cbatch import LLM, Completion, FieldError, SamplingParams, StructuredOutputs
 from cbatch.cli.options import (
     add_engine_options,
     add_sampling_options,
@@ -52,6 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Callable[[Completion], object]]] = {
     "logit_bias": ({}, {7: 40.0}, tokens),
     "allowed_token_ids": ({}, (7, 8, 9), tokens),
     "banned_token_ids": ({}, None, tokens),
+    "structured_outputs": ({}, StructuredOutputs(regex="(ab|cd){3,9}"), tokens),
     "logprobs": ({}, 1, logprobs),
     "prompt_logprobs": ({}, 1, lambda done: done.prompt_logprobs),
     "logprobs_mode": (SAMPLED | {"logprobs": 0, "top_k": 2}, "processed", logprobs),
@@ -113,11 +114,14 @@ def test_the_command_line_has_every_field() -> None:
         --presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 3=1.5 --logit-bias 12=-2
         --allowed-token-id 3 --allowed-token-id 12 --banned-token-id 13 --logprobs 0
         --prompt-logprobs 2 --logprobs-mode processed --max-lookahead 3
-        --verification coupled"""
+        --verification coupled --structured-outputs {"regex":"a+"}"""
     params = sampling_params(parser.parse_args(flags.split()))
     # `drafter` is an option of the engine: it loads what all prompts then use.
     assert set(sampling_to_json(params)) == set(SAMPLING_FIELDS) - {"drafter"}
     assert params.logit_bias == {3: 1.5, 12: -2.0}
+    assert params.structured_outputs == StructuredOutputs(regex="a+")
+    with pytest.raises(FieldError, match="--structured-outputs: cannot be read"):
+        sampling_params(parser.parse_args(["--structured-outputs", "a+"]))
     with pytest.raises(SystemExit):
         parser.parse_args(["--logit-bias", "3"])
     engine = argparse.ArgumentParser()

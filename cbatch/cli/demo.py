@@ -14,11 +14,12 @@ from rich.live import Live
 from rich.syntax import Syntax
 from rich.text import Text
 
-from cbatch.assembly import EngineInfo, EngineOptions, load_engine
+from cbatch.assembly import EngineOptions, load_engine
 from cbatch.cli.lanes import Lanes
 from cbatch.cli.options import add_drafter_option, drafter_chain
 from cbatch.cli.summary import Run, print_json, print_summary
 from cbatch.core.request import SamplingParams
+from cbatch.info import EngineInfo
 from cbatch.llm import Collector, complete_all
 from cbatch.outputs import Completion
 from cbatch.stepwise import Engine, EngineStats

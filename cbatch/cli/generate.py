@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cbatch.assembly import EngineInfo, load_engine
+from cbatch.assembly import load_engine
 from cbatch.cli.jobs import Job, jobs_of_prompts, read_jobs
 from cbatch.cli.options import (
     add_engine_options,
@@ -23,6 +23,7 @@ from cbatch.cli.results import ResultFile, prepare_output, result_line
 from cbatch.cli.summary import Run, print_json, print_summary
 from cbatch.core.errors import FieldError
 from cbatch.core.request import SamplingParams
+from cbatch.info import EngineInfo
 from cbatch.llm import Collector, refused
 from cbatch.outputs import Completion, Output
 from cbatch.stepwise import Engine
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     engine, info = load_engine(*model_paths(args.model, args.draft), options)
     for line in info.lines():
         console.print(line, highlight=False, soft_wrap=True)
-    return _complete(args, engine, info, todo, console)
+    return _complete(args, options.max_slots, engine, info, todo, console)
 
 
 def _jobs(args: argparse.Namespace, defaults: SamplingParams) -> list[Job]:
@@ -88,6 +89,7 @@ def _jobs(args: argparse.Namespace, defaults: SamplingParams) -> list[Job]:
 
 def _complete(
     args: argparse.Namespace,
+    max_slots: int,
     engine: Engine,
     info: EngineInfo,
     jobs: list[Job],
@@ -116,7 +118,7 @@ def _complete(
     summary = Run(
         info=info,
         stats=engine.stats,
-        batch=min(total, args.max_slots),
+        batch=min(total, max_slots),
         num_requests=len(jobs),
         num_errors=batch.num_errors,
         elapsed_s=time.perf_counter() - started_s,

@@ -3,85 +3,109 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
 
 from cbatch.assembly import EngineOptions
+from cbatch.cli.settings import add_flags, option, read_settings
+from cbatch.core.config import QueuePolicy
 from cbatch.core.errors import FieldError
-from cbatch.core.request import DRAFTERS, SamplingParams
+from cbatch.core.request import DRAFTERS, SamplingParams, StructuredOutputs
 
 GIB = 2**30
+_engine = partial(option, "engine")
+_DRAFTER_HELP = (
+    f"who guesses ahead: {', '.join(DRAFTERS)}; repeatable, preferred first (default: the draft "
+    "model; the others look up what the text repeats and need none)"
+)
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a command's models are loaded and run."""
+
+    draft: Annotated[str | None, _engine("small model that guesses ahead", "DIR")] = None
+    tokenizer: Annotated[str | None, _engine("tokenizer, if not beside the model", "DIR")] = None
+    dtype: Annotated[str, _engine("auto (the model's), float32, bfloat16")] = "auto"
+    device: Annotated[str, _engine("auto, cpu, cuda, cuda:1")] = "auto"
+    numerics: Annotated[
+        Literal["auto", "invariant", "fast"],
+        _engine("invariant: a row's bits do not depend on the batch"),
+    ] = "auto"
+    lookahead: Annotated[
+        str,
+        _engine("off, ema, goodput, fixed; ema:K drafts at most K, fixed:K always", "POLICY"),
+    ] = "goodput"
+    drafter: Annotated[tuple[str, ...] | None, _engine(_DRAFTER_HELP, "NAME")] = None
+    max_slots: Annotated[int, _engine("sequences that run at once", "N")] = 32
+    num_blocks: Annotated[int | None, _engine("KV blocks (default: by memory)", "N")] = None
+    kv_memory: Annotated[float | None, _engine("memory for KV", "GIB")] = None
+    block_size: Annotated[int, _engine("tokens of a KV block", "TOKENS")] = 16
+    max_model_tokens: Annotated[int | None, _engine("context (default: the model's)", "TOKENS")] = (
+        None
+    )
+    step_budget: Annotated[int, _engine("tokens of a step, at most", "TOKENS")] = 1024
+    queue_policy: Annotated[QueuePolicy, _engine("who gets a slot first")] = "fcfs"
+    ageing: Annotated[float | None, _engine("what waiting a second is worth", "N")] = None
+    no_prefix_cache: Annotated[bool, _engine("share no prompt prefixes")] = False
+    overlap: Annotated[Literal[0, 1], _engine("1: plan a step while one runs")] = 0
+    engine_seed: Annotated[int | None, _engine("draw the requests' seeds from this", "SEED")] = None
+
+    def engine_options(self) -> EngineOptions:
+        """Raises `FieldError` by the names of `EngineOptions`; see `NAMES`."""
+        return EngineOptions(
+            dtype=self.dtype,
+            device=self.device,
+            numerics=self.numerics,
+            lookahead=self.lookahead,
+            drafter=self.drafter,
+            max_slots=self.max_slots,
+            num_blocks=self.num_blocks,
+            kv_memory_bytes=None if self.kv_memory is None else int(self.kv_memory * GIB),
+            block_size_tokens=self.block_size,
+            max_model_tokens=self.max_model_tokens,
+            step_budget_tokens=self.step_budget,
+            queue_policy=self.queue_policy,
+            ageing_per_s=self.ageing,
+            prefix_cache=not self.no_prefix_cache,
+            overlap=self.overlap,
+            seed=self.engine_seed,
+            tokenizer=self.tokenizer,
+        )
+
+
+# Fields of the settings, by the names that the engine has for them.
+NAMES = {
+    "kv_memory_bytes": "kv_memory",
+    "block_size_tokens": "block_size",
+    "step_budget_tokens": "step_budget",
+    "ageing_per_s": "ageing",
+    "prefix_cache": "no_prefix_cache",
+    "seed": "engine_seed",
+}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    group.add_argument("--draft", metavar="DIR", help="small model that guesses ahead")
-    group.add_argument("--tokenizer", metavar="DIR", help="tokenizer, if not beside the model")
-    group.add_argument("--dtype", default="auto", help="auto (the model's), float32, bfloat16")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
-    group.add_argument(
-        "--numerics",
-        default="auto",
-        choices=["auto", "invariant", "fast"],
-        help="invariant: a row's bits do not depend on the batch",
-    )
-    group.add_argument(
-        "--lookahead",
-        default="goodput",
-        metavar="POLICY",
-        help="off, ema, goodput, fixed; ema:K drafts at most K, fixed:K always (default: goodput)",
-    )
-    add_drafter_option(group)
-    group.add_argument("--max-slots", type=int, default=32, help="sequences that run at once")
-    group.add_argument("--num-blocks", type=int, help="KV blocks (default: by memory)")
-    group.add_argument("--kv-memory", type=float, metavar="GIB", help="memory for KV")
-    group.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
-    group.add_argument("--max-model-tokens", type=int, help="context (default: the model's)")
-    group.add_argument("--step-budget", type=int, default=1024, help="tokens of a step, at most")
-    group.add_argument("--queue-policy", default="fcfs", choices=["fcfs", "priority", "shortest"])
-    group.add_argument("--ageing", type=float, help="what waiting a second is worth")
-    group.add_argument("--no-prefix-cache", action="store_true", help="share no prompt prefixes")
-    group.add_argument(
-        "--overlap", type=int, default=0, choices=[0, 1], help="1: plan a step while one runs"
-    )
-    group.add_argument(
-        "--engine-seed", type=int, metavar="SEED", help="draw the requests' seeds from this"
-    )
+    add_flags(parser, EngineSettings)
+
+
+def engine_options(args: argparse.Namespace) -> EngineOptions:
+    """Of a command that takes them from its flags alone. Raises `FieldError` naming the flag."""
+    settings = read_settings(EngineSettings, args)
+    try:
+        return settings.values.engine_options()
+    except FieldError as error:
+        raise settings.named(error, NAMES) from error
 
 
 def add_drafter_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--drafter",
-        action="append",
-        metavar="NAME",
-        help=f"who guesses ahead: {', '.join(DRAFTERS)}; repeatable, preferred first (default: the "
-        "draft model; the others look up what the text repeats and need none)",
-    )
+    parser.add_argument("--drafter", action="append", metavar="NAME", help=_DRAFTER_HELP)
 
 
 def drafter_chain(args: argparse.Namespace) -> tuple[str, ...] | None:
     return None if args.drafter is None else tuple(args.drafter)
-
-
-def engine_options(args: argparse.Namespace) -> EngineOptions:
-    return EngineOptions(
-        dtype=args.dtype,
-        device=args.device,
-        numerics=args.numerics,
-        lookahead=args.lookahead,
-        drafter=drafter_chain(args),
-        max_slots=args.max_slots,
-        num_blocks=args.num_blocks,
-        kv_memory_bytes=None if args.kv_memory is None else int(args.kv_memory * GIB),
-        block_size_tokens=args.block_size,
-        max_model_tokens=args.max_model_tokens,
-        step_budget_tokens=args.step_budget,
-        queue_policy=args.queue_policy,
-        ageing_per_s=args.ageing,
-        prefix_cache=not args.no_prefix_cache,
-        overlap=args.overlap,
-        seed=args.engine_seed,
-        tokenizer=args.tokenizer,
-    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +136,11 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--allowed-token-id", type=int, action="append", help="repeatable")
     group.add_argument("--banned-token-id", type=int, action="append", default=[])
+    group.add_argument(
+        "--structured-outputs",
+        metavar="JSON",
+        help="""what every output must be, such as '{"regex": "[a-z]+"}' or '{"json": {SCHEMA}}'""",
+    )
     group.add_argument("--logprobs", type=int, metavar="N", help="and of the N likeliest tokens")
     group.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same of the prompt")
     group.add_argument("--logprobs-mode", default="raw", choices=["raw", "processed"])
@@ -133,6 +162,14 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(message) from error
 
 
+def _structured(text: str | None) -> StructuredOutputs | None:
+    try:
+        return None if text is None else msgspec.json.decode(text, type=StructuredOutputs)
+    except msgspec.DecodeError as error:
+        remedy = """write it as '{"regex": "[a-z]+"}'"""
+        raise FieldError("--structured-outputs", f"cannot be read ({error})", remedy) from error
+
+
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(
         max_tokens=args.max_tokens,
@@ -152,6 +189,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         logit_bias=dict(args.logit_bias),
         allowed_token_ids=None if args.allowed_token_id is None else tuple(args.allowed_token_id),
         banned_token_ids=tuple(args.banned_token_id),
+        structured_outputs=_structured(args.structured_outputs),
         logprobs=args.logprobs,
         prompt_logprobs=args.prompt_logprobs,
         logprobs_mode=args.logprobs_mode,

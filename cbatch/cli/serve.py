@@ -3,99 +3,146 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import logging
 import os
+import socket
 import time
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
-from rich.console import Console
+from msgspec import Meta
 
-from cbatch.assembly import EngineFactory, EngineInfo, EngineOptions, load_tokenizers
-from cbatch.cli.options import add_engine_options, engine_options, model_paths
+from cbatch.assembly import EngineFactory, load_tokenizers
+from cbatch.cli.options import NAMES as ENGINE_NAMES
+from cbatch.cli.options import EngineSettings, model_paths
+from cbatch.cli.settings import (
+    PREFIX,
+    add_flags,
+    option,
+    read_settings,
+    unknown_variables,
+)
+from cbatch.core.errors import FieldError
+from cbatch.engine.steplog import StepLogError, open_to_append
+from cbatch.info import EngineInfo
+from cbatch.logs import LogFormat, configure
 from cbatch.text import load_chat_template
+
+_logger = logging.getLogger("cbatch")
+_server, _limits, _sight = (partial(option, name) for name in ("server", "limits", "sight"))
+Seconds = Annotated[float, Meta(gt=0)]
+
+NAMES = ENGINE_NAMES | {"queue_timeout_s": "queue_timeout", "timeout_s": "timeout"}
+EPILOG = """\
+Every option is also a variable of the environment (--max-slots is CBATCH_MAX_SLOTS) and a key of a
+TOML file (max_slots), MODEL too; a flag counts more than a variable, that more than the file.
+"""
+
+
+class ServeSettings(EngineSettings, frozen=True, kw_only=True):
+    model: Annotated[str | None, option("", "")] = None
+    host: Annotated[str, _server("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), _server("0: any that is free", "N")] = 8000
+    served_name: Annotated[str | None, _server("the model's name to clients", "NAME")] = None
+    chat_template: Annotated[
+        str | None, _server("Jinja template (default: the model's own)", "FILE")
+    ] = None
+    api_key: Annotated[
+        tuple[str, ...], _server("ask clients for one of these; repeatable", "KEY")
+    ] = ()
+    api_key_file: Annotated[str | None, _server("more of them, one a line", "FILE")] = None
+
+    max_requests_per_key: Annotated[
+        int | None, _limits("calls that a key may have open; beyond: 429", "N")
+    ] = None
+    max_queued_requests: Annotated[int, _limits("beyond: 503", "N")] = 256
+    max_queued_prompt_tokens: Annotated[int, _limits("beyond: 503", "N")] = 262_144
+    queue_timeout: Annotated[float | None, _limits("refuse what waits longer for a slot", "S")] = (
+        None
+    )
+    timeout: Annotated[float | None, _limits("end what is not done by then", "S")] = None
+    grace: Annotated[
+        float, Meta(ge=0, le=1e6), _limits("to finish in after a stop signal", "S")
+    ] = 30.0
+    hang_timeout: Annotated[Seconds, _limits("restart an engine whose step takes longer", "S")] = (
+        120.0
+    )
+
+    record: Annotated[str | None, _sight("append requests and steps, for `cbatch sim`", "FILE")] = (
+        None
+    )
+    log_format: Annotated[LogFormat, _sight("of the lines on standard error")] = "text"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve completions over HTTP",
+        usage="cbatch serve [MODEL] [options]",
         description="Serve the OpenAI API: completions and chat, whole or streamed.",
+        epilog=EPILOG,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="default: the demo pair")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--served-name", metavar="NAME", help="the model's name to clients")
-    parser.add_argument(
-        "--chat-template", metavar="FILE", help="Jinja template (default: the model's own)"
-    )
-    parser.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="ask clients for one of these; repeatable (also: $CBATCH_API_KEY)",
-    )
-    group = parser.add_argument_group("limits")
-    group.add_argument("--max-queued-requests", type=int, default=256, metavar="N")
-    group.add_argument("--max-queued-prompt-tokens", type=int, default=262_144, metavar="N")
-    group.add_argument(
-        "--queue-timeout", type=float, metavar="S", help="refuse what has waited so long for a slot"
-    )
-    group.add_argument("--timeout", type=float, metavar="S", help="end what is not done by then")
-    group.add_argument(
-        "--grace", type=float, default=30.0, metavar="S", help="to finish in after a stop signal"
-    )
-    group.add_argument(
-        "--hang-timeout",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="kill and restart an engine whose step takes longer (default: 120)",
-    )
-    add_engine_options(parser)
+    parser.add_argument("--config", metavar="FILE", help="settings in TOML")
+    add_flags(parser, ServeSettings, but=("model",))
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     import uvloop
 
-    model, draft = model_paths(args.model, args.draft)
-    uvloop.run(_serve(args, model, draft, engine_options(args)))
+    file = args.config or os.environ.get(f"{PREFIX}CONFIG")
+    settings = read_settings(ServeSettings, args, os.environ, None if file is None else Path(file))
+    configure(settings.values.log_format)
+    for name in unknown_variables(os.environ, ServeSettings):
+        _logger.warning("%s is no setting of cbatch serve and is ignored", name)
+    try:
+        uvloop.run(_serve(settings.values))
+    except FieldError as error:
+        raise settings.named(error, NAMES) from error
     return 0
 
 
-async def _serve(
-    args: argparse.Namespace, model: str | Path, draft: str | Path | None, options: EngineOptions
-) -> None:
+async def _serve(settings: ServeSettings) -> None:
     import uvicorn
 
     from cbatch.engine.client import EngineClient
     from cbatch.engine.process import EngineProcess
     from cbatch.server.admission import Limits
     from cbatch.server.app import create_app
+    from cbatch.server.keys import KeyRing, read_keys
     from cbatch.server.model import ServedModel
     from cbatch.server.run import DrainingServer
     from cbatch.server.service import EngineService
 
     limits = Limits(
-        max_queued_requests=args.max_queued_requests,
-        max_queued_prompt_tokens=args.max_queued_prompt_tokens,
-        queue_timeout_s=args.queue_timeout,
-        timeout_s=args.timeout,
+        max_queued_requests=settings.max_queued_requests,
+        max_queued_prompt_tokens=settings.max_queued_prompt_tokens,
+        queue_timeout_s=settings.queue_timeout,
+        timeout_s=settings.timeout,
     )
+    options = settings.engine_options()
     # What is wrong with these is told before an engine starts.
-    chat_template = load_chat_template(model, args.chat_template)
+    model, draft = model_paths(settings.model, settings.draft)
+    for field, path in (("model", model), ("draft", draft)):
+        require_model(field, path)
+    more = [] if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
+    keys = KeyRing([*settings.api_key, *more], max_requests_per_key=settings.max_requests_per_key)
+    chat_template = load_chat_template(model, settings.chat_template)
     tokenizer = load_tokenizers(model, draft, options)
-    launch = partial(EngineProcess, EngineFactory(model, draft, options))
-    client = EngineClient(launch, hang_timeout_s=args.hang_timeout)
+    require_record(settings.record)
+    listener = bind(settings.host, settings.port)
+    factory = EngineFactory(model, draft, options, settings.log_format, settings.record)
+    client = EngineClient(partial(EngineProcess, factory), hang_timeout_s=settings.hang_timeout)
     service = EngineService(client, tokenizer, limits=limits, seed=options.seed)
     try:
         engine = await service.start()
-        console = Console(stderr=True, highlight=False)
         for line in msgspec.convert(engine.info, EngineInfo).lines():
-            console.print(line, soft_wrap=True)
-        name = args.served_name or (Path(model).name if args.model else "cbatch-demo")
+            _logger.info(line)
+        name = settings.served_name or (Path(model).name if settings.model else "cbatch-demo")
         served = ServedModel(
             name,
             max_model_tokens=engine.config.max_model_tokens,
@@ -104,14 +151,62 @@ async def _serve(
             tokenizer=tokenizer,
             chat_template=chat_template,
         )
-        keys = [*args.api_key, *filter(None, [os.environ.get("CBATCH_API_KEY")])]
-        app = create_app(service, served, api_keys=keys)
-        config = uvicorn.Config(app, host=args.host, port=args.port, log_level="warning")
+        app = create_app(service, served, keys=keys)
+        config = uvicorn.Config(app, log_config=None, access_log=False)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
 
         def announce(port: int) -> None:
-            console.print(f"serving {name} on http://{args.host}:{port}/v1")
+            _logger.info(f"serving {name} on http://{host}:{port}/v1")
 
-        server = DrainingServer(config, service, grace_s=args.grace, on_listening=announce)
-        await server.serve()
+        server = DrainingServer(config, service, grace_s=settings.grace, on_listening=announce)
+        await server.serve([listener])
     finally:
+        listener.close()
         await service.stop()
+
+
+def require_model(field: str, path: str | Path | None) -> None:
+    """Raises `FieldError` for a directory that is no model's. A name may be one of the hub's."""
+    if path is not None and Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        remedy = "name a Hugging Face model directory (config.json, *.safetensors, tokenizer.json)"
+        raise FieldError(field, f"{path} has no config.json", remedy)
+
+
+def require_record(path: str | None) -> None:
+    """Raises `FieldError` where no step log can be written."""
+    if path is None:
+        return
+    try:
+        os.close(open_to_append(Path(path)))
+    except (OSError, StepLogError) as error:
+        remedy = "name a new file, or a step log, in a folder that exists"
+        raise FieldError("record", f"{path} cannot be written ({error})", remedy) from error
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The server's socket, which does not listen yet. Raises `FieldError`."""
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        remedy = "use an address of this machine, or 0.0.0.0 for all"
+        raise FieldError("host", f"{host!r} is no address here ({error})", remedy) from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _unbound(host, port, error) from error
+    return listener
+
+
+def _unbound(host: str, port: int, error: OSError) -> FieldError:
+    if error.errno == errno.EADDRINUSE:
+        remedy = "stop what listens there, or choose another (0: any that is free)"
+        return FieldError("port", f"{port} is taken", remedy)
+    if error.errno == errno.EACCES:
+        return FieldError("port", f"{port} is not for every user", "choose one from 1024 on")
+    remedy = "use an address of this machine, or 0.0.0.0 for all"
+    return FieldError("host", f"{host!r} cannot be bound ({error.strerror})", remedy)

@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from cbatch.assembly import EngineInfo
+from cbatch.info import EngineInfo
 from cbatch.stepwise import EngineStats
 
 BAR_WIDTH = 30

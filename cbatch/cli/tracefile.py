@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from cbatch.core.errors import FieldError
+from cbatch.core.events import Added, Cancelled, Configured, Failed, TextFinished
+from cbatch.core.request import Request
+from cbatch.core.sequence import Commit
+from cbatch.engine.steplog import AnyEvent, engines_of, replay
 
 if TYPE_CHECKING:
+    from cbatch.cli.simulate.scenario import Scenario
     from sim.traces.request import TraceRequest
 
 STEP_LOG = "cbatch-step-log"
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
+    add_trace_argument(parser)
+    add_reading_options(parser)
+
+
+def add_trace_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="a file, plain or gzip, or ServeGen windows")
+
+
+def add_reading_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reading")
     group.add_argument("--format", help="what the trace must be (default: found out)")
     group.add_argument(
@@ -34,7 +50,10 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
 class OpenedTrace:
     """A trace and how it is read. Iterating reads it anew."""
 
-    def __init__(self, args: argparse.Namespace, seed: int, *, in_order: bool = True) -> None:
+    def __init__(
+        self, args: argparse.Namespace | Scenario, seed: int, *, in_order: bool = True
+    ) -> None:
+        """`args` has the options of `add_trace_options`."""
         from sim.traces.formats import FORMAT_NAMES
         from sim.traces.reader import WINDOWS, Trace
 
@@ -102,43 +121,97 @@ def is_step_log(path: Path) -> bool:
 
 
 def requests_of_step_log(path: Path) -> list[TraceRequest]:
-    """The requests that an engine recorded, with the output that each had; those that ended without
-    a token are left out, and prompts share what their leading blocks share. Reads it as a whole."""
-    from cbatch.core.events import Added, Configured, TextFinished
-    from cbatch.core.sequence import Commit
-    from cbatch.engine.steplog import StepLogError, read_step_log, replay
+    """The requests that engines recorded, with the output that each had; those that ended without a
+    token are left out, and prompts share what their leading blocks share. Reads it as a whole."""
+    from cbatch.engine.steplog import StepLogError, read_step_log
     from sim.traces.reader import sort_requests
     from sim.traces.request import TraceRequest
 
     try:
         log = read_step_log(path)
-        outputs: dict[str, int] = {}
-
-        def count(commit: Commit) -> None:
-            for name, tokens, _, _ in commit.updates():
-                outputs[name] = outputs.get(name, 0) + len(tokens)
-
-        replay(log.events, on_commit=count)
+        recorded = recorded_requests(log.events)
     except StepLogError as error:
         raise FieldError("step log", str(error), "record it anew") from error
-    outputs |= {e.request_id: e.keep_tokens for e in log.events if isinstance(e, TextFinished)}
-    size = next(e.config.block_size_tokens for e in log.events if isinstance(e, Configured))
+    sizes = [e.config.block_size_tokens for e in log.events if isinstance(e, Configured)]
+    size = sizes[0] if sizes else 1
     names = _BlockNames(size)
     found = [
         TraceRequest(
-            arrival_s=event.now_s,
-            prompt_tokens=len(event.request.prompt),
-            output_tokens=outputs[event.request.request_id],
-            hash_ids=names.of(event.request.prompt),
+            arrival_s=each.arrival_s,
+            prompt_tokens=len(each.request.prompt),
+            output_tokens=each.output_tokens,
+            hash_ids=names.of(each.request.prompt),
             hash_block_tokens=size,
-            priority=event.request.priority or None,
+            priority=each.request.priority or None,
         )
-        for event in log.events
-        if isinstance(event, Added) and outputs.get(event.request.request_id)
+        for each in recorded
+        if each.output_tokens
     ]
     if not found:
         raise FieldError("step log", f"{path} has no request with output", "record it anew")
     return sort_requests(found)
+
+
+@dataclass
+class Recorded:
+    """A request in a step log. `output_tokens` is how many it had at its end."""
+
+    request: Request
+    arrival_s: float
+    output_tokens: int = 0
+    ended: bool = False
+
+
+def recorded_requests(events: Sequence[AnyEvent]) -> list[Recorded]:
+    """In order of arrival. A request that was open when its engine died goes on in the next one's
+    log, under another name: it is one. Time goes on where a clock begins anew (the machine was
+    started again). Raises `StepLogError`."""
+    found: list[Recorded] = []
+    shift_s = last_s = 0.0
+    for engine in engines_of(events):
+        times_s = [event.now_s for event in engine if not isinstance(event, Configured)]
+        if not times_s:
+            continue
+        shift_s = max(shift_s, last_s - times_s[0])
+        last_s = times_s[-1] + shift_s
+        orphans = [each for each in found if not each.ended]
+        found += _recorded_by(engine, orphans, shift_s)
+    return found
+
+
+def _recorded_by(
+    engine: Sequence[AnyEvent], orphans: list[Recorded], shift_s: float
+) -> list[Recorded]:
+    """The requests that are new with this engine; what it says of `orphans` is noted there."""
+    running: dict[str, Recorded] = {}
+    new: list[Recorded] = []
+    for event in engine:
+        if not isinstance(event, Added):
+            continue
+        name = event.request.request_id
+        nameless = replace(event.request, request_id="")
+        resumed = next((each for each in orphans if each.request == nameless), None)
+        if resumed is None:
+            resumed = Recorded(nameless, event.now_s + shift_s)
+            new.append(resumed)
+        else:
+            orphans.remove(resumed)
+        resumed.output_tokens = len(event.output)
+        running[name] = resumed
+
+    def count(commit: Commit) -> None:
+        for name, tokens, _, _ in commit.updates():
+            running[name].output_tokens += len(tokens)
+        for end in commit.finished:
+            running[end.request_id].ended = True
+
+    replay(engine, on_commit=count)
+    for event in engine:
+        if isinstance(event, TextFinished | Cancelled | Failed) and event.request_id in running:
+            running[event.request_id].ended = True
+        if isinstance(event, TextFinished):
+            running[event.request_id].output_tokens = event.keep_tokens
+    return new
 
 
 class _BlockNames:

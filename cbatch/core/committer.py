@@ -16,7 +16,11 @@ from cbatch.core.state import SchedulerState
 
 _NON_FINITE = int(RowStatus.NON_FINITE)
 _DRAFT_NON_FINITE = int(RowStatus.DRAFT_NON_FINITE)
+_NO_TOKEN = int(RowStatus.NO_TOKEN)
 _ERROR_MESSAGE = "the model's logits were not finite for this request"
+NO_TOKEN_MESSAGE = (
+    "structured_outputs: no token may follow; allow the ids that it needs, or make it simpler"
+)
 
 
 class _Step:
@@ -294,14 +298,16 @@ class Committer:
                 self.state.pool.taint(self.state.block_row(slot))
 
     def _fail(self, step: _Step) -> None:
-        """Their blocks may hold what is not finite: out of the cache, zeroed before reuse."""
-        table = self.state.table
-        for row in (step.result.status == _NON_FINITE).nonzero()[0].tolist():
-            slot = int(step.slots[row])
+        """Blocks that may hold what is not finite: out of the cache, zeroed before reuse."""
+        table, status = self.state.table, step.result.status
+        for row in ((status == _NON_FINITE) | (status == _NO_TOKEN)).nonzero()[0].tolist():
+            slot, message = int(step.slots[row]), NO_TOKEN_MESSAGE
             table.published[slot] = table.num_tokens[slot]  # nothing of it is opened
             table.draft_lag[slot] = table.kv_len(slot)  # nor does its draft's KV count
-            self.state.pool.taint(self.state.block_row(slot))
-            self.state.end(step.owners[row], FinishReason.ERROR, message=_ERROR_MESSAGE)
+            if status[row] == _NON_FINITE:
+                message = _ERROR_MESSAGE
+                self.state.pool.taint(self.state.block_row(slot))
+            self.state.end(step.owners[row], FinishReason.ERROR, message=message)
 
     def _return_unused(self, reservation: Reservation) -> None:
         """Only rows that got a block for this step can have too many: all run on, and nothing is

@@ -16,6 +16,7 @@ from cbatch.core.config import LookaheadConfig
 from cbatch.core.cost import CostModel, CostProfile, StepLoad
 from cbatch.core.depths import DepthOdds
 from cbatch.core.estimator import FleetPrior
+from cbatch.core.outlook import Outlook
 from cbatch.core.regime import FIRST_PROBE_STEPS, MOST_PROBE_STEPS, Due, Regime, probes
 from cbatch.core.tally import Rows, Tally
 
@@ -132,6 +133,7 @@ class LookaheadController:
         self._held = _Held(max_slots)
         self._folded_steps = 0
         self._gain, self._threshold = 0.0, np.inf  # of the last decision
+        self._tokens_per_s: float | None = None  # the same
         self._steps = 0
         self._drafting_steps = 0  # since a step without drafts
         self._plain_rows = 0  # of that step
@@ -254,6 +256,17 @@ class LookaheadController:
         accepted, trials = self.estimate[:, rows]
         return lookahead.survival(accepted, trials, depth, self._depths.odds)
 
+    @property
+    def outlook(self) -> Outlook:
+        drafts = self.regime.on and self._tokens_per_s is not None
+        return Outlook(
+            drafting=self.regime.on,
+            price=self._threshold if drafts else None,
+            tokens_per_s=self._tokens_per_s if drafts else None,
+            gain=self._gain if drafts else None,
+            calibration=self._depths.calibration,
+        )
+
     # ---- inside -------------------------------------------------------------------------------
 
     def _wants_plain_step(self, num_rows: int) -> bool:
@@ -284,7 +297,7 @@ class LookaheadController:
         debts_s = _debts_s(lag, room, prices.ingest_s)
         decision = goodput.decide(survival, caps, prices, self._market, room.blocks, debts_s)
         self._market, self._gain = decision.market, decision.gain
-        self._threshold = decision.threshold
+        self._threshold, self._tokens_per_s = decision.threshold, decision.tokens_per_s
         was_on = self.regime.on
         carried_out = self.regime.judge(decision.gain, len(caps))
         if was_on and not self.regime.on:

@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from cbatch.core import lookahead
+from cbatch.core.outlook import Calibration
+
 _MEMORY = 400.0  # drafts of a depth
 _WEIGHT = 100.0  # drafts, half of them accepted, that stand for what is not known yet
 _UNSETTLED = 128  # drafts until the estimates stand on their own
 _MOST = 4.0  # bounds of a factor, and of its inverse
+_COUNTED = 4  # one observation in so many is counted: the figures are for people
 
 
 class DepthOdds:
@@ -27,6 +31,8 @@ class DepthOdds:
         self._sums = np.zeros((3, depth))  # reached, accepted, expected
         self._unsettled = _UNSETTLED
         self.odds = np.ones(depth)
+        self._observations = 0
+        self._totals = np.zeros((3, depth))  # drafted, predicted to survive, survived
 
     def observe(
         self, estimate: np.ndarray, num_drafted: np.ndarray, num_accepted: np.ndarray
@@ -34,6 +40,9 @@ class DepthOdds:
         """A step of some rows: their N and D before it, float64 [2, rows], and what came of it,
         int32 [rows] each."""
         depths = self._depths
+        if self._observations % _COUNTED == 0:
+            self._count(estimate, num_drafted, num_accepted)
+        self._observations += 1
         reached = (depths <= num_accepted) & (depths < num_drafted)
         if self._unsettled > 0:
             self._unsettled -= int(np.count_nonzero(reached))
@@ -50,3 +59,18 @@ class DepthOdds:
         was = (hits + half) / (total - hits + half)
         thought = (expected + half) / (total - expected + half)
         self.odds = np.minimum(np.maximum(was / thought, 1 / _MOST), _MOST)
+
+    @property
+    def calibration(self) -> Calibration:
+        """Since the beginning."""
+        return Calibration(*self._totals.tolist())
+
+    def _count(
+        self, estimate: np.ndarray, num_drafted: np.ndarray, num_accepted: np.ndarray
+    ) -> None:
+        accepted, trials = estimate
+        drafted = self._depths < num_drafted
+        predicted = lookahead.survival(accepted, trials, len(self.odds), self.odds).T
+        self._totals[0] += np.add.reduce(drafted, axis=1)
+        self._totals[1] += np.add.reduce(predicted * drafted, axis=1)
+        self._totals[2] += np.add.reduce(self._depths < num_accepted, axis=1)

@@ -28,6 +28,7 @@ _ROUNDING = 1e-12
 _UNEVEN = 0.02  # what unequal depths must promise: a pass, and a product, serves equal rows best
 _LEAST_S = 1e-12
 _DEPTHS = np.arange(64, dtype=np.float64)[:, None]
+_UP_TO = np.tril(np.ones((64, 64)))  # as a product: sums along the depths
 _COUNTS = np.arange(65_536, dtype=np.float64)
 
 
@@ -48,6 +49,7 @@ class Decision(msgspec.Struct, frozen=True):
     gain: float
     market: Market
     threshold: float = np.inf  # a survival of about so much was worth a draft
+    tokens_per_s: float | None = None  # expected, weighted; None: nobody drafts
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -91,16 +93,17 @@ def decide(
     if blocks is not None and choice is not None:
         choice = _within_blocks(values, prices, choice, *blocks)
     if choice is None:
-        return Decision(np.zeros(rows, dtype=np.int32), 0.0, _market(prices, rows, 0, 1))
+        return Decision(np.zeros(rows, dtype=np.int32), 0.0, _market(prices, rows, 0, 0, 1))
     num_drafts = _take(values[: choice.depth], choice)
+    first_depth = choice.depth
     even = None if blocks is not None else _even(values, prices, num_drafts, caps)
     if even is not None and even[1] * (1 + _UNEVEN) >= choice.goodput:
         num_drafts, worth = even
         count, depth = int(np.add.reduce(num_drafts)), int(np.maximum.reduce(num_drafts))
         choice = Choice(depth, count, worth, choice.threshold)
     gain = choice.goodput * prices.step_s[0] / rows - 1
-    market = _market(prices, rows, choice.count, choice.depth)
-    return Decision(num_drafts, float(gain), market, choice.threshold)
+    market = _market(prices, rows, choice.count, choice.depth, first_depth)
+    return Decision(num_drafts, float(gain), market, choice.threshold, choice.goodput)
 
 
 def weigh(values: np.ndarray, market: Market) -> np.ndarray:
@@ -108,9 +111,10 @@ def weigh(values: np.ndarray, market: Market) -> np.ndarray:
 
     The minimum is sought up to a little beyond the depth of the last decision, whose prices these
     are."""
-    tokens = np.add.accumulate(values[: market.depth + 2], axis=0)
+    depth = min(market.depth + 2, len(values))
+    tokens = _UP_TO[:depth, :depth] @ values[:depth]
     tokens += 1
-    cost_s = market.slot_s + market.token_s * _DEPTHS[1 : len(tokens) + 1]
+    cost_s = market.slot_s + market.token_s * _DEPTHS[1 : depth + 1]
     weights: np.ndarray = np.minimum.reduce(cost_s / tokens, axis=0, initial=market.slot_s)
     weights *= len(weights) / float(np.add.reduce(weights))
     return weights
@@ -275,9 +279,9 @@ def _slope(prices: StepPrices, rows: int, count: int) -> float:
     return float(prices.step_s[high] - prices.step_s[low]) / (high - low) if high > low else 0.0
 
 
-def _market(prices: StepPrices, rows: int, count: int, depth: int) -> Market:
+def _market(prices: StepPrices, rows: int, count: int, depth: int, first_depth: int) -> Market:
     """Shared prices at the optimum: the slope of the cost, averaged over its stairs, and the rest
     of the step by row."""
     token_s = _slope(prices, rows, count)
-    whole_s = float(prices.step_s[count]) + prices.pass_s * depth * (count > 0)
-    return Market(max(whole_s - token_s * count, 0.0) / rows + _LEAST_S, token_s, depth)
+    whole_s = float(prices.step_s[count]) + prices.pass_s * depth
+    return Market(max(whole_s - token_s * count, 0.0) / rows + _LEAST_S, token_s, first_depth)

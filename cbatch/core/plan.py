@@ -24,6 +24,7 @@ class RowStatus(enum.IntEnum):
     DRAFT_NON_FINITE = (
         2  # the draft's row was not finite: nothing drafted, the target's token stands
     )
+    NO_TOKEN = 4  # what the request asks for leaves no token to choose: it ends with an error
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -113,7 +114,7 @@ class ShadowEvidence(msgspec.Struct, frozen=True):
 
 class StepResult(msgspec.Struct, frozen=True):
     """Filled by the executor. Row i emitted `tokens[row_splits[i] : row_splits[i + 1]]`: nothing
-    where no logits were wanted or the status is NON_FINITE, else its `num_accepted[i]` accepted
+    where no logits were wanted or the status is an error, else its `num_accepted[i]` accepted
     drafts and one more. `draft_kv_lens` says how far the draft model's KV is valid after the step;
     None: as if it had drafted, and caught up, whatever was planned and drafted. `expected_accepted`
     is what acceptance is estimated from; None: `num_accepted`. It is that number in greedy and in

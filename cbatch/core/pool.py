@@ -13,6 +13,7 @@ is about to compute it, and *ready* once its KV is verified and complete.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -71,6 +72,16 @@ class BlockPool:
     def num_blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def occupancy(self, most_cells: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """A map of at most so many cells: blocks a cell (the last may have fewer), and of each how
+        many are referenced and how many cached and unreferenced, intp [cells]."""
+        size = -(-self.num_blocks // most_cells)
+        starts = np.arange(0, self.num_blocks, size)
+        referenced = self.ref_counts > 0
+        cached = np.frombuffer(self._ready, dtype=np.bool_) & ~referenced
+        used = np.add.reduceat(referenced, starts, dtype=np.intp)
+        return size, used, np.add.reduceat(cached, starts, dtype=np.intp)
+
     # ---- allocation ---------------------------------------------------------------------------
 
     def allocate(self, count: int) -> np.ndarray:
@@ -90,25 +101,30 @@ class BlockPool:
 
     def acquire(self, blocks: list[int]) -> None:
         """One more reference to each of the cached blocks of a `Match`."""
-        for block in blocks:
-            if self.ref_counts[block] == 0:
+        if not blocks:
+            return
+        counts = self.ref_counts[blocks]
+        for block, count in zip(blocks, counts.tolist(), strict=True):
+            if count == 0:
                 del self._lru[block]
-            self.ref_counts[block] += 1
+        self.ref_counts[blocks] = counts + 1
 
     def release(self, blocks: np.ndarray) -> None:
         """Give up one reference to each block of a sequence, in order of position.
 
         Tails go first into the LRU order, so that a chain is evicted from its end.
         """
-        for block in blocks[::-1].tolist():
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] > 0:
-                continue
-            if self._ready[block]:
-                self._lru[block] = None
+        blocks = blocks[::-1]
+        counts = self.ref_counts[blocks] - 1
+        self.ref_counts[blocks] = counts
+        ready, lru, freed = self._ready, self._lru, []
+        for block in blocks[counts == 0].tolist():
+            if ready[block]:
+                lru[block] = None
             else:
                 self._forget(block)
-                self._push_free(block)
+                freed.append(block)
+        self._push_free(freed)
 
     def release_private(self, blocks: np.ndarray) -> None:
         """Give back blocks that nobody shares and no node names: reserved and not used."""
@@ -134,16 +150,12 @@ class BlockPool:
 
     # ---- prefix cache -------------------------------------------------------------------------
 
-    def token_bytes(self, tokens: np.ndarray, index: int) -> bytes:
-        """The token ids (int32) of the block at `index` of a sequence, as a node's key has them."""
-        return tokens[index * self.block_size : (index + 1) * self.block_size].tobytes()
-
     def match(self, tokens: np.ndarray, max_blocks: int) -> Match:
         """The longest ready prefix of `tokens` (int32), in whole blocks, at most `max_blocks`."""
         blocks: list[int] = []
         uid = ROOT_UID
-        for index in range(max_blocks):
-            block = self._index.get((uid, self.token_bytes(tokens, index)))
+        for name in self._names(tokens, 0, max_blocks):
+            block = self._index.get((uid, name))
             if block is None:
                 break
             if not self._ready[block]:
@@ -152,25 +164,34 @@ class BlockPool:
             uid = self._uids[block]
         return Match(blocks, uid, promised=False)
 
-    def name(self, block: int, parent_uid: int, tokens: bytes) -> int:
-        """Name the node that `block` holds, or that its holder will compute (a promise); returns
-        the node's uid. If the node exists already (another sequence has computed it meanwhile) the
-        block stays private and the existing uid carries the chain on.
+    def name_chain(
+        self, blocks: list[int], parent_uid: int, tokens: np.ndarray, first_index: int
+    ) -> int:
+        """Name the nodes that `blocks` hold, or that their holder will compute (promises); returns
+        the uid of the last one. They are those at `first_index` and on of a sequence of `tokens`
+        (int32). Where a node exists already (another sequence has computed it meanwhile), the block
+        stays private and the existing uid carries the chain on.
         """
-        key = (parent_uid, tokens)
-        existing = self._index.get(key)
-        if existing is not None:
-            return self._uids[existing]
-        self._index[key] = block
-        self._keys[block] = key
-        self._uids[block] = uid = self._next_uid
-        self._next_uid = uid + 1
+        index, uids, uid = self._index, self._uids, parent_uid
+        names = self._names(tokens, first_index, first_index + len(blocks))
+        for block, name in zip(blocks, names, strict=True):
+            key = (uid, name)
+            existing = index.get(key)
+            if existing is not None:
+                uid = uids[existing]
+                continue
+            index[key] = block
+            self._keys[block] = key
+            uids[block] = uid = self._next_uid
+            self._next_uid = uid + 1
         return uid
 
-    def mark_ready(self, block: int) -> None:
-        """The block's KV is complete and verified. A block without a node is left alone."""
-        if self._keys[block] is not None:
-            self._ready[block] = 1
+    def mark_ready(self, blocks: list[int]) -> None:
+        """Their KV is complete and verified. A block without a node is left alone."""
+        keys, ready = self._keys, self._ready
+        for block in blocks:
+            if keys[block] is not None:
+                ready[block] = 1
 
     def taint(self, blocks: np.ndarray) -> None:
         """Non-finite values may be in these blocks: out of the cache, zeroed before reuse."""
@@ -180,8 +201,7 @@ class BlockPool:
 
     def clear_cache(self) -> None:
         """Forget every node: the executor lost the KV."""
-        for block in list(self._lru):
-            self._push_free(block)
+        self._push_free(list(self._lru))
         self._lru.clear()
         for block, key in enumerate(self._keys):
             if key is not None:
@@ -189,10 +209,18 @@ class BlockPool:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _push_free(self, block: int) -> None:
-        self.draft_valid[block] = False
-        self._free[self._num_free] = block
-        self._num_free += 1
+    def _names(self, tokens: np.ndarray, first: int, last: int) -> Iterator[bytes]:
+        """The token ids of each block, as a node's key has them."""
+        size_bytes = self.block_size * tokens.itemsize
+        names = tokens[first * self.block_size : last * self.block_size].tobytes()
+        return (names[at : at + size_bytes] for at in range(0, len(names), size_bytes))
+
+    def _push_free(self, blocks: list[int]) -> None:
+        if blocks:
+            end = self._num_free + len(blocks)
+            self.draft_valid[blocks] = False
+            self._free[self._num_free : end] = blocks
+            self._num_free = end
 
     def _forget(self, block: int) -> None:
         key = self._keys[block]
@@ -203,10 +231,10 @@ class BlockPool:
             self._ready[block] = 0
 
     def _evict(self, count: int) -> None:
-        for _ in range(count):
-            block, _ = self._lru.popitem(last=False)
+        blocks = [self._lru.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
             self._forget(block)
-            self._push_free(block)
+        self._push_free(blocks)
 
     def check(self) -> None:
         """Every invariant of the pool; raises AssertionError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,14 +29,35 @@ class FinishReason(enum.Enum):
     ERROR = "error"  # the request itself failed (non-finite logits, a faulting executor)
 
 
+class StructuredOutputs(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """What the output must be, said in exactly one of these ways (the names are vLLM's). EOS may
+    follow only where it is complete. Raises `FieldError`; whether it compiles is found out by
+    `cbatch.grammars`."""
+
+    json: dict[str, Any] | str | None = None  # a JSON schema
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # that matches the whole output
+    choice: tuple[str, ...] | None = None  # one of these texts
+    grammar: str | None = None  # Lark or GBNF
+
+    def __post_init__(self) -> None:
+        given = [f for f in self.__struct_fields__ if getattr(self, f) not in (None, False)]
+        remedy = f"give one of {', '.join(self.__struct_fields__)}"
+        _require(len(given) == 1, "structured_outputs", given, remedy)
+        _require(self.choice != (), "structured_outputs", "choice: []", "give at least one text")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the tokens of one request are chosen.
 
-    Logits are shaped in this order: allowed and banned ids, stop ids (banned before `min_tokens`),
-    `logit_bias`, penalties (repetition over prompt and output, presence and frequency over output
-    alone); then temperature, top_k, top_p, min_p. `temperature` 0 is greedy. Ties, also at the edge
-    of a filter, go to the lowest id. `n` is expanded into requests with choice indices 0..n-1 and
-    `stop` (strings) is matched on text, both above the core; everything else is in token ids.
+    Logits are shaped in this order: `structured_outputs`, allowed and banned ids, stop ids (banned
+    before `min_tokens`, unless nothing else may follow in a structured output), `logit_bias`,
+    penalties (repetition over prompt and output, presence and frequency over output alone); then
+    temperature, top_k, top_p, min_p. `temperature` 0 is greedy. Ties, also at the edge of a filter,
+    go to the lowest id. `n` is expanded into requests with choice indices 0..n-1 and `stop`
+    (strings) is matched on text, both above the core; everything else is in token ids.
     Raises `FieldError` naming the field.
     """
 
@@ -57,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     logit_bias: dict[int, float] = {}  # added to the logits of these ids
     allowed_token_ids: tuple[int, ...] | None = None  # no others
     banned_token_ids: tuple[int, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None  # of output tokens: 0 the chosen one's, n also the n likeliest
     # raw: of the model's own logits. processed: of the distribution that is sampled from, or for
     # greedy tokens of what it would be at temperature 1.

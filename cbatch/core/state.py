@@ -129,8 +129,7 @@ class SchedulerState:
         sequence.tokens_at_admission = len(tokens)
         sequence.chain_uid, sequence.chain_blocks = match.uid, hits
         if self.config.prefix_cache:
-            for index in range(hits, len(tokens) // pool.block_size):
-                self._name_block(sequence, tokens, index, int(blocks[index]))
+            self._name_blocks(sequence, tokens, blocks[hits : len(tokens) // pool.block_size])
         self.owners[slot] = sequence
         self.prefilling.append(slot)
         self._count_stops(sequence, 1)
@@ -285,11 +284,10 @@ class SchedulerState:
             return
         size = pool.block_size
         first, last = int(table.published[slot]) // size, table.kv_len(slot) // size
-        blocks = table.blocks[slot, first:last].tolist()
-        for index, block in enumerate(blocks, start=first):
-            if index >= sequence.chain_blocks:
-                self._name_block(sequence, table.tokens[slot], index, block)
-            pool.mark_ready(block)
+        if last > max(first, sequence.chain_blocks):
+            blocks = table.blocks[slot, sequence.chain_blocks : last]
+            self._name_blocks(sequence, table.tokens[slot], blocks)
+        pool.mark_ready(table.blocks[slot, first:last].tolist())
         table.published[slot] = max(first, last) * size
         if self.has_draft_kv:
             drafted_blocks = table.draft_kv_len(slot) // size
@@ -361,11 +359,11 @@ class SchedulerState:
         asked = request.params.drafter
         return self.config.default_chain if asked is None else asked
 
-    def _name_block(self, sequence: Sequence, tokens: np.ndarray, index: int, block: int) -> None:
-        """The next node of the sequence's chain: promised at admission, or complete."""
-        name = self.pool.token_bytes(tokens, index)
-        sequence.chain_uid = self.pool.name(block, sequence.chain_uid, name)
-        sequence.chain_blocks += 1
+    def _name_blocks(self, sequence: Sequence, tokens: np.ndarray, blocks: np.ndarray) -> None:
+        """The next nodes of the sequence's chain: promised at admission, or complete."""
+        uid, first = sequence.chain_uid, sequence.chain_blocks
+        sequence.chain_uid = self.pool.name_chain(blocks.tolist(), uid, tokens, first)
+        sequence.chain_blocks += len(blocks)
 
     def _count_stops(self, sequence: Sequence, change: int) -> None:
         counts = self._stop_counts

@@ -34,9 +34,11 @@ from cbatch.engine.wire import (
     Heartbeat,
     Ready,
     Row,
+    Sight,
     StartFailed,
     Stepped,
     Stop,
+    Watch,
 )
 
 # Deaths in a row without one committed token: it is the engine, not a request. Those that come from
@@ -104,7 +106,8 @@ class EngineClient:
         self.num_starts = 0
         self.num_tokens = 0  # that came for requests that were open, from all engines together
         self.down: str | None = None  # why it is gone for good
-        self.on_step: Callable[[Stepped], None] | None = None  # for metrics and pages
+        self.on_step: Callable[[Stepped], None] | None = None  # for metrics
+        self._on_sight: Callable[[Sight], None] | None = None  # None: nobody watches
 
     @property
     def up(self) -> bool:
@@ -168,6 +171,20 @@ class EngineClient:
             self._link.send(command(wire_id))
         self._go_on_trying()
 
+    # ---- watching -----------------------------------------------------------------------------
+
+    def watch(self, on_sight: Callable[[Sight], None] | None) -> None:
+        """From now on, also after a restart, `on_sight` is told of the engine several times a
+        second; None: no longer."""
+        self._on_sight = on_sight
+        if self._link is not None and self._link.ready:
+            self._link.send(Watch(on_sight is not None))
+
+    def request_id(self, wire_id: str) -> str | None:
+        """Who runs under that name in the running engine; None: it has ended."""
+        transcript = self._by_wire_id.get(wire_id)
+        return None if transcript is None else transcript.request.request_id
+
     # ---- what the engine is given to do -------------------------------------------------------
 
     def _dispatch(self, transcript: _Transcript) -> None:
@@ -218,11 +235,17 @@ class EngineClient:
                 self.engine = event
                 if not self._started.done():
                     self._started.set_result(event)
+                if self._on_sight is not None:
+                    link.send(Watch(True))
                 self._distribute()
             case StartFailed():
                 link.failure = event
             case Heartbeat(stats):
                 self.stats = stats
+            case Sight(stats=stats):
+                self.stats = stats
+                if self._on_sight is not None:
+                    self._on_sight(event)
             case Stepped():
                 self._take_step(link, event)
                 self._go_on_trying()
@@ -294,7 +317,9 @@ class EngineClient:
             self.down = f"the engine {death.cause}"
             self._started.set_exception(_start_error(link.failure, death.cause))
             return
-        _logger.warning("the engine %s; %d open requests are resumed", death.cause, self.num_open)
+        told = {"cause": death.cause, "open_requests": self.num_open, "starts": self.num_starts}
+        message = "the engine %s; %d open requests are resumed"
+        _logger.warning(message, death.cause, self.num_open, extra={"fields": told})
         self._judge(in_flight, death.cause)
         if link.committed:
             self._barren_deaths, self._pause_s = 0, 0.0

@@ -70,6 +70,7 @@ class StepLoop:
         self._occupants: dict[int, tuple[int, str]] = {}  # slot: generation, request
         self._num_faults = 0  # since the last committed token
         self._suspects: set[str] = set()
+        self.plan_s = self.commit_s = 0.0  # in the scheduler so far, by the clock
         self.last_plan: StepPlan | None = None  # the one last committed, for displays
         self.last_result: StepResult | None = None  # and what came of it
         # Told before a step runs, and after one is committed, which requests are in flight; so that
@@ -124,7 +125,9 @@ class StepLoop:
         return plan
 
     def _plan(self) -> StepPlan | None:
-        plan = self._scheduler.plan(self._clock())
+        start_s = self._clock()
+        plan = self._scheduler.plan(start_s)
+        self.plan_s += self._clock() - start_s
         if plan is not None:
             for a in plan.deltas.admitted:
                 self._occupants[a.slot] = (a.generation, a.request_id)
@@ -133,7 +136,9 @@ class StepLoop:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> Commit:
         self.last_plan, self.last_result = plan, result
-        commit = self._scheduler.commit(result, self._clock())
+        start_s = self._clock()
+        commit = self._scheduler.commit(result, start_s)
+        self.commit_s += self._clock() - start_s
         self._tell_flight(self._in_flight)
         return commit
 

@@ -21,6 +21,7 @@ from cbatch.core.request import FinishReason
 from cbatch.core.scheduler import Scheduler
 from cbatch.core.sequence import Commit
 from cbatch.engine.flight import FlightRecorder
+from cbatch.engine.lens import Lens
 from cbatch.engine.link import Death
 from cbatch.engine.loop import StepLoop
 from cbatch.engine.wire import (
@@ -34,9 +35,11 @@ from cbatch.engine.wire import (
     Heartbeat,
     Ready,
     Row,
+    Sight,
     StartFailed,
     Stepped,
     StepTimes,
+    Watch,
     decode_command,
     encode,
 )
@@ -53,6 +56,8 @@ class EngineParts(NamedTuple):
     loop: StepLoop
     drafters: tuple[str, ...] = ()
     info: dict[str, Any] = {}
+    close: Callable[[], None] | None = None  # called once no step runs any more
+    follows_grammars: bool = False
 
 
 Factory = Callable[[], EngineParts]  # picklable: it is called in the new process
@@ -69,12 +74,13 @@ class EngineServer:
         self._socket = socket
         self._refused: list[Ending] = []
         self._step_s = 0.0
+        self._lens: Lens | None = None  # None: nobody watches
         self._loop.on_flight = recorder.write
 
     def run(self) -> None:
         """Until it is told to stop."""
-        config = self._scheduler.config
-        self._send(Ready(config, self._parts.drafters, self._parts.info))
+        config, parts = self._scheduler.config, self._parts
+        self._send(Ready(config, parts.drafters, parts.info, parts.follows_grammars))
         while self._obey():
             if self._busy:
                 self._step()
@@ -88,6 +94,7 @@ class EngineServer:
         timeout_ms = 0 if self._busy else int(HEARTBEAT_S * 1000)
         if not self._socket.poll(timeout_ms) and not self._busy:
             self._send(Heartbeat(self._stats()))
+            self._show()
         while self._socket.poll(0):
             if not self._carry_out(decode_command(self._socket.recv())):
                 return False
@@ -106,6 +113,8 @@ class EngineServer:
                 self._scheduler.cancel(request_id, now_s)
             case Finish(request_id, keep_tokens):
                 self._scheduler.finish(request_id, keep_tokens, now_s)
+            case Watch(wanted):
+                self._lens = Lens(self._scheduler) if wanted else None
             case _:
                 return False
         return True
@@ -121,6 +130,8 @@ class EngineServer:
             total_s = time.monotonic() - start_s
             self._step_s += total_s
             self._tell(commit, endings, total_s)
+            if self._lens is not None and self._lens.due(start_s + total_s):
+                self._show()
         elif endings:
             self._send(Stepped((), (), tuple(endings), (), None, self._stats()))
         elif self._scheduler.has_work:
@@ -129,6 +140,8 @@ class EngineServer:
     def _tell(self, commit: Commit, endings: list[Ending], total_s: float) -> None:
         plan, result = self._loop.last_plan, self._loop.last_result
         assert plan is not None and result is not None
+        if self._lens is not None:
+            self._lens.note(plan, result, commit)
         rows = [
             Row(request_id, tokens.tolist(), drafted, accepted)
             for request_id, tokens, drafted, accepted in commit.updates()
@@ -145,8 +158,18 @@ class EngineServer:
             )
         )
 
+    def _show(self) -> None:
+        """To those who watch."""
+        lens = self._lens
+        if lens is not None:
+            begin_s = time.thread_time()
+            steps, num_steps = lens.take_steps()
+            self._send(Sight(lens.rows(), steps, num_steps, lens.blocks(), self._stats()))
+            lens.looked(time.monotonic(), time.thread_time() - begin_s)
+
     def _stats(self) -> EngineStats:
         scheduler, pool = self._scheduler, self._scheduler.state.pool
+        controller = scheduler.state.controller
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -154,7 +177,10 @@ class EngineServer:
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
             step_s=self._step_s,
+            plan_s=self._loop.plan_s,
+            commit_s=self._loop.commit_s,
             totals=scheduler.stats,
+            outlook=None if controller is None else controller.outlook,
         )
 
     def _send(self, event: Event) -> None:
@@ -180,7 +206,11 @@ def run_engine(factory: Factory, endpoint: str, flight_path: Path) -> None:
     try:
         parts = _make(factory, socket)
         if parts is not None:
-            EngineServer(parts, socket, FlightRecorder(flight_path)).run()
+            try:
+                EngineServer(parts, socket, FlightRecorder(flight_path)).run()
+            finally:
+                if parts.close is not None:
+                    parts.close()
     finally:
         socket.close()
         zmq.Context.instance().term()

@@ -6,7 +6,8 @@ everything before it. Floats survive exactly, so a replay reproduces every decis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +35,7 @@ AnyEvent = (
 )
 FORMAT = "cbatch-step-log"
 VERSION = 1
+_LOOK_BYTES = 2**16
 
 
 class StepLogError(ValueError):
@@ -60,19 +62,55 @@ def decode_array(kind: type, value: Any) -> Any:
     raise NotImplementedError(f"{kind.__name__} does not belong in a step log")
 
 
+class StepLogEncoder:
+    def __init__(self) -> None:
+        self._encoder = msgspec.json.Encoder(enc_hook=encode_array)
+
+    def line(self, record: msgspec.Struct) -> bytes:
+        return self._encoder.encode(record) + b"\n"
+
+
+def open_to_append(path: Path) -> int:
+    """The descriptor of a log that is new, or goes on: half a record, which a killed process left
+    at the end, is cut off. Raises OSError, and `StepLogError` for a file that is something else."""
+    header = StepLogEncoder().line(Header(FORMAT, VERSION))
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        size_bytes = os.fstat(file).st_size
+        begin = os.pread(file, len(header), 0)
+        if not header.startswith(begin):
+            raise StepLogError(f"{path}: not a step log of this version; name another file")
+        if len(begin) < len(header):
+            os.ftruncate(file, 0)
+            os.write(file, header)
+        else:
+            os.ftruncate(file, _end_of_last_line(file, size_bytes))
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _end_of_last_line(file: int, size_bytes: int) -> int:
+    end = size_bytes
+    while True:
+        start = max(0, end - _LOOK_BYTES)
+        found = os.pread(file, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+
+
 class StepLogWriter:
     """Pass it to a scheduler as `log`. Every event is handed to the system before the next."""
 
     def __init__(self, path: str | Path) -> None:
-        self._encoder = msgspec.json.Encoder(enc_hook=encode_array)
+        self._encoder = StepLogEncoder()
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
-        self._write(Header(FORMAT, VERSION))
+        self._file.write(self._encoder.line(Header(FORMAT, VERSION)))
 
     def __call__(self, event: Event) -> None:
-        self._write(event)
-
-    def _write(self, record: msgspec.Struct) -> None:
-        self._file.write(self._encoder.encode(record) + b"\n")
+        self._file.write(self._encoder.line(event))
 
     def close(self) -> None:
         self._file.close()
@@ -128,6 +166,21 @@ def _check_header(path: str | Path, line: bytes) -> None:
         )
 
 
+def engines_of(events: Iterable[AnyEvent]) -> Iterator[list[AnyEvent]]:
+    """The log of each engine: a configuration begins one, the next ends it. Raises `StepLogError`
+    for events of none."""
+    engine: list[AnyEvent] = []
+    for event in events:
+        if isinstance(event, Configured) and engine:
+            yield engine
+            engine = []
+        if not engine and not isinstance(event, Configured):
+            raise StepLogError("events: the first is not the configuration")
+        engine.append(event)
+    if engine:
+        yield engine
+
+
 def replay(
     events: Iterable[Event],
     *,
@@ -135,7 +188,8 @@ def replay(
     on_commit: Callable[[Commit], None] | None = None,
     log: Callable[[Event], None] | None = None,
 ) -> Scheduler:
-    """A scheduler that was given these inputs; the callbacks see what it decided on the way."""
+    """A scheduler that was given these inputs, of one engine; the callbacks see what it decided on
+    the way."""
     remaining = iter(events)
     first = next(remaining, None)
     if not isinstance(first, Configured):

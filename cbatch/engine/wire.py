@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from cbatch.core.config import SchedulerConfig
+from cbatch.core.outlook import Outlook
 from cbatch.core.plan import TokenLogprobs
 from cbatch.core.request import FinishReason, Request
 from cbatch.core.sequence import SchedulerStats
@@ -43,7 +44,13 @@ class Stop(Message, frozen=True):
     """End the process. What still runs is dropped: its owner has dealt with it."""
 
 
-Command = Add | Cancel | Finish | Stop
+class Watch(Message, frozen=True):
+    """Somebody looks at the live page, or nobody does any more."""
+
+    wanted: bool
+
+
+Command = Add | Cancel | Finish | Stop | Watch
 
 # ---- events, from the engine ------------------------------------------------------------------
 
@@ -57,16 +64,21 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     free_blocks: int
     cached_blocks: int  # unreferenced, kept for prefix hits
     step_s: float  # in all steps, planning and committing included
+    plan_s: float  # of that; beside a running step where steps overlap
+    commit_s: float
     totals: SchedulerStats
+    outlook: Outlook | None  # None: the policy is not `goodput`
 
 
 class Ready(Message, frozen=True):
     """The model is loaded. `config` decides which requests are accepted; `drafters` are the names
-    that they may ask for; `info` is for people."""
+    that they may ask for; `info` is for people. `follows_grammars`: `structured_outputs` are
+    served."""
 
     config: SchedulerConfig
     drafters: tuple[str, ...]
     info: dict[str, Any]
+    follows_grammars: bool = False
 
 
 class StartFailed(Message, frozen=True):
@@ -118,7 +130,47 @@ class Heartbeat(Message, frozen=True):
     stats: EngineStats
 
 
-Event = Ready | StartFailed | Stepped | Heartbeat
+class SeenRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Who holds a slot. `tokens` are known, prompt and output; `todo` of them are still to be
+    computed: one, unless the prompt is. `belief` is the estimated acceptance; None: the policy
+    estimates nothing."""
+
+    slot: int
+    request_id: str
+    prompt_tokens: int
+    tokens: int
+    todo: int
+    belief: float | None
+
+
+class SeenStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """By row. `chunk` are the tokens that are no drafts: 1 where it decodes."""
+
+    slots: list[int]
+    drafted: list[int]
+    accepted: list[int]
+    chunk: list[int]
+
+
+class BlockMap(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The pool in order of block ids, some blocks a cell: by cell how many are used, and cached."""
+
+    cell_blocks: int
+    used: list[int]
+    cached: list[int]
+
+
+class Sight(Message, frozen=True):
+    """For who watches; some of the steps since the last one, of which there were `num_steps`."""
+
+    rows: tuple[SeenRow, ...]
+    steps: tuple[SeenStep, ...]
+    num_steps: int
+    blocks: BlockMap
+    stats: EngineStats
+
+
+Event = Ready | StartFailed | Stepped | Heartbeat | Sight
 
 # ---- bytes ------------------------------------------------------------------------------------
 

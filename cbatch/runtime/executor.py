@@ -25,9 +25,9 @@ from cbatch.runtime.kv import KVCache
 from cbatch.runtime.logprobs import describe, split_prompt_rows
 from cbatch.runtime.model import Model
 from cbatch.runtime.rows import SlotTable
+from cbatch.runtime.structured import Grammars
 from cbatch.runtime.verification import Verified, Wanted, verify
 
-_NON_FINITE = int(RowStatus.NON_FINITE)
 _DRAFT_NON_FINITE = int(RowStatus.DRAFT_NON_FINITE)
 
 
@@ -62,10 +62,11 @@ class TorchExecutor:
         block_size_tokens: int,
         max_slots: int,
         drafter: Drafter | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model = model
         self.device = torch.device(model.device)
-        self.table = SlotTable(max_slots, block_size_tokens, model.config.vocab_size)
+        self.table = SlotTable(max_slots, block_size_tokens, model.config.vocab_size, grammars)
         self.kv = KVCache(model.config, num_blocks, block_size_tokens, model.dtype, model.device)
         self.drafter = drafter
         if drafter is not None:
@@ -143,7 +144,7 @@ class TorchExecutor:
         # A row that already reached its end, or failed, has nothing left to do.
         idle = (room <= 0) & wants
         if table.num_failed:
-            idle |= table.failed[slots]
+            idle |= table.failed[slots] > 0
         if np.count_nonzero(idle):
             rows = _select(rows, np.flatnonzero(~idle))
         reached = rows.start + rows.fresh
@@ -235,8 +236,9 @@ class TorchExecutor:
         tokens = counts[:0]
         if verified is not None:
             slots, known, emits = rows.slots, rows.known, verified.num_accepted + 1
-            if np.count_nonzero(verified.finite) < len(emits):
-                emits *= verified.finite
+            troubled = np.count_nonzero(verified.status) > 0
+            if troubled:
+                emits *= verified.status == 0
             if rows.all_want:
                 kv_len = kv_len + verified.num_accepted
                 counts = emits
@@ -245,8 +247,9 @@ class TorchExecutor:
                 slots, known = slots[at], known[at]
                 kv_len[at] += verified.num_accepted
                 counts[at] = emits
-            if np.count_nonzero(verified.finite) < len(emits):
-                table.fail(slots[~verified.finite])
+            if troubled:
+                failed = verified.status > 0
+                table.fail(slots[failed], verified.status[failed])
             row, depth = (iota(verified.tokens.shape[1]) < emits[:, None]).nonzero()
             tokens = verified.tokens[row, depth]
             table.tokens[slots[row], known[row] + depth] = tokens
@@ -288,7 +291,8 @@ class TorchExecutor:
             if np.count_nonzero(proposal.non_finite):
                 status[at] = proposal.non_finite * np.uint8(_DRAFT_NON_FINITE)
         if table.num_failed:
-            status[table.failed[plan.slots]] = _NON_FINITE
+            failed = table.failed[plan.slots]
+            status = np.where(failed, failed, status)
         if rows.plan_rows is not None:
             counts, emitted = np.zeros(num_rows, dtype=np.int64), counts
             counts[rows.plan_rows] = emitted

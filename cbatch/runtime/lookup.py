@@ -148,6 +148,8 @@ class LookupDrafter:
         for i, (slot, known, depth) in enumerate(places):
             if depth:
                 drafts = self._read(slot, known).index.propose(depth)
+                if self.table.shaping.active[slot]:
+                    del drafts[self.table.shaping.num_allowed(slot, drafts) :]
                 tokens[i, : len(drafts)] = drafts
                 num_drafted[i] = len(drafts)
         return Proposal(tokens, num_drafted, None, np.zeros(len(depths), dtype=np.bool_))

@@ -14,9 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.core.errors import FieldError
 from cbatch.core.plan import Admission
-from cbatch.core.request import SamplingParams
+from cbatch.core.request import SamplingParams, StructuredOutputs
 from cbatch.runtime.index import I64
+from cbatch.runtime.structured import Grammars, Structured
 
 
 class LogitsProcessor(Protocol):
@@ -64,15 +66,21 @@ class BannedTokens(_Stateless):
 
 
 class MinTokens:
-    """Stop ids are forbidden for the next `count` tokens."""
+    """Stop ids are forbidden for the next `count` tokens; with `yields` not where nothing else may
+    follow."""
 
-    def __init__(self, stop_ids: Sequence[int], count: int) -> None:
-        self._banned = BannedTokens(stop_ids)
-        self._left = count
+    def __init__(self, stop_ids: Sequence[int], count: int, *, yields: bool = False) -> None:
+        self._ids = _as_index(stop_ids)
+        self._left, self._yields = count, yields
 
     def shape(self, row: Tensor) -> None:
-        if self._left > 0:
-            self._banned.shape(row)
+        if self._left <= 0:
+            return
+        ids = self._ids.to(row.device)
+        kept = row.index_select(0, ids)
+        row.index_fill_(0, ids, -torch.inf)
+        if self._yields and _is_empty(row):
+            row.index_copy_(0, ids, kept)
 
     def advance(self, token: int) -> None:
         self._left -= 1
@@ -151,17 +159,26 @@ class Penalties:
 
 
 class Chain:
-    """Processors in the order in which they apply; a processor itself."""
+    """Processors in the order in which they apply. `structured` is one of them: with it there may
+    be prefixes that nothing may follow."""
 
-    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
+    def __init__(
+        self, processors: Sequence[LogitsProcessor], structured: Structured | None = None
+    ) -> None:
         self._processors = tuple(processors)
+        self.structured = structured
 
     def __len__(self) -> int:
         return len(self._processors)
 
-    def shape(self, row: Tensor) -> None:
+    def shape(self, row: Tensor) -> bool:
+        """False: no token may follow. Then `row` is 0, so that what is made of it are numbers."""
         for processor in self._processors:
             processor.shape(row)
+        if self.structured is None or not _is_empty(row):
+            return True
+        row.zero_()
+        return False
 
     def advance(self, token: int) -> None:
         for processor in self._processors:
@@ -173,10 +190,19 @@ class Chain:
 
 
 def processors_of(
-    params: SamplingParams, stop_ids: Sequence[int], prompt: Sequence[int], vocab_size: int
+    params: SamplingParams,
+    stop_ids: Sequence[int],
+    prompt: Sequence[int],
+    vocab_size: int,
+    grammars: Grammars | None = None,
 ) -> Chain:
-    """What `params` ask for, after `prompt`: none, for most requests."""
+    """What `params` ask for, after `prompt`: none, for most requests. Raises `FieldError` for a
+    structured output that `grammars` does not know."""
     chain: list[LogitsProcessor] = []
+    structured = None
+    if params.structured_outputs is not None:
+        structured = _structured(params.structured_outputs, vocab_size, grammars)
+        chain.append(structured)
     if params.allowed_token_ids is not None:
         banned = set(params.banned_token_ids)
         chain.append(AllowedTokens([i for i in params.allowed_token_ids if i not in banned]))
@@ -185,7 +211,8 @@ def processors_of(
     # EOS ids come from the model's files, which may name more ids than there are logits.
     stop_ids = [i for i in stop_ids if i < vocab_size]
     if params.min_tokens and stop_ids:
-        chain.append(MinTokens(stop_ids, params.min_tokens))
+        yields = structured is not None
+        chain.append(MinTokens(stop_ids, params.min_tokens, yields=yields))
     if params.logit_bias:
         chain.append(LogitBias(params.logit_bias))
     if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
@@ -197,14 +224,21 @@ def processors_of(
                 frequency=params.frequency_penalty,
             )
         )
-    return Chain(chain)
+    return Chain(chain, structured)
+
+
+def _structured(asked: StructuredOutputs, vocab_size: int, grammars: Grammars | None) -> Structured:
+    if grammars is None:
+        remedy = "start the engine with a tokenizer, on the CPU"
+        raise FieldError("structured_outputs", "is not served here", remedy)
+    return Structured(grammars, asked, vocab_size)
 
 
 class Shaping:
     """The processors of every slot. `active` bool [slots], `num_active` their number."""
 
-    def __init__(self, max_slots: int, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, max_slots: int, vocab_size: int, grammars: Grammars | None = None) -> None:
+        self._vocab_size, self._grammars = vocab_size, grammars
         self._chains: dict[int, Chain] = {}
         self.active: NDArray[np.bool_] = np.zeros(max_slots, dtype=np.bool_)
         self.num_active = 0
@@ -212,7 +246,7 @@ class Shaping:
     def admit(self, a: Admission) -> None:
         """Made anew from prompt and output: a preemption or a restart leaves no trace."""
         prompt = a.tokens[: a.num_prompt_tokens].tolist()
-        chain = processors_of(a.params, a.stop_ids, prompt, self._vocab_size)
+        chain = processors_of(a.params, a.stop_ids, prompt, self._vocab_size, self._grammars)
         if len(chain):
             for token in a.tokens[a.num_prompt_tokens :].tolist():
                 chain.advance(token)
@@ -233,23 +267,32 @@ class Shaping:
         starts: I64,
         num_drafted: I64,
         drafts: I64 | None,
-    ) -> None:
+    ) -> dict[int, int]:
         """Shape the rows of W sequences in place: `logits[starts[i] + j]` follows the known tokens
         and the first j of the drafts of row i, j <= num_drafted[i]; `drafts` int64 [W, >= max k]
-        or None. Afterwards the prefixes are the known tokens again."""
+        or None. Afterwards the prefixes are the known tokens again. Returns the rows that come to a
+        prefix that no token may follow, and at which j."""
+        dead_ends = {}
         for i in self.active[slots].nonzero()[0].tolist():
             chain, start, depth = self._chains[int(slots[i])], int(starts[i]), int(num_drafted[i])
-            for j in range(depth):
-                assert drafts is not None
-                chain.shape(logits[start + j])
-                chain.advance(int(drafts[i, j]))
-            chain.shape(logits[start + depth])
+            for j in range(depth + 1):
+                if not chain.shape(logits[start + j]):
+                    dead_ends.setdefault(i, j)
+                if j < depth:
+                    assert drafts is not None
+                    chain.advance(int(drafts[i, j]))
             chain.rollback(depth)
+        return dead_ends
 
     def shape_each(self, logits: Tensor, slots: NDArray[np.integer]) -> None:
         """Shape one row each in place, after the present prefixes."""
         for i in self.active[slots].nonzero()[0].tolist():
             self._chains[int(slots[i])].shape(logits[i])
+
+    def num_allowed(self, slot: int, drafts: list[int]) -> int:
+        """How many of `drafts` the grammar of the slot's output lets follow one another."""
+        structured = self._chains[slot].structured if self.active[slot] else None
+        return len(drafts) if structured is None else structured.num_allowed(drafts)
 
     def advance(self, slots: NDArray[np.integer], tokens: I64, counts: I64) -> None:
         """The prefix of `slots[i]` grows by `tokens[i, : counts[i]]`."""
@@ -261,6 +304,11 @@ class Shaping:
         """The prefix of `slots[i]` loses its last `counts[i]` tokens."""
         for i in self.active[slots].nonzero()[0].tolist():
             self._chains[int(slots[i])].rollback(int(counts[i]))
+
+
+def _is_empty(row: Tensor) -> bool:
+    """Whether every token is forbidden."""
+    return row.max().item() == -torch.inf
 
 
 def _as_index(ids: Sequence[int]) -> Tensor:

@@ -12,6 +12,7 @@ from cbatch.runtime.index import I64, iota
 from cbatch.runtime.logprobs import Asks
 from cbatch.runtime.model import RaggedBatch
 from cbatch.runtime.processors import Shaping
+from cbatch.runtime.structured import Grammars
 
 
 class SlotTable:
@@ -24,7 +25,14 @@ class SlotTable:
     A slot is `greedy`, or its sampled tokens are verified by rejection (`rejects`) or `coupled`.
     """
 
-    def __init__(self, max_slots: int, block_size_tokens: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        max_slots: int,
+        block_size_tokens: int,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self._grammars = grammars
         self.max_slots = max_slots
         self.block_size_tokens = block_size_tokens
         self.vocab_size = vocab_size
@@ -35,13 +43,14 @@ class SlotTable:
     def clear(self) -> None:
         """Forget every slot."""
         size = self.max_slots
-        self.failed = np.zeros(size, dtype=bool)  # ended by NON_FINITE; computes nothing more
+        # The error (RowStatus) that ended it: it computes nothing more. 0: none did.
+        self.failed = np.zeros(size, dtype=np.uint8)
         self.num_failed = 0
         self.generation = np.zeros(size, dtype=np.int32)
         self.num_tokens = np.zeros(size, dtype=np.int64)
         self.kv_len = np.zeros(size, dtype=np.int64)
         self.max_total = np.zeros(size, dtype=np.int64)
-        self.shaping = Shaping(size, self.vocab_size)
+        self.shaping = Shaping(size, self.vocab_size, self._grammars)
         self.asks = Asks()
         self.greedy = np.ones(size, dtype=bool)
         self.rejects = np.zeros(size, dtype=bool)
@@ -94,12 +103,12 @@ class SlotTable:
         self.num_tokens[slot] = self.kv_len[slot] = 0
         self.shaping.release(slot)
         self.asks.release(slot)
-        self.failed[slot] = False
+        self.failed[slot] = 0
         self.num_failed = np.count_nonzero(self.failed)
 
-    def fail(self, slots: NDArray[np.integer]) -> None:
-        """These produced values that are not finite."""
-        self.failed[slots] = True
+    def fail(self, slots: NDArray[np.integer], status: NDArray[np.uint8]) -> None:
+        """These ended by an error: `status[i]` is not 0."""
+        self.failed[slots] = status
         self.num_failed = np.count_nonzero(self.failed)
 
     def _widen_tokens(self, width: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.core.plan import TokenLogprobs
+from cbatch.core.plan import RowStatus, TokenLogprobs
 from cbatch.runtime.index import I64, iota
 from cbatch.runtime.logprobs import Ask, describe
 from cbatch.runtime.rows import SlotTable
@@ -29,6 +29,9 @@ from triton_kernels.verify import (
     rejection_verify,
 )
 
+_OK, _NON_FINITE = np.uint8(RowStatus.OK), np.uint8(RowStatus.NON_FINITE)
+_NO_TOKEN = np.uint8(RowStatus.NO_TOKEN)
+
 
 class Wanted(NamedTuple):
     """W rows of a step that decide tokens, the first at position `known[i]`.
@@ -46,20 +49,21 @@ class Wanted(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Row i emits `tokens[i, : num_accepted[i] + 1]`, provided that its logits were `finite`.
+    """Row i emits `tokens[i, : num_accepted[i] + 1]`, provided that its `status` is OK; else it is
+    NON_FINITE or NO_TOKEN.
 
     `expected_accepted` is as in `StepResult`: None if no row with drafts is verified by rejection.
     """
 
     tokens: I64  # [W, max k + 1]
     num_accepted: I64
-    finite: NDArray[np.bool_]
+    status: NDArray[np.uint8]
     logprobs: list[TokenLogprobs]  # of the rows that ask for them
     expected_accepted: NDArray[np.float32] | None = None
 
 
 def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
-    """Accept, replace and extend. Rows whose logits are not finite get an arbitrary verdict."""
+    """Accept, replace and extend. Rows whose status is not OK get an arbitrary verdict."""
     finite = all_finite(logits)
     if wanted.drafts is None:
         starts, lens = iota(len(wanted.slots)), np.ones(len(wanted.slots), dtype=np.int64)
@@ -69,8 +73,10 @@ def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
         if len(logits) > len(lens):
             finite = np.logical_and.reduceat(finite, starts)
     asking = _asking(logits, wanted.slots, starts, lens, table) if table.asks.outputs else []
+    dead_ends: dict[int, int] = {}
     if table.shaping.num_active:
-        table.shaping.shape_runs(logits, wanted.slots, starts, lens - 1, wanted.drafts)
+        shape_runs = table.shaping.shape_runs
+        dead_ends = shape_runs(logits, wanted.slots, starts, lens - 1, wanted.drafts)
     ids = greedy_tokens(logits)
     if wanted.drafts is None:
         tokens, num_accepted = ids[:, None], np.zeros(len(ids), dtype=np.int64)
@@ -91,22 +97,26 @@ def verify(logits: Tensor, wanted: Wanted, table: SlotTable) -> Verified:
             num_accepted[at] = accepted
             if chances is not None:
                 expected = at, chances
+    status = np.where(finite, _OK, _NON_FINITE)
+    for row, depth in dead_ends.items():
+        if finite[row] and num_accepted[row] >= depth:
+            status[row] = _NO_TOKEN
     logprobs = [
         _describe(each, logits, wanted, tokens, num_accepted, table)
         for each in asking
-        if finite[each.row]
+        if status[each.row] == _OK
     ]
-    evidence = None if expected is None else _evidence(num_accepted, *expected, finite)
-    return Verified(tokens, num_accepted, finite, logprobs, evidence)
+    evidence = None if expected is None else _evidence(num_accepted, *expected, status)
+    return Verified(tokens, num_accepted, status, logprobs, evidence)
 
 
 def _evidence(
-    num_accepted: I64, at: I64, expected: NDArray[np.float32], finite: NDArray[np.bool_]
+    num_accepted: I64, at: I64, expected: NDArray[np.float32], status: NDArray[np.uint8]
 ) -> NDArray[np.float32]:
-    """What is `expected` of the rows `at`, counts of others; nothing of those not `finite`."""
+    """What is `expected` of the rows `at`, counts of others; nothing of those that failed."""
     evidence = num_accepted.astype(np.float32)
     evidence[at] = expected
-    evidence[~finite] = 0
+    evidence[status != _OK] = 0
     return evidence
 
 

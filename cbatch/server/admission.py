@@ -14,7 +14,7 @@ import msgspec
 from cbatch.core.errors import FieldError
 from cbatch.server.errors import OverloadedError
 
-_LONGEST_RETRY_S = 60
+LONGEST_RETRY_S = 60
 _REMEMBERED = 64  # departures from the queue, for its pace
 
 
@@ -23,8 +23,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     An empty queue takes any one call, so that no bound makes a call impossible. A call that is
     still queued after `queue_timeout_s` is refused, one that is not done after `timeout_s` ends
-    there; None: no limit. A stream with more than `max_unread_tokens` tokens that its client has
-    not read ends: they are dropped, and its choices free their slots.
+    there; None: no limit. A call with more than `max_unread_tokens` tokens that its client has
+    not read (64 for each choice, if that is more) ends: they are dropped, and its choices free
+    their slots.
     """
 
     max_queued_requests: int = 256
@@ -48,7 +49,7 @@ class Place:
         self._num_requests, self._prompt_tokens = num_requests, prompt_tokens
 
     def settle(self, prompt_tokens: int) -> None:
-        """The prompt is tokenised: so long it is, at most what was reserved."""
+        """The prompt is tokenised: so long it is."""
         self._queue.num_prompt_tokens += prompt_tokens - self._prompt_tokens
         self._prompt_tokens = prompt_tokens
 
@@ -77,7 +78,7 @@ class Admission:
         self._departures_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def reserve(self, num_requests: int, prompt_tokens: int) -> Place:
-        """`prompt_tokens` may be a bound, until `settle`. Raises `OverloadedError`."""
+        """`prompt_tokens` may be an estimate, until `settle`. Raises `OverloadedError`."""
         self._require(num_requests, prompt_tokens)
         self.num_requests += num_requests
         self.num_prompt_tokens += prompt_tokens
@@ -119,4 +120,4 @@ class Admission:
         if len(times) < 2:
             return 1
         pace_s = (self._clock() - times[0]) / (len(times) - 1)
-        return max(1, min(_LONGEST_RETRY_S, math.ceil(pace_s * self.num_requests)))
+        return max(1, min(LONGEST_RETRY_S, math.ceil(pace_s * self.num_requests)))

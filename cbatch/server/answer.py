@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cbatch.core.committer import NO_TOKEN_MESSAGE
 from cbatch.core.request import FinishReason
 from cbatch.outputs import Choice, Output, TokenLogprob
 from cbatch.server.bodies import Call
-from cbatch.server.faults import GenerationError
+from cbatch.server.faults import GenerationError, UnanswerableError
 from cbatch.server.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from cbatch.server.metrics import Meter
 from cbatch.server.model import ServedModel
@@ -25,10 +26,14 @@ from cbatch.server.schemas import (
     Completion,
     CompletionChoice,
     Delta,
+    FunctionCall,
     PromptLogprobs,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from cbatch.server.stream import OutputStream
+from cbatch.server.tools import CallPart, CallReader
 
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
@@ -74,7 +79,8 @@ class Answer(ABC, Generic[Part]):
         self._streams.append(stream)
         prompt_tokens = len(stream.accepted.prompt_token_ids)
         self._prompt_tokens += prompt_tokens
-        self._meter.open(prompt_tokens, stream.accepted.num_choices)
+        num_choices, max_tokens = stream.accepted.num_choices, self.call.params.max_tokens
+        self._meter.open(prompt_tokens, num_choices, max_tokens)
 
     def take(self, position: int, output: Output) -> _Progress:
         """Counts what a choice brought. `position` is the prompt's. Raises `GenerationError` where
@@ -85,9 +91,11 @@ class Answer(ABC, Generic[Part]):
         if progress is None:
             progress = self._progress[index] = _Progress(index, position, stream)
         self._completion_tokens += len(output.token_ids)
-        self._meter.observe(index, output)
+        self._meter.observe(index, output, stream.admitted_s)
         if done is not None:
             if done.finish_reason is FinishReason.ERROR:
+                if done.error == NO_TOKEN_MESSAGE:
+                    raise UnanswerableError(done.error)
                 raise GenerationError(done.error or "the request failed")
             self._done[index] = done
         return progress
@@ -98,11 +106,11 @@ class Answer(ABC, Generic[Part]):
         text = output.text
         if not progress.begun and self.call.echo:
             text = self._prompt_text(progress) + text
-        if not text and done is None and not self._tells_tokens:
+        if not self._read(progress, text) and done is None and not self._tells_tokens:
             return b""
         part = self._part(progress, output, text)
         if done is not None:
-            part.finish_reason = done.finish_reason.value
+            part.finish_reason = self._reason(progress, done)
         if self.call.fields.return_token_ids:
             part.token_ids = list(output.token_ids)
         extra = self._first_extra(progress)
@@ -118,6 +126,10 @@ class Answer(ABC, Generic[Part]):
             extra += b',"metrics":' + encode(self._meter.report())
         return self._head + b"]" + extra + b"}\n\n"
 
+    def fail(self, error: Exception) -> None:
+        """It ends with this, though it has begun."""
+        self._meter.error = type(error).__name__
+
     def usage(self) -> Usage:
         total = self._prompt_tokens + self._completion_tokens
         return Usage(self._prompt_tokens, self._completion_tokens, total)
@@ -128,6 +140,13 @@ class Answer(ABC, Generic[Part]):
 
     @abstractmethod
     def _part(self, progress: _Progress, output: Output, text: str) -> Part: ...
+
+    def _read(self, progress: _Progress, text: str) -> bool:
+        """Takes in what comes next. False: there is nothing in it to be told yet."""
+        return bool(text)
+
+    def _reason(self, progress: _Progress, choice: Choice) -> str:
+        return choice.finish_reason.value
 
     def _first_extra(self, progress: _Progress) -> bytes:
         """What a choice's first chunk has beside it."""
@@ -219,7 +238,14 @@ class CompletionAnswer(Answer[CompletionChoice]):
 
 
 class ChatAnswer(Answer[ChatChunkChoice]):
+    """A reply that is forced to be tool calls is told as these, and its text is not."""
+
     id_prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
+
+    def __init__(self, call: Call, model: ServedModel, meter: Meter) -> None:
+        super().__init__(call, model, meter)
+        self._readers: dict[int, CallReader] = {}  # by the choice's index
+        self._parts: list[CallPart] = []  # that the next chunk tells
 
     def whole(self) -> ChatCompletion:
         finished = self._finished()
@@ -230,11 +256,16 @@ class ChatAnswer(Answer[ChatChunkChoice]):
         )
 
     def _choice(self, progress: _Progress, choice: Choice) -> ChatChoice:
+        message = ChatMessage(choice.text)
+        if self.call.forced is not None:
+            self._read(progress, choice.text)
+            calls = [_tool_call(part) for part in self._parts]
+            message = ChatMessage(None, tool_calls=calls or UNSET)
         return ChatChoice(
             index=progress.index,
-            message=ChatMessage(choice.text),
+            message=message,
             seed=progress.stream.accepted.seed,
-            finish_reason=choice.finish_reason.value,
+            finish_reason=self._reason(progress, choice),
             logprobs=self._logprobs(choice),
             prompt_logprobs=self._prompt_logprobs(choice) or UNSET,
             token_ids=self._token_ids(choice),
@@ -242,13 +273,34 @@ class ChatAnswer(Answer[ChatChunkChoice]):
 
     def _part(self, progress: _Progress, output: Output, text: str) -> ChatChunkChoice:
         first = not progress.begun
+        delta = Delta(text)
+        if self.call.forced is not None:
+            parts = [_tool_call_delta(part) for part in self._parts]
+            delta = Delta(tool_calls=parts or UNSET)
+        delta.role = "assistant" if first else UNSET
         return ChatChunkChoice(
             index=progress.index,
-            delta=Delta(text, "assistant" if first else UNSET),
+            delta=delta,
             logprobs=self._logprobs(output),
             seed=progress.stream.accepted.seed if first else UNSET,
             prompt_logprobs=self._prompt_logprobs(output) or UNSET,
         )
+
+    def _read(self, progress: _Progress, text: str) -> bool:
+        if self.call.forced is None:
+            return bool(text)
+        reader = self._readers.get(progress.index)
+        if reader is None:
+            reader = self._readers[progress.index] = CallReader(self.call.forced.name)
+        self._parts = reader.push(text)
+        return bool(self._parts)
+
+    def _reason(self, progress: _Progress, choice: Choice) -> str:
+        """`tool_calls` where they are complete, also of a named function: clients look for it."""
+        reader = self._readers.get(progress.index)
+        if choice.finish_reason is FinishReason.STOP and reader is not None and reader.complete:
+            return "tool_calls"
+        return choice.finish_reason.value
 
     def _first_extra(self, progress: _Progress) -> bytes:
         ids = self._prompt_ids(progress)
@@ -258,3 +310,15 @@ class ChatAnswer(Answer[ChatChunkChoice]):
         if part.logprobs is None:
             return None
         return ChatLogprobs.of(part.logprobs, self._model.decode, self._model.token_bytes)
+
+
+def _tool_call(part: CallPart) -> ToolCall:
+    """Of a part that is the whole of its call."""
+    return ToolCall(part.id or "", FunctionCall(part.arguments, part.name or UNSET))
+
+
+def _tool_call_delta(part: CallPart) -> ToolCallDelta:
+    function = FunctionCall(part.arguments, part.name or UNSET)
+    if part.id is None:
+        return ToolCallDelta(part.call, function)
+    return ToolCallDelta(part.call, function, part.id, "function")

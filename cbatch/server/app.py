@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -14,12 +14,14 @@ from litestar import HttpMethod, Litestar, MediaType, Request, get, post, route
 from litestar import Response as HttpResponse
 from litestar.handlers import HTTPRouteHandler
 from litestar.response import Stream
+from msgspec import Meta
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from cbatch.core.errors import FieldError
 from cbatch.server.answer import ChatAnswer, CompletionAnswer, encode
 from cbatch.server.bodies import (
     Call,
+    CallFields,
     DetokenizeFields,
     TokenizeFields,
     conversation,
@@ -29,20 +31,26 @@ from cbatch.server.bodies import (
     take_fields,
     template_variables,
 )
+from cbatch.server.calllog import CallLog, call_log
 from cbatch.server.faults import MediaTypeError, error_body, handlers
 from cbatch.server.gate import Gate
+from cbatch.server.keys import KeyRing
+from cbatch.server.live import LiveFeed
 from cbatch.server.metrics import Meter, Metrics
 from cbatch.server.model import ServedModel
 from cbatch.server.openapi import document
+from cbatch.server.pages import page_routes
 from cbatch.server.schemas import Detokenized, Tokenized
 from cbatch.server.service import EngineService
 from cbatch.server.streaming import events, gather, or_disconnect, submit
 
 IGNORED_HEADER = "x-cbatch-ignored-fields"
+DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # what Envoy tells whom it passes a call to
 MAX_BODY_BYTES = 8 * 2**20
 # Reading a long body (JSON, template, tokens) would hold up every stream: a thread does it.
 LONG_BODY_BYTES = 32 * 2**10
 LOOK = [HttpMethod.GET, HttpMethod.HEAD]
+Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
 T = TypeVar("T")
 AnyRequest = Request[Any, Any, Any]
 AnyResponse = HttpResponse[bytes] | Stream
@@ -54,11 +62,11 @@ def create_app(
     service: EngineService,
     model: ServedModel,
     *,
-    api_keys: Sequence[str] = (),
+    keys: KeyRing | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Gate:
-    """An application that serves one engine as `model`. With `api_keys` a call needs one of
-    them."""
+    """An application that serves one engine as `model`. A call needs one of the `keys`, if there
+    are any."""
     metrics = Metrics(model.name, service)
 
     @asynccontextmanager
@@ -72,6 +80,7 @@ def create_app(
             *_generating(Answering(service, model, metrics)),
             *_describing(model),
             *_watching(service, metrics),
+            *_showing(LiveFeed(service, model, metrics)),
         ],
         lifespan=[lifespan],
         request_max_body_size=max_body_bytes,
@@ -79,7 +88,7 @@ def create_app(
         openapi_config=None,
         logging_config=None,  # the program that runs the server decides about logs
     )
-    return Gate(app, api_keys)
+    return Gate(app, keys or KeyRing(), metrics.reject)
 
 
 class Answering:
@@ -89,20 +98,36 @@ class Answering:
         self._service, self._model, self._metrics = service, model, metrics
 
     async def __call__(self, request: AnyRequest, parse: Parse, kind: AnswerKind) -> AnyResponse:
+        log = call_log(request)
+        log.meter = meter = Meter(self._metrics)
+        try:
+            return await self._answer(request, parse, kind, meter, log)
+        except Exception as error:
+            log.fail(error)
+            raise
+
+    async def _answer(
+        self, request: AnyRequest, parse: Parse, kind: AnswerKind, meter: Meter, log: CallLog
+    ) -> AnyResponse:
         self._service.queue.require_room()
-        meter = Meter(self._metrics)
         call = await read(request, lambda body: parse(body, self._model))
+        if call.params.structured_outputs is not None:
+            asked, field = call.params.structured_outputs, call.grammar_field
+            await self._service.require_grammar(asked, field)
         answer = kind(call, self._model, meter)
+        log.id, log.streamed = answer.id, call.fields.stream
         headers = {}
         if call.ignored:  # percent-encoded: a field's name is the client's, a header is ours
             headers[IGNORED_HEADER] = ", ".join(quote(name[:64]) for name in call.ignored[:16])
         stack = AsyncExitStack()
         stack.callback(meter.close)
         try:
-            streams = await submit(self._service, answer, stack)
+            streams = await submit(self._service, answer, deadline_s(request, call.fields), stack)
             if call.fields.stream:
-                told = events(streams, answer, stack.pop_all())
-                await anext(told)  # from here on it cancels its requests however it ends
+                owner = AsyncExitStack()
+                told = events(streams, answer, owner)
+                await or_disconnect(request, anext(told))
+                owner.push_async_exit(stack.pop_all())  # it cancels its requests however it ends
                 return Stream(told, media_type="text/event-stream", headers=headers)
             await or_disconnect(request, gather(streams, answer))
         finally:
@@ -172,6 +197,27 @@ def _watching(service: EngineService, metrics: Metrics) -> list[HTTPRouteHandler
         return {"version": version("cbatch")}
 
     return [health, ready, metrics_page, version_]
+
+
+def _showing(feed: LiveFeed) -> list[HTTPRouteHandler]:
+    @get("/live")
+    async def live() -> Stream:
+        events = feed.events()
+        await anext(events)  # from here on it stops watching however it ends
+        return Stream(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    return [live, *page_routes()]
+
+
+def deadline_s(request: AnyRequest, fields: CallFields) -> float | None:
+    """What the client or the gateway before it leaves for the call. Raises `FieldError`."""
+    told = request.headers.get(DEADLINE_HEADER, "0")
+    try:
+        gateway_s = msgspec.convert(told, Milliseconds, strict=False) / 1e3
+    except msgspec.ValidationError as error:
+        raise FieldError(DEADLINE_HEADER, "is no number of milliseconds", str(error)) from error
+    given = [each_s for each_s in (fields.timeout, gateway_s or None) if each_s is not None]
+    return min(given, default=None)
 
 
 async def read(request: AnyRequest, parse: Callable[[bytes], T]) -> T:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from cbatch.core.errors import FieldError
-from cbatch.core.request import MAX_TOP_LOGPROBS, SamplingParams
+from cbatch.core.request import MAX_TOP_LOGPROBS, SamplingParams, StructuredOutputs
 from cbatch.notyet import without_neutral_fields
 from cbatch.params import SAMPLING_FIELDS, sampling_from_json
 from cbatch.server.model import ServedModel
+from cbatch.server.prompts import PendingPrompt
+from cbatch.server.tools import ForcedCall, ToolChoice, Tools, forced_call
 from cbatch.text.chat import RESERVED
 
 DEFAULTS = SamplingParams()
 MAX_CHOICES = 128  # sequences that one call may start
 MAX_STOPS = 32
 MAX_STOP_CHARS = 256  # a matcher keeps every beginning of a stop string
+MAX_TIMEOUT_S = 1e6
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
@@ -27,9 +30,26 @@ Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Fields = TypeVar("Fields", bound="CallFields")
 
 
+ReadPrompt = str | tuple[int, ...] | PendingPrompt
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """Followed to the letter, `strict` or not."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
 
 
 class CallFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +59,9 @@ class CallFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     priority: Int32 = 0
+    response_format: ResponseFormat = ResponseFormat("text")
     user: str | None = None
+    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None  # seconds, in all
     truncate_prompt_tokens: Count | None = None  # the last so many of the prompt
     return_token_ids: bool = False
     return_metrics: bool = False  # times and speculation, with the last chunk or the whole answer
@@ -58,6 +80,9 @@ class ChatFields(CallFields, frozen=True, kw_only=True):
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools = []
+    tool_choice: ToolChoice | None = None  # "auto", which is refused where there are tools
+    parallel_tool_calls: bool = True
 
 
 class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,11 +105,13 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """A call that has been checked. `ignored` are the fields that nobody here knows."""
 
-    prompts: tuple[str | tuple[int, ...], ...]
+    prompts: tuple[ReadPrompt, ...]
     params: SamplingParams
     fields: CallFields
     ignored: tuple[str, ...]
     echo: bool = False
+    grammar_field: str = "structured_outputs"  # what the client asked for them by
+    forced: ForcedCall | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -108,15 +135,22 @@ def decode_object(body: bytes) -> dict[str, Any]:
 def parse_completion(body: bytes, model: ServedModel) -> Call:
     """Raises `FieldError` naming the field at fault."""
     fields, sampling, rest = _parse(body, CompletionFields, model)
-    params = sampling_from_json(sampling, DEFAULTS)
+    params, grammar_field = _structured(sampling_from_json(sampling, DEFAULTS), fields, None)
     if fields.echo and params.logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=params.logprobs)
         if params.n > 1:
             raise FieldError("n", f"{params.n} choices with `echo` and `logprobs`", "ask for 1")
     given = token_prompts(fields.prompt, model)
-    prompts = tuple(_encoded(prompt, fields, model) for prompt in given)
+    prompts = tuple(_read_prompt(prompt, fields, model) for prompt in given)
     _check_size(params, len(prompts))
-    return Call(prompts=prompts, params=params, fields=fields, ignored=rest, echo=fields.echo)
+    return Call(
+        prompts=prompts,
+        params=params,
+        fields=fields,
+        ignored=rest,
+        echo=fields.echo,
+        grammar_field=grammar_field,
+    )
 
 
 def parse_chat(body: bytes, model: ServedModel) -> Call:
@@ -127,16 +161,55 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
     if fields.logprobs:
         sampling["logprobs"] = fields.top_logprobs
     sampling.setdefault("max_tokens", model.max_model_tokens)  # a reply ends when it ends
-    params = sampling_from_json(sampling, DEFAULTS)
-    text = model.render(
-        conversation(fields.messages),
-        add_generation_prompt=fields.add_generation_prompt,
-        variables=template_variables(fields.chat_template_kwargs),
-    )
-    ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
+    tools = list(fields.tools)
+    forced = forced_call(tools, fields.tool_choice, parallel=fields.parallel_tool_calls)
+    params, grammar_field = _structured(sampling_from_json(sampling, DEFAULTS), fields, forced)
+    messages = conversation(fields.messages)
+    variables = template_variables(fields.chat_template_kwargs)
     _check_size(params, 1)
-    prompt = ids[-(fields.truncate_prompt_tokens or len(ids)) :]
-    return Call(prompts=(prompt,), params=params, fields=fields, ignored=rest)
+
+    def make() -> tuple[int, ...]:
+        text = model.render(
+            messages,
+            tools=msgspec.to_builtins(tools) if forced else None,
+            add_generation_prompt=fields.add_generation_prompt,
+            variables=variables,
+        )
+        ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
+        return _truncated(ids, fields)
+
+    return Call(
+        prompts=(PendingPrompt(len(body), make),),
+        params=params,
+        fields=fields,
+        ignored=rest,
+        grammar_field=grammar_field,
+        forced=forced,
+    )
+
+
+def _structured(
+    params: SamplingParams, fields: CallFields, forced: ForcedCall | None
+) -> tuple[SamplingParams, str]:
+    """The parameters with the one thing that says what the output must be, and its field."""
+    asked: dict[str, StructuredOutputs] = {}
+    if forced is not None:
+        asked["tools"] = forced.output
+    shape = fields.response_format
+    if shape.type == "json_object":
+        asked["response_format"] = StructuredOutputs(json_object=True)
+    elif shape.type == "json_schema":
+        if shape.json_schema is None:
+            raise FieldError("response_format", "has no `json_schema`", "give one")
+        asked["response_format"] = StructuredOutputs(json=shape.json_schema.schema)
+    if params.structured_outputs is not None:
+        asked["structured_outputs"] = params.structured_outputs
+    if len(asked) > 1:
+        first, second = list(asked)[:2]
+        raise FieldError(second, f"and `{first}` exclude each other", "leave one out")
+    for field, output in asked.items():
+        return msgspec.structs.replace(params, structured_outputs=output), field
+    return params, "structured_outputs"
 
 
 def _parse(
@@ -228,17 +301,26 @@ def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...]
     raise FieldError("prompt", "mixes texts, token ids or other things", remedy)
 
 
-def _encoded(
+def _read_prompt(
     prompt: str | tuple[int, ...], fields: CompletionFields, model: ServedModel
-) -> str | tuple[int, ...]:
+) -> ReadPrompt:
     """The prompt as the engine shall have it: a text stays one where nothing is asked for."""
+    if not isinstance(prompt, str):
+        return _truncated(prompt, fields)
+    model.require_length("prompt", prompt)
+    if fields.truncate_prompt_tokens is None and fields.add_special_tokens:
+        return prompt
+
+    def make() -> tuple[int, ...]:
+        ids = model.encode("prompt", prompt, add_special_tokens=fields.add_special_tokens)
+        return _truncated(ids, fields)
+
+    return PendingPrompt(len(prompt.encode()), make)
+
+
+def _truncated(ids: tuple[int, ...], fields: CallFields) -> tuple[int, ...]:
     last = fields.truncate_prompt_tokens
-    if isinstance(prompt, str):
-        if last is None and fields.add_special_tokens:
-            model.require_length("prompt", prompt)
-            return prompt
-        prompt = model.encode("prompt", prompt, add_special_tokens=fields.add_special_tokens)
-    return prompt if last is None else prompt[-last:]
+    return ids if last is None else ids[-last:]
 
 
 def conversation(value: Any) -> list[dict[str, Any]]:
@@ -256,7 +338,37 @@ def conversation(value: Any) -> list[dict[str, Any]]:
             raise FieldError(f"{field}.content", "is missing", "send a text")
         text = "" if content is None else _content(content, f"{field}.content")
         messages.append({**message, "content": text})
+        if message.get("tool_calls"):
+            calls = _earlier_calls(message["tool_calls"], f"{field}.tool_calls")
+            messages[-1]["tool_calls"] = calls
     return messages
+
+
+def _earlier_calls(value: Any, field: str) -> list[dict[str, Any]]:
+    """As templates want them: the arguments are an object, where clients send its text."""
+    try:
+        calls = msgspec.convert(value, list[_EarlierCall])
+        return [
+            {**raw, "function": {**raw["function"], "arguments": call.function.decoded()}}
+            for raw, call in zip(value, calls, strict=True)
+        ]
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        remedy = 'send [{"id", "type": "function", "function": {"name", "arguments"}}]'
+        raise FieldError(field, f"cannot be read ({error})", remedy) from error
+
+
+class _EarlierFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any]
+
+    def decoded(self) -> dict[str, Any]:
+        if isinstance(self.arguments, dict):
+            return self.arguments
+        return msgspec.json.decode(self.arguments or "{}", type=dict[str, Any])
+
+
+class _EarlierCall(msgspec.Struct):
+    function: _EarlierFunction
 
 
 def _content(value: Any, field: str) -> str:

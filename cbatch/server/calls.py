@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from cbatch.choices import LiveChoice, joined
@@ -14,6 +15,7 @@ from cbatch.engine.wire import Ending, Row
 from cbatch.outputs import Accepted, Output
 from cbatch.server.admission import Admission, Limits, Place
 from cbatch.server.errors import (
+    ClientDeadlineError,
     DeadlineError,
     ServiceDownError,
     ServiceError,
@@ -52,20 +54,24 @@ class OpenCall:
             self._client.add(request, _ChoiceListener(self, live, self._client))
 
     def set_deadlines(self, limits: Limits, timeout_s: float | None, queue: Admission) -> None:
-        """From now on. `timeout_s` is the caller's own; the shorter one counts."""
+        """From now on. `timeout_s` is the client's own; the shorter one counts."""
         loop = asyncio.get_running_loop()
         if limits.queue_timeout_s is not None:
-            limit_s = limits.queue_timeout_s
-            message = f"no slot became free within {limit_s:g} s"
+            message = f"no slot became free within {limits.queue_timeout_s:g} s"
             self._queue_timer = loop.call_later(
-                limit_s, lambda: self.abort(queue.overloaded("queue_timeout", message))
+                limits.queue_timeout_s,
+                lambda: self.abort(queue.overloaded("queue_timeout", message)),
             )
-        given = [each for each in (limits.timeout_s, timeout_s) if each is not None]
+        kinds = ((timeout_s, ClientDeadlineError), (limits.timeout_s, DeadlineError))
+        given = [(each_s, kind) for each_s, kind in kinds if each_s is not None]
         if given:
-            error = DeadlineError(f"the request's time of {min(given):g} s is over")
-            self._timer = loop.call_later(min(given), self.abort, error)
+            limit_s, kind = min(given, key=lambda each: each[0])
+            error = kind(f"the request's time of {limit_s:g} s is over")
+            self._timer = loop.call_later(limit_s, self.abort, error)
 
     def on_admitted(self) -> None:
+        if self.stream.admitted_s is None:
+            self.stream.admitted_s = time.monotonic()
         self._place.leave_one()
         if self._queue_timer is not None:
             self._queue_timer.cancel()

@@ -5,9 +5,15 @@ from __future__ import annotations
 
 class ServiceError(RuntimeError):
     """The reason lies with the server or its load. `status` is the HTTP status that says so, where
-    the answer has not begun; a stream that has ends with an error event."""
+    the answer has not begun; a stream that has ends with an error event. `retry_after_s` is when to
+    try again; None: nobody knows."""
 
     status = 500
+    kind = "server_error"
+
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ServiceDownError(ServiceError):
@@ -17,19 +23,23 @@ class ServiceDownError(ServiceError):
 
 
 class OverloadedError(ServiceError):
-    """The queue is full, or the request's time in it is over. Try again after `retry_after_s`."""
+    """The queue is full, or the request's time in it is over."""
 
     status = 503
-
-    def __init__(self, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    kind = "overloaded"
 
 
 class DeadlineError(ServiceError):
     """The request's time is over; what was completed by then has been sent."""
 
     status = 504
+    kind = "timeout"
+
+
+class ClientDeadlineError(DeadlineError):
+    """The limit was the client's own."""
+
+    status = 408
 
 
 class SlowReaderError(ServiceError):

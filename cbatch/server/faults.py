@@ -11,7 +11,7 @@ from litestar import Response as HttpResponse
 from litestar.exceptions import HTTPException, MethodNotAllowedException
 
 from cbatch.core.errors import FieldError
-from cbatch.server.errors import OverloadedError, ServiceError
+from cbatch.server.errors import ServiceError
 
 AnyRequest = Request[Any, Any, Any]
 Answer = HttpResponse[dict[str, Any]]
@@ -21,6 +21,12 @@ _logger = logging.getLogger("cbatch")
 
 class GenerationError(RuntimeError):
     """A choice ended with an error of its own."""
+
+    kind = "server_error"
+
+
+class UnanswerableError(GenerationError):
+    """What the call asks for turned out to contradict itself."""
 
 
 class ClientGoneError(RuntimeError):
@@ -55,18 +61,13 @@ def handlers(reject: Callable[[str], None]) -> dict[int | type[Exception], Handl
 
         return handle
 
-    def overloaded(_: AnyRequest, error: OverloadedError) -> Answer:
-        headers = {"retry-after": str(error.retry_after_s)}
-        body = error_body(str(error), "overloaded")
-        return HttpResponse(body, status_code=error.status, headers=headers)
-
     return {
         FieldError: refused(400, "invalid"),
         UnknownModelError: refused(404, "unknown_model", "model_not_found"),
         MediaTypeError: refused(415, "media_type"),
-        OverloadedError: overloaded,
-        ServiceError: lambda _, error: _failed(error, error.status),
+        ServiceError: _of_service,
         GenerationError: lambda _, error: _failed(error, 500),
+        UnanswerableError: _unanswerable,
         ClientGoneError: lambda _, error: _failed(error, 499),
         RecursionError: _too_deep,
         HTTPException: _of_http,
@@ -74,8 +75,20 @@ def handlers(reject: Callable[[str], None]) -> dict[int | type[Exception], Handl
     }
 
 
+def _of_service(_: AnyRequest, error: ServiceError) -> Answer:
+    after_s = error.retry_after_s
+    headers = {} if after_s is None else {"retry-after": str(after_s)}
+    body = error_body(str(error), error.kind)
+    return HttpResponse(body, status_code=error.status, headers=headers)
+
+
 def _failed(error: Exception, status: int) -> Answer:
     return HttpResponse(error_body(str(error), "server_error"), status_code=status)
+
+
+def _unanswerable(_: AnyRequest, error: UnanswerableError) -> Answer:
+    body = error_body(str(error), "invalid_request_error", str(error).partition(":")[0])
+    return HttpResponse(body, status_code=400)
 
 
 def _too_deep(_: AnyRequest, error: RecursionError) -> Answer:

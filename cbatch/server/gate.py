@@ -2,64 +2,79 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from litestar.enums import ScopeType
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
 from cbatch.server.answer import encode
+from cbatch.server.calllog import CallLog
 from cbatch.server.faults import error_body
+from cbatch.server.keys import Key, KeyBusyError, KeyRing
+from cbatch.server.pages import PAGE_PATHS
 
-OPEN_PATHS = ("/health", "/ready", "/metrics")  # for probes and scrapers, which hold no keys
+# For probes and scrapers, which hold no keys, and the page that asks for one.
+OPEN_PATHS = ("/health", "/ready", "/metrics", *PAGE_PATHS)
 REQUEST_ID = b"x-request-id"
 MAX_ID_CHARS = 128
 
 
 class Gate:
-    """Wraps an application. With `api_keys` every path but `OPEN_PATHS` asks for one of them, as a
-    bearer token; they are kept and compared as digests, in a time that tells nothing. Every answer
-    carries the `X-Request-Id` of its call, or one made up for it."""
+    """Wraps an application. Where there are keys every path but `OPEN_PATHS` asks for one of them,
+    as a bearer token, and what is posted counts against its limit; `reject` counts what that
+    refuses. Every answer carries the `X-Request-Id` of its call, or one made up for it."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str] = ()) -> None:
-        self._app = app
-        self._digests = [_digest(key.encode()) for key in api_keys]
+    def __init__(self, app: ASGIApp, keys: KeyRing, reject: Callable[[str], None]) -> None:
+        self._app, self._keys, self._reject = app, keys, reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != ScopeType.HTTP:
             await self._app(scope, receive, send)
             return
         given = {name: value for name, value in scope["headers"] if name in _READ}
-        header = (REQUEST_ID, _request_id(given.get(REQUEST_ID, b"")))
+        request_id = _request_id(given.get(REQUEST_ID, b""))
+        log = CallLog(scope, request_id.decode())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], header]
+                log.status = message["status"]
+                message["headers"] = [*message["headers"], (REQUEST_ID, request_id)]
             await send(message)
 
-        if scope["path"] in OPEN_PATHS or self.admits(given.get(b"authorization", b"")):
-            await self._app(scope, receive, send_with_id)
-        else:
-            await _refuse(send_with_id)
+        try:
+            if scope["path"] in OPEN_PATHS or not self._keys:
+                await self._app(scope, receive, send_with_id)
+            else:
+                key = self._keys.find(given.get(b"authorization", b""))
+                log.key = None if key is None else key.name
+                await self._enter(key, scope, receive, send_with_id)
+        finally:
+            if scope["path"] not in OPEN_PATHS:
+                log.write()
 
-    def admits(self, authorization: bytes) -> bool:
-        """Whether the header names one of the keys, where keys are asked for."""
-        if not self._digests:
-            return True
-        kind, _, key = authorization.partition(b" ")
-        digest = _digest(key.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return kind.lower() == b"bearer" and any(matches)
+    async def _enter(self, key: Key | None, scope: HTTPScope, receive: Receive, send: Send) -> None:
+        if key is None:
+            await _refuse(send, 401, *_NO_KEY, (b"www-authenticate", b"Bearer"))
+            return
+        try:
+            with key.one_call() if scope["method"] == "POST" else nullcontext():
+                await self._app(scope, receive, send)
+        except KeyBusyError as error:
+            self._reject("key_limit")
+            after = (b"retry-after", str(error.retry_after_s).encode())
+            kind = ("rate_limit_error", "rate_limit_exceeded")
+            await _refuse(send, 429, str(error), *kind, after)
 
 
 _READ = (REQUEST_ID, b"authorization")
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+_NO_KEY = (
+    "no valid API key; send 'Authorization: Bearer KEY'",
+    "invalid_request_error",
+    "invalid_api_key",
+)
 
 
 def _request_id(given: bytes) -> bytes:
@@ -69,13 +84,14 @@ def _request_id(given: bytes) -> bytes:
     return uuid.uuid4().hex.encode()
 
 
-async def _refuse(send: Any) -> None:
-    message = "no valid API key; send 'Authorization: Bearer KEY'"
-    body = encode(error_body(message, "invalid_request_error", code="invalid_api_key"))
+async def _refuse(
+    send: Any, status: int, message: str, kind: str, code: str, header: tuple[bytes, bytes]
+) -> None:
+    body = encode(error_body(message, kind, code=code))
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (b"www-authenticate", b"Bearer"),
+        header,
     ]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

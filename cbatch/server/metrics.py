@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -22,6 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from cbatch.core.outlook import Outlook
 from cbatch.engine.wire import EngineStats
 from cbatch.outputs import Output
 from cbatch.server.schemas import CallMetrics, SpeculativeDecoding
@@ -30,6 +32,7 @@ from cbatch.server.service import EngineService
 LABELS = ("model_name", "engine")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 TOKENS = tuple(float(2**i) for i in range(18))
+CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 DRAFTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 32.0)
 REASONS = ("stop", "length", "abort", "error")
 _REASON = {"cancelled": "abort"}  # ours: vLLM's
@@ -44,6 +47,10 @@ class Histogram:
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative, as Prometheus has them."""
@@ -107,7 +114,9 @@ class Metrics(Collector):
         self.drafting = Drafting()
         self.first_token_s, self.between_s = Histogram(SECONDS), Histogram(SECONDS)
         self.per_token_s, self.whole_s = Histogram(SECONDS), Histogram(SECONDS)
-        self.decode_s = Histogram(SECONDS)
+        self.decode_s, self.queue_s = Histogram(SECONDS), Histogram(SECONDS)
+        self.prefill_s, self.inference_s = Histogram(SECONDS), Histogram(SECONDS)
+        self.choices, self.max_tokens = Histogram(CHOICES), Histogram(TOKENS)
         self.prompt, self.generation = Histogram(TOKENS), Histogram(TOKENS)
         self.lookahead = Histogram(DRAFTS)
         self._registry = CollectorRegistry()
@@ -135,7 +144,7 @@ class Metrics(Collector):
         family.add_metric(self._labels, value)
         return family
 
-    def _counters(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         family = CounterMetricFamily(name, text, labels=(*LABELS, label))
         for key, value in values.items():
             family.add_metric((*self._labels, key), value)
@@ -173,10 +182,15 @@ class Metrics(Collector):
             ("vllm:time_to_first_token_seconds", "Call to first token.", self.first_token_s),
             ("vllm:inter_token_latency_seconds", "Between outputs of steps.", self.between_s),
             ("vllm:request_time_per_output_token_seconds", "Past the first.", self.per_token_s),
+            ("vllm:request_queue_time_seconds", "Call to slot.", self.queue_s),
+            ("vllm:request_prefill_time_seconds", "Slot to first token.", self.prefill_s),
             ("vllm:request_decode_time_seconds", "First token to last.", self.decode_s),
+            ("vllm:request_inference_time_seconds", "Slot to last token.", self.inference_s),
             ("vllm:e2e_request_latency_seconds", "Call to last token.", self.whole_s),
             ("vllm:request_prompt_tokens", "Prompt of a sequence.", self.prompt),
             ("vllm:request_generation_tokens", "Output of a sequence.", self.generation),
+            ("vllm:request_params_n", "Choices of a prompt.", self.choices),
+            ("vllm:request_params_max_tokens", "Most output asked for.", self.max_tokens),
             ("cbatch:lookahead_tokens", "Drafts of a decoding step (k).", self.lookahead),
         ):
             family = HistogramMetricFamily(name, text, labels=LABELS)
@@ -205,13 +219,36 @@ class Metrics(Collector):
             ("vllm:num_preemptions", "Slots taken away.", totals.preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", totals.prompt_tokens),
             ("vllm:prefix_cache_hits", "Of these, found.", totals.prefix_hit_tokens),
+            ("vllm:prompt_tokens_cached", "The same.", totals.prefix_hit_tokens),
             ("cbatch:steps", "Steps of the engine.", totals.steps),
             ("cbatch:executor_resets", "Faults recovered from.", totals.executor_resets),
             ("cbatch:step_draft_seconds", "Time in drafters.", totals.draft_s),
             ("cbatch:step_target_seconds", "Time in the model.", totals.target_s),
+            ("cbatch:step_plan_seconds", "Time in planning.", told.plan_s),
+            ("cbatch:step_commit_seconds", "Time in committing.", told.commit_s),
             ("cbatch:step_seconds", "Time in steps, planning included.", told.step_s),
         ):
             yield self._counter(name, text, value)
+        if told.outlook is not None:
+            yield from self._expected(told.outlook)
+
+    def _expected(self, outlook: Outlook) -> Iterator[Metric]:
+        yield self._gauge("cbatch:lookahead_on", "Whether drafts pay (1) or not.", outlook.drafting)
+        for name, text, value in (
+            ("lambda", "Least chance of survival worth a draft at this load.", outlook.price),
+            ("expected_tokens_per_second", "Of a step as decided.", outlook.tokens_per_s),
+            ("expected_gain", "Of that, over drafting nothing, less 1.", outlook.gain),
+        ):
+            if value is not None:
+                yield self._gauge(f"cbatch:lookahead_{name}", text, value)
+        calibration = outlook.calibration
+        for name, text, values in (
+            ("drafts", "Drafts, of the steps that are looked at.", calibration.drafted),
+            ("predicted", "Of these, expected to survive.", calibration.predicted),
+            ("observed", "Of these, survived.", calibration.survived),
+        ):
+            by_position = {str(i): value for i, value in enumerate(values)}
+            yield self._counters(f"cbatch:survival_{name}", text, "position", by_position)
 
 
 class _Sequence:
@@ -220,6 +257,7 @@ class _Sequence:
     def __init__(self) -> None:
         self.num_tokens = 0
         self.first_s = self.last_s = 0.0
+        self.admitted_s: float | None = None  # to a slot
 
 
 class Meter:
@@ -230,16 +268,22 @@ class Meter:
         self._began_s = metrics.clock()
         self._sequences: dict[int, _Sequence] = {}
         self._drafting = Drafting()
-        self._num_open = 0
+        self._num_open = self._prompt_tokens = 0
+        self._reasons: dict[str, None] = {}  # why its sequences ended, each once
+        self.error: str | None = None  # what ended it after its answer began
 
-    def open(self, prompt_tokens: int, num_choices: int) -> None:
+    def open(self, prompt_tokens: int, num_choices: int, max_tokens: int) -> None:
         """A prompt was accepted."""
+        self._metrics.choices.observe(num_choices)
+        self._metrics.max_tokens.observe(max_tokens)
         self._metrics.prompt_tokens += prompt_tokens
+        self._prompt_tokens += prompt_tokens
         self._num_open += num_choices
         for _ in range(num_choices):
             self._metrics.prompt.observe(prompt_tokens)
 
-    def observe(self, index: int, output: Output) -> None:
+    def observe(self, index: int, output: Output, admitted_s: float | None) -> None:
+        """`admitted_s`: when the first choice of its prompt entered a slot, by the clock."""
         metrics, sequence = self._metrics, self._sequences.get(index)
         if sequence is None:
             sequence = self._sequences[index] = _Sequence()
@@ -254,6 +298,10 @@ class Meter:
             else:
                 sequence.first_s = now_s
                 metrics.first_token_s.observe(now_s - self._began_s)
+                if admitted_s is not None:
+                    sequence.admitted_s = admitted_s
+                    metrics.queue_s.observe(admitted_s - self._began_s)
+                    metrics.prefill_s.observe(now_s - admitted_s)
             sequence.last_s = now_s
             sequence.num_tokens += num_new
             metrics.generation_tokens += num_new
@@ -263,6 +311,8 @@ class Meter:
 
     def close(self) -> None:
         """The call is over; what has not finished was given up."""
+        if self._num_open:
+            self._reasons["abort"] = None
         self._metrics.endings["abort"] += self._num_open
         self._num_open = 0
 
@@ -276,13 +326,29 @@ class Meter:
             (first_s - self._began_s) * 1e3, (last_s - first_s) * 1e3, self._drafting.report()
         )
 
+    def summary(self) -> dict[str, Any]:
+        """For a log line, so far. Seconds; `acceptance` is the share of drafts."""
+        begun = [each for each in self._sequences.values() if each.num_tokens]
+        drafted = self._drafting.drafted_tokens
+        first_s = min((each.first_s for each in begun), default=None)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "output_tokens": sum(each.num_tokens for each in begun),
+            "ttft_s": None if first_s is None else round(first_s - self._began_s, 4),
+            "acceptance": round(self._drafting.accepted_tokens / drafted, 4) if drafted else None,
+            "finish_reason": ",".join(self._reasons) or None,
+        }
+
     def _end(self, sequence: _Sequence, reason: str) -> None:
         metrics, tokens = self._metrics, sequence.num_tokens
+        self._reasons[reason] = None
         self._num_open -= 1
         metrics.endings[reason] = metrics.endings.get(reason, 0) + 1
         metrics.generation.observe(tokens)
         if tokens:
             metrics.whole_s.observe(sequence.last_s - self._began_s)
             metrics.decode_s.observe(sequence.last_s - sequence.first_s)
+            if sequence.admitted_s is not None:
+                metrics.inference_s.observe(sequence.last_s - sequence.admitted_s)
         if tokens > 1:
             metrics.per_token_s.observe((sequence.last_s - sequence.first_s) / (tokens - 1))

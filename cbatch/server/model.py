@@ -52,6 +52,11 @@ class ServedModel:
             raise FieldError("prompt", "is text, but there is no tokenizer", "give token ids")
         return self._tokenizer
 
+    @property
+    def chats(self) -> bool:
+        """Whether it has a chat template."""
+        return self._chat_template is not None
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; empty without a tokenizer."""
         return "" if self._tokenizer is None else self._tokenizer.decode(ids)
@@ -79,12 +84,14 @@ class ServedModel:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as the model was trained to read it. Raises `FieldError`: without a
-        template, for one that the template refuses, and for a message (or a variable) that brings a
-        control token, which could pass for the end of its turn and for another's beginning."""
+        template, for one that the template refuses, and for a message, a tool or a
+        variable that brings a control token, which could pass for the end of its turn and for
+        another's beginning."""
         if self._chat_template is None:
             raise FieldError(
                 "messages",
@@ -93,10 +100,14 @@ class ServedModel:
             )
         for at, message in enumerate(messages):
             self._refuse_control(f"messages[{at}]", message)
+        self._refuse_control("tools", tools)
         self._refuse_control("chat_template_kwargs", variables)
         try:
             return self._chat_template.render(
-                messages, add_generation_prompt=add_generation_prompt, variables=variables
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
             )
         except ChatTemplateError as error:
             remedy = "change the conversation as it says"

@@ -171,10 +171,13 @@ def _posted(body: str, answer: str, *, streamed: bool = False) -> Schema:
         400: "a field that cannot be honoured, by name",
         401: "no valid API key",
         404: "another model",
+        408: "the time that the call itself set is over",
         413: "too long a body",
         415: "a body that is not called JSON",
+        429: "the key has as many calls open as it may; Retry-After says when to try again",
         500: "the request failed",
         503: "no place, or no engine; Retry-After says when to try again",
+        504: "the server's time for a call is over",
     }
     failures = {str(status): _json(text, _ref("Error")) for status, text in statuses.items()}
     content = {"application/json": {"schema": _ref(body)}}

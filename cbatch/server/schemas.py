@@ -31,11 +31,32 @@ class CompletionChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionCall(msgspec.Struct):
+    """`arguments` is JSON as the model wrote it, or the next piece of it."""
+
+    arguments: str
+    name: str | UnsetType = UNSET  # with the first piece
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class ToolCallDelta(msgspec.Struct):
+    index: int
+    function: FunctionCall
+    id: str | UnsetType = UNSET  # with the first
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class Delta(msgspec.Struct):
     """`role` comes with a choice's first text, so that no client takes it for a first token."""
 
-    content: str
+    content: str | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -49,9 +70,10 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    content: str
+    content: str | None  # None: it is the calls
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):

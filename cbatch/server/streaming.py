@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from litestar import Request
 
-from cbatch.outputs import Output
 from cbatch.server.answer import DONE, Answer, encode
 from cbatch.server.errors import ServiceError
 from cbatch.server.faults import ClientGoneError, GenerationError, error_body
 from cbatch.server.service import EngineService
-from cbatch.server.stream import OutputStream
+from cbatch.server.stream import OutputStream, joined
 
-MAX_WAITING = 1024  # outputs joined at most
-Item = tuple[int, Output]  # of the prompt at this position
+T = TypeVar("T")
 
 
 async def submit(
-    service: EngineService, answer: Answer[Any], stack: AsyncExitStack
+    service: EngineService, answer: Answer[Any], timeout_s: float | None, stack: AsyncExitStack
 ) -> list[OutputStream]:
     """A stream for each prompt. If one is refused, `stack` closes those before it."""
     call, streams = answer.call, []
@@ -31,6 +29,8 @@ async def submit(
             call.params,
             request_id=f"{answer.id}-{position}",
             priority=call.fields.priority,
+            timeout_s=timeout_s,
+            num_prompts=len(call.prompts),
         )
         streams.append(await stack.enter_async_context(stream))
         answer.open(stream)
@@ -39,66 +39,37 @@ async def submit(
 
 async def gather(streams: list[OutputStream], answer: Answer[Any]) -> None:
     """Until every choice has finished."""
-    async for items in _batches(streams):
+    async for items in joined(streams):
         for position, output in items:
             answer.take(position, output)
 
 
 async def events(
-    streams: list[OutputStream], answer: Answer[Any], stack: AsyncExitStack
+    streams: list[OutputStream], answer: Answer[Any], owner: AsyncExitStack
 ) -> AsyncIterator[bytes]:
-    """Server-sent events; those of one step go out together. The first item is empty, and asked
-    for before the answer begins: from there on `stack` is closed however this ends."""
-    async with stack:
-        yield b""
+    """Server-sent events; those of one step go out together. The first item is empty and comes once
+    there is something to tell: what goes wrong before it is raised, and can still be a status.
+    `owner` is closed however this ends."""
+    begun = False
+    async with owner:
         try:
-            async for items in _batches(streams):
-                if told := b"".join([answer.event(position, output) for position, output in items]):
+            async for items in joined(streams):
+                told = b"".join([answer.event(position, output) for position, output in items])
+                if told and not begun:
+                    begun = True
+                    yield b""
+                if told:
                     yield told
         except (GenerationError, ServiceError) as error:
-            yield b"data: " + encode(error_body(str(error), "server_error")) + b"\n\n" + DONE
+            if not begun:
+                raise
+            answer.fail(error)
+            yield b"data: " + encode(error_body(str(error), error.kind)) + b"\n\n" + DONE
             return
         yield answer.last_event() + DONE
 
 
-async def _batches(streams: list[OutputStream]) -> AsyncIterator[list[Item]]:
-    """The outputs of all streams as they come, those of one step together."""
-    if len(streams) == 1 and streams[0].accepted.num_choices == 1:
-        async for output in streams[0]:  # one output a step: nothing to join
-            yield [(0, output)]
-        return
-    waiting: list[Item] = []
-    news, room = asyncio.Event(), asyncio.Event()
-
-    async def pump(position: int, stream: OutputStream) -> None:
-        async for output in stream:
-            waiting.append((position, output))
-            news.set()
-            while len(waiting) >= MAX_WAITING:  # the rest waits where the service bounds it
-                room.clear()
-                await room.wait()
-
-    pumps = [asyncio.create_task(pump(at, stream)) for at, stream in enumerate(streams)]
-    everything = asyncio.gather(*pumps)
-    everything.add_done_callback(lambda _: news.set())
-    try:
-        while True:
-            await news.wait()
-            news.clear()
-            ended = everything.done()
-            if waiting:
-                ready, waiting[:] = waiting[:], []
-                room.set()
-                yield ready
-            if ended:
-                everything.result()  # raises what a stream raised
-                return
-    finally:
-        for each in pumps:  # `everything` is over with the first that raised, the others are not
-            each.cancel()
-
-
-async def or_disconnect(request: Request[Any, Any, Any], work: Coroutine[Any, Any, None]) -> None:
+async def or_disconnect(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
     """Awaits `work`, but gives it up if the client leaves: no framework cancels a plain handler."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -106,7 +77,7 @@ async def or_disconnect(request: Request[Any, Any, Any], work: Coroutine[Any, An
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGoneError("the client closed the connection")
-        await task
+        return await task
     finally:
         for each in (task, gone):
             each.cancel()

@@ -46,6 +46,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
@@ -56,7 +57,7 @@ class ChatTemplate:
             return self._template.render(
                 given,
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # what a template does with a message may fail in any way

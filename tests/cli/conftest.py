@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from cbatch.assembly import EngineInfo, EngineOptions
+from cbatch.assembly import EngineOptions
 from cbatch.cli.main import main
+from cbatch.info import EngineInfo
 from cbatch.stepwise import Engine
 from tests.toy_engine import make_engine
 
@@ -24,9 +25,12 @@ INFO = EngineInfo(
     row_invariance="row_invariant: yes",
     lookahead="fixed:3",
     drafter=("model",),
+    weight_bytes=2**22,
     num_blocks=64,
+    block_size_tokens=16,
     kv_memory_bytes=2**20,
     max_model_tokens=128,
+    num_threads=1,
 )
 
 
@@ -57,8 +61,11 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
 
 @pytest.fixture
-def cbatch(engines: list[Engine], capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
-    """Runs a command line."""
+def cbatch(
+    engines: list[Engine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Run]:
+    """Runs a command line. Its log lines go where those of the tests go."""
+    monkeypatch.setattr("cbatch.cli.serve.configure", lambda form: None)
 
     def run(*argv: Any) -> Run:
         status = main([str(a) for a in argv])

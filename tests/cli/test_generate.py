@@ -189,9 +189,10 @@ def test_a_file_is_not_overwritten_nor_continued_with_other_work(
         ((PROMPT, "--resume"), "--resume"),
         ((PROMPT, "--temperature", "nan"), "temperature"),
         ((PROMPT, "--max-tokens", "0"), "max_tokens"),
-        ((PROMPT, "--lookahead", "sometimes"), "lookahead"),
-        ((PROMPT, "--lookahead", "fixed:99"), "lookahead.k"),
-        ((PROMPT, "--num-blocks", "0"), "num_blocks"),
+        ((PROMPT, "--lookahead", "sometimes"), "--lookahead"),
+        ((PROMPT, "--lookahead", "fixed:99"), "--lookahead"),
+        ((PROMPT, "--num-blocks", "0"), "--num-blocks"),
+        ((PROMPT, "--max-slots", "many"), "--max-slots"),
         ((PROMPT, "--draft", "x"), "--draft"),
     ],
 )

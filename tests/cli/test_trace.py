@@ -99,6 +99,20 @@ def test_sim_prints_a_table_and_writes_the_report(cbatch: Command, trace: Path) 
     assert len(lines) == 30 and {"ttft_s", "tpot_s", "e2e_s", "queue_s"} <= set(lines[0])
 
 
+def test_sim_writes_records_a_page_and_a_trace_of_steps(cbatch: Command, trace: Path) -> None:
+    names = ("report.json", "records.jsonl", "page.html", "steps.json")
+    report, records, page, steps = (trace.parent / name for name in names)
+    files = ("--json", report, "--records", records, "--page", page, "--perfetto", steps)
+    last = cbatch("sim", trace, *SMALL, *files).lines[-1]
+    assert len(records.read_text().splitlines()) == last["requests"] == 30
+    assert json.loads(report.read_text())["steps"] == last["steps"]
+    events = json.loads(steps.read_text())
+    assert sum(event["ph"] == "X" and event["tid"] == 1 for event in events) == last["steps"]
+    assert "trace.jsonl, lookahead off" in page.read_text()
+    nowhere = cbatch("sim", trace, *SMALL, "--page", trace / "page.html")
+    assert nowhere.status == 2 and "--page" in nowhere.err
+
+
 def test_sim_by_roofline_with_drafts_and_with_clients(cbatch: Command, trace: Path) -> None:
     run = cbatch(
         "sim", trace, "--lookahead", "fixed:3", "--draft-model", "llama-3.2-1b",

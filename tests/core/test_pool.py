@@ -19,10 +19,8 @@ def tokens(*blocks: int) -> np.ndarray:
 def compute(pool: BlockPool, sequence: np.ndarray) -> np.ndarray:
     """Allocate, name and complete every block of a sequence."""
     blocks = pool.allocate(len(sequence) // SIZE)
-    uid = ROOT_UID
-    for index, block in enumerate(blocks.tolist()):
-        uid = pool.name(block, uid, pool.token_bytes(sequence, index))
-        pool.mark_ready(block)
+    pool.name_chain(blocks.tolist(), ROOT_UID, sequence, 0)
+    pool.mark_ready(blocks.tolist())
     return blocks
 
 
@@ -49,10 +47,10 @@ def test_a_promised_block_is_waited_for_until_its_holder_leaves() -> None:
     pool = BlockPool(8, SIZE)
     sequence = tokens(1, 2)
     blocks = pool.allocate(2)
-    uid = pool.name(int(blocks[0]), ROOT_UID, pool.token_bytes(sequence, 0))
-    pool.name(int(blocks[1]), uid, pool.token_bytes(sequence, 1))
+    uid = pool.name_chain(blocks[:1].tolist(), ROOT_UID, sequence, 0)
+    pool.name_chain(blocks[1:].tolist(), uid, sequence, 1)
     assert pool.match(sequence, 2).promised
-    pool.mark_ready(int(blocks[0]))
+    pool.mark_ready(blocks[:1].tolist())
     match = pool.match(sequence, 2)
     assert match.promised and match.blocks == [blocks[0]]
     pool.release(blocks)
@@ -78,10 +76,8 @@ def test_a_block_computed_twice_stays_private_and_carries_the_chain_on() -> None
     pool = BlockPool(8, SIZE)
     first = compute(pool, tokens(1))
     again = pool.allocate(2)
-    uid = pool.name(int(again[0]), ROOT_UID, pool.token_bytes(tokens(1, 2), 0))
-    pool.name(int(again[1]), uid, pool.token_bytes(tokens(1, 2), 1))
-    pool.mark_ready(int(again[0]))
-    pool.mark_ready(int(again[1]))
+    pool.name_chain(again.tolist(), ROOT_UID, tokens(1, 2), 0)
+    pool.mark_ready(again.tolist())
     assert pool.match(tokens(1, 2), 2).blocks == [first[0], again[1]]
     pool.release(again)
     pool.check()
@@ -136,3 +132,20 @@ def test_counts_hold_under_any_order_of_calls(data: st.DataObject) -> None:
         pool.release(blocks)
     pool.check()
     assert pool.num_available == pool.num_blocks
+
+
+def test_the_map_says_of_each_block_what_it_is() -> None:
+    pool = BlockPool(10, SIZE)
+    cached = compute(pool, tokens(1, 2, 3))
+    pool.release(cached)
+    pool.acquire(pool.match(tokens(1), 1).blocks)  # held again, though it is still in the cache
+    private = pool.allocate(2)
+    for most_cells, size in ((10, 1), (4, 3), (3, 4), (1, 10)):
+        cell_blocks, used, kept = pool.occupancy(most_cells)
+        assert cell_blocks == size and len(used) == len(kept) == -(-10 // size) <= most_cells
+        for cell in range(len(used)):
+            blocks = range(cell * size, min((cell + 1) * size, 10))
+            assert used[cell] == sum(block in {cached[0], *private} for block in blocks)
+            assert kept[cell] == sum(block in cached[1:] for block in blocks)
+        assert kept.sum() == pool.num_cached
+        assert used.sum() == 10 - pool.num_cached - pool.num_free

@@ -15,6 +15,7 @@ from cbatch.core.plan import StepPlan, StepResult
 from cbatch.core.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
 from cbatch.engine.process import EngineParts
+from cbatch.engine.recorder import Recorder
 from sim.executor import SimExecutor
 from sim.models import ModelledAcceptance
 from tests.helpers import make_config
@@ -70,6 +71,7 @@ class SimFactory(msgspec.Struct, frozen=True):
     death: Literal["kill", "exit"] = "kill"
     depth: int = 0
     sizes: dict[str, Any] = {}
+    record: str | None = None
 
     def config(self) -> Any:
         sizes = SIZES | self.sizes
@@ -90,13 +92,15 @@ class SimFactory(msgspec.Struct, frozen=True):
         )
 
     def __call__(self) -> EngineParts:
-        scheduler = Scheduler(self.config())
+        recorder = None if self.record is None else Recorder(self.record)
+        scheduler = Scheduler(self.config(), recorder)
         executor: Any = self.executor()
         if not self.depth:
             death = self.death
             executor = MortalExecutor(executor, self.step_s, self.poison, self.poison_at, death)
         loop = StepLoop(scheduler, executor, clock=time.monotonic, depth=self.depth)
-        return EngineParts(scheduler, loop, info={"model": "sim"})
+        close = None if recorder is None else recorder.close
+        return EngineParts(scheduler, loop, info={"model": "sim"}, close=close)
 
 
 class BrokenFactory(msgspec.Struct, frozen=True):

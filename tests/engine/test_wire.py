@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cbatch.core.outlook import Calibration, Outlook
 from cbatch.core.plan import TokenLogprobs
-from cbatch.core.request import MAX_SEED, FinishReason
+from cbatch.core.request import MAX_SEED, FinishReason, StructuredOutputs
 from cbatch.core.sequence import SchedulerStats
 from cbatch.engine import flight as flight_module
 from cbatch.engine.flight import FlightRecorder
 from cbatch.engine.process import EngineServer
 from cbatch.engine.wire import (
     Add,
+    BlockMap,
     Cancel,
     Ending,
     EngineStats,
@@ -23,10 +25,14 @@ from cbatch.engine.wire import (
     Heartbeat,
     Ready,
     Row,
+    SeenRow,
+    SeenStep,
+    Sight,
     StartFailed,
     Stepped,
     StepTimes,
     Stop,
+    Watch,
     decode_command,
     decode_event,
     encode,
@@ -34,16 +40,21 @@ from cbatch.engine.wire import (
 from tests.engine.factories import SimFactory
 from tests.helpers import make_config, make_request
 
-STATS = EngineStats(3, 2, 64, 10, 7, 0.5, SchedulerStats(steps=9))
+STRUCTURED = StructuredOutputs(json={"enum": [1, None, "x"]})
+CALIBRATION = Calibration([4.0], [3.1], [3.0])
+OUTLOOK = Outlook(True, 0.4, 900.0, 0.3, CALIBRATION)
+STATS = EngineStats(3, 2, 64, 10, 7, 0.5, 0.1, 0.02, SchedulerStats(steps=9), OUTLOOK)
 
 
 @pytest.mark.parametrize(
     "command",
     [
         Add(make_request("r", 9, seed=MAX_SEED, stop=("x",), logit_bias={3: -1.5}), (1, 2)),
+        Add(make_request("r", 9, structured_outputs=STRUCTURED)),
         Cancel("r"),
         Finish("r", 12),
         Stop(),
+        Watch(True),
     ],
 )
 def test_commands(command: Any) -> None:
@@ -53,7 +64,7 @@ def test_commands(command: Any) -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        Ready(make_config(lookahead="fixed:3"), ("model",), {"model": "m", "blocks": 3}),
+        Ready(make_config(lookahead="fixed:3"), ("model",), {"model": "m", "blocks": 3}, True),
         StartFailed("no", "num_blocks", "more"),
         Heartbeat(STATS),
         Stepped(
@@ -62,6 +73,13 @@ def test_commands(command: Any) -> None:
             endings=(Ending("b", FinishReason.ERROR, "why"),),
             logprobs=(),
             times=StepTimes(0.1, 0.2, 0.4),
+            stats=STATS,
+        ),
+        Sight(
+            rows=(SeenRow(3, "7", 10, 14, 1, 0.5), SeenRow(4, "8", 10, 10, 10, None)),
+            steps=(SeenStep([3, 4], [2, 0], [1, 0], [1, 10]),),
+            num_steps=9,
+            blocks=BlockMap(4, [4, 1], [0, 2]),
             stats=STATS,
         ),
     ],

@@ -26,8 +26,9 @@ class EngineThread:
         flight: Path,
         *,
         drafters: tuple[str, ...] = (),
+        follows_grammars: bool = False,
     ) -> None:
-        self._parts = EngineParts(scheduler, loop, drafters)
+        self._parts = EngineParts(scheduler, loop, drafters, follows_grammars=follows_grammars)
         self._where = (endpoint, flight)
         self._owner = asyncio.get_running_loop()
         self.dead: asyncio.Future[None] = self._owner.create_future()

@@ -13,11 +13,11 @@ import pytest
 import torch
 from msgspec import structs
 
-from cbatch.backends import executor_for, held_drafters, refuse_unserved
+from cbatch.backends import executor_for, held_drafters, refuse_unserved, serves_grammars
 from cbatch.core.config import LookaheadConfig, SchedulerConfig
 from cbatch.core.errors import FieldError
 from cbatch.core.plan import Admission, Deltas, StepPlan
-from cbatch.core.request import SamplingParams
+from cbatch.core.request import SamplingParams, StructuredOutputs
 from cbatch.runtime.executor import TorchExecutor
 from cbatch.runtime.gpu import Decoder, GpuExecutor
 from cbatch.runtime.gpu.buckets import bucket, depth_bucket, depth_ladder, ladder
@@ -156,6 +156,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         )
     with pytest.raises(FieldError, match="drafter: .*ngram.* cannot draft on a GPU"):
         executor().submit(plan(admission(drafter=("ngram",))))
+    with pytest.raises(FieldError, match="structured_outputs: is not served on a GPU"):
+        executor().submit(plan(admission(structured_outputs=StructuredOutputs(regex="a"))))
     with pytest.raises(RuntimeError, match="no step was submitted"):
         executor().wait()
 
@@ -182,6 +184,7 @@ def test_the_cpu_keeps_its_executor() -> None:
     assert isinstance(executor_for(tiny_model(), tiny_model(noise=0.1), config), TorchExecutor)
     assert held_drafters(config, "cpu") == ("model", "ngram", "suffix")
     assert held_drafters(config, "cuda") == ("model",)
+    assert serves_grammars("cpu") and not serves_grammars("cuda:1")
 
 
 def test_nothing_of_the_gpu_is_imported_elsewhere() -> None:

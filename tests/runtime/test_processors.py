@@ -195,12 +195,14 @@ def _stale_prefix(self: Any, logits: Any, slots: Any, starts: Any, num_drafted: 
     for i in self.active[slots].nonzero()[0].tolist():
         for j in range(int(num_drafted[i]) + 1):
             self._chains[int(slots[i])].shape(logits[int(starts[i]) + j])
+    return {}
 
 
 def _bonus_only(self: Any, logits: Any, slots: Any, starts: Any, num_drafted: Any, _: Any):
     """Shapes only the row behind the last draft, as engines did that dropped their guard."""
     for i in self.active[slots].nonzero()[0].tolist():
         self._chains[int(slots[i])].shape(logits[int(starts[i] + num_drafted[i])])
+    return {}
 
 
 @pytest.mark.parametrize("broken", [_stale_prefix, _bonus_only])

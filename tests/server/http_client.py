@@ -27,6 +27,7 @@ from cbatch.text import ChatTemplate, TextTokenizer
 from tests.engine.threads import EngineThread
 
 MODEL = "toy"
+JSON = {"Content-Type": "application/json"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -60,22 +61,53 @@ class Client:
 
     @contextmanager
     def open(
-        self, body: dict[str, Any] | bytes | None, path: str = COMPLETIONS
+        self,
+        body: dict[str, Any] | bytes | None,
+        path: str = COMPLETIONS,
+        headers: dict[str, Any] | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
+        with self.begin(body, path, headers) as connection, connection.getresponse() as response:
+            yield response
+
+    @contextmanager
+    def begin(
+        self,
+        body: dict[str, Any] | bytes | None,
+        path: str = COMPLETIONS,
+        headers: dict[str, Any] | None = None,
+    ) -> Iterator[http.client.HTTPConnection]:
+        """Sends a call, and waits for nothing: an answer begins with its first token."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
         method = "GET" if raw is None else "POST"
-        connection.request(method, path, raw, {"Content-Type": "application/json"})
-        with closing(connection), connection.getresponse() as response:
-            yield response
+        with closing(connection):
+            connection.request(method, path, raw, JSON | (headers or {}))
+            yield connection
+
+
+def call(
+    client: Client,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=30)
+    try:
+        connection.request(method, path, body, headers or {})
+        response = connection.getresponse()
+        found = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, response.read(), found
+    finally:
+        connection.close()
 
 
 @contextmanager
 def serving(engine: Engine, limits: Limits | None = None, **options: Any) -> Iterator[Client]:
     """Serves what the engine would run, in a thread, until the block ends. `options` are those of
     `serving_service`."""
-    loop, drafters = engine.loop, engine.drafters
-    client = EngineClient(partial(EngineThread, engine.scheduler, loop, drafters=drafters))
+    held = {"drafters": engine.drafters, "follows_grammars": engine.grammars is not None}
+    client = EngineClient(partial(EngineThread, engine.scheduler, engine.loop, **held))
     service = EngineService(client, engine.tokenizer, limits=limits)
     with serving_service(service, engine.tokenizer, **options) as served:
         yield served

@@ -153,6 +153,7 @@ def test_a_prompt_can_be_cut_to_its_end(client: Client) -> None:
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(

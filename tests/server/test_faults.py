@@ -17,6 +17,7 @@ import pytest
 from cbatch import LLM, SamplingParams
 from cbatch.assembly import EngineFactory, EngineOptions, load_tokenizers
 from cbatch.llm import complete_all
+from cbatch.params import sampling_from_json
 from cbatch.server.admission import Limits
 from tests.engine.factories import SimFactory
 from tests.server.http_client import sample, wait_until
@@ -158,7 +159,8 @@ def test_a_stop_signal_under_load(grace_s: float) -> None:
 
 
 def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
-    """Greedy and coupled streams of a real (tiny) pair, whose engine is killed again and again."""
+    """Greedy and coupled streams of a real (tiny) pair, whose engine is killed again and again.
+    Every fourth has a grammar to follow."""
     target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft", layers=1)
     settings: dict[str, Any] = {
         "numerics": "invariant",
@@ -167,10 +169,13 @@ def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
     }
     bodies = [
         body(i, max_tokens - i, temperature=i % 2, prompt=f"def f{i}(a", ignore_eos=True)
+        | ({"structured_outputs": {"regex": "((ab|ba){2}[0-9]{1,3}, ?){9,}"}} if i % 8 > 5 else {})
         for i in range(32)
     ]
-    fields = ("max_tokens", "seed", "temperature", "ignore_eos")
-    params = [SamplingParams(**{name: each[name] for name in fields}) for each in bodies]
+    fields = ("max_tokens", "seed", "temperature", "ignore_eos", "structured_outputs")
+    params = [
+        sampling_from_json({name: each[name] for name in fields if name in each}) for each in bodies
+    ]
     prompts = [str(each["prompt"]) for each in bodies]
     undisturbed = [c.text for c in LLM(target, draft, **settings).generate(prompts, params)]
     rng = random.Random(5)

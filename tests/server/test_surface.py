@@ -2,62 +2,34 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 
 from cbatch import SamplingParams
-from cbatch.engine.client import EngineClient
-from cbatch.engine.wire import Stepped
-from cbatch.outputs import Speculation
-from cbatch.server.admission import Limits
-from cbatch.server.errors import OverloadedError
 from cbatch.server.service import EngineService
 from cbatch.text import ChatTemplate
-from tests.engine.factories import SimFactory
-from tests.engine.threads import EngineThread
 from tests.server.http_client import (
     CHAT,
+    JSON,
     MODEL,
     Client,
-    sample,
+    call,
     serving,
-    serving_service,
-    wait_until,
 )
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"
 TEMPLATE = ChatTemplate("[{{ messages[0].content }}]", {}, "the test")
 BODY = {"prompt": PROMPT, "max_tokens": 20, "seed": 5}
-JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     with serving(make_engine(), chat_template=TEMPLATE) as client:
         yield client
-
-
-def call(
-    client: Client,
-    method: str,
-    path: str,
-    body: bytes | None = None,
-    headers: dict[str, str] | None = None,
-) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=30)
-    try:
-        connection.request(method, path, body, headers or {})
-        response = connection.getresponse()
-        found = {name.lower(): value for name, value in response.getheaders()}
-        return response.status, response.read(), found
-    finally:
-        connection.close()
 
 
 def test_the_model_and_its_limits(client: Client) -> None:
@@ -273,72 +245,6 @@ def test_request_ids(client: Client) -> None:
     assert [call(client, "POST", "/v1/completions", raw, same)[0] for _ in range(2)] == [200, 200]
 
 
-def test_keys() -> None:
-    with serving(make_engine(), api_keys=["first", "sécond"]) as client:
-        raw = json.dumps(BODY).encode()
-        for given, status in (
-            ("Bearer first", 200),
-            ("bearer first", 200),
-            ("Bearer sécond", 200),
-            ("Bearer third", 401),
-            ("Bearer firs", 401),
-            ("Bearer ", 401),
-            ("Basic first", 401),
-            ("first", 401),
-            (None, 401),
-        ):
-            headers = JSON if given is None else {**JSON, "Authorization": given.encode()}
-            found, body, told = call(client, "POST", "/v1/completions", raw, headers)
-            assert found == status, given
-            if status == 401:
-                assert told["www-authenticate"] == "Bearer" and "x-request-id" in told
-                assert json.loads(body)["error"]["code"] == "invalid_api_key"
-        for path in ("/v1/models", "/version", "/openapi.json", "/tokenize", "/nowhere"):
-            assert call(client, "GET", path)[0] == 401
-        for path in ("/health", "/ready", "/metrics"):
-            assert call(client, "GET", path)[0] == 200
-
-
-def test_a_full_queue_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(*_: Any, **__: Any) -> None:
-        raise OverloadedError("64 requests wait", retry_after_s=3)
-
-    monkeypatch.setattr(EngineService, "submit", full)
-    with serving(make_engine()) as client:
-        for stream in (False, True):
-            status, answer, headers = client.post(BODY | {"stream": stream})
-            assert (status, headers["retry-after"]) == (503, "3")
-            assert answer["error"]["type"] == "overloaded"
-
-
-def test_what_the_queue_refuses_is_counted_by_why() -> None:
-    """One request holds the slot, one waits; the bound on prompt tokens comes into play alone."""
-    factory = SimFactory(
-        vocab_size=TOKENIZER.vocab_size, step_s=0.01, sizes={"max_slots": 1, "num_blocks": 512}
-    )
-    parts = factory()
-    limits = Limits(max_queued_requests=2, max_queued_prompt_tokens=40)
-    link = EngineClient(partial(EngineThread, parts.scheduler, parts.loop))
-    service = EngineService(link, TOKENIZER, limits=limits)
-    long = BODY | {"max_tokens": 400, "stream": True}
-    with (
-        serving_service(service, TOKENIZER, chat_template=TEMPLATE) as client,
-        client.open(long),
-        client.open(long),
-    ):
-        wait_until(lambda: service.queue.num_requests == 1)
-        assert client.post(BODY | {"prompt": [1] * 40})[0] == 503
-        with client.open(long):
-            messages = [{"role": "user", "content": PROMPT}]
-            for path in ("/v1/completions", CHAT):
-                status, answer, headers = client.post(BODY | {"messages": messages}, path)
-                assert status == 503 and int(headers["retry-after"]) >= 1
-                assert answer["error"]["type"] == "overloaded"
-            assert sample(client, "cbatch:queued_requests") == 2
-        for reason, count in (("queued_prompt_tokens", 1), ("queued_requests", 2)):
-            assert sample(client, "vllm:admission_rejections_total", reason=reason) == count
-
-
 def test_what_nobody_foresaw_is_logged_and_not_shown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -350,65 +256,3 @@ def test_what_nobody_foresaw_is_logged_and_not_shown(
         status, answer, _ = client.post(BODY)
         assert status == 500 and "secret" not in json.dumps(answer)
     assert "a secret" in caplog.text
-
-
-def recounted(steps: list[Stepped]) -> Speculation:
-    """Lookahead as the engine told it, step by step. A request's first tokens end its prompt."""
-    found, begun = Speculation(), set()
-    for row in (row for step in steps for row in step.rows):
-        if row.request_id in begun:
-            found.observe(row.num_drafted, row.num_accepted)
-        begun.add(row.request_id)
-    return found
-
-
-def test_what_prometheus_reads() -> None:
-    engine = make_engine(lookahead="fixed:3")
-    link = EngineClient(partial(EngineThread, engine.scheduler, engine.loop))
-    steps: list[Stepped] = []
-    link.on_step = steps.append
-    with serving_service(EngineService(link, TOKENIZER), TOKENIZER) as client:
-        usage = client.post(BODY | {"n": 2, "max_tokens": 40})[1]["usage"]
-        client.post({"prompt": [PROMPT, "class"], "max_tokens": 1, "seed": 1})
-        assert client.post({"prompt": 3})[0] == 400
-        prompts = 2 * len(TOKENIZER.encode(PROMPT)) + len(TOKENIZER.encode("class"))
-        assert usage["completion_tokens"] == 80
-        counts, stats = recounted(steps), engine.scheduler.stats
-        assert counts.accepted_tokens > 5 and stats.target_s > 0
-        total_s = sum(step.times.total_s for step in steps if step.times is not None)
-        wasted = counts.drafted_tokens - counts.accepted_tokens
-        drafting = counts.steps - counts.k_histogram.get(0, 0)
-        for name, labels, value in (
-            ("vllm:prompt_tokens_total", {}, prompts),
-            ("vllm:generation_tokens_total", {}, 82),
-            ("vllm:request_success_total", {"finished_reason": "length"}, 4),
-            ("vllm:request_success_total", {"finished_reason": "abort"}, 0),
-            ("vllm:admission_rejections_total", {"reason": "invalid"}, 1),
-            ("vllm:spec_decode_num_drafts_total", {}, drafting),
-            ("vllm:spec_decode_num_draft_tokens_total", {}, counts.drafted_tokens),
-            ("vllm:spec_decode_num_accepted_tokens_total", {}, counts.accepted_tokens),
-            ("cbatch:wasted_verify_tokens_total", {}, wasted),
-            ("cbatch:lookahead_tokens_count", {}, counts.steps),
-            ("cbatch:lookahead_tokens_bucket", {"le": "0.0"}, counts.k_histogram.get(0, 0)),
-            ("cbatch:lookahead_tokens_bucket", {"le": "3.0"}, counts.steps),
-            ("vllm:time_to_first_token_seconds_count", {}, 4),
-            ("vllm:e2e_request_latency_seconds_count", {}, 4),
-            ("vllm:request_time_per_output_token_seconds_count", {}, 2),
-            ("vllm:request_generation_tokens_sum", {}, 82),
-            ("vllm:num_requests_running", {}, 0),
-            ("vllm:num_requests_waiting", {}, 0),
-            ("vllm:kv_cache_usage_perc", {}, 0),
-            ("vllm:prefix_cache_queries_total", {}, stats.prompt_tokens),
-            ("cbatch:steps_total", {}, stats.steps),
-            ("cbatch:step_target_seconds_total", {}, stats.target_s),
-            ("cbatch:step_seconds_total", {}, total_s),
-            ("cbatch:engine_restarts_total", {}, 0),
-            ("cbatch:queued_requests", {}, 0),
-            ("cbatch:queued_prompt_tokens", {}, 0),
-        ):
-            assert sample(client, name, **labels) == pytest.approx(value), name
-        at = [
-            sample(client, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(i))
-            for i in range(3)
-        ]
-        assert sum(at) == counts.accepted_tokens and at == sorted(at, reverse=True)

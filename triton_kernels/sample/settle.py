@@ -192,7 +192,8 @@ def _race_until_kept(
     passes, source, asks, winner, winner_key, limits, BLOCK: tl.constexpr, FORM: tl.constexpr
 ):
     """The winner among kept tokens. `limits`: count and mass that must not be reached before it,
-    and the last key that is kept. The likeliest token is kept always, so this ends."""
+    and the last key that is kept. The likeliest token is kept always, and each winner lies before
+    the last, or a row (of a list gone wrong) asks no more: so this ends."""
     top_k, nucleus, last_key = limits
     while tl.max(asks.to(tl.int32), axis=0) > 0:
         count, mass = _count_and_mass(passes, (winner_key, winner), BLOCK, FORM)
@@ -200,6 +201,8 @@ def _race_until_kept(
         asks = asks & ~(kept | (count == 0.0))
         if tl.max(asks.to(tl.int32), axis=0) > 0:
             again, again_key = _race(passes, source, (winner_key, winner), BLOCK, FORM)
+            nearer = (again_key < winner_key) | ((again_key == winner_key) & (again < winner))
+            asks = asks & nearer & (again != tiles.NO_ID)
             winner = tl.where(asks, again, winner)
             winner_key = tl.where(asks, again_key, winner_key)
     return winner

@@ -106,6 +106,8 @@ class HostSlots:
             raise FieldError(
                 "drafter", f"{sorted(named)} cannot draft on a GPU", f"use {MODEL!r}, or leave out"
             )
+        if a.params.structured_outputs is not None:
+            raise FieldError("structured_outputs", "is not served on a GPU", "leave it out")
         self.held[slot], self.generation[slot] = True, a.generation
         self._put_sequence(a, message)
         self._put_sampling(a, message)

@@ -1,0 +1,1 @@
+"""What `cbatch sim` is made of: options, scenarios that run anywhere, and what is printed."""

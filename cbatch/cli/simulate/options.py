@@ -1,0 +1,61 @@
+"""The options that make up a scenario, and those of what is written about it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cbatch.cli.simulate.scenario import ACCEPTANCE, GPU, MODEL_SHAPE, Scenario
+from cbatch.cli.tracefile import add_reading_options
+
+
+def add_scenario_options(parser: argparse.ArgumentParser) -> None:
+    """Every field of `Scenario` but the trace and the objectives."""
+    add_reading_options(parser)
+    load = parser.add_argument_group("load")
+    load.add_argument("--requests", type=int, metavar="N", help="the first N only")
+    load.add_argument("--rate", type=float, metavar="X", help="times as many requests a second")
+    load.add_argument("--concurrency", type=int, metavar="N", help="N clients, stamps ignored")
+    load.add_argument("--think", type=float, metavar="SECONDS", help="pause of such a client")
+    load.add_argument("--seed", type=int, default=0)
+    cost = parser.add_argument_group("cost of a step")
+    cost.add_argument("--gpu", metavar="NAME", help=f"roofline of this device (default: {GPU})")
+    cost.add_argument(
+        "--model", metavar="NAME", help=f"shape or config.json (default: {MODEL_SHAPE})"
+    )
+    cost.add_argument("--tp", type=int, metavar="N", help="tensor parallel over N devices")
+    cost.add_argument("--draft-model", metavar="NAME", help="shape of the draft, as --model")
+    cost.add_argument(
+        "--step-seconds", type=float, metavar="S", help="instead: every step the same"
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--lookahead", default="off", metavar="POLICY", help="off, fixed:4, ...")
+    engine.add_argument("--acceptance", type=float, help=f"of a draft (default: {ACCEPTANCE})")
+    engine.add_argument("--max-slots", type=int, default=256)
+    engine.add_argument("--step-budget", type=int, default=2048, help="tokens of a step, at most")
+    engine.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
+    engine.add_argument("--num-blocks", type=int, help="KV blocks (default: what the device holds)")
+    engine.add_argument("--max-model-tokens", type=int, help="context (default: the model's)")
+    engine.add_argument("--queue-policy", default="fcfs", choices=["fcfs", "priority", "shortest"])
+    engine.add_argument("--no-prefix-cache", action="store_true")
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    out = parser.add_argument_group("report")
+    out.add_argument(
+        "--slo",
+        action="append",
+        default=[],
+        metavar="NAME=S",
+        help="ttft, tpot or e2e in seconds, for goodput; repeatable",
+    )
+    out.add_argument("--json", type=Path, metavar="FILE", help="write the whole report")
+    out.add_argument("--records", type=Path, metavar="FILE", help="write a JSON line a request")
+    out.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page of plots")
+    out.add_argument("--perfetto", type=Path, metavar="FILE", help="write a trace of the steps")
+
+
+def scenario_of(args: argparse.Namespace) -> Scenario:
+    """Options have the names of the fields."""
+    values = {name: getattr(args, name) for name in Scenario.__struct_fields__}
+    return Scenario(**values | {"slo": tuple(args.slo)})

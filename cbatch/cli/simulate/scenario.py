@@ -1,0 +1,235 @@
+"""One simulation as a value: it can be compared, changed, and run in another process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from cbatch.cli.tracefile import OpenedTrace
+from cbatch.core.config import LookaheadConfig, SchedulerConfig
+from cbatch.core.errors import FieldError
+
+if TYPE_CHECKING:
+    from sim.costs import CostModel
+    from sim.modelled import ModelledExecutor
+    from sim.replay import Progress
+    from sim.report import Objectives, Record, Report
+    from sim.sources import Source
+    from sim.timeline import Observer
+
+GPU, MODEL_SHAPE = "H100", "llama-3.1-8b"
+ACCEPTANCE = 0.7
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """What the options of the same names say; None: left to a default that depends on others."""
+
+    trace: str
+    format: str | None
+    skip_empty: bool
+    spread: float | None
+    requests: int | None
+    rate: float | None
+    concurrency: int | None
+    think: float | None
+    seed: int
+    gpu: str | None
+    model: str | None
+    tp: int | None
+    draft_model: str | None
+    step_seconds: float | None
+    lookahead: str
+    acceptance: float | None
+    max_slots: int
+    step_budget: int
+    block_size: int
+    num_blocks: int | None
+    max_model_tokens: int | None
+    queue_policy: str
+    no_prefix_cache: bool
+    slo: tuple[str, ...]
+
+    def ignored(self) -> dict[str, str]:
+        """Options that the others leave without effect, and why."""
+        open_loop, off = self.concurrency is None, self.lookahead == "off"
+        constant = self.step_seconds is not None
+        unused = (
+            ("think", open_loop, "there are no clients: give --concurrency"),
+            ("rate", not open_loop, "--concurrency ignores the stamps"),
+            ("spread", not open_loop, "--concurrency ignores the stamps"),
+            ("acceptance", off, "nobody drafts: give --lookahead"),
+            ("draft_model", off, "nobody drafts: give --lookahead"),
+            ("gpu", constant, "--step-seconds is the whole cost"),
+            ("model", constant, "--step-seconds is the whole cost"),
+            ("tp", constant, "--step-seconds is the whole cost"),
+            ("draft_model", constant, "--step-seconds is the whole cost"),
+        )
+        return {
+            f"--{name.replace('_', '-')}": why
+            for name, ignored, why in unused
+            if ignored and getattr(self, name) is not None
+        }
+
+
+def refuse_ignored(*scenarios: Scenario) -> None:
+    """Raises `FieldError` for an option that none of them makes use of."""
+    first, *others = (scenario.ignored() for scenario in scenarios)
+    for option, why in first.items():
+        if all(option in other for other in others):
+            raise FieldError(option, f"would be ignored, since {why}", "leave one of them out")
+
+
+class Simulation(NamedTuple):
+    """A scenario that was checked, with its trace open."""
+
+    scenario: Scenario
+    trace: OpenedTrace
+    cost: CostModel
+    config: SchedulerConfig
+    objectives: Objectives | None
+    settings: dict[str, Any]  # of the report
+
+    def source(self) -> Source:
+        from sim.sources import ClosedLoop, OpenLoop
+        from sim.traces.changes import sample, scale
+
+        scenario, requests = self.scenario, self.trace.requests()
+        if scenario.requests is not None:
+            requests = sample(requests, most=scenario.requests)
+        if scenario.rate is not None:
+            requests = scale(requests, rate=scenario.rate)
+        if scenario.concurrency is None:
+            return OpenLoop(requests)
+        return ClosedLoop(requests, scenario.concurrency, think_s=scenario.think or 0.0)
+
+    def executor(self) -> ModelledExecutor:
+        from sim.modelled import BernoulliAcceptance, ModelledExecutor
+
+        slots, acceptance = self.config.max_slots, None
+        if "acceptance" in self.settings:
+            acceptance = BernoulliAcceptance(self.settings["acceptance"], max_slots=slots)
+        return ModelledExecutor(max_slots=slots, cost=self.cost, acceptance=acceptance)
+
+    def run(
+        self,
+        *,
+        on_record: Callable[[Record], None] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> Report:
+        from sim.replay import replay
+
+        return replay(
+            self.source(),
+            self.config,
+            self.executor(),
+            seed=self.scenario.seed,
+            settings=self.settings,
+            objectives=self.objectives,
+            on_record=on_record,
+            on_progress=on_progress,
+            observers=observers,
+        )
+
+
+def build(scenario: Scenario) -> Simulation:
+    """Raises `FieldError` for whatever can be found wrong before it runs."""
+    objectives = parse_objectives(scenario.slo)
+    trace = OpenedTrace(scenario, scenario.seed)
+    cost, config, words = _engine(scenario)
+    if config.lookahead.policy != "off":
+        share = ACCEPTANCE if scenario.acceptance is None else scenario.acceptance
+        if not 0 <= share <= 1:
+            raise FieldError("--acceptance", f"{share} is not allowed", "use a number in [0, 1]")
+        words["acceptance"] = share
+    changes = ("skip_empty", "spread", "requests", "rate", "concurrency", "think")
+    settings = {"trace": trace.path.name, "format": trace.format, "seed": scenario.seed}
+    settings |= words | {name: getattr(scenario, name) for name in changes}
+    return Simulation(scenario, trace, cost, config, objectives, settings)
+
+
+def parse_objectives(texts: tuple[str, ...]) -> Objectives | None:
+    from sim.report import Objectives
+
+    given: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            given[f"{name}_s"] = seconds = float(value)
+        except ValueError:
+            seconds = math.nan
+        if name not in ("ttft", "tpot", "e2e") or not 0 < seconds < math.inf:
+            raise FieldError(
+                "--slo", f"{text!r} is not known", "write ttft=0.5, tpot=... or e2e=..."
+            )
+    return Objectives(**given) if given else None
+
+
+# -- inside
+
+
+def _engine(scenario: Scenario) -> tuple[CostModel, SchedulerConfig, dict[str, Any]]:
+    """The cost model, the scheduler's configuration, and both in words for the report."""
+    from cbatch.assembly import lookahead_name, parse_lookahead
+    from sim.costs import ConstantCost
+    from sim.roofline import Roofline, RooflineConfig, load_gpu, load_shape
+
+    lookahead = parse_lookahead(scenario.lookahead)
+    blocks, context_tokens = scenario.num_blocks, scenario.max_model_tokens
+    cost: CostModel
+    if scenario.step_seconds is not None:
+        if blocks is None or context_tokens is None:
+            field = "--num-blocks" if blocks is None else "--max-model-tokens"
+            raise FieldError(field, "is not known with --step-seconds", "give it")
+        cost = ConstantCost(step_duration_s=scenario.step_seconds)
+        words: dict[str, Any] = {"cost": "constant", "step_duration_s": scenario.step_seconds}
+    else:
+        gpu, model = scenario.gpu or GPU, scenario.model or MODEL_SHAPE
+        parts = 1 if scenario.tp is None else scenario.tp
+        draft = None if scenario.draft_model is None else load_shape(scenario.draft_model)
+        if draft is None and lookahead.policy != "off":
+            raise FieldError("--draft-model", "is missing", "drafting has a price: name the draft")
+        config = RooflineConfig(
+            gpu=load_gpu(gpu), shape=load_shape(model), tensor_parallel=parts, draft=draft
+        )
+        cost = Roofline(config)
+        if blocks is None:
+            blocks = config.num_blocks(scenario.block_size)
+        if context_tokens is None:
+            context_tokens = config.shape.max_position_embeddings
+        words = {"cost": "roofline", "gpu": gpu, "model": model, "tensor_parallel": parts}
+        words |= {"draft_model": scenario.draft_model}
+    scheduler = _scheduler(scenario, lookahead, blocks, context_tokens)
+    return cost, scheduler, words | _words(scheduler) | {"lookahead": lookahead_name(lookahead)}
+
+
+def _scheduler(
+    scenario: Scenario, lookahead: LookaheadConfig, num_blocks: int, context_tokens: int
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size_tokens=scenario.block_size,
+        max_slots=scenario.max_slots,
+        max_model_tokens=context_tokens,
+        step_budget_tokens=scenario.step_budget,
+        queue_policy=scenario.queue_policy,  # type: ignore[arg-type]  # the parser's own choices
+        prefix_cache=not scenario.no_prefix_cache,
+        draft_context_tokens=None if lookahead.policy == "off" else context_tokens,
+        lookahead=lookahead,
+    )
+
+
+def _words(config: SchedulerConfig) -> dict[str, Any]:
+    fields = (
+        "num_blocks",
+        "block_size_tokens",
+        "max_slots",
+        "max_model_tokens",
+        "step_budget_tokens",
+        "queue_policy",
+        "prefix_cache",
+    )
+    return {field: getattr(config, field) for field in fields}

@@ -1,0 +1,58 @@
+"""Log lines on standard error: for people, or one JSON object each.
+
+A record's own fields come with `extra=fields(name=value)`. No line holds text of a prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import msgspec
+
+LogFormat = Literal["text", "json"]
+_encode = msgspec.json.Encoder(enc_hook=str).encode
+
+
+def fields(**values: Any) -> dict[str, Any]:
+    """For `extra`: those that are None are left out."""
+    return {"fields": {name: value for name, value in values.items() if value is not None}}
+
+
+def configure(form: LogFormat, level: int = logging.INFO) -> None:
+    """For this process: `level` is ours, of libraries only warnings are shown."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else PlainLines())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger("cbatch").setLevel(level)
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        told = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
+        told |= {"message": record.getMessage(), **getattr(record, "fields", {})}
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return _encode(told).decode()
+
+
+class PlainLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{_time(record)} {record.levelname.lower()}: {record.getMessage()}"
+        for name, value in getattr(record, "fields", {}).items():
+            line += f" {name}={_plain(value)}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _plain(value: Any) -> str:
+    """A client's own text (a path) must not pass for a line or a field of its own."""
+    if isinstance(value, str) and value.isprintable() and not set(value) & set(' ="'):
+        return value
+    return _encode(value).decode()
+
+
+def _time(record: logging.LogRecord) -> str:
+    at = datetime.fromtimestamp(record.created, UTC)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")

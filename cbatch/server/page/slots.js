@@ -1,0 +1,165 @@
+// The slots: a row each, and in it a column a step, swept like an oscilloscope: what is drawn stays
+// where it is until the sweep comes round again.
+
+import { $, DASH, colours, count, fit, make, percent, put } from "./draw.js";
+
+const PAST = 2048; // columns remembered, for another width
+const AHEAD = 6; // columns cleared before the sweep
+const NONE = 0,
+  DECODE = 1,
+  PROMPT = 2;
+
+class Slot {
+  static deepest = 3; // drafts that a column has room for
+
+  constructor(number, list) {
+    this.node = make("li", "", list);
+    this.name = make("span", "slot", this.node);
+    make("span", "unseen", this.name).textContent = "slot ";
+    this.name.append(String(number));
+    this.canvas = make("canvas", "", this.node);
+    this.canvas.setAttribute("aria-hidden", "true");
+    this.tokens = make("span", "tokens", this.node);
+    this.k = make("span", "k", this.node);
+    const share = make("span", "share", this.node);
+    this.share = make("b", "", share);
+    this.unit = make("span", "unseen", share);
+    this.kinds = new Uint8Array(PAST);
+    this.drafted = new Uint8Array(PAST);
+    this.accepted = new Uint8Array(PAST);
+    this.take(null);
+  }
+
+  // A row of the frame; null: the slot is free.
+  take(row) {
+    const call = row?.[1] ?? null;
+    if (!row || call !== this.call)
+      [this.recentDrafted, this.recentAccepted, this.lastK] = [0, 0, null];
+    [this.row, this.call] = [row, call];
+  }
+
+  note(tick, kind, drafted, accepted) {
+    const at = tick % PAST;
+    [this.kinds[at], this.drafted[at], this.accepted[at]] = [kind, drafted, accepted];
+    if (kind !== DECODE || !this.row) return;
+    this.lastK = drafted;
+    this.recentDrafted = 0.98 * this.recentDrafted + drafted;
+    this.recentAccepted = 0.98 * this.recentAccepted + accepted;
+  }
+
+  describe(mine) {
+    this.node.className = this.row ? (mine ? "mine" : "") : "idle";
+    const [tokens, k, share, unit, title] = this.row ? this.told() : ["", "", "free", "", ""];
+    [this.tokens, this.k, this.share, this.unit].forEach((node, at) =>
+      put(node, [tokens, k, share, unit][at]),
+    );
+    this.share.title = title;
+  }
+
+  told() {
+    const [, , prompt, known, todo, belief] = this.row;
+    if (todo > 1)
+      return [`${count(prompt)} prompt`, "reads", percent(1 - todo / known), " of its tokens", ""];
+    const tried = this.recentDrafted >= 1;
+    const late = "of its latest drafts";
+    return [
+      `${count(known - prompt)} token${known - prompt === 1 ? "" : "s"}`,
+      this.lastK === null ? DASH : `k ${this.lastK}`,
+      tried ? percent(this.recentAccepted / this.recentDrafted) : DASH,
+      tried ? " of drafts accepted" : "",
+      belief === null ? late : `${late}; the engine expects ${percent(belief)}`,
+    ];
+  }
+
+  fit(tick) {
+    fit(this.canvas);
+    this.step = this.canvas.height / (Slot.deepest + 1);
+    const css = this.step / devicePixelRatio;
+    this.pitch = Math.round(Math.max(3, Math.min(12, 0.62 * css)) * devicePixelRatio);
+    this.columns = Math.max(1, Math.floor(this.canvas.width / this.pitch));
+    const first = Math.max(0, tick - Math.min(this.columns, PAST) + AHEAD + 1);
+    for (let each = first; each < tick; each++) this.mark(each);
+  }
+
+  sweep(tick) {
+    const x = (tick % this.columns) * this.pitch;
+    this.canvas.getContext("2d").clearRect(x, 0, this.pitch * (1 + AHEAD), this.canvas.height);
+    this.mark(tick);
+  }
+
+  mark(tick) {
+    const at = tick % PAST;
+    const pen = this.canvas.getContext("2d");
+    const { height } = this.canvas;
+    const line = Math.round(devicePixelRatio);
+    const x = (tick % this.columns) * this.pitch;
+    const wide = Math.max(1, this.pitch - line);
+    if (this.kinds[at] === PROMPT) {
+      pen.fillStyle = colours.read;
+      pen.fillRect(x, 0, wide, height);
+    }
+    if (this.kinds[at] !== DECODE) return;
+    const narrow = Math.max(1, Math.round(wide / 3));
+    const gap = this.step >= 3 * line ? line : 0;
+    for (let j = 0; j <= this.drafted[at]; j++) {
+      const rejected = j > this.accepted[at];
+      const across = rejected ? narrow : wide;
+      const top = Math.round(height - (j + 1) * this.step) + gap;
+      const bottom = Math.round(height - j * this.step);
+      pen.fillStyle = j === 0 ? colours.own : rejected ? colours.rejected : colours.accepted;
+      pen.fillRect(x + Math.floor((wide - across) / 2), top, across, Math.max(1, bottom - top));
+    }
+  }
+}
+
+export const board = {
+  slots: [],
+  tick: 0,
+  mine: null,
+  quietSince: 0,
+
+  // As many rows as slots were in use of late: the lowest free slot is always taken next.
+  resize(used, now) {
+    if (used >= this.slots.length) this.quietSince = now;
+    if (used > this.slots.length || now - this.quietSince > 8) {
+      while (this.slots.length < used) this.slots.push(new Slot(this.slots.length, $("rows")));
+      while (this.slots.length > used) this.slots.pop().node.remove();
+      const density = used <= 2 ? 5 : used <= 4 ? 4 : used <= 12 ? 3 : used <= 40 ? 2 : 1;
+      $("rows").dataset.density = density;
+      $("nobody").hidden = used > 0;
+      this.fit();
+    }
+  },
+
+  fit() {
+    for (const slot of this.slots) slot.fit(this.tick);
+  },
+
+  show(rows, steps, now) {
+    const used = Math.max(
+      0,
+      ...rows.map((row) => row[0] + 1),
+      ...steps.flatMap(([slots]) => slots.map((s) => s + 1)),
+    );
+    this.resize(used, now);
+    const held = new Map(rows.map((row) => [row[0], row]));
+    this.slots.forEach((slot, at) => slot.take(held.get(at) ?? null));
+    const deepest = Math.max(Slot.deepest, ...steps.flatMap((step) => step[1]));
+    if (deepest > Slot.deepest) {
+      Slot.deepest = deepest;
+      this.fit();
+    }
+    for (const [slots, drafted, accepted, chunk] of steps) {
+      for (const slot of this.slots) slot.kinds[this.tick % PAST] = NONE;
+      slots.forEach((at, i) =>
+        this.slots[at]?.note(this.tick, chunk[i] > 1 ? PROMPT : DECODE, drafted[i], accepted[i]),
+      );
+      for (const slot of this.slots) slot.sweep(this.tick);
+      this.tick++;
+    }
+  },
+
+  describe() {
+    for (const slot of this.slots) slot.describe(this.mine !== null && slot.call === this.mine);
+  },
+};

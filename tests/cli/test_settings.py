@@ -1,0 +1,137 @@
+"""Where settings come from, which count, and how a wrong one is told."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.cli.main import make_parser
+from cbatch.cli.options import NAMES as ENGINE_NAMES
+from cbatch.cli.serve import NAMES, ServeSettings
+from cbatch.cli.settings import Settings, read_settings, unknown_variables
+from cbatch.core.errors import FieldError
+from tests.cli.conftest import Run
+
+FILE = 'max_slots = 5\nport = 7\ndrafter = ["ngram"]\nno_prefix_cache = true\nqueue_timeout = 2\n'
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    return make_parser().parse_args(["serve", *flags])
+
+
+def read(
+    tmp_path: Path, text: str = "", variables: dict[str, str] | None = None, *flags: str
+) -> Settings[ServeSettings]:
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    return read_settings(ServeSettings, arguments(*flags), variables, file)
+
+
+def test_a_flag_counts_more_than_a_variable_that_more_than_the_file(tmp_path: Path) -> None:
+    variables = {"CBATCH_PORT": "8", "CBATCH_DRAFTER": "suffix, ngram", "CBATCH_OVERLAP": "1"}
+    settings = read(tmp_path, FILE, variables, "--drafter", "suffix", "DIR", "--ageing", "0.5")
+    found = settings.values
+    assert (found.max_slots, found.port, found.drafter) == (5, 8, ("suffix",))
+    assert found.no_prefix_cache and found.overlap == 1 and found.queue_timeout == 2.0
+    assert (found.model, found.ageing, found.host) == ("DIR", 0.5, "127.0.0.1")
+    origins = [settings.origin(name) for name in ("drafter", "port", "max_slots", "host")]
+    assert origins == [
+        "--drafter",
+        "CBATCH_PORT",
+        f"{tmp_path / 'serve.toml'}: max_slots",
+        "--host",
+    ]
+    assert read(tmp_path, "", variables).values.drafter == ("suffix", "ngram")
+
+
+def test_defaults_are_those_of_the_engine_and_every_one_can_be_set() -> None:
+    from cbatch.assembly import EngineOptions
+
+    assert ServeSettings().engine_options() == EngineOptions()
+    changed = arguments("--max-slots", "3", "--kv-memory", "0.5", "--no-prefix-cache")
+    options = read_settings(ServeSettings, changed).values.engine_options()
+    assert (options.max_slots, options.kv_memory_bytes, options.prefix_cache) == (3, 2**29, False)
+    assert set(ENGINE_NAMES) <= set(EngineOptions.__struct_fields__)
+    assert set(NAMES.values()) <= set(ServeSettings.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "flags", "origin", "problem"),
+    [
+        ("max_slot = 5", {}, (), "serve.toml: max_slot", "is not known"),
+        ("max_slots = '5'", {}, (), "serve.toml: max_slots", "Expected `int`"),
+        ("max_slots = ", {}, (), "serve.toml", "cannot be read"),
+        ("[engine]\nmax_slots = 1", {}, (), "serve.toml: engine", "is not known"),
+        ("", {"CBATCH_PORT": "http"}, (), "CBATCH_PORT", "'http' is not allowed"),
+        ("", {"CBATCH_PORT": "99999"}, (), "CBATCH_PORT", "99999"),
+        ("", {"CBATCH_NUMERICS": "exact"}, (), "CBATCH_NUMERICS", "'exact' is not allowed"),
+        ("", {"CBATCH_NO_PREFIX_CACHE": "maybe"}, (), "CBATCH_NO_PREFIX_CACHE", "maybe"),
+        ("", {}, ("--max-slots", "many"), "--max-slots", "'many' is not allowed"),
+        ("", {}, ("--grace", "-1"), "--grace", "-1"),
+    ],
+)
+def test_what_is_wrong_is_told_with_where_it_stands(
+    tmp_path: Path,
+    text: str,
+    variables: dict[str, str],
+    flags: tuple[str, ...],
+    origin: str,
+    problem: str,
+) -> None:
+    with pytest.raises(FieldError) as caught:
+        read(tmp_path, text, variables, *flags)
+    assert caught.value.field.endswith(origin) and problem in str(caught.value)
+
+
+def test_what_the_engine_finds_wrong_has_the_operators_name(tmp_path: Path) -> None:
+    for text, variables, flags, origin in (
+        ("kv_memory = 1e-9", {}, (), "serve.toml: kv_memory"),
+        ("", {"CBATCH_KV_MEMORY": "1e-9"}, (), "CBATCH_KV_MEMORY"),
+        ("", {}, ("--kv-memory", "1e-9"), "--kv-memory"),
+    ):
+        settings = read(tmp_path, text, variables, *flags)
+        error = FieldError("kv_memory_bytes", "holds no block", "give more")
+        assert settings.named(error, NAMES).field.endswith(origin)
+    stranger = FieldError("chat_template", "x", "y")
+    assert settings.named(stranger, NAMES).field == "--chat-template"
+    assert settings.named(FieldError("config.json", "x", "y"), NAMES).field == "config.json"
+    assert settings.named(FieldError("lookahead.k", "x", "y"), NAMES).field == "--lookahead"
+
+
+def test_variables_that_nobody_reads_are_found_but_for_those_of_kubernetes(tmp_path: Path) -> None:
+    cluster = {"CBATCH_SERVICE_HOST": "10.0.0.1", "CBATCH_PORT_80_TCP_ADDR": "10.0.0.1"}
+    cluster["CBATCH_PORT"] = "tcp://10.0.0.1:80"
+    found = cluster | {"CBATCH_MAX_SLOT": "3", "CBATCH_CONFIG": "x", "CBATCH_API_KEY": "k"}
+    assert unknown_variables(found, ServeSettings) == ["CBATCH_MAX_SLOT"]
+    assert read(tmp_path, "", cluster).values.port == 8000
+
+
+def test_errors_at_start_say_what_to_do(
+    cbatch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of these starts an engine."""
+    started: list[Any] = []
+    monkeypatch.setattr("cbatch.engine.process.EngineProcess.__init__", started.append)
+    (tmp_path / "notes").write_text("mine")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for flags, told in (
+            (("--port", port), f"--port: {port} is taken; stop what listens there"),
+            (("--host", "203.0.113.7"), "--host: '203.0.113.7' cannot be bound"),
+            ((str(tmp_path),), "model: "),
+            (("--record", tmp_path / "notes"), "notes cannot be written"),
+            (("--record", tmp_path / "no" / "log"), "log cannot be written"),
+            (("--max-requests-per-key", "2"), "--max-requests-per-key: there are no keys"),
+            (("--api-key-file", tmp_path / "none"), "--api-key-file: "),
+            (("--config", tmp_path / "none"), "none: cannot be read"),
+        ):
+            run = cbatch("serve", *flags)
+            assert run.status == 2 and told in run.err, run.err
+    run = cbatch("serve", tmp_path)
+    assert "has no config.json; name a Hugging Face model directory" in run.err
+    assert not started

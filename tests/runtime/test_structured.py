@@ -1,0 +1,501 @@
+"""Structured outputs: the processor against its definition, and through the engine with drafts.
+
+The base of every comparison of tokens is a run without speculation. Grammars are over `VOCABULARY`,
+whose ids are characters and pairs of letters, so that a text has many ways to be written.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.core.errors import FieldError
+from cbatch.core.request import FinishReason, SamplingParams, StructuredOutputs
+from cbatch.grammars import Grammars
+from cbatch.runtime import processors
+from cbatch.runtime.chain import ChainDrafter
+from cbatch.runtime.drafter import Drafter, DraftModel, _Drafting
+from cbatch.runtime.lookup import LookupDrafter, NgramIndex
+from cbatch.runtime.model import Model
+from cbatch.runtime.structured import Structured
+from cbatch.runtime.suffix import SuffixIndex
+from cbatch.text import TextTokenizer
+from tests.chi_square import chi_square_z
+from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
+from tests.runtime.pairs import tiny_model
+from tests.runtime.reference import next_logits, slow_filter
+from tests.text.toy_tokenizers import printable
+
+VOCABULARY = TextTokenizer(printable(), "toy")
+VOCAB, EOS = VOCABULARY.vocab_size, 0
+PADDED = VOCAB + 3  # a model's vocabulary may be larger than its tokenizer's
+GRAMMARS = Grammars(lambda: VOCABULARY, PADDED, (EOS, 5000))
+TOKENS = [VOCABULARY.decode([i]) for i in range(VOCAB)]
+
+
+def encode(text: str) -> list[int]:
+    return VOCABULARY.encode(text)
+
+
+# --- the processor -------------------------------------------------------------------------------
+
+CHOICES = ("abba", "abbey", "bad", "cab", 'say "h"\n')
+
+
+def slow_allowed(output: list[int]) -> set[int]:
+    """The definition for `CHOICES`: the ids after which one of them can still be reached."""
+    if EOS in output:
+        return {EOS} if slow_text(output) in CHOICES else set()
+    text = slow_text(output)
+    found = {i for i in range(1, VOCAB) if any(c.startswith(text + TOKENS[i]) for c in CHOICES)}
+    return found | ({EOS} if text in CHOICES else set())
+
+
+def slow_text(output: list[int]) -> str:
+    ids = output[: output.index(EOS)] if EOS in output else output
+    return "".join(TOKENS[i] for i in ids)
+
+
+def allowed_by(structured: Structured) -> set[int]:
+    row = torch.zeros(PADDED)
+    structured.shape(row)
+    return set((row == 0).nonzero()[:, 0].tolist())
+
+
+# A walk: to one of the allowed ids, to any id, or so many back.
+moves_strategy = st.lists(
+    st.tuples(
+        st.sampled_from(["allowed", "allowed", "allowed", "any", "back"]), st.integers(0, 99)
+    ),
+    max_size=25,
+)
+
+
+def walk(moves: list[tuple[str, int]]) -> None:
+    def new() -> Structured:
+        return Structured(GRAMMARS, StructuredOutputs(choice=CHOICES), PADDED)
+
+    structured, output = new(), []
+    for kind, number in [("back", 0), *moves]:
+        if kind == "back":
+            count = min(number % 4, len(output))
+            structured.rollback(count)
+            output = output[: len(output) - count]
+        else:
+            ids = sorted(slow_allowed(output)) if kind == "allowed" else []
+            token = ids[number % len(ids)] if ids else number
+            structured.advance(token)
+            output.append(token)
+        fresh = new()
+        for token in output:
+            fresh.advance(token)
+        assert allowed_by(structured) == allowed_by(fresh), "not what a rebuilt one gives"
+        if all(token in slow_allowed(output[:n]) for n, token in enumerate(output)):
+            check_allowed(structured, output)
+
+
+def check_allowed(structured: Structured, output: list[int]) -> None:
+    """Against the definition. Where the next character is forced, llguidance leaves one of the ways
+    to write it, the tokenizer's own."""
+    found, want = allowed_by(structured), slow_allowed(output)
+    starts = {TOKENS[i][:1] for i in want}
+    assert found <= want and {TOKENS[i][:1] for i in found} == starts, output
+    assert found == want or len(starts) == 1, output
+    drafts, run = [*encode("abba"), EOS, EOS], [*output]
+    while drafts and drafts[0] in slow_allowed(run) and EOS not in run:
+        run.append(drafts.pop(0))
+    assert structured.num_allowed([*encode("abba"), EOS, EOS]) == len(run) - len(output)
+
+
+@given(moves_strategy)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_what_may_follow_is_its_definition(moves):
+    walk(moves)
+
+
+class _ShowsEverything(Structured):
+    """The matcher sees EOS as well, and is told to go back over it."""
+
+    def advance(self, token: int) -> None:
+        if self._matcher.try_consume_tokens([token]) == 1:
+            self._taken.append(token)
+        else:
+            self._behind += 1
+
+
+class _ForgetsForbidden(Structured):
+    """A forbidden draft leaves no trace, so a rollback takes one too many back."""
+
+    def advance(self, token: int) -> None:
+        if self._take(token):
+            self._taken.append(token)
+
+
+class _NeverGoesBack(Structured):
+    def rollback(self, count: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("broken", [_ShowsEverything, _ForgetsForbidden, _NeverGoesBack])
+def test_a_processor_that_loses_its_place_is_noticed(monkeypatch, broken):
+    monkeypatch.setitem(globals(), "Structured", broken)
+    with pytest.raises(AssertionError):
+        for ending in ([("back", 1)], [("back", 2)], [("any", 77), ("back", 1)]):
+            walk([("allowed", n) for n in (0, 0, 0, 0, 0)] + ending)
+
+
+class _Tired:
+    """A matcher that is beyond its limits after so many tokens, until it is made anew."""
+
+    def __init__(self, matcher: Any, most: int) -> None:
+        self._matcher, self._most, self._seen = matcher, most, 0
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        self._seen += 1
+        return 0 if self.is_error() else self._matcher.try_consume_tokens(tokens)
+
+    def is_error(self) -> bool:
+        return self._seen > self._most
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+
+def test_what_drafts_wear_out_is_made_anew():
+    class Worn:
+        eos_ids = (EOS,)
+
+        def matcher(self, asked: StructuredOutputs) -> Any:
+            return _Tired(GRAMMARS.matcher(asked), most)
+
+    asked = StructuredOutputs(choice=CHOICES)
+    most, (a, b) = 4, encode("a")[:1] + encode("b")[:1]
+    worn, fresh = Structured(Worn(), asked, PADDED), Structured(GRAMMARS, asked, PADDED)
+    for _ in range(5):
+        for each in (worn, fresh):
+            each.advance(a)
+            each.advance(b)
+        assert allowed_by(worn) == allowed_by(fresh)
+        for each in (worn, fresh):
+            each.rollback(2)
+    most = 0  # and a prefix that is beyond them by itself has nothing behind it
+    worn = Structured(Worn(), asked, PADDED)
+    worn.advance(a)
+    assert allowed_by(worn) == set() and allowed_by(fresh)
+
+
+# --- through the engine --------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 120},
+        "b": {"type": "array", "items": {"enum": ["x", "yes", "no"]}, "maxItems": 3},
+        "c": {"type": "string", "maxLength": 6},
+    },
+    "required": ["a", "b", "c"],
+    "additionalProperties": False,
+}
+ASKED: tuple[StructuredOutputs | None, ...] = (
+    StructuredOutputs(json=SCHEMA),
+    StructuredOutputs(json_object=True),
+    StructuredOutputs(regex=r"(ab|cd|[0-9]{2}){6,20}!"),
+    StructuredOutputs(choice=("a cab has a bed", "a bad egg", "a cab had a bag")),
+    StructuredOutputs(grammar='start: "f" "(" list? ")"\nlist: /[a-h]{1,4}/ ("," /[a-h]{1,4}/)*'),
+    None,
+)
+
+
+def follows(index: int, text: str) -> bool:
+    """The definition of `ASKED`, for a complete text."""
+    if index in (0, 1):
+        found = json.loads(text)
+        return index == 1 or (
+            list(found) == ["a", "b", "c"]
+            and 0 <= found["a"] <= 120
+            and len(found["b"]) <= 3
+            and set(found["b"]) <= {"x", "yes", "no"}
+            and len(found["c"]) <= 6
+        )
+    patterns = {
+        2: r"(ab|cd|[0-9]{2}){6,20}!",
+        3: "a cab has a bed|a bad egg|a cab had a bag",
+        4: r"f\(([a-h]{1,4}(,[a-h]{1,4})*)?\)",
+    }
+    return bool(re.fullmatch(patterns[index], text))
+
+
+@functools.cache
+def target() -> Model:
+    return tiny_model(vocab_size=PADDED)
+
+
+@functools.cache
+def draft(noise: float = 0.05, seed: int = 1) -> DraftModel:
+    return DraftModel(tiny_model(vocab_size=PADDED, noise=noise, seed=seed))
+
+
+def requests(**extra: Any) -> list[Any]:
+    rng = np.random.default_rng(5)
+    return [
+        make_request(
+            f"r{i}",
+            rng.integers(1, VOCAB, 5 + 3 * i).tolist(),
+            **({"max_tokens": 48, "ignore_eos": False, "structured_outputs": asked} | extra),
+        )
+        for i, asked in enumerate(ASKED)
+    ]
+
+
+def run(asked: list[Any], drafter: Drafter | None = None, **options: Any) -> Run:
+    sizes = {"num_blocks": 256, "block_size_tokens": 4, "max_slots": 8} | {
+        name: options.pop(name) for name in ("num_blocks", "max_slots") if name in options
+    }
+    executor = RecordingExecutor(target(), drafter=drafter, grammars=GRAMMARS, **sizes)
+    # The scheduler is told of a draft wherever somebody drafts.
+    model = draft().model if drafter is not None else None
+    return run_engine(asked, target(), model, executor=executor, eos_ids=(EOS,), **sizes, **options)
+
+
+def lookups() -> ChainDrafter:
+    held = {"ngram": LookupDrafter(NgramIndex), "suffix": LookupDrafter(SuffixIndex)}
+    return ChainDrafter(model=None, lookups=held, default=("suffix", "ngram"))
+
+
+SAMPLED = {"temperature": 1.0, "verification": "coupled"}
+
+
+@functools.cache
+def plain(sampled: bool = False) -> Run:
+    done = run(requests(**(SAMPLED if sampled else {})), max_slots=1, prefix_cache=False)
+    for i in range(len(ASKED) - 1):
+        ids, reason = done.outputs[f"r{i}"], done.reasons[f"r{i}"]
+        if reason is FinishReason.STOP:
+            assert ids[-1] == EOS and follows(i, slow_text(ids)), (i, slow_text(ids))
+        else:  # cut in the middle: a beginning of what is allowed
+            matcher = GRAMMARS.matcher(ASKED[i])
+            assert matcher.try_consume_tokens(ids) == len(ids) == 48
+    assert list(done.reasons.values()).count(FinishReason.STOP) >= 3
+    return done
+
+
+def assert_speculated(done: Run) -> None:
+    assert (done.drafted >= 2).any() and (done.accepted >= 2).any()
+    assert (done.accepted < done.drafted).sum() > 5, "nothing was rejected"
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_speculation_moves_no_token(sampled, depth):
+    asked = requests(**(SAMPLED if sampled else {}))
+    done = run(asked, draft(), lookahead="fixed:4", depth=depth)
+    assert_speculated(done)
+    assert done.outputs == plain(sampled).outputs and done.reasons == plain(sampled).reasons
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_nor_do_preemptions(sampled):
+    asked = requests(**(SAMPLED if sampled else {}))
+    done = run(asked, draft(), lookahead="fixed:3", num_blocks=19, step_budget_tokens=64)
+    assert done.scheduler.stats.preemptions > 0 and (done.accepted >= 2).any()
+    assert done.outputs == plain(sampled).outputs
+
+
+def test_nor_does_a_resume_from_the_transcript():
+    """As after the death of an engine: the first tokens are known, and the matcher is at its
+    beginning."""
+    for request, done in zip(requests(), plain().outputs.values(), strict=True):
+        for cut in (1, len(done) // 2, len(done) - 1):
+            structured = request.params.structured_outputs
+            if structured is None or not cut:
+                continue
+            rebuilt, grown = (Structured(GRAMMARS, structured, PADDED) for _ in range(2))
+            for n, token in enumerate(done[:cut]):
+                grown.advance(token)
+                grown.advance(done[n + 1])
+                grown.rollback(1)
+            for token in done[:cut]:
+                rebuilt.advance(token)
+            assert allowed_by(grown) == allowed_by(rebuilt) and done[cut] in allowed_by(grown)
+
+
+def test_lookups_are_cut_where_the_grammar_forbids_them(monkeypatch):
+    """Prompts that repeat what is not allowed: guesses of it are not even verified."""
+    again = encode("f(abc,xyz) f(abc,xyz) f(abc,xyz) ")
+    asked = [make_request("r", again, **_asked(4)), make_request("free", again, max_tokens=24)]
+    base = run(asked)
+    done = run(asked, lookups(), lookahead="fixed:6")
+    assert done.outputs == base.outputs and done.executor.drafted
+    monkeypatch.setattr(processors.Shaping, "num_allowed", lambda *args: len(args[2]))
+    blind = run(asked, lookups(), lookahead="fixed:6")
+    assert blind.outputs == base.outputs
+
+    def drafted(of: Run, name: str) -> int:
+        return sum(row[1] for row in of.executor.row_of_request[name])
+
+    assert drafted(done, "r") < drafted(blind, "r")
+    assert drafted(done, "free") == drafted(blind, "free")
+
+
+def _asked(index: int, **extra: Any) -> dict[str, Any]:
+    return {"max_tokens": 40, "ignore_eos": False, "structured_outputs": ASKED[index]} | extra
+
+
+def _stale_prefix(self: Any, logits: Any, slots: Any, starts: Any, num_drafted: Any, _: Any):
+    """Shapes every row of a run as if no draft stood before it."""
+    for i in self.active[slots].nonzero()[0].tolist():
+        for j in range(int(num_drafted[i]) + 1):
+            self._chains[int(slots[i])].shape(logits[int(starts[i]) + j])
+    return {}
+
+
+@pytest.mark.parametrize("broken", [("shape_runs", _stale_prefix), ("rollback", lambda *_: None)])
+def test_masks_of_another_position_are_noticed(monkeypatch, broken):
+    monkeypatch.setattr(processors.Shaping, *broken)
+    done = run(requests(), draft(), lookahead="fixed:4")
+    assert done.outputs != plain().outputs and done.outputs["r5"] == plain().outputs["r5"]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_drafts_follow_the_grammar_too(monkeypatch, sampled):
+    """A draft that does not guesses worse."""
+    asked = requests(**({"temperature": 1.0} if sampled else {}))[:-1]
+    done = run(asked, draft(0.02), lookahead="fixed:3")
+    monkeypatch.setattr(processors.Shaping, "shape_each", lambda *_: None)
+    blind = run(asked, draft(0.02), lookahead="fixed:3")
+    assert done.acceptance > blind.acceptance + 0.2
+    assert sampled or done.outputs == blind.outputs
+
+
+# --- the law under rejection ---------------------------------------------------------------------
+
+WORDS = tuple(a + b + c for a in "abc" for b in "abc" for c in "abc")
+FILTERS = (1.6, 8, 0.98, 0.02)
+LAW_PROMPT, LAW_COUNT = (20, 30, 40), 600
+
+
+def law_of_words() -> dict[tuple[int, ...], float]:
+    """By every way to write each of `WORDS`, exactly: the model's masked, filtered logits."""
+    law, open_ends = {}, {(): 1.0}
+    while open_ends:
+        logits = next_logits(target(), [[*LAW_PROMPT, *prefix] for prefix in open_ends])
+        grown: dict[tuple[int, ...], float] = {}
+        for (prefix, chance), row in zip(open_ends.items(), logits, strict=True):
+            text = "".join(TOKENS[i] for i in prefix)
+            ids = [i for i in range(1, VOCAB) if any(w.startswith(text + TOKENS[i]) for w in WORDS)]
+            masked = np.full(PADDED, -np.inf)
+            ids += [EOS] if text in WORDS else []
+            masked[ids] = row[ids]
+            for token in ids:
+                p = chance * slow_filter(masked.tolist(), *FILTERS)[token]
+                if p > 0:
+                    (law if token == EOS else grown)[(*prefix, token)] = p
+        open_ends = grown
+    assert abs(sum(law.values()) - 1) < 1e-9
+    return law
+
+
+def sampled_words() -> Run:
+    temperature, top_k, top_p, min_p = FILTERS
+    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    asked = [
+        make_request(
+            f"r{i}",
+            LAW_PROMPT,
+            max_tokens=8,
+            seed=i,
+            verification="rejection",
+            ignore_eos=False,
+            structured_outputs=StructuredOutputs(choice=WORDS),
+            **filters,
+        )
+        for i in range(LAW_COUNT)
+    ]
+    return run(asked, draft(seed=2), lookahead="fixed:3", max_slots=64, check=False)
+
+
+def law_z(done: Run) -> float:
+    law = law_of_words()
+    found = {key: 0 for key in law}
+    for output in done.outputs.values():
+        key = tuple(output)
+        assert key in found, "not one of the words, or none that the filters leave"
+        found[key] += 1
+    return chi_square_z(list(found.values()), list(law.values()))
+
+
+def test_the_law_is_the_targets_own_under_the_grammar():
+    """Chi-square over every way to write every word; |z| < 5 fails by chance in 6 of 10 million."""
+    assert len(law_of_words()) > len(WORDS)
+    done = sampled_words()
+    assert (done.accepted >= 2).any() and (done.accepted < done.drafted).sum() > 150
+    assert abs(law_z(done)) < 5
+
+
+def test_drafts_that_are_taken_as_they_are_would_be_noticed(monkeypatch):
+    report = _Drafting.probs
+
+    def too_small(self: _Drafting) -> torch.Tensor | None:
+        q = report(self)
+        return None if q is None else q / 1000
+
+    monkeypatch.setattr(_Drafting, "probs", too_small)
+    assert abs(law_z(sampled_words())) > 5
+
+
+# --- ends ----------------------------------------------------------------------------------------
+
+
+def test_where_nothing_may_follow_the_request_ends_with_an_error_and_others_go_on():
+    banned = tuple(i for i in range(1, VOCAB) if "g" in TOKENS[i])
+    asked = requests()
+    asked[3] = make_request("r3", asked[3].prompt, **_asked(3, banned_token_ids=banned))
+    for drafter, lookahead in ((None, "off"), (draft(), "fixed:4")):
+        done = run(asked, drafter, lookahead=lookahead)
+        text = slow_text(done.outputs["r3"])
+        if done.reasons["r3"] is FinishReason.STOP:  # it went another way
+            assert text == "a cab has a bed"
+        else:
+            assert (done.messages["r3"] or "").startswith("structured_outputs: no token may follow")
+        for name in ("r0", "r1", "r2", "r4", "r5"):
+            assert done.outputs[name] == plain().outputs[name]
+
+
+@pytest.mark.parametrize("lookahead", ["off", "fixed:4"])
+def test_a_dead_end_is_an_error_with_and_without_drafts(lookahead):
+    allowed = tuple({*encode("a cab"), EOS})
+    asked = [make_request("r", [3, 4, 5], **_asked(3, allowed_token_ids=allowed))]
+    done = run(asked, draft() if lookahead != "off" else None, lookahead=lookahead)
+    assert done.reasons["r"] is FinishReason.ERROR
+    assert (done.messages["r"] or "").startswith("structured_outputs")
+    assert slow_text(done.outputs["r"]) in "a cab ha"
+
+
+@pytest.mark.parametrize("lookahead", ["off", "fixed:4"])
+def test_min_tokens_yields_to_a_text_that_is_complete(lookahead):
+    asked = [make_request("r", [3, 4, 5], **_asked(3, min_tokens=30))]
+    done = run(asked, draft() if lookahead != "off" else None, lookahead=lookahead)
+    assert done.reasons["r"] is FinishReason.STOP and follows(3, slow_text(done.outputs["r"]))
+
+
+def test_behind_the_end_there_is_only_the_end():
+    asked = [make_request("r", [3, 4, 5], **_asked(3, ignore_eos=True))]
+    for drafter, lookahead in ((None, "off"), (draft(), "fixed:4")):
+        done = run(asked, drafter, lookahead=lookahead)
+        output = done.outputs["r"]
+        assert done.reasons["r"] is FinishReason.LENGTH and len(output) == 40
+        assert follows(3, slow_text(output)) and set(output[output.index(EOS) :]) == {EOS}
+
+
+def test_an_executor_without_grammars_refuses_by_name():
+    params = SamplingParams(structured_outputs=ASKED[3])
+    with pytest.raises(FieldError, match="^structured_outputs: is not served here"):
+        processors.processors_of(params, (), [1], VOCAB)

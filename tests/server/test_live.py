@@ -1,0 +1,229 @@
+"""What the live page is made of and fed with, through real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cbatch.server
+from cbatch.engine.lens import Lens
+from cbatch.engine.wire import BlockMap, EngineStats, Sight
+from cbatch.server import live as live_module
+from cbatch.server.keys import KeyRing
+from cbatch.server.live import MOST_UNREAD, LiveFeed
+from cbatch.server.metrics import Metrics
+from cbatch.server.pages import PAGE_PATHS
+from tests.engine.factories import SimFactory
+from tests.server.http_client import Client, serving, wait_until
+from tests.server.processes import serving_process
+from tests.server.test_app import PROMPT, SlowEngine
+from tests.toy_engine import TOKENIZER, make_engine
+
+FOLDER = Path(cbatch.server.__file__).parent / "page"
+LONG = {"prompt": PROMPT, "max_tokens": 400, "stream": True, "seed": 3, "ignore_eos": True}
+OUTSIDE = re.compile(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)[\w.-]+\.\w+")
+
+
+@contextmanager
+def watching(client: Client, key: str | None = None) -> Iterator[HTTPResponse]:
+    connection = HTTPConnection("127.0.0.1", client.port, timeout=30)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    connection.request("GET", "/live", headers=headers)
+    try:
+        yield connection.getresponse()
+    finally:
+        connection.close()
+
+
+def frames(response: HTTPResponse, limit_s: float = 20) -> Iterator[dict[str, Any]]:
+    """What comes after the hello."""
+    deadline_s = time.monotonic() + limit_s
+    while line := response.readline():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        if line.startswith(b"data: "):
+            frame = json.loads(line.removeprefix(b"data: "))
+            if "at_s" in frame:
+                yield frame
+
+
+def test_the_files_bring_all_they_need() -> None:
+    assert {path.name for path in FOLDER.iterdir()} == {
+        "page.html",
+        "page.css",
+        "page.js",
+        "draw.js",
+        "slots.js",
+    }
+    for path in FOLDER.iterdir():
+        text = path.read_text()
+        assert not OUTSIDE.search(text), path
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
+    html = (FOLDER / "page.html").read_text()
+    assert not re.search(r"<script>|<style|\sstyle=|\son\w+=", html), (
+        "inline: the policy forbids it"
+    )
+    assert OUTSIDE.search("<script src='//cdn.example.org/x.js'>") and OUTSIDE.search("http://a.b")
+
+
+def test_the_page_is_open_and_its_stream_is_not() -> None:
+    with serving(make_engine(), keys=KeyRing(["secret"])) as client:
+        for path in PAGE_PATHS:
+            with client.open(None, path) as response:
+                assert response.status == 200
+                policy = response.getheader("content-security-policy", "")
+                assert "default-src 'none'" in policy and "unsafe" not in policy
+                kind = response.getheader("content-type", "")
+                assert "javascript" in kind if path.endswith(".js") else "text/" in kind
+        for key, status in ((None, 401), ("wrong", 401), ("secret", 200)):
+            with watching(client, key) as response:
+                assert response.status == status
+
+
+def test_a_stream_is_seen_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowEngine(monkeypatch, lookahead="fixed:3", num_blocks=64, block_size_tokens=16)
+    with serving(slow.engine) as client, watching(client) as response:
+        assert response.getheader("content-type", "").startswith("text/event-stream")
+        assert response.readline() == b"event: hello\n"
+        hello = json.loads(response.readline().removeprefix(b"data: "))
+        assert (hello["policy"], hello["max_lookahead"], hello["chats"]) == ("fixed", 3, False)
+        with client.open(LONG) as stream:
+            call = json.loads(stream.readline().removeprefix(b"data: "))["id"]
+            drafted = accepted = num_looks = 0
+            raw = b""
+            for frame in frames(response):
+                look = frame.get("look")
+                if look is None or not look["slots"]:
+                    continue
+                raw += json.dumps(frame).encode()
+                ((slot, tag, prompt_tokens, tokens, todo, belief),) = look["slots"]
+                assert (slot, tag, belief) == (0, call.partition("-")[2][:6], None)
+                assert prompt_tokens == len(TOKENIZER.encode(PROMPT)) and tokens > prompt_tokens
+                assert todo == 1 and frame["state"] == "running"
+                for slots, row_drafted, row_accepted, _ in look["steps"]:
+                    assert slots == [0] and row_accepted <= row_drafted
+                    drafted, accepted = drafted + row_drafted[0], accepted + row_accepted[0]
+                assert sum(look["blocks"][1]) == 64 - look["stats"][3] - look["stats"][4] > 0
+                num_looks += 1
+                if num_looks == 5:
+                    break
+            assert 0 < accepted < drafted
+            assert frame["generation_tokens"] > 0 and frame["between_tokens"][1] > 0
+            assert PROMPT.encode() not in raw and call.encode() not in raw
+
+
+def test_nobody_looks_unless_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, rows = [0], Lens.rows
+
+    def counted(lens: Lens) -> Any:
+        looks[0] += 1
+        return rows(lens)
+
+    monkeypatch.setattr(Lens, "rows", counted)
+    slow = SlowEngine(monkeypatch)
+    with serving(slow.engine) as client:
+        client.post(LONG | {"stream": False, "max_tokens": 60})
+        assert looks == [0]
+        with watching(client) as first, watching(client):
+            next(frames(first))
+            client.post(LONG | {"stream": False, "max_tokens": 120})
+            assert looks[0] > 0
+            state = slow.engine.scheduler.stats
+            assert looks[0] < state.steps / 5, "it looked after every step"
+
+        def unseen() -> bool:
+            before = looks[0]
+            client.post(LONG | {"stream": False, "max_tokens": 60})
+            return looks[0] == before
+
+        wait_until(unseen)  # once the server knows that they have left
+
+
+def test_too_many_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "MOST_WATCHERS", 1)
+    with serving(make_engine()) as client:
+        with watching(client) as first:
+            next(frames(first))
+            with watching(client) as second:
+                assert second.status == 503 and second.getheader("retry-after") == "10"
+        wait_until(lambda: _admitted(client))
+
+
+def _admitted(client: Client) -> bool:
+    with watching(client) as response:
+        return response.status == 200
+
+
+class Stub:
+    """In the place of a service."""
+
+    state, over, num_restarts = "running", False, 0
+
+    class queue:
+        num_requests = 0
+
+    def __init__(self) -> None:
+        self.on_sight: Any = None
+        self.config = make_engine().scheduler.config
+
+    def watch(self, on_sight: Any) -> None:
+        self.on_sight = on_sight
+
+    def request_id(self, wire_id: str) -> str | None:
+        return {"1": "cmpl-0123456789abcdef-0"}.get(wire_id)
+
+
+def sight(num_steps: int) -> Sight:
+    stats = EngineStats(1, 0, 8, 4, 2, 0.0, 0.0, 0.0, make_engine().scheduler.stats, None)
+    return Sight((), (), num_steps, BlockMap(1, [0] * 8, [0] * 8), stats)
+
+
+def test_who_does_not_read_is_sent_the_latest_until_the_server_ends() -> None:
+    async def scenario() -> None:
+        service: Any = Stub()
+        model: Any = type("M", (), {"name": "m", "max_model_tokens": 9, "chats": False})
+        feed = LiveFeed(service, model, Metrics("m", service))
+        watcher = feed.events()
+        assert await anext(watcher) == b""
+        await anext(watcher), await anext(watcher)
+        for number in range(100):
+            service.on_sight(sight(number))
+        kept = [json.loads((await anext(watcher))[6:])["look"]["num_steps"] for _ in range(2)]
+        assert kept == [98, 99] and MOST_UNREAD == 2
+        assert service.on_sight is not None
+        service.over = True
+        with pytest.raises(StopAsyncIteration):
+            await anext(watcher)
+        assert service.on_sight is None
+
+    asyncio.run(scenario())
+
+
+def test_the_feed_goes_on_when_the_engine_is_killed() -> None:
+    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.005)
+    with (
+        serving_process(factory) as served,
+        watching(served.client) as response,
+        served.client.open(LONG) as stream,
+    ):
+        stream.readline()
+        seen = []
+        for frame in frames(response, limit_s=60):
+            if frame.get("look") and frame["look"]["steps"]:
+                seen.append(frame["restarts"])
+                if len(seen) == 2:
+                    assert served.engine.pid is not None
+                    os.kill(served.engine.pid, signal.SIGKILL)
+                if frame["restarts"]:
+                    break
+        assert seen[:2] == [0, 0] and seen[-1] == 1

@@ -1,0 +1,375 @@
+"""Structured outputs and forced tool calls, over a real socket and by the `openai` package."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import msgspec
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch import LLM, FieldError, SamplingParams, StructuredOutputs
+from cbatch.server.bodies import parse_chat
+from cbatch.server.model import ServedModel
+from cbatch.server.openapi import document
+from cbatch.server.prompts import PendingPrompt
+from cbatch.server.tools import CallPart, CallReader, NamedChoice, Tool, forced_call
+from cbatch.text import ChatTemplate
+from tests.server.http_client import CHAT, MODEL, Client, serving
+from tests.toy_engine import TOKENIZER, make_engine
+
+PROMPT = "def add(a, b):\n"
+MESSAGES: Any = [{"role": "user", "content": PROMPT}]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "sizes": {"type": "array", "items": {"enum": [7, 12]}, "maxItems": 1},
+        "kind": {"enum": ["list", "dict"]},
+    },
+    "required": ["name", "sizes", "kind"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "now", "description": "the time"}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+OPTIONS: Any = {"model": MODEL, "max_tokens": 150, "temperature": 0.8, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def sdk(demo_client: Client) -> Iterator[openai.OpenAI]:
+    url = f"http://127.0.0.1:{demo_client.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_schema_gives_json_that_it_validates(
+    sdk: openai.OpenAI, demo_llm: LLM, temperature: float
+) -> None:
+    options = {**OPTIONS, "temperature": temperature, "n": 2 if temperature else 1}
+    whole = sdk.chat.completions.create(messages=MESSAGES, response_format=FORMAT, **options)
+    texts = [choice.message.content or "" for choice in whole.choices]
+    for choice, text in zip(whole.choices, texts, strict=True):
+        assert choice.finish_reason == "stop"
+        jsonschema_rs.validate(SCHEMA, json.loads(text))
+    output = StructuredOutputs(json=SCHEMA)
+    wanted = {name: value for name, value in options.items() if name != "model"}
+    params = SamplingParams(structured_outputs=output, **wanted)
+    (here,) = demo_llm.generate(PROMPT, params)
+    assert [choice.text for choice in here.choices] == texts
+    assert here.speculation.accepted_tokens > 0
+    streamed = [""] * len(texts)
+    create = sdk.chat.completions.create
+    for event in create(messages=MESSAGES, response_format=FORMAT, stream=True, **options):
+        for part in event.choices:
+            streamed[part.index] += part.delta.content or ""
+    assert streamed == texts
+
+
+def test_a_text_that_is_cut_says_so(sdk: openai.OpenAI) -> None:
+    """The beginning of a text that would have been right."""
+    options = {**OPTIONS, "max_tokens": 6}
+    whole = sdk.chat.completions.create(messages=MESSAGES, response_format=FORMAT, **options)
+    (choice,) = whole.choices
+    assert choice.finish_reason == "length" and (choice.message.content or "").startswith("{")
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(choice.message.content or "")
+    with pytest.raises(openai.LengthFinishReasonError):
+        sdk.chat.completions.parse(messages=MESSAGES, response_format=FORMAT, **options)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[a-z]{3}-[0-9]{2}"}}, "[a-z]{3}-[0-9]{2}"),
+        ({"structured_outputs": {"choice": ["yes", "no", "maybe not"]}}, "yes|no|maybe not"),
+        ({"structured_outputs": {"grammar": 'root ::= "f(" [x-z]* ")"'}}, r"f\([x-z]*\)"),
+        ({"structured_outputs": {"json": {"const": {"a": 1}}}}, r'\{\s*"a"\s*:\s*1\s*\}'),
+        ({"structured_outputs": {"json": '{"type": "boolean"}'}}, "true|false"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 7}}}},
+            "7",
+        ),
+        ({"response_format": {"type": "text"}}, "(.|\n)*"),
+    ],
+)
+def test_the_ways_to_say_it(demo_client: Client, asked: dict[str, Any], pattern: str) -> None:
+    body = {"max_tokens": 30, "seed": 1} | asked
+    for extra, path in (({"prompt": PROMPT}, "/v1/completions"), ({"messages": MESSAGES}, CHAT)):
+        status, answer, _ = demo_client.post(body | extra, path)
+        assert status == 200, answer
+        (choice,) = answer["choices"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert re.fullmatch(pattern, text), text
+
+
+def _named(parameters: Any) -> dict[str, Any]:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    return {"tools": [tool], "tool_choice": "required"}
+
+
+def _schema(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        (_schema({"type": "frog"}), "response_format", "frog"),
+        (_schema({"$ref": "#"}), "response_format", "does not compile"),
+        (_schema({"enum": ["x" * 70_000]}), "response_format", "characters"),
+        (_schema({"type": "string", "nonsense": 1, "not": {}}), "response_format", "not"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format", "xml"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"regex": "x{100000000}"}}, "structured_outputs", "too many"),
+        ({"structured_outputs": {"regex": "(" * 9000}}, "structured_outputs", "regex"),
+        ({"structured_outputs": {"grammar": "start: a"}}, "structured_outputs", "a"),
+        ({"structured_outputs": {"json": "[" * 9000}}, "structured_outputs", "recursion"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least one"),
+        ({"structured_outputs": {}}, "structured_outputs", "give one of json"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "response_format",
+        ),
+        (
+            {"structured_outputs": {"choice": ["ab"]}, "allowed_token_ids": [5]},
+            "structured_outputs",
+            "no token may follow",
+        ),
+        ({"tools": TOOLS}, "tool_choice", "'required'"),
+        ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice", "'required'"),
+        ({"tool_choice": "required"}, "tool_choice", "tools"),
+        ({"tool_choice": NAMED}, "tool_choice", "tools"),
+        ({"tools": TOOLS[1:], "tool_choice": NAMED}, "tool_choice", "weather"),
+        ({"tools": TOOLS + TOOLS, "tool_choice": NAMED}, "tools[2].function.name", "twice"),
+        (_named({"type": "array"}), "tools[0].function.parameters", "object"),
+        (_named({"properties": {"x": {"type": "frog"}}}), "tools", "frog"),
+        ({"tools": [{"type": "retrieval"}]}, "tools", "retrieval"),
+        (_named({}) | {"response_format": {"type": "json_object"}}, "response_format", "tools"),
+        ({"guided_json": {}}, "guided_json", "structured_outputs"),
+        ({"functions": [{}]}, "functions", "tools"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(
+    demo_client: Client, change: dict[str, Any], field: str, words: str
+) -> None:
+    status, answer, _ = demo_client.post({"messages": MESSAGES, "max_tokens": 4} | change, CHAT)
+    assert (status, answer["error"]["param"]) == (400, field), answer
+    message = answer["error"]["message"]
+    assert message.startswith(field) and words in message and len(message) < 1000, message
+
+
+def test_an_engine_that_follows_no_grammar_says_so() -> None:
+    with serving(make_engine()) as client:
+        body = {"prompt": PROMPT, "response_format": {"type": "json_object"}}
+        status, answer, _ = client.post(body)
+    assert (status, answer["error"]["param"]) == (400, "response_format")
+    assert "is not served here" in answer["error"]["message"]
+    with pytest.raises(FieldError, match="structured_outputs: is not served here"):
+        make_engine().add("a", SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
+
+
+# ---- tool calls -------------------------------------------------------------------------------
+
+
+def check_calls(calls: Any, names: set[str]) -> None:
+    for call in calls:
+        assert call.type == "function" and call.id.startswith("call_")
+        assert call.function.name in names
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == "weather":
+            jsonschema_rs.validate(PLACE, arguments)
+        else:
+            assert arguments == {}
+    assert len({call.id for call in calls}) == len(calls)
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_forced_calls_whole_and_streamed(sdk: openai.OpenAI, choice: Any) -> None:
+    asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "n": 2, **OPTIONS}
+    asked["max_tokens"] = 90
+    whole = sdk.chat.completions.create(**asked)
+    names = {"weather", "now"} if choice == "required" else {"weather"}
+    for found in whole.choices:
+        calls = found.message.tool_calls or []
+        assert found.message.content is None
+        if found.finish_reason == "tool_calls":
+            assert calls
+            check_calls(calls, names)
+    finished = [found.finish_reason for found in whole.choices]
+    assert "tool_calls" in finished and set(finished) <= {"tool_calls", "length"}
+    told: list[list[tuple[str, str]]] = [[] for _ in whole.choices]
+    for event in sdk.chat.completions.create(stream=True, **asked):
+        for part in event.choices:
+            assert part.delta.content is None
+            for call in part.delta.tool_calls or []:
+                if call.index == len(told[part.index]):
+                    assert call.id and call.function.name
+                    told[part.index].append((call.function.name, ""))
+                name, arguments = told[part.index][call.index]
+                told[part.index][call.index] = name, arguments + call.function.arguments
+            assert part.finish_reason in (None, finished[part.index])
+    assert told == [
+        [(call.function.name, call.function.arguments) for call in found.message.tool_calls]
+        for found in whole.choices
+    ]
+
+
+def test_the_packages_own_stream_of_a_call(sdk: openai.OpenAI) -> None:
+    asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": NAMED, **OPTIONS}
+    with sdk.chat.completions.stream(**asked) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert not message.content
+    check_calls(message.tool_calls, {"weather"})
+
+
+def test_one_call_alone_and_none(sdk: openai.OpenAI) -> None:
+    create = sdk.chat.completions.create
+    options = {**OPTIONS, "max_tokens": 20}
+    asked = {"messages": MESSAGES, "tools": TOOLS, "n": 2, **options}
+    single = create(tool_choice="required", parallel_tool_calls=False, **asked)
+    assert all(len(found.message.tool_calls or []) <= 1 for found in single.choices)
+    none, plain = create(tool_choice="none", **asked), create(messages=MESSAGES, n=2, **options)
+    assert [c.message.content for c in none.choices] == [c.message.content for c in plain.choices]
+    assert none.choices[0].message.tool_calls is None
+
+
+def test_templates_get_tools_and_earlier_calls() -> None:
+    text = (
+        "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
+        "{% for m in messages %}[{{ m.content }}]{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+    )
+    template = ChatTemplate(text, {}, "the test")
+    model = ServedModel(
+        MODEL, max_model_tokens=256, created_s=0, tokenizer=TOKENIZER, chat_template=template
+    )
+    call = {"id": "1", "type": "function"}
+    call |= {"function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "1", "content": "warm"})
+
+    def prompt(**change: Any) -> str:
+        body = json.dumps({"messages": messages, "tools": TOOLS, "tool_choice": NAMED} | change)
+        (pending,) = parse_chat(body.encode(), model).prompts
+        assert isinstance(pending, PendingPrompt)
+        return TOKENIZER.decode(list(pending.make()))
+
+    assert prompt() == f"<weather><now>[{PROMPT}][]weather=Rome[warm]"
+    assert prompt(tool_choice="none") == f"[{PROMPT}][]weather=Rome[warm]"
+    call["function"]["arguments"] = "{broken"  # type: ignore[index]
+    with pytest.raises(FieldError, match=r"messages\[1\].tool_calls: cannot be read"):
+        prompt()
+    tools = [{"type": "function", "function": {"name": "f", "description": "<|endoftext|>"}}]
+    with pytest.raises(FieldError, match="tools: holds the control token"):
+        prompt(messages=MESSAGES, tools=tools, tool_choice="required")
+
+
+ARGUMENTS = ('{"city": "a}]b\\"{[", "days": 1}', "{}", '{"a": {"b": [1, {"c": "\\\\"}]}}')
+LISTED = "[" + ", ".join(f'{{"name": "f{n}", "arguments": {a}}}' for n, a in enumerate(ARGUMENTS))
+
+
+def read(reader: CallReader, pieces: list[str]) -> list[tuple[str | None, str]]:
+    calls: list[tuple[str | None, str]] = []
+    for piece in pieces:
+        for part in reader.push(piece):
+            if part.call == len(calls):
+                assert part.id is not None
+                calls.append((part.name, ""))
+            name, arguments = calls[part.call]
+            calls[part.call] = (name, arguments + part.arguments)
+    return calls
+
+
+def split(text: str, cuts: list[int]) -> list[str]:
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+
+
+def check_reader(cuts: list[int]) -> None:
+    reader = CallReader(None)
+    assert read(reader, split(LISTED, cuts)) == [(f"f{n}", a) for n, a in enumerate(ARGUMENTS)]
+    assert not reader.complete
+    assert reader.push("]") == [] and reader.complete
+    for arguments in ARGUMENTS:
+        named = CallReader("g")
+        assert read(named, split(arguments, cuts)) == [("g", arguments)] and named.complete
+        assert not CallReader("g").complete
+        named = CallReader("g")
+        named.push(arguments[:-1])
+        assert not named.complete
+
+
+@given(st.lists(st.integers(0, 200), max_size=12))
+@settings(max_examples=60)
+def test_calls_are_read_however_the_text_is_cut(cuts: list[int]) -> None:
+    check_reader(cuts)
+
+
+class _BlindToStrings(CallReader):
+    def _end_of_arguments(self, text: str) -> int:
+        self._in_string = False
+        return super()._end_of_arguments(text.replace('"', " "))
+
+
+class _Forgetful(CallReader):
+    """Of the beginning of a head that the rest of the text completes."""
+
+    def _read_head(self, text: str, parts: list[CallPart]) -> str:
+        self._head = ""
+        return super()._read_head(text, parts)
+
+
+@pytest.mark.parametrize("broken", [_BlindToStrings, _Forgetful])
+def test_a_reader_that_misreads_is_noticed(monkeypatch: pytest.MonkeyPatch, broken: Any) -> None:
+    monkeypatch.setitem(globals(), "CallReader", broken)
+    with pytest.raises((AssertionError, ValueError, IndexError)):
+        check_reader([3, 30, 80])
+
+
+def test_forced_is_a_grammar_of_every_tool() -> None:
+    tools = msgspec.convert(TOOLS, list[Tool])
+    named = msgspec.convert(NAMED, NamedChoice)
+    assert forced_call(tools, named, parallel=True) == (
+        "weather",
+        StructuredOutputs(json=PLACE),
+    )
+    assert forced_call([], "auto", parallel=True) is None
+    many, single = (forced_call(tools, "required", parallel=each) for each in (True, False))
+    assert many is not None and single is not None and many.name is None
+    assert "{0,15}" in str(many.output.grammar) and "{0,15}" not in str(single.output.grammar)
+
+
+def test_the_document_has_them() -> None:
+    found = document()["components"]["schemas"]
+    chat, completion = (found[name]["properties"] for name in ("ChatFields", "CompletionFields"))
+    assert {"tools", "tool_choice", "parallel_tool_calls"} <= chat.keys() - completion.keys()
+    assert {"response_format", "structured_outputs"} <= chat.keys() & completion.keys()
+    assert set(found["StructuredOutputs"]["properties"]) == {
+        "json",
+        "json_object",
+        "regex",
+        "choice",
+        "grammar",
+    }
+    assert "tool_calls" in found["ChatMessage"]["properties"]

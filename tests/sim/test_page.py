@@ -1,0 +1,98 @@
+"""The page of a run: what it holds, and that a browser draws it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sim.page.view import MOST_POINTS, Collector, page, quantiles_of, write_page
+from sim.report import Record, Report
+from sim.timeline import Timeline
+from tests.sim.test_timeline import run
+
+CHROMIUM = shutil.which("chromium")
+
+
+def record(index: int, ttft_s: float, tpot_s: float | None) -> Record:
+    return Record(
+        index=index,
+        arrival_s=index / 10,
+        prompt_tokens=10,
+        output_tokens=5,
+        queue_s=0.0,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        e2e_s=1.0,
+        prefix_hit_tokens=0,
+        preemptions=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def seen() -> tuple[Report, Timeline]:
+    timeline = Timeline()
+    return run(timeline), timeline
+
+
+def document(html: str) -> dict[str, object]:
+    line = next(line for line in html.splitlines() if line.startswith("const DATA = "))
+    found: dict[str, object] = json.loads(line.removeprefix("const DATA = ").removesuffix(";"))
+    return found
+
+
+def test_it_holds_reports_quantiles_and_no_more_points_than_can_be_drawn(
+    seen: tuple[Report, Timeline],
+) -> None:
+    report, timeline = seen
+    rng = np.random.default_rng(1)
+    times_s = rng.exponential(1.0, 3 * MOST_POINTS)
+    collector = Collector()
+    for index, time_s in enumerate(times_s.tolist()):
+        collector(record(index, time_s, None if index % 3 else 0.01))
+    view = collector.view("a", report, timeline.series())
+    assert view.quantiles["ttft_s"][100] == pytest.approx(np.median(times_s), rel=1e-5)
+    assert set(view.quantiles["tpot_s"]) == {0.01}
+    assert view.points is not None and view.points.of == len(times_s)
+    assert len(view.points.ttft_s) == len(view.points.tpot_s) == MOST_POINTS
+    assert view.points.arrival_s == sorted(view.points.arrival_s)
+    found = document(page("title", [view]))
+    assert found["title"] == "title"
+    assert len(page("title", [view])) < 400_000
+
+
+def test_nothing_measured_is_nothing_drawn(seen: tuple[Report, Timeline]) -> None:
+    view = Collector().view("empty", seen[0])
+    assert view.points is None and view.quantiles["ttft_s"] == []
+    assert quantiles_of(np.array([np.nan])) == []
+
+
+def test_a_name_cannot_leave_the_script(seen: tuple[Report, Timeline]) -> None:
+    evil = "</script><script>alert(1)</script><!--"
+    html = page(evil, [Collector().view(evil, seen[0])])
+    assert html.count("</script>") == 1 and document(html)["title"] == evil
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_browser_draws_it(seen: tuple[Report, Timeline], tmp_path: Path) -> None:
+    report, timeline = seen
+    views = []
+    for name in ("first", "second", "third"):
+        collector = Collector()
+        for index in range(40):
+            collector(record(index, 0.1 + index / 100, 0.01 + index / 1e4))
+        views.append(collector.view(name, report, timeline.series()))
+    write_page(tmp_path / "page.html", "three runs", views)
+    command = [CHROMIUM or "", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "page.html").as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "<title>three runs</title>" in dom
+    for title in ("Time to first token", "Batch", "KV pool", "Lookahead", "Acceptance"):
+        assert f"<h2>{title}</h2>" in dom
+    assert dom.count('class="series"') >= 3 * 9 and dom.count('class="dot"') >= 240
+    assert dom.count('aria-pressed="true"') == 3
+    assert "settings of third" in dom and "NaN" not in dom
