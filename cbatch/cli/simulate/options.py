@@ -9,14 +9,16 @@ from cbatch.cli.simulate.scenario import ACCEPTANCE, GPU, MODEL_SHAPE, Scenario
 from cbatch.cli.tracefile import add_reading_options
 
 
-def add_scenario_options(parser: argparse.ArgumentParser) -> None:
-    """Every field of `Scenario` but the trace and the objectives."""
+def add_scenario_options(parser: argparse.ArgumentParser, *, paced: bool = True) -> None:
+    """Every field of `Scenario` but the trace and the objectives, and, unless `paced`, those that
+    say when requests come."""
     add_reading_options(parser)
     load = parser.add_argument_group("load")
     load.add_argument("--requests", type=int, metavar="N", help="the first N only")
-    load.add_argument("--rate", type=float, metavar="X", help="times as many requests a second")
-    load.add_argument("--concurrency", type=int, metavar="N", help="N clients, stamps ignored")
-    load.add_argument("--think", type=float, metavar="SECONDS", help="pause of such a client")
+    if paced:
+        load.add_argument("--rate", type=float, metavar="X", help="times as many requests a second")
+        load.add_argument("--concurrency", type=int, metavar="N", help="N clients, stamps ignored")
+        load.add_argument("--think", type=float, metavar="SECONDS", help="pause of such a client")
     load.add_argument("--seed", type=int, default=0)
     cost = parser.add_argument_group("cost of a step")
     cost.add_argument("--gpu", metavar="NAME", help=f"roofline of this device (default: {GPU})")
@@ -42,15 +44,23 @@ def add_scenario_options(parser: argparse.ArgumentParser) -> None:
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("report")
-    out.add_argument(
+    add_slo_option(out)
+    add_json_option(out)
+    out.add_argument("--records", type=Path, metavar="FILE", help="write a JSON line a request")
+
+
+def add_slo_option(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
         "--slo",
         action="append",
         default=[],
         metavar="NAME=S",
         help="ttft, tpot or e2e in seconds, for goodput; repeatable",
     )
-    out.add_argument("--json", type=Path, metavar="FILE", help="write the whole report")
-    out.add_argument("--records", type=Path, metavar="FILE", help="write a JSON line a request")
+
+
+def add_json_option(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the whole report")
 
 
 def scenario_of(args: argparse.Namespace) -> Scenario:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from sim.replay import Progress as ReplayProgress
     from sim.report import Report, Spread
 
+PIPE_WIDTH = 120  # columns of text
+
 
 class Bar:
     """Simulated time and requests, on a terminal alone."""
@@ -29,6 +31,7 @@ class Bar:
             transient=True,
         )
         self._task = self._progress.add_task("", total=None, words="")
+        self.prefix = ""
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -39,8 +42,8 @@ class Bar:
 
     def update(self, at: ReplayProgress) -> None:
         words = (
-            f"{at.now_s:,.1f} s simulated · {at.finished:,} done · {at.running} running · "
-            f"{at.waiting} waiting · {at.steps:,} steps"
+            f"{self.prefix}{at.now_s:,.1f} s simulated · {at.finished:,} done · "
+            f"{at.running} running · {at.waiting} waiting · {at.steps:,} steps"
         )
         self._progress.update(self._task, words=words)
 
@@ -61,6 +64,12 @@ class Records:
 
         assert self._file is not None
         self._file.write(msgspec.json.encode(record) + b"\n")
+
+
+def wide_console() -> Console:
+    """For a table of many columns: a pipe has no width of its own to keep to."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def print_report(report: Report) -> None:

@@ -8,18 +8,17 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
 from cbatch.cli.simulate.options import add_scenario_options, scenario_of
 from cbatch.cli.simulate.scenario import Scenario, build, refuse_ignored
+from cbatch.cli.simulate.shown import wide_console
 from cbatch.core.errors import FieldError
 
 if TYPE_CHECKING:
     from sim.report import Report
 
 _FIXED = ("trace", "slo")  # the same for all that are compared
-WIDTH = 120  # columns of text
 HEADINGS = {
     "output_tokens_per_s": "tokens/s",
     "ttft_p50_s": "TTFT\np50",
@@ -49,14 +48,15 @@ def add_sweep_option(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def variants(args: argparse.Namespace) -> list[Variant]:
+def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[Variant]:
     """All combinations, the last option's values changing fastest; checked, so that nothing runs
-    before all can. Without `--sweep` the one that the other options make. Raises `FieldError`."""
+    before all can. Without `--sweep` the one that the other options make. `fixed` are fields that
+    no sweep may set. Raises `FieldError`."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     add_scenario_options(parser)
     sweeps: dict[str, list[str]] = {}
     for text in args.sweep:
-        name, values = _parse(text)
+        name, values = _parse(text, (*_FIXED, *fixed))
         if name in sweeps:
             raise FieldError("--sweep", f"{name} is there twice", "give all its values at once")
         sweeps[name] = values
@@ -82,9 +82,7 @@ def run_variant(scenario: Scenario) -> Report:
 
 def print_comparison(found: list[Variant], reports: list[Report]) -> None:
     """A row a scenario; below each figure its ratio to that of the first row."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)  # of a pipe nobody knows it
+    console = wide_console()
     title = f"{reports[0].settings['trace']}, simulated; times in ms"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     for name in found[0].values:
@@ -116,13 +114,13 @@ def figures(report: Report) -> dict[str, float | None]:
 # -- inside
 
 
-def _parse(text: str) -> tuple[str, list[str]]:
+def _parse(text: str, fixed: tuple[str, ...]) -> tuple[str, list[str]]:
     name, _, listed = text.partition("=")
     name = name.removeprefix("--")
     values = listed.split(";" if ";" in listed else ",")
     if not name or not all(values):
         raise FieldError("--sweep", f"{text!r} is no option and its values", "write gpu=L4,H100")
-    names = [n.replace("_", "-") for n in Scenario.__struct_fields__ if n not in _FIXED]
+    names = [n.replace("_", "-") for n in Scenario.__struct_fields__ if n not in fixed]
     if name not in names:
         remedy = f"use one of {', '.join(names)}"
         raise FieldError("--sweep", f"{name!r} is no option of a scenario", remedy)
