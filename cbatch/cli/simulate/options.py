@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cbatch.cli.simulate.scenario import ACCEPTANCE, GPU, MODEL_SHAPE, Scenario
+from cbatch.cli.simulate.scenario import ACCEPTANCE, GPU, MODEL_SHAPE, ROUTER, Scenario
 from cbatch.cli.tracefile import add_reading_options
 
 
@@ -40,6 +40,13 @@ def add_scenario_options(parser: argparse.ArgumentParser, *, paced: bool = True)
     engine.add_argument("--max-model-tokens", type=int, help="context (default: the model's)")
     engine.add_argument("--queue-policy", default="fcfs", choices=["fcfs", "priority", "shortest"])
     engine.add_argument("--no-prefix-cache", action="store_true")
+    fleet = parser.add_argument_group("fleet")
+    fleet.add_argument("--replicas", type=int, default=1, metavar="N", help="engines, all the same")
+    fleet.add_argument(
+        "--router",
+        metavar="NAME",
+        help=f"round-robin, least-loaded, prefix-affine (default: {ROUTER})",
+    )
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 GPU, MODEL_SHAPE = "H100", "llama-3.1-8b"
 ACCEPTANCE = 0.7
+ROUTER = "round-robin"
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +50,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     max_model_tokens: int | None
     queue_policy: str
     no_prefix_cache: bool
+    replicas: int
+    router: str | None
     slo: tuple[str, ...]
 
     def ignored(self) -> dict[str, str]:
@@ -65,6 +68,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             ("model", constant, "--step-seconds is the whole cost"),
             ("tp", constant, "--step-seconds is the whole cost"),
             ("draft_model", constant, "--step-seconds is the whole cost"),
+            ("router", self.replicas == 1, "there is one replica: give --replicas"),
         )
         return {
             f"--{name.replace('_', '-')}": why
@@ -118,18 +122,22 @@ class Simulation(NamedTuple):
         on_record: Callable[[Record], None] | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Report:
+        from sim.fleet import replay_fleet
         from sim.replay import replay
+        from sim.routers import make_router
 
-        return replay(
-            self.source(),
-            self.config,
-            self.executor(),
-            seed=self.scenario.seed,
-            settings=self.settings,
-            objectives=self.objectives,
-            on_record=on_record,
-            on_progress=on_progress,
-        )
+        more: dict[str, Any] = {
+            "seed": self.scenario.seed,
+            "settings": self.settings,
+            "objectives": self.objectives,
+            "on_record": on_record,
+            "on_progress": on_progress,
+        }
+        if self.scenario.replicas == 1:
+            return replay(self.source(), self.config, self.executor(), **more)
+        executors = [self.executor() for _ in range(self.scenario.replicas)]
+        router = make_router(self.settings["router"])
+        return replay_fleet(self.source(), self.config, executors, router, **more)
 
 
 def build(scenario: Scenario) -> Simulation:
@@ -142,6 +150,7 @@ def build(scenario: Scenario) -> Simulation:
         if not 0 <= share <= 1:
             raise FieldError("--acceptance", f"{share} is not allowed", "use a number in [0, 1]")
         words["acceptance"] = share
+    words |= _fleet(scenario)
     changes = ("skip_empty", "spread", "requests", "rate", "concurrency", "think")
     settings = {"trace": trace.path.name, "format": trace.format, "seed": scenario.seed}
     settings |= words | {name: getattr(scenario, name) for name in changes}
@@ -201,6 +210,18 @@ def _engine(scenario: Scenario) -> tuple[CostModel, SchedulerConfig, dict[str, A
         words |= {"draft_model": scenario.draft_model}
     scheduler = _scheduler(scenario, lookahead, blocks, context_tokens)
     return cost, scheduler, words | _words(scheduler) | {"lookahead": lookahead_name(lookahead)}
+
+
+def _fleet(scenario: Scenario) -> dict[str, Any]:
+    from sim.routers import make_router
+
+    count, router = scenario.replicas, scenario.router
+    if count < 1:
+        raise FieldError("--replicas", f"{count} is not allowed", "use at least 1")
+    if count > 1:
+        router = router or ROUTER
+        make_router(router)
+    return {"replicas": count, "router": router}
 
 
 def _scheduler(

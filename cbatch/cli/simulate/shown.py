@@ -113,6 +113,13 @@ def _lines(report: Report) -> list[str]:
             f"goodput {report.goodput.requests_per_s:.3g} requests/s: "
             f"{report.goodput.share:.1%} of all met their objectives"
         )
+    for number, replica in enumerate(report.replicas or ()):
+        lines.append(
+            f"replica {number}: {replica.requests:,} requests, "
+            f"{replica.mean_running or 0:.1f} running, "
+            f"{replica.prefix_hit_tokens:,} of {replica.prompt_tokens:,} prompt tokens from the "
+            f"cache, {replica.preemptions:,} preemptions"
+        )
     if report.cut_requests:
         lines.append(f"{report.cut_requests:,} outputs cut at the end of context or pool")
     if report.refused:
