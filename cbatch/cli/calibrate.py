@@ -16,8 +16,8 @@ from cbatch.cli.tracefile import require_place
 from cbatch.core.errors import FieldError
 
 if TYPE_CHECKING:
-    from cbatch.assembly import EngineInfo
     from cbatch.calibrating import Batch
+    from cbatch.info import EngineInfo
     from cbatch.stepwise import Engine
     from sim.calibrated import Accuracy, Calibration, StepSample
 

@@ -125,6 +125,20 @@ def test_sim_by_roofline_with_drafts_and_with_clients(cbatch: Command, trace: Pa
     assert clients["requests"] == 30 and clients["mean_running"] < 2
 
 
+def test_sim_of_a_fleet(cbatch: Command, trace: Path) -> None:
+    records = trace.parent / "records.jsonl"
+    more = ("--replicas", 2, "--router", "least-loaded", "--records", records)
+    run = cbatch("sim", trace, *SMALL, *more)
+    last = run.lines[-1]
+    assert run.status == 0 and "replica 1: 15 requests" in run.out
+    assert [replica["requests"] for replica in last["replicas"]] == [15, 15]
+    assert (last["settings"]["replicas"], last["settings"]["router"]) == (2, "least-loaded")
+    served = [json.loads(line)["replica"] for line in records.read_text().splitlines()]
+    assert sorted(served) == [0] * 15 + [1] * 15
+    swept = cbatch("sim", trace, *SMALL, "--sweep", "replicas=1,2", "--processes", 1)
+    assert [row["replicas"] for row in swept.lines[-1]["scenarios"]] == ["1", "2"]
+
+
 def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
     small = ("--num-blocks", 2, "--max-model-tokens", 500, "--step-seconds", 0.01)
     run = cbatch("sim", trace, *small)
@@ -158,6 +172,11 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--rate", -1), "--rate"),
         (("--requests", 0), "--requests"),
         (("--concurrency", 0), "concurrency"),
+        (("--replicas", 0), "--replicas: 0 is not allowed"),
+        (("--replicas", 2, "--router", "random"), "--router: 'random' is unknown"),
+        (("--router", "least-loaded"), "--router: would be ignored"),
+        (("--tp", 0), "--tp: 0 does not divide"),
+        (("--num-blocks", 0), "num_blocks: 0 is not allowed"),
         (("--json", "/no/such/folder/r.json"), "--json: /no/such"),
     ],
 )
