@@ -40,13 +40,10 @@ def run(args: argparse.Namespace) -> int:
     for option, path in (("--json", args.json), ("--records", args.records)):
         if path is not None:
             require_place(option, path)
-    for option, given, needs in (
-        ("--processes", args.processes is not None, not args.sweep),
-        ("--records", args.records is not None, bool(args.sweep)),
-    ):
-        if given and needs:
-            why = "with --sweep" if args.sweep else "without --sweep"
-            raise FieldError(option, f"would be ignored {why}", "leave it out")
+    if args.sweep and args.records is not None:
+        raise FieldError("--records", "would be ignored with --sweep", "leave one of them out")
+    if not args.sweep and args.processes is not None:
+        raise FieldError("--processes", "would be ignored without --sweep", "leave it out")
     found = variants(args)
     return _compare(args, found) if args.sweep else _run_one(args, found[0])
 
