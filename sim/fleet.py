@@ -120,9 +120,8 @@ class _Fleet:
             if not coming_s:
                 break
             now_s = max(now_s, min(coming_s))
-            ready = self._end_steps(now_s)
-            ready |= self._take_in(now_s)
-            for i in sorted(ready):
+            ended = self._end_steps(now_s)
+            for i in sorted(ended | self._take_in(now_s, ended)):
                 end_s = self._replicas[i].begin(now_s)
                 if end_s is None:
                     continue
@@ -151,30 +150,29 @@ class _Fleet:
                 self._source.ended(request, now_s)
         return ended
 
-    def _take_in(self, now_s: float) -> set[int]:
-        """Routes what has arrived, and hands it to the replicas that run no step. A refusal may let
-        another request come at once. Returns who was given something."""
+    def _take_in(self, now_s: float, ended: set[int]) -> set[int]:
+        """Routes what has arrived, and hands it, with what came during the steps that have ended,
+        to the replicas that run none; a refusal may let another request come at once. Returns who
+        was given something."""
         given: set[int] = set()
-        source, load = self._source, self._load
+        source, load, replicas = self._source, self._load, self._replicas
+        waiting = set(ended)  # an idle replica that was left alone has nothing in its inbox
         while True:
             while (arrival_s := source.next_arrival_s()) is not None and arrival_s <= now_s:
                 arrival = self._intake.take()
                 i = self._router.route(arrival.request.tokens, load)
                 load.add(i, arrival.traced.prompt_tokens)
-                self._replicas[i].inbox.append(arrival)
-            delivered = self._deliver(now_s)
-            if not delivered:
+                replicas[i].inbox.append(arrival)
+                waiting.add(i)
+            for i in sorted(waiting):
+                if replicas[i].inbox and replicas[i].is_idle:
+                    given.add(i)
+                    for refused in replicas[i].deliver(now_s):
+                        load.remove(i, refused.traced.prompt_tokens)
+            waiting.clear()
+            arrival_s = source.next_arrival_s()
+            if arrival_s is None or arrival_s > now_s:
                 return given
-            given |= delivered
-
-    def _deliver(self, now_s: float) -> set[int]:
-        given: set[int] = set()
-        for i, replica in enumerate(self._replicas):
-            if replica.inbox and replica.is_idle:
-                given.add(i)
-                for arrival in replica.deliver(now_s):
-                    self._load.remove(i, arrival.traced.prompt_tokens)
-        return given
 
     def _progress(self, now_s: float, steps: int) -> Progress:
         schedulers = [replica.scheduler for replica in self._replicas]

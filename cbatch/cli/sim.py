@@ -40,14 +40,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     files = Files(args)
-    for option, given, needs in (
-        ("--processes", args.processes is not None, not args.sweep),
-        ("--records", args.records is not None, bool(args.sweep)),
-        ("--perfetto", args.perfetto is not None, bool(args.sweep)),
-    ):
-        if given and needs:
-            why = "with --sweep" if args.sweep else "without --sweep"
-            raise FieldError(option, f"would be ignored {why}", "leave it out")
+    for option, given in (("--records", args.records), ("--perfetto", args.perfetto)):
+        if args.sweep and given is not None:
+            raise FieldError(option, "would be ignored with --sweep", "leave one of them out")
+    if not args.sweep and args.processes is not None:
+        raise FieldError("--processes", "would be ignored without --sweep", "leave it out")
     found = variants(args)
     for option, given in (("--page", args.page), ("--perfetto", args.perfetto)):
         if given is not None and any(variant.scenario.replicas > 1 for variant in found):

@@ -51,7 +51,7 @@ def test_capacity_is_found_and_every_rate_reported(cbatch: Command, trace: Path)
 
 
 def test_capacity_of_every_scenario_of_a_sweep(cbatch: Command, trace: Path) -> None:
-    swept = ("--sweep", "step-seconds=0.01,0.02", "--processes", 2)
+    swept = ("--sweep", "step-seconds=0.01,0.02", "--processes", 1)
     run = cbatch(
         "sim", "capacity", trace, *ONE_SLOT, *swept, "--slo", "ttft=0.3", "--goodput-share", 0.99
     )  # fmt: skip

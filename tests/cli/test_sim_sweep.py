@@ -24,7 +24,7 @@ CONSTANT = (*SMALL, "--step-seconds", 0.01)
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
     requests = (
-        TraceRequest(arrival_s=i * 0.01, prompt_tokens=20 + i, output_tokens=9) for i in range(20)
+        TraceRequest(arrival_s=i * 0.01, prompt_tokens=20 + i, output_tokens=9) for i in range(12)
     )
     write_requests(path, requests)
     return path

@@ -27,7 +27,9 @@ def add_processes_option(parser: argparse._ActionsContainer) -> None:
 
 def num_processes(given: int | None, num_scenarios: int) -> int:
     if given is None:
-        return min(len(os.sched_getaffinity(0)), num_scenarios)
+        # Those that this process may use, where the system tells.
+        usable = getattr(os, "sched_getaffinity", None)
+        given = len(usable(0)) if usable else os.cpu_count() or 1
     if given < 1:
         raise FieldError("--processes", f"{given} is not allowed", "use at least 1")
     return min(given, num_scenarios)
