@@ -12,12 +12,13 @@ import pytest
 from cbatch.core.config import LookaheadConfig, SchedulerConfig
 from cbatch.core.errors import FieldError
 from sim import routers
+from sim.acceptance import BernoulliAcceptance
 from sim.arrivals import poisson
 from sim.costs import LinearCost
 from sim.fleet import _Replica, replay_fleet
 from sim.intake import Arrival
 from sim.lengths import fixed, uniform
-from sim.modelled import BernoulliAcceptance, ModelledExecutor
+from sim.modelled import ModelledExecutor
 from sim.replay import Progress, replay
 from sim.report import Objectives, Record, Report, to_json
 from sim.routers import LeastLoaded, Load, PrefixAffine, RoundRobin, make_router
