@@ -26,6 +26,8 @@ class StepWork(msgspec.Struct, gc=False):
     prefill_tokens: int = 0
     logit_tokens: int = 0  # tokens whose logits are wanted
     decode_context_tokens: int = 0  # KV positions that decoding rows read
+    decode_longest_tokens: int = 0  # the most that one of them reads, and the least
+    decode_shortest_tokens: int = 0
     decode_pairs: int = 0  # query-key pairs of decoding rows
     prefill_context_tokens: int = 0  # KV positions that chunks read, their own among them
     prefill_pairs: int = 0
@@ -37,8 +39,9 @@ class StepWork(msgspec.Struct, gc=False):
 
 
 class CostModel(Protocol):
-    def step_s(self, work: StepWork) -> tuple[float, float]:
-        """`draft_s` and `target_s`: seconds of the drafter's passes, and of everything else."""
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
+        """`draft_s`, `target_s` and `host_s`: seconds of the drafter's passes, of what else an
+        executor measures, and of the loop around it."""
 
 
 class ConstantCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +59,8 @@ class ConstantCost(msgspec.Struct, frozen=True, kw_only=True):
                 "draft_pass_s", f"{self.draft_pass_s!r} is not allowed", "give 0 or more seconds"
             )
 
-    def step_s(self, work: StepWork) -> tuple[float, float]:
-        return self.draft_pass_s * work.draft_depth, self.step_duration_s
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
+        return self.draft_pass_s * work.draft_depth, self.step_duration_s, 0.0
 
 
 class LinearCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +75,7 @@ class LinearCost(msgspec.Struct, frozen=True, kw_only=True):
     draft_pass_s: float = 2e-4
     draft_token_s: float = 1e-5  # drafted or ingested
 
-    def step_s(self, work: StepWork) -> tuple[float, float]:
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
         draft_tokens = work.draft_tokens + work.ingested_tokens
         context_tokens = work.decode_context_tokens + work.prefill_context_tokens
         return (
@@ -82,4 +85,5 @@ class LinearCost(msgspec.Struct, frozen=True, kw_only=True):
             + self.context_token_s * context_tokens
             + self.row_s * work.rows
             + self.request_s * work.admitted,
+            0.0,
         )

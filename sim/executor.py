@@ -61,6 +61,8 @@ class ExecutorStats:
 class SimExecutor:
     """`run(plan)`, or `submit(plan)` and later `wait()` with at most two plans in flight."""
 
+    host_s = 0.0  # its loop takes no time
+
     def __init__(
         self,
         *,

@@ -7,27 +7,14 @@ session whose next prompt goes on in the same numbering finds its own output in 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 from cbatch.core.plan import Deltas, StepPlan, StepResult
+from sim.acceptance import AcceptanceModel
+from sim.composition import SlotCounts
 from sim.costs import CostModel, StepWork
-from sim.models import ACCEPT
-from sim.tokens import mix
 
 _ONE = np.array(1, dtype=np.int32)
-
-
-class AcceptanceModel(Protocol):
-    def admit(self, slot: int, request_id: str, seed: int, choice: int) -> None:
-        """The request is in this slot from now on."""
-
-    def num_accepted(
-        self, slots: np.ndarray, positions: np.ndarray, num_drafted: np.ndarray
-    ) -> np.ndarray:
-        """Leading drafts accepted, int32 [rows]; row i's first draft is for the absolute position
-        `positions[i]`. A function of request and position: neighbours and k do not move it."""
 
 
 class ModelledExecutor:
@@ -39,10 +26,10 @@ class ModelledExecutor:
         """`acceptance` may be None where nobody drafts."""
         self._cost = cost
         self._acceptance = acceptance
-        self._kv_len = np.zeros(max_slots, np.int64)
-        self._num_tokens = np.zeros(max_slots, np.int64)
+        self._counts = SlotCounts(max_slots)
         self._next_token = np.zeros(max_slots, np.int64)
         self._steady: _Steady | None = None
+        self.host_s = 0.0  # of the last step, where the cost model tells it apart
 
     def run(self, plan: StepPlan) -> StepResult:
         steady = self._steady
@@ -50,10 +37,9 @@ class ModelledExecutor:
             if plan.slots is steady.slots and steady.goes_on(plan):
                 return self._run_steady(steady, plan)
             self._leave_steady(steady)
-        admitted = plan.deltas.admitted
-        if admitted:
+        if plan.deltas.admitted:
             self._admit(plan.deltas)
-        return self._run_any(plan, len(admitted))
+        return self._run_any(plan)
 
     # -- a run of steps in which the same rows decode one token each
 
@@ -61,8 +47,10 @@ class ModelledExecutor:
         steady.steps += 1
         work = steady.work
         work.decode_context_tokens = work.decode_pairs = work.decode_context_tokens + steady.rows
+        work.decode_longest_tokens += 1
+        work.decode_shortest_tokens += 1
         steady.tokens = steady.tokens + _ONE  # anew: the one before may be in a commit
-        draft_s, target_s = self._cost.step_s(work)
+        draft_s, target_s, self.host_s = self._cost.step_s(work)
         return StepResult(
             plan.step_id,
             plan.generations,
@@ -77,8 +65,8 @@ class ModelledExecutor:
 
     def _leave_steady(self, steady: _Steady) -> None:
         slots, steps = steady.slots, steady.steps
-        self._kv_len[slots] += steps
-        self._num_tokens[slots] += steps
+        self._counts.kv_len[slots] += steps
+        self._counts.num_tokens[slots] += steps
         self._next_token[slots] += steps
         self._steady = None
 
@@ -86,35 +74,30 @@ class ModelledExecutor:
 
     def _admit(self, deltas: Deltas) -> None:
         for a in deltas.admitted:
-            slot, count = a.slot, len(a.tokens)
-            self._kv_len[slot] = a.kv_len_tokens
-            self._num_tokens[slot] = count
-            self._next_token[slot] = int(a.tokens[-1]) + 1
+            self._counts.admit(a)
+            self._next_token[a.slot] = int(a.tokens[-1]) + 1
             if self._acceptance is not None:
-                self._acceptance.admit(slot, a.request_id, a.seed, a.choice)
+                self._acceptance.admit(a)
 
-    def _run_any(self, plan: StepPlan, num_admitted: int) -> StepResult:
+    def _run_any(self, plan: StepPlan) -> StepResult:
         slots = plan.slots
-        known = self._num_tokens[slots]
         drafted = plan.num_drafts
         accepted = drafted
         drafts_any = bool(np.count_nonzero(drafted))
         if drafts_any:
             if self._acceptance is None:
                 raise ValueError("acceptance: is None, but the plan drafts; give a model of it")
-            accepted = self._acceptance.num_accepted(slots, known, drafted)
-        work = self._work(plan, drafts_any, num_admitted)
+            accepted = self._acceptance.num_accepted(slots, self._counts.num_tokens[slots], drafted)
+        work = self._counts.work(plan, drafted)
         wants = plan.wants_logits
         emitted = accepted + wants
         splits = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(emitted, out=splits[1:])
         first = self._next_token[slots] - splits[:-1]
         tokens = (np.repeat(first, emitted) + np.arange(splits[-1])).astype(np.int32)
-        # A chunk moves its tokens into KV; a decode those it emitted, so that one stays to do.
-        self._kv_len[slots] += plan.query_lens - drafted + accepted
-        self._num_tokens[slots] = known + emitted
+        self._counts.advance(plan, accepted, emitted)
         self._next_token[slots] += emitted
-        draft_s, target_s = self._cost.step_s(work)
+        draft_s, target_s, self.host_s = self._cost.step_s(work)
         status = np.zeros(len(slots), np.uint8)
         if not drafts_any and work.decode_rows == work.rows:
             self._steady = _Steady(plan, work, tokens, splits, status)
@@ -130,38 +113,6 @@ class ModelledExecutor:
             draft_s,
             target_s,
         )
-
-    def _work(self, plan: StepPlan, drafts_any: bool, num_admitted: int) -> StepWork:
-        """Composition of the step. A row decodes if one of its known tokens is not in KV."""
-        slots, query = plan.slots, plan.query_lens
-        kv_len = self._kv_len[slots]
-        decodes = self._num_tokens[slots] - kv_len == 1
-        rows = len(slots)
-        work = StepWork(rows=rows, admitted=num_admitted)
-        context = kv_len + query
-        if drafts_any:
-            drafting = plan.num_drafts > 0
-            work.draft_depth = int(np.maximum.reduce(plan.num_drafts))
-            work.draft_tokens = int(np.add.reduce(plan.num_drafts))
-            work.draft_context_tokens = int(np.add.reduce(kv_len[drafting]))
-        work.ingested_tokens = int(np.add.reduce(plan.catch_up))
-        work.logit_tokens = int(np.count_nonzero(plan.wants_logits)) + work.draft_tokens
-        work.decode_rows = int(np.count_nonzero(decodes))
-        if work.decode_rows == rows:
-            work.decode_tokens = rows + work.draft_tokens
-            work.decode_context_tokens = int(np.add.reduce(context))
-            # Row i's queries see kv_len + 1, ..., kv_len + query positions.
-            pairs = query * kv_len + query * (query + 1) // 2
-            work.decode_pairs = int(np.add.reduce(pairs))
-            return work
-        pairs = query * kv_len + query * (query + 1) // 2
-        work.decode_tokens = int(np.add.reduce(query[decodes]))
-        work.decode_context_tokens = int(np.add.reduce(context[decodes]))
-        work.decode_pairs = int(np.add.reduce(pairs[decodes]))
-        work.prefill_tokens = int(np.add.reduce(query)) - work.decode_tokens
-        work.prefill_context_tokens = int(np.add.reduce(context)) - work.decode_context_tokens
-        work.prefill_pairs = int(np.add.reduce(pairs)) - work.decode_pairs
-        return work
 
 
 class _Steady:
@@ -194,41 +145,3 @@ class _Steady:
             and plan.catch_up is plan.num_drafts
             and not plan.deltas.admitted
         )
-
-
-class BernoulliAcceptance:
-    """Every draft of a request is accepted with one probability, position by position, as
-    `sim.models.ModelledAcceptance`, whose noise this reproduces bit for bit."""
-
-    def __init__(self, probability: float, *, max_slots: int) -> None:
-        self._probability = probability
-        self._states = np.zeros(max_slots, np.uint64)
-
-    def admit(self, slot: int, request_id: str, seed: int, choice: int) -> None:
-        self._states[slot] = mix(mix(ACCEPT, seed), choice)
-
-    def num_accepted(
-        self, slots: np.ndarray, positions: np.ndarray, num_drafted: np.ndarray
-    ) -> np.ndarray:
-        depth = int(np.maximum.reduce(num_drafted, initial=0))
-        ahead = np.arange(depth)
-        noise = uniforms(self._states[slots][:, None], positions[:, None] + ahead)
-        stands = (noise < self._probability) & (ahead < num_drafted[:, None])
-        accepted: np.ndarray = np.logical_and.accumulate(stands, axis=1).sum(axis=1, dtype=np.int32)
-        return accepted
-
-
-def mix_arrays(state: np.ndarray, value: np.ndarray | np.uint64) -> np.ndarray:
-    """`sim.tokens.mix` of uint64 arrays."""
-    z = (state ^ value) + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = z ^ (z >> np.uint64(31))
-    return mixed
-
-
-def uniforms(states: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Noise in [0, 1) at absolute positions."""
-    mixed = mix_arrays(mix_arrays(states, positions.astype(np.uint64)), np.uint64(0))
-    noise: np.ndarray = mixed / 2.0**64
-    return noise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,6 +17,17 @@ from cbatch.core.plan import StepPlan
 from cbatch.core.sequence import Commit
 from sim.report import Objectives, Record
 from sim.traces.request import TraceRequest
+
+_SERIES = ("ttft_s", "tpot_s", "e2e_s", "queue_s", "_gap_s", "_gap_chunks", "_gap_tokens")
+_COUNTS = (
+    "num_finished",
+    "num_good",
+    "num_cut",
+    "prompt_tokens",
+    "output_tokens",
+    "row_steps",
+    "running_s",
+)
 
 
 class _Open:
@@ -52,7 +63,9 @@ class Recorder:
         max_slots: int,
         objectives: Objectives,
         on_record: Callable[[Record], None] | None = None,
+        replica: int | None = None,
     ) -> None:
+        self._replica = replica
         self._objectives = objectives
         self._on_record = on_record
         self._open: dict[str, _Open] = {}
@@ -67,6 +80,20 @@ class Recorder:
         self.row_steps = 0  # rows that emitted, over all steps
         self.running_s = 0.0  # integral of the running requests over time
         self.end_s = 0.0
+
+    @classmethod
+    def total(cls, recorders: Sequence[Recorder]) -> Recorder:
+        """What all of them have measured together; not for recording more."""
+        if len(recorders) == 1:
+            return recorders[0]
+        total = cls(0, Objectives())
+        for one in recorders:
+            for name in _SERIES:
+                getattr(total, name).extend(getattr(one, name))
+            for name in _COUNTS:
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+            total.end_s = max(total.end_s, one.end_s)
+        return total
 
     def arrived(self, index: int, request: TraceRequest) -> str:
         """Returns the request's id."""
@@ -145,6 +172,7 @@ class Recorder:
                     prefix_hit_tokens=opened.hit_tokens,
                     preemptions=opened.preemptions,
                     session=request.session,
+                    replica=self._replica,
                 )
             )
         return request

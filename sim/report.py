@@ -108,6 +108,20 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int
     preemptions: int
     session: str | None = None
+    replica: int | None = None  # that served it, from 0; None: there was one alone
+
+
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several that served a run together; rates are over the whole run."""
+
+    requests: int  # that finished
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: Spread
+    steps: int
+    mean_running: float | None
+    preemptions: int
+    prefix_hit_tokens: int
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +150,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     mean_running: float | None  # over time
     preemptions: int | None
     prefix_hit_tokens: int | None
+    replicas: tuple[Replica, ...] | None = None  # None: there was one alone
     schema: str = SCHEMA
     version: int = VERSION
 

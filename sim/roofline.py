@@ -31,7 +31,8 @@ _UNSUPPORTED = {
 
 
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Peaks of one device, per second; `link_bytes_per_s` is one way."""
+    """Peaks of one device, per second; `link_bytes_per_s` is one way. `memory_bytes` is what its
+    driver reports where the source says so: ECC takes a sixteenth of some."""
 
     bf16_flops: float
     memory_bytes_per_s: float
@@ -227,9 +228,9 @@ class Roofline:
         self._target = config.rates(config.shape)
         self._draft = None if config.draft is None else config.rates(config.draft)
 
-    def step_s(self, work: StepWork) -> tuple[float, float]:
-        target = self._target
-        seconds = self._config.step_host_s + target.step_s(
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
+        target, host_s = self._target, self._config.step_host_s
+        seconds = target.step_s(
             work.decode_tokens + work.prefill_tokens,
             work.logit_tokens,
             work.decode_pairs,
@@ -239,10 +240,10 @@ class Roofline:
             compute_s = target.pair_s * work.prefill_pairs
             seconds += max(compute_s, target.context_token_s * work.prefill_context_tokens)
         if work.admitted:
-            seconds += self._config.request_host_s * work.admitted
+            host_s += self._config.request_host_s * work.admitted
         if not (work.draft_depth or work.ingested_tokens):
-            return 0.0, seconds
-        return self._draft_s(work), seconds
+            return 0.0, seconds, host_s
+        return self._draft_s(work), seconds, host_s
 
     def _draft_s(self, work: StepWork) -> float:
         """Sequential passes; the first also ingests what the draft lacks. Rows that draft less than

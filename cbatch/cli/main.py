@@ -6,8 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cbatch.cli import demo, generate, serve, sim, trace
+from cbatch.cli import calibrate, demo, generate, serve, sim, trace
 from cbatch.cli.generate import INTERRUPTED
+from cbatch.cli.simulate import capacity
 from cbatch.core.errors import FieldError
 from cbatch.text import ChatTemplateError, TokenizerError
 
@@ -21,13 +22,16 @@ def make_parser() -> argparse.ArgumentParser:
         "a lookahead of its own. Without a model the small pair that is shipped is used.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (generate, serve, demo, sim, trace):
+    for command in (generate, serve, demo, sim, capacity, calibrate, trace):
         command.add_parser(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if " ".join(words[:2]) == capacity.COMMAND:  # a trace may be where a command of `sim` would be
+        words[:2] = [capacity.COMMAND]
+    args = make_parser().parse_args(words)
     try:
         status: int = args.run(args)
     except KeyboardInterrupt:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from cbatch.cli import tracegen
 from cbatch.cli.tracefile import (
     OpenedTrace,
     add_trace_options,
     require_no_seed,
-    require_place,
+    write_trace,
 )
 from cbatch.core.errors import FieldError
 
@@ -32,6 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "our own logs are read; what is written is our own request log, one JSON line a request.",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    tracegen.add_parser(actions)
     show = actions.add_parser("show", help="statistics and a plot")
     add_trace_options(show)
     show.add_argument("--plot", type=Path, metavar="PNG", help="draw rate, lengths and gaps")
@@ -131,22 +133,9 @@ def _open(args: argparse.Namespace, *, in_order: bool = True, drawing: bool = Fa
 
 
 def _write(args: argparse.Namespace, trace: OpenedTrace, requests: Iterable[TraceRequest]) -> int:
-    from sim.traces.reader import write_requests
-
-    require_place("OUT", args.out)
     if args.out.exists() and args.out.samefile(trace.path):
         raise FieldError("OUT", f"{args.out} is the trace itself", "write to another file")
-    partial = args.out.with_name(f"{args.out.name}.part{args.out.suffix}")
-    try:
-        count = write_requests(partial, requests)
-        if not count:
-            raise FieldError("OUT", "nothing is left of the trace", "keep more of it")
-        partial.replace(args.out)
-    finally:
-        partial.unlink(missing_ok=True)
-    print(f"{args.out}: {count:,} requests from {trace.format}")
-    _print_json({"out": str(args.out), "requests": count, "skipped": trace.skipped})
-    return 0
+    return write_trace(args.out, requests, f"from {trace.format}", lambda: trace.skipped)
 
 
 def _table(trace: OpenedTrace, statistics: dict[str, Any]) -> Table:

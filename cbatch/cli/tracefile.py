@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -111,6 +112,30 @@ def require_place(option: str, path: Path) -> None:
     """Raises `FieldError` if no file can be there: before the work, not after it."""
     if path.is_dir() or not path.parent.is_dir():
         raise FieldError(option, f"{path} cannot be a file", "name one in a folder that exists")
+
+
+def write_trace(
+    out: Path,
+    requests: Iterable[TraceRequest],
+    what: str,
+    skipped: Callable[[], int] = lambda: 0,
+) -> int:
+    """Writes our own request log, whole or not at all, and says so with `what` they are; `skipped`
+    is asked when all have been read. Raises `FieldError`."""
+    from sim.traces.reader import write_requests
+
+    require_place("OUT", out)
+    partial = out.with_name(f"{out.name}.part{out.suffix}")
+    try:
+        count = write_requests(partial, requests)
+        if not count:
+            raise FieldError("OUT", "nothing is left of the trace", "keep more of it")
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"{out}: {count:,} requests, {what}")
+    print(json.dumps({"out": str(out), "requests": count, "skipped": skipped()}), flush=True)
+    return 0
 
 
 def is_step_log(path: Path) -> bool:

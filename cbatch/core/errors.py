@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 
 class FieldError(ValueError):
     """Bad input: `field` is the name the caller used, `remedy` what would be accepted."""
@@ -11,6 +14,10 @@ class FieldError(ValueError):
         self.field = field
         self.problem = problem
         self.remedy = remedy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made in one process, raised in another: `args` are the message, not what made it."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class RefusedError(FieldError):

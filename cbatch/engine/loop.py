@@ -77,6 +77,10 @@ class StepLoop:
         # whoever outlives this process knows what it died of.
         self.on_flight: Callable[[Collection[str]], None] | None = None
 
+    @property
+    def executor(self) -> Executor | OverlappedExecutor:
+        return self._executor
+
     def step(self) -> Commit | None:
         """One turn. None when nothing can run now. Faults are handled here, by trying again."""
         while True:

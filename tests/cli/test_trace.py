@@ -125,6 +125,20 @@ def test_sim_by_roofline_with_drafts_and_with_clients(cbatch: Command, trace: Pa
     assert clients["requests"] == 30 and clients["mean_running"] < 2
 
 
+def test_sim_of_a_fleet(cbatch: Command, trace: Path) -> None:
+    records = trace.parent / "records.jsonl"
+    more = ("--replicas", 2, "--router", "least-loaded", "--records", records)
+    run = cbatch("sim", trace, *SMALL, *more)
+    last = run.lines[-1]
+    assert run.status == 0 and "replica 1: 15 requests" in run.out
+    assert [replica["requests"] for replica in last["replicas"]] == [15, 15]
+    assert (last["settings"]["replicas"], last["settings"]["router"]) == (2, "least-loaded")
+    served = [json.loads(line)["replica"] for line in records.read_text().splitlines()]
+    assert sorted(served) == [0] * 15 + [1] * 15
+    swept = cbatch("sim", trace, *SMALL, "--sweep", "replicas=1,2", "--processes", 1)
+    assert [row["replicas"] for row in swept.lines[-1]["scenarios"]] == ["1", "2"]
+
+
 def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
     small = ("--num-blocks", 2, "--max-model-tokens", 500, "--step-seconds", 0.01)
     run = cbatch("sim", trace, *small)
@@ -140,6 +154,12 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--think", 1), "--think: would be ignored"),
         (("--concurrency", 2, "--rate", 3), "--rate: would be ignored"),
         (("--step-seconds", 0.1, "--gpu", "H100"), "--gpu: would be ignored"),
+        (("--cost", "f", "--tp", 2), "--tp: would be ignored"),
+        (("--cost", "f", "--step-seconds", 1), "would be ignored"),
+        (("--cost", "/no/file"), "--cost: /no/file is no calibration"),
+        (("--cost-table", "/no/folder"), "dense.csv"),
+        (("--cost-table", "/no/folder", "--lookahead", "ema"), "has no prices of drafts"),
+        ((*SMALL, "--lookahead", "ema", "--acceptance", "beta:1"), "--acceptance: 'beta:1'"),
         (("--step-seconds", 0.1), "--num-blocks: is not known"),
         (("--lookahead", "fixed:2"), "--draft-model: is missing"),
         (("--lookahead", "sometimes"), "lookahead: 'sometimes'"),
@@ -152,6 +172,11 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--rate", -1), "--rate"),
         (("--requests", 0), "--requests"),
         (("--concurrency", 0), "concurrency"),
+        (("--replicas", 0), "--replicas: 0 is not allowed"),
+        (("--replicas", 2, "--router", "random"), "--router: 'random' is unknown"),
+        (("--router", "least-loaded"), "--router: would be ignored"),
+        (("--tp", 0), "--tp: 0 does not divide"),
+        (("--num-blocks", 0), "num_blocks: 0 is not allowed"),
         (("--json", "/no/such/folder/r.json"), "--json: /no/such"),
     ],
 )
@@ -186,3 +211,32 @@ def test_a_step_log_is_a_trace(cbatch: Command, tmp_path: Path) -> None:
     assert cbatch("sim", out, *SMALL).lines[-1]["requests"] == 11
     refused = cbatch("trace", "show", path, "--skip-empty")
     assert refused.status == 2 and "--skip-empty" in refused.err
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `cbatch calibrate` writes of a few steps of the demo pair."""
+    from cbatch.cli.main import main
+
+    path = tmp_path_factory.mktemp("calibration") / "cost.json"
+    sizes = ["--max-slots", "2", "--num-blocks", "80", "--max-model-tokens", "160"]
+    few = ["--rounds", "1", "--steps", "3", "--lookahead", "fixed"]  # goodput would time prices
+    assert main(["calibrate", "--out", str(path), *few, *sizes]) == 0
+    return path
+
+
+def test_sim_by_calibration(cbatch: Command, trace: Path, calibration: Path) -> None:
+    found = json.loads(calibration.read_bytes())
+    assert found["engine"]["max_slots"] == found["max_rows"] == 2
+    assert found["held_out"]["steps"] > 0 and found["profile"] is None
+    run = cbatch("sim", trace, "--cost", calibration, "--lookahead", "goodput", "--requests", 4)
+    last = run.lines[-1]
+    settings = last["settings"]
+    assert (settings["cost"], settings["num_blocks"], settings["max_slots"]) == (
+        "calibrated",
+        80,
+        2,
+    )
+    assert last["speculation"]["drafted_tokens"] > 0
+    wide = cbatch("sim", trace, "--cost", calibration, "--max-slots", 64)
+    assert wide.status == 2 and "--max-slots: 64 is more than was measured" in wide.err

@@ -79,7 +79,7 @@ def test_few_rows_are_bound_by_memory() -> None:
     """Weights once, KV once for each row."""
     kv_bytes = 3 * 50 * SHAPE.kv_token_bytes
     expected_s = (2 * LAYER_WEIGHTS + 2 * HEAD_WEIGHTS + kv_bytes) / 1e9
-    assert Roofline(config()).step_s(decode(3, 50)) == (0.0, pytest.approx(expected_s))
+    assert Roofline(config()).step_s(decode(3, 50)) == (0.0, pytest.approx(expected_s), 0.0)
 
 
 def test_many_tokens_are_bound_by_arithmetic() -> None:
@@ -102,8 +102,9 @@ def test_efficiencies_and_constants_add_up() -> None:
     whole_s, half_s = (Roofline(c).step_s(decode(1, 9))[1] for c in (config(), half))
     assert half_s == pytest.approx(2 * whole_s)
     more = config(layer_s=1e-3, step_host_s=0.1, request_host_s=0.01)
-    found_s = Roofline(more).step_s(decode(1, 9, admitted=3))[1]
-    assert found_s == pytest.approx(whole_s + 2e-3 + 0.1 + 0.03)
+    _, found_s, host_s = Roofline(more).step_s(decode(1, 9, admitted=3))
+    assert found_s == pytest.approx(whole_s + 2e-3)
+    assert host_s == pytest.approx(0.1 + 0.03)
 
 
 def test_two_devices_halve_the_work_and_pay_for_the_exchange() -> None:
@@ -202,7 +203,7 @@ def test_bad_values_name_their_field(make, field: str) -> None:
 
 def test_constant_and_linear_by_hand() -> None:
     work = decode(3, 50, draft_depth=2, draft_tokens=5, ingested_tokens=1, admitted=1)
-    assert ConstantCost(step_duration_s=0.5, draft_pass_s=0.1).step_s(work) == (0.2, 0.5)
+    assert ConstantCost(step_duration_s=0.5, draft_pass_s=0.1).step_s(work) == (0.2, 0.5, 0.0)
     linear = LinearCost(
         base_s=1,
         token_s=2,
@@ -212,4 +213,4 @@ def test_constant_and_linear_by_hand() -> None:
         draft_pass_s=6,
         draft_token_s=7,
     )
-    assert linear.step_s(work) == (2 * 6 + 6 * 7, 1 + 3 * 2 + 150 * 3 + 3 * 4 + 5)
+    assert linear.step_s(work) == (2 * 6 + 6 * 7, 1 + 3 * 2 + 150 * 3 + 3 * 4 + 5, 0.0)

@@ -3,19 +3,21 @@ makes the same plans."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-import sim.modelled
+import sim.acceptance
 from cbatch.core.plan import StepPlan, StepResult
 from cbatch.core.scheduler import Scheduler
 from cbatch.core.sequence import SchedulerStats
+from sim.acceptance import BernoulliAcceptance
 from sim.costs import LinearCost, StepWork
 from sim.executor import SimExecutor
-from sim.modelled import BernoulliAcceptance, ModelledExecutor
+from sim.modelled import ModelledExecutor
 from sim.models import ModelledAcceptance
 from tests.helpers import make_config, make_request
 
@@ -143,7 +145,7 @@ class Watching:
 
     def step_s(self, work: StepWork) -> tuple[float, float]:
         self.works.append({name: getattr(work, name) for name in work.__struct_fields__})
-        return 0.0, 0.01
+        return 0.0, 0.01, 0.0
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
@@ -159,6 +161,7 @@ def test_composition_of_a_step(lookahead: str) -> None:
         expected = dict.fromkeys(work, 0)
         expected |= {"rows": plan.num_rows, "admitted": len(plan.deltas.admitted)}
         expected["draft_depth"] = int(plan.num_drafts.max())
+        contexts: list[int] = []
         for i, slot in enumerate(plan.slots.tolist()):
             known, kv_len = state[slot]
             query, drafts = int(plan.query_lens[i]), int(plan.num_drafts[i])
@@ -166,6 +169,8 @@ def test_composition_of_a_step(lookahead: str) -> None:
             expected["decode_rows"] += kind == "decode"
             expected[f"{kind}_tokens"] += query
             expected[f"{kind}_context_tokens"] += kv_len + query
+            if kind == "decode":
+                contexts.append(kv_len + query)
             expected[f"{kind}_pairs"] += sum(kv_len + q + 1 for q in range(query))
             expected["logit_tokens"] += int(plan.wants_logits[i]) + drafts
             expected["draft_tokens"] += drafts
@@ -175,6 +180,8 @@ def test_composition_of_a_step(lookahead: str) -> None:
             emitted = int(result.row_splits[i + 1] - result.row_splits[i])
             accepted = int(result.num_accepted[i])
             state[slot] = [known + emitted, kv_len + query - drafts + accepted]
+        expected["decode_longest_tokens"] = max(contexts, default=0)
+        expected["decode_shortest_tokens"] = min(contexts, default=0)
         assert work == expected
     assert (verified > 0) is (lookahead != "off")
 
@@ -183,7 +190,7 @@ def test_noise_of_acceptance_is_that_of_the_scalar_model() -> None:
     fast_model, scalar = BernoulliAcceptance(0.5, max_slots=3), ModelledAcceptance(0.5)
     seeds = {0: (2**64 - 1, 0), 1: (7, 0), 2: (7, 3)}
     for slot, (seed, choice) in seeds.items():
-        fast_model.admit(slot, "x", seed, choice)
+        fast_model.admit(SimpleNamespace(slot=slot, seed=seed, choice=choice))
     rng = np.random.default_rng(0)
     slots = np.array([0, 1, 2])
     seen = set()
@@ -209,5 +216,5 @@ def test_mixing_arrays_is_mixing_numbers() -> None:
     from sim.tokens import mix
 
     states = np.array([0, 1, 2**64 - 1], np.uint64)
-    mixed = sim.modelled.mix_arrays(states, np.uint64(12345))
+    mixed = sim.acceptance.mix_arrays(states, np.uint64(12345))
     assert mixed.tolist() == [mix(int(state), 12345) for state in states]

@@ -20,10 +20,11 @@ from cbatch.core.plan import StepPlan, StepResult
 from cbatch.core.scheduler import Scheduler
 from cbatch.engine import steplog
 from cbatch.engine.steplog import StepLogWriter, read_step_log
+from sim.acceptance import BernoulliAcceptance
 from sim.arrivals import poisson
 from sim.costs import ConstantCost, LinearCost
 from sim.lengths import fixed, uniform
-from sim.modelled import BernoulliAcceptance, ModelledExecutor
+from sim.modelled import ModelledExecutor
 from sim.records import Recorder
 from sim.replay import Progress, replay
 from sim.report import Objectives, Record, Report, from_json, to_json

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from cbatch.core.config import LookaheadConfig, SchedulerConfig
+from sim.acceptance import BernoulliAcceptance
 from sim.arrivals import poisson
 from sim.costs import ConstantCost
 from sim.lengths import uniform
-from sim.modelled import BernoulliAcceptance, ModelledExecutor
+from sim.modelled import ModelledExecutor
 from sim.perfetto import PerfettoTrace
 from sim.replay import replay
 from sim.report import Report

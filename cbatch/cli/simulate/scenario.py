@@ -8,6 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from cbatch.cli.simulate.costs import (
+    BLOCK_TOKENS,
+    MAX_SLOTS,
+    STEP_BUDGET_TOKENS,
+    Priced,
+    first_of,
+    ignored_beside,
+    priced,
+)
 from cbatch.cli.tracefile import OpenedTrace
 from cbatch.core.config import LookaheadConfig, SchedulerConfig
 from cbatch.core.errors import FieldError
@@ -20,8 +29,8 @@ if TYPE_CHECKING:
     from sim.sources import Source
     from sim.timeline import Observer
 
-GPU, MODEL_SHAPE = "H100", "llama-3.1-8b"
-ACCEPTANCE = 0.7
+ACCEPTANCE = "0.7"
+ROUTER = "round-robin"
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,31 +50,32 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     tp: int | None
     draft_model: str | None
     step_seconds: float | None
+    cost: str | None
+    cost_table: str | None
     lookahead: str
-    acceptance: float | None
-    max_slots: int
-    step_budget: int
-    block_size: int
+    acceptance: str | None
+    max_slots: int | None
+    step_budget: int | None
+    block_size: int | None
     num_blocks: int | None
     max_model_tokens: int | None
     queue_policy: str
     no_prefix_cache: bool
+    replicas: int
+    router: str | None
     slo: tuple[str, ...]
 
     def ignored(self) -> dict[str, str]:
         """Options that the others leave without effect, and why."""
         open_loop, off = self.concurrency is None, self.lookahead == "off"
-        constant = self.step_seconds is not None
         unused = (
             ("think", open_loop, "there are no clients: give --concurrency"),
             ("rate", not open_loop, "--concurrency ignores the stamps"),
             ("spread", not open_loop, "--concurrency ignores the stamps"),
             ("acceptance", off, "nobody drafts: give --lookahead"),
             ("draft_model", off, "nobody drafts: give --lookahead"),
-            ("gpu", constant, "--step-seconds is the whole cost"),
-            ("model", constant, "--step-seconds is the whole cost"),
-            ("tp", constant, "--step-seconds is the whole cost"),
-            ("draft_model", constant, "--step-seconds is the whole cost"),
+            *ignored_beside(self),
+            ("router", self.replicas == 1, "there is one replica: give --replicas"),
         )
         return {
             f"--{name.replace('_', '-')}": why
@@ -106,11 +116,12 @@ class Simulation(NamedTuple):
         return ClosedLoop(requests, scenario.concurrency, think_s=scenario.think or 0.0)
 
     def executor(self) -> ModelledExecutor:
-        from sim.modelled import BernoulliAcceptance, ModelledExecutor
+        from sim.acceptance import parse_acceptance
+        from sim.modelled import ModelledExecutor
 
         slots, acceptance = self.config.max_slots, None
         if "acceptance" in self.settings:
-            acceptance = BernoulliAcceptance(self.settings["acceptance"], max_slots=slots)
+            acceptance = parse_acceptance(self.settings["acceptance"], max_slots=slots)
         return ModelledExecutor(max_slots=slots, cost=self.cost, acceptance=acceptance)
 
     def run(
@@ -120,19 +131,24 @@ class Simulation(NamedTuple):
         on_progress: Callable[[Progress], None] | None = None,
         observers: Sequence[Observer] = (),
     ) -> Report:
+        """`observers` are for one replica alone."""
+        from sim.fleet import replay_fleet
         from sim.replay import replay
+        from sim.routers import make_router
 
-        return replay(
-            self.source(),
-            self.config,
-            self.executor(),
-            seed=self.scenario.seed,
-            settings=self.settings,
-            objectives=self.objectives,
-            on_record=on_record,
-            on_progress=on_progress,
-            observers=observers,
-        )
+        more: dict[str, Any] = {
+            "seed": self.scenario.seed,
+            "settings": self.settings,
+            "objectives": self.objectives,
+            "on_record": on_record,
+            "on_progress": on_progress,
+        }
+        if self.scenario.replicas == 1:
+            more["observers"] = observers
+            return replay(self.source(), self.config, self.executor(), **more)
+        executors = [self.executor() for _ in range(self.scenario.replicas)]
+        router = make_router(self.settings["router"])
+        return replay_fleet(self.source(), self.config, executors, router, **more)
 
 
 def build(scenario: Scenario) -> Simulation:
@@ -141,14 +157,14 @@ def build(scenario: Scenario) -> Simulation:
     trace = OpenedTrace(scenario, scenario.seed)
     cost, config, words = _engine(scenario)
     if config.lookahead.policy != "off":
-        share = ACCEPTANCE if scenario.acceptance is None else scenario.acceptance
-        if not 0 <= share <= 1:
-            raise FieldError("--acceptance", f"{share} is not allowed", "use a number in [0, 1]")
-        words["acceptance"] = share
+        words["acceptance"] = first_of(ACCEPTANCE, scenario.acceptance)
+    words |= _fleet(scenario)
     changes = ("skip_empty", "spread", "requests", "rate", "concurrency", "think")
     settings = {"trace": trace.path.name, "format": trace.format, "seed": scenario.seed}
     settings |= words | {name: getattr(scenario, name) for name in changes}
-    return Simulation(scenario, trace, cost, config, objectives, settings)
+    simulation = Simulation(scenario, trace, cost, config, objectives, settings)
+    simulation.executor()  # raises for an acceptance that is no model
+    return simulation
 
 
 def parse_objectives(texts: tuple[str, ...]) -> Objectives | None:
@@ -174,51 +190,49 @@ def parse_objectives(texts: tuple[str, ...]) -> Objectives | None:
 def _engine(scenario: Scenario) -> tuple[CostModel, SchedulerConfig, dict[str, Any]]:
     """The cost model, the scheduler's configuration, and both in words for the report."""
     from cbatch.assembly import lookahead_name, parse_lookahead
-    from sim.costs import ConstantCost
-    from sim.roofline import Roofline, RooflineConfig, load_gpu, load_shape
 
     lookahead = parse_lookahead(scenario.lookahead)
-    blocks, context_tokens = scenario.num_blocks, scenario.max_model_tokens
-    cost: CostModel
-    if scenario.step_seconds is not None:
-        if blocks is None or context_tokens is None:
-            field = "--num-blocks" if blocks is None else "--max-model-tokens"
-            raise FieldError(field, "is not known with --step-seconds", "give it")
-        cost = ConstantCost(step_duration_s=scenario.step_seconds)
-        words: dict[str, Any] = {"cost": "constant", "step_duration_s": scenario.step_seconds}
-    else:
-        gpu, model = scenario.gpu or GPU, scenario.model or MODEL_SHAPE
-        parts = 1 if scenario.tp is None else scenario.tp
-        draft = None if scenario.draft_model is None else load_shape(scenario.draft_model)
-        if draft is None and lookahead.policy != "off":
-            raise FieldError("--draft-model", "is missing", "drafting has a price: name the draft")
-        config = RooflineConfig(
-            gpu=load_gpu(gpu), shape=load_shape(model), tensor_parallel=parts, draft=draft
-        )
-        cost = Roofline(config)
-        if blocks is None:
-            blocks = config.num_blocks(scenario.block_size)
-        if context_tokens is None:
-            context_tokens = config.shape.max_position_embeddings
-        words = {"cost": "roofline", "gpu": gpu, "model": model, "tensor_parallel": parts}
-        words |= {"draft_model": scenario.draft_model}
-    scheduler = _scheduler(scenario, lookahead, blocks, context_tokens)
-    return cost, scheduler, words | _words(scheduler) | {"lookahead": lookahead_name(lookahead)}
+    prices = priced(scenario, lookahead)
+    scheduler = _scheduler(scenario, lookahead, prices)
+    words = prices.names | _words(scheduler) | {"lookahead": lookahead_name(lookahead)}
+    return prices.cost, scheduler, words
 
 
-def _scheduler(
-    scenario: Scenario, lookahead: LookaheadConfig, num_blocks: int, context_tokens: int
-) -> SchedulerConfig:
+def _fleet(scenario: Scenario) -> dict[str, Any]:
+    from sim.routers import make_router
+
+    count, router = scenario.replicas, scenario.router
+    if count < 1:
+        raise FieldError("--replicas", f"{count} is not allowed", "use at least 1")
+    if count > 1:
+        router = router or ROUTER
+        make_router(router)
+    return {"replicas": count, "router": router}
+
+
+def _scheduler(scenario: Scenario, lookahead: LookaheadConfig, prices: Priced) -> SchedulerConfig:
+    """Sizes as given, else the cost model's, else the usual ones."""
+    num_blocks = first_of(prices.num_blocks, scenario.num_blocks)
+    context_tokens = first_of(prices.max_model_tokens, scenario.max_model_tokens)
+    if num_blocks is None or context_tokens is None:
+        field = "--num-blocks" if num_blocks is None else "--max-model-tokens"
+        raise FieldError(field, "is not known from this cost of a step", "give it")
+    max_slots = first_of(MAX_SLOTS, scenario.max_slots, prices.max_slots)
+    budget_tokens = first_of(STEP_BUDGET_TOKENS, scenario.step_budget, prices.step_budget_tokens)
+    prices.check(max_slots=max_slots, step_budget_tokens=budget_tokens)
+    drafts = lookahead.policy != "off"
+    draft_tokens = first_of(context_tokens, prices.draft_context_tokens)
     return SchedulerConfig(
         num_blocks=num_blocks,
-        block_size_tokens=scenario.block_size,
-        max_slots=scenario.max_slots,
+        block_size_tokens=first_of(BLOCK_TOKENS, scenario.block_size, prices.block_size_tokens),
+        max_slots=max_slots,
         max_model_tokens=context_tokens,
-        step_budget_tokens=scenario.step_budget,
+        step_budget_tokens=budget_tokens,
         queue_policy=scenario.queue_policy,  # type: ignore[arg-type]  # the parser's own choices
         prefix_cache=not scenario.no_prefix_cache,
-        draft_context_tokens=None if lookahead.policy == "off" else context_tokens,
+        draft_context_tokens=draft_tokens if drafts else None,
         lookahead=lookahead,
+        cost_profile=prices.profile if drafts else None,
     )
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from sim.report import Record, Report, Spread
     from sim.timeline import Observer
 
+PIPE_WIDTH = 120  # columns of text
+
 
 class Bar:
     """Simulated time and requests, on a terminal alone."""
@@ -34,6 +36,7 @@ class Bar:
             transient=True,
         )
         self._task = self._progress.add_task("", total=None, words="")
+        self.prefix = ""
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -44,8 +47,8 @@ class Bar:
 
     def update(self, at: ReplayProgress) -> None:
         words = (
-            f"{at.now_s:,.1f} s simulated · {at.finished:,} done · {at.running} running · "
-            f"{at.waiting} waiting · {at.steps:,} steps"
+            f"{self.prefix}{at.now_s:,.1f} s simulated · {at.finished:,} done · "
+            f"{at.running} running · {at.waiting} waiting · {at.steps:,} steps"
         )
         self._progress.update(self._task, words=words)
 
@@ -112,6 +115,12 @@ def _write_line(file: BinaryIO, record: Record) -> None:
     file.write(msgspec.json.encode(record) + b"\n")
 
 
+def wide_console() -> Console:
+    """For a table of many columns: a pipe has no width of its own to keep to."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
 def print_report(report: Report) -> None:
     console = Console(highlight=False)
     table = Table(title=f"{report.settings['trace']}, {report.kind}", title_justify="left")
@@ -152,6 +161,13 @@ def _lines(report: Report) -> list[str]:
         lines.append(
             f"goodput {report.goodput.requests_per_s:.3g} requests/s: "
             f"{report.goodput.share:.1%} of all met their objectives"
+        )
+    for number, replica in enumerate(report.replicas or ()):
+        lines.append(
+            f"replica {number}: {replica.requests:,} requests, "
+            f"{replica.mean_running or 0:.1f} running, "
+            f"{replica.prefix_hit_tokens:,} of {replica.prompt_tokens:,} prompt tokens from the "
+            f"cache, {replica.preemptions:,} preemptions"
         )
     if report.cut_requests:
         lines.append(f"{report.cut_requests:,} outputs cut at the end of context or pool")

@@ -1,0 +1,157 @@
+"""Measuring what steps of an engine cost, for the simulator: real steps of designed batches.
+
+The engine itself serves made-up requests: so many at a time, each drafting so many tokens, prompts
+of many lengths between them, so that steps mix chunks with rows that decode or verify. Whatever a
+step brought is worked out from its plan, and its duration is split into the drafter's, the rest of
+the executor's, and that of the loop around it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from cbatch.core.config import LookaheadConfig, SchedulerConfig
+from cbatch.core.errors import FieldError
+from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.request import MODEL, SamplingParams
+from cbatch.core.scheduler import Scheduler
+from cbatch.engine.loop import Executor
+from cbatch.stepwise import Engine
+from sim.calibrated import StepSample
+from sim.composition import SlotCounts
+from sim.costs import StepWork
+
+_ROWS, _KS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (0, 1, 2, 4, 8)
+_OTHER_ROWS, _OTHER_KS = (3, 6, 12, 24, 48, 96, 192), (0, 3, 6)
+_LEAST_PROMPT_TOKENS = 8
+_MOST_PROMPT_TOKENS = 512
+_OUTPUT_TOKENS = (4, 48)  # of a request, at least and at most
+_WARM_UP = 3  # batches that nobody looks at
+
+
+class Batch(NamedTuple):
+    """`rows` requests at a time, each drafting `k` tokens a step."""
+
+    rows: int
+    k: int
+
+
+def designed(config: SchedulerConfig) -> tuple[list[Batch], list[Batch]]:
+    """What prices are fitted to, and others to see how well they do: of other sizes and depths (in
+    an engine of one or two slots of other lengths alone). Raises `FieldError` where somebody else
+    than a draft model drafts: a lookup's price depends on the text."""
+    if config.default_chain not in ((), (MODEL,)):
+        raise FieldError("--drafter", "lookups have no price of their own", "use the draft, or off")
+    speculates = bool(config.default_chain) and config.lookahead.policy != "off"
+    most = config.max_slots
+    rows = (*(n for n in _ROWS if n < most), most)
+    others = tuple(n for n in _OTHER_ROWS if n < most) or (most,)
+    fitted = [Batch(n, k) for n in rows for k in (_KS if speculates else (0,))]
+    held_out = [Batch(n, k) for n in others for k in (_OTHER_KS if speculates else (0,))]
+    return fitted, held_out
+
+
+class Calibrator:
+    """An engine of its own around the executor, which it resets; how deep its requests draft is
+    their own choice."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        lookahead = LookaheadConfig()
+        if config.default_chain and config.lookahead.policy != "off":
+            lookahead = LookaheadConfig(policy="fixed", k=max(*_KS, *_OTHER_KS))
+        self._config = structs.replace(config, lookahead=lookahead, prefix_cache=False)
+        executor.reset()
+        self._watched = Watched(executor, config.max_slots, clock)
+        self._engine = Engine(Scheduler(self._config), self._watched, clock=clock, seed=0)
+        self._clock = clock
+        self._running: set[str] = set()
+
+    def measure(
+        self,
+        batches: Iterable[Batch],
+        *,
+        seed: int,
+        steps: int,
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> list[StepSample]:
+        """Samples of `steps` steps of each batch, in an order drawn from `seed`: a machine that is
+        slow for some seconds is so to all kinds of batches."""
+        rng = np.random.default_rng(seed)
+        order = list(batches)
+        order = [order[i] for i in rng.permutation(len(order))]
+        for batch in order[:_WARM_UP]:
+            self._samples(batch, steps, rng)
+        samples: list[StepSample] = []
+        for batch in order:
+            samples += self._samples(batch, steps, rng)
+            on_batch()
+        return samples
+
+    def _samples(self, batch: Batch, steps: int, rng: np.random.Generator) -> list[StepSample]:
+        engine, running = self._engine, self._running
+        found = []
+        for _ in range(steps):
+            requests = [self._request(batch, rng) for _ in range(batch.rows - len(running))]
+            started_s = self._clock()
+            running |= {engine.add(prompt, params).request_id for prompt, params in requests}
+            outputs = engine.step()
+            turn_s = self._clock() - started_s
+            running -= {out.request_id for out in outputs if out.finished is not None}
+            work, result, own_s = self._watched.last
+            host_s = max(turn_s - own_s - result.draft_s - result.target_s, 0.0)
+            found.append(StepSample(work, result.draft_s, result.target_s, host_s))
+        for request_id in running:
+            engine.cancel(request_id)
+        running.clear()
+        return found
+
+    def _request(self, batch: Batch, rng: np.random.Generator) -> tuple[list[int], SamplingParams]:
+        """Prompt lengths are as likely at any scale."""
+        room = self._config.max_sequence_tokens - _OUTPUT_TOKENS[1] - 1
+        most = max(min(_MOST_PROMPT_TOKENS, room), 1)
+        least = min(_LEAST_PROMPT_TOKENS, most)
+        length = round(least * (most / least) ** rng.random())
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=int(rng.integers(*_OUTPUT_TOKENS, endpoint=True)),
+            ignore_eos=True,
+            max_lookahead=batch.k,
+        )
+        return rng.integers(0, self._config.vocab_size, length).tolist(), params
+
+
+class Watched:
+    """An executor, and what its last step was made of."""
+
+    def __init__(self, executor: Executor, max_slots: int, clock: Callable[[], float]) -> None:
+        self._executor, self._clock = executor, clock
+        self._counts = SlotCounts(max_slots)
+        # The step's composition, its result, and the seconds that watching took.
+        self.last: tuple[StepWork, StepResult, float]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = self._executor.run(plan)
+        started_s = self._clock()
+        for admission in plan.deltas.admitted:
+            self._counts.admit(admission)
+        work = self._counts.work(plan, result.num_drafted)
+        self._counts.advance(plan, result.num_accepted, np.diff(result.row_splits))
+        self.last = work, result, self._clock() - started_s
+        return result
+
+    def num_tokens(self, slot: int) -> int:
+        """Known of the slot's request, after the last step."""
+        return int(self._counts.num_tokens[slot])
+
+    def reset(self) -> None:
+        self._executor.reset()

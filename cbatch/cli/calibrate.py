@@ -1,0 +1,121 @@
+"""`cbatch calibrate`: measure what steps of a model cost here, for `cbatch sim --cost`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from cbatch.cli.options import add_engine_options, engine_options, model_paths
+from cbatch.cli.tracefile import require_place
+from cbatch.core.errors import FieldError
+
+if TYPE_CHECKING:
+    from cbatch.calibrating import Batch
+    from cbatch.info import EngineInfo
+    from cbatch.stepwise import Engine
+    from sim.calibrated import Accuracy, Calibration, StepSample
+
+ROUNDS, STEPS = 2, 32
+ENGINE_FIELDS = (
+    "num_blocks",
+    "block_size_tokens",
+    "max_slots",
+    "max_model_tokens",
+    "step_budget_tokens",
+    "draft_context_tokens",
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure what steps cost here, for cbatch sim --cost",
+        description="Runs made-up batches of many sizes, lookaheads and lengths, fits prices to "
+        "their durations, and says how well these foretell other batches.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory (default: the demo)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="through all batches")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a batch")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and of the batches' order")
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from cbatch.assembly import load_engine
+
+    if args.overlap:
+        raise FieldError("--overlap", "the simulator's loop is serial", "leave it out")
+    for name in ("rounds", "steps"):
+        if getattr(args, name) < 1:
+            raise FieldError(f"--{name}", f"{getattr(args, name)} is not allowed", "give 1 or more")
+    require_place("--out", args.out)
+    console = Console(stderr=True, highlight=False)
+    options = msgspec.structs.replace(engine_options(args), tokenizer="none")
+    engine, info = load_engine(*model_paths(args.model, args.draft), options)
+    for line in info.lines():
+        console.print(line, soft_wrap=True)
+    found = calibrate(engine, info, args, console)
+    args.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    console.print(f"fitted to {_words(found.fitted)}", soft_wrap=True)
+    console.print(f"held-out batches: {_words(found.held_out)}", soft_wrap=True)
+    row = {"fitted": msgspec.to_builtins(found.fitted)}
+    row["held_out"] = msgspec.to_builtins(found.held_out)
+    document = {"results": [row], "machine": found.machine, "versions": found.versions}
+    print(json.dumps(document), flush=True)
+    return 0
+
+
+def calibrate(
+    engine: Engine, info: EngineInfo, args: argparse.Namespace, console: Console
+) -> Calibration:
+    """Leaves the engine without a state; it is to serve nobody meanwhile."""
+    from bench.report import describe_machine, describe_versions
+    from cbatch.calibrating import Calibrator, designed
+    from cbatch.engine.loop import Executor
+    from sim.calibrated import Calibration, accuracy, fit_prices
+
+    executor, config = engine.loop.executor, engine.scheduler.config
+    assert isinstance(executor, Executor)
+    fitted, held_out = designed(config)
+    calibrator = Calibrator(executor, config)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("measuring", total=args.rounds * len(fitted) + len(held_out))
+
+        def samples(batches: list[Batch], number: int) -> list[StepSample]:
+            return calibrator.measure(
+                batches,
+                seed=args.seed + number,
+                steps=args.steps,
+                on_batch=lambda: progress.advance(task),
+            )
+
+        known = [sample for number in range(args.rounds) for sample in samples(fitted, number)]
+        others = samples(held_out, args.rounds)
+    prices = fit_prices(known)
+    return Calibration(
+        model=info.model,
+        draft=info.draft,
+        machine=describe_machine(),
+        versions=describe_versions(),
+        engine={name: getattr(config, name) for name in ENGINE_FIELDS},
+        prices=prices,
+        profile=config.cost_profile,
+        max_rows=max(sample.work.rows for sample in known),
+        fitted=accuracy(prices, known),
+        held_out=accuracy(prices, others),
+    )
+
+
+def _words(found: Accuracy) -> str:
+    return (
+        f"{found.steps:,} steps, {found.total:+.1%} in all; "
+        f"of a step {found.p50:.1%} (p50) and {found.p90:.1%} (p90)"
+    )

@@ -1,0 +1,87 @@
+"""From a source to a scheduler: requests of a trace get their tokens, and some are refused."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cbatch.core.errors import RefusedError
+from cbatch.core.request import Request, SamplingParams
+from cbatch.core.scheduler import Scheduler
+from sim.records import Recorder
+from sim.report import Refused
+from sim.sources import Source
+from sim.tokens import mix
+from sim.traces.prompts import PromptMaker
+from sim.traces.request import TraceRequest
+
+
+class SimRequest(Request, frozen=True, kw_only=True):
+    """A request whose prompt is there as an array already."""
+
+    tokens: np.ndarray  # int32, the prompt
+
+    def prompt_array(self) -> np.ndarray:
+        return self.tokens
+
+
+class Arrival(NamedTuple):
+    number: int  # in the trace, from 0
+    traced: TraceRequest
+    request: SimRequest
+
+
+class Intake:
+    def __init__(self, source: Source, seed: int) -> None:
+        self._source, self._seed = source, seed
+        self._prompts = PromptMaker()
+        self._params: dict[int, SamplingParams] = {}  # by output tokens
+        self.refused: list[Refused] = []
+        self.num_arrived = 0
+        self.first_s: float | None = None
+
+    def take(self) -> Arrival:
+        """The next request of the source, whose time has come."""
+        number, traced = self._source.take()
+        self.num_arrived += 1
+        if self.first_s is None:
+            self.first_s = traced.arrival_s
+        tokens = self._prompts.prompt(traced)
+        count = traced.output_tokens
+        params = self._params.get(count)
+        if params is None:
+            params = self._params[count] = SamplingParams(
+                max_tokens=count, temperature=0.0, ignore_eos=True
+            )
+        request = SimRequest(
+            request_id=str(number),
+            prompt=tuple(tokens.tolist()),
+            tokens=tokens,
+            params=params,
+            seed=mix(self._seed, number),
+            priority=traced.priority or 0,
+        )
+        return Arrival(number, traced, request)
+
+    def deliver(
+        self, arrival: Arrival, scheduler: Scheduler, recorder: Recorder, now_s: float
+    ) -> bool:
+        """Whether it was accepted; its time in the queue counts from its arrival in any case."""
+        number, traced, request = arrival
+        recorder.arrived(number, traced)
+        try:
+            scheduler.add(request, traced.arrival_s)
+        except RefusedError as error:
+            recorder.refused(request.request_id)
+            self.refused.append(
+                Refused(
+                    index=number,
+                    prompt_tokens=traced.prompt_tokens,
+                    output_tokens=traced.output_tokens,
+                    reason=str(error),
+                )
+            )
+            self._source.ended(traced, now_s)
+            return False
+        return True

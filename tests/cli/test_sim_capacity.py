@@ -1,0 +1,97 @@
+"""`cbatch sim capacity` from a command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sim.traces.reader import write_requests
+from sim.traces.request import TraceRequest
+from tests.cli.conftest import Run
+
+Command = Callable[..., Run]
+ONE_SLOT = ("--num-blocks", 200, "--max-model-tokens", 500, "--max-slots", 1)
+CONSTANT = (*ONE_SLOT, "--step-seconds", 0.01)
+
+
+def write(path: Path, gap_s: float, prompt_tokens: int = 9) -> Path:
+    requests = (
+        TraceRequest(arrival_s=i * gap_s, prompt_tokens=prompt_tokens, output_tokens=5)
+        for i in range(40)
+    )
+    write_requests(path, requests)
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write(tmp_path / "trace.jsonl", 0.5)
+
+
+def test_capacity_is_found_and_every_rate_reported(cbatch: Command, trace: Path) -> None:
+    """50 ms of service every 0.5 s: 10 times the rate and a little more, as no queue is endless."""
+    out = trace.parent / "capacity.json"
+    run = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=0.05", "--json", out)
+    assert run.status == 0, run.err
+    (found,) = json.loads(out.read_bytes())
+    assert run.lines[-1] == {"scenarios": [found]}
+    expected = 0.5 / (0.05 - 0.04 / (0.99 * 39))
+    assert found["best"]["rate"] <= expected <= found["best"]["rate"] * 1.02
+    assert found["best"]["arrivals_per_s"] == pytest.approx(found["best"]["rate"] * 2)
+    assert f"capacity: {found['best']['rate']:.4g} times the rate" in run.out
+    table = run.out.rpartition("{")[0]
+    assert len(re.findall(r"meets *\n", table)) == sum(one["meets"] for one in found["tried"])
+    assert len(re.findall(r"fails *\n", table)) == sum(not one["meets"] for one in found["tried"])
+    assert found["settings"]["max_slots"] == 1 and found["level"]["percentile"] == 99
+
+
+def test_capacity_of_every_scenario_of_a_sweep(cbatch: Command, trace: Path) -> None:
+    swept = ("--sweep", "step-seconds=0.01,0.02", "--processes", 1)
+    run = cbatch(
+        "sim", "capacity", trace, *ONE_SLOT, *swept, "--slo", "ttft=0.3", "--goodput-share", 0.99
+    )  # fmt: skip
+    assert run.status == 0, run.err
+    fast, slow = (found["best"]["rate"] for found in run.lines[-1]["scenarios"])
+    assert fast > 1.5 * slow and "step-seconds 0.02" in run.out
+
+
+def test_ends_of_the_range_are_told(cbatch: Command, trace: Path) -> None:
+    low = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "tpot=0.001")
+    assert low.status == 0 and "even 0.01562 times the rate fails" in low.out
+    high = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=99", "--rates", "1:4")
+    assert high.status == 0 and "capacity: at least 4 times the rate" in high.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((), "--slo: is missing"),
+        (("--slo", "ttft=1", "--percentile", 101), "--percentile: 101.0"),
+        (("--slo", "ttft=1", "--goodput-share", 0), "--goodput-share: 0.0"),
+        (("--slo", "ttft=1", "--rates", "2:1"), "--rates: 2.0:1.0"),
+        (("--slo", "ttft=1", "--sweep", "rate=1,2"), "'rate' is no option"),
+        (("--slo", "ttft=1", "--sweep", "concurrency=1,2"), "'concurrency' is no option"),
+        (("--slo", "ttft=1", "--processes", 2), "--processes: would be ignored"),
+        (("--slo", "ttft=1", "--acceptance", 0.5), "--acceptance: would be ignored"),
+        (("--slo", "ttft=1", "--json", "/no/such/folder/r.json"), "--json: /no/such"),
+    ],
+)
+def test_bad_options_say_what_is_wrong(
+    cbatch: Command, trace: Path, argv: tuple[Any, ...], words: str
+) -> None:
+    run = cbatch("sim", "capacity", trace, *CONSTANT, *argv)
+    assert run.status == 2 and words in run.err, run.err
+
+
+def test_traces_without_a_capacity_say_why(cbatch: Command, tmp_path: Path) -> None:
+    at_once = write(tmp_path / "at_once.jsonl", 0.0)
+    run = cbatch("sim", "capacity", at_once, *CONSTANT, "--slo", "ttft=1")
+    assert run.status == 2 and "all come at once" in run.err
+    too_long = write(tmp_path / "long.jsonl", 0.5, prompt_tokens=600)
+    run = cbatch("sim", "capacity", too_long, *CONSTANT, "--slo", "ttft=1")
+    assert run.status == 2 and "none of its requests can run" in run.err

@@ -1,0 +1,234 @@
+"""Prices from measured steps: what was put in comes out, on steps that nothing was fitted to."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import sim.calibrated
+from cbatch.calibrating import Batch, Calibrator, designed
+from cbatch.core.config import SchedulerConfig
+from cbatch.core.errors import FieldError
+from cbatch.core.scheduler import Scheduler
+from sim.calibrated import (
+    DRAFT,
+    HOST,
+    TARGET,
+    Accuracy,
+    CalibratedCost,
+    Calibration,
+    Prices,
+    StepSample,
+    accuracy,
+    fit_prices,
+    nonnegative_least_squares,
+    read_calibration,
+)
+from sim.clock import VirtualClock
+from sim.costs import StepWork
+from sim.executor import SimExecutor
+from sim.modelled import ModelledExecutor
+from sim.models import StepCost
+from tests.helpers import make_config, make_request
+
+TRUE = Prices(
+    tokens=(1, 8, 64, 4096),
+    tokens_s=(2e-3, 2e-3, 5e-3, 0.3),
+    target_s=dict.fromkeys(TARGET, 0.0)
+    | {"row": 1e-4, "context_token": 3e-7, "prefill_pair": 2e-8, "verifying_step": 5e-4},
+    draft_s=dict.fromkeys(DRAFT, 0.0)
+    | {"drafting_step": 3e-4, "depth": 4e-4, "draft_token": 1e-5, "ingested_token": 2e-5},
+    host_s=dict.fromkeys(HOST, 0.0) | {"step": 2e-4, "row": 5e-6, "admission": 1e-4},
+)
+
+
+def composition(rng: np.random.Generator) -> StepWork:
+    """A step as they come: decoding rows of some depth, and sometimes a chunk."""
+    rows, k = int(rng.integers(0, 33)), int(rng.choice([0, 0, 1, 3, 8]))
+    chunk = int(rng.integers(1, 400)) if rng.random() < 0.3 or not rows else 0
+    contexts = rng.integers(10, 800, rows)
+    drafts = k * rows
+    return StepWork(
+        rows=rows + (chunk > 0),
+        decode_rows=rows,
+        decode_tokens=rows + drafts,
+        prefill_tokens=chunk,
+        logit_tokens=rows + drafts + (chunk > 0),
+        decode_context_tokens=int(contexts.sum()),
+        decode_longest_tokens=int(contexts.max(initial=0)),
+        decode_shortest_tokens=int(contexts.min(initial=800)) if rows else 0,
+        prefill_context_tokens=chunk,
+        prefill_pairs=chunk * (chunk + 1) // 2,
+        draft_depth=k if rows else 0,
+        draft_tokens=drafts,
+        draft_context_tokens=int(contexts.sum()) if k else 0,
+        ingested_tokens=int(rng.integers(0, 50)) if drafts else 0,
+        admitted=int(chunk > 0),
+    )
+
+
+def samples(count: int, noise: float, seed: int, stalls: float = 0.0) -> list[StepSample]:
+    """Of `TRUE`, each duration off by that share, and some ten times as long."""
+    cost, rng = CalibratedCost(TRUE), np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        work = composition(rng)
+        factors = 1 + noise * rng.standard_normal(3)
+        factors *= 10 if rng.random() < stalls else 1
+        found.append(StepSample(work, *(s * f for s, f in zip(cost.step_s(work), factors))))  # noqa: B905
+    return found
+
+
+def test_prices_foretell_other_steps() -> None:
+    """1,500 steps with 5 % of noise give 40 prices: less than 1 % in all (0.1 % is one standard
+    error of the held-out steps' noise), and of a step little beyond its own noise."""
+    prices = fit_prices(samples(1500, 0.05, seed=0))
+    other = accuracy(prices, samples(1500, 0.05, seed=1))
+    assert abs(other.total) < 0.01 and other.p50 < 0.05
+    exact = accuracy(prices, samples(500, 0.0, seed=2))
+    assert exact.p90 < 0.03
+
+
+def test_stalls_of_the_machine_do_not_move_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step in fifty takes ten times as long; without reweighting they would be paid for."""
+    stalled = samples(1500, 0.05, seed=0, stalls=0.02)
+    clean = samples(500, 0.0, seed=2)
+    assert abs(accuracy(fit_prices(stalled), clean).total) < 0.02
+    monkeypatch.setattr(sim.calibrated, "_CLIP", 1e9)
+    assert accuracy(fit_prices(stalled), clean).total > 0.05
+
+
+def test_a_model_that_does_not_see_verification_is_noticed() -> None:
+    """The accuracy can fail: on the same durations, of steps whose drafts nobody told it of."""
+    known = samples(600, 0.02, seed=0)
+    blind = [
+        msgspec.structs.replace(
+            sample,
+            work=msgspec.structs.replace(
+                sample.work,
+                decode_tokens=sample.work.decode_rows,
+                logit_tokens=sample.work.rows,
+                draft_tokens=0,
+                draft_depth=0,
+                ingested_tokens=0,
+            ),
+        )
+        for sample in known
+    ]
+    assert accuracy(fit_prices(known), known).p90 < 0.1
+    assert accuracy(fit_prices(blind), blind).p90 > 0.2
+
+
+def test_least_squares_are_the_best_that_are_not_negative() -> None:
+    """Against every choice of columns (the optimum is the plain solution of one of them)."""
+    rng = np.random.default_rng(0)
+    held = 0
+    for _ in range(60):
+        matrix, values = rng.normal(size=(20, 5)), rng.normal(size=20)
+        matrix[:, 4] = 0 if rng.random() < 0.2 else matrix[:, 4]
+        found = nonnegative_least_squares(matrix, values)
+        assert (found >= 0).all()
+        least = min(
+            float(np.square(matrix[:, list(c)] @ x - values).sum())
+            for size in range(6)
+            for c in itertools.combinations(range(5), size)
+            for x in [np.linalg.lstsq(matrix[:, list(c)], values, rcond=None)[0]]
+            if (x >= 0).all()
+        )
+        assert np.square(matrix @ found - values).sum() == pytest.approx(least, rel=1e-9)
+        held += int((found == 0).sum())
+    assert held > 60
+
+
+def test_designed_batches_of_an_engine_that_is_known() -> None:
+    """The fake executor costs what `StepCost` says, on a virtual clock: fitted to some batches,
+    others come out within a hundredth; and the loop takes no time."""
+    config = make_config(
+        lookahead="fixed:4", num_blocks=600, max_slots=8, step_budget_tokens=200, eos_ids=()
+    )
+    clock = VirtualClock()
+    executor = SimExecutor(
+        num_blocks=config.num_blocks,
+        block_size_tokens=config.block_size_tokens,
+        max_slots=config.max_slots,
+        vocab_size=config.vocab_size,
+        clock=clock,
+        cost=StepCost(),
+        draft_context_tokens=config.draft_context_tokens,
+        drafter=config.default_chain,
+    )
+    fitted, held_out = designed(config)
+    assert Batch(8, 8) in fitted and not set(fitted) & set(held_out)
+    calibrator = Calibrator(executor, config, clock)
+    known = calibrator.measure(fitted, seed=0, steps=12)
+    others = calibrator.measure(held_out, seed=1, steps=12)
+    assert len(known) == 12 * len(fitted)
+    assert {s.work.draft_depth for s in known} >= {0, 1, 2, 4, 8}
+    mixed = [s for s in known if s.work.decode_rows and s.work.prefill_tokens]
+    assert len(mixed) > 20 and max(s.host_s for s in known) < 1e-9
+    found = accuracy(fit_prices(known), others)
+    assert abs(found.total) < 0.01 and found.p90 < 0.02
+
+
+def test_lookups_have_no_price() -> None:
+    config = make_config(lookahead="fixed:4")
+    with pytest.raises(FieldError, match="--drafter"):
+        designed(msgspec.structs.replace(config, drafter=("ngram",)))
+    assert {batch.k for batch in designed(make_config(lookahead="off"))[0]} == {0}
+
+
+def calibration(**more: Any) -> Calibration:
+    exact = Accuracy(steps=1, total=0.0, p50=0.0, p90=0.0)
+    settings: dict[str, Any] = {
+        "model": "m",
+        "draft": None,
+        "machine": {},
+        "versions": {},
+        "engine": {"num_blocks": 10, "max_slots": 2},
+        "prices": TRUE,
+        "profile": None,
+        "max_rows": 2,
+        "fitted": exact,
+        "held_out": exact,
+    }
+    return Calibration(**(settings | more))
+
+
+def test_files_are_read_back_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_bytes(msgspec.json.encode(calibration()))
+    assert read_calibration(path) == calibration()
+    path.write_bytes(msgspec.json.encode(calibration(version=2)))
+    with pytest.raises(FieldError, match="calibrate this version anew"):
+        read_calibration(path)
+    negative = msgspec.to_builtins(TRUE)
+    negative["target_s"]["row"] = -1.0
+    for bad in (
+        b"{}",
+        msgspec.json.encode(msgspec.to_builtins(calibration()) | {"prices": negative}),
+    ):
+        path.write_bytes(bad)
+        with pytest.raises(FieldError, match="--cost"):
+            read_calibration(path)
+    with pytest.raises(FieldError, match="--cost"):
+        read_calibration(tmp_path / "none.json")
+
+
+def test_host_time_passes_on_the_clock_and_not_in_results() -> None:
+    """As an engine's executor does not measure the loop around it."""
+    config: SchedulerConfig = make_config(lookahead="off")
+    scheduler = Scheduler(config)
+    executor = ModelledExecutor(max_slots=config.max_slots, cost=CalibratedCost(TRUE))
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=4), 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    result = executor.run(plan)
+    assert executor.host_s == pytest.approx(2e-4 + 5e-6 + 1e-4)
+    assert result.target_s == pytest.approx(CalibratedCost(TRUE).step_s(
+        StepWork(rows=1, prefill_tokens=3, prefill_pairs=6, logit_tokens=1, admitted=1)
+    )[1])  # fmt: skip

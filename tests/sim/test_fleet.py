@@ -1,0 +1,258 @@
+"""A fleet is its replicas: one is a plain replay, several are the replays of what each was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from cbatch.core.config import LookaheadConfig, SchedulerConfig
+from cbatch.core.errors import FieldError
+from sim import routers
+from sim.acceptance import BernoulliAcceptance
+from sim.arrivals import poisson
+from sim.costs import LinearCost
+from sim.fleet import _Replica, replay_fleet
+from sim.intake import Arrival
+from sim.lengths import fixed, uniform
+from sim.modelled import ModelledExecutor
+from sim.replay import Progress, replay
+from sim.report import Objectives, Record, Report, to_json
+from sim.routers import LeastLoaded, Load, PrefixAffine, RoundRobin, make_router
+from sim.sources import ClosedLoop, OpenLoop, Source
+from sim.traces.request import TraceRequest
+from sim.workload import Conversations, converse, generate
+
+
+def config_for(**overrides: Any) -> SchedulerConfig:
+    settings: dict[str, Any] = {
+        "num_blocks": 400,
+        "block_size_tokens": 16,
+        "max_slots": 16,
+        "max_model_tokens": 2000,
+        "step_budget_tokens": 256,
+    }
+    return SchedulerConfig(**(settings | overrides))
+
+
+SPECULATING = {"lookahead": LookaheadConfig(policy="fixed", k=3), "draft_context_tokens": 2000}
+
+
+def executor_for(config: SchedulerConfig) -> ModelledExecutor:
+    acceptance = BernoulliAcceptance(0.6, max_slots=config.max_slots)
+    return ModelledExecutor(max_slots=config.max_slots, cost=LinearCost(), acceptance=acceptance)
+
+
+def fleet(
+    source: Source, replicas: int, router: str = "round-robin", config: Any = None, **more: Any
+) -> Report:
+    config = config or config_for()
+    executors = [executor_for(config) for _ in range(replicas)]
+    return replay_fleet(source, config, executors, make_router(router), **more)
+
+
+def workload(count: int = 80, rate: float = 25.0) -> list[TraceRequest]:
+    lengths = uniform(1, 300), uniform(1, 40)
+    return list(generate(lambda rng: poisson(rate, rng), *lengths, requests=count, seed=1))
+
+
+def sessions(count: int = 12, turns: int = 5, rate: float = 5.0) -> list[TraceRequest]:
+    made = Conversations(
+        turns=fixed(turns), messages=fixed(100), outputs=uniform(20, 60), think_s=0.3
+    )
+    return list(converse(lambda rng: poisson(rate, rng), made, sessions=count, seed=2))
+
+
+def too_long(requests: list[TraceRequest]) -> list[TraceRequest]:
+    """Every fifth is refused."""
+    replace = msgspec.structs.replace
+    return [replace(r, prompt_tokens=1990) if i % 5 == 2 else r for i, r in enumerate(requests)]
+
+
+SOURCES: dict[str, tuple[Callable[[], Source], dict[str, Any]]] = {
+    "open": (lambda: OpenLoop(workload()), {}),
+    "drafting": (lambda: OpenLoop(workload()), SPECULATING),
+    "preempting": (lambda: OpenLoop(workload()), {"num_blocks": 60}),
+    "sessions": (lambda: OpenLoop(sessions()), {}),
+    "clients": (lambda: ClosedLoop(workload(), 5, think_s=0.01), {}),
+    "refusing": (lambda: ClosedLoop(too_long(workload()), 5), {"num_blocks": 60}),
+}
+
+
+def both(name: str) -> tuple[bytes, bytes, Report]:
+    """Bytes of a replay and of a fleet of one, records and progress included."""
+    make, more = SOURCES[name]
+    config = config_for(**more)
+    plain_records: list[Record] = []
+    fleet_records: list[Record] = []
+    seen: list[list[Progress]] = [[], []]
+    common: dict[str, Any] = {"seed": 3, "objectives": Objectives(ttft_s=0.1)}
+    plain = replay(
+        make(),
+        config,
+        executor_for(config),
+        on_record=plain_records.append,
+        on_progress=seen[0].append,
+        **common,
+    )
+    one = fleet(
+        make(),
+        1,
+        config=config,
+        on_record=fleet_records.append,
+        on_progress=seen[1].append,
+        **common,
+    )
+    assert one.replicas is not None and one.replicas[0].requests == one.requests
+    again = [msgspec.structs.replace(record, replica=None) for record in fleet_records]
+    encode = msgspec.json.encode
+    bare = msgspec.structs.replace(one, replicas=None)
+    one_bytes = to_json(bare) + encode((again, seen[1][-1]))
+    return to_json(plain) + encode((plain_records, seen[0][-1])), one_bytes, plain
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_one_replica_is_a_plain_replay_to_the_byte(name: str) -> None:
+    plain, one, report = both(name)
+    assert plain == one
+    # What each case is there for has happened.
+    assert bool(report.preemptions) == (name == "preempting")
+    assert bool(report.refused) == (name == "refusing")
+    assert bool(report.prefix_hit_tokens) == (name in ("sessions", "preempting"))
+    assert (report.speculation is not None) == (name == "drafting")
+
+
+def test_a_fleet_that_mixes_up_its_inbox_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: of those that come during a step, the last is delivered first."""
+    deliver = _Replica.deliver
+
+    def reversing(self: _Replica, now_s: float) -> list[Arrival]:
+        self.inbox.reverse()
+        return deliver(self, now_s)
+
+    monkeypatch.setattr(_Replica, "deliver", reversing)
+    plain, one, _ = both("open")
+    assert plain != one
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_every_replica_is_the_replay_of_what_it_was_sent(replicas: int) -> None:
+    """In turn: replica i has every n-th request from the i-th on, at its own pace."""
+    requests = workload(90, 60.0)
+    records: list[Record] = []
+    report = fleet(OpenLoop(requests), replicas, on_record=records.append)
+    assert report.replicas is not None and report.requests == len(records) == 90
+    for i, part in enumerate(report.replicas):
+        alone: list[Record] = []
+        config = config_for()
+        single = replay(
+            OpenLoop(requests[i::replicas]), config, executor_for(config), on_record=alone.append
+        )
+        own = [record for record in records if record.replica == i]
+        times = [(r.ttft_s, r.tpot_s, r.e2e_s, r.queue_s) for r in own]
+        assert times == [(r.ttft_s, r.tpot_s, r.e2e_s, r.queue_s) for r in alone]
+        assert [r.index for r in own] == [i + replicas * r.index for r in alone]
+        assert (part.requests, part.steps) == (single.requests, single.steps)
+        assert part.output_tokens == single.output_tokens
+        assert part.ttft_s == single.ttft_s
+    assert report.output_tokens == sum(r.output_tokens for r in requests)
+    assert report.steps == sum(part.steps for part in report.replicas)
+    ttft_s = [record.ttft_s for record in records]
+    assert report.ttft_s.p99 == pytest.approx(np.percentile(ttft_s, 99), rel=1e-12)
+    running = sum(part.mean_running or 0.0 for part in report.replicas)
+    assert report.mean_running == pytest.approx(running, rel=1e-12)
+
+
+@pytest.mark.parametrize("router", routers.ROUTERS)
+def test_the_same_seed_gives_the_same_bytes(router: str) -> None:
+    def once(seed: int) -> bytes:
+        config = config_for(**SPECULATING)
+        return to_json(fleet(OpenLoop(sessions(6, 3)), 3, router, config, seed=seed))
+
+    assert once(3) == once(3) != once(4)
+
+
+def test_clients_and_refusals_of_a_fleet() -> None:
+    report = fleet(ClosedLoop(too_long(workload()), 6), 3, config=config_for(num_blocks=60))
+    assert (report.requests, len(report.refused)) == (64, 16), "its client goes on to the next"
+    assert report.mean_running == pytest.approx(6, rel=0.25)
+
+
+def test_least_loaded_beats_taking_turns_on_a_skewed_load() -> None:
+    """Every other request is long: two replicas in turn, and one of them gets all of the work."""
+    requests = [
+        TraceRequest(arrival_s=i * 0.02, prompt_tokens=20, output_tokens=150 if i % 2 else 5)
+        for i in range(120)
+    ]
+    p99_s = {}
+    for router in ("round-robin", "least-loaded"):
+        report = fleet(OpenLoop(requests), 2, router, config_for(max_slots=8))
+        assert report.replicas is not None
+        p99_s[router] = report.e2e_s.p99
+    assert p99_s["least-loaded"] < 0.7 * p99_s["round-robin"]
+
+
+def test_prefix_affine_finds_more_in_the_cache() -> None:
+    hits, most = {}, {}
+    for router in routers.ROUTERS:
+        report = fleet(OpenLoop(sessions()), 3, router, config_for(num_blocks=4000))
+        assert report.replicas is not None
+        hits[router] = report.prefix_hit_tokens or 0
+        most[router] = max(part.requests for part in report.replicas)
+        assert hits[router] == sum(part.prefix_hit_tokens for part in report.replicas)
+    alone = fleet(OpenLoop(sessions()), 1, config=config_for(num_blocks=4000)).prefix_hit_tokens
+    assert hits["prefix-affine"] == alone, "every turn found all that one engine would have kept"
+    assert hits["prefix-affine"] > 1.5 * max(hits["round-robin"], hits["least-loaded"])
+    assert most["prefix-affine"] < 60, "and yet all replicas had work"
+
+
+# -- routers alone
+
+
+def prompt(*blocks: int, more: int = 5) -> np.ndarray:
+    size = routers.BLOCK_TOKENS
+    named = [np.arange(size) + block * size for block in blocks]
+    return np.concatenate([*named, np.arange(more) + 10**6]).astype(np.int32)
+
+
+def test_turns_and_least_loads() -> None:
+    load = Load(3)
+    in_turn = RoundRobin()
+    assert [in_turn.route(prompt(), load) for _ in range(5)] == [0, 1, 2, 0, 1]
+    least = LeastLoaded()
+    assert [least.route(prompt(), load) for _ in range(4)] == [0, 1, 2, 0], "ties take turns"
+    load.add(1, 10)
+    load.add(2, 5)
+    assert least.route(prompt(), load) == 0
+    load.add(0, 90)
+    assert least.route(prompt(), load) == 2, "one request each: the fewest tokens"
+    load.remove(1, 10)
+    assert least.route(prompt(), load) == 1
+
+
+def test_the_longest_known_prefix_wins_unless_it_is_overloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load, router = Load(3), PrefixAffine()
+    assert [router.route(prompt(*b), load) for b in ((1,), (2, 3), (4,))] == [0, 1, 2]
+    assert router.route(prompt(2, 3, 5), load) == 1
+    assert router.route(prompt(2, 9), load) == 1
+    assert router.route(prompt(3), load) == 2, "a block counts after the same blocks alone"
+    for _ in range(routers.MAX_EXCESS_REQUESTS):
+        load.add(1, 10)
+    assert router.route(prompt(2, 3, 5), load) == 1
+    load.add(1, 10)
+    elsewhere = router.route(prompt(2, 3, 5), load)
+    assert elsewhere != 1
+    assert router.route(prompt(2, 3, 5), load) == elsewhere, "now it knows the prefix as well"
+    monkeypatch.setattr(routers, "MAX_PREFIXES", 2)
+    router.route(prompt(6, 7), load)
+    assert len(router._sent) == 2, "the oldest are forgotten"
+
+
+def test_an_unknown_router_is_refused() -> None:
+    with pytest.raises(FieldError, match=r"--router: 'random' is unknown; use one of round-robin"):
+        make_router("random")
