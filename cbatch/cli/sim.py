@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             executor,
             seed=args.seed,
             settings=settings,
-            objectives=_objectives(args.slo),
+            objectives=parse_objectives(args.slo),
             on_record=records.write if args.records is not None else None,
             on_progress=bar.update,
         )
@@ -209,7 +209,8 @@ def _source(args: argparse.Namespace, trace: OpenedTrace) -> Source:
     return ClosedLoop(requests, args.concurrency, think_s=args.think or 0.0)
 
 
-def _objectives(texts: list[str]) -> Objectives | None:
+def parse_objectives(texts: list[str]) -> Objectives | None:
+    """Those of `--slo`. Raises `FieldError`."""
     from sim.report import Objectives
 
     given: dict[str, float] = {}
