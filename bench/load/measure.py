@@ -101,7 +101,9 @@ def _measure(
     server = _added([run.server for run in runs])
     client = _client(runs)
     steady = steady_of(runs[0].calls, runs[0].open_loop, runs[0].ramp_s) if len(runs) == 1 else None
-    saturated = None if steady is None else is_saturated(runs[0].calls, steady)
+    saturated = None
+    if steady is not None and runs[0].open_loop:
+        saturated = is_saturated(runs[0].calls, steady)
     mean_in_flight, peak = in_flight([run.calls for run in runs], duration_s)
     chunks = sum(call.chunks for call in good)
 

@@ -91,7 +91,7 @@ class Measured(Report, frozen=True, kw_only=True):
     attainment: dict[str, float]  # share of the sent that met each objective by itself
     good_output_tokens_per_s: float | None
     steady: Steady | None
-    saturated: bool | None  # whether calls piled up while the load was steady; None: cannot be told
+    saturated: bool | None  # of an open loop: whether calls piled up
     client: ClientUse
     server: ServerCounters | None
     repeats: int

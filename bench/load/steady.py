@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ from bench.load.report import Steady
 from sim.report import Spread
 
 LEAST_CALLS = 20  # scheduled within the window
+PILED = 0.1
 START_SHARE = 0.1  # of an open loop's span: it begins with an empty server
 
 
@@ -46,19 +48,13 @@ def steady_of(calls: Sequence[Call], open_loop: bool, ramp_s: float) -> Steady |
 
 
 def is_saturated(calls: Sequence[Call], steady: Steady) -> bool:
-    """Whether both the calls under way and the time to first token were half as large again in the
-    last third of the window as in its first. Queues that only swing seldom do both."""
-    third_s = (steady.end_s - steady.start_s) / 3
-    first = (steady.start_s, steady.start_s + third_s)
-    last = (steady.end_s - third_s, steady.end_s)
-    waits = [
-        np.mean(found)
-        if (found := [c.ttft_s for c in calls if c.error is None and low <= c.scheduled_s < high])
-        else np.nan
-        for low, high in (first, last)
-    ]
-    loads = [_mean_between(calls, *part) for part in (first, last)]
-    return bool(waits[1] > 1.5 * waits[0] and loads[1] > 1.5 * loads[0] + 2)
+    """Of an open loop: whether calls piled up, that is whether fewer ended in the window than were
+    scheduled, by more than `PILED` of them and by more than chance (3 standard deviations of a
+    Poisson count)."""
+    window = steady.start_s, steady.end_s
+    sent = sum(window[0] <= call.scheduled_s < window[1] for call in calls)
+    ended = sum(window[0] <= call.end_s < window[1] for call in calls)
+    return sent - ended > max(PILED * sent, 3 * math.sqrt(sent))
 
 
 def in_flight(runs: Sequence[Sequence[Call]], duration_s: float) -> tuple[float | None, int]:
@@ -85,8 +81,3 @@ def _tokens_between(calls: Sequence[Call], start_s: float, end_s: float) -> int:
         inside = (start_s <= stamps_s) & (stamps_s < end_s)
         total += int(np.asarray(call.told_tokens())[inside].sum())
     return total
-
-
-def _mean_between(calls: Sequence[Call], start_s: float, end_s: float) -> float:
-    overlap_s = [max(0.0, min(c.end_s, end_s) - max(c.scheduled_s, start_s)) for c in calls]
-    return sum(overlap_s) / (end_s - start_s)
