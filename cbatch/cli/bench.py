@@ -80,7 +80,9 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--rate-scale", type=float, metavar="X", help="the trace X times as fast")
     add_reading_options(group)
     group.add_argument("--sweep", action="store_true", help="double the load until nothing is won")
-    group.add_argument("--requests", type=int, metavar="N", help="of each run")
+    group.add_argument(
+        "--requests", type=int, metavar="N", help="of each run (conversations with --turns)"
+    )
     group.add_argument("--duration", type=float, metavar="S", help="send for so long")
     group.add_argument("--ramp", type=float, metavar="S", help="reach the load in so long")
     group.add_argument("--think", type=float, metavar="S", help="pause of a client")

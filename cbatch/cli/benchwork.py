@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,7 @@ class Workload:
         """Of one run. Those of a trace are the same in every run."""
         args = self._args
         found: Iterable[TraceRequest]
+        most = args.requests
         if self._trace is not None:
             from sim.traces.changes import scale
 
@@ -86,10 +87,10 @@ class Workload:
             if args.rate_scale is not None:
                 found = scale(found, rate=args.rate_scale)
         else:
-            found = self._made(load, seed)
+            found, most = self._made(load, seed), None
         if args.duration is not None and load.concurrency is None:
             found = takewhile(lambda request: request.arrival_s < args.duration, found)
-        return list(_first(found, args.requests))
+        return list(islice(found, most))
 
     async def bodies(self, client: HttpClient, model: str) -> BodySettings:
         from bench.load.bodies import BodySettings
@@ -139,6 +140,9 @@ class Workload:
         """Requests to make up, or conversations: as many as can be needed."""
         args = self._args
         if args.requests is not None:
+            if load.concurrency is not None and args.requests < load.concurrency:
+                few = f"{args.requests} for {load.concurrency} clients"
+                raise FieldError("--requests", few, "give each client one at least")
             return int(args.requests)
         if load.rate_per_s is not None and args.duration is not None:
             expected = load.rate_per_s * args.duration
@@ -149,13 +153,6 @@ class Workload:
         from bench.load.workload import parse_arrivals
 
         return parse_arrivals("--arrivals", self._args.arrivals or ARRIVALS, rate_per_s)
-
-
-def _first(requests: Iterable[TraceRequest], most: int | None) -> Iterator[TraceRequest]:
-    for count, request in enumerate(requests):
-        if count == most:
-            return
-        yield request
 
 
 def _items(args: argparse.Namespace) -> tuple[Item, ...]:

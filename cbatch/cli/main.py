@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cbatch.cli import bench, demo, generate, serve, sim, trace
+from cbatch.cli import bench, demo, generate, report, serve, sim, trace
 from cbatch.cli.generate import INTERRUPTED
 from cbatch.core.errors import FieldError
 from cbatch.text import ChatTemplateError, TokenizerError
@@ -21,7 +21,7 @@ def make_parser() -> argparse.ArgumentParser:
         "a lookahead of its own. Without a model the small pair that is shipped is used.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (generate, serve, bench, demo, sim, trace):
+    for command in (generate, serve, bench, demo, sim, trace, report):
         command.add_parser(commands)
     return parser
 
