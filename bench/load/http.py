@@ -94,7 +94,8 @@ class Connection(asyncio.Protocol):
         self.now_s = 0.0
         self.idle_since_s = 0.0
         self.silent = True  # nothing of the present answer has come
-        self._to_the_end = False  # the answer ends with the connection
+        self._has_length = False
+        self._to_the_end = False  # the answer's body ends with the connection
 
     @property
     def is_open(self) -> bool:
@@ -105,7 +106,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._reader, self._ended = reader, self._loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
-        self.silent, self._to_the_end = True, True
+        self.silent, self._has_length, self._to_the_end = True, False, False
         self._transport.write(message)
         try:
             await self._ended
@@ -140,7 +141,7 @@ class Connection(asyncio.Protocol):
         if self._ended is None or self._ended.done():
             return
         self.now_s = self._clock()
-        if self._to_the_end and not self.silent and exc is None:
+        if self._to_the_end and exc is None:
             self.on_message_complete()
         else:
             why = "without an answer" if self.silent else "in the middle of the answer"
@@ -150,9 +151,10 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):
-            self._to_the_end = False
+            self._has_length = True
 
     def on_headers_complete(self) -> None:
+        self._to_the_end = not self._has_length
         self._tell(lambda reader: reader.begin(self._parser.get_status_code()))
 
     def on_body(self, body: bytes) -> None:
