@@ -38,7 +38,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int | None = None  # None: at the requests' own times
     think_s: float = 0.0
     ramp_s: float = 0.0  # of a closed loop
-    end_s: float | None = None  # nothing is sent any more; a closed loop goes on until then
+    end_s: float | None = None  # nothing is sent any more
+    again: bool = False  # a closed loop begins its requests anew when they are all sent
     timeout_s: float = 600.0
     key: str | None = None
 
@@ -47,7 +48,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             return OpenLoop(self.requests)
         requests = list(self.requests)
         return ClosedSessions(
-            requests if self.end_s is None else endless(requests),
+            endless(requests) if self.again else requests,
             self.concurrency,
             think_s=self.think_s,
             ramp_s=self.ramp_s,

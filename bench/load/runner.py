@@ -55,6 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     processes: int = 1
     duration_s: float | None = None
+    again: bool = False  # a closed loop goes through its requests again and again until then
     think_s: float = 0.0
     ramp_s: float = 0.0
     warmup: int = 0
@@ -132,6 +133,7 @@ class Runner:
             think_s=settings.think_s,
             ramp_s=0.0 if is_open else settings.ramp_s,
             end_s=settings.duration_s,
+            again=settings.again and settings.duration_s is not None,
             timeout_s=settings.timeout_s,
             key=settings.key,
         )
@@ -150,6 +152,7 @@ class Runner:
             think_s=0.0,
             ramp_s=0.0,
             end_s=None,
+            again=False,
         )
 
     def _tell(self, what: str) -> None:

@@ -17,7 +17,7 @@ from cbatch.core.errors import FieldError
 from sim.tokens import mix
 from sim.traces.request import TraceRequest
 
-CORPUS_CHARS = 400_000
+CORPUS_CHARS = 200_000
 PIECE_CHARS = 100_000  # tokenised at once
 _MODULES = (
     *("argparse", "ast", "calendar", "csv", "difflib", "doctest", "enum", "fractions", "inspect"),

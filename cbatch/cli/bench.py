@@ -83,7 +83,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--requests", type=int, metavar="N", help="of each run (conversations with --turns)"
     )
-    group.add_argument("--duration", type=float, metavar="S", help="send for so long")
+    group.add_argument("--duration", type=float, metavar="S", help="send for so long at most")
     group.add_argument("--ramp", type=float, metavar="S", help="reach the load in so long")
     group.add_argument("--think", type=float, metavar="S", help="pause of a client")
     group.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
@@ -144,8 +144,7 @@ async def _bench(args: argparse.Namespace) -> int:
     from cbatch.cli.benchview import View, print_points
 
     objectives = parse_objectives(args.slo)
-    endpoint, workload = Endpoint.of(args.url), Workload(args)
-    loads = parse_loads(args)
+    endpoint, loads, workload = Endpoint.of(args.url), parse_loads(args), Workload(args)
     settings = await _settings(args, endpoint, workload)
     words = {"url": endpoint.url, "model": settings.bodies.model} | workload.words()
     stop = asyncio.Event()
@@ -190,6 +189,7 @@ async def _settings(args: argparse.Namespace, endpoint: Endpoint, workload: Work
         timeout_s=args.timeout,
         processes=args.processes,
         duration_s=args.duration,
+        again=args.requests is None,
         think_s=args.think or 0.0,
         ramp_s=args.ramp or 0.0,
         warmup=args.warmup,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 CONCURRENCY = 8
 PROMPT_TOKENS, OUTPUT_TOKENS, ARRIVALS = "128", "64", "poisson"
 LEAST_REQUESTS, ROUNDS = 64, 8  # of a run: at least, and of each client of a closed loop
+ENDLESS = 10**9
 DEMO = "demo"
 _WORDS = (
     *("trace", "rate_scale", "spread", "arrivals", "ramp", "think", "duration", "prompt_tokens"),
@@ -145,8 +146,7 @@ class Workload:
                 raise FieldError("--requests", few, "give each client one at least")
             return int(args.requests)
         if load.rate_per_s is not None and args.duration is not None:
-            expected = load.rate_per_s * args.duration
-            return int(2 * expected + 100)
+            return ENDLESS  # they are made as they are asked for
         return max(LEAST_REQUESTS, ROUNDS * (load.concurrency or 0))
 
     def _arrivals(self, rate_per_s: float) -> Arrivals:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from sim.report import Report
 
 RATES = (
-    ("requests that finished", "requests", 1.0),
-    ("duration, s", "duration_s", 1.0),
-    ("requests/s", "requests_per_s", 1.0),
-    ("output tokens/s", "output_tokens_per_s", 1.0),
-    ("prompt tokens/s", "prompt_tokens_per_s", 1.0),
+    ("requests that finished", "requests"),
+    ("duration, s", "duration_s"),
+    ("requests/s", "requests_per_s"),
+    ("output tokens/s", "output_tokens_per_s"),
+    ("prompt tokens/s", "prompt_tokens_per_s"),
 )
 SPREADS = (
     ("time to first token, ms", "ttft_s"),
@@ -69,13 +69,13 @@ def run(args: argparse.Namespace) -> int:
 
 def compare(first: Report, second: Report) -> Iterator[Row]:
     """Measures that at least one of them has: name, and both values (milliseconds for times)."""
-    for name, field, factor in RATES:
-        yield name, *(_times(getattr(each, field), factor) for each in (first, second))
+    for name, field in RATES:
+        yield name, getattr(first, field), getattr(second, field)
     for name, field in SPREADS:
         for cut in CUTS:
-            row = tuple(_times(getattr(getattr(r, field), cut), 1e3) for r in (first, second))
-            if row != (None, None):
-                yield f"{name}, {cut}", *row
+            one, other = (_ms(getattr(getattr(r, field), cut)) for r in (first, second))
+            if (one, other) != (None, None):
+                yield f"{name}, {cut}", one, other
     shares = [None if r.goodput is None else r.goodput.share for r in (first, second)]
     if shares != [None, None]:
         yield "goodput, share of the sent", shares[0], shares[1]
@@ -110,8 +110,8 @@ def _read(path: Path) -> dict[str, Report]:
     return dict(zip(names, reports, strict=True))
 
 
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+def _ms(value_s: float | None) -> float | None:
+    return None if value_s is None else value_s * 1e3
 
 
 def _table(args: argparse.Namespace, first: Report, second: Report, rows: list[Row]) -> Table:
