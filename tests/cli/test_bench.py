@@ -89,13 +89,13 @@ def test_a_sweep_with_repeats_and_a_comparison(
     bench: Callable[..., Any], cbatch: Callable[..., Run], tmp_path: Path
 ) -> None:
     options = ("--concurrency", "1,2,4", "--repeats", "2", "--warmup", "3", "--slo", "e2e=60")
-    run, document, records = bench(*options, *SHORT)
+    run, document, records = bench(*options, *SHORT, "--requests", "12")
     assert run.status == 0 and document["schema"] == "cbatch-sweep"
     assert document["loads"] == [1, 2, 4] and document["knee"]["load"] > 0
     for load, report in zip((1, 2, 4), document["reports"], strict=True):
-        assert report["sent"] == 48 and report["peak_in_flight"] == load
+        assert report["sent"] == 24 and report["peak_in_flight"] == load
         assert report["goodput"]["share"] == 1.0 and "output_tokens_per_s" in report["confidence"]
-    assert len(records) == 144 and {record["run"] for record in records} == {0, 1}
+    assert len(records) == 72 and {record["run"] for record in records} == {0, 1}
     first = tmp_path / "first.json"
     first.write_text(json.dumps(document))
     compared = cbatch("report", "compare", first, first)
