@@ -1,13 +1,14 @@
 """HTTP/1.1 as a load tester needs it: raw bytes out, pieces of the answer in, each with its time.
 
 The parser is httptools' (llhttp). Connections are kept and reused; one that the server had closed
-in the meantime is replaced, but only if not a byte of the answer had come (RFC 9112, section
-9.3.1).
+in the meantime is replaced, but only if not a byte of the answer had come (RFC 9112, section 9.3.1;
+asking for a completion twice does no harm).
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from bench.load.call import CallError, Failure
 from cbatch.core.errors import FieldError
 
 IDLE_S = 3.0  # servers close what has been idle for 5 s, as a rule
+OUR_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # nothing that a server did
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -260,8 +262,7 @@ class HttpClient:
         except TimeoutError:
             raise
         except OSError as error:
-            # EMFILE, ENFILE, EADDRNOTAVAIL: nothing that the server did
-            failure = Failure.CLIENT if error.errno in (24, 23, 99) else Failure.CONNECT
+            failure = Failure.CLIENT if error.errno in OUR_LIMITS else Failure.CONNECT
             raise CallError(failure, str(error)) from error
         return made
 

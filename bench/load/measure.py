@@ -31,7 +31,7 @@ SLOW = 0.98  # of the scheduled sends, in time
 REFUSALS = (400, 413, 422)
 ESTIMATED = ("requests_per_s", "output_tokens_per_s")
 ESTIMATED_SPREADS = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
-# 97.5 % points of Student's t for 1, 2, ... degrees of freedom; from there on within 1 %.
+# 97.5 % points of Student's t for 1, 2, ... degrees of freedom; with more the last, up to 6 % wide.
 STUDENT = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -166,11 +167,14 @@ async def _serve(pipe: Connection, plan: Plan) -> None:
     pipe.send_bytes(pickle.dumps(None))
     start_s: float = await loop.run_in_executor(None, pipe.recv)
 
-    def told() -> None:
-        loop.remove_reader(pipe.fileno())  # to stop, or the parent is gone
-        stop.set()
+    def wait_for_stop() -> None:
+        with suppress(EOFError, OSError):  # the parent is gone
+            pipe.recv()
+        with suppress(RuntimeError):  # so is the loop: the part is done
+            loop.call_soon_threadsafe(stop.set)
 
-    loop.add_reader(pipe.fileno(), told)
+    # Not by the loop: it would make the pipe one that does not block, and cut what is sent by it.
+    threading.Thread(target=wait_for_stop, daemon=True).start()
 
     async def tell() -> None:
         while True:

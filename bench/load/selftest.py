@@ -41,7 +41,7 @@ def self_test(processes: int = 1) -> int:
     with unpaced_server() as endpoint:
         rows = [loop_of()(measure_client(endpoint, each, processes)) for each in STREAMS]
     notes = (
-        "chunks of 360 bytes, each decoded; per core: over the client's own processor time",
+        "chunks of 280 bytes, each decoded; per core: over the client's own processor time",
         f"one process should take {NEEDED_PER_S:,} a second",
     )
     print_report("the client, against an unpaced server", rows, notes=notes)

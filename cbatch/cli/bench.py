@@ -132,8 +132,19 @@ def run(args: argparse.Namespace) -> int:
     for option, path in (("--json", args.json), ("--records", args.records)):
         if path is not None:
             require_place(option, path)
+    _allow_files()
     status: int = loop_of()(_bench(args))
     return status
+
+
+def _allow_files() -> None:
+    """A connection is a file: as many as the system lets this process have."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _bench(args: argparse.Namespace) -> int:

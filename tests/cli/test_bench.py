@@ -224,6 +224,8 @@ def test_the_self_test_reads_everything() -> None:
         row = asyncio.run(measure_client(endpoint, 32, rounds=3))
         assert row["chunks"] == 32 * 3 * 200 and row["failed"] == 0
         assert row["of_needed"] == pytest.approx(row["chunks_per_s_per_core"] / 50_000, abs=1e-3)
+        row = asyncio.run(measure_client(endpoint, 32, processes=2, rounds=3))
+        assert (row["chunks"], row["failed"], row["processes"]) == (32 * 3 * 200, 0, 2)
         plan = plan_of(endpoint, 4, 2)
 
         async def run() -> Any:
