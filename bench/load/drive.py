@@ -114,7 +114,7 @@ class _Driver:
             await asyncio.wait({stopping, over}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._sending = False
-            self.unfinished = len(self._tasks)
+            self.unfinished = self._tally.in_flight
             helpers = (watch, stopping, over)
             for task in (*self._tasks, *helpers):
                 task.cancel()

@@ -100,10 +100,13 @@ def _measure(
     goodput, attainment, good_tokens = _goodput(calls, objectives, duration_s)
     server = _added([run.server for run in runs])
     client = _client(runs)
-    steady = steady_of(runs[0].calls, runs[0].open_loop, runs[0].ramp_s) if len(runs) == 1 else None
-    saturated = None
-    if steady is not None and runs[0].open_loop:
-        saturated = is_saturated(runs[0].calls, steady)
+    windows = [steady_of(run.calls, run.open_loop, run.ramp_s) for run in runs]
+    piled = [
+        is_saturated(run.calls, window)
+        for run, window in zip(runs, windows, strict=True)
+        if run.open_loop and window is not None
+    ]
+    saturated = any(piled) if piled else None
     mean_in_flight, peak = in_flight([run.calls for run in runs], duration_s)
     chunks = sum(call.chunks for call in good)
 
@@ -151,7 +154,7 @@ def _measure(
         normalised_s=_spread(call.e2e_s / call.output_tokens for call in good),
         attainment=attainment,
         good_output_tokens_per_s=good_tokens,
-        steady=steady,
+        steady=windows[0] if len(runs) == 1 else None,
         saturated=saturated,
         client=client,
         server=server,

@@ -90,7 +90,7 @@ class Measured(Report, frozen=True, kw_only=True):
     normalised_s: Spread
     attainment: dict[str, float]  # share of the sent that met each objective by itself
     good_output_tokens_per_s: float | None
-    steady: Steady | None
+    steady: Steady | None  # of one run, not of repeats; None too where it was too short
     saturated: bool | None  # of an open loop: whether calls piled up
     client: ClientUse
     server: ServerCounters | None

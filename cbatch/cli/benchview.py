@@ -192,7 +192,7 @@ def _sweep_table(points: Sequence[Point], knee: float | None) -> Table:
     table = Table(title="loads", title_justify="left")
     for column in ("load", "calls/s", "output tokens/s", "95 %", "TTFT p50", "TTFT p99"):
         table.add_column(column, justify="right")
-    for column in ("TPOT p50", "TPOT p99", "good", "failed", ""):
+    for column in ("TPOT p50", "TPOT p99", "good", "failed", "knee"):
         table.add_column(column, justify="right")
     for load, _, report in points:
         estimate = report.confidence.get("output_tokens_per_s")
@@ -208,7 +208,7 @@ def _sweep_table(points: Sequence[Point], knee: float | None) -> Table:
             *("-" if value is None else f"{value * 1e3:,.1f}" for value in latencies),
             good,
             f"{sum(report.errors.values()):,}",
-            "past the knee" if beyond else "",
+            "past" if beyond else "",
         )
     return table
 

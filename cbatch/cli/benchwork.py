@@ -42,7 +42,12 @@ def parse_loads(args: argparse.Namespace) -> list[Load]:
     if args.rate is not None:
         return [Load(rate_per_s=each) for each in _numbers("--rate", args.rate, float)]
     clients = args.concurrency or (str(CONCURRENCY) if not args.sweep else "1")
-    return [Load(concurrency=int(each)) for each in _numbers("--concurrency", clients, int)]
+    loads = [Load(concurrency=int(each)) for each in _numbers("--concurrency", clients, int)]
+    most = max(load.concurrency or 0 for load in loads)
+    if args.requests is not None and args.requests < most:
+        few = f"{args.requests} for {most} clients"
+        raise FieldError("--requests", few, "give each client one at least")
+    return loads
 
 
 def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[float]:
@@ -141,10 +146,8 @@ class Workload:
         """Requests to make up, or conversations: as many as can be needed."""
         args = self._args
         if args.requests is not None:
-            if load.concurrency is not None and args.requests < load.concurrency:
-                few = f"{args.requests} for {load.concurrency} clients"
-                raise FieldError("--requests", few, "give each client one at least")
-            return int(args.requests)
+            asked: int = args.requests
+            return max(asked, load.concurrency or 0)  # a sweep goes on past them
         if load.rate_per_s is not None and args.duration is not None:
             return ENDLESS  # they are made as they are asked for
         return max(LEAST_REQUESTS, ROUNDS * (load.concurrency or 0))
