@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from bench.load.knee import find_knee, is_flat
 from bench.load.measure import Run
 from bench.load.report import Knee, Measured, Sweep, sweep_to_json
@@ -48,15 +50,25 @@ async def sweep(
 
 
 def throughputs(points: Sequence[Point]) -> list[float]:
-    return [point.report.output_tokens_per_s or 0.0 for point in points]
+    """Output tokens a second: of the steady windows where every point has one, which leaves out
+    ramps and drains, else of the whole runs."""
+    reports = [point.report for point in points]
+    windows = [report.steady for report in reports]
+    steady = [window.output_tokens_per_s for window in windows if window is not None]
+    return steady if len(steady) == len(reports) else [r.output_tokens_per_s or 0 for r in reports]
 
 
 def knee_of(points: Sequence[Point]) -> Knee | None:
-    """Of loads in ascending order; of others there is none."""
+    """Of loads in ascending order; of others there is none. Rates are arrivals drawn by chance, of
+    which some runs have fewer: their knee is reached only if calls piled up."""
     loads = [point.load.value for point in points]
     if loads != sorted(set(loads)):
         return None
-    return find_knee(loads, throughputs(points))
+    knee = find_knee(loads, throughputs(points))
+    by_rate = points[0].load.rate_per_s is not None
+    if knee is not None and by_rate and not any(point.report.saturated for point in points):
+        return replace(knee, reached=False)
+    return knee
 
 
 def to_json(points: Sequence[Point]) -> bytes:

@@ -97,7 +97,7 @@ def print_points(points: Sequence[Point]) -> None:
         print(json.dumps(_summary(points[0].report)), flush=True)
         return
     knee = knee_of(points)
-    console.print(_sweep_table(points, None if knee is None else knee.load))
+    console.print(_sweep_table(points, knee.load if knee is not None and knee.reached else None))
     if knee is not None and knee.reached:
         console.print(
             f"knee at {knee.load:.3g}: beyond it latencies are those of a queue, at some "

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from bench.load.knee import find_knee, is_flat
+from bench.load.measure import measure
 from bench.load.processes import split
+from bench.load.runner import Load
 from bench.load.scrape import difference, parse
 from bench.load.sources import ClosedSessions, endless, ramped
+from bench.load.sweep import Point, knee_of, throughputs
 from bench.load.text import Corpus, Prompts
 from bench.load.workload import parse_arrivals, parse_lengths, read_items
 from cbatch.core.errors import FieldError
@@ -21,6 +24,7 @@ from sim.arrivals import constant
 from sim.sources import ClosedLoop, Source
 from sim.traces.request import TraceRequest
 from tests.bench.load.scripted import plan
+from tests.bench.load.test_measure import run_of, steady_calls
 
 
 def request(output: int = 1, session: str | None = None, think_s: float | None = None) -> Any:
@@ -139,6 +143,23 @@ def test_knee() -> None:
     assert find_knee([1, 2], [1, 2]) is None and find_knee([1, 2, 3], [1, 0, 2]) is None
     assert is_flat([10, 20, 40, 41, 40]) and not is_flat([10, 20, 40, 41])
     assert not is_flat([10, 20, 40, 39, 60]) and not is_flat([10, 10])
+
+
+def test_arrivals_by_chance_make_no_knee() -> None:
+    """A server that takes 16 requests a second, offered 4, 8 and 16 of which fewer came, and 32."""
+
+    def point(rate_per_s: float, served_per_s: float, offered: float) -> Point:
+        calls = steady_calls(offered, served_per_s)
+        run = run_of(calls, open_loop=True)
+        return Point(Load(rate_per_s=rate_per_s), [run], measure([run], settings={}))
+
+    points = [point(4, 16, 4), point(8, 16, 8), point(16, 16, 12)]
+    knee = knee_of(points)
+    assert knee is not None and not knee.reached
+    found = find_knee([4, 8, 16], throughputs(points))
+    assert found is not None and found.reached, "what the fit alone would say"
+    knee = knee_of([*points[:2], point(16, 16, 15), point(32, 16, 32)])
+    assert knee is not None and knee.reached and knee.load == pytest.approx(16, rel=0.05)
 
 
 PAGE = """\
