@@ -72,7 +72,9 @@ class Workload:
         self._args = args
         self._trace = None if args.trace is None else OpenedTrace(args, args.seed)
         self._items = _items(args)
-        self._prompts: Lengths = parse_lengths("--prompt-tokens", args.prompt_tokens or "128")
+        self._prompts: Lengths = parse_lengths(
+            "--prompt-tokens", args.prompt_tokens or PROMPT_TOKENS
+        )
         outputs = args.output_tokens or OUTPUT_TOKENS
         self._outputs: Lengths = parse_lengths("--output-tokens", outputs)
         self._turns = None if args.turns is None else parse_lengths("--turns", args.turns)
