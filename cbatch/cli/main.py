@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cbatch.cli import calibrate, demo, generate, serve, sim, trace
+from cbatch.cli import bench, calibrate, demo, generate, report, serve, sim, trace
 from cbatch.cli.generate import INTERRUPTED
 from cbatch.cli.simulate import capacity
 from cbatch.core.errors import FieldError
@@ -22,7 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
         "a lookahead of its own. Without a model the small pair that is shipped is used.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (generate, serve, demo, sim, capacity, calibrate, trace):
+    for command in (generate, serve, bench, demo, sim, capacity, calibrate, trace, report):
         command.add_parser(commands)
     return parser
 

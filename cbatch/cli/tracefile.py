@@ -27,15 +27,14 @@ STEP_LOG = "cbatch-step-log"
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
     add_trace_argument(parser)
-    add_reading_options(parser)
+    add_reading_options(parser.add_argument_group("reading"))
 
 
 def add_trace_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="a file, plain or gzip, or ServeGen windows")
 
 
-def add_reading_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("reading")
+def add_reading_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--format", help="what the trace must be (default: found out)")
     group.add_argument(
         "--skip-empty", action="store_true", help="leave out requests without prompt or output"

@@ -18,7 +18,7 @@ from cbatch.cli.tracefile import add_reading_options
 def add_scenario_options(parser: argparse.ArgumentParser, *, paced: bool = True) -> None:
     """Every field of `Scenario` but the trace and the objectives, and, unless `paced`, those that
     say when requests come."""
-    add_reading_options(parser)
+    add_reading_options(parser.add_argument_group("reading"))
     load = parser.add_argument_group("load")
     load.add_argument("--requests", type=int, metavar="N", help="the first N only")
     if paced:

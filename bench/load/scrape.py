@@ -1,0 +1,74 @@
+"""What a server's /metrics counts, under the names of vLLM, which cbatch and llama.cpp share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.load.call import CallError
+from bench.load.http import HttpClient
+from bench.load.report import ServerCounters
+
+PREFIXES = ("vllm", "cbatch", "llamacpp")  # the first that has a name is asked for it
+Counters = dict[tuple[str, int | None], float]  # by name without prefix, and draft position
+_POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
+_NAMES = {
+    "prompt_tokens": "prompt_tokens_total",
+    "output_tokens": "generation_tokens_total",
+    "drafts": "spec_decode_num_drafts_total",
+    "drafted_tokens": "spec_decode_num_draft_tokens_total",
+    "accepted_tokens": "spec_decode_num_accepted_tokens_total",
+    "preemptions": "num_preemptions_total",
+    "prefix_hit_tokens": "prefix_cache_hits_total",
+    "steps": "steps_total",
+}
+
+
+async def scrape(client: HttpClient) -> Counters | None:
+    """None where there is no such page."""
+    try:
+        status, page = await client.get("/metrics")
+        return parse(page.decode()) if status == 200 else None
+    except (CallError, ValueError):
+        return None
+
+
+def parse(page: str) -> Counters:
+    """Sums over labels but the position. Raises ValueError if it is not Prometheus' format."""
+    wanted = {*_NAMES.values(), _POSITIONS}
+    found: dict[str, Counters] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            prefix, _, name = sample.name.partition(":")
+            if prefix not in PREFIXES or name not in wanted:
+                continue
+            position = sample.labels.get("position") if name == _POSITIONS else None
+            key = (name, None if position is None else int(position))
+            counters = found.setdefault(prefix, {})
+            counters[key] = counters.get(key, 0.0) + sample.value
+    merged: Counters = {}
+    for prefix in reversed(PREFIXES):
+        merged |= found.get(prefix, {})
+    return merged
+
+
+def difference(
+    before: Mapping[tuple[str, int | None], float] | None, after: Counters | None
+) -> ServerCounters | None:
+    """What was added between two looks; None where one of them saw nothing, or where a counter went
+    back (the server, or its engine, was started anew)."""
+    if not after or before is None:
+        return None
+    grown = {key: round(value - before.get(key, 0.0)) for key, value in after.items()}
+    if min(grown.values()) < 0:
+        return None
+    counts = {field: grown.get((name, None)) for field, name in _NAMES.items()}
+    positions = sorted(at for name, at in grown if name == _POSITIONS and at is not None)
+    drafts, drafted, accepted = (counts[n] for n in ("drafts", "drafted_tokens", "accepted_tokens"))
+    return ServerCounters(
+        **counts,
+        accepted_by_position=tuple(grown[_POSITIONS, at] for at in positions),
+        acceptance=accepted / drafted if drafted and accepted is not None else None,
+        accepted_length=1 + accepted / drafts if drafts and accepted is not None else None,
+    )

@@ -1,0 +1,86 @@
+"""Several loads, one after the other, and where more of it stops helping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from bench.load.knee import find_knee, is_flat
+from bench.load.measure import Run
+from bench.load.report import Knee, Measured, Sweep, sweep_to_json
+from bench.load.runner import Load, Runner
+from sim.report import to_json as report_to_json
+
+MOST_POINTS = 16  # of a sweep that doubles
+
+
+class Point(NamedTuple):
+    load: Load
+    runs: list[Run]
+    report: Measured
+
+
+async def sweep(
+    runner: Runner,
+    loads: Sequence[Load],
+    measure: Callable[[Load, list[Run]], Measured],
+    *,
+    doubling: bool = False,
+    begin: Callable[[Load], None] | None = None,
+) -> list[Point]:
+    """Measures the loads in their order. With `doubling` it goes on from the last, twice the load
+    each time, until the last two brought nothing. What an interruption left is reported too."""
+    points: list[Point] = []
+    waiting = list(loads)
+    while waiting and len(points) < max(MOST_POINTS, len(loads)):
+        load = waiting.pop(0)
+        if begin is not None:
+            begin(load)
+        runs = [run for run in await runner.runs(load, len(points)) if run.calls]
+        if not runs:
+            break
+        points.append(Point(load, runs, measure(load, runs)))
+        if any(run.interrupted for run in runs):
+            break
+        if doubling and not waiting and not is_flat(throughputs(points)):
+            waiting.append(load.doubled())
+    return points
+
+
+def throughputs(points: Sequence[Point]) -> list[float]:
+    """Output tokens a second: of the steady windows where every point has one, which leaves out
+    ramps and drains, else of the whole runs."""
+    reports = [point.report for point in points]
+    windows = [report.steady for report in reports]
+    steady = [window.output_tokens_per_s for window in windows if window is not None]
+    return steady if len(steady) == len(reports) else [r.output_tokens_per_s or 0 for r in reports]
+
+
+def knee_of(points: Sequence[Point]) -> Knee | None:
+    """Of loads in ascending order; of others there is none. Rates are arrivals drawn by chance, of
+    which some runs have fewer: their knee is reached only if calls piled up."""
+    loads = [point.load.value for point in points]
+    if loads != sorted(set(loads)):
+        return None
+    knee = find_knee(loads, throughputs(points))
+    by_rate = points[0].load.rate_per_s is not None
+    if knee is not None and by_rate and not any(point.report.saturated for point in points):
+        return replace(knee, reached=False)
+    return knee
+
+
+def to_json(points: Sequence[Point]) -> bytes:
+    """A report, or a sweep of them."""
+    if len(points) == 1:
+        return report_to_json(points[0].report)
+    by_rate = points[0].load.rate_per_s is not None
+    return sweep_to_json(
+        Sweep(
+            over="rate_per_s" if by_rate else "concurrency",
+            loads=tuple(point.load.value for point in points),
+            reports=tuple(point.report for point in points),
+            knee=knee_of(points),
+        )
+    )

@@ -1,0 +1,221 @@
+"""Runs in real time. Nothing here depends on how fast the machine is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.load import drive as driving
+from bench.load.bodies import Bodies, BodySettings
+from bench.load.call import Call
+from bench.load.measure import Run, measure
+from bench.load.text import Corpus
+from sim.traces.request import TraceRequest
+from tests.bench.load.scripted import (
+    Exchange,
+    Script,
+    answer_well,
+    calls_of,
+    plan,
+    run_plan,
+    scripted,
+)
+
+STALL_S, EVERY_S = 0.3, 0.75  # a stall of so long at the end of every period
+PERIODS = 2
+
+
+def stalling(began: list[float], ends: list[tuple[float, float]]) -> Script:
+    """A server that answers at once, but nothing at all in its stalls."""
+
+    async def script(exchange: Exchange) -> None:
+        now_s = time.monotonic()
+        if not began:
+            began.append(now_s)
+        into_s = (now_s - began[0]) % EVERY_S
+        if into_s >= EVERY_S - STALL_S:
+            await asyncio.sleep(EVERY_S - into_s)
+            ends.append((now_s, time.monotonic()))
+        await answer_well(exchange)
+
+    return script
+
+
+def test_an_open_loop_sees_stalls_that_a_closed_one_hides() -> None:
+    """Requests due in a stall wait for its end, each from its own time; an open loop has them all,
+    so that the share of slow ones is that of the stalls. A client that waits for its answers sends
+    one request into each, however long it is: it would report the p99 of a server without any."""
+    rate_per_s = 200
+    times_s = [i / rate_per_s for i in range(int(PERIODS * EVERY_S * rate_per_s))]
+    began: list[float] = []
+    with scripted(stalling(began, [])) as server:
+        part = run_plan(plan(server.endpoint, arrivals_s=times_s))
+    calls = sorted(part.calls, key=lambda call: call.scheduled_s)
+    assert [call.scheduled_s for call in calls] == times_s and not any(c.error for c in calls)
+    # The server's periods begin when the first request came, which was not before it was sent.
+    first_s = calls[0].sent_s
+    report = measure([Run([part], open_loop=True)], settings={})
+    waits = []
+    for call in calls:
+        into_s = (call.scheduled_s - first_s) % EVERY_S
+        if call.scheduled_s > first_s and into_s >= EVERY_S - STALL_S + 0.1:
+            waits.append(EVERY_S - into_s)
+            assert call.e2e_s > EVERY_S - into_s - 0.1
+    assert len(waits) > 0.2 * len(calls)
+    assert report.e2e_s.p99 is not None
+    expected = float(np.percentile([0.0] * (len(calls) - len(waits)) + waits, 99))
+    assert report.e2e_s.p99 > expected - 0.1
+    # A client that blocks would send what is due in a stall after it, and start its clock then.
+    assert float(np.percentile(blocking_clock(calls), 99)) < expected - 0.1
+
+    began, ends = [], []
+    with scripted(stalling(began, ends)) as server:
+        closed = run_plan(plan(server.endpoint, end_s=PERIODS * EVERY_S, again=True))
+    # One for each stall, though as many were due as above.
+    assert 1 <= len(ends) <= PERIODS + 1 < 0.2 * len(waits) and len(closed.calls) >= len(ends)
+
+
+def blocking_clock(calls: list[Call]) -> list[float]:
+    """The latencies that a client of one call at a time would have told of the same answers."""
+    found, free_s = [], 0.0
+    for call in calls:
+        found.append(max(call.end_s - max(call.scheduled_s, free_s), 0.0))
+        free_s = max(free_s, call.end_s)
+    return found
+
+
+def test_what_the_client_is_late_by_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of the client is held up in the middle of a run: what was due then is sent late, and
+    its latency is told from when it was due."""
+    prepare, held = Bodies.prepare, 0.2
+
+    def late(self: Bodies, index: int, request: TraceRequest) -> Any:
+        if index == 5:
+            time.sleep(held)
+        return prepare(self, index, request)
+
+    monkeypatch.setattr(Bodies, "prepare", late)
+    with scripted(answer_well) as server:
+        calls = calls_of(plan(server.endpoint, arrivals_s=[0.01 * i for i in range(20)]))
+    report = measure([Run([_part(calls)], open_loop=True)], settings={})
+    assert max(call.sent_s - call.scheduled_s for call in calls) >= held
+    assert report.e2e_s.max is not None and report.e2e_s.max >= held
+    for call in calls:
+        assert call.e2e_s - (call.end_s - call.sent_s) == pytest.approx(
+            call.sent_s - call.scheduled_s
+        )
+    assert any("late" in warning for warning in report.warnings)
+
+
+def _part(calls: list[Any]) -> driving.Part:
+    return driving.Part(calls, 0, False, 0.1, 1.0, [0.0])
+
+
+def test_a_closed_loop_keeps_its_clients_busy_and_no_more() -> None:
+    running = [0, 0]
+
+    async def count(exchange: Exchange) -> None:
+        running[0] += 1
+        running[1] = max(running)
+        await asyncio.sleep(0.002)
+        await answer_well(exchange)
+        running[0] -= 1
+
+    with scripted(count) as server:
+        part = run_plan(plan(server.endpoint, count=60, concurrency=5))
+    report = measure([Run([part])], settings={})
+    assert running[1] == 5 == report.peak_in_flight
+    assert report.requests == report.sent == 60 and report.output_tokens == 180
+
+
+def test_turns_of_a_conversation_go_on_from_what_was_said() -> None:
+    turns = [
+        TraceRequest(
+            arrival_s=0.0,
+            prompt_tokens=4 + 5 * turn,
+            output_tokens=3,
+            session="s",
+            think_s=0.0 if turn else None,
+        )
+        for turn in range(3)
+    ]
+    for chat in (False, True):
+        bodies = BodySettings(
+            model="m",
+            chat=chat,
+            streamed=True,
+            fields={},
+            corpus=Corpus("abcdefgh" * 99, 1.0),
+            conversations=True,
+        )
+        with scripted(answer_well) as server:
+            made = plan(server.endpoint)
+            made = driving.Plan(
+                endpoint=made.endpoint,
+                bodies=bodies,
+                requests=tuple(turns),
+                indices=(0, 1, 2),
+                total=3,
+            )
+            assert [call.error for call in calls_of(made)] == [None] * 3
+            told = server.bodies
+        if chat:
+            roles = [message["role"] for message in told[2]["messages"]]
+            assert roles == ["user", "assistant", "user", "assistant", "user"]
+            assert told[2]["messages"][:3] == told[1]["messages"]
+            assert told[2]["messages"][3]["content"] == "aaa"
+        else:
+            prompts = [body["prompt"] for body in told]
+            assert prompts[1].startswith(prompts[0] + "aaa")
+            assert prompts[2].startswith(prompts[1] + "aaa")
+            # 5 tokens more than before, less the 3 of the answer: the new message
+            assert [len(prompt) for prompt in prompts] == [4, 9, 14]
+
+
+def test_nothing_but_failures_ends_a_run() -> None:
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.whole(b"{}", "503 Service Unavailable")
+
+    with scripted(refuse) as server:
+        part = run_plan(plan(server.endpoint, concurrency=4, again=True))
+    assert part.hopeless and driving.HOPELESS <= len(part.calls) <= driving.HOPELESS + 4
+    report = measure([Run([part])], settings={})
+    assert report.requests == 0 and report.errors == {"status 503": len(part.calls)}
+    assert report.output_tokens_per_s is None and report.ttft_s.p50 is None
+
+
+def test_a_fault_of_our_own_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Bodies, request: TraceRequest, text: str) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Bodies, "answered", broken)
+    with scripted(answer_well) as server, pytest.raises(ZeroDivisionError):
+        run_plan(plan(server.endpoint, count=4))
+
+
+def test_an_interruption_leaves_what_was_measured() -> None:
+    async def slow_after_three(exchange: Exchange) -> None:
+        if exchange.number >= 3:
+            await asyncio.sleep(60)
+        await answer_well(exchange)
+
+    async def run(endpoint: Any) -> driving.Part:
+        stop = asyncio.Event()
+        running = asyncio.create_task(
+            driving.drive(
+                plan(endpoint, count=9, concurrency=2), start_s=time.monotonic(), stop=stop
+            )
+        )
+        while len(server.bodies) < 5:
+            await asyncio.sleep(0.005)
+        stop.set()
+        return await running
+
+    with scripted(slow_after_three) as server:
+        part = asyncio.run(run(server.endpoint))
+    assert len(part.calls) == 3 and part.unfinished == 2
+    assert measure([Run([part], interrupted=True)], settings={}).sent == 5

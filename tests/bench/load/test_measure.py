@@ -1,0 +1,216 @@
+"""Figures recounted by hand from random calls, and read by the simulator's own reader."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from bench.load import measure as measuring
+from bench.load.call import Call, CallError, Failure
+from bench.load.drive import Part
+from bench.load.measure import Run, measure, records
+from bench.load.report import FailedRecord, Measured, Sweep, read_reports, sweep_to_json
+from sim.report import Objectives, Record, Report, from_json, to_json
+
+
+def make_calls(seed: int, count: int = 60, *, failing: float = 0.2) -> list[Call]:
+    rng = np.random.default_rng(seed)
+    calls = []
+    for index in range(count):
+        call = Call(index, float(rng.random() * 5), int(rng.integers(1, 50)), 20)
+        call.sent_s = call.scheduled_s + float(rng.random() * 0.01)
+        tokens = rng.integers(1, 5, int(rng.integers(1, 8)))
+        stamps_s = call.sent_s + np.cumsum(rng.random(len(tokens)))
+        call.chunk_s.extend(stamps_s.tolist())
+        call.chunk_tokens.extend(tokens.tolist())
+        call.per_chunk_usage, call.chunks = True, len(tokens)
+        call.output_tokens, call.end_s = int(tokens.sum()), float(stamps_s[-1])
+        if rng.random() < failing:
+            call.error = CallError(Failure.STATUS, "busy", 503 if rng.random() < 0.5 else 400)
+        calls.append(call)
+    return calls
+
+
+def run_of(calls: list[Call], **more: Any) -> Run:
+    return Run([Part(calls, 0, False, 0.5, 10.0, [0.001])], **more)
+
+
+OBJECTIVES = Objectives(ttft_s=0.6, tpot_s=0.2)
+
+
+def recount(calls: list[Call], report: Measured) -> None:
+    """The definitions of `sim.report`, written out naively."""
+    good = [call for call in calls if call.error is None]
+    end_s = max(call.chunk_s[-1] for call in good)
+    duration_s = end_s - min(call.scheduled_s for call in calls)
+    tokens = sum(sum(call.chunk_tokens) for call in good)
+    ttft, tpot, itl, gaps = [], [], [], []
+    met = 0
+    for call in good:
+        count = sum(call.chunk_tokens)
+        ttft.append(call.chunk_s[0] - call.scheduled_s)
+        each = None
+        if count > 1:
+            each = (call.chunk_s[-1] - call.chunk_s[0]) / (count - 1)
+            tpot.append(each)
+        for at in range(1, len(call.chunk_s)):
+            gap_s, came = call.chunk_s[at] - call.chunk_s[at - 1], call.chunk_tokens[at]
+            gaps.append(gap_s)
+            itl += [gap_s / came] * came
+        met += ttft[-1] <= 0.6 and (each is None or each <= 0.2)
+    assert report.requests == len(good) and report.sent == len(calls)
+    assert report.duration_s == pytest.approx(duration_s)
+    assert report.output_tokens_per_s == pytest.approx(tokens / duration_s)
+    for name, values in (("ttft_s", ttft), ("tpot_s", tpot), ("itl_s", itl), ("chunk_gap_s", gaps)):
+        spread = getattr(report, name)
+        assert spread.count == len(values), name
+        found = [spread.mean, spread.p50, spread.p90, spread.p99]
+        expected = [np.mean(values), *np.percentile(values, (50, 90, 99))]
+        assert found == pytest.approx(expected), name
+    assert report.goodput is not None
+    assert (report.goodput.requests, report.goodput.share) == (met, met / len(calls))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_figures_are_those_of_their_definitions(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = make_calls(seed)
+    report = measure([run_of(calls)], settings={}, objectives=OBJECTIVES)
+    recount(calls, report)
+    broken = (
+        (Call, "tpot_s", property(lambda call: call.e2e_s / call.output_tokens)),
+        (Call, "ttft_s", property(lambda call: call.first_s - call.sent_s)),
+        (Call, "told_tokens", lambda call: [1] * len(call.chunk_s)),
+        (measuring, "_duration_s", lambda run: run.parts[0].elapsed_s),
+    )
+    for where, name, wrong in broken:
+        with monkeypatch.context() as patch, pytest.raises(AssertionError):
+            patch.setattr(where, name, wrong)
+            recount(calls, measure([run_of(calls)], settings={}, objectives=OBJECTIVES))
+
+
+def test_the_simulator_reads_it() -> None:
+    calls = make_calls(9)
+    report = measure([run_of(calls)], settings={"a": 1}, objectives=OBJECTIVES)
+    document = to_json(report)
+    read = from_json(document)
+    assert type(read) is Report and read.kind == "measured"
+    for name in Report.__struct_fields__:
+        assert getattr(read, name) == getattr(report, name), name
+    assert read_reports(document) == ([report], [""])
+    sweep = Sweep(over="concurrency", loads=(1, 2), reports=(report, report), knee=None)
+    reports, names = read_reports(sweep_to_json(sweep))
+    assert reports == [report, report] and names == ["concurrency 1", "concurrency 2"]
+    for wrong in (b'{"schema": "x", "version": 1}', b"[]", document.replace(b": 1,", b": 2,")):
+        with pytest.raises(ValueError):
+            read_reports(wrong)
+
+
+def test_records_are_the_simulator_s() -> None:
+    calls = make_calls(5)
+    lines = [msgspec.json.encode(record) for record in records([run_of(calls)])]
+    good = [line for line in lines if b'"error"' not in line]
+    found = {record.index: record for record in (msgspec.json.decode(r, type=Record) for r in good)}
+    assert sorted(found) == [call.index for call in calls if call.error is None]
+    for call in calls:
+        if call.error is None:
+            record = found[call.index]
+            assert (record.ttft_s, record.output_tokens) == (call.ttft_s, call.output_tokens)
+    failed = [msgspec.json.decode(line, type=FailedRecord) for line in lines if line not in good]
+    assert len(failed) + len(good) == len(calls) and {f.error for f in failed} <= {
+        "status 503",
+        "status 400",
+    }
+
+
+def test_errors_and_refusals() -> None:
+    calls = make_calls(1, 200)
+    report = measure([run_of(calls)], settings={})
+    failed = [call.error.status for call in calls if call.error is not None]
+    expected = {f"status {code}": failed.count(code) for code in (400, 503)}
+    assert report.errors == expected and min(expected.values()) > 0
+    assert len(report.refused) == expected["status 400"]
+
+
+def test_repeats_are_pooled_and_have_an_interval() -> None:
+    runs = [run_of(make_calls(seed, failing=0)) for seed in range(5)]
+    report = measure(runs, settings={})
+    each = [measure([run], settings={}) for run in runs]
+    rates = np.array([one.output_tokens_per_s for one in each])
+    found = report.confidence["output_tokens_per_s"]
+    half = 2.776 * rates.std(ddof=1) / 5**0.5
+    assert (found.mean, found.low, found.high) == pytest.approx(
+        (rates.mean(), rates.mean() - half, rates.mean() + half)
+    )
+    assert report.duration_s == pytest.approx(sum(one.duration_s for one in each))
+    assert report.ttft_s.count == sum(one.ttft_s.count for one in each)
+
+
+def test_intervals_cover_what_they_should() -> None:
+    """Of 2000 intervals over 4 normal values 95 % hold the mean, within 5 standard errors (a right
+    one fails once in a million); with 1.96 for Student's t it would be 86 %."""
+    rng = np.random.default_rng(0)
+
+    def covered(quantiles: tuple[float, ...]) -> float:
+        hits = 0
+        for values in rng.normal(size=(2000, 4)).tolist():
+            mean, spread = np.mean(values), np.std(values, ddof=1) / 2
+            hits += abs(mean) <= quantiles[2] * spread
+        return hits / 2000
+
+    allowed = 5 * (0.95 * 0.05 / 2000) ** 0.5
+    assert abs(covered(measuring.STUDENT) - 0.95) < allowed
+    assert abs(covered((1.96,) * 3) - 0.95) > allowed
+
+
+def steady_calls(rate_per_s: float, served_per_s: float, *, span_s: float = 20.0) -> list[Call]:
+    """A queue with one server, deterministic."""
+    calls, free_s = [], 0.0
+    for index in range(int(rate_per_s * span_s)):
+        call = Call(index, index / rate_per_s, 5, 10)
+        free_s = max(free_s, call.scheduled_s) + 1 / served_per_s
+        call.chunk_s.extend([free_s - 0.5 / served_per_s, free_s])
+        call.chunk_tokens.extend([1, 9])
+        call.per_chunk_usage, call.chunks, call.output_tokens = True, 2, 10
+        call.end_s = free_s
+        calls.append(call)
+    return calls
+
+
+def test_a_steady_load_and_one_that_piles_up() -> None:
+    fine = measure([run_of(steady_calls(20, 40), open_loop=True)], settings={})
+    assert fine.steady is not None and fine.saturated is False
+    assert fine.steady.output_tokens_per_s == pytest.approx(200, rel=0.01)
+    over = measure([run_of(steady_calls(20, 15), open_loop=True)], settings={})
+    assert over.saturated is True and any("pile up" in warning for warning in over.warnings)
+    assert over.steady is not None
+    assert over.steady.output_tokens_per_s == pytest.approx(150, rel=0.02)
+
+
+def test_the_drain_of_a_closed_loop_is_not_steady() -> None:
+    """Eight clients, one with a last answer that takes as long as all the others together."""
+    calls = []
+    for index in range(80):
+        start_s = float(index // 8)
+        call = Call(index, start_s, 5, 10)
+        call.end_s = start_s + (10.0 if index == 79 else 1.0)
+        call.chunk_s.extend(np.linspace(start_s, call.end_s, 10).tolist())
+        call.chunk_tokens.extend([1] * 10)
+        call.per_chunk_usage, call.output_tokens = True, 10
+        calls.append(call)
+    report = measure([run_of(calls)], settings={})
+    assert report.output_tokens_per_s == pytest.approx(800 / 19)
+    assert report.steady is not None
+    assert report.steady.output_tokens_per_s == pytest.approx(80, rel=0.02)
+
+
+def test_a_busy_client_and_counts_that_disagree_are_told() -> None:
+    calls = make_calls(2, failing=0)
+    quiet = measure([run_of(calls)], settings={})
+    assert not quiet.warnings
+    busy = Run([Part(calls, 0, False, 9.0, 10.0, [0.0])])
+    assert "90% of a core" in measure([busy], settings={}).warnings[0]
+    assert json.loads(to_json(quiet))["client"]["cpu_share"] == 0.05

@@ -1,0 +1,263 @@
+"""Sources, the knee, counters of a server, workloads by their names, and the split of a plan."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.load.knee import find_knee, is_flat
+from bench.load.measure import measure
+from bench.load.processes import split
+from bench.load.runner import Load
+from bench.load.scrape import difference, parse
+from bench.load.sources import ClosedSessions, endless, ramped
+from bench.load.sweep import Point, knee_of, throughputs
+from bench.load.text import Corpus, Prompts
+from bench.load.workload import parse_arrivals, parse_lengths, read_items
+from cbatch.core.errors import FieldError
+from sim.arrivals import constant
+from sim.sources import ClosedLoop, Source
+from sim.traces.request import TraceRequest
+from tests.bench.load.scripted import plan
+from tests.bench.load.test_measure import run_of, steady_calls
+
+
+def request(output: int = 1, session: str | None = None, think_s: float | None = None) -> Any:
+    return TraceRequest(
+        arrival_s=0.0, prompt_tokens=4, output_tokens=output, session=session, think_s=think_s
+    )
+
+
+def play(source: Source) -> list[tuple[float, int]]:
+    """A server on which an output of n takes n seconds: when each request was sent, in order."""
+    running: list[tuple[float, int, TraceRequest]] = []
+    sent: list[tuple[float, int]] = []
+    while True:
+        due_s = source.next_arrival_s()
+        ends_s = min((end for end, *_ in running), default=math.inf)
+        if due_s is None and not running:
+            return sent
+        if due_s is not None and due_s <= ends_s:
+            index, taken = source.take()
+            sent.append((due_s, index))
+            running.append((due_s + taken.output_tokens, index, taken))
+        else:
+            running.sort(key=lambda each: each[:2])
+            end_s, _, ended = running.pop(0)
+            source.ended(ended, end_s)
+
+
+def test_without_sessions_it_is_the_simulator_s_closed_loop() -> None:
+    rng = np.random.default_rng(4)
+    requests = [request(int(n)) for n in rng.integers(1, 9, 60)]
+    for clients in (1, 3, 7):
+        mine = play(ClosedSessions(requests, clients, think_s=0.5))
+        assert mine == play(ClosedLoop(requests, clients, think_s=0.5)) and len(mine) == 60
+
+
+def test_turns_wait_for_each_other() -> None:
+    requests = [
+        request(2, "a"),
+        request(3, "a", think_s=4.0),
+        request(1, "b"),
+        request(1, "b", think_s=0.0),
+        request(1),
+    ]
+    # One client: a, 4 s of thought, a again, b, b, the last.
+    assert play(ClosedSessions(requests, 1)) == [(0, 0), (6, 1), (9, 2), (10, 3), (11, 4)]
+    # Two: the other takes b and what is left.
+    assert play(ClosedSessions(requests, 2)) == [(0, 0), (0, 2), (1, 3), (2, 4), (6, 1)]
+
+
+def test_ramps() -> None:
+    sent = play(ClosedSessions([request(1000)] * 5, 5, ramp_s=10.0))
+    assert [at_s for at_s, _ in sent] == [0, 2, 4, 6, 8]
+    steady = [TraceRequest(arrival_s=t, prompt_tokens=1, output_tokens=1) for t in _times(10, 400)]
+    times_s = np.array([each.arrival_s for each in ramped(steady, 8.0)])
+    # The rate at t of the ramp is t / 8 of 10 a second; after it, 10.
+    for start_s, end_s, expected in ((0, 4, 10), (4, 8, 30), (8, 12, 40), (20, 30, 100)):
+        assert abs(((times_s >= start_s) & (times_s < end_s)).sum() - expected) <= 1
+
+
+def _times(rate_per_s: float, count: int) -> list[float]:
+    return list(islice(constant(rate_per_s), count))
+
+
+def test_again_and_again() -> None:
+    named = TraceRequest(
+        arrival_s=0.0,
+        prompt_tokens=4,
+        output_tokens=1,
+        hash_ids=(0, 3),
+        hash_block_tokens=2,
+        session="a",
+    )
+    found = list(islice(endless([named, request()]), 6))
+    assert [each.hash_ids for each in found[::2]] == [(0, 3), (4, 7), (8, 11)]
+    assert len({each.session for each in found[::2]}) == 3
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_prompts_share_what_their_names_share(as_ids: bool) -> None:
+    text = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(5000))
+    corpus = Corpus(text, 2.0, tuple(range(2500)) if as_ids else None)
+    prompts = Prompts(corpus, 1, as_ids=as_ids)
+
+    def of(index: int, names: tuple[int, ...] | None, tokens: int) -> Any:
+        return prompts.prompt(
+            index,
+            TraceRequest(
+                arrival_s=0.0,
+                prompt_tokens=tokens,
+                output_tokens=1,
+                hash_ids=names,
+                hash_block_tokens=None if names is None else 8,
+            ),
+        )
+
+    size = 1 if as_ids else 2  # of a token
+    first, second, other = of(0, (5, 6, 7), 20), of(1, (5, 6, 9), 24), of(2, (4, 6), 16)
+    assert [len(each) // size for each in (first, second, other)] == [20, 24, 16]
+    assert first[: 16 * size] == second[: 16 * size] and first[16 * size :] != second[16 * size :]
+    assert (
+        other[: 8 * size] != first[: 8 * size] and other[8 * size :] == first[8 * size : 16 * size]
+    )
+    assert of(3, None, 30) != of(4, None, 30) and of(3, None, 30) == of(3, None, 30)
+    assert len(of(3, (5,), 30)) == 30 * size and of(3, (5,), 30)[: 8 * size] == first[: 8 * size]
+
+
+def test_knee() -> None:
+    rng = np.random.default_rng(0)
+    loads = [1, 2, 4, 8, 16, 32, 64]
+    made = [min(10 * load, 110) * (1 + 0.02 * rng.normal()) for load in loads]
+    knee = find_knee(loads, made)
+    assert knee is not None and knee.reached
+    assert knee.load == pytest.approx(11, rel=0.05) and knee.plateau == pytest.approx(110, rel=0.03)
+    rising = find_knee(loads, [10 * load for load in loads])
+    assert rising is not None and not rising.reached
+    assert find_knee([1, 2], [1, 2]) is None and find_knee([1, 2, 3], [1, 0, 2]) is None
+    assert is_flat([10, 20, 40, 41, 40]) and not is_flat([10, 20, 40, 41])
+    assert not is_flat([10, 20, 40, 39, 60]) and not is_flat([10, 10])
+
+
+def test_arrivals_by_chance_make_no_knee() -> None:
+    """A server that takes 16 requests a second, offered 4, 8 and 16 of which fewer came, and 32."""
+
+    def point(rate_per_s: float, served_per_s: float, offered: float) -> Point:
+        calls = steady_calls(offered, served_per_s)
+        run = run_of(calls, open_loop=True)
+        return Point(Load(rate_per_s=rate_per_s), [run], measure([run], settings={}))
+
+    points = [point(4, 16, 4), point(8, 16, 8), point(16, 16, 12)]
+    knee = knee_of(points)
+    assert knee is not None and not knee.reached
+    found = find_knee([4, 8, 16], throughputs(points))
+    assert found is not None and found.reached, "what the fit alone would say"
+    knee = knee_of([*points[:2], point(16, 16, 15), point(32, 16, 32)])
+    assert knee is not None and knee.reached and knee.load == pytest.approx(16, rel=0.05)
+
+
+PAGE = """\
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{{model_name="a",engine="0"}} {0}
+vllm:generation_tokens_total{{model_name="a",engine="1"}} 5
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{model_name="a"}} {1}
+# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_draft_tokens_total{{model_name="a"}} {2}
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total{{model_name="a"}} {3}
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {3}
+# TYPE cbatch:steps_total counter
+cbatch:steps_total 7
+# TYPE other:generation_tokens_total counter
+other:generation_tokens_total 999
+"""
+
+
+def test_counters_are_differences() -> None:
+    before, after = parse(PAGE.format(10, 1, 4, 2)), parse(PAGE.format(110, 11, 34, 17))
+    found = difference(before, after)
+    assert found is not None
+    assert (found.output_tokens, found.drafts, found.drafted_tokens) == (100, 10, 30)
+    assert (found.acceptance, found.accepted_length) == (0.5, 2.5)
+    assert found.accepted_by_position == (15,) and found.steps == 0
+    assert found.preemptions is None
+    assert difference(after, before) is None  # it was started anew
+    assert difference(None, after) is None and difference(before, None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"),
+    [("7", 7, 7), ("uniform:3:5", 3, 5), ("zipf:1.5:2:90", 2, 90), ("lognormal:50:0.5", 1, 2000)],
+)
+def test_lengths_by_name(text: str, low: int, high: int) -> None:
+    drawn = parse_lengths("--x", text)(np.random.default_rng(0), 500)
+    assert low <= drawn.min() and drawn.max() <= high
+
+
+@pytest.mark.parametrize("text", ["constant", "poisson", "gamma:2", "weibull:0.5", "onoff:5:5"])
+def test_arrivals_by_name(text: str) -> None:
+    times_s = list(islice(parse_arrivals("--x", text, 20.0)(np.random.default_rng(1)), 4000))
+    assert times_s == sorted(times_s) and 0.8 < 4000 / times_s[-1] / 20 < 1.25
+
+
+@pytest.mark.parametrize("text", ["", "poisson:1", "gamma", "gamma:x", "12", "gamma:-1"])
+def test_bad_names_are_told(text: str) -> None:
+    with pytest.raises(FieldError):
+        parse_arrivals("--arrivals", text, 1.0)
+    if text != "12":
+        with pytest.raises(FieldError):
+            parse_lengths("--prompt-tokens", text)
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    lines = tmp_path / "a.txt"
+    lines.write_text("one\n\ntwo\n", encoding="utf-8")
+    assert [item.prompt for item in read_items(lines, chat=False)] == ["one", "two"]
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"prompt": [1, 2], "max_tokens": 3, "top_k": 4}\n', encoding="utf-8")
+    (item,) = read_items(rows, chat=False)
+    assert item.prompt == [1, 2] and item.fields == {"max_tokens": 3, "top_k": 4}
+    for bad in ("{}", "[]", "{", '{"prompt": "a", "n": 2}', '{"prompt": "a", "stream": false}'):
+        rows.write_text(f'{{"prompt": "a"}}\n{bad}\n', encoding="utf-8")
+        with pytest.raises(FieldError, match="line 2"):
+            read_items(rows, chat=False)
+    rows.write_text('{"messages": [{"role": "user", "content": "x"}]}', encoding="utf-8")
+    assert read_items(rows, chat=True)[0].messages is not None
+    with pytest.raises(FieldError, match="--chat"):
+        read_items(rows, chat=False)
+
+
+def test_a_plan_is_shared_out_and_sessions_stay_whole() -> None:
+    from msgspec.structs import replace
+
+    from bench.load.http import Endpoint
+
+    sessions = [request(session=f"s{i // 3}", think_s=0.0) for i in range(24)]
+    requests = (*sessions, *[request() for _ in range(5)])
+    whole = replace(
+        plan(Endpoint("x", 1, False, ""), count=29, concurrency=7),
+        requests=requests,
+        indices=tuple(range(29)),
+        total=29,
+    )
+    parts = split(whole, 3)
+    assert sorted(index for part in parts for index in part.indices) == list(range(29))
+    assert [part.concurrency for part in parts] == [3, 2, 2]
+    owners: dict[str, set[int]] = {}
+    for number, part in enumerate(parts):
+        for index, each in zip(part.indices, part.requests, strict=True):
+            assert each is requests[index]
+            if each.session is not None:
+                owners.setdefault(each.session, set()).add(number)
+    assert all(len(found) == 1 for found in owners.values())
+    assert split(whole, 1) == [whole]
+    with pytest.raises(FieldError, match="processes"):
+        split(whole, 8)

@@ -1,0 +1,252 @@
+"""`cbatch bench` and `cbatch report` from the command line, against servers over a toy engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.load.drive import drive
+from bench.load.selftest import measure_client, plan_of, unpaced_server
+from cbatch import LLM
+from cbatch.cli.main import main
+from cbatch.demo import demo_paths
+from sim.report import from_json
+from tests.cli.conftest import Run
+from tests.server.http_client import Client, sample, serving, wait_until
+from tests.toy_engine import make_engine
+
+ROOT = Path(__file__).parent.parent.parent
+SIZES: dict[str, Any] = {"num_blocks": 512, "max_model_tokens": 600, "block_size_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def toy() -> Iterator[Client]:
+    with serving(make_engine(max_slots=8, **SIZES)) as client:
+        yield client
+
+
+@pytest.fixture
+def bench(
+    cbatch: Callable[..., Run], toy: Client, tmp_path: Path
+) -> Callable[..., tuple[Run, Any, list[Any]]]:
+    """The run, its JSON document and its records."""
+    document, records = tmp_path / "report.json", tmp_path / "records.jsonl"
+
+    def run(*argv: Any) -> tuple[Run, Any, list[Any]]:
+        url = f"http://127.0.0.1:{toy.port}"
+        done = cbatch("bench", url, "--json", document, "--records", records, *argv)
+        if not document.exists():
+            return done, None, []
+        told = [json.loads(line) for line in records.read_text().splitlines()]
+        return done, json.loads(document.read_bytes()), told
+
+    return run
+
+
+TEXT = ("--text", str(ROOT / "cbatch/cli/sim.py"))
+SHORT = (*TEXT, "--prompt-tokens", "20", "--output-tokens", "uniform:3:12", "--requests", "24")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--concurrency", "4"),
+        ("--concurrency", "4", "--final-usage"),
+        ("--concurrency", "3", "--no-stream"),
+        ("--rate", "200", "--arrivals", "gamma:2"),
+    ],
+)
+def test_figures_are_what_the_server_counts(
+    bench: Callable[..., Any], toy: Client, options: tuple[str, ...]
+) -> None:
+    before = sample(toy, "vllm:generation_tokens_total")
+    run, document, records = bench(*options, *SHORT)
+    assert run.status == 0, run.err
+    tokens = sample(toy, "vllm:generation_tokens_total") - before
+    assert document["output_tokens"] == tokens == document["server"]["output_tokens"]
+    assert tokens == sum(record["output_tokens"] for record in records)
+    assert document["prompt_tokens"] == 24 * 20  # as told: cut from the server's own tokens
+    assert document["requests"] == document["sent"] == len(records) == 24
+    assert document["output_tokens_per_s"] == pytest.approx(tokens / document["duration_s"])
+    assert not document["errors"] and not document["cut_requests"]
+    assert document["server"]["acceptance"] > 0
+    assert run.lines[-1]["output_tokens"] == tokens
+    streamed = "--no-stream" not in options
+    assert (document["tpot_s"]["count"] > 0) == streamed == (document["chunks"] > 0)
+    by_chunk = streamed and "--final-usage" not in options
+    assert document["token_source"] == ("per chunk usage" if by_chunk else "usage")
+
+
+def test_a_sweep_with_repeats_and_a_comparison(
+    bench: Callable[..., Any], cbatch: Callable[..., Run], tmp_path: Path
+) -> None:
+    options = ("--concurrency", "1,2,4", "--repeats", "2", "--warmup", "3", "--slo", "e2e=60")
+    run, document, records = bench(*options, *SHORT, "--requests", "12")
+    assert run.status == 0 and document["schema"] == "cbatch-sweep"
+    assert document["loads"] == [1, 2, 4] and document["knee"]["load"] > 0
+    for load, report in zip((1, 2, 4), document["reports"], strict=True):
+        assert report["sent"] == 24 and report["peak_in_flight"] == load
+        assert report["goodput"]["share"] == 1.0 and "output_tokens_per_s" in report["confidence"]
+    assert len(records) == 72 and {record["run"] for record in records} == {0, 1}
+    first = tmp_path / "first.json"
+    first.write_text(json.dumps(document))
+    compared = cbatch("report", "compare", first, first)
+    results = compared.lines[-1]["results"]
+    assert compared.status == 0 and len(results) == 3
+    assert {each["difference"] for r in results for each in r["measures"]} <= {0, None}
+
+
+def test_a_measured_run_beside_a_simulated_one(
+    bench: Callable[..., Any], cbatch: Callable[..., Run], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"arrival_s": i / 20, "prompt_tokens": 16, "output_tokens": 5} for i in range(30)]
+    header = {"format": "cbatch-requests", "version": 1}
+    trace.write_text("\n".join(json.dumps(row) for row in (header, *rows)))
+    run, document, records = bench("--trace", trace, "--rate-scale", "2", *TEXT)
+    assert run.status == 0 and document["requests"] == 30
+    stamps_s = [record["arrival_s"] for record in records]
+    assert stamps_s == pytest.approx([i / 40 for i in range(30)])
+    simulated = tmp_path / "simulated.json"
+    sizes = ("--num-blocks", "512", "--max-model-tokens", "600", "--step-seconds", "0.01")
+    assert cbatch("sim", trace, *sizes, "--json", simulated).status == 0
+    measured = tmp_path / "report.json"
+    compared = cbatch("report", "compare", simulated, measured)
+    assert compared.status == 0 and compared.lines[-1]["results"][0]["kinds"] == [
+        "simulated",
+        "measured",
+    ]
+    values = {each["name"]: each for each in compared.lines[-1]["results"][0]["measures"]}
+    ttft = values["time to first token, ms, p50"]
+    ours = from_json(simulated.read_bytes()).ttft_s.p50, document["ttft_s"]["p50"]
+    assert (ttft["a"], ttft["b"]) == pytest.approx([1e3 * (each or 0) for each in ours])
+    assert ttft["difference"] == pytest.approx(ours[1] / (ours[0] or 1) - 1)
+
+
+def test_conversations_over_two_processes(bench: Callable[..., Any], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 99)
+    words = ("--text", text, "--turns", "3", "--prompt-tokens", "10", "--output-tokens", "4")
+    run, document, records = bench(
+        "--processes", "2", "--concurrency", "4", "--requests", "6", "--system-tokens", "16", *words
+    )
+    assert run.status == 0 and document["client"]["processes"] == 2
+    assert sorted(record["index"] for record in records) == list(range(18))
+    turns: dict[str, list[Any]] = {}
+    for record in sorted(records, key=lambda record: record["index"]):
+        turns.setdefault(record["session"], []).append(record)
+    assert len(turns) == 6
+    for told in turns.values():
+        prompts = [record["prompt_tokens"] for record in told]
+        assert prompts == sorted(prompts) and prompts[0] < prompts[1] < prompts[2]
+        for before, after in zip(told, told[1:], strict=False):
+            assert after["sent_s"] >= before["arrival_s"] + before["e2e_s"]
+    assert document["prefix_hit_tokens"] > 0
+
+
+def test_prompts_of_ones_own_and_calls_that_fail(bench: Callable[..., Any], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "abc", "max_tokens": 4}, {"prompt": "x" * 700}, {"prompt": "d", "n": 1}]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    options = ("--prompts", prompts, "--requests", "30", "--concurrency", "3")
+    run, document, records = bench(*options, "--output-tokens", "6")
+    assert run.status == 1, "a third of the calls failed"
+    assert document["errors"] == {"status 400": 10} and len(document["refused"]) == 10
+    lengths = {
+        record["index"] % 3: record["output_tokens"] for record in records if "error" not in record
+    }
+    assert set(lengths) == {0, 2} and lengths[0] <= 4 and lengths[2] <= 6
+    assert bench(*options, "--max-errors", "0.5")[0].status == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--rate", "3", "--concurrency", "2"), "--concurrency: would be ignored"),
+        (("--arrivals", "poisson"), "--arrivals: would be ignored"),
+        (("--rate", "-1"), "--rate: '-1' is not allowed"),
+        ((*TEXT, "--requests", "2", "--concurrency", "3"), "--requests: 2 for 3 clients"),
+        ((*TEXT, "--prompt-tokens", "many"), "--prompt-tokens: 'many' is unknown"),
+        (("--prompts", "demo", "--turns", "2"), "--prompts: would be ignored"),
+        (("--slo", "ttft"), "--slo"),
+        (("--field", "top_k"), "--field"),
+    ],
+)
+def test_bad_options_are_told(bench: Callable[..., Any], argv: tuple[str, ...], words: str) -> None:
+    run, document, _ = bench(*argv)
+    assert run.status == 2 and words in run.err and document is None
+
+
+def test_nobody_there(cbatch: Callable[..., Run]) -> None:
+    run = cbatch("bench", "http://127.0.0.1:9")
+    assert run.status == 2 and "URL: not connected" in run.err
+    run = cbatch("bench")
+    assert run.status == 2 and "URL: is missing" in run.err
+    run = cbatch("report", "compare", ROOT / "pyproject.toml", ROOT / "pyproject.toml")
+    assert run.status == 2 and "is no report" in run.err
+
+
+def test_an_interruption_prints_what_was_measured(toy: Client, tmp_path: Path) -> None:
+    document = tmp_path / "report.json"
+    command = [sys.executable, "-m", "cbatch.cli.main", "bench", f"http://127.0.0.1:{toy.port}"]
+    options = [*TEXT, "--duration", "600", "--concurrency", "2", "--json", str(document)]
+    begun = answered(toy)
+    with subprocess.Popen(
+        [*command, *options, "--prompt-tokens", "8", "--output-tokens", "4", "--quiet"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        wait_until(lambda: answered(toy) > begun + 2)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    report = json.loads(out.splitlines()[-1])
+    assert report["interrupted"] and report["requests"] > 0 and report["unfinished"] <= 2
+    assert report["sent"] == report["requests"] + report["unfinished"]
+    assert json.loads(document.read_bytes())["requests"] == report["requests"]
+
+
+def answered(toy: Client) -> float:
+    return sample(toy, "vllm:request_success_total", finished_reason="length")
+
+
+def test_the_self_test_reads_everything() -> None:
+    with unpaced_server() as endpoint:
+        row = asyncio.run(measure_client(endpoint, 32, rounds=3))
+        assert row["chunks"] == 32 * 3 * 200 and row["failed"] == 0
+        assert row["of_needed"] == pytest.approx(row["chunks_per_s_per_core"] / 50_000, abs=1e-3)
+        row = asyncio.run(measure_client(endpoint, 32, processes=2, rounds=3))
+        assert (row["chunks"], row["failed"], row["processes"]) == (32 * 3 * 200, 0, 2)
+        plan = plan_of(endpoint, 4, 2)
+
+        async def run() -> Any:
+            loop_s = asyncio.get_running_loop().time()
+            return await drive(plan, start_s=loop_s, stop=asyncio.Event())
+
+        part = asyncio.run(run())
+        assert [call.output_tokens for call in part.calls] == [200] * 8
+
+
+@pytest.mark.slow
+def test_the_demo_server(tmp_path: Path) -> None:
+    """Its own counters, and text that is real enough to speculate on."""
+    engine = LLM(*demo_paths(), lookahead="ema:4", max_slots=8).engine
+    path = tmp_path / "report.json"
+    with serving(engine) as client:
+        url = f"http://127.0.0.1:{client.port}"
+        options = ("--concurrency", "4", "--requests", "12", "--json", str(path), "--quiet")
+        assert main(["bench", url, "--prompts", "demo", *options]) == 0
+    report = json.loads(path.read_bytes())
+    assert report["requests"] == 12 and report["server"]["output_tokens"] == report["output_tokens"]
+    assert report["server"]["acceptance"] > 0.3 and report["tokens_per_chunk"] > 1
+    accepted = report["server"]["accepted_by_position"]
+    assert sum(accepted) == report["server"]["accepted_tokens"] and accepted[0] >= accepted[-1]
