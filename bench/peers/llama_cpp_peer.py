@@ -1,0 +1,92 @@
+"""llama.cpp through llama-cpp-python's own bindings: one context, a sequence a prompt."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.engine import Prompts, Run, System
+from bench.peers.gguf_file import write_gguf
+
+
+def build_llama_cpp(
+    model: Path, folder: Path, dtype: str, *, most: int, tokens: int, threads: int
+) -> System:
+    """Up to `most` sequences of `tokens`. Raises ImportError where it is not installed."""
+    import llama_cpp
+
+    path = folder / f"{model.name}-{dtype}.gguf"
+    write_gguf(model, path, dtype)
+    engine = _Context(llama_cpp, path, most, tokens, threads)
+    return System("llama.cpp", "off", engine.run)
+
+
+class _Context:
+    def __init__(self, lib: Any, path: Path, most: int, tokens: int, threads: int) -> None:
+        self._lib = lib
+        lib.llama_backend_init()
+        self._quiet = lib.llama_log_callback(lambda *_: None)  # kept: C calls it
+        lib.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        params = lib.llama_model_default_params()
+        model = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not model:
+            raise RuntimeError(f"llama.cpp cannot load {path.name}")
+        self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+        context = lib.llama_context_default_params()
+        context.n_ctx = most * tokens
+        context.n_batch = context.n_ubatch = max(512, most)
+        context.n_seq_max = most
+        context.n_threads = context.n_threads_batch = threads
+        self._most_batch = context.n_batch
+        self._context = lib.llama_init_from_model(model, context)
+        if not self._context:
+            raise RuntimeError("llama.cpp cannot make a context")
+        self._batch = lib.llama_batch_init(self._most_batch, 0, 1)
+
+    def run(self, prompts: Prompts, output_tokens: int) -> Run:
+        lib = self._lib
+        lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
+        started_s = time.perf_counter()
+        count, length = len(prompts), len(prompts[0])
+        tokens = np.asarray(prompts, dtype=np.int32)
+        sequences = np.arange(count)
+        # Prompts fill whole batches; the last position of each wants logits.
+        flat, at = tokens.ravel(), np.tile(np.arange(length), count)
+        whose, last = np.repeat(sequences, length), np.tile(np.arange(length) == length - 1, count)
+        chosen = np.zeros(count, dtype=np.int32)
+        for first in range(0, len(flat), self._most_batch):
+            part = slice(first, first + self._most_batch)
+            picked = self._decode(flat[part], at[part], whose[part], last[part])
+            chosen[whose[part][last[part]]] = picked
+        emitted = count
+        for step in range(1, output_tokens):
+            positions = np.full(count, length + step - 1)
+            chosen = self._decode(chosen, positions, sequences, np.ones(count, dtype=bool))
+            emitted += count
+        return Run(time.perf_counter() - started_s, emitted)
+
+    def _decode(
+        self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, wants: np.ndarray
+    ) -> np.ndarray:
+        """The likeliest next token wherever one is wanted."""
+        lib, batch, count = self._lib, self._batch, len(tokens)
+        batch.n_tokens = count
+        np.ctypeslib.as_array(batch.token, (count,))[:] = tokens
+        np.ctypeslib.as_array(batch.pos, (count,))[:] = positions
+        np.ctypeslib.as_array(batch.n_seq_id, (count,))[:] = 1
+        for index, sequence in enumerate(sequences.tolist()):
+            batch.seq_id[index][0] = sequence
+        np.ctypeslib.as_array(batch.logits, (count,))[:] = wants
+        status = lib.llama_decode(self._context, batch)
+        if status:
+            raise RuntimeError(f"llama_decode: {status}")
+        wanted = int(np.count_nonzero(wants))
+        if not wanted:
+            return np.zeros(0, dtype=np.int32)
+        logits = lib.llama_get_logits(self._context)
+        found = np.ctypeslib.as_array(logits, (wanted, self._vocab_size)).argmax(axis=1)
+        return found.astype(np.int32)
