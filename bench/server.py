@@ -49,6 +49,7 @@ def stream_all(port: int, prompts: Prompts, output_tokens: int, answer: Connecti
     for prompt in prompts:
         body = {"prompt": prompt, "max_tokens": output_tokens, "temperature": 0, "stream": True}
         body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+        body["return_token_ids"] = True  # so that a step is a chunk without a tokenizer, too
         raw = json.dumps(body).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         head += f"Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
