@@ -15,7 +15,7 @@ def tokenizer():
     return load_tokenizer(demo_paths()[0])
 
 
-@pytest.mark.parametrize("stop", [(), ("</end>", "\n\n\n\n")], ids=["", "stop"])
+@pytest.mark.parametrize("stop", [(), ("</end>", "\n\n\n\n")], ids=["plain", "stop"])
 @pytest.mark.parametrize("tokens_per_push", [1, 4])
 def test_detokenise(benchmark, tokenizer, tokens_per_push, stop):
     ids = list(tokenizer.encode("\n".join(demo_prompts())))[:NUM_TOKENS]
