@@ -22,6 +22,7 @@ def test_a_slower_machine_is_not_a_slower_program() -> None:
     assert [row["ratio"] for row in micro.rows_of(now, None)] == [None] * 3
 
 
+@pytest.mark.slow
 def test_it_runs_saves_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "baseline.json"
     options = ["--baseline", str(path), "--only", "survival", "--seconds", "0.05"]
