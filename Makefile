@@ -28,6 +28,7 @@ lint: $(DEV)
 bench: $(DEV)
 	$(BIN)/python -m bench.scheduler
 	$(BIN)/python -m bench.engine
+	$(BIN)/python -m bench.micro
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks

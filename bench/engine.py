@@ -37,8 +37,12 @@ class Run(msgspec.Struct):
     """Timed batches, and how their lookahead went."""
 
     seconds: float
-    tokens: int
+    outputs: list[list[int]]  # token ids, in order of the prompts
     speculation: Speculation | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.outputs))
 
     @property
     def accepted(self) -> float | None:
@@ -83,7 +87,7 @@ def build_cbatch(model: Path, draft: Path | None, lookahead: str, args: Any) -> 
         total = Speculation()
         for completion in completions:
             total.merge(completion.speculation)
-        return Run(seconds, sum(len(completion.token_ids) for completion in completions), total)
+        return Run(seconds, [list(completion.token_ids) for completion in completions], total)
 
     return System("cbatch", lookahead, run), llm
 
@@ -93,6 +97,8 @@ def build_transformers(model: Path, dtype: str) -> System:
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    # As ours with `ignore_eos`: a minimum of tokens would forbid that id, which changes the text.
+    peer.generation_config.eos_token_id = None
 
     def run(prompts: Prompts, output_tokens: int) -> Run:
         ids = torch.tensor(prompts)
@@ -103,12 +109,11 @@ def build_transformers(model: Path, dtype: str) -> System:
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
-                min_new_tokens=output_tokens,
                 max_new_tokens=output_tokens,
                 pad_token_id=0,
             )
         seconds = time.perf_counter() - started_s
-        return Run(seconds, int(out.shape[0] * (out.shape[1] - ids.shape[1])))
+        return Run(seconds, out[:, ids.shape[1] :].tolist())
 
     return System("transformers", "off", run)
 
@@ -131,7 +136,8 @@ def run_batches(system: System, prompts: Prompts, batch: int, output_tokens: int
     runs = [
         system.run(prompts[at : at + batch], output_tokens) for at in range(0, len(prompts), batch)
     ]
-    whole = Run(sum(run.seconds for run in runs), sum(run.tokens for run in runs))
+    outputs = [ids for run in runs for ids in run.outputs]
+    whole = Run(sum(run.seconds for run in runs), outputs)
     for run in runs:
         if run.speculation is not None:
             whole.speculation = whole.speculation or Speculation()

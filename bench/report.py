@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-_PACKAGES = ("cbatch", "numpy", "msgspec", "torch", "transformers", "triton")
+_PACKAGES = ("cbatch", "llama-cpp-python", "numpy", "msgspec", "torch", "transformers", "triton")
 
 
 def describe_machine() -> dict[str, Any]:

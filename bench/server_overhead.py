@@ -15,6 +15,8 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import uvicorn
@@ -38,16 +40,19 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class Ticking:
-    """In the place of an `EngineService`: `num_chunks` outputs of `tokens` tokens per request."""
+    """In the place of an `EngineService`: `num_chunks` outputs of `tokens` tokens per request, one
+    each `tick_s`."""
 
     running = ready = True
     num_requests = num_restarts = 0
     stats = None
 
-    def __init__(self, num_chunks: int, tokens: int) -> None:
+    def __init__(self, num_chunks: int, tokens: int, tick_s: float = TICK_S) -> None:
+        self._tick_s = tick_s
         self.queue = Admission(Limits(), time.monotonic)
         self._num_chunks, self._ids = num_chunks, tuple(range(100, 100 + tokens))
         self._open: dict[str, tuple[OutputStream, int]] = {}
+        self._some = asyncio.Event()  # is open
         self._ticks: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -63,11 +68,15 @@ class Ticking:
         accepted = Accepted(request_id, (1, 2, 3), 1, 1)
         stream = OutputStream(accepted, lambda: None)
         self._open[request_id] = (stream, self._num_chunks)
+        self._some.set()
         return stream
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            if not self._open:
+                self._some.clear()
+                await self._some.wait()
+            await asyncio.sleep(self._tick_s)
             for request_id, (stream, left) in list(self._open.items()):
                 stream.put(self._output(request_id, left))
                 self._open[request_id] = (stream, left - 1)
@@ -82,6 +91,12 @@ class Ticking:
 
 def read_streams(port: int, path: str, num_streams: int, answer: Any) -> None:
     """In a process of its own: sends (chunks, processor seconds) when every stream has ended."""
+    began_s = time.process_time()
+    answer.send((count_chunks(port, path, num_streams), time.process_time() - began_s))
+
+
+def count_chunks(port: int, path: str, num_streams: int) -> int:
+    """Opens the streams and reads all to their ends."""
     raw = json.dumps(BODIES[path] | {"stream": True}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
@@ -90,7 +105,7 @@ def read_streams(port: int, path: str, num_streams: int, answer: Any) -> None:
         connection = socket.create_connection(("127.0.0.1", port))
         connection.sendall(head.encode() + raw)
         selector.register(connection, selectors.EVENT_READ)
-    began_s, chunks = time.process_time(), 0
+    chunks = 0
     while selector.get_map():
         for key, _ in selector.select():
             connection = cast(socket.socket, key.fileobj)
@@ -99,28 +114,38 @@ def read_streams(port: int, path: str, num_streams: int, answer: Any) -> None:
             if not received:
                 selector.unregister(connection)
                 connection.close()
-    answer.send((chunks, time.process_time() - began_s))
+    selector.close()
+    return chunks
 
 
-def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[str, Any]:
-    """One row of the report."""
+@contextmanager
+def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[int]:
+    """The port of a server over `Ticking`, in a thread of this process."""
     tokenizer = load_tokenizer(_demo())
     template = ChatTemplate("{{ messages[0].content }}", {}, "the benchmark")
     model = ServedModel(
         "x", max_model_tokens=1024, created_s=0, tokenizer=tokenizer, chat_template=template
     )
-    app = create_app(cast(EngineService, Ticking(num_chunks, tokens)), model)
+    app = create_app(cast(EngineService, Ticking(num_chunks, tokens, tick_s)), model)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    port = listener.getsockname()[1]
-    _read_elsewhere(port, path, 1)  # the first call imports and compiles
-    began_s = _cpu_s()
-    chunks, client_s = _read_elsewhere(port, path, num_streams)
-    server_s = _cpu_s() - began_s
-    server.should_exit = True
-    thread.join()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[str, Any]:
+    """One row of the report."""
+    with serving(num_chunks, tokens) as port:
+        _read_elsewhere(port, path, 1)  # the first call imports and compiles
+        began_s = _cpu_s()
+        chunks, client_s = _read_elsewhere(port, path, num_streams)
+        server_s = _cpu_s() - began_s
     us = server_s / chunks * 1e6
     return {
         "path": path,

@@ -42,6 +42,9 @@ def write_random_model(shape: str, folder: Path, dtype: str) -> Path:
     config = LlamaConfig(
         **fields,
         max_position_embeddings=2048,
+        # Products keep the size of what they take. With the usual 0.02 layers hardly count beside
+        # the embeddings, and tokens are the same whatever attention does.
+        initializer_range=fields["hidden_size"] ** -0.5,
         bos_token_id=0,
         eos_token_id=fields["vocab_size"] - 1,
         pad_token_id=0,

@@ -17,6 +17,8 @@ Where a definition needs more words than there:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -158,6 +160,16 @@ def read_reports(document: bytes) -> tuple[list[Report], list[str]]:
         return list(sweep.reports), [f"{sweep.over} {load:g}" for load in sweep.loads]
     kind = Measured if told.kind == "measured" else Report
     return [msgspec.json.decode(document, type=kind)], [""]
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Of a file of records, simulated or measured, those of requests that finished. Raises OSError,
+    and ValueError (msgspec's) for a line that is none."""
+    with path.open("rb") as file:
+        for line in file:
+            told = msgspec.json.decode(line, type=dict[str, Any])
+            if "error" not in told:
+                yield msgspec.convert(told, Record)
 
 
 class _Header(msgspec.Struct):

@@ -5,12 +5,12 @@ llama.cpp (with llama-cpp-python and gguf installed), on the demo's target and o
 the 100 M shape. All get the same prompts of one length, greedy, and generate exactly as many
 tokens; systems take turns within a repeat, in an order that turns round, and ratios are taken
 within it. llama.cpp has the weights in the type it likes best: f16 beside our bf16, f32 beside f32.
+Before anything is timed all complete a few prompts in float32, and their tokens are compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -21,14 +21,18 @@ from typing import Any
 import torch
 
 from bench.engine import System, build_cbatch, build_transformers, make_prompts, measure
+from bench.peers.agree import agreement, reference_logits
 from bench.peers.llama_cpp_peer import build_llama_cpp
 from bench.peers.transformers_peer import build_continuous
-from bench.report import print_report, rounded
+from bench.report import print_report, print_table, rounded
 from bench.shapes import write_random_model
 from cbatch.demo import demo_paths
 
 OURS, LLAMA_CPP = "cbatch", "llama.cpp"
-MODELS = {"llama-100m": "bfloat16", "demo": "float32"}
+PEERS = ("generate", "continuous", LLAMA_CPP)
+MODELS = {"llama-100m": "bfloat16", "demo": "float32", "llama-1m": "float32"}
+MEASURED = ("llama-100m", "demo")
+COMPARED_SEQUENCES = 4
 # What the off and the best of ours should reach of llama.cpp, by model and batch.
 GOALS = {
     ("llama-100m", 1): (0.9, None),
@@ -44,52 +48,65 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=MEASURED)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--lookahead", nargs="+", default=["off", "goodput"])
-    parser.add_argument(
-        "--peer",
-        nargs="+",
-        choices=["generate", "continuous", "llama.cpp"],
-        default=["generate", "continuous", "llama.cpp"],
-    )
+    parser.add_argument("--lookahead", nargs="+", default=["off", "goodput"], help="off is first")
+    parser.add_argument("--peer", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=4, help="at least so many a repeat")
     parser.add_argument("--plot", type=Path, help="write a PNG of the ratios")
     args = parser.parse_args(argv)
+    if args.lookahead[0] != "off":
+        parser.error("--lookahead: ratios are to off: name it first")
     args.numerics, args.overlap = "auto", 0
     return args
 
 
-def build(name: str, folder: Path, args: Any) -> tuple[Path, list[System], list[str]]:
-    """The model's directory, its systems, and what could not be had."""
-    dtype = args.dtype = MODELS[name]
-    draft: Path | None
+def locate(name: str, folder: Path) -> tuple[Path, Path | None]:
+    """The model and its draft, if it has one."""
     if name == "demo":
-        model, draft = demo_paths()
-    else:
-        model, draft = write_random_model(name, folder, dtype), None
+        return demo_paths()
+    return write_random_model(name, folder, MODELS[name]), None
+
+
+def build(
+    model: Path, draft: Path | None, folder: Path, args: argparse.Namespace, *, exact: bool = False
+) -> list[System]:
+    """Ours with lookahead off first, then the others that were asked for and are installed; with
+    `exact` whatever has a type of its own computes in `args.dtype`."""
     lookaheads = args.lookahead if draft else ["off"]
     systems = [build_cbatch(model, draft, lookahead, args)[0] for lookahead in lookaheads]
-    missing = []
+    most, tokens = max(args.batch), args.prompt_tokens + args.output_tokens
     if "generate" in args.peer:
-        systems.append(build_transformers(model, dtype))
+        systems.append(build_transformers(model, args.dtype))
     if "continuous" in args.peer:
-        systems.append(build_continuous(model, dtype))
-    if "llama.cpp" in args.peer and find_spec("llama_cpp") and find_spec("gguf"):
-        kept = "float16" if dtype == "bfloat16" else dtype
-        tokens = args.prompt_tokens + args.output_tokens
+        systems.append(build_continuous(model, args.dtype, most=most, tokens=tokens))
+    if LLAMA_CPP in args.peer and has_llama_cpp():
+        kept = "float16" if args.dtype == "bfloat16" else args.dtype
         threads = torch.get_num_threads()
         systems.append(
             build_llama_cpp(
-                model, folder, kept, most=max(args.batch), tokens=tokens, threads=threads
+                model, folder, kept, most=most, tokens=tokens, threads=threads, exact_kv=exact
             )
         )
-    elif "llama.cpp" in args.peer:
-        missing.append("llama.cpp left out: pip install llama-cpp-python gguf")
-    return model, systems, missing
+    return systems
+
+
+def has_llama_cpp() -> bool:
+    return all(find_spec(package) is not None for package in ("llama_cpp", "gguf"))
+
+
+def compare(
+    name: str, model: Path, draft: Path | None, folder: Path, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Rows of `bench.peers.agree`, in float32."""
+    changed = {"dtype": "float32", "batch": [COMPARED_SEQUENCES]}
+    few = argparse.Namespace(**vars(args) | changed)
+    prompts = make_prompts(model, args.prompt_tokens, COMPARED_SEQUENCES, real=name == "demo")
+    systems = build(model, draft, folder, few, exact=True)
+    return agreement(name, systems, prompts, args.output_tokens, reference_logits(model))
 
 
 def rows_of(
@@ -121,33 +138,52 @@ def _ratio(of: list[float], to: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(of, to, strict=True))
 
 
+def time_them(
+    name: str, model: Path, draft: Path | None, folder: Path, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    args = argparse.Namespace(**vars(args) | {"dtype": MODELS[name]})
+    systems = build(model, draft, folder, args)
+    rows: list[dict[str, Any]] = []
+    for batch in args.batch:
+        count = -(-max(batch, args.prompts) // batch) * batch
+        prompts = make_prompts(model, args.prompt_tokens, count, real=name == "demo")
+        runs = measure(systems, prompts, batch, args)
+        speeds = [[run.tokens / run.seconds for run in each] for each in runs]
+        rows += rows_of(name, batch, systems, speeds)
+        print(f"{name}, batch {batch} measured", flush=True)
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     rows: list[dict[str, Any]] = []
-    notes: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
+    compared: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         for name in args.model:
-            model, systems, missing = build(name, Path(folder), args)
-            notes += [note for note in missing if note not in notes]
-            vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-            for batch in args.batch:
-                count = -(-max(batch, args.prompts) // batch) * batch
-                prompts = make_prompts(model, args.prompt_tokens, count, real=name == "demo")
-                assert max(map(max, prompts)) < vocab_size
-                runs = measure(systems, prompts, batch, args)
-                speeds = [[run.tokens / run.seconds for run in each] for each in runs]
-                rows += rows_of(name, batch, systems, speeds)
-                print(f"{name}, batch {batch} measured", flush=True)
+            model, draft = locate(name, folder)
+            compared += compare(name, model, draft, folder, args)
+            rows += time_them(name, model, draft, folder, args)
     if args.plot is not None:
         _plot(args.plot, rows)
+    if compared:
+        print_table("greedy tokens in float32 beside cbatch, lookahead off", compared)
     print_report(
         f"peers: {args.prompt_tokens} tokens in, {args.output_tokens} out, greedy",
         rows,
-        notes=(
-            *notes,
-            f"{torch.get_num_threads()} threads each; medians of {args.repeats} repeats",
-        ),
+        notes=_notes(args, compared),
+        extra={"agreement": compared, "repeats": args.repeats},
     )
+
+
+def _notes(args: argparse.Namespace, compared: list[dict[str, Any]]) -> list[str]:
+    notes = [f"{torch.get_num_threads()} threads each; medians of {args.repeats} repeats"]
+    if LLAMA_CPP in args.peer and not has_llama_cpp():
+        notes.append("llama.cpp left out: pip install llama-cpp-python gguf (or .[peers])")
+    wrong = [f"{row['system']} on {row['model']}" for row in compared if not row["agrees"]]
+    if wrong:
+        notes.append(f"computes another model, its figures mean nothing: {', '.join(wrong)}")
+    return notes
 
 
 def _plot(path: Path, rows: list[dict[str, Any]]) -> None:

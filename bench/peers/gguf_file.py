@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
     from gguf import GGUFWriter
 
     fields = json.loads((model / "config.json").read_text())
-    if fields["model_type"] != "llama" or fields.get("rope_scaling"):
+    unusual = fields.get("attention_bias") or fields.get("mlp_bias") or _is_scaled(fields)
+    if fields["model_type"] != "llama" or unusual:
         raise ValueError(f"{model.name}: only plain Llamas are converted")
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
     head_dim = fields.get("head_dim") or fields["hidden_size"] // heads
@@ -62,9 +64,13 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
     writer.close()
 
 
-def _rope_theta(fields: dict[str, object]) -> float:
+def _is_scaled(fields: dict[str, Any]) -> bool:
+    parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    return parameters.get("rope_type", "default") != "default"
+
+
+def _rope_theta(fields: dict[str, Any]) -> float:
     parameters = fields.get("rope_parameters") or fields
-    assert isinstance(parameters, dict)
     return float(parameters.get("rope_theta", 10_000.0))
 
 

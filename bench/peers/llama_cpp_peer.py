@@ -12,21 +12,34 @@ import numpy as np
 from bench.engine import Prompts, Run, System
 from bench.peers.gguf_file import write_gguf
 
+CELLS_MULTIPLE = 256  # it rounds a sequence's share of its KV cells
+
 
 def build_llama_cpp(
-    model: Path, folder: Path, dtype: str, *, most: int, tokens: int, threads: int
+    model: Path,
+    folder: Path,
+    dtype: str,
+    *,
+    most: int,
+    tokens: int,
+    threads: int,
+    exact_kv: bool = False,
 ) -> System:
-    """Up to `most` sequences of `tokens`. Raises ImportError where it is not installed."""
+    """Up to `most` sequences of `tokens`. KV is float16, its default, or with `exact_kv` float32.
+    Raises ImportError where it is not installed."""
     import llama_cpp
 
     path = folder / f"{model.name}-{dtype}.gguf"
-    write_gguf(model, path, dtype)
-    engine = _Context(llama_cpp, path, most, tokens, threads)
+    if not path.exists():
+        write_gguf(model, path, dtype)
+    engine = _Context(llama_cpp, path, most, tokens, threads, exact_kv)
     return System("llama.cpp", "off", engine.run)
 
 
 class _Context:
-    def __init__(self, lib: Any, path: Path, most: int, tokens: int, threads: int) -> None:
+    def __init__(
+        self, lib: Any, path: Path, most: int, tokens: int, threads: int, exact_kv: bool
+    ) -> None:
         self._lib = lib
         lib.llama_backend_init()
         self._quiet = lib.llama_log_callback(lambda *_: None)  # kept: C calls it
@@ -37,10 +50,12 @@ class _Context:
             raise RuntimeError(f"llama.cpp cannot load {path.name}")
         self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
         context = lib.llama_context_default_params()
-        context.n_ctx = most * tokens
+        context.n_ctx = most * -(-tokens // CELLS_MULTIPLE) * CELLS_MULTIPLE
         context.n_batch = context.n_ubatch = max(512, most)
         context.n_seq_max = most
         context.n_threads = context.n_threads_batch = threads
+        if exact_kv:
+            context.type_k = context.type_v = lib.GGML_TYPE_F32
         self._most_batch = context.n_batch
         self._context = lib.llama_init_from_model(model, context)
         if not self._context:
@@ -62,12 +77,12 @@ class _Context:
             part = slice(first, first + self._most_batch)
             picked = self._decode(flat[part], at[part], whose[part], last[part])
             chosen[whose[part][last[part]]] = picked
-        emitted = count
-        for step in range(1, output_tokens):
-            positions = np.full(count, length + step - 1)
+        columns = [chosen]
+        for at_step in range(length, length + output_tokens - 1):
+            positions = np.full(count, at_step)
             chosen = self._decode(chosen, positions, sequences, np.ones(count, dtype=bool))
-            emitted += count
-        return Run(time.perf_counter() - started_s, emitted)
+            columns.append(chosen)
+        return Run(time.perf_counter() - started_s, np.stack(columns, axis=1).tolist())
 
     def _decode(
         self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, wants: np.ndarray

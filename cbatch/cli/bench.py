@@ -61,6 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     out.add_argument("--processes", type=int, default=1, metavar="N", help="of the client")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the whole report")
     out.add_argument("--records", type=Path, metavar="FILE", help="write a JSON line a call")
+    out.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page of the runs")
     out.add_argument("--quiet", action="store_true", help="nothing while it runs")
     out.add_argument(
         "--self-test", action="store_true", help="no URL: what the client itself can take"
@@ -129,9 +130,9 @@ def run(args: argparse.Namespace) -> int:
         return self_test(args.processes)
     if args.url is None:
         raise FieldError("URL", "is missing", "name the server, as http://localhost:8000")
-    for option, path in (("--json", args.json), ("--records", args.records)):
-        if path is not None:
-            require_place(option, path)
+    for option in ("json", "records", "page"):
+        if getattr(args, option) is not None:
+            require_place(f"--{option}", getattr(args, option))
     _allow_files()
     status: int = loop_of()(_bench(args))
     return status
@@ -221,3 +222,7 @@ def _write(args: argparse.Namespace, points: list[Point]) -> None:
         with args.records.open("wb") as file:
             for record in (r for point in points for r in records(point.runs)):
                 file.write(msgspec.json.encode(record) + b"\n")
+    if args.page is not None:
+        from bench.load.page import write_points
+
+        write_points(args.page, args.url, points)

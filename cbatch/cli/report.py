@@ -1,4 +1,4 @@
-"""`cbatch report`: two reports side by side, measured or simulated."""
+"""`cbatch report`: reports side by side, measured or simulated, as a table or as a page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from cbatch.cli import reportpage
 from cbatch.core.errors import FieldError
 
 if TYPE_CHECKING:
@@ -46,6 +47,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     compare.add_argument("first", type=Path, metavar="A")
     compare.add_argument("second", type=Path, metavar="B")
     compare.set_defaults(run=run)
+    page = actions.add_parser(
+        "page",
+        help="reports on one page, drawn over each other",
+        description="Of each report all loads; the first is what the others are compared with.",
+    )
+    reportpage.add_options(page)
+    page.set_defaults(run=run_page)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,6 +72,12 @@ def run(args: argparse.Namespace) -> int:
         console.print(_table(args, one, other, rows))
         documents.append(_document(one, other, rows))
     print(json.dumps({"a": str(args.first), "b": str(args.second), "results": documents}))
+    return 0
+
+
+def run_page(args: argparse.Namespace) -> int:
+    reportpage.write(args, [_read(path) for path in args.reports])
+    print(json.dumps({"page": str(args.page)}))
     return 0
 
 

@@ -203,10 +203,11 @@ function figures() {
   ];
   for (const [field, name] of [["ttft_s", "time to first token"], ["tpot_s", "time per output token"], ["itl_s", "between tokens"], ["e2e_s", "end to end"], ["queue_s", "in the queue"]])
     for (const cut of ["mean", "p50", "p90", "p99"]) rows.push([`${name}, ${cut}`, (r) => r[field] && r[field][cut], seconds]);
-  rows.push(["goodput", (r) => r.goodput && r.goodput.share, percent], ["drafts accepted", (r) => r.speculation && r.speculation.acceptance, percent],
+  rows.push(["goodput", (r) => r.goodput && r.goodput.share, percent], ["drafts accepted", (r) => (r.speculation || r.server || {}).acceptance, percent],
     ["tokens a row and step", (r) => r.speculation && r.speculation.tokens_per_step, compact],
     ["steps", (r) => r.steps, compact], ["running, mean", (r) => r.mean_running, compact], ["preemptions", (r) => r.preemptions, compact],
-    ["prompt tokens from the cache", (r) => r.prefix_hit_tokens, compact], ["refused", (r) => r.refused && r.refused.length, compact]);
+    ["prompt tokens from the cache", (r) => r.prefix_hit_tokens, compact], ["refused", (r) => r.refused && r.refused.length, compact],
+    ["failed", (r) => r.errors && Object.values(r.errors).reduce((a, b) => a + b, 0), compact]);
   const table = node("table"), head = node("tr"), body = node("tbody"), top = node("thead");
   head.append(node("th", { scope: "col" }, ""), ...RUNS.map((run) => node("th", { scope: "col" }, run.name)));
   for (const [name, get, format] of rows) {

@@ -131,6 +131,51 @@ def test_a_measured_run_beside_a_simulated_one(
     assert ttft["difference"] == pytest.approx(ours[1] / (ours[0] or 1) - 1)
 
 
+def test_a_page_of_measured_loads_and_one_beside_their_simulation(
+    bench: Callable[..., Any], cbatch: Callable[..., Run], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    run, document, _ = bench("--concurrency", "2,4", *SHORT, "--page", page)
+    assert run.status == 0
+    runs = _drawn(page)
+    assert [each["name"] for each in runs] == ["concurrency 2", "concurrency 4"]
+    assert [each["report"] for each in runs] == document["reports"]
+    for each in runs:
+        series, report = each["series"], each["report"]
+        assert each["points"]["of"] == 24
+        assert each["quantiles"]["ttft_s"][100] == pytest.approx(report["ttft_s"]["p50"], rel=1e-5)
+        tokens = sum(series["output_tokens_per_s"]) * series["length_s"]
+        assert tokens == pytest.approx(report["output_tokens"], rel=1e-3)
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"arrival_s": i / 40, "prompt_tokens": 16, "output_tokens": 5} for i in range(20)]
+    header = {"format": "cbatch-requests", "version": 1}
+    trace.write_text("\n".join(json.dumps(row) for row in (header, *rows)))
+    assert bench("--trace", trace, *TEXT)[0].status == 0
+    simulated, told = tmp_path / "simulated.json", tmp_path / "told.jsonl"
+    sizes = ("--num-blocks", "512", "--max-model-tokens", "600", "--step-seconds", "0.01")
+    assert cbatch("sim", trace, *sizes, "--json", simulated, "--records", told).status == 0
+    reports = (tmp_path / "report.json", simulated)
+    both = ("report", "page", *reports, "--page", page)
+    assert cbatch(*both, "--records", tmp_path / "records.jsonl", told).status == 0
+    runs = _drawn(page)
+    assert [each["name"] for each in runs] == ["report, measured", "simulated, simulated"]
+    for each, path in zip(runs, reports, strict=True):
+        assert each["report"] == json.loads(path.read_bytes())
+        assert each["points"]["of"] == 20 and len(each["points"]["e2e_s"]) == 20
+        cut = each["report"]["e2e_s"]["p50"]
+        assert each["quantiles"]["e2e_s"][100] == pytest.approx(cut, rel=1e-5)
+    assert cbatch(*both).status == 0 and [each["points"] for each in _drawn(page)] == [None, None]
+    for records in ((told,), (told, trace), (told, tmp_path / "nowhere")):
+        run = cbatch(*both, "--records", *records)
+        assert run.status == 2 and "--records: " in run.err
+
+
+def _drawn(page: Path) -> list[dict[str, Any]]:
+    line = next(x for x in page.read_text().splitlines() if x.startswith("const DATA = "))
+    runs: list[dict[str, Any]] = json.loads(line.removeprefix("const DATA = ")[:-1])["runs"]
+    return runs
+
+
 def test_conversations_over_two_processes(bench: Callable[..., Any], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog " * 99)

@@ -1,0 +1,82 @@
+"""Measured runs on the simulator's page. `running` counts calls under way, as their client sees
+them: those that wait in the server too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.load.call import Call
+from bench.load.measure import records
+from bench.load.report import MeasuredRecord
+from bench.load.runner import Load
+from bench.load.sweep import Point
+from sim.page.view import Collector, RunView, write_page
+from sim.timeline import INTERVALS, Series
+
+
+def write_points(path: Path, title: str, points: Sequence[Point]) -> None:
+    """A run for each load."""
+    write_page(path, title, [view(point) for point in points])
+
+
+def view(point: Point) -> RunView:
+    """Over time it is drawn if it is one run, not repeats."""
+    collector = Collector()
+    for record in records(point.runs):
+        if isinstance(record, MeasuredRecord):
+            collector(record)
+    series = series_of(point.runs[0].calls) if len(point.runs) == 1 else None
+    return collector.view(_name(point.load), point.report, series)
+
+
+def series_of(calls: Sequence[Call]) -> Series | None:
+    """From the first scheduled send on; None if no call succeeded or all came in no time."""
+    good = [call for call in calls if call.error is None]
+    if not good:
+        return None
+    first_s = min(call.scheduled_s for call in calls)
+    edges_s = np.linspace(first_s, max(call.end_s for call in good), INTERVALS + 1)
+    length_s = float(edges_s[1] - edges_s[0])
+    if length_s <= 0:
+        return None
+    nothing: list[float | None] = [None] * INTERVALS
+    return Series(
+        first_s=first_s,
+        length_s=length_s,
+        running=_short(np.diff(_seconds_under_way(calls, edges_s)) / length_s),
+        waiting=nothing,
+        kv_share=nothing,
+        output_tokens_per_s=_short(_tokens(good, edges_s) / length_s),
+        prompt_tokens_per_s=nothing,
+        step_s=nothing,
+        drafted_per_row=nothing,
+        acceptance=nothing,
+    )
+
+
+# -- inside
+
+
+def _name(load: Load) -> str:
+    words = [f"{name} {value:g}" for name, value in load.words().items() if value is not None]
+    return ", ".join(words) or "trace"
+
+
+def _tokens(good: Sequence[Call], edges_s: np.ndarray) -> np.ndarray:
+    """That came in each interval, float64; whole answers come with their end."""
+    stamps_s = [s for call in good for s in (call.chunk_s or [call.end_s])]
+    tokens = [n for c in good for n in (c.told_tokens() if c.chunk_s else [c.output_tokens])]
+    return np.histogram(stamps_s, edges_s, weights=np.asarray(tokens, np.float64))[0]
+
+
+def _seconds_under_way(calls: Sequence[Call], edges_s: np.ndarray) -> np.ndarray:
+    """Of all calls together, up to each edge."""
+    sent_s, end_s = np.array([(call.sent_s, call.end_s) for call in calls]).T
+    return np.array([(np.clip(edge_s, sent_s, end_s) - sent_s).sum() for edge_s in edges_s])
+
+
+def _short(values: np.ndarray) -> list[float | None]:
+    return [float(f"{value:.5g}") for value in values.tolist()]

@@ -1,0 +1,140 @@
+"""Every micro-benchmark beside a stored baseline: `python -m bench.micro` (part of `make bench`).
+
+Runs `pytest bench --benchmark-enable` on one thread and prints the ratio of each lower quartile
+(what disturbs a round only adds to it) to the baseline's (`bench/baseline.json`, or `--baseline
+FILE`). Machines differ, and one machine's speed drifts: a yardstick, a fixed piece of Python and
+numpy, is timed before and after, and `ratio` is divided by how the yardstick changed; `raw` is
+not. `--save` makes what was measured the baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.report import describe_machine, describe_versions, print_report
+
+BASELINE = Path(__file__).parent / "baseline.json"
+SLOWER = 1.3  # beyond it a benchmark is named as slower
+YARDSTICK_ROUNDS = 200
+
+
+def yardstick_us() -> float:
+    """The median of a loop, a sort and a product: what these benchmarks are made of."""
+    rng = np.random.default_rng(0)
+    values, matrix = rng.random(4096), rng.random((64, 64)).astype(np.float32)
+    spent_us = []
+    for _ in range(YARDSTICK_ROUNDS):
+        started_s = time.perf_counter()
+        table = {i: i * i for i in range(1000)}
+        sum(table.values())
+        np.sort(values)
+        for _ in range(10):
+            matrix @ matrix
+        spent_us.append((time.perf_counter() - started_s) * 1e6)
+    return float(np.median(spent_us))
+
+
+def run(options: Sequence[str]) -> dict[str, Any]:
+    """`options` go to pytest. Raises RuntimeError with its output if a benchmark fails."""
+    before_us = yardstick_us()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-q", "-x"]
+        command += ["--benchmark-enable", "--benchmark-only", f"--benchmark-json={out}"]
+        # On a busy machine two threads of one product wait for each other: a hundred times slower.
+        alone = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, *options], capture_output=True, text=True, env=alone)
+        if done.returncode:
+            raise RuntimeError(f"pytest failed ({done.returncode}):\n{done.stdout}{done.stderr}")
+        found = json.loads(out.read_bytes())["benchmarks"]
+    return {
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "yardstick_us": round((before_us + yardstick_us()) / 2, 2),
+        "quartile_us": {_name(each): round(each["stats"]["q1"] * 1e6, 3) for each in found},
+    }
+
+
+def rows_of(measured: dict[str, Any], baseline: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """In the order in which they ran; one that the baseline lacks has no ratio."""
+    past = {} if baseline is None else baseline["quartile_us"]
+    speed = 1.0 if baseline is None else measured["yardstick_us"] / baseline["yardstick_us"]
+    rows = []
+    for name, quartile_us in measured["quartile_us"].items():
+        raw = quartile_us / past[name] if name in past else None
+        rows.append(
+            {
+                "benchmark": name,
+                "quartile_us": quartile_us,
+                "baseline_us": past.get(name),
+                "raw": None if raw is None else round(raw, 3),
+                "ratio": None if raw is None else round(raw / speed, 3),
+            }
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE")
+    parser.add_argument("--save", action="store_true", help="write it there")
+    parser.add_argument("--only", metavar="WORDS", help="pytest's -k")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each benchmark, about")
+    args = parser.parse_args(argv)
+    options = [f"--benchmark-max-time={args.seconds}"]
+    measured = run(options + (["-k", args.only] if args.only else []))
+    baseline = json.loads(args.baseline.read_bytes()) if args.baseline.exists() else None
+    rows = rows_of(measured, baseline)
+    if args.save:
+        args.baseline.write_text(json.dumps(measured, indent=1) + "\n")
+    print_report(
+        "micro-benchmarks",
+        rows,
+        notes=_notes(measured, baseline, rows),
+        extra={
+            "yardstick_us": measured["yardstick_us"],
+            "baseline_yardstick_us": None if baseline is None else baseline["yardstick_us"],
+        },
+    )
+
+
+def _notes(
+    measured: dict[str, Any], baseline: dict[str, Any] | None, rows: list[dict[str, Any]]
+) -> list[str]:
+    if baseline is None:
+        return ["no baseline: make one with --save"]
+    there, here = baseline["machine"]["cpu"], measured["machine"]["cpu"]
+    change = measured["yardstick_us"] / baseline["yardstick_us"]
+    notes = [f"baseline: {there}, torch {baseline['versions'].get('torch')}"]
+    if there != here:
+        notes.append(f"this machine is another ({here}): ratios are rough")
+    notes.append(f"yardstick {change:.3f} of the baseline's; ratio = raw / that")
+    slower = [row["benchmark"] for row in rows if row["ratio"] and row["ratio"] > SLOWER]
+    if slower:
+        notes.append(f"slower by more than {SLOWER - 1:.0%}: {', '.join(slower)}")
+    return notes
+
+
+def _name(benchmark: dict[str, Any]) -> str:
+    """Its file without what all of them share, and the test."""
+    path, _, test = benchmark["fullname"].rpartition("::")
+    kind = Path(path).stem.removeprefix("test_").removesuffix("_micro")
+    # Brackets would be markup of the table.
+    return f"{kind}: {test.removeprefix('test_').replace('[', ' ').rstrip(']')}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""`pytest bench --benchmark-enable`: the block pool. Each round leaves it as it found it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cbatch.core.pool import ROOT_UID, BlockPool
+
+BLOCK_TOKENS, NUM_BLOCKS = 16, 65_536
+
+
+@pytest.mark.parametrize("count", [1, 256])
+def test_allocate_and_release(benchmark, count):
+    """Private blocks: what a step reserves and a finished request gives back."""
+    pool = BlockPool(NUM_BLOCKS, BLOCK_TOKENS)
+    benchmark(lambda: pool.release(pool.allocate(count)))
+    assert pool.num_free == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("prompt_tokens", [512, 8192])
+def test_prefix_hit(benchmark, prompt_tokens):
+    """A prompt that is cached whole: found, held and let go."""
+    pool = BlockPool(NUM_BLOCKS, BLOCK_TOKENS)
+    tokens = np.random.default_rng(0).integers(0, 32_000, prompt_tokens).astype(np.int32)
+    blocks = _cache(pool, tokens)
+
+    def hit():
+        match = pool.match(tokens, len(blocks))
+        pool.acquire(match.blocks)
+        pool.release(np.asarray(match.blocks))
+        return match
+
+    assert len(benchmark(hit).blocks) == prompt_tokens // BLOCK_TOKENS
+    assert pool.num_cached == len(blocks)
+
+
+def test_a_full_cache_gives_way(benchmark):
+    """Every block of a prompt of 512 tokens is taken from another's, least recently used first."""
+    pool = BlockPool(1024, BLOCK_TOKENS)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 32_000, 512).astype(np.int32) for _ in range(64)]
+    at = 0
+
+    def next_prompt():
+        nonlocal at
+        at += 1
+        _cache(pool, prompts[at % len(prompts)])
+
+    for _ in prompts:
+        next_prompt()
+    assert not pool.num_free
+    benchmark(next_prompt)
+    assert not pool.num_free and pool.num_cached == 1024
+    pool.check()
+
+
+def _cache(pool: BlockPool, tokens: np.ndarray) -> np.ndarray:
+    """Allocates, names, completes and lets go the blocks of a sequence."""
+    blocks = pool.allocate(len(tokens) // BLOCK_TOKENS)
+    pool.name_chain(blocks.tolist(), ROOT_UID, tokens, 0)
+    pool.mark_ready(blocks.tolist())
+    pool.release(blocks)
+    return blocks

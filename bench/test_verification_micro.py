@@ -1,0 +1,51 @@
+"""`pytest bench --benchmark-enable`: the verdict on a step's drafts, torch on the CPU, with the
+demo's vocabulary. Logits are made before the timer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch.runtime.rows import SlotTable
+from cbatch.runtime.verification import Wanted, verify
+
+VOCAB_SIZE, BLOCK_TOKENS, PEAK = 4096, 16, 12.0
+
+
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejects"])
+def test_verify(benchmark, mode, rows, k):
+    """Every draft but the last of each row is the target's own choice, the last seldom."""
+    table = _table(mode, rows)
+    generator = torch.Generator().manual_seed(0)
+    drafts = torch.randint(0, VOCAB_SIZE, (rows, max(k, 1)), generator=generator)
+    logits = torch.randn(rows, k + 1, VOCAB_SIZE, generator=generator)
+    agreed = max(k - 1, 0)
+    logits[:, :agreed].scatter_add_(
+        2, drafts[:, :agreed, None], torch.full((rows, agreed, 1), PEAK)
+    )
+    logits = logits.flatten(0, 1)
+    probs = torch.softmax(torch.randn(rows * k, VOCAB_SIZE, generator=generator), dim=-1)
+    wanted = Wanted(
+        slots=np.arange(rows),
+        known=np.full(rows, 64),
+        num_drafted=np.full(rows, k),
+        drafts=drafts.numpy() if k else None,
+        probs=probs if k and mode == "rejects" else None,
+    )
+    verified = benchmark(verify, logits, wanted, table)
+    assert not verified.status.any()
+    assert (verified.num_accepted >= agreed).all()
+
+
+def _table(mode: str, rows: int) -> SlotTable:
+    table = SlotTable(rows, BLOCK_TOKENS, VOCAB_SIZE)
+    table.keys[:] = np.arange(2 * rows).reshape(rows, 2)
+    table.greedy[:] = False
+    getattr(table, mode)[:] = True
+    if mode != "greedy":
+        table.temperature[:] = 0.8
+        table.top_p[:] = 0.95
+    return table

@@ -1,0 +1,44 @@
+"""What is drawn of a measured run over time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bench.load.call import Call, CallError, Failure
+from bench.load.page import series_of
+
+
+def call(sent_s: float, reads: list[tuple[float, int]]) -> Call:
+    made = Call(0, sent_s, 4, 8)
+    made.output_tokens, made.per_chunk_usage = sum(n for _, n in reads), True
+    for at_s, tokens in reads:
+        made.chunk_s.append(at_s)
+        made.chunk_tokens.append(tokens)
+    made.end_s = reads[-1][0]
+    return made
+
+
+def test_tokens_and_calls_under_way_add_up() -> None:
+    """A server that stands still from 2 s to 6 s is seen to."""
+    calls = [call(0.0, [(1.0, 3), (2.0, 2), (6.0, 1)]), call(1.0, [(1.5, 1), (8.0, 4)])]
+    whole = Call(2, 3.0, 4, 8)  # that was not streamed
+    whole.end_s, whole.output_tokens = 7.0, 5
+    failed = Call(3, 2.0, 4, 8)
+    failed.end_s, failed.error = 4.0, CallError(Failure.CUT, "")
+    series = series_of([*calls, whole, failed])
+    assert series is not None and series.first_s == 0.0
+    assert series.length_s == pytest.approx(8 / 240)
+    tokens, running = (
+        np.array(values, dtype=float) for values in (series.output_tokens_per_s, series.running)
+    )
+    assert tokens.sum() * series.length_s == pytest.approx(3 + 2 + 1 + 1 + 4 + 5, rel=1e-3)
+    assert not tokens[61:179].any() and tokens[60] > 0 and tokens[-1] > 0
+    assert running.sum() * series.length_s == pytest.approx(6 + 7 + 4 + 2, rel=1e-3)
+    assert running[100] == pytest.approx(4) and running[-1] == pytest.approx(1)
+
+
+def test_nothing_that_came_is_nothing_drawn() -> None:
+    failed = Call(0, 0.0, 4, 8)
+    failed.error = CallError(Failure.EMPTY, "")
+    assert series_of([failed]) is None and series_of([]) is None

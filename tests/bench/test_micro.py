@@ -1,0 +1,54 @@
+"""Micro-benchmarks beside a baseline: what is measured, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import micro
+
+PAST = {"yardstick_us": 100.0, "quartile_us": {"a": 10.0, "b": 20.0}}
+
+
+def test_a_slower_machine_is_not_a_slower_program() -> None:
+    """Both took twice as long, and so did the yardstick; `b` took half as long again."""
+    now = {"yardstick_us": 200.0, "quartile_us": {"a": 20.0, "b": 60.0, "new": 5.0}}
+    a, b, new = micro.rows_of(now, PAST)
+    assert (a["raw"], a["ratio"], b["raw"], b["ratio"]) == (2.0, 1.0, 3.0, 1.5)
+    assert new["ratio"] is None and new["baseline_us"] is None
+    assert [row["ratio"] for row in micro.rows_of(now, None)] == [None] * 3
+
+
+@pytest.mark.slow
+def test_it_runs_saves_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "baseline.json"
+    options = ["--baseline", str(path), "--only", "survival", "--seconds", "0.05"]
+    assert _told(options + ["--save"], capsys)["ratio"] is None
+    (name,) = json.loads(path.read_bytes())["quartile_us"]
+    assert name == "goodput: survival"
+    assert _told(options, capsys)["ratio"] > 0
+    with pytest.raises(RuntimeError, match="pytest failed"):
+        micro.run(["-k", "there_is_no_such_benchmark"])
+
+
+def _told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    micro.main(argv)
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert row["benchmark"] == "goodput: survival" and row["quartile_us"] > 0
+    found: dict[str, Any] = row
+    return found
+
+
+def test_every_room_has_one_and_the_baseline_knows_it() -> None:
+    rooms = {path.stem.removeprefix("test_").removesuffix("_micro") for path in _suites()}
+    assert rooms >= {"scheduler", "goodput", "pool", "verification", "text", "http"}
+    stored = json.loads(micro.BASELINE.read_bytes())
+    assert {name.partition(":")[0] for name in stored["quartile_us"]} == rooms
+    assert stored["machine"]["cpu"] and stored["yardstick_us"] > 0
+
+
+def _suites() -> list[Path]:
+    return list(micro.BASELINE.parent.glob("test_*_micro.py"))

@@ -1,0 +1,141 @@
+"""The peers compute the same model as ours, and a model that is another is found out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from bench.engine import Run, System, build_transformers, make_prompts
+from bench.peers import __main__ as peers
+from bench.peers.agree import agreement, first_gap, reference_logits
+from bench.peers.gguf_file import write_gguf
+from bench.shapes import write_random_model
+
+HEADS = {"q_proj": 4, "k_proj": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model("llama-1m", tmp_path_factory.mktemp("models"), "float32")
+
+
+def test_all_of_them_agree_and_are_timed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "locate", lambda name, folder: (model, None))
+    sizes = ("--prompt-tokens", "12", "--output-tokens", "6", "--prompts", "1", "--repeats", "1")
+    peers.main(["--model", "llama-1m", "--batch", "3", *sizes])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    names = ["transformers", "transformers continuous"]
+    names += ["llama.cpp"] * peers.has_llama_cpp()
+    assert [row["system"] for row in told["agreement"]] == names
+    assert all(row["agrees"] and row["sequences"] == 4 for row in told["agreement"])
+    assert [row["system"] for row in told["results"]] == ["cbatch", *names]
+    assert all(row["output_tokens_per_s"] > 0 for row in told["results"])
+
+
+def test_another_model_is_found_out(model: Path, tmp_path: Path) -> None:
+    """Rotary pairs in the other order, as a conversion would leave them that forgot to."""
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    (wrong / "config.json").write_bytes((model / "config.json").read_bytes())
+    tensors = load_file(model / "model.safetensors")
+    for name, tensor in tensors.items():
+        heads = HEADS.get(name.split(".")[-2])
+        if heads is not None:
+            halves = tensor.reshape(heads, 2, -1, tensor.shape[1])
+            tensors[name] = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+    save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
+    prompts = make_prompts(model, 48, 4, real=False)
+    systems = [build_transformers(path, "float32") for path in (model, model, wrong)]
+    right, other = agreement("x", systems, prompts, 12, reference_logits(model))
+    assert right["agrees"] and right["equal"] == 4
+    assert not other["agrees"] and other["equal"] < 4
+
+
+def test_a_gap_is_that_of_the_first_difference() -> None:
+    seen: list[list[int]] = []
+
+    def logits(ids: list[int]) -> np.ndarray:
+        seen.append(ids)
+        return np.array([0.0, 1.0, 1.004, 3.0])
+
+    assert first_gap([7, 8], [1, 2, 3], [1, 2, 3], logits) is None and not seen
+    assert first_gap([7, 8], [3, 1, 0], [3, 2, 3], logits) == pytest.approx(0.004)
+    assert seen == [[7, 8, 3]]
+    with pytest.raises(ValueError, match="shorter"):
+        first_gap([7], [1, 2], [1], logits)
+    tied, apart = (
+        agreement("x", [_says([3, 1]), _says([3, other])], [[7, 8]], 2, logits)[0]
+        for other in (2, 0)
+    )
+    assert tied["agrees"] and not apart["agrees"] and apart["logit_gap"] == 1.0
+
+
+def _says(ids: list[int]) -> System:
+    return System("fixed", "off", lambda prompts, _: Run(1.0, [ids for _ in prompts]))
+
+
+def test_the_file_holds_every_weight(model: Path, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    write_gguf(model, path, "float16")
+    reader = gguf.GGUFReader(path)
+    fields = json.loads((model / "config.json").read_text())
+    for name, key in (
+        ("llama.block_count", "num_hidden_layers"),
+        ("llama.attention.head_count_kv", "num_key_value_heads"),
+        ("llama.vocab_size", "vocab_size"),
+        ("llama.feed_forward_length", "intermediate_size"),
+        ("llama.attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+    ):
+        assert reader.fields[name].contents() == pytest.approx(fields[key])
+    found = {tensor.name: np.asarray(tensor.data) for tensor in reader.tensors}
+    with safe_open(model / "model.safetensors", framework="np") as tensors:
+        assert len(found) == len(list(tensors.keys()))
+        embedding = tensors.get_tensor("model.embed_tokens.weight")
+        norm = tensors.get_tensor("model.layers.1.post_attention_layernorm.weight")
+        query = tensors.get_tensor("model.layers.1.self_attn.q_proj.weight")
+    assert np.array_equal(found["token_embd.weight"], embedding.astype(np.float16))
+    assert found["blk.1.ffn_norm.weight"].dtype == np.float32
+    assert np.array_equal(found["blk.1.ffn_norm.weight"], norm)
+    _turns_alike(query.astype(np.float16), found["blk.1.attn_q.weight"], HEADS["q_proj"])
+
+
+def _turns_alike(halves: np.ndarray, neighbours: np.ndarray, heads: int) -> None:
+    """Rotating both, each by its own pairing, gives the same numbers in another order."""
+    x = np.random.default_rng(0).normal(size=halves.shape[1])
+    dim = len(halves) // heads
+    turns = np.exp(1j * np.linspace(0.1, 2.0, dim // 2))
+    h, n = ((matrix.astype(np.float64) @ x).reshape(heads, dim) for matrix in (halves, neighbours))
+    turned = (h[:, : dim // 2] + 1j * h[:, dim // 2 :]) * turns
+    assert np.allclose(turned, (n[:, 0::2] + 1j * n[:, 1::2]) * turns)
+    assert not np.allclose(h, n), "the two orders are the same: nothing was shown"
+
+
+def test_other_families_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    for changed in ({"model_type": "qwen2"}, {"attention_bias": True}):
+        fields = {"model_type": "llama", "rope_scaling": None} | changed
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        with pytest.raises(ValueError, match="only plain Llamas"):
+            write_gguf(tmp_path, tmp_path / "x.gguf", "float32")
+
+
+def test_llama_cpp_keeps_its_sequences_apart(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    from bench.peers.llama_cpp_peer import build_llama_cpp
+
+    threads = torch.get_num_threads()
+    system = build_llama_cpp(model, tmp_path, "float32", most=3, tokens=40, threads=threads)
+    prompts = make_prompts(model, 30, 3, real=False)
+    together = system.run(prompts, 8).outputs
+    assert together == [system.run([prompt], 8).outputs[0] for prompt in prompts]
+    assert len({tuple(ids) for ids in together}) == 3
