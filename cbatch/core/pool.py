@@ -13,7 +13,7 @@ is about to compute it, and *ready* once its KV is verified and complete.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -86,11 +86,11 @@ class BlockPool:
 
     def allocate(self, count: int) -> np.ndarray:
         """`count` blocks with one reference each, intp. The caller has checked `num_available`."""
-        if count > self._num_free:
-            self._evict(count - self._num_free)
         end = self._num_free
-        self._num_free -= count
-        blocks = self._free[self._num_free : end][::-1].copy()
+        self._num_free = left = max(0, end - count)
+        blocks = self._free[left:end][::-1].copy()
+        if count > end:
+            blocks = np.concatenate([self._evict(count - end), blocks])
         self.ref_counts[blocks] = 1
         if self._dirty:
             for block in blocks.tolist():
@@ -122,8 +122,8 @@ class BlockPool:
             if ready[block]:
                 lru[block] = None
             else:
-                self._forget(block)
                 freed.append(block)
+        self._forget(freed)
         self._push_free(freed)
 
     def release_private(self, blocks: np.ndarray) -> None:
@@ -195,17 +195,15 @@ class BlockPool:
 
     def taint(self, blocks: np.ndarray) -> None:
         """Non-finite values may be in these blocks: out of the cache, zeroed before reuse."""
-        for block in blocks.tolist():
-            self._forget(block)
-            self._dirty[block] = None
+        held = blocks.tolist()
+        self._forget(held)
+        self._dirty.update(dict.fromkeys(held))
 
     def clear_cache(self) -> None:
         """Forget every node: the executor lost the KV."""
         self._push_free(list(self._lru))
         self._lru.clear()
-        for block, key in enumerate(self._keys):
-            if key is not None:
-                self._forget(block)
+        self._forget(range(self.num_blocks))
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -222,19 +220,24 @@ class BlockPool:
             self._free[self._num_free : end] = blocks
             self._num_free = end
 
-    def _forget(self, block: int) -> None:
-        key = self._keys[block]
-        if key is not None:
-            del self._index[key]
-            self._keys[block] = None
-            self._uids[block] = ROOT_UID
-            self._ready[block] = 0
-
-    def _evict(self, count: int) -> None:
-        blocks = [self._lru.popitem(last=False)[0] for _ in range(count)]
+    def _forget(self, blocks: Iterable[int]) -> None:
+        """Take their nodes out of the index, of those that have one."""
+        index, keys, ready = self._index, self._keys, self._ready
         for block in blocks:
-            self._forget(block)
-        self._push_free(blocks)
+            key = keys[block]
+            if key is not None:
+                del index[key]
+                keys[block] = None
+                ready[block] = 0
+
+    def _evict(self, count: int) -> np.ndarray:
+        """Blocks out of the cache, intp, the least recently used one last."""
+        popitem = self._lru.popitem
+        blocks = [popitem(last=False)[0] for _ in range(count)]
+        self._forget(blocks)
+        evicted = np.asarray(blocks[::-1], dtype=np.intp)
+        self.draft_valid[evicted] = False
+        return evicted
 
     def check(self) -> None:
         """Every invariant of the pool; raises AssertionError."""

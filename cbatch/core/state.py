@@ -64,7 +64,8 @@ class SchedulerState:
 
     # ---- a request's way ----------------------------------------------------------------------
 
-    def enqueue(self, request: Request, now_s: float, output: tuple[int, ...]) -> None:
+    def enqueue(self, request: Request, tokens: np.ndarray, now_s: float) -> None:
+        """`tokens`, int32: those of the prompt, and of an output if it has one already."""
         config, params = self.config, request.params
         rank = rank_request(
             config.queue_policy, config.ageing_per_s, request, self._arrivals, now_s
@@ -79,11 +80,11 @@ class SchedulerState:
             stop_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
             min_total_tokens=prompt_tokens + params.min_tokens,
             max_total_tokens=min(prompt_tokens + params.max_tokens, config.max_sequence_tokens),
-            tokens=np.asarray(request.prompt + output, dtype=np.int32),
+            tokens=tokens,
             estimate=(prior.prior_acceptance * prior.prior_trials, prior.prior_trials),
         )
         self.sequences[request.request_id] = sequence
-        self.waiting.push(sequence, rank, preempted=bool(output))
+        self.waiting.push(sequence, rank, preempted=len(tokens) > prompt_tokens)
 
     def blocks_to_admit(self, sequence: Sequence) -> int:
         """Blocks it holds once admitted: all known tokens and the decode reserve."""
