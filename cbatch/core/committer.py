@@ -103,7 +103,9 @@ class Committer:
             self._teach(controller, step, None if last_s is None else now_s - last_s)
         if result.shadow is not None:
             self._overhear(result.shadow, flight)
-        ended = self._find_ends(step, flight.may_end)
+        ended = []
+        if flight.may_end or len(state.stop_union):
+            ended = self._find_ends(step, flight.may_end)
         if troubled:
             self._forget_drafts(step)
             self._fail(step)
