@@ -44,8 +44,6 @@ class SlotTable:
         self.published = column()  # leading positions whose blocks are open to others
         self.estimate = np.zeros((2, max_slots), dtype=np.float64)  # the estimator's N and D
         self.blocks = np.zeros((max_slots, max_blocks_per_sequence), dtype=np.intp)
-        self.flat_blocks = self.blocks.reshape(-1)  # the same memory, and where a row starts in it
-        self.blocks_start = np.arange(0, self.blocks.size, max_blocks_per_sequence)
         self._free_slots = list(range(max_slots))  # a heap
         self._set_tokens(np.zeros((max_slots, _INITIAL_WIDTH_TOKENS), dtype=np.int32))
 
