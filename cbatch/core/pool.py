@@ -170,18 +170,16 @@ class BlockPool:
         (int32). Where a node exists already (another sequence has computed it meanwhile), the block
         stays private and the existing uid carries the chain on.
         """
-        index, uids, uid = self._index, self._uids, parent_uid
+        index, keys, uids, uid = self._index, self._keys, self._uids, parent_uid
         names = self._names(tokens, first_index, first_index + len(blocks))
         for block, name in zip(blocks, names, strict=True):
             key = (uid, name)
-            existing = index.get(key)
-            if existing is not None:
-                uid = uids[existing]
-                continue
-            index[key] = block
-            self._keys[block] = key
-            uids[block] = uid = self._next_uid
-            self._next_uid = uid + 1
+            node = index.setdefault(key, block)
+            if node == block:
+                keys[block] = key
+                uids[block] = self._next_uid
+                self._next_uid += 1
+            uid = uids[node]
         return uid
 
     def mark_ready(self, blocks: list[int]) -> None:

@@ -243,7 +243,7 @@ class SchedulerState:
         for slot, index, block in zip(slots.tolist(), indices, appended, strict=True):
             table.blocks[slot, index] = block
             table.capacity[slot] = (index + 1) * size
-        self._appended = np.array((slots, indices, appended), dtype=np.int32)
+        self._appended = np.array((slots.tolist(), indices, appended), dtype=np.int32)
         return Reservation(slots, capacity, blocks)
 
     def return_unused(self, reservation: Reservation, unused: np.ndarray) -> None:
