@@ -27,7 +27,10 @@ class ModelledExecutor:
         self._cost = cost
         self._acceptance = acceptance
         self._counts = SlotCounts(max_slots)
-        self._next_token = np.zeros(max_slots, np.int64)
+        self._first_token = np.zeros(max_slots, np.int64)  # by slot, as if it had counted from 0
+        # Shared by the results of steps in which every row emits one token.
+        self._ramp = np.arange(max_slots + 1, dtype=np.int32)
+        self._ok = np.zeros(max_slots, np.uint8)
         self._steady: _Steady | None = None
         self.host_s = 0.0  # of the last step, where the cost model tells it apart
 
@@ -64,10 +67,7 @@ class ModelledExecutor:
         )
 
     def _leave_steady(self, steady: _Steady) -> None:
-        slots, steps = steady.slots, steady.steps
-        self._counts.kv_len[slots] += steps
-        self._counts.num_tokens[slots] += steps
-        self._next_token[slots] += steps
+        self._counts.advance_all(steady.slots, steady.steps)
         self._steady = None
 
     # -- any step
@@ -75,31 +75,33 @@ class ModelledExecutor:
     def _admit(self, deltas: Deltas) -> None:
         for a in deltas.admitted:
             self._counts.admit(a)
-            self._next_token[a.slot] = int(a.tokens[-1]) + 1
+            self._first_token[a.slot] = int(a.tokens[-1]) + 1 - len(a.tokens)
             if self._acceptance is not None:
                 self._acceptance.admit(a)
 
     def _run_any(self, plan: StepPlan) -> StepResult:
-        slots = plan.slots
-        drafted = plan.num_drafts
-        accepted = drafted
-        drafts_any = bool(np.count_nonzero(drafted))
-        if drafts_any:
-            if self._acceptance is None:
-                raise ValueError("acceptance: is None, but the plan drafts; give a model of it")
-            accepted = self._acceptance.num_accepted(slots, self._counts.num_tokens[slots], drafted)
+        slots, drafted = plan.slots, plan.num_drafts
         work = self._counts.work(plan, drafted)
-        wants = plan.wants_logits
-        emitted = accepted + wants
-        splits = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(emitted, out=splits[1:])
-        first = self._next_token[slots] - splits[:-1]
-        tokens = (np.repeat(first, emitted) + np.arange(splits[-1])).astype(np.int32)
-        self._counts.advance(plan, accepted, emitted)
-        self._next_token[slots] += emitted
+        accepted = drafted
+        known = self._counts.num_tokens[slots]
+        first = self._first_token[slots] + known
+        plain = work.decode_rows == work.rows and not work.draft_tokens
+        if plain:
+            splits = self._ramp[: work.rows + 1]
+            tokens = first.astype(np.int32)
+            self._counts.advance_all(slots, 1)
+        else:
+            if work.draft_tokens:
+                accepted = self._accept(slots, known, drafted)
+            emitted = accepted + plan.wants_logits
+            splits = np.zeros(work.rows + 1, np.int32)
+            np.add.accumulate(emitted, out=splits[1:])
+            first -= splits[:-1]
+            tokens = (first.repeat(emitted) + np.arange(splits[-1])).astype(np.int32)
+            self._counts.advance(plan, accepted, emitted)
         draft_s, target_s, self.host_s = self._cost.step_s(work)
-        status = np.zeros(len(slots), np.uint8)
-        if not drafts_any and work.decode_rows == work.rows:
+        status = self._ok[: work.rows]
+        if plain:
             self._steady = _Steady(plan, work, tokens, splits, status)
             work.admitted = work.ingested_tokens = 0
         return StepResult(
@@ -113,6 +115,11 @@ class ModelledExecutor:
             draft_s,
             target_s,
         )
+
+    def _accept(self, slots: np.ndarray, known: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+        if self._acceptance is None:
+            raise ValueError("acceptance: is None, but the plan drafts; give a model of it")
+        return self._acceptance.num_accepted(slots, known, drafted)
 
 
 class _Steady:

@@ -207,7 +207,7 @@ class Recorder:
         gap_s = now_s - self._last_s[slots]
         self._last_s[slots] = now_s
         first = np.isnan(gap_s)
-        if first.any():
+        if True in first.tolist():
             for slot in slots[first].tolist():
                 opened = self._occupants[slot]
                 assert opened is not None
@@ -217,7 +217,7 @@ class Recorder:
         self._gap_s.extend(gap_s.tolist())
         self._gap_chunks.extend([1] * len(gap_s))
         self._gap_tokens.extend(counts.tolist())
-        if every and len(commit.tokens) == len(slots) and not np.count_nonzero(plan.num_drafts):
+        if every and len(commit.tokens) == len(slots) and not any(plan.num_drafts.tolist()):
             self._steady, self._steady_s = plan, now_s
 
     def _meets(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from cbatch.core.cost import CostProfile
 from cbatch.core.errors import FieldError, RefusedError
@@ -110,15 +111,18 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         """The longest sequence that fits: the context, or the whole pool if that is smaller."""
         return min(self.max_model_tokens, self.num_blocks * self.block_size_tokens)
 
-    def check_request(self, request: Request, output: tuple[int, ...] = ()) -> None:
+    def check_request(self, request: Request, output: tuple[int, ...] = ()) -> np.ndarray:
         """Raises `FieldError` or `RefusedError` for what a scheduler with this configuration would
         not accept; whoever accepts requests elsewhere asks the same question. `output` are tokens
-        that the request has already."""
+        that the request has already. Returns all that it has, int32 [prompt + output]."""
         prompt, params = request.prompt, request.params
         if not prompt:
             raise FieldError("prompt", "is empty", "give at least one token")
-        for field, ids in (("prompt", prompt), ("output", output)):
-            if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+        tokens = {"prompt": request.prompt_array()}
+        if output:
+            tokens["output"] = np.asarray(output)
+        for field, ids in tokens.items():
+            if not 0 <= np.minimum.reduce(ids) <= np.maximum.reduce(ids) < self.vocab_size:
                 raise FieldError(
                     field, "has a token id out of range", f"use ids in [0, {self.vocab_size})"
                 )
@@ -134,3 +138,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             )
         if len(output) >= min(params.max_tokens, longest + 1 - len(prompt)):
             raise FieldError("output", f"{len(output)} tokens are all there is", "end it instead")
+        known = np.concatenate([*tokens.values()]) if output else tokens["prompt"]
+        return known.astype(np.int32, copy=False)

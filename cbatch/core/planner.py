@@ -49,6 +49,8 @@ class Planner:
 
     def plan(self) -> StepPlan | None:
         state = self.state
+        if self._goes_on():
+            return self._go_on()
         decodes = self._decodes()
         chunks: list[Chunk] = []
         if state.prefilling or (state.waiting and state.table.num_free):
@@ -61,6 +63,46 @@ class Planner:
         if not (len(decodes.slots) or chunks):
             return None
         return self._build(decodes, chunks)
+
+    # ---- quiet steps --------------------------------------------------------------------------
+
+    def _goes_on(self) -> bool:
+        """Whether this step is the one before again: the same rows decode one token each, none is
+        near its end, none may draft, nobody can enter, and there is a block for each of them."""
+        state, cache = self.state, self._cache
+        return (
+            cache.version == state.rows_version
+            and cache.slack_tokens >= state.most_emitted
+            and cache.never_drafts
+            and not (state.flights or state.prefilling)
+            and not (state.waiting and state.table.num_free)
+            and len(cache.slots) <= state.pool.num_available
+        )
+
+    def _go_on(self) -> StepPlan:
+        """What the long way would plan, without asking again what has not changed."""
+        state, table, cache = self.state, self.state.table, self._cache
+        rows, drafts = cache.rows, cache.no_drafts
+        cache.slack_tokens -= state.most_emitted
+        reservation = _NOTHING_RESERVED
+        short = (table.num_tokens[rows] > table.capacity[rows]).nonzero()[0]
+        if len(short):
+            reservation = state.reserve_block_each(cache.index[short])
+        plan = StepPlan(
+            self._next_step_id,
+            cache.slots,
+            cache.generations,
+            drafts.query_lens,
+            drafts.num_drafts,
+            drafts.num_drafts,
+            cache.trues,
+            state.take_deltas(),
+        )
+        self._next_step_id += 1
+        owners = cache.owners
+        flight = Flight(plan, rows, owners, drafts, True, False, False, reservation, [], [])
+        state.flights.append(flight)
+        return plan
 
     # ---- decoding rows ------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ is about to compute it, and *ready* once its KV is verified and complete.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -38,11 +38,10 @@ class BlockPool:
         self.block_size = block_size_tokens
         self.ref_counts = np.zeros(num_blocks, dtype=np.int32)
         # True where the block's draft-model KV is complete too.
-        self.draft_valid = np.zeros(num_blocks, dtype=np.bool_)
-        # A stack; reversed so that a fresh pool hands out 0, 1, 2, ... Block ids inside core are of
-        # numpy's own index type: with any other, each use as an index costs a conversion.
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.intp)
-        self._num_free = num_blocks
+        self._draft_valid = bytearray(num_blocks)
+        self.draft_valid = np.frombuffer(self._draft_valid, dtype=np.bool_)  # the same memory
+        # A stack; reversed so that a fresh pool hands out 0, 1, 2, ...
+        self._free = list(range(num_blocks - 1, -1, -1))
         # Cached and unreferenced, oldest first. A plain dict would search for its first entry past
         # all those taken out before it.
         self._lru: OrderedDict[int, None] = OrderedDict()
@@ -58,7 +57,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return self._num_free
+        return len(self._free)
 
     @property
     def num_cached(self) -> int:
@@ -67,7 +66,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return self._num_free + len(self._lru)
+        return len(self._free) + len(self._lru)
 
     def num_blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -85,15 +84,17 @@ class BlockPool:
     # ---- allocation ---------------------------------------------------------------------------
 
     def allocate(self, count: int) -> np.ndarray:
-        """`count` blocks with one reference each, intp. The caller has checked `num_available`."""
-        if count > self._num_free:
-            self._evict(count - self._num_free)
-        end = self._num_free
-        self._num_free -= count
-        blocks = self._free[self._num_free : end][::-1].copy()
+        """`count` blocks with one reference each. The caller has checked `num_available`. They are
+        intp, numpy's own index type: with any other, each use as an index costs a conversion."""
+        free = self._free
+        if count > len(free):
+            self._evict(count - len(free))
+        taken = free[: -count - 1 : -1]
+        del free[len(free) - count :]
+        blocks = np.array(taken, dtype=np.intp)
         self.ref_counts[blocks] = 1
         if self._dirty:
-            for block in blocks.tolist():
+            for block in taken:
                 if block in self._dirty:
                     del self._dirty[block]
                     self._to_zero.append(block)
@@ -122,16 +123,13 @@ class BlockPool:
             if ready[block]:
                 lru[block] = None
             else:
-                self._forget(block)
                 freed.append(block)
-        self._push_free(freed)
+        self._set_free(freed)
 
     def release_private(self, blocks: np.ndarray) -> None:
         """Give back blocks that nobody shares and no node names: reserved and not used."""
-        count = len(blocks)
         self.ref_counts[blocks] = 0
-        self._free[self._num_free : self._num_free + count] = blocks
-        self._num_free += count
+        self._free += blocks.tolist()
 
     def count_unreferenced(self, blocks: list[int]) -> int:
         return sum(1 for block in blocks if self.ref_counts[block] == 0)
@@ -172,18 +170,16 @@ class BlockPool:
         (int32). Where a node exists already (another sequence has computed it meanwhile), the block
         stays private and the existing uid carries the chain on.
         """
-        index, uids, uid = self._index, self._uids, parent_uid
+        index, keys, uids, uid = self._index, self._keys, self._uids, parent_uid
         names = self._names(tokens, first_index, first_index + len(blocks))
         for block, name in zip(blocks, names, strict=True):
             key = (uid, name)
-            existing = index.get(key)
-            if existing is not None:
-                uid = uids[existing]
-                continue
-            index[key] = block
-            self._keys[block] = key
-            uids[block] = uid = self._next_uid
-            self._next_uid = uid + 1
+            node = index.setdefault(key, block)
+            if node == block:
+                keys[block] = key
+                uids[block] = self._next_uid
+                self._next_uid += 1
+            uid = uids[node]
         return uid
 
     def mark_ready(self, blocks: list[int]) -> None:
@@ -195,17 +191,15 @@ class BlockPool:
 
     def taint(self, blocks: np.ndarray) -> None:
         """Non-finite values may be in these blocks: out of the cache, zeroed before reuse."""
-        for block in blocks.tolist():
-            self._forget(block)
-            self._dirty[block] = None
+        held = blocks.tolist()
+        self._forget(held)
+        self._dirty.update(dict.fromkeys(held))
 
     def clear_cache(self) -> None:
         """Forget every node: the executor lost the KV."""
-        self._push_free(list(self._lru))
+        self._set_free(self._lru)
         self._lru.clear()
-        for block, key in enumerate(self._keys):
-            if key is not None:
-                self._forget(block)
+        self._forget(range(self.num_blocks))
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -215,39 +209,40 @@ class BlockPool:
         names = tokens[first * self.block_size : last * self.block_size].tobytes()
         return (names[at : at + size_bytes] for at in range(0, len(names), size_bytes))
 
-    def _push_free(self, blocks: list[int]) -> None:
-        if blocks:
-            end = self._num_free + len(blocks)
-            self.draft_valid[blocks] = False
-            self._free[self._num_free : end] = blocks
-            self._num_free = end
+    def _set_free(self, blocks: Collection[int]) -> None:
+        """Blocks that nobody refers to any more, the last to be used next."""
+        self._forget(blocks)
+        draft_valid = self._draft_valid
+        for block in blocks:
+            draft_valid[block] = 0
+        self._free += blocks
 
-    def _forget(self, block: int) -> None:
-        key = self._keys[block]
-        if key is not None:
-            del self._index[key]
-            self._keys[block] = None
-            self._uids[block] = ROOT_UID
-            self._ready[block] = 0
+    def _forget(self, blocks: Iterable[int]) -> None:
+        """Take their nodes out of the index, of those that have one."""
+        index, keys, ready = self._index, self._keys, self._ready
+        for block in blocks:
+            key = keys[block]
+            if key is not None:
+                del index[key]
+                keys[block] = None
+                ready[block] = 0
 
     def _evict(self, count: int) -> None:
-        blocks = [self._lru.popitem(last=False)[0] for _ in range(count)]
-        for block in blocks:
-            self._forget(block)
-        self._push_free(blocks)
+        popitem = self._lru.popitem
+        self._set_free([popitem(last=False)[0] for _ in range(count)])
 
     def check(self) -> None:
         """Every invariant of the pool; raises AssertionError."""
-        free = self._free[: self._num_free]
+        free = self._free
         referenced = int(np.count_nonzero(self.ref_counts))
         assert (self.ref_counts >= 0).all(), "negative reference count"
-        assert self._num_free + referenced + len(self._lru) == self.num_blocks, (
-            f"{self._num_free} free + {referenced} referenced + {len(self._lru)} cached "
+        assert len(free) + referenced + len(self._lru) == self.num_blocks, (
+            f"{len(free)} free + {referenced} referenced + {len(self._lru)} cached "
             f"!= {self.num_blocks}"
         )
-        assert len(np.unique(free)) == self._num_free, "a block is free twice"
+        assert len(np.unique(free)) == len(free), "a block is free twice"
         assert (self.ref_counts[free] == 0).all(), "a free block is referenced"
-        assert not any(self._ready[b] for b in free.tolist()), "a free block is cached"
+        assert not any(self._ready[b] for b in free), "a free block is cached"
         assert all(self.ref_counts[b] == 0 and self._ready[b] for b in self._lru)
         assert len(self._index) == sum(key is not None for key in self._keys)
         assert all(self._keys[block] == key for key, block in self._index.items())

@@ -7,6 +7,7 @@ import math
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from cbatch.core.errors import FieldError
 
@@ -244,3 +245,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     choice: int = 0  # index among the n choices of one call
     priority: int = 0  # smaller goes first, under the `priority` queue policy
+
+    def prompt_array(self) -> np.ndarray:
+        """The prompt as integers of any width: nobody has checked yet that int32 holds them."""
+        return np.asarray(self.prompt)

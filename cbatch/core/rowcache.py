@@ -21,34 +21,44 @@ class RowCache(msgspec.Struct):
     trues: np.ndarray
     no_drafts: Drafts
     most_drafts: Drafts
+    never_drafts: bool  # no row may, whatever the policy says
     all_catch_up: bool  # every row may plan catch-up wherever it may draft
     slack_tokens: int = 0  # every row can take so many more before any comes near its end
 
     @classmethod
     def of(cls, state: SchedulerState) -> RowCache:
         table = state.table
-        slots = np.asarray(state.decoding, dtype=np.int32)
+        slots = np.array(state.decoding, dtype=np.int32)
+        index = np.array(state.decoding, dtype=np.intp)
         count = len(slots)
+        no_drafts = Drafts.none(count)
+        most_drafts, all_catch_up = no_drafts, True
+        if state.speculates:
+            most_drafts = Drafts.of(table.max_lookahead[slots])
+            catch_up_end, lookahead_end = table.catch_up_end[slots], table.lookahead_end[slots]
+            all_catch_up = not np.count_nonzero(catch_up_end < lookahead_end)
         return cls(
             version=state.rows_version,
             slots=slots,
-            index=slots.astype(np.intp),
-            rows=select(slots),
+            index=index,
+            rows=select(slots, index),
             owners=owners_of(state, state.decoding),
-            generations=table.generation[slots],
-            trues=np.ones(count, dtype=np.bool_),
-            no_drafts=Drafts.of(np.zeros(count, dtype=np.int32)),
-            most_drafts=Drafts.of(table.max_lookahead[slots]),
-            all_catch_up=bool((table.catch_up_end[slots] >= table.lookahead_end[slots]).all()),
+            generations=table.generation[index],
+            trues=no_drafts.query_lens.astype(np.bool_),
+            no_drafts=no_drafts,
+            most_drafts=most_drafts,
+            never_drafts=not most_drafts.total,
+            all_catch_up=all_catch_up,
         )
 
 
-def select(slots: np.ndarray) -> slice | np.ndarray:
-    """`slots` (ascending) as a slice where they are adjacent: numpy is several times faster."""
+def select(slots: np.ndarray, index: np.ndarray | None = None) -> slice | np.ndarray:
+    """`slots` (ascending) as a slice where they are adjacent: numpy is several times faster. Else
+    as intp, which is `index` if the caller has it."""
     count = len(slots)
     if count and int(slots[-1]) - int(slots[0]) == count - 1:
         return slice(int(slots[0]), int(slots[0]) + count)
-    return slots.astype(np.intp)
+    return slots.astype(np.intp) if index is None else index
 
 
 def owners_of(state: SchedulerState, slots: list[int]) -> list[Sequence]:

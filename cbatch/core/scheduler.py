@@ -61,10 +61,10 @@ class Scheduler:
         Raises `FieldError` or `RefusedError`; then nothing was added."""
         if request.request_id in self._state.sequences:
             raise FieldError("request_id", f"{request.request_id!r} is running", "use a new one")
-        self.config.check_request(request, output)
+        tokens = self.config.check_request(request, output)
         if self._log:
             self._log(Added(request, now_s, output))
-        self._state.enqueue(request, now_s, output)
+        self._state.enqueue(request, tokens, now_s)
 
     def cancel(self, request_id: str, now_s: float) -> bool:
         """End it as CANCELLED, waiting or running; False if it is unknown or has ended."""

@@ -75,6 +75,11 @@ class Drafts(msgspec.Struct, frozen=True, eq=False):
         by_all = bool(np.count_nonzero(num_drafts) == len(num_drafts))
         return cls(num_drafts, num_drafts + ONE, int(np.add.reduce(num_drafts)), by_all)
 
+    @classmethod
+    def none(cls, rows: int) -> Drafts:
+        zeros = np.zeros(rows, dtype=np.int32)
+        return cls(zeros, zeros + ONE, 0, not rows)
+
 
 class Flight(msgspec.Struct, eq=False):
     """A plan that has not been committed."""

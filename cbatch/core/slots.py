@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 _INITIAL_WIDTH_TOKENS = 256
@@ -42,9 +44,7 @@ class SlotTable:
         self.published = column()  # leading positions whose blocks are open to others
         self.estimate = np.zeros((2, max_slots), dtype=np.float64)  # the estimator's N and D
         self.blocks = np.zeros((max_slots, max_blocks_per_sequence), dtype=np.intp)
-        self.flat_blocks = self.blocks.reshape(-1)  # the same memory, and where a row starts in it
-        self.blocks_start = np.arange(0, self.blocks.size, max_blocks_per_sequence)
-        self._free_slots = list(range(max_slots - 1, -1, -1))
+        self._free_slots = list(range(max_slots))  # a heap
         self._set_tokens(np.zeros((max_slots, _INITIAL_WIDTH_TOKENS), dtype=np.int32))
 
     def kv_len(self, slot: int) -> int:
@@ -60,12 +60,11 @@ class SlotTable:
         return len(self._free_slots)
 
     def take_slot(self) -> int:
-        return self._free_slots.pop()
+        return heapq.heappop(self._free_slots)
 
     def free_slot(self, slot: int) -> None:
         """The lowest free slot is taken next, which keeps running rows together."""
-        self._free_slots.append(slot)
-        self._free_slots.sort(reverse=True)
+        heapq.heappush(self._free_slots, slot)
 
     def ensure_width(self, tokens: int) -> None:
         """Make room for sequences of that many tokens; the width doubles, so it rarely grows."""

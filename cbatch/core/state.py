@@ -14,6 +14,7 @@ from cbatch.core.slots import SlotTable
 from cbatch.core.waiting import WaitingQueue, rank_request
 
 _NONE = np.zeros(0, dtype=np.int32)
+_NOTHING_APPENDED = np.zeros((3, 0), dtype=np.int32)
 NO_DELTAS = Deltas(False, _NONE, _NONE, (), _NONE, _NONE, _NONE)
 
 
@@ -25,8 +26,6 @@ class SchedulerState:
         self.pool = BlockPool(config.num_blocks, config.block_size_tokens)
         max_blocks = self.pool.num_blocks_for(config.max_sequence_tokens)
         self.table = SlotTable(config.max_slots, max_blocks)
-        # The block size as an array, for the same reason as `ONE` of the table.
-        self._block_size = np.array(config.block_size_tokens, dtype=np.int32)
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.sequences: dict[str, Sequence] = {}  # every accepted request that has not ended
         self.owners: list[Sequence | None] = [None] * config.max_slots
@@ -60,11 +59,12 @@ class SchedulerState:
         self._reset = True  # the executor has been told nothing yet
         self._released: list[int] = []
         self._admitted: list[Admission] = []
-        self._appended = (_NONE, _NONE, _NONE)  # slots, indices, blocks; once a plan at most
+        self._appended = _NOTHING_APPENDED  # slots, indices, blocks; once a plan at most
 
     # ---- a request's way ----------------------------------------------------------------------
 
-    def enqueue(self, request: Request, now_s: float, output: tuple[int, ...]) -> None:
+    def enqueue(self, request: Request, tokens: np.ndarray, now_s: float) -> None:
+        """`tokens`, int32: those of the prompt, and of an output if it has one already."""
         config, params = self.config, request.params
         rank = rank_request(
             config.queue_policy, config.ageing_per_s, request, self._arrivals, now_s
@@ -79,11 +79,11 @@ class SchedulerState:
             stop_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
             min_total_tokens=prompt_tokens + params.min_tokens,
             max_total_tokens=min(prompt_tokens + params.max_tokens, config.max_sequence_tokens),
-            tokens=np.asarray(request.prompt + output, dtype=np.int32),
+            tokens=tokens,
             estimate=(prior.prior_acceptance * prior.prior_trials, prior.prior_trials),
         )
         self.sequences[request.request_id] = sequence
-        self.waiting.push(sequence, rank, preempted=bool(output))
+        self.waiting.push(sequence, rank, preempted=len(tokens) > prompt_tokens)
 
     def blocks_to_admit(self, sequence: Sequence) -> int:
         """Blocks it holds once admitted: all known tokens and the decode reserve."""
@@ -234,13 +234,16 @@ class SchedulerState:
 
     def reserve_block_each(self, slots: np.ndarray) -> Reservation:
         """One more block for each of `slots`, intp. The pool has enough."""
-        table = self.table
+        table, size = self.table, self.pool.block_size
         capacity = table.capacity[slots]
-        indices = capacity // self._block_size
         blocks = self.pool.allocate(len(slots))
-        table.flat_blocks[table.blocks_start[slots] + indices] = blocks
-        table.capacity[slots] = capacity + self._block_size
-        self._appended = (slots, indices, blocks)
+        # One by one: they are few, and an operation on arrays costs as much as several of them.
+        held, appended = capacity.tolist(), blocks.tolist()
+        indices = [positions // size for positions in held]
+        for slot, index, block in zip(slots.tolist(), indices, appended, strict=True):
+            table.blocks[slot, index] = block
+            table.capacity[slot] = (index + 1) * size
+        self._appended = np.array((slots.tolist(), indices, appended), dtype=np.int32)
         return Reservation(slots, capacity, blocks)
 
     def return_unused(self, reservation: Reservation, unused: np.ndarray) -> None:
@@ -256,7 +259,7 @@ class SchedulerState:
         blocks = self.pool.allocate(len(rows))
         table.blocks[rows, indices] = blocks
         table.capacity[slots] = held + counts * size
-        self._appended = (rows, indices, blocks)
+        self._appended = np.array((rows, indices, blocks), dtype=np.int32)
 
     def return_tails(self, slots: np.ndarray, counts: np.ndarray) -> None:
         """Take the last `counts[i]` (> 0) reserved and unused blocks back from `slots[i]`."""
@@ -306,7 +309,7 @@ class SchedulerState:
             self.preempt(sequence)
         self.pool.clear_cache()
         self._admitted.clear()
-        self._appended = (_NONE, _NONE, _NONE)
+        self._appended = _NOTHING_APPENDED
         self._released.clear()
         self._reset = True
 
@@ -315,18 +318,19 @@ class SchedulerState:
     def take_deltas(self) -> Deltas:
         """What has changed since the previous plan."""
         to_zero = self.pool.take_to_zero()
-        slots, indices, blocks = self._appended
-        if not (len(slots) or self._admitted or self._released or self._reset or len(to_zero)):
+        slots, indices, blocks = appended = self._appended
+        quiet = appended is _NOTHING_APPENDED and not len(to_zero)
+        if quiet and not (self._admitted or self._released or self._reset):
             return NO_DELTAS
-        self._appended = (_NONE, _NONE, _NONE)
+        self._appended = _NOTHING_APPENDED
         deltas = Deltas(
             reset=self._reset,
             released=np.asarray(self._released, dtype=np.int32) if self._released else _NONE,
             zeroed_blocks=to_zero,
             admitted=tuple(self._admitted),
-            append_slots=slots.astype(np.int32),
-            append_indices=indices.astype(np.int32, copy=False),
-            append_blocks=blocks.astype(np.int32),
+            append_slots=slots,
+            append_indices=indices,
+            append_blocks=blocks,
         )
         self._reset = False
         self._released, self._admitted = [], []
