@@ -25,6 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_model("llama-1m", tmp_path_factory.mktemp("models"), "float32")
 
 
+@pytest.mark.slow
 def test_all_of_them_agree_and_are_timed(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
