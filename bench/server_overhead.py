@@ -1,7 +1,9 @@
 """What the server itself costs: processor time per chunk of a stream, without any engine.
 
 A stub in the engine's place hands one output to every open stream at each tick, as a step does. The
-client is a process of its own that reads raw sockets; its processor time is reported beside.
+client is a process of its own that reads raw sockets; its processor time is reported beside. In a
+second run it notes how long each chunk took to it: what differs from one to the next is the jitter
+that the server adds to the time between tokens.
 """
 
 from __future__ import annotations
@@ -10,15 +12,18 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
+import re
 import resource
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import uvicorn
 
 from bench.report import print_report
@@ -33,6 +38,7 @@ from cbatch.text import ChatTemplate, load_tokenizer
 
 TICK_S = 0.01
 LIMIT_US = 60.0
+PUT = re.compile(rb'" (\d+\.\d{6})"')
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x = 1"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x = 1"}]},
@@ -86,7 +92,10 @@ class Ticking:
     def _output(self, request_id: str, left: int) -> Output:
         ended = Choice(0, "", (), FinishReason.LENGTH, None, Speculation()) if left == 1 else None
         tokens = len(self._ids)
-        return Output(request_id, 0, " and so on", self._ids, tokens - 1, tokens - 1, ended)
+        text = (
+            f" {time.monotonic():.6f}"  # of this machine, so the client can tell how long it took
+        )
+        return Output(request_id, 0, text, self._ids, tokens - 1, tokens - 1, ended)
 
 
 def read_streams(port: int, path: str, num_streams: int, answer: Any) -> None:
@@ -95,8 +104,23 @@ def read_streams(port: int, path: str, num_streams: int, answer: Any) -> None:
     answer.send((count_chunks(port, path, num_streams), time.process_time() - began_s))
 
 
-def count_chunks(port: int, path: str, num_streams: int) -> int:
-    """Opens the streams and reads all to their ends."""
+def read_delays(port: int, path: str, num_streams: int, answer: Any) -> None:
+    """The same, but sends the seconds from the stub to the client of every chunk, by stream."""
+    delays: dict[int, list[float]] = {}
+
+    def note(stream: int, received: bytes) -> None:
+        now_s = time.monotonic()
+        found = delays.setdefault(stream, [])
+        found.extend(now_s - float(put) for put in PUT.findall(received))
+
+    count_chunks(port, path, num_streams, note)
+    answer.send(list(delays.values()))
+
+
+def count_chunks(
+    port: int, path: str, num_streams: int, note: Callable[[int, bytes], None] | None = None
+) -> int:
+    """Opens the streams and reads all to their ends; `note` is given whatever comes."""
     raw = json.dumps(BODIES[path] | {"stream": True}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
@@ -111,6 +135,8 @@ def count_chunks(port: int, path: str, num_streams: int) -> int:
             connection = cast(socket.socket, key.fileobj)
             received = connection.recv(65536)
             chunks += received.count(b"data: {")
+            if note is not None:
+                note(key.fd, received)
             if not received:
                 selector.unregister(connection)
                 connection.close()
@@ -142,10 +168,13 @@ def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[in
 def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[str, Any]:
     """One row of the report."""
     with serving(num_chunks, tokens) as port:
-        _read_elsewhere(port, path, 1)  # the first call imports and compiles
+        _elsewhere(read_streams, port, path, 1)  # the first call imports and compiles
         began_s = _cpu_s()
-        chunks, client_s = _read_elsewhere(port, path, num_streams)
+        chunks, client_s = _elsewhere(read_streams, port, path, num_streams)
         server_s = _cpu_s() - began_s
+        by_stream = _elsewhere(read_delays, port, path, num_streams)
+    # What the server adds to the time between two tokens: one delay less the one before.
+    added_s = np.concatenate([np.abs(np.diff(delays)) for delays in by_stream])
     us = server_s / chunks * 1e6
     return {
         "path": path,
@@ -155,15 +184,17 @@ def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[s
         "server_us_per_chunk": round(us, 1),
         "of_limit": round(us / LIMIT_US, 3),
         "client_us_per_chunk": round(client_s / chunks * 1e6, 1),
+        "delay_ms_p50": round(float(np.median(np.concatenate(by_stream))) * 1e3, 3),
+        "itl_jitter_ms_p99": round(float(np.percentile(added_s, 99)) * 1e3, 3),
     }
 
 
-def _read_elsewhere(port: int, path: str, num_streams: int) -> tuple[int, float]:
+def _elsewhere(read: Callable[..., None], port: int, path: str, num_streams: int) -> Any:
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    client = context.Process(target=read_streams, args=(port, path, num_streams, theirs))
+    client = context.Process(target=read, args=(port, path, num_streams, theirs))
     client.start()
-    found: tuple[int, float] = mine.recv()
+    found = mine.recv()
     client.join()
     return found
 
@@ -183,7 +214,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--chunks", type=int, default=300, help="of each stream")
+    parser.add_argument("--one-core", action="store_true", help="for server and client together")
     arguments = parser.parse_args()
+    if arguments.one_core:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     rows = [
         measure(path, num_streams, arguments.chunks, tokens)
         for path in BODIES
