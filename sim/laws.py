@@ -79,11 +79,11 @@ def parse_arrivals(option: str, text: str) -> Arrivals:
     return make
 
 
-def parse_lengths(option: str, text: str, column: str) -> Lengths:
-    """`column` is the field of a trace's requests that `empirical:FILE` draws from. Raises
-    `FieldError` naming `option`, or the trace's own error."""
+def parse_lengths(option: str, text: str, column: str | None = None) -> Lengths:
+    """`column` is the field of a trace's requests that `empirical:FILE` draws from; without one it
+    is not known. Raises `FieldError` naming `option`, or the trace's own error."""
     name, _, path = text.partition(":")
-    if name == _EMPIRICAL and path:
+    if name == _EMPIRICAL and path and column is not None:
         return lengths.empirical([getattr(request, column) for request in Trace(path)])
     law, values = _parse(option, text, LENGTHS)
     found: Lengths = _checked(option, text, partial(law.make, *values))

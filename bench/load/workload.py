@@ -3,52 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from bench.load.bodies import Item
 from cbatch.core.errors import FieldError
-from sim import arrivals, lengths
+from sim import laws
 from sim.lengths import Lengths
 from sim.workload import Arrivals
 
 LENGTHS = "N, uniform:LOW:HIGH, lognormal:MEAN:CV, zipf:EXPONENT:LOW:HIGH"
-ARRIVALS = "constant, poisson, gamma:CV, weibull:CV, onoff:ON_S:OFF_S"
+ARRIVALS = "constant, poisson, gamma:CV, weibull:CV, onoff:ON_S:OFF_S, diurnal:SWING:PERIOD_S"
 
 
 def parse_lengths(option: str, text: str) -> Lengths:
-    """Raises `FieldError`."""
-    name, numbers = _numbers(option, text, LENGTHS)
-    known: dict[tuple[str, int], Callable[..., Lengths]] = {
-        ("", 1): lambda n: lengths.fixed(int(n)),
-        ("uniform", 2): lambda low, high: lengths.uniform(int(low), int(high)),
-        ("lognormal", 2): lengths.lognormal,
-        ("zipf", 3): lambda a, low, high: lengths.zipf(a, int(low), int(high)),
-    }
-    make = known.get((name, len(numbers)))
-    if make is None:
-        raise FieldError(option, f"{text!r} is unknown", f"write {LENGTHS}")
-    return make(*numbers)
+    """Those of `sim.laws`, colons for commas too, and a number alone. Raises `FieldError`."""
+    name, _, numbers = text.partition(":")
+    if name[:1].isdecimal():
+        name, numbers = "fixed", text
+    try:
+        return laws.parse_lengths(option, f"{name}:{numbers.replace(':', ',')}")
+    except FieldError as error:
+        raise _refusal(option, text, error, LENGTHS) from error
 
 
 def parse_arrivals(option: str, text: str, rate_per_s: float) -> Arrivals:
-    """Raises `FieldError`."""
-    name, numbers = _numbers(option, text, ARRIVALS)
-    known: dict[tuple[str, int], Callable[..., Any]] = {
-        ("constant", 0): lambda rng: arrivals.constant(rate_per_s),
-        ("poisson", 0): lambda rng: arrivals.poisson(rate_per_s, rng),
-        ("gamma", 1): lambda rng, cv: arrivals.gamma(rate_per_s, cv, rng),
-        ("weibull", 1): lambda rng, cv: arrivals.weibull(rate_per_s, cv, rng),
-        ("onoff", 2): lambda rng, on, off: arrivals.on_off(rate_per_s, on, off, rng),
-    }
-    process = known.get((name, len(numbers)))
-    if process is None:
-        raise FieldError(option, f"{text!r} is unknown", f"write {ARRIVALS}")
-    next(process(np.random.default_rng(0), *numbers))  # a bad value is told now
-    return lambda rng: process(rng, *numbers)
+    """The same of arrivals, which have their rate from elsewhere. Raises `FieldError`."""
+    name, separator, numbers = text.partition(":")
+    more = f",{numbers.replace(':', ',')}" if separator else ""
+    try:
+        return laws.parse_arrivals(option, f"{name}:{rate_per_s!r}{more}")
+    except FieldError as error:
+        raise _refusal(option, text, error, ARRIVALS) from error
 
 
 def read_items(path: Path, *, chat: bool) -> tuple[Item, ...]:
@@ -90,12 +75,8 @@ def _item(where: str, line: str, chat: bool) -> Item:
     return Item(prompt=prompt, messages=messages, fields=record)
 
 
-def _numbers(option: str, text: str, forms: str) -> tuple[str, list[float]]:
-    """`name:1:2` as its name and numbers; a number alone has no name."""
-    name, *rest = text.split(":")
-    if name[:1].isdecimal():
-        name, rest = "", [name, *rest]
-    try:
-        return name, [float(each) for each in rest]
-    except ValueError as error:
-        raise FieldError(option, f"{text!r} is unknown", f"write {forms}") from error
+def _refusal(option: str, text: str, error: FieldError, forms: str) -> FieldError:
+    """In the words of this command; a law that is known says which number is wrong."""
+    wrong = error.__cause__
+    known = f": {wrong.field} {wrong.problem}" if isinstance(wrong, FieldError) else " is unknown"
+    return FieldError(option, f"{text!r}{known}", f"write {forms}")
