@@ -9,11 +9,7 @@ it shares the cores. The ratio is taken within a repeat, of which the order turn
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import re
-import selectors
-import socket
 import statistics
 import subprocess
 import sys
@@ -21,13 +17,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from bench.engine import Prompts, make_prompts
 from bench.report import print_report
 from bench.shapes import SHAPES, write_random_model
+from bench.streams import elsewhere, read_streams
 from cbatch import LLM, SamplingParams
 from cbatch.demo import demo_paths
 
@@ -42,43 +38,27 @@ class Read(NamedTuple):
     client_s: float  # of a processor
 
 
-def stream_all(port: int, prompts: Prompts, output_tokens: int, answer: Connection) -> None:
-    """In a process of its own: sends a `Read` once every stream has ended."""
-    selector, texts = selectors.DefaultSelector(), {}
-    began_cpu_s, began_s, chunks = time.process_time(), time.perf_counter(), 0
-    for prompt in prompts:
-        body = {"prompt": prompt, "max_tokens": output_tokens, "temperature": 0, "stream": True}
-        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
-        body["return_token_ids"] = True  # so that a step is a chunk without a tokenizer, too
-        raw = json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        head += f"Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
-        connection = socket.create_connection(("127.0.0.1", port))
-        connection.sendall(head.encode() + raw)
-        selector.register(connection, selectors.EVENT_READ)
-        texts[connection] = b""
-    while selector.get_map():
-        for key, _ in selector.select():
-            connection = cast(socket.socket, key.fileobj)
-            received = connection.recv(65536)
-            chunks += received.count(b"data: {")
-            texts[connection] = (texts[connection] + received)[-4096:]
-            if not received:
-                selector.unregister(connection)
-                connection.close()
+def read(port: int, prompts: Prompts, output_tokens: int) -> Read:
+    """For a process of its own."""
+    body = {"max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
+    # Token ids, so that a step is a chunk without a tokenizer, too.
+    body |= {"stream_options": {"include_usage": True}, "return_token_ids": True}
+    ends = [b""] * len(prompts)
+
+    def note(place: int, received: bytes) -> None:
+        ends[place] = (ends[place] + received)[-4096:]
+
+    began_cpu_s, began_s = time.process_time(), time.perf_counter()
+    bodies = [body | {"prompt": prompt} for prompt in prompts]
+    chunks = read_streams(port, "/v1/completions", bodies, note)
     seconds = time.perf_counter() - began_s
-    found = (re.search(rb'"completion_tokens":(\d+)', text) for text in texts.values())
+    found = (re.search(rb'"completion_tokens":(\d+)', text) for text in ends)
     tokens = sum(int(match[1]) for match in found if match)
-    answer.send(Read(seconds, tokens, chunks, time.process_time() - began_cpu_s))
+    return Read(seconds, tokens, chunks, time.process_time() - began_cpu_s)
 
 
 def read_elsewhere(port: int, prompts: Prompts, output_tokens: int) -> Read:
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    client = context.Process(target=stream_all, args=(port, prompts, output_tokens, theirs))
-    client.start()
-    found: Read = mine.recv()
-    client.join()
+    found: Read = elsewhere(read, port, prompts, output_tokens)
     if found.tokens != len(prompts) * output_tokens:
         raise RuntimeError(f"{found.tokens} tokens came, {len(prompts) * output_tokens} were due")
     return found
@@ -154,19 +134,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             for repeat in range(args.repeats):
                 if repeat % 2:
                     alone.append(generate())
-                read = read_elsewhere(port, prompts, args.output_tokens)
+                found = read_elsewhere(port, prompts, args.output_tokens)
                 if not repeat % 2:
                     alone.append(generate())
-                served.append(read)
-                ratios.append(read.tokens / read.seconds / alone[-1])
-    client = statistics.median(read.client_s / read.seconds for read in served)
+                served.append(found)
+                ratios.append(found.tokens / found.seconds / alone[-1])
+    client = statistics.median(each.client_s / each.seconds for each in served)
     row = {
         "model": args.shape or model.name,
         "streams": args.streams,
         "lookahead": args.lookahead,
         "generate_tokens_per_s": round(statistics.median(alone), 1),
         "served_tokens_per_s": round(
-            statistics.median(read.tokens / read.seconds for read in served), 1
+            statistics.median(each.tokens / each.seconds for each in served), 1
         ),
         "ratio": round(statistics.median(ratios), 3),
         "lowest": round(min(ratios), 3),

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import multiprocessing
 import os
 import re
 import resource
-import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -27,6 +24,7 @@ import numpy as np
 import uvicorn
 
 from bench.report import print_report
+from bench.streams import elsewhere, read_streams
 from cbatch.core.request import FinishReason, SamplingParams
 from cbatch.outputs import Accepted, Choice, Output, Speculation
 from cbatch.server.admission import Admission, Limits
@@ -98,50 +96,26 @@ class Ticking:
         return Output(request_id, 0, text, self._ids, tokens - 1, tokens - 1, ended)
 
 
-def read_streams(port: int, path: str, num_streams: int, answer: Any) -> None:
-    """In a process of its own: sends (chunks, processor seconds) when every stream has ended."""
+def read_timed(port: int, path: str, num_streams: int) -> tuple[int, float]:
+    """Chunks of all streams, and processor seconds; for a process of its own."""
     began_s = time.process_time()
-    answer.send((count_chunks(port, path, num_streams), time.process_time() - began_s))
+    return count_chunks(port, path, num_streams), time.process_time() - began_s
 
 
-def read_delays(port: int, path: str, num_streams: int, answer: Any) -> None:
-    """The same, but sends the seconds from the stub to the client of every chunk, by stream."""
-    delays: dict[int, list[float]] = {}
+def read_delays(port: int, path: str, num_streams: int) -> list[list[float]]:
+    """Seconds from the engine's output to the client, of every chunk, by stream; the same."""
+    delays: list[list[float]] = [[] for _ in range(num_streams)]
 
-    def note(stream: int, received: bytes) -> None:
+    def note(place: int, received: bytes) -> None:
         now_s = time.monotonic()
-        found = delays.setdefault(stream, [])
-        found.extend(now_s - float(put) for put in PUT.findall(received))
+        delays[place].extend(now_s - float(put) for put in PUT.findall(received))
 
-    count_chunks(port, path, num_streams, note)
-    answer.send(list(delays.values()))
+    read_streams(port, path, [BODIES[path]] * num_streams, note)
+    return delays
 
 
-def count_chunks(
-    port: int, path: str, num_streams: int, note: Callable[[int, bytes], None] | None = None
-) -> int:
-    """Opens the streams and reads all to their ends; `note` is given whatever comes."""
-    raw = json.dumps(BODIES[path] | {"stream": True}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += f"Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
-    selector = selectors.DefaultSelector()
-    for _ in range(num_streams):
-        connection = socket.create_connection(("127.0.0.1", port))
-        connection.sendall(head.encode() + raw)
-        selector.register(connection, selectors.EVENT_READ)
-    chunks = 0
-    while selector.get_map():
-        for key, _ in selector.select():
-            connection = cast(socket.socket, key.fileobj)
-            received = connection.recv(65536)
-            chunks += received.count(b"data: {")
-            if note is not None:
-                note(key.fd, received)
-            if not received:
-                selector.unregister(connection)
-                connection.close()
-    selector.close()
-    return chunks
+def count_chunks(port: int, path: str, num_streams: int) -> int:
+    return read_streams(port, path, [BODIES[path]] * num_streams)
 
 
 @contextmanager
@@ -168,11 +142,11 @@ def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[in
 def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[str, Any]:
     """One row of the report."""
     with serving(num_chunks, tokens) as port:
-        _elsewhere(read_streams, port, path, 1)  # the first call imports and compiles
+        elsewhere(read_timed, port, path, 1)  # the first call imports and compiles
         began_s = _cpu_s()
-        chunks, client_s = _elsewhere(read_streams, port, path, num_streams)
+        chunks, client_s = elsewhere(read_timed, port, path, num_streams)
         server_s = _cpu_s() - began_s
-        by_stream = _elsewhere(read_delays, port, path, num_streams)
+        by_stream = elsewhere(read_delays, port, path, num_streams)
     # What the server adds to the time between two tokens: one delay less the one before.
     added_s = np.concatenate([np.abs(np.diff(delays)) for delays in by_stream])
     us = server_s / chunks * 1e6
@@ -187,16 +161,6 @@ def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[s
         "delay_ms_p50": round(float(np.median(np.concatenate(by_stream))) * 1e3, 3),
         "itl_jitter_ms_p99": round(float(np.percentile(added_s, 99)) * 1e3, 3),
     }
-
-
-def _elsewhere(read: Callable[..., None], port: int, path: str, num_streams: int) -> Any:
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    client = context.Process(target=read, args=(port, path, num_streams, theirs))
-    client.start()
-    found = mine.recv()
-    client.join()
-    return found
 
 
 def _cpu_s() -> float:
