@@ -9,41 +9,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from cbatch.core.config import LookaheadConfig, SchedulerConfig
 from cbatch.core.errors import FieldError
 from sim import routers
-from sim.acceptance import BernoulliAcceptance
 from sim.arrivals import poisson
-from sim.costs import LinearCost
 from sim.fleet import _Replica, replay_fleet
 from sim.intake import Arrival
 from sim.lengths import fixed, uniform
-from sim.modelled import ModelledExecutor
 from sim.replay import Progress, replay
 from sim.report import Objectives, Record, Report, to_json
 from sim.routers import LeastLoaded, Load, PrefixAffine, RoundRobin, make_router
 from sim.sources import ClosedLoop, OpenLoop, Source
 from sim.traces.request import TraceRequest
 from sim.workload import Conversations, converse, generate
+from tests.sim.replays import config_for, executor_for, speculating
 
-
-def config_for(**overrides: Any) -> SchedulerConfig:
-    settings: dict[str, Any] = {
-        "num_blocks": 400,
-        "block_size_tokens": 16,
-        "max_slots": 16,
-        "max_model_tokens": 2000,
-        "step_budget_tokens": 256,
-    }
-    return SchedulerConfig(**(settings | overrides))
-
-
-SPECULATING = {"lookahead": LookaheadConfig(policy="fixed", k=3), "draft_context_tokens": 2000}
-
-
-def executor_for(config: SchedulerConfig) -> ModelledExecutor:
-    acceptance = BernoulliAcceptance(0.6, max_slots=config.max_slots)
-    return ModelledExecutor(max_slots=config.max_slots, cost=LinearCost(), acceptance=acceptance)
+SPECULATING = speculating(3)
 
 
 def fleet(

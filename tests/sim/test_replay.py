@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cbatch.core.config import LookaheadConfig, SchedulerConfig
+from cbatch.core.config import SchedulerConfig
 from cbatch.core.events import Added, Committed, Event, Planned
 from cbatch.core.plan import StepPlan, StepResult
 from cbatch.core.scheduler import Scheduler
 from cbatch.engine import steplog
 from cbatch.engine.steplog import StepLogWriter, read_step_log
-from sim.acceptance import BernoulliAcceptance
 from sim.arrivals import poisson
-from sim.costs import ConstantCost, LinearCost
+from sim.costs import ConstantCost
 from sim.lengths import fixed, uniform
 from sim.modelled import ModelledExecutor
 from sim.records import Recorder
@@ -31,24 +30,9 @@ from sim.report import Objectives, Record, Report, from_json, to_json
 from sim.sources import ClosedLoop, OpenLoop, Source
 from sim.traces.request import TraceRequest
 from sim.workload import Conversations, converse, generate
+from tests.sim.replays import config_for, executor_for, speculating
 
 ROOT = Path(__file__).parents[2]
-
-
-def config_for(**overrides: Any) -> SchedulerConfig:
-    settings: dict[str, Any] = {
-        "num_blocks": 400,
-        "block_size_tokens": 16,
-        "max_slots": 16,
-        "max_model_tokens": 2000,
-        "step_budget_tokens": 256,
-    }
-    return SchedulerConfig(**(settings | overrides))
-
-
-def speculating(k: int) -> dict[str, Any]:
-    lookahead = LookaheadConfig(policy="fixed", k=k)
-    return {"lookahead": lookahead, "draft_context_tokens": 2000}
 
 
 def workload(count: int = 120, rate: float = 20.0, seed: int = 1) -> Iterable[TraceRequest]:
@@ -60,11 +44,7 @@ def run(
     source: Source, config: SchedulerConfig | None = None, cost: Any = None, **more: Any
 ) -> Report:
     config = config or config_for()
-    acceptance = BernoulliAcceptance(0.6, max_slots=config.max_slots)
-    executor = ModelledExecutor(
-        max_slots=config.max_slots, cost=cost or LinearCost(), acceptance=acceptance
-    )
-    return replay(source, config, executor, **more)
+    return replay(source, config, executor_for(config, cost), **more)
 
 
 def measured_from(events: list[Event]) -> dict[str, dict[str, Any]]:

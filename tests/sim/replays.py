@@ -1,0 +1,33 @@
+"""The engine that replays in these tests drive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cbatch.core.config import LookaheadConfig, SchedulerConfig
+from sim.acceptance import BernoulliAcceptance
+from sim.costs import CostModel, LinearCost
+from sim.modelled import ModelledExecutor
+
+
+def config_for(**overrides: Any) -> SchedulerConfig:
+    settings: dict[str, Any] = {
+        "num_blocks": 400,
+        "block_size_tokens": 16,
+        "max_slots": 16,
+        "max_model_tokens": 2000,
+        "step_budget_tokens": 256,
+    }
+    return SchedulerConfig(**(settings | overrides))
+
+
+def speculating(k: int) -> dict[str, Any]:
+    lookahead = LookaheadConfig(policy="fixed", k=k)
+    return {"lookahead": lookahead, "draft_context_tokens": 2000}
+
+
+def executor_for(config: SchedulerConfig, cost: CostModel | None = None) -> ModelledExecutor:
+    acceptance = BernoulliAcceptance(0.6, max_slots=config.max_slots)
+    return ModelledExecutor(
+        max_slots=config.max_slots, cost=cost or LinearCost(), acceptance=acceptance
+    )
