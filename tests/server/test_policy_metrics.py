@@ -30,7 +30,8 @@ class World(NamedTuple):
 
 @contextmanager
 def served(lookahead: str) -> Iterator[World]:
-    engine = SimFactory(lookahead=lookahead, vocab_size=TOKENIZER.vocab_size, step_s=0.003)()
+    # A real step takes longer than the simulator says it does: its parts fit into it.
+    engine = SimFactory(lookahead=lookahead, vocab_size=TOKENIZER.vocab_size, step_s=0.012)()
     link = EngineClient(partial(EngineThread, engine.scheduler, engine.loop))
     steps: list[Stepped] = []
     link.on_step = steps.append
