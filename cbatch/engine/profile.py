@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from cbatch.cache import cache_folder
 from cbatch.core.config import SchedulerConfig
 from cbatch.core.cost import CostProfile
 from cbatch.core.plan import Admission, Deltas, StepPlan, StepResult
@@ -288,7 +289,7 @@ def cached_profile(
 ) -> CostProfile:
     """The profile stored for `key` (whatever prices depend on), or a new one, stored. A file that
     cannot be read or written costs a measurement, never a failure."""
-    folder = folder or default_folder()
+    folder = folder or cache_folder("costs")
     digest = hashlib.sha256(msgspec.json.encode(dict(sorted(key.items())))).hexdigest()[:24]
     path = folder / f"{digest}.json"
     try:
@@ -306,9 +307,3 @@ def cached_profile(
     except OSError as error:
         _logger.warning("step costs could not be kept in %s: %s", path, error)
     return profile
-
-
-def default_folder() -> Path:
-    """`cbatch/costs` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cbatch" / "costs"

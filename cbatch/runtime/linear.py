@@ -1,22 +1,16 @@
 """Products with constant weights: which implementation computes one, and whether its bits hold.
 
-Two implementations compete, per weight shape, by a short timing at start-up:
-
-- *native*: `F.linear` in the dtype of the weights. The choice for bf16 where the CPU has bf16
-  instructions, and on other devices.
-- *packed*: MKL's fp32 product with weights packed once. In fp32 it computes 8 rows in about the
-  time of one. bf16 weights are widened to fp32 first (the values are the same, activations are not
-  rounded): on a CPU without bf16 instructions that is far faster from a few rows on.
-
-Both take and give fp32. A row's bits must not depend on how many rows share the product: that is
-measured too, and where it holds only from some row count on, or at multiples, rows are padded.
+The implementations (see `products`) compete, per weight shape, by a short timing at start-up: one
+may take few rows and another many. A row's bits must not depend on how many rows share the product:
+that is measured too, and where it holds only from some row count on, or at multiples, rows are
+padded.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,15 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cbatch.runtime.products import Kind, Product
+
 # Row counts whose bits are compared; beyond them libraries switch nothing we have seen.
 _PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 33, 64)
 _PROBE_ROWS_LARGE = (1, 2, 4, 8, 9, 33)  # for weights so large that a probe would be felt
 _LARGE_WEIGHT = 1 << 26
 TIMED_ROWS = (1, 2, 8, 32)
-_PACK_ROWS = 64  # one packing serves every row count; this one is near the best for all
 _REPEATS = 12
 _TIMING_BUDGET_S = (0.03, 0.01, 0.01, 0.01)  # per shape; one row is where they are closest
 _MOST_TIMED_BYTES = 48 << 20  # of fp32 weights per shape: more than caches hold
+
+Times = tuple[float, ...]  # seconds by TIMED_ROWS
 
 
 class RowPadding(NamedTuple):
@@ -54,45 +51,37 @@ _PADDINGS = (
 
 
 class Plan(NamedTuple):
-    """How products of one weight shape are computed.
+    """How products of one weight shape are computed: by `few` up to `most_few` rows, and by `many`
+    above.
 
-    Up to `native_rows` rows natively, packed above (None: natively always). `padding` is what
-    row-invariance needs; `invariant` whether it was reached. `times_s` by `TIMED_ROWS`, empty if
-    nothing was timed. `transposed`: native weights are kept as [in, out], which reads long rows of
-    a wide product in order; for single rows only.
+    `padding` is what row-invariance needs; `invariant` whether it was reached. `times_s` by
+    `TIMED_ROWS`, empty if nothing was timed.
     """
 
-    native_rows: int | None
+    few: Kind
+    most_few: int
+    many: Kind
     padding: RowPadding
     invariant: bool
-    times_s: tuple[float, ...] = ()
-    transposed: bool = False
+    times_s: Times = ()
+
+    @classmethod
+    def of_one(cls, kind: Kind, padding: RowPadding, invariant: bool, times_s: Times = ()) -> Plan:
+        return cls(kind, 0, kind, padding, invariant, times_s)
 
 
 class Linear:
-    """y = (x * in_scale) W^T + bias over fp32 rows: [T, in] -> [T, out], both contiguous.
-
-    `in_scale` (the weight of the norm before it) is folded into packed weights.
-    """
+    """y = (x * in_scale) W^T + bias over fp32 rows: [T, in] -> [T, out], both contiguous."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None, plan: Plan
     ) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
-        self.plan, self.in_scale = plan, in_scale
-        self._native_rows = plan.native_rows
-        self._packed = self._weight = None
-        if plan.native_rows is not None:
-            wide = weight.float() if in_scale is None else weight.float() * in_scale
-            self._packed = pack(wide)
-            self._packed_product = torch.ops.mkl._mkl_linear.default
-            # Only its shape is read while rows and packing agree.
-            self._shape_only = wide.new_empty(1).expand(self.shape)
-            self._wide_bias = None if bias is None else bias.float()
-        if plan.native_rows != 0:
-            self._weight, self._bias = weight, bias
-        if plan.transposed:
-            self._weight = weight.t().contiguous()
+        self.plan = plan
+        self._many = plan.many.of(weight, bias, in_scale)
+        self._few, self._most_few = self._many, plan.most_few
+        if plan.most_few and plan.few is not plan.many:
+            self._few = plan.few.of(weight, bias, in_scale)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -103,44 +92,7 @@ class Linear:
 
     def product(self, x: Tensor, rows: int) -> Tensor:
         """As a call, for `rows` that the plan's padding leaves as they are."""
-        native_rows = self._native_rows
-        if native_rows is not None and rows > native_rows:
-            return self._packed_product(x, self._packed, self._shape_only, self._wide_bias, rows)
-        if self.in_scale is not None:
-            x = x * self.in_scale
-        x = x.to(self._weight.dtype)
-        if self.plan.transposed:
-            y = torch.mm(x, self._weight).float()
-            return y if self._bias is None else y.add_(self._bias)
-        if rows == 1 and self._bias is None:  # the faster kernel for half precision on CPUs
-            return torch.mv(self._weight, x.view(-1)).float().view(1, -1)
-        return F.linear(x, self._weight, self._bias).float()
-
-
-def pack(weight: Tensor) -> Tensor:
-    """fp32 [out, in] in MKL's packed layout."""
-    return torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-
-
-@functools.lru_cache(maxsize=1)
-def packing_available() -> bool:
-    """Whether this build of torch has MKL's packed product, and it computes what it should."""
-    if not torch.backends.mkl.is_available() or not hasattr(torch.ops.mkl, "_mkl_linear"):
-        return False
-    gen = torch.Generator().manual_seed(0)
-    weight = torch.randn(96, 64, generator=gen)
-    x = torch.randn(33, 64, generator=gen)
-    try:
-        packed, expected = pack(weight), x @ weight.T
-        proxy = weight.new_empty(1).expand(weight.shape)
-        return all(
-            torch.allclose(
-                torch.ops.mkl._mkl_linear(x[:n], packed, proxy, None, n), expected[:n], atol=1e-4
-            )
-            for n in (1, 7, 8, 33)
-        )
-    except (RuntimeError, AttributeError):
-        return False
+        return (self._few if rows <= self._most_few else self._many)(x, rows)
 
 
 def make_plan(
@@ -156,12 +108,11 @@ def make_plan(
     setting. Timings go round as many weights, since those of a large model are never in a cache.
 
     `invariant` admits only one implementation, with padding under which bits agree; otherwise the
-    faster one is taken at each row count. `may_pack` False where memory does not allow a copy.
+    fastest is taken at each row count. `may_pack` False where memory does not allow a copy.
     """
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    packing = may_pack and device.type == "cpu" and packing_available()
     copies = max(1, min(count, _MOST_TIMED_BYTES // (4 * shape[0] * shape[1])))
-    return _measured_plan(shape, dtype, device, invariant, packing, threads, copies)
+    return _measured_plan(shape, dtype, device, invariant, may_pack, threads, copies)
 
 
 @functools.lru_cache(maxsize=256)
@@ -170,31 +121,43 @@ def _measured_plan(
     dtype: torch.dtype,
     device: torch.device,
     invariant: bool,
-    packing: bool,
+    may_pack: bool,
     threads: int,
     copies: int,
 ) -> Plan:
-    if not packing:
-        native = _native(shape, dtype, device)
-        return _invariant_plan([native], [()]) if invariant else Plan(None, NO_PADDING, False)
-    times = _race(shape, dtype, threads, copies)
+    kinds = [
+        kind
+        for kind in (Kind.COMPILED, Kind.PACKED, Kind.NATIVE)
+        if kind.available(shape, dtype, device) and (may_pack or kind is not Kind.PACKED)
+    ]
+    if len(kinds) == 1:
+        one = kinds[0]
+        return (
+            _invariant_plan(shape, dtype, device, {one: ()})
+            if invariant
+            else Plan.of_one(one, NO_PADDING, False)
+        )
+    times = _race(shape, dtype, tuple(kinds), threads, copies)
     if not invariant:
         return _fast_plan(times, _transposed_s(shape, dtype, threads, copies))
-    candidates, times_s = [_packed(shape, dtype)], [times[1]]
-    if _native_may_be_invariant(dtype):
-        candidates.append(_native(shape, dtype, device))
-        times_s.append(times[0])
-        if _slowness(times[0], times[1]) < len(TIMED_ROWS):
-            candidates.reverse()
-            times_s.reverse()
-    return _invariant_plan(candidates, times_s)
+    return _invariant_plan(shape, dtype, device, _may_be_invariant(times, dtype))
 
 
-def _native_may_be_invariant(dtype: torch.dtype) -> bool:
-    """Native fp32 products switch kernels at small row counts. So do emulated bf16 ones, and
-    rounding to bf16 hides that from all but one output in ten thousand: a probe could miss it."""
-    if dtype != torch.bfloat16:
-        return False
+def _may_be_invariant(times: Mapping[Kind, Times], dtype: torch.dtype) -> dict[Kind, Times]:
+    """In the order of preference. Native fp32 products switch kernels at small row counts. So do
+    emulated bf16 ones, and rounding to bf16 hides that from all but one output in ten thousand: a
+    probe could miss it. Between the others no timing decides, lest a restart change bits."""
+    found = {kind: each for kind, each in times.items() if kind is not Kind.NATIVE}
+    native = times[Kind.NATIVE]
+    if dtype != torch.bfloat16 or not _has_bf16():
+        return found
+    first = next(iter(found.values()))
+    if _slowness(native, first) < len(TIMED_ROWS):
+        return {Kind.NATIVE: native, **found}
+    return {**found, Kind.NATIVE: native}
+
+
+def _has_bf16() -> bool:
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in checks)
 
@@ -204,41 +167,20 @@ def _slowness(mine: Sequence[float], other: Sequence[float]) -> float:
     return sum(a / b for a, b in zip(mine, other, strict=True))
 
 
-def _crossover(native: Sequence[float], packed: Sequence[float]) -> int:
-    """Row counts up to which native is the faster: 0 if it never is."""
-    cut = 0
-    for rows, n, p in zip(TIMED_ROWS, native, packed, strict=True):
-        if n >= p:
-            return cut
-        cut = rows
-    return cut
-
-
-def _fast_plan(times: Sequence[Sequence[float]], transposed_s: float) -> Plan:
-    cut = _crossover(*times)
-    best = [n if rows <= cut else p for rows, n, p in zip(TIMED_ROWS, *times, strict=True)]
-    if cut <= 1 and transposed_s < best[0]:
-        best[0] = transposed_s
-        return Plan(1, NO_PADDING, False, tuple(best), transposed=True)
-    return Plan(cut, NO_PADDING, False, tuple(best))
-
-
-class _Candidate(NamedTuple):
-    packed: bool
-    device: torch.device
-    shape: tuple[int, int]
-    run: Callable[[Tensor], Tensor]
-
-
-def _native(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> _Candidate:
-    run = Linear(_random_weight(shape, dtype, device), None, None, Plan(None, NO_PADDING, False))
-    return _Candidate(False, device, shape, run)
-
-
-def _packed(shape: tuple[int, int], dtype: torch.dtype) -> _Candidate:
-    cpu = torch.device("cpu")
-    run = Linear(_random_weight(shape, dtype, cpu), None, None, Plan(0, NO_PADDING, False))
-    return _Candidate(True, cpu, shape, run)
+def _fast_plan(times: Mapping[Kind, Times], transposed_s: float) -> Plan:
+    """The fastest at the largest count takes many rows; up to where it is beaten, whoever is best
+    over those counts takes few."""
+    many = min(times, key=lambda kind: times[kind][-1])
+    beaten = 0  # at so many of the counts, from the first on
+    while beaten < len(TIMED_ROWS) and min(t[beaten] for t in times.values()) < times[many][beaten]:
+        beaten += 1
+    least = [min(each) for each in zip(*times.values(), strict=True)]
+    few = min(times, key=lambda kind: _slowness(times[kind][:beaten], least[:beaten]))
+    best = list(times[few][:beaten] + times[many][beaten:])
+    most_few = TIMED_ROWS[beaten - 1] if beaten else 0
+    if beaten <= 1 and transposed_s < best[0]:
+        few, most_few, best[0] = Kind.TRANSPOSED, 1, transposed_s
+    return Plan(few, most_few, many, NO_PADDING, False, tuple(best))
 
 
 def _random_weight(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -248,23 +190,32 @@ def _random_weight(shape: tuple[int, int], dtype: torch.dtype, device: torch.dev
     return drawn.to(device, dtype).repeat(-(-shape[0] // rows), 1)[: shape[0]].contiguous()
 
 
+def _examples(
+    kind: Kind, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, copies: int
+) -> list[Product]:
+    return [kind.of(_random_weight(shape, dtype, device), None, None) for _ in range(copies)]
+
+
 @functools.lru_cache(maxsize=256)
 def _race(
-    shape: tuple[int, int], dtype: torch.dtype, threads: int, copies: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds at `TIMED_ROWS`, native and packed: of the best of a few interleaved rounds over
-    `copies` weights, and no more than at larger counts, so that a stall of a busy machine decides
-    nothing."""
-    native = [_native(shape, dtype, torch.device("cpu")).run for _ in range(copies)]
-    packed = [_packed(shape, dtype).run for _ in range(copies)]
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    kinds: tuple[Kind, ...],
+    threads: int,
+    copies: int,
+) -> dict[Kind, Times]:
+    """Seconds at `TIMED_ROWS`: of the best of a few interleaved rounds over `copies` weights, and
+    no more than at larger counts, so that a stall of a busy machine decides nothing."""
+    cpu = torch.device("cpu")
+    contestants = [_examples(kind, shape, dtype, cpu, copies) for kind in kinds]
     best = np.array(
         [
-            _best_rounds((native, packed), torch.randn(rows, shape[1]), budget_s)
+            _best_rounds(contestants, torch.randn(rows, shape[1]), budget_s)
             for rows, budget_s in zip(TIMED_ROWS, _TIMING_BUDGET_S, strict=True)
         ]
     )
-    native_s, packed_s = (tuple(t.tolist()) for t in np.minimum.accumulate(best[::-1])[::-1].T)
-    return native_s, packed_s
+    settled = np.minimum.accumulate(best[::-1])[::-1].T
+    return {kind: tuple(each.tolist()) for kind, each in zip(kinds, settled, strict=True)}
 
 
 @functools.lru_cache(maxsize=256)
@@ -272,14 +223,12 @@ def _transposed_s(shape: tuple[int, int], dtype: torch.dtype, threads: int, copi
     """Seconds of a single row with weights [in, out]; infinite in fp32, where it never wins."""
     if dtype == torch.float32:
         return float("inf")
-    weight = _random_weight(shape, dtype, torch.device("cpu"))
-    plan = Plan(None, NO_PADDING, False, transposed=True)
-    runs = [Linear(weight, None, None, plan) for _ in range(copies)]
+    runs = _examples(Kind.TRANSPOSED, shape, dtype, torch.device("cpu"), copies)
     return _best_rounds((runs,), torch.randn(1, shape[1]), _TIMING_BUDGET_S[0])[0]
 
 
 def _best_rounds(
-    contestants: Sequence[Sequence[Callable[[Tensor], Tensor]]], x: Tensor, budget_s: float
+    contestants: Sequence[Sequence[Product]], x: Tensor, budget_s: float
 ) -> list[float]:
     """Seconds a call of each contestant: of the best of a few interleaved rounds."""
     best = [float("inf")] * len(contestants)
@@ -290,18 +239,22 @@ def _best_rounds(
         for at, runs in enumerate(contestants):
             started = time.perf_counter()
             for run in runs:
-                run(x)
+                run(x, len(x))
             best[at] = min(best[at], (time.perf_counter() - started) / len(runs))
     return best
 
 
-def _invariant_plan(candidates: list[_Candidate], times_s: list[tuple[float, ...]]) -> Plan:
-    """The first candidate with a padding under which its bits hold; else the first as it is."""
-    for candidate, times in zip(candidates, times_s, strict=True):
-        padding = find_padding(candidate.run, candidate.shape, candidate.device)
+def _invariant_plan(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, times: Mapping[Kind, Times]
+) -> Plan:
+    """The first kind with a padding under which its bits hold; else the first as it is."""
+    for kind, times_s in times.items():
+        (run,) = _examples(kind, shape, dtype, device, 1)
+        padding = find_padding(lambda x, run=run: run(x, len(x)), shape, device)
         if padding is not None:
-            return Plan(0 if candidate.packed else None, padding, True, times)
-    return Plan(0 if candidates[0].packed else None, NO_PADDING, False, times_s[0])
+            return Plan.of_one(kind, padding, True, times_s)
+    kind, times_s = next(iter(times.items()))
+    return Plan.of_one(kind, NO_PADDING, False, times_s)
 
 
 def find_padding(

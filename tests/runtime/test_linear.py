@@ -7,12 +7,19 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime import linear
+from cbatch.runtime.compiled import compiles
 from cbatch.runtime.linear import NO_PADDING, Linear, Plan, RowPadding, find_padding, make_plan
+from cbatch.runtime.products import Kind, packing_available
 
 CPU = torch.device("cpu")
 needs_packing = pytest.mark.skipif(
-    not linear.packing_available(), reason="this build of torch has no packed products"
+    not packing_available(), reason="this build of torch has no packed products"
 )
+needs_compiler = pytest.mark.skipif(
+    not compiles(64, torch.float32), reason="no C compiler, or not Linux"
+)
+PACKED = pytest.param(Kind.PACKED, marks=needs_packing)
+COMPILED = pytest.param(Kind.COMPILED, marks=needs_compiler)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
@@ -20,18 +27,18 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | No
     return y if bias is None else y + bias.double()
 
 
-@pytest.mark.parametrize("native_rows", [None, pytest.param(0, marks=needs_packing)])
+@pytest.mark.parametrize("kind", [Kind.NATIVE, PACKED, COMPILED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("padding", [NO_PADDING, RowPadding(8, 8)])
-def test_values(native_rows: int | None, dtype: torch.dtype, padding: RowPadding) -> None:
+def test_values(kind: Kind, dtype: torch.dtype, padding: RowPadding) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
     scale = torch.rand(64) + 0.5
-    product = Linear(weight, bias, scale, Plan(native_rows, padding, True))
+    product = Linear(weight, bias, scale, Plan.of_one(kind, padding, True))
     for rows in (1, 2, 9, 33):
         x = torch.randn(rows, 64)
         y = product(x)
-        tolerance = 1e-4 if dtype == torch.float32 or native_rows == 0 else 0.2
+        tolerance = 0.2 if kind is Kind.NATIVE and dtype == torch.bfloat16 else 1e-4
         assert y.shape == (rows, 96) and y.dtype == torch.float32
         torch.testing.assert_close(
             y.double(), reference(x, weight, bias, scale), rtol=0, atol=tolerance
@@ -44,7 +51,8 @@ def test_single_rows_may_read_transposed_weights(bias: Tensor | None) -> None:
     torch.manual_seed(0)
     weight, scale = torch.randn(96, 64).bfloat16(), torch.rand(64) + 0.5
     bias = None if bias is None else bias.bfloat16()
-    product = Linear(weight, bias, scale, Plan(1, NO_PADDING, False, transposed=True))
+    plan = Plan(Kind.TRANSPOSED, 1, Kind.PACKED, NO_PADDING, False)
+    product = Linear(weight, bias, scale, plan)
     for rows, tolerance in ((1, 0.2), (5, 1e-4)):
         x = torch.randn(rows, 64)
         expected = reference(x, weight, bias, scale)
@@ -52,11 +60,15 @@ def test_single_rows_may_read_transposed_weights(bias: Tensor | None) -> None:
 
 
 def test_transposed_weights_are_for_single_rows_only() -> None:
-    native_wins_once, packed_wins = [(1.0, 3, 3, 3), (2.0, 2, 2, 2)], [(3.0,) * 4, (2.0,) * 4]
-    assert linear._fast_plan(native_wins_once, 0.5).transposed
-    assert linear._fast_plan(packed_wins, 0.5).native_rows == 1
-    assert not linear._fast_plan(native_wins_once, 1.5).transposed
-    assert not linear._fast_plan([(1.0, 1, 3, 3), (2.0, 2, 2, 2)], 0.5).transposed
+    native, packed, compiled = Kind.NATIVE, Kind.PACKED, Kind.COMPILED
+    wins_once = {native: (1.0, 3.0, 3.0, 3.0), packed: (2.0, 2.0, 2.0, 2.0)}
+    assert linear._fast_plan(wins_once, 0.5)[:3] == (Kind.TRANSPOSED, 1, packed)
+    assert linear._fast_plan(wins_once, 1.5)[:3] == (native, 1, packed)
+    wins_twice = {native: (1.0, 1.0, 3.0, 3.0), packed: (2.0, 2.0, 2.0, 2.0)}
+    assert linear._fast_plan(wins_twice, 0.5)[:3] == (native, 2, packed)
+    never = {compiled: (3.0,) * 4, packed: (2.0,) * 4}
+    assert linear._fast_plan(never, 0.5)[:3] == (Kind.TRANSPOSED, 1, packed)
+    assert linear._fast_plan(never, 2.5).most_few == 0
 
 
 @needs_packing
@@ -68,7 +80,7 @@ def test_invariant_plans_keep_their_word(
 ) -> None:
     torch.set_num_threads(threads)
     plan = make_plan(shape, dtype, CPU, invariant=True, may_pack=True)
-    assert plan.invariant and plan.native_rows in (0, None)
+    assert plan.invariant and plan.most_few == 0
     torch.manual_seed(1)
     product = Linear(torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype), None, plan)
     x = torch.randn(200, shape[1])
@@ -99,16 +111,32 @@ def test_rows_are_padded_to_the_minimum_then_to_multiples() -> None:
     assert [RowPadding(8, 8).rows(n) for n in (1, 8, 9)] == [8, 8, 16]
 
 
+def test_fast_plans_take_the_fastest_at_each_row_count() -> None:
+    native, packed, compiled = Kind.NATIVE, Kind.PACKED, Kind.COMPILED
+    times = {
+        compiled: (1.0, 1.1, 2.0, 9.0),
+        packed: (4.0, 4.0, 4.0, 4.0),
+        native: (0.9, 3.0, 6.0, 12.0),
+    }
+    plan = linear._fast_plan(times, float("inf"))
+    assert plan[:3] == (compiled, 8, packed) and plan.times_s == (1.0, 1.1, 2.0, 4.0)
+    plan = linear._fast_plan({compiled: (1.0,) * 4, native: (2.0,) * 4}, float("inf"))
+    assert plan[:3] == (compiled, 0, compiled)
+
+
 @needs_packing
-def test_fast_plans_take_the_faster_product_at_each_row_count() -> None:
-    assert linear._crossover((1, 1, 3, 9), (2, 2, 2, 2)) == 2
-    assert linear._crossover((3, 1, 1, 1), (2, 2, 2, 2)) == 0
-    assert linear._crossover((1,) * 4, (2,) * 4) == linear.TIMED_ROWS[-1]
+def test_plans_are_timed() -> None:
     plan = make_plan((64, 64), torch.bfloat16, CPU, invariant=False, may_pack=True)
-    assert plan.native_rows is not None and len(plan.times_s) == len(linear.TIMED_ROWS)
+    assert len(plan.times_s) == len(linear.TIMED_ROWS)
 
 
-def test_without_packing_products_are_native() -> None:
-    for invariant in (False, True):
-        plan = make_plan((64, 64), torch.float32, CPU, invariant=invariant, may_pack=False)
-        assert plan.native_rows is None
+@pytest.mark.parametrize("invariant", [False, True])
+def test_without_memory_for_a_copy_nothing_is_packed(invariant: bool) -> None:
+    plan = make_plan((64, 64), torch.float32, CPU, invariant=invariant, may_pack=False)
+    assert Kind.PACKED not in (plan.few, plan.many)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_an_odd_number_of_columns_is_not_compiled(invariant: bool) -> None:
+    plan = make_plan((64, 48), torch.float32, CPU, invariant=invariant, may_pack=False)
+    assert (plan.few, plan.many) == (Kind.NATIVE, Kind.NATIVE)

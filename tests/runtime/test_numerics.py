@@ -13,9 +13,10 @@ from torch import Tensor
 from cbatch.runtime import numerics
 from cbatch.runtime.config import load_config
 from cbatch.runtime.kv import KVCache
-from cbatch.runtime.linear import NO_PADDING, Linear, Plan, packing_available
+from cbatch.runtime.linear import NO_PADDING, Linear, Plan
 from cbatch.runtime.model import Model, load_model
 from cbatch.runtime.numerics import probe_row_invariance, resolve_numerics
+from cbatch.runtime.products import Kind, packing_available
 from tests.runtime.hf_models import build, paged, run_all, step, tokens_of
 
 DTYPES = ["float32", "bfloat16"]
@@ -123,7 +124,7 @@ class _Fickle(Linear):
 def test_the_probe_catches_a_product_that_differs_by_row_count(tmp_path: Path) -> None:
     model = loaded(tmp_path, "llama", "float32")
     weight = torch.randn(model.layers[1].down.shape)
-    model.layers[1].down = _Fickle(weight, None, None, Plan(None, NO_PADDING, True))
+    model.layers[1].down = _Fickle(weight, None, None, Plan.of_one(Kind.NATIVE, NO_PADDING, True))
     model.layers[0].down = model.layers[2].down = model.layers[1].down
     report = probe_row_invariance(model)
     shape = model.layers[1].down.shape
