@@ -1,9 +1,9 @@
 """Products by our own kernel (`compiled.c`), compiled for this CPU the first time it is wanted.
 
-Libraries leave two gaps there: few rows (fp32 weights read no faster than a third of what memory
-gives; bf16 on CPUs without bf16 instructions), and bits that change with the number of rows. The
-kernel reads weights as they lie, has the same bits for a row in any company, and needs a C compiler
-(`CC`, or cc, gcc or clang); where there is none, products go without it.
+Libraries leave two gaps there: few rows, above all of bf16 on CPUs without bf16 instructions, and
+bits that change with the number of rows. The kernel keeps weights in the type they come in, packed
+in panels, has the same bits for a row in any company, and needs a C compiler (`CC`, or cc, gcc or
+clang); where there is none, products go without it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.cache import cache_folder
@@ -27,7 +27,8 @@ from cbatch.cache import cache_folder
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC")
 _COMPILE_TIMEOUT_S = 60.0
-_IN_MULTIPLE = 32
+_ALIGNMENT_BYTES = 64
+_PANELS_AT_ONCE = 256
 _ALONE_BELOW = 1 << 18  # multiplications that one thread does sooner than two get together
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -37,14 +38,17 @@ class CompiledProduct:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> None:
         """Raises ValueError where `compiles` says no."""
-        self._call = _kernel()
-        if self._call is None or not compiles(weight.shape[1], weight.dtype):
+        kernel = _kernel()
+        if kernel is None or not compiles(weight.shape[1], weight.dtype):
             raise ValueError(f"weight: {weight.dtype} of {tuple(weight.shape)} has no kernel here")
+        if in_scale is not None and weight.dtype == torch.float32:
+            weight, in_scale = weight * in_scale, None  # exact enough only where nothing is rounded
         # Held, since the kernel is given addresses.
-        self._weight = weight.contiguous()
+        self._call = kernel.product
+        self._panels = _panels(weight, kernel.lanes())
         self._bias = None if bias is None else bias.float().contiguous()
         self._scale = None if in_scale is None else in_scale.float().contiguous()
-        self._addresses = _address(self._scale), _address(self._weight), _address(self._bias)
+        self._addresses = _address(self._scale), _address(self._panels), _address(self._bias)
         self._half = weight.dtype == torch.bfloat16
         self._out, self._in = weight.shape
 
@@ -71,7 +75,25 @@ class CompiledProduct:
 
 def compiles(columns: int, dtype: torch.dtype) -> bool:
     """Whether the kernel is to be had here, for weights of that many columns and that type."""
-    return dtype in _DTYPES and columns % _IN_MULTIPLE == 0 and _kernel() is not None
+    return dtype in _DTYPES and columns % 2 == 0 and _kernel() is not None
+
+
+def _panels(weight: Tensor, lanes: int) -> Tensor:
+    """Weights [out, in] as the kernel wants them: [panels, in, lanes], the last panel filled up
+    with zeros; of bf16 pairs of columns, [panels, in / 2, lanes, 2]. Aligned."""
+    out, columns = weight.shape
+    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    count = -(-out // lanes)
+    spare = _ALIGNMENT_BYTES // weight.element_size()
+    memory = weight.new_zeros(count * lanes * columns + spare)
+    start = -memory.data_ptr() % _ALIGNMENT_BYTES // weight.element_size()
+    panels = memory[start : start + count * lanes * columns].view(count, columns // pair, -1, pair)
+    for first in range(0, count, _PANELS_AT_ONCE):  # a copy of all at once would need the room
+        some = weight[first * lanes : (first + _PANELS_AT_ONCE) * lanes]
+        some = F.pad(some, (0, 0, 0, -len(some) % lanes))
+        paired = some.view(-1, lanes, columns // pair, pair).transpose(1, 2)
+        panels[first : first + _PANELS_AT_ONCE].copy_(paired)
+    return panels
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -79,17 +101,15 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _kernel() -> Callable[..., int] | None:
-    """The compiled function, or None: no compiler, another system, or it computes nonsense."""
+def _kernel() -> ctypes.CDLL | None:
+    """The compiled library, or None: no compiler, or another system."""
     if platform.system() != "Linux":  # elsewhere torch brings another OpenMP
         return None
     try:
-        function = ctypes.CDLL(str(_library()), mode=os.RTLD_NOW).product
+        kernel = ctypes.CDLL(str(_library()), mode=os.RTLD_NOW)
     except (OSError, subprocess.SubprocessError):
         return None
-    function.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 3 + [ctypes.c_int] * 2
-    function.restype = ctypes.c_int
-    kernel: Callable[..., int] = function
+    kernel.product.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 3 + [ctypes.c_int] * 2
     return kernel
 
 
@@ -99,8 +119,7 @@ def _library() -> Path:
     It is linked without an OpenMP of its own: torch's, which is loaded by then, gives both one pool
     of threads.
     """
-    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
-    compiler = next(filter(None, map(shutil.which, names)), None)
+    compiler = find_compiler()
     if compiler is None:
         raise FileNotFoundError("no C compiler")
     key = hashlib.sha256(_SOURCE.read_bytes())
@@ -115,6 +134,11 @@ def _library() -> Path:
             _run(compiler, "-shared", f"{made}.o", "-o", f"{made}.so")
             os.replace(f"{made}.so", library)  # another process may do the same
     return library
+
+
+def find_compiler() -> str | None:
+    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def _run(*command: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 from pathlib import Path
 
@@ -9,16 +10,16 @@ import pytest
 import torch
 
 from cbatch.runtime import compiled
-from cbatch.runtime.compiled import CompiledProduct, compiles
+from cbatch.runtime.compiled import CompiledProduct, compiles, find_compiler
 
 needs_compiler = pytest.mark.skipif(
-    not compiles(64, torch.float32), reason="no C compiler, or not Linux"
+    find_compiler() is None or platform.system() != "Linux", reason="no C compiler, or not Linux"
 )
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 32), (47, 96), (49, 64), (203, 256), (1024, 512)])
+@pytest.mark.parametrize("shape", [(1, 2), (47, 96), (49, 30), (203, 256), (5000, 64)])
 @pytest.mark.parametrize("parts", ["", "scale", "bias", "scale bias"])
 def test_values(dtype: torch.dtype, shape: tuple[int, int], parts: str) -> None:
     gen = torch.Generator().manual_seed(0)
@@ -55,10 +56,10 @@ def test_a_rows_bits_depend_on_nobody(dtype: torch.dtype) -> None:
 
 
 def test_what_it_does_not_compute() -> None:
-    assert not compiles(48, torch.float32)
+    assert not compiles(47, torch.float32)
     assert not compiles(64, torch.float16)
     with pytest.raises(ValueError, match="weight"):
-        CompiledProduct(torch.zeros(8, 48), None, None)
+        CompiledProduct(torch.zeros(8, 47), None, None)
 
 
 @needs_compiler

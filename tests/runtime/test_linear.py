@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime import linear
-from cbatch.runtime.compiled import compiles
+from cbatch.runtime.compiled import find_compiler
 from cbatch.runtime.linear import NO_PADDING, Linear, Plan, RowPadding, find_padding, make_plan
 from cbatch.runtime.products import Kind, packing_available
 
@@ -16,7 +17,7 @@ needs_packing = pytest.mark.skipif(
     not packing_available(), reason="this build of torch has no packed products"
 )
 needs_compiler = pytest.mark.skipif(
-    not compiles(64, torch.float32), reason="no C compiler, or not Linux"
+    find_compiler() is None or platform.system() != "Linux", reason="no C compiler, or not Linux"
 )
 PACKED = pytest.param(Kind.PACKED, marks=needs_packing)
 COMPILED = pytest.param(Kind.COMPILED, marks=needs_compiler)
@@ -138,5 +139,5 @@ def test_without_memory_for_a_copy_nothing_is_packed(invariant: bool) -> None:
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_an_odd_number_of_columns_is_not_compiled(invariant: bool) -> None:
-    plan = make_plan((64, 48), torch.float32, CPU, invariant=invariant, may_pack=False)
+    plan = make_plan((64, 47), torch.float32, CPU, invariant=invariant, may_pack=False)
     assert (plan.few, plan.many) == (Kind.NATIVE, Kind.NATIVE)
