@@ -228,6 +228,7 @@ def _with_prices(
     import torch
 
     from cbatch.engine.profile import cached_profile, profile_costs
+    from cbatch.runtime.compiled import compiles
 
     device = torch.device(target.device)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
@@ -236,6 +237,7 @@ def _with_prices(
         "shapes": [repr(m.config) for m in (target, draft) if m is not None],
         "dtype": str(target.dtype),
         "numerics": target.numerics,
+        "compiled": compiles(2, target.dtype),
         "processor": processor,
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
