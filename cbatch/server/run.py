@@ -9,6 +9,7 @@ from types import FrameType
 
 import uvicorn
 
+from cbatch.engine.heap import freeze_heap
 from cbatch.server.service import EngineService
 
 _FLUSH_S = 5  # answers that are complete may take this long to reach their clients
@@ -40,6 +41,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            freeze_heap()
             self._on_listening(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -3,9 +3,11 @@ be slow, and can die. Importable by name, so that a factory finds its way there.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -101,6 +103,18 @@ class SimFactory(msgspec.Struct, frozen=True):
         loop = StepLoop(scheduler, executor, clock=time.monotonic, depth=self.depth)
         close = None if recorder is None else recorder.close
         return EngineParts(scheduler, loop, info={"model": "sim"}, close=close)
+
+
+class FrozenFactory(msgspec.Struct, frozen=True):
+    """Writes to `path`, as the engine ends, how many objects its collector passed over."""
+
+    path: str
+
+    def __call__(self) -> EngineParts:
+        def close() -> None:
+            Path(self.path).write_text(str(gc.get_freeze_count()))
+
+        return SimFactory()()._replace(close=close)
 
 
 class BrokenFactory(msgspec.Struct, frozen=True):
