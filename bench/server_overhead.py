@@ -26,6 +26,7 @@ import uvicorn
 from bench.report import print_report
 from bench.streams import elsewhere, read_streams
 from cbatch.core.request import FinishReason, SamplingParams
+from cbatch.engine.heap import freeze_heap
 from cbatch.outputs import Accepted, Choice, Output, Speculation
 from cbatch.server.admission import Admission, Limits
 from cbatch.server.app import create_app
@@ -104,14 +105,16 @@ def read_timed(port: int, path: str, num_streams: int) -> tuple[int, float]:
 
 def read_delays(port: int, path: str, num_streams: int) -> list[list[float]]:
     """Seconds from the engine's output to the client, of every chunk, by stream; the same."""
-    delays: list[list[float]] = [[] for _ in range(num_streams)]
+    received: list[list[tuple[float, bytes]]] = [[] for _ in range(num_streams)]
 
-    def note(place: int, received: bytes) -> None:
-        now_s = time.monotonic()
-        delays[place].extend(now_s - float(put) for put in PUT.findall(received))
+    def note(place: int, content: bytes) -> None:
+        received[place].append((time.monotonic(), content))  # looked at once all is over
 
     read_streams(port, path, [BODIES[path]] * num_streams, note)
-    return delays
+    return [
+        [now_s - float(put) for now_s, content in each for put in PUT.findall(content)]
+        for each in received
+    ]
 
 
 def count_chunks(port: int, path: str, num_streams: int) -> int:
@@ -143,6 +146,7 @@ def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[s
     """One row of the report."""
     with serving(num_chunks, tokens) as port:
         elsewhere(read_timed, port, path, 1)  # the first call imports and compiles
+        freeze_heap()  # as a server does once it listens
         began_s = _cpu_s()
         chunks, client_s = elsewhere(read_timed, port, path, num_streams)
         server_s = _cpu_s() - began_s

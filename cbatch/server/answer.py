@@ -46,6 +46,7 @@ class _Progress:
     def __init__(self, index: int, position: int, stream: OutputStream) -> None:
         self.index, self.position, self.stream = index, position, stream
         self.begun = False  # whether something of it was sent
+        self.frame: tuple[bytes, bytes] | None = None  # around the text of an event that has no more
         self.end_offset = 0  # of the text whose log probabilities were told
 
 
@@ -73,6 +74,8 @@ class Answer(ABC, Generic[Part]):
         params = call.params
         tells_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         self._tells_tokens = tells_logprobs or call.fields.return_token_ids
+        # From a choice's second event on nothing changes but the text.
+        self._only_text = not (self._tells_tokens or self._continuous or call.forced)
 
     def open(self, stream: OutputStream) -> None:
         """The prompts' streams, in order, before any output."""
@@ -104,6 +107,11 @@ class Answer(ABC, Generic[Part]):
         """The event that tells of it; empty where there is nothing to tell yet."""
         progress, done = self.take(position, output), output.finished
         text = output.text
+        if self._only_text and progress.begun and done is None:
+            if not text:
+                return b""
+            before, after = progress.frame or self._frame(progress, output)
+            return before + encode(text) + after
         if not progress.begun and self.call.echo:
             text = self._prompt_text(progress) + text
         if not self._read(progress, text) and done is None and not self._tells_tokens:
@@ -151,6 +159,12 @@ class Answer(ABC, Generic[Part]):
     def _first_extra(self, progress: _Progress) -> bytes:
         """What a choice's first chunk has beside it."""
         return b""
+
+    def _frame(self, progress: _Progress, output: Output) -> tuple[bytes, bytes]:
+        """What stands before and after the text of this event and of those that follow."""
+        before, _, after = encode(self._part(progress, output, "")).partition(b'""')
+        progress.frame = self._head + before, after + self._tail
+        return progress.frame
 
     def _chunk(self, choice: bytes, extra: bytes) -> bytes:
         if self._continuous:
