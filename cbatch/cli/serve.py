@@ -33,6 +33,7 @@ from cbatch.text import load_chat_template
 
 _logger = logging.getLogger("cbatch")
 _server, _limits, _sight = (partial(option, name) for name in ("server", "limits", "sight"))
+LOST = 1  # exit status where the engine cannot be kept running
 Seconds = Annotated[float, Meta(gt=0)]
 
 NAMES = ENGINE_NAMES | {"queue_timeout_s": "queue_timeout", "timeout_s": "timeout"}
@@ -94,6 +95,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     import uvloop
 
+    from cbatch.server.run import EngineLostError
+
     file = args.config or os.environ.get(f"{PREFIX}CONFIG")
     settings = read_settings(ServeSettings, args, os.environ, None if file is None else Path(file))
     configure(settings.values.log_format)
@@ -103,6 +106,9 @@ def run(args: argparse.Namespace) -> int:
         uvloop.run(_serve(settings.values))
     except FieldError as error:
         raise settings.named(error, NAMES) from error
+    except EngineLostError as error:
+        _logger.critical("%s; the server ends with status %d, to be started anew", error, LOST)
+        return LOST
     return 0
 
 

@@ -46,7 +46,7 @@ class _Progress:
     def __init__(self, index: int, position: int, stream: OutputStream) -> None:
         self.index, self.position, self.stream = index, position, stream
         self.begun = False  # whether something of it was sent
-        self.frame: tuple[bytes, bytes] | None = None  # around the text of an event that has no more
+        self.frame: tuple[bytes, bytes] | None = None  # around the text of an event
         self.end_offset = 0  # of the text whose log probabilities were told
 
 

@@ -63,7 +63,8 @@ class MortalExecutor:
 
 
 class SimFactory(msgspec.Struct, frozen=True):
-    """`step_s` are real seconds; `poison` is the first prompt token of requests that kill."""
+    """`step_s` are real seconds; `poison` is the first prompt token of requests that kill. `once`:
+    a file; an engine makes it as it starts, and where it is there none does."""
 
     lookahead: str = "fixed:3"
     vocab_size: int = 1000
@@ -74,6 +75,7 @@ class SimFactory(msgspec.Struct, frozen=True):
     depth: int = 0
     sizes: dict[str, Any] = {}
     record: str | None = None
+    once: str | None = None
 
     def config(self) -> Any:
         sizes = SIZES | self.sizes
@@ -94,6 +96,8 @@ class SimFactory(msgspec.Struct, frozen=True):
         )
 
     def __call__(self) -> EngineParts:
+        if self.once is not None:
+            Path(self.once).touch(exist_ok=False)
         recorder = None if self.record is None else Recorder(self.record)
         scheduler = Scheduler(self.config(), recorder)
         executor: Any = self.executor()

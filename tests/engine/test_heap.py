@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def frozen_at_start() -> int:
 
     async def scene() -> None:
         config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
-        service: Any = None  # it is asked only to drain
+        service: Any = SimpleNamespace(down=None)
 
         def on_listening(_: int) -> None:
             told.append(gc.get_freeze_count())

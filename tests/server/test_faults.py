@@ -172,6 +172,33 @@ def test_a_stop_signal_under_load(grace_s: float) -> None:
         assert all("grace time" in answer.events[-1]["error"]["message"] for answer in answers)
 
 
+def test_a_server_whose_engine_is_lost_tells_everyone_and_ends(tmp_path: Path) -> None:
+    """An engine that dies and cannot be started again."""
+    poison = TOKENIZER.encode("poison")[0]
+    factory = SimFactory(
+        vocab_size=TOKENIZER.vocab_size,
+        step_s=0.01,
+        poison=poison,
+        death="exit",
+        once=str(tmp_path / "once"),
+    )
+
+    async def scene(port: int) -> list[Answer]:
+        streams = asyncio.create_task(crowd(port, [body(i, 400) for i in range(4)]))
+        first = await call(port, body(4, 400), leave_after_bytes=600)
+        assert first.body, "they are to be in the middle"
+        last = await call(port, body(5, 4, prompt=[poison]))
+        assert last.status == 503 and "retry-after" not in last.headers
+        return await streams
+
+    with server_process(Settings(factory, grace_s=30, max_deaths=2)) as (process, client):
+        answers = asyncio.run(scene(client.port))
+        assert process.wait(timeout=60) == 1
+    for answer in answers:
+        *told, error = answer.events
+        assert told and "died 2 times without a token" in error["error"]["message"]
+
+
 def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
     """Greedy and coupled streams of a real (tiny) pair, whose engine is killed again and again.
     Every fourth has a grammar to follow."""
