@@ -116,6 +116,7 @@ class EngineServer:
                 self._scheduler.finish(request_id, keep_tokens, now_s)
             case Watch(wanted):
                 self._lens = Lens(self._scheduler) if wanted else None
+                self._show()  # an idle engine would leave them without for a heartbeat
             case _:
                 return False
         return True
