@@ -68,12 +68,10 @@ def forced_call(
     tools: list[Tool], choice: ToolChoice | None, *, parallel: bool
 ) -> ForcedCall | None:
     """None: no call is forced. Raises `FieldError`."""
-    if not tools:
-        if choice in (None, "none", "auto"):
-            return None
-        raise FieldError("tool_choice", "forces a call without `tools`", "give them")
     if choice in (None, "none", "auto"):
         return None
+    if not tools:
+        raise FieldError("tool_choice", "forces a call without `tools`", "give them")
     parameters = _parameters(tools)
     if isinstance(choice, NamedChoice):
         name = choice.function.name

@@ -35,7 +35,7 @@ _decode = msgspec.json.Decoder(_Written).decode
 def require_parser(parser: ToolParser, tokenizer: TextTokenizer | None) -> None:
     """Raises `FieldError` where it would never find a call."""
     if tokenizer is None:
-        raise FieldError("tool_parser", "needs a tokenizer", "leave one of the options out")
+        raise FieldError("tool_parser", "needs a tokenizer", "give one, or leave this out")
     if parser == "hermes" and {_OPEN, _CLOSE} & set(tokenizer.special_tokens):
         problem = f"{_OPEN!r} is a control token of this model and no part of its text"
         raise FieldError("tool_parser", problem, "leave it out")
@@ -152,7 +152,10 @@ class WholeReader(_FreeReader):
         return [text] if text else []
 
 
-_READERS = {"hermes": TaggedReader, "llama3_json": WholeReader}
+_READERS: dict[ToolParser, Callable[..., Reader]] = {
+    "hermes": TaggedReader,
+    "llama3_json": WholeReader,
+}
 
 
 def _written(text: str) -> tuple[str, str] | None:
@@ -167,7 +170,8 @@ def _written(text: str) -> tuple[str, str] | None:
 
 def _listed(text: str) -> list[tuple[str, str]]:
     """Empty unless all of it is calls."""
-    found, at, decoder = [], 0, json.JSONDecoder()
+    found: list[tuple[str, str]] = []
+    at, decoder = 0, json.JSONDecoder()
     while at < len(text):
         if text[at].isspace() or (text[at] == ";" and found):
             at += 1
