@@ -12,13 +12,12 @@ import argparse
 import asyncio
 import os
 import re
-import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import uvicorn
@@ -121,9 +120,14 @@ def count_chunks(port: int, path: str, num_streams: int) -> int:
     return read_streams(port, path, [BODIES[path]] * num_streams)
 
 
+class Serving(NamedTuple):
+    port: int
+    cpu_s: Callable[[], float]  # of a processor, that the server's thread has used
+
+
 @contextmanager
-def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[int]:
-    """The port of a server over `Ticking`, in a thread of this process."""
+def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[Serving]:
+    """A server over `Ticking`, in a thread of this process."""
     tokenizer = load_tokenizer(_demo())
     template = ChatTemplate("{{ messages[0].content }}", {}, "the benchmark")
     model = ServedModel(
@@ -134,8 +138,10 @@ def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[in
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
     try:
-        yield listener.getsockname()[1]
+        yield Serving(listener.getsockname()[1], lambda: time.clock_gettime(clock))
     finally:
         server.should_exit = True
         thread.join()
@@ -144,12 +150,12 @@ def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[in
 
 def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[str, Any]:
     """One row of the report."""
-    with serving(num_chunks, tokens) as port:
+    with serving(num_chunks, tokens) as (port, cpu_s):
         elsewhere(read_timed, port, path, 1)  # the first call imports and compiles
         freeze_heap()  # as a server does once it listens
-        began_s = _cpu_s()
+        began_s = cpu_s()
         chunks, client_s = elsewhere(read_timed, port, path, num_streams)
-        server_s = _cpu_s() - began_s
+        server_s = cpu_s() - began_s
         by_stream = elsewhere(read_delays, port, path, num_streams)
     # What the server adds to the time between two tokens: one delay less the one before.
     added_s = np.concatenate([np.abs(np.diff(delays)) for delays in by_stream])
@@ -165,11 +171,6 @@ def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[s
         "delay_ms_p50": round(float(np.median(np.concatenate(by_stream))) * 1e3, 3),
         "itl_jitter_ms_p99": round(float(np.percentile(added_s, 99)) * 1e3, 3),
     }
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def _demo() -> str:
