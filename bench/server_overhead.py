@@ -12,13 +12,12 @@ import argparse
 import asyncio
 import os
 import re
-import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import uvicorn
@@ -26,6 +25,7 @@ import uvicorn
 from bench.report import print_report
 from bench.streams import elsewhere, read_streams
 from cbatch.core.request import FinishReason, SamplingParams
+from cbatch.engine.heap import freeze_heap
 from cbatch.outputs import Accepted, Choice, Output, Speculation
 from cbatch.server.admission import Admission, Limits
 from cbatch.server.app import create_app
@@ -104,23 +104,30 @@ def read_timed(port: int, path: str, num_streams: int) -> tuple[int, float]:
 
 def read_delays(port: int, path: str, num_streams: int) -> list[list[float]]:
     """Seconds from the engine's output to the client, of every chunk, by stream; the same."""
-    delays: list[list[float]] = [[] for _ in range(num_streams)]
+    received: list[list[tuple[float, bytes]]] = [[] for _ in range(num_streams)]
 
-    def note(place: int, received: bytes) -> None:
-        now_s = time.monotonic()
-        delays[place].extend(now_s - float(put) for put in PUT.findall(received))
+    def note(place: int, content: bytes) -> None:
+        received[place].append((time.monotonic(), content))  # looked at once all is over
 
     read_streams(port, path, [BODIES[path]] * num_streams, note)
-    return delays
+    return [
+        [now_s - float(put) for now_s, content in each for put in PUT.findall(content)]
+        for each in received
+    ]
 
 
 def count_chunks(port: int, path: str, num_streams: int) -> int:
     return read_streams(port, path, [BODIES[path]] * num_streams)
 
 
+class Serving(NamedTuple):
+    port: int
+    cpu_s: Callable[[], float]  # of a processor, that the server's thread has used
+
+
 @contextmanager
-def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[int]:
-    """The port of a server over `Ticking`, in a thread of this process."""
+def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[Serving]:
+    """A server over `Ticking`, in a thread of this process."""
     tokenizer = load_tokenizer(_demo())
     template = ChatTemplate("{{ messages[0].content }}", {}, "the benchmark")
     model = ServedModel(
@@ -131,8 +138,10 @@ def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[in
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
     try:
-        yield listener.getsockname()[1]
+        yield Serving(listener.getsockname()[1], lambda: time.clock_gettime(clock))
     finally:
         server.should_exit = True
         thread.join()
@@ -141,11 +150,12 @@ def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[in
 
 def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[str, Any]:
     """One row of the report."""
-    with serving(num_chunks, tokens) as port:
+    with serving(num_chunks, tokens) as (port, cpu_s):
         elsewhere(read_timed, port, path, 1)  # the first call imports and compiles
-        began_s = _cpu_s()
+        freeze_heap()  # as a server does once it listens
+        began_s = cpu_s()
         chunks, client_s = elsewhere(read_timed, port, path, num_streams)
-        server_s = _cpu_s() - began_s
+        server_s = cpu_s() - began_s
         by_stream = elsewhere(read_delays, port, path, num_streams)
     # What the server adds to the time between two tokens: one delay less the one before.
     added_s = np.concatenate([np.abs(np.diff(delays)) for delays in by_stream])
@@ -161,11 +171,6 @@ def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[s
         "delay_ms_p50": round(float(np.median(np.concatenate(by_stream))) * 1e3, 3),
         "itl_jitter_ms_p99": round(float(np.percentile(added_s, 99)) * 1e3, 3),
     }
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def _demo() -> str:

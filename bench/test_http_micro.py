@@ -14,7 +14,7 @@ CHUNKS = 20
 @pytest.mark.parametrize("path", BODIES, ids=["completions", "chat"])
 def test_streams(benchmark, path, streams):
     """Streams of 20 chunks of two tokens, opened, read and closed."""
-    with serving(CHUNKS, 2, tick_s=0.0) as port:
+    with serving(CHUNKS, 2, tick_s=0.0) as (port, _):
         count_chunks(port, path, 1)  # the first call imports and compiles
         chunks = benchmark(count_chunks, port, path, streams)
     assert chunks >= streams * CHUNKS

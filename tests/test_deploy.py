@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.cli.main import make_parser
-from cbatch.cli.serve import ServeSettings
+from cbatch.cli.serve import LOST, ServeSettings
 from cbatch.cli.settings import read_settings, unknown_variables
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +34,7 @@ def test_the_units_command_is_one_that_is_understood() -> None:
     settings = read_settings(ServeSettings, args).values
     assert settings.log_format == "json"
     assert settings.grace < int(unit("TimeoutStopSec")), "systemd would cut the grace time short"
+    assert unit("Restart") == "on-failure" and LOST != 0, "a lost engine would be the end of it"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")

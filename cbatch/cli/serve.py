@@ -29,10 +29,12 @@ from cbatch.core.errors import FieldError
 from cbatch.engine.steplog import StepLogError, open_to_append
 from cbatch.info import EngineInfo
 from cbatch.logs import LogFormat, configure
+from cbatch.server.tools_auto import ToolParser, require_parser
 from cbatch.text import load_chat_template
 
 _logger = logging.getLogger("cbatch")
 _server, _limits, _sight = (partial(option, name) for name in ("server", "limits", "sight"))
+LOST = 1  # exit status where the engine cannot be kept running
 Seconds = Annotated[float, Meta(gt=0)]
 
 NAMES = ENGINE_NAMES | {"queue_timeout_s": "queue_timeout", "timeout_s": "timeout"}
@@ -49,6 +51,9 @@ class ServeSettings(EngineSettings, frozen=True, kw_only=True):
     served_name: Annotated[str | None, _server("the model's name to clients", "NAME")] = None
     chat_template: Annotated[
         str | None, _server("Jinja template (default: the model's own)", "FILE")
+    ] = None
+    tool_parser: Annotated[
+        ToolParser | None, _server("how the model writes tool calls that are not forced")
     ] = None
     api_key: Annotated[
         tuple[str, ...], _server("ask clients for one of these; repeatable", "KEY")
@@ -94,6 +99,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     import uvloop
 
+    from cbatch.server.run import EngineLostError
+
     file = args.config or os.environ.get(f"{PREFIX}CONFIG")
     settings = read_settings(ServeSettings, args, os.environ, None if file is None else Path(file))
     configure(settings.values.log_format)
@@ -103,6 +110,9 @@ def run(args: argparse.Namespace) -> int:
         uvloop.run(_serve(settings.values))
     except FieldError as error:
         raise settings.named(error, NAMES) from error
+    except EngineLostError as error:
+        _logger.critical("%s; the server ends with status %d, to be started anew", error, LOST)
+        return LOST
     return 0
 
 
@@ -133,6 +143,8 @@ async def _serve(settings: ServeSettings) -> None:
     keys = KeyRing([*settings.api_key, *more], max_requests_per_key=settings.max_requests_per_key)
     chat_template = load_chat_template(model, settings.chat_template)
     tokenizer = load_tokenizers(model, draft, options)
+    if settings.tool_parser is not None:
+        require_parser(settings.tool_parser, tokenizer)
     require_record(settings.record)
     listener = bind(settings.host, settings.port)
     factory = EngineFactory(model, draft, options, settings.log_format, settings.record)
@@ -150,6 +162,7 @@ async def _serve(settings: ServeSettings) -> None:
             root=str(model),
             tokenizer=tokenizer,
             chat_template=chat_template,
+            tool_parser=settings.tool_parser,
         )
         app = create_app(service, served, keys=keys)
         config = uvicorn.Config(app, log_config=None, access_log=False)

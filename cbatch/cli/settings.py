@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -32,7 +32,7 @@ class _Field:
         ((text, extra),) = [(m.description, m.extra) for m in metas if m.extra is not None]
         self.help, self.group, self.metavar = text or "", extra["group"], extra["metavar"]
         plain = get_args(info.type)[0] if get_origin(info.type) is Annotated else info.type
-        kinds = get_args(plain) if get_origin(plain) is UnionType else (plain,)
+        kinds = get_args(plain) if get_origin(plain) in (UnionType, Union) else (plain,)
         (self.plain,) = [kind for kind in kinds if kind is not NoneType]
 
     @property

@@ -21,6 +21,7 @@ from cbatch.core.request import FinishReason
 from cbatch.core.scheduler import Scheduler
 from cbatch.core.sequence import Commit
 from cbatch.engine.flight import FlightRecorder
+from cbatch.engine.heap import freeze_heap
 from cbatch.engine.lens import Lens
 from cbatch.engine.link import Death
 from cbatch.engine.loop import StepLoop
@@ -115,6 +116,7 @@ class EngineServer:
                 self._scheduler.finish(request_id, keep_tokens, now_s)
             case Watch(wanted):
                 self._lens = Lens(self._scheduler) if wanted else None
+                self._show()  # an idle engine would leave them without for a heartbeat
             case _:
                 return False
         return True
@@ -206,6 +208,7 @@ def run_engine(factory: Factory, endpoint: str, flight_path: Path) -> None:
     try:
         parts = _make(factory, socket)
         if parts is not None:
+            freeze_heap()
             try:
                 EngineServer(parts, socket, FlightRecorder(flight_path)).run()
             finally:

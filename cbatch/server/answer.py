@@ -33,7 +33,7 @@ from cbatch.server.schemas import (
     Usage,
 )
 from cbatch.server.stream import OutputStream
-from cbatch.server.tools import CallPart, CallReader
+from cbatch.server.tools import CallPart, Reader
 
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
@@ -46,6 +46,7 @@ class _Progress:
     def __init__(self, index: int, position: int, stream: OutputStream) -> None:
         self.index, self.position, self.stream = index, position, stream
         self.begun = False  # whether something of it was sent
+        self.frame: tuple[bytes, bytes] | None = None  # around the text of an event
         self.end_offset = 0  # of the text whose log probabilities were told
 
 
@@ -73,6 +74,8 @@ class Answer(ABC, Generic[Part]):
         params = call.params
         tells_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         self._tells_tokens = tells_logprobs or call.fields.return_token_ids
+        # From a choice's second event on nothing changes but the text.
+        self._only_text = not (self._tells_tokens or self._continuous or call.call_reader)
 
     def open(self, stream: OutputStream) -> None:
         """The prompts' streams, in order, before any output."""
@@ -104,9 +107,15 @@ class Answer(ABC, Generic[Part]):
         """The event that tells of it; empty where there is nothing to tell yet."""
         progress, done = self.take(position, output), output.finished
         text = output.text
+        if self._only_text and progress.begun and done is None:
+            if not text:
+                return b""
+            before, after = progress.frame or self._frame(progress, output)
+            return before + encode(text) + after
         if not progress.begun and self.call.echo:
             text = self._prompt_text(progress) + text
-        if not self._read(progress, text) and done is None and not self._tells_tokens:
+        tells = self._read(progress, text, ends=done is not None)
+        if not tells and done is None and not self._tells_tokens:
             return b""
         part = self._part(progress, output, text)
         if done is not None:
@@ -141,7 +150,7 @@ class Answer(ABC, Generic[Part]):
     @abstractmethod
     def _part(self, progress: _Progress, output: Output, text: str) -> Part: ...
 
-    def _read(self, progress: _Progress, text: str) -> bool:
+    def _read(self, progress: _Progress, text: str, *, ends: bool) -> bool:
         """Takes in what comes next. False: there is nothing in it to be told yet."""
         return bool(text)
 
@@ -151,6 +160,12 @@ class Answer(ABC, Generic[Part]):
     def _first_extra(self, progress: _Progress) -> bytes:
         """What a choice's first chunk has beside it."""
         return b""
+
+    def _frame(self, progress: _Progress, output: Output) -> tuple[bytes, bytes]:
+        """What stands before and after the text of this event and of those that follow."""
+        before, _, after = encode(self._part(progress, output, "")).partition(b'""')
+        progress.frame = self._head + before, after + self._tail
+        return progress.frame
 
     def _chunk(self, choice: bytes, extra: bytes) -> bytes:
         if self._continuous:
@@ -238,14 +253,16 @@ class CompletionAnswer(Answer[CompletionChoice]):
 
 
 class ChatAnswer(Answer[ChatChunkChoice]):
-    """A reply that is forced to be tool calls is told as these, and its text is not."""
+    """Tool calls in a reply are told as these, and what is left of it as its text."""
 
     id_prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
 
     def __init__(self, call: Call, model: ServedModel, meter: Meter) -> None:
         super().__init__(call, model, meter)
-        self._readers: dict[int, CallReader] = {}  # by the choice's index
-        self._parts: list[CallPart] = []  # that the next chunk tells
+        self._readers: dict[int, Reader] = {}  # by the choice's index
+        # What the next chunk tells, where calls are looked for.
+        self._content: str | None = None
+        self._calls: list[CallPart] = []
 
     def whole(self) -> ChatCompletion:
         finished = self._finished()
@@ -257,10 +274,10 @@ class ChatAnswer(Answer[ChatChunkChoice]):
 
     def _choice(self, progress: _Progress, choice: Choice) -> ChatChoice:
         message = ChatMessage(choice.text)
-        if self.call.forced is not None:
-            self._read(progress, choice.text)
-            calls = [_tool_call(part) for part in self._parts]
-            message = ChatMessage(None, tool_calls=calls or UNSET)
+        if self.call.call_reader is not None:
+            self._read(progress, choice.text, ends=True)
+            calls = [_tool_call(part) for part in self._calls]
+            message = ChatMessage(self._content, tool_calls=calls or UNSET)
         return ChatChoice(
             index=progress.index,
             message=message,
@@ -274,9 +291,9 @@ class ChatAnswer(Answer[ChatChunkChoice]):
     def _part(self, progress: _Progress, output: Output, text: str) -> ChatChunkChoice:
         first = not progress.begun
         delta = Delta(text)
-        if self.call.forced is not None:
-            parts = [_tool_call_delta(part) for part in self._parts]
-            delta = Delta(tool_calls=parts or UNSET)
+        if self.call.call_reader is not None:
+            parts = [_tool_call_delta(part) for part in self._calls]
+            delta = Delta(self._content or UNSET, tool_calls=parts or UNSET)
         delta.role = "assistant" if first else UNSET
         return ChatChunkChoice(
             index=progress.index,
@@ -286,14 +303,16 @@ class ChatAnswer(Answer[ChatChunkChoice]):
             prompt_logprobs=self._prompt_logprobs(output) or UNSET,
         )
 
-    def _read(self, progress: _Progress, text: str) -> bool:
-        if self.call.forced is None:
+    def _read(self, progress: _Progress, text: str, *, ends: bool) -> bool:
+        if self.call.call_reader is None:
             return bool(text)
         reader = self._readers.get(progress.index)
         if reader is None:
-            reader = self._readers[progress.index] = CallReader(self.call.forced.name)
-        self._parts = reader.push(text)
-        return bool(self._parts)
+            reader = self._readers[progress.index] = self.call.call_reader()
+        parts = [*reader.push(text), *(reader.finish() if ends else ())]
+        self._content = "".join(part for part in parts if isinstance(part, str)) or None
+        self._calls = [part for part in parts if isinstance(part, CallPart)]
+        return bool(parts)
 
     def _reason(self, progress: _Progress, choice: Choice) -> str:
         """`tool_calls` where they are complete, also of a named function: clients look for it."""

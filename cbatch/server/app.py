@@ -211,11 +211,12 @@ def _showing(feed: LiveFeed) -> list[HTTPRouteHandler]:
 
 def deadline_s(request: AnyRequest, fields: CallFields) -> float | None:
     """What the client or the gateway before it leaves for the call. Raises `FieldError`."""
-    told = request.headers.get(DEADLINE_HEADER, "0")
-    try:
-        gateway_s = msgspec.convert(told, Milliseconds, strict=False) / 1e3
-    except msgspec.ValidationError as error:
-        raise FieldError(DEADLINE_HEADER, "is no number of milliseconds", str(error)) from error
+    told, gateway_s = request.headers.get(DEADLINE_HEADER), 0.0
+    if told is not None:
+        try:
+            gateway_s = msgspec.convert(told, Milliseconds, strict=False) / 1e3
+        except msgspec.ValidationError as error:
+            raise FieldError(DEADLINE_HEADER, "is no number of milliseconds", str(error)) from error
     given = [each_s for each_s in (fields.timeout, gateway_s or None) if each_s is not None]
     return min(given, default=None)
 

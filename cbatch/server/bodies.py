@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -15,7 +15,8 @@ from cbatch.notyet import without_neutral_fields
 from cbatch.params import SAMPLING_FIELDS, sampling_from_json
 from cbatch.server.model import ServedModel
 from cbatch.server.prompts import PendingPrompt
-from cbatch.server.tools import ForcedCall, ToolChoice, Tools, forced_call
+from cbatch.server.tools import CallReader, ForcedCall, ToolChoice, Tools, forced_call
+from cbatch.server.tools_auto import MakeReader, free_calls
 from cbatch.text.chat import RESERVED
 
 DEFAULTS = SamplingParams()
@@ -28,8 +29,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Fields = TypeVar("Fields", bound="CallFields")
-
-
 ReadPrompt = str | tuple[int, ...] | PendingPrompt
 
 
@@ -81,7 +80,7 @@ class ChatFields(CallFields, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools = []
-    tool_choice: ToolChoice | None = None  # "auto", which is refused where there are tools
+    tool_choice: ToolChoice | None = None  # "auto"
     parallel_tool_calls: bool = True
 
 
@@ -111,7 +110,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...]
     echo: bool = False
     grammar_field: str = "structured_outputs"  # what the client asked for them by
-    forced: ForcedCall | None = None
+    call_reader: MakeReader | None = None  # for a choice's text; None: no call is looked for in it
 
     @property
     def include_usage(self) -> bool:
@@ -161,8 +160,10 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
     if fields.logprobs:
         sampling["logprobs"] = fields.top_logprobs
     sampling.setdefault("max_tokens", model.max_model_tokens)  # a reply ends when it ends
-    tools = list(fields.tools)
-    forced = forced_call(tools, fields.tool_choice, parallel=fields.parallel_tool_calls)
+    tools, choice, parallel = list(fields.tools), fields.tool_choice, fields.parallel_tool_calls
+    forced = forced_call(tools, choice, parallel=parallel)
+    reader = free_calls(tools, choice, model.tool_parser, parallel=parallel)
+    reader = reader if forced is None else partial(CallReader, forced.name)
     params, grammar_field = _structured(sampling_from_json(sampling, DEFAULTS), fields, forced)
     messages = conversation(fields.messages)
     variables = template_variables(fields.chat_template_kwargs)
@@ -171,7 +172,7 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
     def make() -> tuple[int, ...]:
         text = model.render(
             messages,
-            tools=msgspec.to_builtins(tools) if forced else None,
+            tools=msgspec.to_builtins(tools) if reader else None,
             add_generation_prompt=fields.add_generation_prompt,
             variables=variables,
         )
@@ -184,7 +185,7 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
         fields=fields,
         ignored=rest,
         grammar_field=grammar_field,
-        forced=forced,
+        call_reader=reader,
     )
 
 

@@ -72,6 +72,7 @@ class LiveFeed:
         self._service, self._model, self._metrics = service, model, metrics
         self._watchers: dict[int, asyncio.Queue[bytes]] = {}
         self._num_watches = 0
+        self._latest: Sight | None = None  # while somebody watches
 
     async def events(self) -> AsyncIterator[bytes]:
         """Until the server has stopped, or the watcher leaves. Ask for the first item, which is
@@ -87,7 +88,7 @@ class LiveFeed:
         try:
             yield b""
             yield b"event: hello\ndata: " + encode(self._hello()) + b"\n\n"
-            yield self._frame(None)
+            yield self._frame(self._latest)
             while not self._service.over:
                 try:
                     frame = await asyncio.wait_for(unread.get(), QUIET_S)
@@ -98,8 +99,10 @@ class LiveFeed:
             del self._watchers[number]
             if not self._watchers:
                 self._service.watch(None)
+                self._latest = None
 
     def _on_sight(self, sight: Sight) -> None:
+        self._latest = sight
         frame = self._frame(sight)
         for unread in self._watchers.values():
             if unread.qsize() >= MOST_UNREAD:

@@ -7,11 +7,13 @@ from typing import Any
 
 from cbatch.core.errors import FieldError
 from cbatch.server.faults import UnknownModelError
+from cbatch.server.tools_auto import ToolParser
 from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
 
 
 class ServedModel:
-    """`root` is where the model came from. `created_s` is in seconds of the Unix epoch."""
+    """`root` is where the model came from. `created_s` is in seconds of the Unix epoch.
+    `tool_parser`: how it writes tool calls; None: nobody has said."""
 
     def __init__(
         self,
@@ -22,8 +24,10 @@ class ServedModel:
         root: str | None = None,
         tokenizer: TextTokenizer | None = None,
         chat_template: ChatTemplate | None = None,
+        tool_parser: ToolParser | None = None,
     ) -> None:
         self.name = name
+        self.tool_parser: ToolParser | None = tool_parser
         self.max_model_tokens = max_model_tokens
         self._created_s = created_s
         self._root = root or name

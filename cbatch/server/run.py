@@ -9,15 +9,21 @@ from types import FrameType
 
 import uvicorn
 
+from cbatch.engine.heap import freeze_heap
 from cbatch.server.service import EngineService
 
 _FLUSH_S = 5  # answers that are complete may take this long to reach their clients
 
 
+class EngineLostError(RuntimeError):
+    """The engine cannot be kept running, and the server has ended for it; says why."""
+
+
 class DrainingServer(uvicorn.Server):
     """On the first signal it goes on listening, so that clients are told, until everything that was
-    accepted has finished or `grace_s` is over. On the second it stops at once. `on_listening` is
-    given the port."""
+    accepted has finished or `grace_s` is over. On the second it stops at once. Without an engine it
+    ends by itself: whoever watches over it can start it anew, which a process that only answers 503
+    would be in the way of. `on_listening` is given the port."""
 
     def __init__(
         self,
@@ -34,13 +40,20 @@ class DrainingServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Raises `EngineLostError`, once everyone has been told."""
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
+        if self._service.down is not None:
+            raise EngineLostError(self._service.down)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            freeze_heap()
             self._on_listening(self.servers[0].sockets[0].getsockname()[1])
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._service.down is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         assert self._loop is not None

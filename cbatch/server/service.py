@@ -52,7 +52,12 @@ class EngineService:
     @property
     def running(self) -> bool:
         """Alive: the engine runs, or is being started again."""
-        return self._client.engine is not None and self._client.down is None
+        return self._client.engine is not None and self.down is None
+
+    @property
+    def down(self) -> str | None:
+        """Why the engine is gone for good, if it is."""
+        return self._client.down
 
     @property
     def ready(self) -> bool:
@@ -84,8 +89,9 @@ class EngineService:
 
     @property
     def over(self) -> bool:
-        """It is stopping, and nothing runs any more."""
-        return self._stops_at_s is not None and not self._num_open
+        """It is stopping, or has no engine to go on with, and nothing runs any more."""
+        ending = self._stops_at_s is not None or self.down is not None
+        return ending and not self._num_open
 
     @property
     def config(self) -> SchedulerConfig:
@@ -170,7 +176,7 @@ class EngineService:
         """Raises `ServiceDownError`."""
         engine = self._client.engine
         if engine is None or not self.running:
-            raise ServiceDownError(self._client.down or "the engine is not running")
+            raise ServiceDownError(self.down or "the engine is not running")
         if self._stops_at_s is not None:
             left_s = math.ceil(self._stops_at_s - time.monotonic())
             raise ServiceDownError(_STOPPING, max(1, min(LONGEST_RETRY_S, left_s)))

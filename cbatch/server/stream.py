@@ -49,7 +49,9 @@ class OutputStream:
         """Everything that is unread."""
         taken, self._unread = self._unread, []
         self.unread_tokens = 0
-        self._num_running -= sum(output.finished is not None for output in taken)
+        for output in taken:
+            if output.finished is not None:
+                self._num_running -= 1
         return taken
 
     def ended(self) -> bool:

@@ -1,4 +1,5 @@
-"""Tool calls that a client forces: what the reply must be, and the calls in it as they come.
+"""Tool calls that a client forces: what the reply must be, and the calls in it as they come. Those
+that are left to the model are read in `tools_auto`.
 
 A named function's reply is its arguments alone. Where the model chooses ("required"), it is a list
 of one or more calls, `[{"name": "f", "arguments": {...}}]`, written with exactly these blanks.
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -65,20 +67,11 @@ class ForcedCall(NamedTuple):
 def forced_call(
     tools: list[Tool], choice: ToolChoice | None, *, parallel: bool
 ) -> ForcedCall | None:
-    """None: the reply is plain text. Raises `FieldError`."""
-    if not tools:
-        if choice in (None, "none", "auto"):
-            return None
-        raise FieldError("tool_choice", "forces a call without `tools`", "give them")
-    if choice == "none":
+    """None: no call is forced. Raises `FieldError`."""
+    if choice in (None, "none", "auto"):
         return None
-    if choice in (None, "auto"):
-        raise FieldError(
-            "tool_choice",
-            "'auto' with `tools` would need a parser of this model's own way to write calls, which "
-            "is not supported yet",
-            "use 'required', name a function, or use 'none'",
-        )
+    if not tools:
+        raise FieldError("tool_choice", "forces a call without `tools`", "give them")
     parameters = _parameters(tools)
     if isinstance(choice, NamedChoice):
         name = choice.function.name
@@ -129,6 +122,24 @@ class CallPart(NamedTuple):
     name: str | None = None
 
 
+def call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class Reader(Protocol):
+    """Finds the calls in one choice's text, as it comes."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether what it has read is calls."""
+
+    def push(self, text: str) -> Sequence[str | CallPart]:
+        """What `text` adds: text to show, and parts of calls."""
+
+    def finish(self) -> Sequence[str | CallPart]:
+        """What was held back, once no more text can come."""
+
+
 class CallReader:
     """Reads the reply that a `ForcedCall` asks for, piece by piece."""
 
@@ -163,10 +174,13 @@ class CallReader:
                 _extend(parts, CallPart(self._index, piece))
         return parts
 
+    def finish(self) -> list[CallPart]:
+        return []
+
     def _open(self, name: str) -> CallPart:
         self._index += 1
         self._in_arguments, self._depth = True, 0
-        return CallPart(self._index, "", f"call_{uuid.uuid4().hex[:24]}", name)
+        return CallPart(self._index, "", call_id(), name)
 
     def _read_head(self, text: str, parts: list[CallPart]) -> str:
         """Returns what follows the head of a call, if its end is in `text`."""

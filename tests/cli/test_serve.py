@@ -17,6 +17,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from cbatch.cli.serve import LOST
+from cbatch.server.run import EngineLostError
 from tests.cli.conftest import Run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -95,3 +97,16 @@ def test_what_cannot_be_served_is_said_in_a_line(
     assert run.status == 2 and str(tmp_path / "nothing") in run.err
     run = cbatch("serve", "--grace", "1", "--timeout", "-1")
     assert run.status == 2 and "--timeout: -1.0 is not allowed" in run.err
+
+
+def test_an_engine_that_is_lost_is_the_last_line_and_a_status(
+    cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def lost(_: Any) -> None:
+        raise EngineLostError("the engine died 8 times without a token")
+
+    monkeypatch.setattr("cbatch.cli.serve._serve", lost)
+    assert cbatch("serve").status == LOST == 1
+    last = caplog.records[-1]
+    assert last.levelname == "CRITICAL"
+    assert last.getMessage().startswith("the engine died 8 times without a token; the server ends")

@@ -3,9 +3,11 @@ be slow, and can die. Importable by name, so that a factory finds its way there.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -61,7 +63,8 @@ class MortalExecutor:
 
 
 class SimFactory(msgspec.Struct, frozen=True):
-    """`step_s` are real seconds; `poison` is the first prompt token of requests that kill."""
+    """`step_s` are real seconds; `poison` is the first prompt token of requests that kill. `once`:
+    a file; an engine makes it as it starts, and where it is there none does."""
 
     lookahead: str = "fixed:3"
     vocab_size: int = 1000
@@ -72,6 +75,7 @@ class SimFactory(msgspec.Struct, frozen=True):
     depth: int = 0
     sizes: dict[str, Any] = {}
     record: str | None = None
+    once: str | None = None
 
     def config(self) -> Any:
         sizes = SIZES | self.sizes
@@ -92,6 +96,8 @@ class SimFactory(msgspec.Struct, frozen=True):
         )
 
     def __call__(self) -> EngineParts:
+        if self.once is not None:
+            Path(self.once).touch(exist_ok=False)
         recorder = None if self.record is None else Recorder(self.record)
         scheduler = Scheduler(self.config(), recorder)
         executor: Any = self.executor()
@@ -101,6 +107,18 @@ class SimFactory(msgspec.Struct, frozen=True):
         loop = StepLoop(scheduler, executor, clock=time.monotonic, depth=self.depth)
         close = None if recorder is None else recorder.close
         return EngineParts(scheduler, loop, info={"model": "sim"}, close=close)
+
+
+class FrozenFactory(msgspec.Struct, frozen=True):
+    """Writes to `path`, as the engine ends, how many objects its collector passed over."""
+
+    path: str
+
+    def __call__(self) -> EngineParts:
+        def close() -> None:
+            Path(self.path).write_text(str(gc.get_freeze_count()))
+
+        return SimFactory()()._replace(close=close)
 
 
 class BrokenFactory(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from functools import partial
 from cbatch.core.plan import TokenLogprobs
 from cbatch.core.request import FinishReason, Request
 from cbatch.engine.client import EngineClient
-from cbatch.engine.process import EngineProcess
+from cbatch.engine.process import EngineProcess, Factory
 from cbatch.engine.wire import Ending, Row
 from sim.tokens import reference_output
 from tests.engine.factories import SimFactory
@@ -57,7 +57,7 @@ class Watched:
 
 
 @asynccontextmanager
-async def running(factory: SimFactory, **timeouts: float) -> AsyncIterator[EngineClient]:
+async def running(factory: Factory, **timeouts: float) -> AsyncIterator[EngineClient]:
     """A client whose engine is a process of its own."""
     client = EngineClient(partial(EngineProcess, factory), **timeouts)
     await client.start()

@@ -22,6 +22,7 @@ from cbatch.server.admission import Limits
 from cbatch.server.app import create_app
 from cbatch.server.model import ServedModel
 from cbatch.server.service import EngineService
+from cbatch.server.tools_auto import ToolParser
 from cbatch.stepwise import Engine
 from cbatch.text import ChatTemplate, TextTokenizer
 from tests.engine.threads import EngineThread
@@ -119,6 +120,7 @@ def serving_service(
     tokenizer: TextTokenizer | None,
     *,
     chat_template: ChatTemplate | None = None,
+    tool_parser: ToolParser | None = None,
     **options: Any,
 ) -> Iterator[Client]:
     """HTTP on a free port, in a thread. `options` are those of the app."""
@@ -128,7 +130,7 @@ def serving_service(
 
     async def serve() -> None:
         engine = await service.start()
-        model = served_model(engine, tokenizer, chat_template)
+        model = served_model(engine, tokenizer, chat_template, tool_parser)
         app = create_app(service, model, **options)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
         servers.append(uvicorn.Server(config))
@@ -148,7 +150,10 @@ def serving_service(
 
 
 def served_model(
-    engine: Ready, tokenizer: TextTokenizer | None, chat_template: ChatTemplate | None = None
+    engine: Ready,
+    tokenizer: TextTokenizer | None,
+    chat_template: ChatTemplate | None = None,
+    tool_parser: ToolParser | None = None,
 ) -> ServedModel:
     return ServedModel(
         MODEL,
@@ -156,6 +161,7 @@ def served_model(
         created_s=int(time.time()),
         tokenizer=tokenizer,
         chat_template=chat_template,
+        tool_parser=tool_parser,
     )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 import uvicorn
 
+from cbatch.engine import client as client_module
 from cbatch.engine.client import EngineClient
 from cbatch.engine.process import EngineProcess
 from cbatch.server.app import create_app
@@ -20,11 +21,15 @@ from tests.toy_engine import TOKENIZER
 
 
 class Settings(msgspec.Struct, frozen=True):
+    """`max_deaths`: of an engine without a token, before it is given up."""
+
     factory: SimFactory
     grace_s: float
+    max_deaths: int = client_module.MAX_BARREN_DEATHS
 
 
 async def serve(settings: Settings) -> None:
+    client_module.MAX_BARREN_DEATHS = settings.max_deaths
     service = EngineService(EngineClient(partial(EngineProcess, settings.factory)), TOKENIZER)
     model = served_model(await service.start(), TOKENIZER)
     config = uvicorn.Config(create_app(service, model), port=0, log_level="warning")

@@ -4,11 +4,14 @@ processes. Texts are compared with those of an engine that nobody disturbs."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import signal
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 
 from cbatch import LLM, SamplingParams
 from cbatch.assembly import EngineFactory, EngineOptions, load_tokenizers
+from cbatch.engine.heap import freeze_heap
 from cbatch.llm import complete_all
 from cbatch.params import sampling_from_json
 from cbatch.server.admission import Limits
@@ -78,6 +82,16 @@ def test_a_storm_of_clients_that_leave_holds_nothing() -> None:
         assert stats is not None and stats.totals.emitted_tokens < 100 * 400, "they were completed"
 
 
+@contextmanager
+def as_in_a_server() -> Iterator[None]:
+    """A process that serves does this once it listens; the test shares its own with the clients."""
+    freeze_heap()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def overload(seconds: float) -> dict[str, float]:
     """Four times what the engine can do, without pause; returns figures for the report."""
     slots, tokens = 4, 8
@@ -98,7 +112,7 @@ def overload(seconds: float) -> dict[str, float]:
             await asyncio.sleep(max(0.0, begin_s + i / per_s - time.monotonic()))
         return await asyncio.gather(*calls)
 
-    with serving_process(factory, limits) as served:
+    with serving_process(factory, limits) as served, as_in_a_server():
         answers = asyncio.run(drive(served))
         assert_nothing_is_held(served)
         why = {"reason": "queued_requests"}
@@ -156,6 +170,33 @@ def test_a_stop_signal_under_load(grace_s: float) -> None:
         assert [answer.text for answer in answers] == expected(range(12), max_tokens)
     else:
         assert all("grace time" in answer.events[-1]["error"]["message"] for answer in answers)
+
+
+def test_a_server_whose_engine_is_lost_tells_everyone_and_ends(tmp_path: Path) -> None:
+    """An engine that dies and cannot be started again."""
+    poison = TOKENIZER.encode("poison")[0]
+    factory = SimFactory(
+        vocab_size=TOKENIZER.vocab_size,
+        step_s=0.01,
+        poison=poison,
+        death="exit",
+        once=str(tmp_path / "once"),
+    )
+
+    async def scene(port: int) -> list[Answer]:
+        streams = asyncio.create_task(crowd(port, [body(i, 400) for i in range(4)]))
+        first = await call(port, body(4, 400), leave_after_bytes=600)
+        assert first.body, "they are to be in the middle"
+        last = await call(port, body(5, 4, prompt=[poison]))
+        assert last.status == 503 and "retry-after" not in last.headers
+        return await streams
+
+    with server_process(Settings(factory, grace_s=30, max_deaths=2)) as (process, client):
+        answers = asyncio.run(scene(client.port))
+        assert process.wait(timeout=60) == 1
+    for answer in answers:
+        *told, error = answer.events
+        assert told and "died 2 times without a token" in error["error"]["message"]
 
 
 def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:

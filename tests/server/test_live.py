@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import cbatch.server
+from cbatch.engine import process
 from cbatch.engine.lens import Lens
 from cbatch.engine.wire import BlockMap, EngineStats, Sight
 from cbatch.server import live as live_module
@@ -147,6 +148,16 @@ def test_nobody_looks_unless_somebody_watches(monkeypatch: pytest.MonkeyPatch) -
             return looks[0] == before
 
         wait_until(unseen)  # once the server knows that they have left
+
+
+def test_who_comes_is_shown_an_idle_engine_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second watcher too, for whom the engine is asked nothing."""
+    monkeypatch.setattr(process, "HEARTBEAT_S", 25.0)
+    with serving(make_engine(num_blocks=64)) as client, watching(client) as first:
+        look = next(frame["look"] for frame in frames(first) if frame.get("look"))
+        assert look["slots"] == [] and sum(look["blocks"][1]) == 0
+        with watching(client) as second:
+            assert next(frames(second))["look"] == look
 
 
 def test_too_many_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:

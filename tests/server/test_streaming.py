@@ -1,17 +1,27 @@
-"""Several streams joined into one, and left."""
+"""Several streams joined into one, and left; and the bytes of their events."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cbatch.outputs import Accepted
-from cbatch.server.answer import Answer
+from cbatch.core.request import FinishReason
+from cbatch.outputs import Accepted, Choice, Output, Speculation
+from cbatch.server.answer import Answer, ChatAnswer, CompletionAnswer
+from cbatch.server.bodies import parse_chat, parse_completion
 from cbatch.server.errors import SlowReaderError
+from cbatch.server.metrics import Meter, Metrics
+from cbatch.server.model import ServedModel
 from cbatch.server.stream import OutputStream
 from cbatch.server.streaming import gather
+from cbatch.text import ChatTemplate
+from tests.toy_engine import TOKENIZER
 
 
 def test_one_that_fails_leaves_nobody_waiting_for_the_others() -> None:
@@ -25,3 +35,67 @@ def test_one_that_fails_leaves_nobody_waiting_for_the_others() -> None:
         return len(asyncio.all_tasks())
 
     assert asyncio.run(scene()) == 1
+
+
+MODEL = ServedModel(
+    '"":""',  # what an event's frame must not be cut at
+    max_model_tokens=99,
+    created_s=0,
+    tokenizer=TOKENIZER,
+    chat_template=ChatTemplate("{{ messages[0].content }}", {}, "the test"),
+)
+KINDS: dict[Any, tuple[Any, dict[str, Any]]] = {
+    CompletionAnswer: (parse_completion, {"prompt": "x"}),
+    ChatAnswer: (parse_chat, {"messages": [{"role": "user", "content": "x"}]}),
+}
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"stream_options": {"include_usage": True}},
+    {"stream_options": {"continuous_usage_stats": True}},
+    {"return_token_ids": True},
+    {"n": 2},
+)
+
+
+def events(kind: Any, asked: dict[str, Any], texts: Sequence[str], *, whole: bool) -> bytes:
+    """That tell of the texts, each by every choice in turn, and of their end. `whole`: each event
+    is made anew from its beginning to its end."""
+    parse, body = KINDS[kind]
+    answer = kind(parse(json.dumps(body | asked).encode(), MODEL), MODEL, Meter(METRICS))
+    if whole:
+        answer._only_text = False
+    num_choices = answer.call.params.n
+    answer.open(OutputStream(Accepted("r", (1, 2), 3, num_choices), lambda: None))
+    end = Choice(0, "", (), FinishReason.STOP, None, Speculation())
+    outputs = [Output("r", at, text, (5, 6)) for text in texts for at in range(num_choices)]
+    outputs += [Output("r", at, "end", (7,), finished=end) for at in range(num_choices)]
+    told = b"".join(answer.event(0, each) for each in outputs)
+    assert told.startswith(answer._head)
+    return told.replace(answer._head, b"")  # it has an id of its own
+
+
+METRICS = Metrics("m", cast(Any, None))
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@given(texts=st.lists(st.text(max_size=6), max_size=8))
+@settings(max_examples=25, deadline=None)
+def test_an_event_in_a_frame_is_what_it_would_be_made_anew(
+    kind: Any, asked: dict[str, Any], texts: list[str]
+) -> None:
+    assert events(kind, asked, texts, whole=False) == events(kind, asked, texts, whole=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frame_of_a_first_event_would_be_seen(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = Answer._frame
+
+    def early(answer: Any, progress: Any, output: Output) -> tuple[bytes, bytes]:
+        progress.index += 1
+        progress.begun = False
+        return frame(answer, progress, output)
+
+    monkeypatch.setattr(Answer, "_frame", early)
+    texts = ["a", "b"]
+    assert events(kind, {}, texts, whole=False) != events(kind, {}, texts, whole=True)

@@ -126,9 +126,9 @@ export const board = {
       while (this.slots.length > used) this.slots.pop().node.remove();
       const density = used <= 2 ? 5 : used <= 4 ? 4 : used <= 12 ? 3 : used <= 40 ? 2 : 1;
       $("rows").dataset.density = density;
-      $("nobody").hidden = used > 0;
       this.fit();
     }
+    $("nobody").hidden = this.slots.length > 0;
   },
 
   fit() {
