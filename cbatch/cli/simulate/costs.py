@@ -80,6 +80,15 @@ def ignored_beside(scenario: Scenario) -> list[tuple[str, bool, str]]:
     return found
 
 
+def has_device(scenario: Scenario) -> bool:
+    """Whether the cost is of a device whose memory is known."""
+    if scenario.cost_table is not None:
+        from sim.kernel_tables import holds_kernel_tables
+
+        return holds_kernel_tables(scenario.cost_table)
+    return scenario.step_seconds is None and scenario.cost is None
+
+
 def _tabled(path: str | None) -> tuple[str, ...]:
     """What else counts beside such a table: one of kernels holds those of any shape."""
     from sim.kernel_tables import holds_kernel_tables
@@ -99,9 +108,7 @@ def priced(scenario: Scenario, lookahead: LookaheadConfig) -> Priced:
     if scenario.cost is not None:
         return _calibrated(scenario.cost, drafts=lookahead.policy != "off")
     if scenario.cost_table is not None:
-        from sim.kernel_tables import holds_kernel_tables
-
-        if holds_kernel_tables(scenario.cost_table):
+        if has_device(scenario):
             return _kernels(scenario, scenario.cost_table, drafts=lookahead.policy != "off")
         return _table(scenario.cost_table, scenario.model, drafts=lookahead.policy != "off")
     return _roofline(scenario, drafts=lookahead.policy != "off")
