@@ -10,8 +10,8 @@ request meets the fate of some prompt of its kind, not its own.
 
 A difference is in points: 100 (b / a - 1) of tokens a second or of the mean time per output token.
 On the engine it is the median over repeats, each comparing what ran within it; `spread` is from the
-least of them to the largest. `--out RUNS` keeps what was measured, after every repeat; `--runs RUNS`
-foretells it again without an engine.
+least of them to the largest. `--out RUNS` keeps what was measured, after every repeat, and
+`--runs RUNS` foretells it again without an engine.
 """
 
 from __future__ import annotations
