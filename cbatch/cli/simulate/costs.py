@@ -33,6 +33,7 @@ class Priced(msgspec.Struct, kw_only=True):
     block_size_tokens: int | None = None
     max_model_tokens: int | None = None
     draft_context_tokens: int | None = None
+    catch_up_price: float | None = None
     max_slots: int | None = None
     step_budget_tokens: int | None = None
     most_slots: int | None = None
@@ -208,4 +209,6 @@ def _devices(scenario: Scenario, gpu: str, *, drafts: bool) -> _Devices:
         "num_blocks": scenario.num_blocks or config.num_blocks(block_tokens),
         "max_model_tokens": config.shape.max_position_embeddings,
     }
+    if draft is not None:
+        sizes["catch_up_price"] = min(draft.weight_bytes / config.shape.weight_bytes, 1.0)
     return _Devices(config, names | {"draft_model": scenario.draft_model}, sizes)

@@ -241,6 +241,7 @@ def _scheduler(
         queue_policy=scenario.queue_policy or QUEUE_POLICY,  # type: ignore[arg-type]  # the parser's
         prefix_cache=not scenario.no_prefix_cache,
         draft_context_tokens=draft_tokens if drafts else None,
+        catch_up_price=first_of(1.0, prices.catch_up_price) if drafts else 1.0,
         lookahead=lookahead,
         cost_profile=prices.profile if drafts else None,
         **more,
