@@ -221,7 +221,7 @@ def _fleet(scenario: Scenario) -> dict[str, Any]:
 def _scheduler(
     scenario: Scenario, lookahead: LookaheadConfig, prices: Priced, more: dict[str, Any]
 ) -> SchedulerConfig:
-    """Sizes as given, else the cost model's, else the usual ones."""
+    """Sizes as given, else the cost model's, else the usual ones; `more` are other fields."""
     num_blocks = first_of(prices.num_blocks, scenario.num_blocks)
     context_tokens = first_of(prices.max_model_tokens, scenario.max_model_tokens)
     if num_blocks is None or context_tokens is None:
@@ -238,7 +238,8 @@ def _scheduler(
         max_slots=max_slots,
         max_model_tokens=context_tokens,
         step_budget_tokens=budget_tokens,
-        queue_policy=scenario.queue_policy or QUEUE_POLICY,  # type: ignore[arg-type]  # the parser's
+        # The parser's own choices, or a configuration's.
+        queue_policy=scenario.queue_policy or QUEUE_POLICY,  # type: ignore[arg-type]
         prefix_cache=not scenario.no_prefix_cache,
         draft_context_tokens=draft_tokens if drafts else None,
         catch_up_price=first_of(1.0, prices.catch_up_price) if drafts else 1.0,
