@@ -158,9 +158,9 @@ def _greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
-def load_policy(policy: str) -> Engine:
+def load_policy(policy: str, max_slots: int = MAX_SLOTS) -> Engine:
     options = EngineOptions(
-        lookahead=policy, max_slots=MAX_SLOTS, prefix_cache=False, tokenizer="none", seed=0
+        lookahead=policy, max_slots=max_slots, prefix_cache=False, tokenizer="none", seed=0
     )
     return load_engine(*demo_paths(), options)[0]
 

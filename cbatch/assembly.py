@@ -307,6 +307,7 @@ def _scheduler_config(
         ageing_per_s=options.ageing_per_s,
         prefix_cache=options.prefix_cache,
         draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
+        catch_up_price=1.0 if draft is None else _catch_up_price(target, draft),
         drafter=None if options.drafter is None else tuple(options.drafter),
         lookahead=parse_lookahead(options.lookahead) if drafts else LookaheadConfig(),
     )
@@ -383,6 +384,11 @@ def _info(
         max_model_tokens=config.max_model_tokens,
         num_threads=torch.get_num_threads(),
     )
+
+
+def _catch_up_price(target: AnyModel, draft: AnyModel) -> float:
+    """Of a draft token in target tokens, about: work goes with the weights."""
+    return min(_weight_bytes(draft) / _weight_bytes(target), 1.0)
 
 
 def _weight_bytes(model: AnyModel) -> int:

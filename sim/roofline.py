@@ -91,6 +91,16 @@ def load_gpu(name: str) -> Gpu:
     return msgspec.convert(known[name.lower()], Gpu)
 
 
+def gpu_within(device: str) -> str:
+    """The shipped name that is a word of what a driver calls the device."""
+    names = [name for name in gpu_names() if name in device.split()]
+    if not names:
+        raise FieldError(
+            "--cost-table", f"{device!r} is unknown", f"known: {', '.join(gpu_names())}"
+        )
+    return names[0]
+
+
 def load_shape(model: str) -> ModelShape:
     """`model` is the name of a shipped shape, a config.json, or the folder of one."""
     shipped = _shipped("models.json")
@@ -122,7 +132,7 @@ def _shipped(name: str) -> dict[str, Any]:
     return found
 
 
-class _Rates(NamedTuple):
+class Rates(NamedTuple):
     """Seconds of one model on its devices, by what it is given."""
 
     token_s: float  # of arithmetic in the layers
@@ -198,7 +208,7 @@ class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Of one device: a KV head that has no other to itself is held by several."""
         return shape.kv_token_bytes / min(self.tensor_parallel, shape.num_key_value_heads)
 
-    def rates(self, shape: ModelShape) -> _Rates:
+    def rates(self, shape: ModelShape) -> Rates:
         parts, layers = self.tensor_parallel, shape.num_hidden_layers
         flop_s = 1 / (self.gpu.bf16_flops * self.compute_efficiency * parts)
         byte_s = 1 / (self.gpu.memory_bytes_per_s * self.memory_efficiency)
@@ -208,7 +218,7 @@ class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
             moved_bytes = 2 * (parts - 1) / parts * shape.hidden_size * VALUE_BYTES
             exchange_token_s = 2 * layers * moved_bytes / self.gpu.link_bytes_per_s
             fixed_s += 2 * layers * self.link_latency_s
-        return _Rates(
+        return Rates(
             token_s=2.0 * shape.layer_weights * flop_s,
             weights_s=VALUE_BYTES * shape.layer_weights / parts * byte_s,
             logit_s=2.0 * shape.head_weights * flop_s,

@@ -28,17 +28,24 @@ class Source(Protocol):
         """It finished or was refused."""
 
 
+class _Session(msgspec.Struct):
+    """`num_open` requests of it are to come, waiting or running; `turns` wait for their ends."""
+
+    num_open: int = 0
+    turns: deque[tuple[int, TraceRequest]] = msgspec.field(default_factory=deque)
+
+
 class OpenLoop:
     """Requests at their times. A session's later turn (one with a `think_s`) comes that long after
-    the turn before it has ended, or at its own time if that is later. Reads one request ahead."""
+    all before it have ended, or at its own time if that is later. Reads one request ahead."""
 
     def __init__(self, requests: Iterable[TraceRequest]) -> None:
         self._requests = iter(requests)
         self._coming: list[tuple[float, int, TraceRequest]] = []  # a heap
         self._num_read = 0
         self._ahead: int | None = None  # the one that was read ahead
-        # By session in a turn: those that wait for its answer.
-        self._open: dict[str, deque[tuple[int, TraceRequest]]] = {}
+        self._open: dict[str, _Session] = {}
+        self._ended_s: dict[str, float] = {}  # of the sessions that are not open
         self._read()
 
     def next_arrival_s(self) -> float | None:
@@ -46,8 +53,6 @@ class OpenLoop:
 
     def take(self) -> tuple[int, TraceRequest]:
         arrival_s, index, request = heapq.heappop(self._coming)
-        if request.session is not None:
-            self._open.setdefault(request.session, deque())
         if index == self._ahead:
             self._read()
         if arrival_s != request.arrival_s:
@@ -55,26 +60,39 @@ class OpenLoop:
         return index, request
 
     def ended(self, request: TraceRequest, now_s: float) -> None:
-        if request.session is None or request.session not in self._open:
+        if request.session is None:
             return
-        turns = self._open[request.session]
-        if not turns:
+        session = self._open[request.session]
+        session.num_open -= 1
+        if session.num_open:
+            return
+        if not session.turns:
             del self._open[request.session]
+            self._ended_s[request.session] = now_s
             return
-        index, turn = turns.popleft()
-        arrival_s = max(now_s + (turn.think_s or 0.0), turn.arrival_s)
-        heapq.heappush(self._coming, (arrival_s, index, turn))
+        index, turn = session.turns.popleft()
+        self._come(max(now_s + (turn.think_s or 0.0), turn.arrival_s), index, turn)
+
+    def _come(self, arrival_s: float, index: int, request: TraceRequest) -> None:
+        if request.session is not None:
+            self._open.setdefault(request.session, _Session()).num_open += 1
+        heapq.heappush(self._coming, (arrival_s, index, request))
 
     def _read(self) -> None:
-        """Up to the next request that waits for no other."""
+        """Up to the next request that comes at its own time."""
         for request in self._requests:
             index, self._num_read = self._num_read, self._num_read + 1
-            if request.think_s is not None and request.session in self._open:
-                self._open[request.session].append((index, request))
-                continue
-            self._ahead = index
-            heapq.heappush(self._coming, (request.arrival_s, index, request))
-            return
+            arrival_s = request.arrival_s
+            if request.think_s is not None and request.session is not None:
+                if request.session in self._open:
+                    self._open[request.session].turns.append((index, request))
+                    continue
+                if request.session in self._ended_s:
+                    arrival_s = max(self._ended_s[request.session] + request.think_s, arrival_s)
+            self._come(arrival_s, index, request)
+            if arrival_s == request.arrival_s:
+                self._ahead = index
+                return
 
 
 class ClosedLoop:

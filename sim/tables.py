@@ -10,6 +10,7 @@ with what the scheduler may ask, so that a long way beyond is refused before a r
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -62,6 +63,38 @@ class Grid:
         for share in shares:
             cell = cell[0] + share * (cell[1] - cell[0])
         return float(cell)
+
+
+class Lines:
+    """Seconds by two counts, of which the second was measured less far the larger the first is: a
+    line along the second for each value of the first, straight lines between and beyond."""
+
+    def __init__(self, points: Mapping[tuple[int, int], float]) -> None:
+        """Needs two values of the first count or more, and with each of them two of the second."""
+        self.firsts = sorted({first for first, _ in points})
+        self._lines = []
+        for at in self.firsts:
+            line = sorted((second, s) for (first, second), s in points.items() if first == at)
+            self._lines.append(([float(x) for x, _ in line], [s for _, s in line]))
+
+    @classmethod
+    def of(cls, points: Mapping[tuple[int, int], float] | None) -> Lines | None:
+        """None of too few points."""
+        counts = Counter(first for first, _ in points or ())
+        thin = [first for first, count in counts.items() if count < 2]
+        return cls(points) if points and len(counts) > 1 and not thin else None
+
+    def __call__(self, first: float, second: float) -> float:
+        low = min(max(bisect_right(self.firsts, first) - 1, 0), len(self.firsts) - 2)
+        share = (first - self.firsts[low]) / (self.firsts[low + 1] - self.firsts[low])
+        below, above = self._at(low, second), self._at(low + 1, second)
+        return below + share * (above - below)
+
+    def _at(self, line: int, second: float) -> float:
+        xs, seconds = self._lines[line]
+        low = min(max(bisect_right(xs, second) - 1, 0), len(xs) - 2)
+        slope_s = (seconds[low + 1] - seconds[low]) / (xs[low + 1] - xs[low])
+        return seconds[low] + (second - xs[low]) * slope_s
 
 
 class Attention(Protocol):

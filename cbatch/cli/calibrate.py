@@ -29,6 +29,7 @@ ENGINE_FIELDS = (
     "max_model_tokens",
     "step_budget_tokens",
     "draft_context_tokens",
+    "catch_up_price",
 )
 
 

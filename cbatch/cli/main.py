@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from cbatch.core.errors import FieldError
 from cbatch.text import ChatTemplateError, TokenizerError
 
 FAILED = 2  # exit status for bad input, as argparse's
+UNREAD = 141  # as shells report SIGPIPE, which Python ignores: sockets must not end a server
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -28,6 +30,23 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        return _leave_unread()
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # rich makes that of it
+            return _leave_unread()
+        raise
+
+
+# -- inside
+
+
+def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if " ".join(words[:2]) == capacity.COMMAND:  # a trace may be where a command of `sim` would be
         words[:2] = [capacity.COMMAND]
@@ -42,6 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cbatch: {error}", file=sys.stderr)
         return FAILED
     return status
+
+
+def _leave_unread() -> int:
+    """Whoever read the output, `head` say, has seen enough. What is still in a buffer would be
+    written at exit, and complained about."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+    return UNREAD
 
 
 def _is_bad_input(error: ValueError) -> bool:

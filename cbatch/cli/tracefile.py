@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from cbatch.core.config import SchedulerConfig
 from cbatch.core.errors import FieldError
 from cbatch.core.events import Added, Cancelled, Configured, Failed, TextFinished
 from cbatch.core.request import Request
@@ -63,12 +64,13 @@ class OpenedTrace:
         if args.format not in (None, *known):
             raise FieldError("--format", f"{args.format!r} is unknown", f"use {', '.join(known)}")
         self._trace: Trace | None = None
-        self._recorded: list[TraceRequest] = []
+        self._from_log: list[TraceRequest] = []
+        self.recorded: SchedulerConfig | None = None  # of the last engine in a step log
         if is_step_log(self.path):
             if args.format not in (None, STEP_LOG) or args.skip_empty:
                 wrong = "--skip-empty" if args.skip_empty else "--format"
                 raise FieldError(wrong, f"{self.path} is a step log", "leave it out")
-            self._recorded = requests_of_step_log(self.path)
+            self._from_log, self.recorded = read_recording(self.path)
             self.format = STEP_LOG
         else:
             self._trace = Trace(
@@ -94,7 +96,7 @@ class OpenedTrace:
     def requests(self) -> Iterable[TraceRequest]:
         from sim.traces.changes import spread
 
-        requests: Iterable[TraceRequest] = self._trace or self._recorded
+        requests: Iterable[TraceRequest] = self._trace or self._from_log
         if self._spread_s is None:
             return requests
         return spread(requests, self._spread_s, self._seed)
@@ -144,9 +146,10 @@ def is_step_log(path: Path) -> bool:
         return STEP_LOG.encode() in file.readline(200)
 
 
-def requests_of_step_log(path: Path) -> list[TraceRequest]:
-    """The requests that engines recorded, with the output that each had; those that ended without a
-    token are left out, and prompts share what their leading blocks share. Reads it as a whole."""
+def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
+    """The requests that engines recorded, with the output that each had, and the last engine's
+    configuration. Requests that ended without a token are left out, and prompts share what their
+    leading blocks share. Reads the log as a whole."""
     from cbatch.engine.steplog import StepLogError, read_step_log
     from sim.traces.reader import sort_requests
     from sim.traces.request import TraceRequest
@@ -156,8 +159,8 @@ def requests_of_step_log(path: Path) -> list[TraceRequest]:
         recorded = recorded_requests(log.events)
     except StepLogError as error:
         raise FieldError("step log", str(error), "record it anew") from error
-    sizes = [e.config.block_size_tokens for e in log.events if isinstance(e, Configured)]
-    size = sizes[0] if sizes else 1
+    configs = [event.config for event in log.events if isinstance(event, Configured)]
+    size = configs[0].block_size_tokens if configs else 1
     names = _BlockNames(size)
     found = [
         TraceRequest(
@@ -173,7 +176,7 @@ def requests_of_step_log(path: Path) -> list[TraceRequest]:
     ]
     if not found:
         raise FieldError("step log", f"{path} has no request with output", "record it anew")
-    return sort_requests(found)
+    return sort_requests(found), configs[-1]
 
 
 @dataclass

@@ -57,6 +57,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_slots: int = 64  # sequences that run at once
     max_model_tokens: int = 2048  # context: prompt and output together
     step_budget_tokens: int = 2048  # target tokens and draft catch-up tokens in one step
+    # What a catch-up token takes of that from prompts, in target tokens: the draft's work is less.
+    catch_up_price: float = 1.0
     vocab_size: int = 2**31 - 1
     eos_ids: tuple[int, ...] = ()
     queue_policy: QueuePolicy = "fcfs"
@@ -82,6 +84,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 self.step_budget_tokens >= self.max_slots,
                 "give at least max_slots, so that every running sequence gets its token",
             ),
+            ("catch_up_price", 0 <= self.catch_up_price <= 1, "use a number in [0, 1]"),
             ("decode_reserve_tokens", self.decode_reserve_tokens >= 1, "give at least 1"),
             (
                 "ageing_per_s",

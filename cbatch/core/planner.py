@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import ceil
 
 import msgspec
 import numpy as np
@@ -55,7 +56,8 @@ class Planner:
         chunks: list[Chunk] = []
         if state.prefilling or (state.waiting and state.table.num_free):
             left = state.config.step_budget_tokens - len(decodes.slots)
-            left -= decodes.drafts.total + decodes.catch_up_total
+            left -= decodes.drafts.total
+            left -= ceil(decodes.catch_up_total * state.config.catch_up_price)
             chunks = self._continue_prefills(left)
             left -= sum(chunk.query_len for chunk in chunks)
             if not (decodes.preempted or state.doomed):

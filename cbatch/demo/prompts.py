@@ -55,6 +55,11 @@ def choose_prompts(held_out: list[Document], per_document: int = 2) -> dict[str,
         middle = len(heads) // 2
         functions += heads[middle : middle + per_document]
         for name, source in list(whole_functions(document))[:1]:
-            signature = source.split(":\n")[0].replace(f"def {name}", f"def {name}_copy", 1)
-            edits.append(f"{source}\n\n\n{signature}:")
+            edits.append(edit_of(name, source))
     return {"functions": functions, "edits": edits}
+
+
+def edit_of(name: str, source: str) -> str:
+    """A function, then the head of a copy under another name."""
+    signature = source.split(":\n")[0].replace(f"def {name}", f"def {name}_copy", 1)
+    return f"{source}\n\n\n{signature}:"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cbatch.cli.simulate import recorded
 from cbatch.engine.steplog import StepLogWriter
 from sim.traces.reader import Trace, write_requests
 from sim.traces.request import TraceRequest
@@ -211,6 +213,40 @@ def test_a_step_log_is_a_trace(cbatch: Command, tmp_path: Path) -> None:
     assert cbatch("sim", out, *SMALL).lines[-1]["requests"] == 11
     refused = cbatch("trace", "show", path, "--skip-empty")
     assert refused.status == 2 and "--skip-empty" in refused.err
+
+
+def test_a_step_log_brings_its_engines_settings(cbatch: Command, tmp_path: Path) -> None:
+    """Without a size on the command line, as its engine was; with one, as it says. The pool of a
+    device is its own."""
+    path = tmp_path / "steps.jsonl"
+    rules = {"queue_policy": "shortest", "ageing_per_s": 7.0, "decode_reserve_tokens": 3}
+    config = make_config(max_slots=3, prefix_cache=False, **rules)
+    with StepLogWriter(path) as log:
+        world = World(config, log=log)
+        for i in range(4):
+            world.add(make_request(f"r{i}", 9, seed=i, max_tokens=30))
+        world.run()
+    constant = ("--step-seconds", 0.01)
+
+    def settings(*argv: Any) -> dict[str, Any]:
+        run = cbatch("sim", path, *argv)
+        assert run.status == 0, run.err
+        return run.lines[-1]["settings"]
+
+    found = settings(*constant)
+    fields = ("num_blocks", "block_size_tokens", "max_slots", "max_model_tokens")
+    for field in (*fields, "step_budget_tokens", "queue_policy", "prefix_cache"):
+        assert found[field] == getattr(config, field), field
+    assert len(found["as_recorded"]) == 7
+    changed = settings(*constant, "--max-slots", 2, "--prefix-cache", "--queue-policy", "fcfs")
+    assert [changed[f] for f in ("max_slots", "prefix_cache", "queue_policy")] == [2, True, "fcfs"]
+    assert "max_slots" not in changed["as_recorded"] and "num_blocks" in changed["as_recorded"]
+    on_device = settings("--gpu", "L4", "--model", "llama-3.2-1b")
+    assert on_device["num_blocks"] > 10_000 and on_device["max_slots"] == 3
+    scenario = argparse.Namespace(queue_policy="shortest")
+    assert rules.items() >= recorded.rules(scenario, config).items()  # type: ignore[arg-type]
+    scenario.queue_policy = "fcfs"
+    assert recorded.rules(scenario, config) == {"decode_reserve_tokens": 3}  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

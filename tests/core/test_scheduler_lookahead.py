@@ -109,6 +109,27 @@ def test_a_catch_up_longer_than_the_budget_is_sliced():
     assert world.executor.stats.drafted_tokens > 10
 
 
+def prompt_steps(**settings: float) -> int:
+    """Steps until a prompt is in KV, beside a row whose draft has a prompt to catch up with."""
+    config = make_config(lookahead="fixed:2", step_budget_tokens=32, num_blocks=256, **settings)
+    world = World(config, acceptance=ModelledAcceptance(0.5))
+    world.add(make_request("a", 100, max_tokens=20))
+    while not world.shown.get("a"):
+        world.step()
+    world.add(make_request("b", 100, seed=1, max_tokens=20))
+    steps = 0
+    while not world.shown.get("b"):
+        world.step()
+        steps += 1
+    world.run()
+    world.assert_reference()
+    return steps
+
+
+def test_a_catch_up_leaves_prompts_what_it_does_not_cost():
+    assert prompt_steps(catch_up_price=0.1) < prompt_steps() == prompt_steps(catch_up_price=1.0)
+
+
 @DEPTHS
 def test_past_the_context_of_the_draft_nothing_is_drafted(depth):
     config = make_config(lookahead="fixed:4", draft_context_tokens=20)

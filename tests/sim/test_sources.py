@@ -64,6 +64,43 @@ def test_turns_wait_for_the_answer_before_them() -> None:
     assert source.next_arrival_s() is None
 
 
+def test_a_turn_read_after_the_answer_still_thinks() -> None:
+    """The turn before it has ended by the time that its line is read: as in a log of real sessions,
+    where each has a stamp of its own. What comes meanwhile is read all the same."""
+    source = OpenLoop(
+        [
+            request(0.0, session="a"),
+            request(5.0),
+            request(5.5, session="a", think_s=2.0),
+            request(6.0),
+            request(9.0, session="a", think_s=0.5),
+        ]
+    )
+    source.ended(take(source), 4.0)
+    assert take(source).arrival_s == 5.0
+    assert [take(source).arrival_s for _ in range(2)] == [6.0, 6.0], "4 s and 2 of thinking"
+    assert source.next_arrival_s() is None, "the last waits for an answer"
+    source.ended(request(6.0, session="a"), 7.0)
+    assert take(source).arrival_s == 9.0, "its own time is later"
+    # A long thought does not hold up those who come meanwhile.
+    slow = OpenLoop(
+        [request(0, session="a"), request(1), request(2, session="a", think_s=50), request(3)]
+    )
+    slow.ended(take(slow), 0.5)
+    assert [take(slow).arrival_s for _ in range(3)] == [1, 3, 50.5]
+
+
+def test_a_turn_waits_for_all_before_it() -> None:
+    """Requests of a session that overlap, and a turn after both."""
+    turns = [request(i, session="a") for i in range(2)]
+    source = OpenLoop([*turns, request(2, session="a", think_s=1.0)])
+    first, second = take(source), take(source)
+    source.ended(first, 3.0)
+    assert source.next_arrival_s() is None
+    source.ended(second, 8.0)
+    assert take(source).arrival_s == 9.0
+
+
 def test_closed_loop_keeps_so_many_open() -> None:
     source = ClosedLoop((request(99.0, prompt=i) for i in range(1, 6)), 2, think_s=0.5)
     first, second = take(source), take(source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from cbatch.core.errors import FieldError
 if TYPE_CHECKING:
     from cbatch.cli.simulate.scenario import Scenario
     from sim.costs import CostModel
+    from sim.roofline import RooflineConfig
 
 T = TypeVar("T")
 GPU, MODEL_SHAPE = "H100", "llama-3.1-8b"
@@ -32,6 +33,7 @@ class Priced(msgspec.Struct, kw_only=True):
     block_size_tokens: int | None = None
     max_model_tokens: int | None = None
     draft_context_tokens: int | None = None
+    catch_up_price: float | None = None
     max_slots: int | None = None
     step_budget_tokens: int | None = None
     most_slots: int | None = None
@@ -62,7 +64,7 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
     cost.add_argument("--tp", type=int, metavar="N", help="tensor parallel over N devices")
     cost.add_argument("--draft-model", metavar="NAME", help="shape of the draft, as --model")
     cost.add_argument("--cost", metavar="FILE", help="instead: measured by cbatch calibrate")
-    cost.add_argument("--cost-table", metavar="DIR", help="instead: layer profiles of --model")
+    cost.add_argument("--cost-table", metavar="DIR", help="instead: measured kernels or layers")
     cost.add_argument(
         "--step-seconds", type=float, metavar="S", help="instead: every step the same"
     )
@@ -72,11 +74,28 @@ def ignored_beside(scenario: Scenario) -> list[tuple[str, bool, str]]:
     """Fields that the chosen source of costs leaves without effect: (name, whether, why)."""
     found = []
     for source in _SOURCES:
-        own = ("model",) if source == "cost_table" else ()
+        own = _tabled(scenario.cost_table) if source == "cost_table" else ()
         chosen, why = getattr(scenario, source) is not None, f"{_option(source)} is the whole cost"
         others = (*(other for other in _SOURCES if other != source), *_ROOFLINE)
         found += [(other, chosen, why) for other in others if other not in own]
     return found
+
+
+def has_device(scenario: Scenario) -> bool:
+    """Whether the cost is of a device whose memory is known."""
+    if scenario.cost_table is not None:
+        from sim.kernel_tables import holds_kernel_tables
+
+        return holds_kernel_tables(scenario.cost_table)
+    return scenario.step_seconds is None and scenario.cost is None
+
+
+def _tabled(path: str | None) -> tuple[str, ...]:
+    """What else counts beside such a table: one of kernels holds those of any shape."""
+    from sim.kernel_tables import holds_kernel_tables
+
+    kernels = path is not None and holds_kernel_tables(path)
+    return ("model", "tp", "draft_model") if kernels else ("model",)
 
 
 def _option(field: str) -> str:
@@ -90,6 +109,8 @@ def priced(scenario: Scenario, lookahead: LookaheadConfig) -> Priced:
     if scenario.cost is not None:
         return _calibrated(scenario.cost, drafts=lookahead.policy != "off")
     if scenario.cost_table is not None:
+        if has_device(scenario):
+            return _kernels(scenario, scenario.cost_table, drafts=lookahead.policy != "off")
         return _table(scenario.cost_table, scenario.model, drafts=lookahead.policy != "off")
     return _roofline(scenario, drafts=lookahead.policy != "off")
 
@@ -137,11 +158,45 @@ def _table(path: str, model: str | None, *, drafts: bool) -> Priced:
     )
 
 
-def _roofline(scenario: Scenario, *, drafts: bool) -> Priced:
-    from sim.roofline import Roofline, RooflineConfig, load_gpu, load_shape
+def _kernels(scenario: Scenario, path: str, *, drafts: bool) -> Priced:
+    from sim.kernel_tables import KernelCost, read_kernel_tables
+    from sim.roofline import gpu_within
 
-    gpu, model = scenario.gpu or GPU, scenario.model or MODEL_SHAPE
-    parts = 1 if scenario.tp is None else scenario.tp
+    tables = read_kernel_tables(path)
+    devices = _devices(scenario, gpu_within(tables.device), drafts=drafts)
+    cost = KernelCost(tables, devices.config)
+    names = {"cost": "kernel table", "table": path, "kernels": tables.framework}
+    names["from_roofline"] = ", ".join(cost.from_roofline)
+    return Priced(
+        cost=cost,
+        names=names | devices.names,
+        max_slots=min(MAX_SLOTS, first_of(MAX_SLOTS, cost.most_rows)),
+        step_budget_tokens=min(STEP_BUDGET_TOKENS, cost.most_step_tokens),
+        most_slots=cost.most_rows,
+        most_step_tokens=cost.most_step_tokens,
+        **devices.sizes,
+    )
+
+
+def _roofline(scenario: Scenario, *, drafts: bool) -> Priced:
+    from sim.roofline import Roofline
+
+    devices = _devices(scenario, scenario.gpu or GPU, drafts=drafts)
+    names = {"cost": "roofline"} | devices.names
+    return Priced(cost=Roofline(devices.config), names=names, **devices.sizes)
+
+
+class _Devices(NamedTuple):
+    config: RooflineConfig
+    names: dict[str, Any]
+    sizes: dict[str, Any]
+
+
+def _devices(scenario: Scenario, gpu: str, *, drafts: bool) -> _Devices:
+    """Models on devices, and what these hold."""
+    from sim.roofline import RooflineConfig, load_gpu, load_shape
+
+    model, parts = scenario.model or MODEL_SHAPE, first_of(1, scenario.tp)
     draft = None if scenario.draft_model is None else load_shape(scenario.draft_model)
     if draft is None and drafts:
         raise FieldError("--draft-model", "is missing", "drafting has a price: name the draft")
@@ -149,10 +204,11 @@ def _roofline(scenario: Scenario, *, drafts: bool) -> Priced:
         gpu=load_gpu(gpu), shape=load_shape(model), tensor_parallel=parts, draft=draft
     )
     block_tokens = first_of(BLOCK_TOKENS, scenario.block_size)
-    names = {"cost": "roofline", "gpu": gpu, "model": model, "tensor_parallel": parts}
-    return Priced(
-        cost=Roofline(config),
-        names=names | {"draft_model": scenario.draft_model},
-        num_blocks=scenario.num_blocks or config.num_blocks(block_tokens),
-        max_model_tokens=config.shape.max_position_embeddings,
-    )
+    names = {"gpu": gpu, "model": model, "tensor_parallel": parts}
+    sizes: dict[str, Any] = {
+        "num_blocks": scenario.num_blocks or config.num_blocks(block_tokens),
+        "max_model_tokens": config.shape.max_position_embeddings,
+    }
+    if draft is not None:
+        sizes["catch_up_price"] = min(draft.weight_bytes / config.shape.weight_bytes, 1.0)
+    return _Devices(config, names | {"draft_model": scenario.draft_model}, sizes)

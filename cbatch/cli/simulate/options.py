@@ -11,7 +11,7 @@ from cbatch.cli.simulate.costs import (
     STEP_BUDGET_TOKENS,
     add_cost_options,
 )
-from cbatch.cli.simulate.scenario import ACCEPTANCE, ROUTER, Scenario
+from cbatch.cli.simulate.scenario import ACCEPTANCE, QUEUE_POLICY, ROUTER, Scenario
 from cbatch.cli.tracefile import add_reading_options
 
 
@@ -27,7 +27,9 @@ def add_scenario_options(parser: argparse.ArgumentParser, *, paced: bool = True)
         load.add_argument("--think", type=float, metavar="SECONDS", help="pause of such a client")
     load.add_argument("--seed", type=int, default=0)
     add_cost_options(parser)
-    engine = parser.add_argument_group("engine")
+    engine = parser.add_argument_group(
+        "engine", "Of a step log: sizes, queue and prefix cache are by default those that it names."
+    )
     engine.add_argument("--lookahead", default="off", metavar="POLICY", help="off, fixed:4, ...")
     engine.add_argument(
         "--acceptance",
@@ -47,8 +49,14 @@ def add_scenario_options(parser: argparse.ArgumentParser, *, paced: bool = True)
     )
     engine.add_argument("--num-blocks", type=int, help="KV blocks (default: what the device holds)")
     engine.add_argument("--max-model-tokens", type=int, help="context (default: the model's)")
-    engine.add_argument("--queue-policy", default="fcfs", choices=["fcfs", "priority", "shortest"])
-    engine.add_argument("--no-prefix-cache", action="store_true")
+    engine.add_argument(
+        "--queue-policy",
+        choices=["fcfs", "priority", "shortest"],
+        help=f"default: {QUEUE_POLICY}",
+    )
+    cache = engine.add_mutually_exclusive_group()
+    cache.add_argument("--no-prefix-cache", action="store_true", default=None)
+    cache.add_argument("--prefix-cache", action="store_false", default=None, dest="no_prefix_cache")
     fleet = parser.add_argument_group("fleet")
     fleet.add_argument("--replicas", type=int, default=1, metavar="N", help="engines, all the same")
     fleet.add_argument(

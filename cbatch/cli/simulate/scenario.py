@@ -17,6 +17,7 @@ from cbatch.cli.simulate.costs import (
     ignored_beside,
     priced,
 )
+from cbatch.cli.simulate.recorded import as_recorded, rules
 from cbatch.cli.tracefile import OpenedTrace
 from cbatch.core.config import LookaheadConfig, SchedulerConfig
 from cbatch.core.errors import FieldError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from sim.timeline import Observer
 
 ACCEPTANCE = "0.7"
-ROUTER = "round-robin"
+ROUTER, QUEUE_POLICY = "round-robin", "fcfs"
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +60,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int | None
     num_blocks: int | None
     max_model_tokens: int | None
-    queue_policy: str
-    no_prefix_cache: bool
+    queue_policy: str | None
+    no_prefix_cache: bool | None
     replicas: int
     router: str | None
     slo: tuple[str, ...]
@@ -155,13 +156,18 @@ def build(scenario: Scenario) -> Simulation:
     """Raises `FieldError` for whatever can be found wrong before it runs."""
     objectives = parse_objectives(scenario.slo)
     trace = OpenedTrace(scenario, scenario.seed)
-    cost, config, words = _engine(scenario)
+    taken: dict[str, Any] = {}
+    if trace.recorded is not None:
+        scenario, taken = as_recorded(scenario, trace.recorded)
+    cost, config, words = _engine(scenario, trace.recorded)
     if config.lookahead.policy != "off":
         words["acceptance"] = first_of(ACCEPTANCE, scenario.acceptance)
     words |= _fleet(scenario)
     changes = ("skip_empty", "spread", "requests", "rate", "concurrency", "think")
     settings = {"trace": trace.path.name, "format": trace.format, "seed": scenario.seed}
     settings |= words | {name: getattr(scenario, name) for name in changes}
+    if taken:
+        settings["as_recorded"] = sorted(taken)
     simulation = Simulation(scenario, trace, cost, config, objectives, settings)
     simulation.executor()  # raises for an acceptance that is no model
     return simulation
@@ -187,13 +193,15 @@ def parse_objectives(texts: tuple[str, ...]) -> Objectives | None:
 # -- inside
 
 
-def _engine(scenario: Scenario) -> tuple[CostModel, SchedulerConfig, dict[str, Any]]:
+def _engine(
+    scenario: Scenario, recorded: SchedulerConfig | None
+) -> tuple[CostModel, SchedulerConfig, dict[str, Any]]:
     """The cost model, the scheduler's configuration, and both in words for the report."""
     from cbatch.assembly import lookahead_name, parse_lookahead
 
     lookahead = parse_lookahead(scenario.lookahead)
     prices = priced(scenario, lookahead)
-    scheduler = _scheduler(scenario, lookahead, prices)
+    scheduler = _scheduler(scenario, lookahead, prices, rules(scenario, recorded))
     words = prices.names | _words(scheduler) | {"lookahead": lookahead_name(lookahead)}
     return prices.cost, scheduler, words
 
@@ -210,8 +218,10 @@ def _fleet(scenario: Scenario) -> dict[str, Any]:
     return {"replicas": count, "router": router}
 
 
-def _scheduler(scenario: Scenario, lookahead: LookaheadConfig, prices: Priced) -> SchedulerConfig:
-    """Sizes as given, else the cost model's, else the usual ones."""
+def _scheduler(
+    scenario: Scenario, lookahead: LookaheadConfig, prices: Priced, more: dict[str, Any]
+) -> SchedulerConfig:
+    """Sizes as given, else the cost model's, else the usual ones; `more` are other fields."""
     num_blocks = first_of(prices.num_blocks, scenario.num_blocks)
     context_tokens = first_of(prices.max_model_tokens, scenario.max_model_tokens)
     if num_blocks is None or context_tokens is None:
@@ -228,11 +238,14 @@ def _scheduler(scenario: Scenario, lookahead: LookaheadConfig, prices: Priced) -
         max_slots=max_slots,
         max_model_tokens=context_tokens,
         step_budget_tokens=budget_tokens,
-        queue_policy=scenario.queue_policy,  # type: ignore[arg-type]  # the parser's own choices
+        # The parser's own choices, or a configuration's.
+        queue_policy=scenario.queue_policy or QUEUE_POLICY,  # type: ignore[arg-type]
         prefix_cache=not scenario.no_prefix_cache,
         draft_context_tokens=draft_tokens if drafts else None,
+        catch_up_price=first_of(1.0, prices.catch_up_price) if drafts else 1.0,
         lookahead=lookahead,
         cost_profile=prices.profile if drafts else None,
+        **more,
     )
 
 

@@ -169,6 +169,10 @@ def _lines(report: Report) -> list[str]:
             f"{replica.prefix_hit_tokens:,} of {replica.prompt_tokens:,} prompt tokens from the "
             f"cache, {replica.preemptions:,} preemptions"
         )
+    if "as_recorded" in report.settings:
+        lines.append(f"as the log was recorded: {', '.join(report.settings['as_recorded'])}")
+    if "from_roofline" in report.settings:
+        lines.append(f"not from the table but the roofline: {report.settings['from_roofline']}")
     if report.cut_requests:
         lines.append(f"{report.cut_requests:,} outputs cut at the end of context or pool")
     if report.refused:

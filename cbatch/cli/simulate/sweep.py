@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sim.report import Report
 
 _FIXED = ("trace", "slo")  # the same for all that are compared
+_SWITCHES = ("skip_empty", "no_prefix_cache")
 HEADINGS = {
     "output_tokens_per_s": "tokens/s",
     "ttft_p50_s": "TTFT\np50",
@@ -154,15 +155,13 @@ def _parse(text: str, fixed: tuple[str, ...]) -> tuple[str, list[str]]:
 
 def _set(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str, value: str) -> None:
     """As if `--name value` were on the command line."""
-    argument = f"--{name}={value}"
-    if isinstance(getattr(args, _field(name)), bool):
+    if _field(name) in _SWITCHES:
         if value not in ("on", "off"):
             raise FieldError("--sweep", f"{name}={value} is no switch", "use on and off")
-        if value == "off":
-            return
-        argument = f"--{name}"
+        setattr(args, _field(name), value == "on")
+        return
     try:
-        parser.parse_args([argument], args)
+        parser.parse_args([f"--{name}={value}"], args)
     except argparse.ArgumentError as error:
         raise FieldError("--sweep", f"{name}={value}: {error.message}", "mend the value") from error
 

@@ -1,0 +1,53 @@
+"""Output that nobody reads to its end, as of `cbatch ... | head`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cbatch.cli.main import UNREAD
+
+ROOT = Path(__file__).parent.parent.parent
+TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n" + "0.5,8,4\n" * 40
+CBATCH = "import sys; from cbatch.cli import main; sys.exit(main.main(sys.argv[1:]))"
+LOUD = CBATCH.replace("main.main(", "main._run(")  # without what ends it quietly
+
+
+def run_unread(code: str, *command: str) -> tuple[int, str]:
+    """Exit status and what was told on stderr, if the reader leaves before the first byte."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    told = process.stderr.read().decode()
+    process.stderr.close()
+    return process.wait(timeout=60), told
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("sim", "TRACE", "--gpu", "H100"),  # a table of rich's, then a line
+        ("trace", "convert", "TRACE", "OUT"),  # a line alone, at the very end
+    ],
+)
+def test_commands_end_quietly(command: tuple[str, ...], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE, encoding="utf-8")
+    paths = {"TRACE": str(trace), "OUT": str(tmp_path / "out.jsonl")}
+    words = [paths.get(word, word) for word in command]
+    assert run_unread(CBATCH, *words) == (UNREAD, "")
+
+
+def test_without_it_they_complain(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE, encoding="utf-8")
+    status, told = run_unread(LOUD, "trace", "convert", str(trace), str(tmp_path / "out.jsonl"))
+    assert status != UNREAD and "BrokenPipeError" in told
