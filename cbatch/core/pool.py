@@ -84,8 +84,9 @@ class BlockPool:
     # ---- allocation ---------------------------------------------------------------------------
 
     def allocate(self, count: int) -> np.ndarray:
-        """`count` blocks with one reference each. The caller has checked `num_available`. They are
-        intp, numpy's own index type: with any other, each use as an index costs a conversion."""
+        """`count` blocks with one reference each: free ones, then the oldest cached; so two calls
+        hand out what one for both would. The caller has checked `num_available`. They are intp,
+        numpy's own index type: with any other, each use as an index costs a conversion."""
         free = self._free
         if count > len(free):
             self._evict(count - len(free))
@@ -211,11 +212,14 @@ class BlockPool:
 
     def _set_free(self, blocks: Collection[int]) -> None:
         """Blocks that nobody refers to any more, the last to be used next."""
+        self._blank(blocks)
+        self._free += blocks
+
+    def _blank(self, blocks: Collection[int]) -> None:
         self._forget(blocks)
         draft_valid = self._draft_valid
         for block in blocks:
             draft_valid[block] = 0
-        self._free += blocks
 
     def _forget(self, blocks: Iterable[int]) -> None:
         """Take their nodes out of the index, of those that have one."""
@@ -228,8 +232,11 @@ class BlockPool:
                 ready[block] = 0
 
     def _evict(self, count: int) -> None:
+        """Free the oldest of the cached blocks, to be used after those that are free already."""
         popitem = self._lru.popitem
-        self._set_free([popitem(last=False)[0] for _ in range(count)])
+        evicted = [popitem(last=False)[0] for _ in range(count)]
+        self._blank(evicted)
+        self._free[:0] = reversed(evicted)
 
     def check(self) -> None:
         """Every invariant of the pool; raises AssertionError."""

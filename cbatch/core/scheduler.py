@@ -86,13 +86,21 @@ class Scheduler:
 
     # ---- steps --------------------------------------------------------------------------------
 
-    def plan(self, now_s: float) -> StepPlan | None:
-        """The next step, or None if nothing can run now."""
+    def quiet_steps(self) -> int:
+        """How many of the coming steps are certain to be alike, if nothing but `plan` and `commit`
+        is called: the same rows decode one token each, nobody enters, none can end before the last
+        of them, nothing can be drafted, and there are blocks for all. 0 if the next may differ."""
+        return self._planner.quiet_steps()
+
+    def plan(self, now_s: float, num_steps: int = 1) -> StepPlan | None:
+        """The next step, or None if nothing can run now. A plan may stand for as many as
+        `quiet_steps`; what comes of it is what would come of as many plans. Raises ValueError if it
+        is asked for more."""
         if len(self._state.flights) >= MAX_IN_FLIGHT:
             raise RuntimeError("two plans are uncommitted; commit the older one first")
         if self._log:
-            self._log(Planned(now_s))
-        plan = self._planner.plan()
+            self._log(Planned(now_s, num_steps))
+        plan = self._planner.plan(num_steps)
         if plan is None:
             self._state.last_commit_s = None
         return plan

@@ -232,24 +232,27 @@ class SchedulerState:
         """The blocks of a sequence by absolute index, a view."""
         return self.table.blocks[slot, : self.table.capacity[slot] // self.pool.block_size]
 
-    def reserve_block_each(self, slots: np.ndarray) -> Reservation:
-        """One more block for each of `slots`, intp. The pool has enough."""
+    def append_block_each(self, slots: list[int]) -> Reservation:
+        """One more block for each of `slots`, in this order; one may be there more than once. The
+        pool has enough."""
         table, size = self.table, self.pool.block_size
-        capacity = table.capacity[slots]
         blocks = self.pool.allocate(len(slots))
         # One by one: they are few, and an operation on arrays costs as much as several of them.
-        held, appended = capacity.tolist(), blocks.tolist()
-        indices = [positions // size for positions in held]
-        for slot, index, block in zip(slots.tolist(), indices, appended, strict=True):
-            table.blocks[slot, index] = block
-            table.capacity[slot] = (index + 1) * size
-        self._appended = np.array((slots.tolist(), indices, appended), dtype=np.int32)
+        appended, capacity = blocks.tolist(), []
+        for slot, block in zip(slots, appended, strict=True):
+            held = table.capacity.item(slot)
+            table.blocks[slot, held // size] = block
+            table.capacity[slot] = held + size
+            capacity.append(held)
+        indices = [positions // size for positions in capacity]
+        self._appended = np.array((slots, indices, appended), dtype=np.int32)
         return Reservation(slots, capacity, blocks)
 
-    def return_unused(self, reservation: Reservation, unused: np.ndarray) -> None:
+    def return_unused(self, reservation: Reservation, unused: list[int]) -> None:
         """Take back the blocks at the positions `unused`; their slots have got no other since."""
         self.pool.release_private(reservation.blocks[unused])
-        self.table.capacity[reservation.slots[unused]] = reservation.capacity[unused]
+        for i in unused:
+            self.table.capacity[reservation.slots[i]] = reservation.capacity[i]
 
     def append_blocks(self, slots: np.ndarray, counts: np.ndarray) -> None:
         """Give `counts[i]` (> 0) more blocks to `slots[i]`; int32. The pool has enough."""
