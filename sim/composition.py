@@ -65,6 +65,14 @@ class SlotCounts:
         work.prefill_pairs = sum(pairs.tolist()) - work.decode_pairs
         return work
 
+    def decoding(self, slots: np.ndarray) -> StepWork:
+        """Composition of a step in which `slots` decode one token each."""
+        rows = len(slots)
+        work = StepWork(rows=rows, decode_rows=rows, decode_tokens=rows, logit_tokens=rows)
+        _read(work, self.num_tokens[slots])
+        work.decode_pairs = work.decode_context_tokens
+        return work
+
     def advance(self, plan: StepPlan, accepted: np.ndarray, emitted: np.ndarray) -> None:
         """A chunk moves its tokens into KV; a decode those it emitted, so that one stays to do."""
         slots = plan.slots

@@ -104,6 +104,14 @@ class StepPlan(msgspec.Struct, frozen=True):
             )
 
 
+class QuietSteps(msgspec.Struct, frozen=True):
+    """Coming steps that are certain to be alike: the sequences in `slots` (the array that the plan
+    will have) decode one token each, at most `num_steps` times."""
+
+    slots: np.ndarray  # int32 [R]
+    num_steps: int
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log probabilities of T successive tokens of one sequence, and of the n likeliest in the place
     of each, in the order (-logprob, id). Minus infinity: the token could not be chosen."""

@@ -10,7 +10,7 @@ import numpy as np
 from cbatch.core import lookahead
 from cbatch.core.controller import Room
 from cbatch.core.growth import Row, decide_growth, fit_drafts, in_turn
-from cbatch.core.plan import StepPlan
+from cbatch.core.plan import QuietSteps, StepPlan
 from cbatch.core.prompts import Chunk, Prompts
 from cbatch.core.regime import Due
 from cbatch.core.rowcache import RowCache, owners_of, select, slack_of
@@ -44,8 +44,9 @@ class Planner:
         """The next step, or so many in one plan. Raises ValueError if they might differ."""
         state = self.state
         if num_steps > 1:
-            if num_steps > (most := self.quiet_steps()):
-                raise ValueError(f"num_steps: {num_steps}, but only {most} are certain to be alike")
+            quiet = self.quiet_steps()
+            if quiet is None or num_steps > quiet.num_steps:
+                raise ValueError(f"num_steps: {num_steps} are not certain to be alike; ask for 1")
             return self._go_on(num_steps)
         if self._goes_on():
             return self._go_on(1)
@@ -64,18 +65,19 @@ class Planner:
 
     # ---- quiet steps --------------------------------------------------------------------------
 
-    def quiet_steps(self) -> int:
+    def quiet_steps(self) -> QuietSteps | None:
         """See `Scheduler.quiet_steps`."""
         state = self.state
         if state.speculates or len(state.stop_union) or not self._is_quiet():
-            return 0
+            return None
         cache = self._cache
         if cache.slack_tokens < 1:
             cache.slack_tokens = slack_of(state, cache.rows)
         # The one after the slack is the first that may end somebody, and may be the last of many.
         # No row needs more blocks for them than these.
         blocks_each = state.pool.num_available // len(cache.slots)
-        return max(0, min(cache.slack_tokens + 1, blocks_each * state.pool.block_size))
+        num_steps = min(cache.slack_tokens + 1, blocks_each * state.pool.block_size)
+        return QuietSteps(cache.slots, num_steps) if num_steps > 0 else None
 
     def _is_quiet(self) -> bool:
         """Whether nobody prefills and nobody can enter, so that those who decode are all there is;

@@ -34,7 +34,7 @@ from cbatch.core.events import (
     Planned,
     TextFinished,
 )
-from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.plan import QuietSteps, StepPlan, StepResult
 from cbatch.core.planner import Planner
 from cbatch.core.request import FinishReason, Request
 from cbatch.core.sequence import Commit, Finished, SchedulerStats, Sequence
@@ -86,16 +86,16 @@ class Scheduler:
 
     # ---- steps --------------------------------------------------------------------------------
 
-    def quiet_steps(self) -> int:
-        """How many of the coming steps are certain to be alike, if nothing but `plan` and `commit`
-        is called: the same rows decode one token each, nobody enters, none can end before the last
-        of them, nothing can be drafted, and there are blocks for all. 0 if the next may differ."""
+    def quiet_steps(self) -> QuietSteps | None:
+        """The coming steps that are certain to be alike, if nothing but `plan` and `commit` is
+        called: the same rows decode one token each, nobody enters, none can end before the last of
+        them, nothing can be drafted, and there are blocks for all. None: the next may differ."""
         return self._planner.quiet_steps()
 
     def plan(self, now_s: float, num_steps: int = 1) -> StepPlan | None:
-        """The next step, or None if nothing can run now. A plan may stand for as many as
-        `quiet_steps`; what comes of it is what would come of as many plans. Raises ValueError if it
-        is asked for more."""
+        """The next step, or None if nothing can run now. A plan may stand for `num_steps` of the
+        `quiet_steps`: what comes of it is what would come of as many plans. Raises ValueError if
+        it is asked for more."""
         if len(self._state.flights) >= MAX_IN_FLIGHT:
             raise RuntimeError("two plans are uncommitted; commit the older one first")
         if self._log:
