@@ -138,8 +138,11 @@ class Recorder:
         ):
             if steady is not None:
                 self._settle(steady)
-            self._rows(plan, commit, ends_s[0])
-            ends_s = ends_s[1:]
+            if steady is not None and self._all_of(steady, plan, commit):
+                self._steady = plan
+            else:
+                self._rows(plan, commit, ends_s[0])
+                ends_s = ends_s[1:]
         if ends_s:
             gaps_s = [later - sooner for sooner, later in pairwise([self._steady_s, *ends_s])]
             self._gap_s.extend(gaps_s)
@@ -202,6 +205,16 @@ class Recorder:
     def _settle(self, steady: StepPlan) -> None:
         self._last_s[steady.slots] = self._steady_s
         self._steady = None
+
+    @staticmethod
+    def _all_of(steady: StepPlan, plan: StepPlan, commit: Commit) -> bool:
+        """Whether in each step of `plan` rows of `steady`, and no others, emit one token each."""
+        return (
+            len(commit.tokens) == len(plan.slots) * plan.num_steps
+            and commit.counts.tolist().count(plan.num_steps) == len(plan.slots)
+            and set(plan.slots.tolist()) <= set(steady.slots.tolist())
+            and not any(plan.num_drafts.tolist())
+        )
 
     def _rows(self, plan: StepPlan, commit: Commit, now_s: float) -> None:
         """The first step of the plan, row by row; the others have its rows."""

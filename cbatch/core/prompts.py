@@ -42,8 +42,6 @@ class Prompts:
     def admit(self, budget_tokens: int) -> list[Chunk]:
         state, pool = self.state, self.state.pool
         chunks: list[Chunk] = []
-        if budget_tokens > 0 and state.config.prefix_cache:
-            state.open_stale_blocks()
         for sequence in list(state.waiting) if budget_tokens > 0 else ():
             if budget_tokens <= 0 or not state.table.num_free:
                 break
@@ -51,6 +49,9 @@ class Prompts:
             may_hit = state.config.prefix_cache and not sequence.computes_prompt
             most = (len(sequence.tokens) - 1) // pool.block_size if may_hit else 0
             match = pool.match(sequence.tokens, most)
+            if may_hit and state.may_lengthen(match):
+                state.open_stale_blocks()
+                match = pool.match(sequence.tokens, most)
             if match.promised:
                 continue
             fresh = state.blocks_to_admit(sequence) - len(match.blocks)

@@ -272,8 +272,17 @@ class SchedulerState:
         self.pool.release_private(table.blocks[rows, indices])
         table.capacity[slots] = kept
 
+    def may_lengthen(self, match: Match) -> bool:
+        """Whether more might be found once running sequences open what they have completed: their
+        blocks come after nodes that the match went through, or are those that it stopped at."""
+        if match.promised or (match.blocks and self.has_draft_kv):
+            return True
+        path = self.pool.uids_of(match.blocks)
+        running = (self.owners[slot] for slot in (*self.decoding, *self.prefilling))
+        return any(owner is not None and owner.chain_uid in path for owner in running)
+
     def open_stale_blocks(self) -> None:
-        """Before a lookup: open what running sequences have completed since the last one."""
+        """For a lookup: open what running sequences have completed since the last one."""
         table = self.table
         running = np.asarray(self.decoding + self.prefilling, dtype=np.int32)
         kv_len = table.num_tokens[running] - table.todo[running]
@@ -283,7 +292,7 @@ class SchedulerState:
 
     def open_blocks(self, slot: int) -> None:
         """Open the sequence's complete blocks to prefix hits. Nobody can see the difference to
-        doing so after every step: it is done before each lookup and when the sequence leaves."""
+        doing so after every step: it is done where a lookup might, and when the sequence leaves."""
         table, pool, sequence = self.table, self.pool, self.owners[slot]
         assert sequence is not None
         if not self.config.prefix_cache:
