@@ -4,6 +4,9 @@
 
 Nothing here reads a clock or draws a number that does not come from `seed`: the same inputs give
 the same report, byte for byte. The loop is serial (overlap depth 0).
+
+Most steps are like the one before: where nobody watches each of them, one plan stands for as many
+as nothing comes between (`Scheduler.quiet_steps`). The report does not depend on it.
 """
 
 from __future__ import annotations

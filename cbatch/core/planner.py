@@ -41,15 +41,10 @@ class Planner:
         self._prompts = Prompts(state)
 
     def plan(self, num_steps: int) -> StepPlan | None:
-        """The next step, or so many in one plan. Raises ValueError if they might differ."""
+        """The next step; or so many, which are quiet."""
         state = self.state
-        if num_steps > 1:
-            quiet = self.quiet_steps()
-            if quiet is None or num_steps > quiet.num_steps:
-                raise ValueError(f"num_steps: {num_steps} are not certain to be alike; ask for 1")
+        if num_steps > 1 or self._goes_on():
             return self._go_on(num_steps)
-        if self._goes_on():
-            return self._go_on(1)
         decodes = self._decodes()
         chunks: list[Chunk] = []
         if state.prefilling or (state.waiting and state.table.num_free):

@@ -16,10 +16,13 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Prompts:
+    """Asked once a plan each, after the decoding rows have their tokens and blocks."""
+
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
 
     def go_on(self, budget_tokens: int) -> list[Chunk]:
+        """Of the rows that prefill, in order of admission."""
         chunks = []
         for slot in self.state.prefilling:
             if budget_tokens <= 0:
@@ -40,8 +43,10 @@ class Prompts:
         return Chunk(slot, min(todo, budget_tokens), last=todo <= budget_tokens)
 
     def admit(self, budget_tokens: int) -> list[Chunk]:
+        """Of the waiting sequences that enter now, in service order (see scheduler.py)."""
         state, pool = self.state, self.state.pool
         chunks: list[Chunk] = []
+        opened = False  # what running sequences have completed
         for sequence in list(state.waiting) if budget_tokens > 0 else ():
             if budget_tokens <= 0 or not state.table.num_free:
                 break
@@ -49,7 +54,8 @@ class Prompts:
             may_hit = state.config.prefix_cache and not sequence.computes_prompt
             most = (len(sequence.tokens) - 1) // pool.block_size if may_hit else 0
             match = pool.match(sequence.tokens, most)
-            if may_hit and state.may_lengthen(match):
+            if may_hit and not opened and state.may_lengthen(match):
+                opened = True
                 state.open_stale_blocks()
                 match = pool.match(sequence.tokens, most)
             if match.promised:

@@ -29,7 +29,8 @@ class RowCache(msgspec.Struct):
     def of(cls, state: SchedulerState) -> RowCache:
         table = state.table
         slots = np.array(state.decoding, dtype=np.int32)
-        index = np.array(state.decoding, dtype=np.intp)
+        index = slots.astype(np.intp)
+        rows = select(slots, index)
         count = len(slots)
         no_drafts = Drafts.none(count)
         most_drafts, all_catch_up = no_drafts, True
@@ -41,7 +42,7 @@ class RowCache(msgspec.Struct):
             version=state.rows_version,
             slots=slots,
             index=index,
-            rows=select(slots, index),
+            rows=rows,
             owners=owners_of(state, state.decoding),
             generations=table.generation[index],
             trues=no_drafts.query_lens.astype(np.bool_),
@@ -49,7 +50,7 @@ class RowCache(msgspec.Struct):
             most_drafts=most_drafts,
             never_drafts=not most_drafts.total,
             all_catch_up=all_catch_up,
-            slack_tokens=slack_of(state, index) if count else 0,
+            slack_tokens=slack_of(state, rows) if count else 0,
         )
 
 

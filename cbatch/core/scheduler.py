@@ -98,6 +98,10 @@ class Scheduler:
         it is asked for more."""
         if len(self._state.flights) >= MAX_IN_FLIGHT:
             raise RuntimeError("two plans are uncommitted; commit the older one first")
+        if num_steps != 1:
+            quiet = self.quiet_steps()
+            if quiet is None or not 1 < num_steps <= quiet.num_steps:
+                raise ValueError(f"num_steps: {num_steps} are not certain to be alike; ask for 1")
         if self._log:
             self._log(Planned(now_s, num_steps))
         plan = self._planner.plan(num_steps)
