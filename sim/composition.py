@@ -36,11 +36,15 @@ class SlotCounts:
         drafts = any(num_drafts.tolist())
         if work.decode_rows == rows and not drafts:
             work.decode_tokens = work.logit_tokens = rows
-            _read(work, known)
+            _read(work, known.tolist())
             work.decode_pairs = work.decode_context_tokens
             return work
         if num_drafts is not plan.num_drafts:
             query = query - plan.num_drafts + num_drafts
+        if not drafts and todo[: work.decode_rows].tolist().count(1) == work.decode_rows:
+            _add_rows(work, known.tolist(), todo.tolist(), query.tolist())
+            work.logit_tokens = sum(plan.wants_logits.tolist())
+            return work
         kv_len = known - todo
         context = kv_len + query
         if drafts:
@@ -53,16 +57,24 @@ class SlotCounts:
         if work.decode_rows == rows:
             work.decode_tokens = rows + work.draft_tokens
             work.decode_pairs = sum(pairs.tolist())
-            _read(work, context)
+            _read(work, context.tolist())
             return work
         if work.decode_rows:
             decodes = todo == _ONE
             work.decode_tokens = sum(query[decodes].tolist())
             work.decode_pairs = sum(pairs[decodes].tolist())
-            _read(work, context[decodes])
+            _read(work, context[decodes].tolist())
         work.prefill_tokens = sum(query.tolist()) - work.decode_tokens
         work.prefill_context_tokens = sum(context.tolist()) - work.decode_context_tokens
         work.prefill_pairs = sum(pairs.tolist()) - work.decode_pairs
+        return work
+
+    def decoding(self, slots: np.ndarray) -> StepWork:
+        """Composition of a step in which `slots` decode one token each."""
+        rows = len(slots)
+        work = StepWork(rows=rows, decode_rows=rows, decode_tokens=rows, logit_tokens=rows)
+        _read(work, self.num_tokens[slots].tolist())
+        work.decode_pairs = work.decode_context_tokens
         return work
 
     def advance(self, plan: StepPlan, accepted: np.ndarray, emitted: np.ndarray) -> None:
@@ -76,8 +88,20 @@ class SlotCounts:
         self.num_tokens[slots] += steps
 
 
-def _read(work: StepWork, context: np.ndarray) -> None:
-    read = context.tolist()
+def _add_rows(work: StepWork, known: list[int], todo: list[int], query: list[int]) -> None:
+    """Decodes of one token each, as many as `work` has, and chunks behind them, which are few."""
+    decodes = work.decode_tokens = work.decode_rows
+    if decodes:
+        _read(work, known[:decodes])
+        work.decode_pairs = work.decode_context_tokens
+    for row in range(decodes, len(known)):
+        kv_len, tokens = known[row] - todo[row], query[row]
+        work.prefill_tokens += tokens
+        work.prefill_context_tokens += kv_len + tokens
+        work.prefill_pairs += tokens * kv_len + tokens * (tokens + 1) // 2
+
+
+def _read(work: StepWork, read: list[int]) -> None:
     work.decode_context_tokens = sum(read)
     work.decode_longest_tokens = max(read)
     work.decode_shortest_tokens = min(read)

@@ -37,6 +37,12 @@ class StepWork(msgspec.Struct, gc=False):
     ingested_tokens: int = 0  # that the drafter catches up on
     admitted: int = 0  # requests that entered a slot
 
+    def go_on(self) -> None:
+        """One step later: rows that all decode one token read one position more."""
+        self.decode_context_tokens = self.decode_pairs = self.decode_context_tokens + self.rows
+        self.decode_longest_tokens += 1
+        self.decode_shortest_tokens += 1
+
 
 class CostModel(Protocol):
     def step_s(self, work: StepWork) -> tuple[float, float, float]:

@@ -104,6 +104,7 @@ class SimExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step. Its failure, if any, is raised by the `wait` that would return it."""
+        plan.require_one_step()
         require(len(self._in_flight) < 2, "a third plan was submitted")
         start_s = max(self._clock(), self._busy_until_s)
         outcome: StepResult | Exception

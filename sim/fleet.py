@@ -82,7 +82,7 @@ class _Replica:
         assert self._step is not None
         (plan, result, started_s), self._step = self._step, None
         commit = self.scheduler.commit(result, now_s)
-        self.recorder.committed(plan, commit, started_s, now_s)
+        self.recorder.committed(plan, commit, started_s, [now_s])
         finished = self.recorder.finished
         return [finished(e.request_id, len(e.output), now_s) for e in commit.finished]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cbatch.core.plan import Deltas, StepPlan, StepResult
+from cbatch.core.plan import Deltas, QuietSteps, StepPlan, StepResult
 from sim.acceptance import AcceptanceModel
 from sim.composition import SlotCounts
 from sim.costs import CostModel, StepWork
@@ -34,6 +34,16 @@ class ModelledExecutor:
         self._steady: _Steady | None = None
         self.host_s = 0.0  # of the last step, where the cost model tells it apart
 
+    def foresee(self, quiet: QuietSteps, now_s: float, until_s: float | None) -> list[float]:
+        """When the coming steps will end: of the quiet ones those that begin before `until_s`
+        (None: all), and the first in any case. The next plan must stand for exactly these."""
+        steady = self._steady
+        if steady is None or steady.slots is not quiet.slots:
+            if steady is not None:
+                self._leave_steady(steady)
+            steady = self._steady = self._enter_steady(quiet.slots)
+        return steady.foresee(self._cost, quiet.num_steps, now_s, until_s)
+
     def run(self, plan: StepPlan) -> StepResult:
         steady = self._steady
         if steady is not None:
@@ -42,29 +52,41 @@ class ModelledExecutor:
             self._leave_steady(steady)
         if plan.deltas.admitted:
             self._admit(plan.deltas)
+        plan.require_one_step()
         return self._run_any(plan)
 
     # -- a run of steps in which the same rows decode one token each
 
     def _run_steady(self, steady: _Steady, plan: StepPlan) -> StepResult:
-        steady.steps += 1
-        work = steady.work
-        work.decode_context_tokens = work.decode_pairs = work.decode_context_tokens + steady.rows
-        work.decode_longest_tokens += 1
-        work.decode_shortest_tokens += 1
-        steady.tokens = steady.tokens + _ONE  # anew: the one before may be in a commit
-        draft_s, target_s, self.host_s = self._cost.step_s(work)
+        if not steady.num_foreseen:
+            steady.foresee(self._cost, 1, 0.0, None)
+        num_steps, rows = steady.num_foreseen, len(steady.slots)
+        if num_steps != plan.num_steps:
+            raise ValueError(f"num_steps: {plan.num_steps}, but {num_steps} were foreseen")
+        tokens, splits = steady.tokens, self._ramp[: rows + 1]
+        if num_steps > 1:
+            tokens = (tokens[:, None] + np.arange(num_steps, dtype=np.int32)).ravel()
+            splits = splits * num_steps
+        steady.tokens = steady.tokens + num_steps  # anew: those before may be in a commit
+        steady.steps += num_steps
+        steady.num_foreseen = 0
+        steady.first = plan
+        self.host_s = steady.host_s
         return StepResult(
             plan.step_id,
             plan.generations,
-            steady.tokens,
-            steady.row_splits,
+            tokens,
+            splits,
             plan.num_drafts,
             plan.num_drafts,
-            steady.status,
-            draft_s,
-            target_s,
+            self._ok[:rows],
+            steady.draft_s,
+            steady.target_s,
         )
+
+    def _enter_steady(self, slots: np.ndarray) -> _Steady:
+        tokens = self._first_token[slots] + self._counts.num_tokens[slots]
+        return _Steady(slots, self._counts.decoding(slots), tokens.astype(np.int32))
 
     def _leave_steady(self, steady: _Steady) -> None:
         self._counts.advance_all(steady.slots, steady.steps)
@@ -102,8 +124,10 @@ class ModelledExecutor:
         draft_s, target_s, self.host_s = self._cost.step_s(work)
         status = self._ok[: work.rows]
         if plain:
-            self._steady = _Steady(plan, work, tokens, splits, status)
             work.admitted = work.ingested_tokens = 0
+            work.go_on()
+            self._steady = _Steady(slots, work, tokens + _ONE)
+            self._steady.first = plan
         return StepResult(
             plan.step_id,
             plan.generations,
@@ -125,30 +149,42 @@ class ModelledExecutor:
 class _Steady:
     """What stays the same while the same rows decode, and what counts on."""
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        work: StepWork,
-        tokens: np.ndarray,
-        row_splits: np.ndarray,
-        status: np.ndarray,
-    ) -> None:
-        self.slots = plan.slots
-        self.rows = len(plan.slots)
-        self.work = work
-        self.tokens = tokens
-        self.row_splits = row_splits
-        self.status = status
+    def __init__(self, slots: np.ndarray, work: StepWork, tokens: np.ndarray) -> None:
+        self.slots = slots
+        self.work = work  # of the next step
+        self.tokens = tokens  # int32 [rows], that it will emit
         self.steps = 0  # since the slots' own counts were brought up to date
-        self._num_drafts = plan.num_drafts
-        self._query_lens = plan.query_lens
+        # Steps that are priced and still to be run: how many, their sums, and the last one's.
+        self.num_foreseen = 0
+        self.draft_s = self.target_s = self.host_s = 0.0
+        self.first: StepPlan | None = None  # the plan that it began with
+
+    def foresee(
+        self, cost: CostModel, most_steps: int, now_s: float, until_s: float | None
+    ) -> list[float]:
+        """Prices the next steps, at most so many; see `ModelledExecutor.foresee`."""
+        work, ends_s, draft_s, target_s = self.work, list[float](), 0.0, 0.0
+        while len(ends_s) < most_steps and not (
+            ends_s and until_s is not None and now_s >= until_s
+        ):
+            step_draft_s, step_target_s, host_s = cost.step_s(work)
+            draft_s += step_draft_s
+            target_s += step_target_s
+            now_s += step_draft_s + step_target_s + host_s
+            ends_s.append(now_s)
+            work.go_on()
+        self.num_foreseen = len(ends_s)
+        self.draft_s, self.target_s, self.host_s = draft_s, target_s, host_s
+        return ends_s
 
     def goes_on(self, plan: StepPlan) -> bool:
         """The planner hands out the same arrays as long as rows and drafts are the same; where it
         does not, the general way costs time and gives the same."""
-        return (
-            plan.num_drafts is self._num_drafts
-            and plan.query_lens is self._query_lens
+        first = self.first
+        return self.num_foreseen > 0 or (
+            first is not None
+            and plan.num_drafts is first.num_drafts
+            and plan.query_lens is first.query_lens
             and plan.catch_up is plan.num_drafts
             and not plan.deltas.admitted
         )

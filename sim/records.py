@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -121,24 +122,34 @@ class Recorder:
             else:
                 opened.preemptions += 1
 
-    def committed(self, plan: StepPlan, commit: Commit, started_s: float, now_s: float) -> None:
-        rows = len(plan.slots)
-        self.running_s += rows * (now_s - started_s)
+    def committed(
+        self, plan: StepPlan, commit: Commit, started_s: float, ends_s: list[float]
+    ) -> None:
+        """`ends_s` has one time for each step of the plan."""
+        rows, before_s = len(plan.slots), started_s
+        for ended_s in ends_s:
+            self.running_s += rows * (ended_s - before_s)
+            before_s = ended_s
         steady = self._steady
-        if (
+        if not (
             steady is not None
             and plan.slots is steady.slots
             and plan.query_lens is steady.query_lens
         ):
-            self._gap_s.append(now_s - self._steady_s)
-            self._gap_chunks.append(rows)
-            self._gap_tokens.append(rows)
-            self.row_steps += rows
-            self._steady_s = now_s
-            return
-        if steady is not None:
-            self._settle(steady)
-        self._rows(plan, commit, now_s)
+            if steady is not None:
+                self._settle(steady)
+            if steady is not None and self._all_of(steady, plan, commit):
+                self._steady = plan
+            else:
+                self._rows(plan, commit, ends_s[0])
+                ends_s = ends_s[1:]
+        if ends_s:
+            gaps_s = [later - sooner for sooner, later in pairwise([self._steady_s, *ends_s])]
+            self._gap_s.extend(gaps_s)
+            self._gap_chunks.extend([rows] * len(gaps_s))
+            self._gap_tokens.extend([rows] * len(gaps_s))
+            self.row_steps += rows * len(gaps_s)
+            self._steady_s = ends_s[-1]
 
     def finished(self, name: str, num_tokens: int, now_s: float) -> TraceRequest:
         """It ended with `num_tokens` of output, the last of them now."""
@@ -195,8 +206,19 @@ class Recorder:
         self._last_s[steady.slots] = self._steady_s
         self._steady = None
 
+    @staticmethod
+    def _all_of(steady: StepPlan, plan: StepPlan, commit: Commit) -> bool:
+        """Whether in each step of `plan` rows of `steady`, and no others, emit one token each."""
+        return (
+            len(commit.tokens) == len(plan.slots) * plan.num_steps
+            and commit.counts.tolist().count(plan.num_steps) == len(plan.slots)
+            and set(plan.slots.tolist()) <= set(steady.slots.tolist())
+            and not any(plan.num_drafts.tolist())
+        )
+
     def _rows(self, plan: StepPlan, commit: Commit, now_s: float) -> None:
-        counts = commit.counts
+        """The first step of the plan, row by row; the others have its rows."""
+        counts = commit.counts if plan.num_steps == 1 else plan.query_lens
         emitting = counts.nonzero()[0]
         self.row_steps += len(emitting)
         if not len(emitting):
@@ -217,7 +239,8 @@ class Recorder:
         self._gap_s.extend(gap_s.tolist())
         self._gap_chunks.extend([1] * len(gap_s))
         self._gap_tokens.extend(counts.tolist())
-        if every and len(commit.tokens) == len(slots) and not any(plan.num_drafts.tolist()):
+        one_each = len(commit.tokens) == len(slots) * plan.num_steps
+        if every and one_each and not any(plan.num_drafts.tolist()):
             self._steady, self._steady_s = plan, now_s
 
     def _meets(

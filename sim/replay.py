@@ -4,6 +4,9 @@
 
 Nothing here reads a clock or draws a number that does not come from `seed`: the same inputs give
 the same report, byte for byte. The loop is serial (overlap depth 0).
+
+Most steps are like the one before: where nobody watches each of them, one plan stands for as many
+as nothing comes between (`Scheduler.quiet_steps`). The report does not depend on it.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import msgspec
 
 from cbatch.core.config import SchedulerConfig
 from cbatch.core.events import Event
-from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.plan import QuietSteps, StepPlan, StepResult
 from cbatch.core.scheduler import Scheduler
+from cbatch.core.sequence import Commit
 from sim.intake import Intake
 from sim.outcome import Served, report_of
 from sim.records import Recorder
@@ -29,6 +33,10 @@ PROGRESS_STEPS = 512  # between two reports of progress
 
 class StepExecutor(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
+
+    def foresee(self, quiet: QuietSteps, now_s: float, until_s: float | None) -> list[float]:
+        """When the coming steps will end: of the quiet ones those that begin before `until_s`
+        (None: all), and the first in any case. The next plan must stand for exactly these."""
 
     @property
     def host_s(self) -> float:
@@ -78,51 +86,59 @@ class _Replay:
     ) -> None:
         self._source, self._executor = source, executor
         self._objectives, self._observers = objectives, observers
+        self._watched = bool(observers) or log is not None  # step by step
         self._intake = Intake(source, seed)
         self._scheduler = Scheduler(config, log)
         self._recorder = Recorder(config.max_slots, objectives or Objectives(), on_record)
 
     def run(self, on_progress: Callable[[Progress], None] | None) -> None:
-        source, scheduler, recorder = self._source, self._scheduler, self._recorder
-        intake, executor = self._intake, self._executor
-        plan_step, run_step, commit_step = scheduler.plan, executor.run, scheduler.commit
-        now_s, steps = 0.0, 0
+        source, scheduler, intake = self._source, self._scheduler, self._intake
+        now_s, steps, told = 0.0, 0, 0
         arrival_s = source.next_arrival_s()
         while True:
             while arrival_s is not None and arrival_s <= now_s:
-                intake.deliver(intake.take(), scheduler, recorder, now_s)
+                intake.deliver(intake.take(), scheduler, self._recorder, now_s)
                 arrival_s = source.next_arrival_s()
-            plan = plan_step(now_s)
-            if plan is None:
+            commit, ends_s = self._step(now_s, arrival_s)
+            if commit is None:
                 if arrival_s is None:
                     break
                 now_s = arrival_s
                 continue
-            if plan.deltas.admitted:
-                recorder.planned(plan, now_s)
-            result = run_step(plan)
-            started_s = now_s
-            now_s += result.draft_s + result.target_s + executor.host_s
-            commit = commit_step(result, now_s)
-            recorder.committed(plan, commit, started_s, now_s)
-            if self._observers:
-                self._observe(Step(started_s, now_s, plan, result, commit, scheduler))
+            now_s = ends_s[-1]
             if commit.finished:
                 for end in commit.finished:
-                    request = recorder.finished(end.request_id, len(end.output), now_s)
+                    request = self._recorder.finished(end.request_id, len(end.output), now_s)
                     source.ended(request, now_s)
                 arrival_s = source.next_arrival_s()
-            steps += 1
-            if on_progress is not None and steps % PROGRESS_STEPS == 0:
+            steps += len(ends_s)
+            if on_progress is not None and steps >= told + PROGRESS_STEPS:
+                told = steps - steps % PROGRESS_STEPS
                 on_progress(self._progress(now_s, steps))
         if scheduler.has_work:
             raise RuntimeError("the scheduler holds requests that it will not run")
         if on_progress is not None:
             on_progress(self._progress(now_s, steps))
 
-    def _observe(self, step: Step) -> None:
+    def _step(self, now_s: float, arrival_s: float | None) -> tuple[Commit | None, list[float]]:
+        """The next step, or where nobody watches each of them, as many quiet ones as begin before
+        the next arrival. Returns when they ended, too; no commit where there is nothing to do."""
+        scheduler, executor = self._scheduler, self._executor
+        quiet = None if self._watched else scheduler.quiet_steps()
+        ends_s = [] if quiet is None else executor.foresee(quiet, now_s, arrival_s)
+        plan = scheduler.plan(now_s, len(ends_s) or 1)
+        if plan is None:
+            return None, ends_s
+        if plan.deltas.admitted:
+            self._recorder.planned(plan, now_s)
+        result = executor.run(plan)
+        if not ends_s:
+            ends_s = [now_s + (result.draft_s + result.target_s + executor.host_s)]
+        commit = scheduler.commit(result, ends_s[-1])
+        self._recorder.committed(plan, commit, now_s, ends_s)
         for observer in self._observers:
-            observer.step(step)
+            observer.step(Step(now_s, ends_s[-1], plan, result, commit, scheduler))
+        return commit, ends_s
 
     def _progress(self, now_s: float, steps: int) -> Progress:
         scheduler, finished = self._scheduler, self._recorder.num_finished

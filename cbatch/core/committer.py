@@ -36,6 +36,8 @@ class _Step:
         self.slots = self.plan.slots
         if flight.plain:
             self.counts, self.drafts = self.plan.query_lens, flight.drafts
+            if self.plan.num_steps > 1:
+                self.counts = self.counts * self.plan.num_steps
             return
         splits, drafted = self.result.row_splits, self.result.num_drafted
         self.counts = splits[1:] - splits[:-1]
@@ -94,7 +96,7 @@ class Committer:
         # As bytes: for an array that short, numpy takes ten times as long.
         troubled = result.status.tobytes().count(_OK) < len(result.status)
         if troubled or not flight.plain:
-            self._advance(step, flight.has_chunks)
+            self._advance(step, has_chunks=flight.has_chunks, plain=flight.plain)
         else:
             self._advance_plain(step)
         controller = state.controller
@@ -143,21 +145,24 @@ class Committer:
         return flights.pop(0)
 
     def _advance_plain(self, step: _Step) -> None:
-        """Every row decoded one token."""
+        """Every row decoded one token, or one a step."""
         state, table, rows = self.state, self.state.table, step.rows
         known = table.num_tokens[rows]
-        table.flat_tokens[table.row_start[rows] + known] = step.result.tokens
-        table.num_tokens[rows] = known + ONE
+        where = table.row_start[rows] + known
+        if step.plan.num_steps > 1:
+            where = (where[:, None] + np.arange(step.plan.num_steps)).ravel()
+        table.flat_tokens[where] = step.result.tokens
+        table.num_tokens[rows] = known + step.counts
         if state.has_draft_kv:
             advance(table.draft_lag, rows, ONE)
         if state.learns:
             estimate = table.estimate[:, rows]
             table.estimate[:, rows] = lookahead.drift(state.config.lookahead, estimate)
 
-    def _advance(self, step: _Step, has_chunks: bool) -> None:
+    def _advance(self, step: _Step, *, has_chunks: bool, plain: bool) -> None:
         state, table, rows = self.state, self.state.table, step.rows
         plan, result = step.plan, step.result
-        if len(step.counts) and step.counts is plan.query_lens:  # planned as plain, but one failed
+        if plain:  # but one failed
             step.counts = np.diff(result.row_splits)
         first = table.row_start[rows] + table.num_tokens[rows] - result.row_splits[:-1]
         where = first.repeat(step.counts) + np.arange(len(result.tokens))
@@ -317,9 +322,10 @@ class Committer:
     def _return_unused(self, reservation: Reservation) -> None:
         """Only rows that got a block for this step can have too many: all run on, and nothing is
         in flight."""
-        kv_len = self.state.table.num_tokens[reservation.slots] - ONE
-        unused = (kv_len <= reservation.capacity).nonzero()[0]
-        if len(unused):
+        num_tokens = self.state.table.num_tokens
+        rows = zip(reservation.slots, reservation.capacity, strict=True)
+        unused = [i for i, (slot, held) in enumerate(rows) if num_tokens.item(slot) - 1 <= held]
+        if unused:
             self.state.return_unused(reservation, unused)
 
     def _return_tails(self, step: _Step) -> None:
@@ -345,7 +351,7 @@ class Committer:
     def _report(self, step: _Step, flight: Flight, troubled: bool) -> Commit:
         state, stats, result = self.state, self.state.stats, step.result
         emitted = len(result.tokens)
-        stats.steps += 1
+        stats.steps += step.plan.num_steps
         stats.emitted_tokens += emitted - step.cut_tokens
         stats.draft_s += result.draft_s
         stats.target_s += result.target_s

@@ -45,8 +45,9 @@ class Failed(Event, frozen=True, tag=True):
     now_s: float
 
 
-class Planned(Event, frozen=True, tag=True):
+class Planned(Event, frozen=True, tag=True, omit_defaults=True):
     now_s: float
+    num_steps: int = 1
 
 
 class Committed(Event, frozen=True, tag=True):

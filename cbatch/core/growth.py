@@ -31,6 +31,20 @@ def fit_drafts(
     return drafts, catch_up, int(np.add.reduce(drafts + catch_up))
 
 
+def in_turn(
+    slots: np.ndarray, lacking_tokens: np.ndarray, num_steps: int, block_size: int
+) -> list[int]:
+    """Slots in the order in which they are given blocks if each takes a token a step: by step, then
+    as they stand in `slots`, ascending. After `num_steps` they would lack so many positions (> 0).
+    """
+    wanted = [
+        (step, slot)
+        for slot, tokens in zip(slots.tolist(), lacking_tokens.tolist(), strict=True)
+        for step in range(num_steps - tokens, num_steps, block_size)
+    ]
+    return [slot for _, slot in sorted(wanted)]
+
+
 class Row(msgspec.Struct, frozen=True):
     """A running sequence, for a decision about blocks."""
 

@@ -76,6 +76,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     the draft model; behind other drafters the model makes up for them as it sees fit. With a plan
     still in flight these are bounds: the executor knows the true positions, and clips drafts so
     that a sequence never passes `max_total_tokens`.
+
+    With `num_steps` > 1 it stands for so many steps in a row, `step_id` being that of the first: in
+    each, every row decodes one token. Who asks for such a plan (see `Scheduler.quiet_steps`) has an
+    executor that runs it; the result has `num_steps` tokens a row.
     """
 
     step_id: int
@@ -86,10 +90,26 @@ class StepPlan(msgspec.Struct, frozen=True):
     catch_up: np.ndarray  # int32 [R], tokens the drafter ingests beyond the last known one
     wants_logits: np.ndarray  # bool [R]: False for a prefill chunk that is not the last
     deltas: Deltas
+    num_steps: int = 1
 
     @property
     def num_rows(self) -> int:
         return len(self.slots)
+
+    def require_one_step(self) -> None:
+        """For executors that run one at a time. Raises ValueError."""
+        if self.num_steps > 1:
+            raise ValueError(
+                f"num_steps: {self.num_steps} are not run at once here; plan one step at a time"
+            )
+
+
+class QuietSteps(msgspec.Struct, frozen=True):
+    """Coming steps that are certain to be alike: the sequences in `slots` (the array that the plan
+    will have) decode one token each, at most `num_steps` times."""
+
+    slots: np.ndarray  # int32 [R]
+    num_steps: int
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

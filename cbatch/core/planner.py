@@ -10,23 +10,15 @@ import numpy as np
 
 from cbatch.core import lookahead
 from cbatch.core.controller import Room
-from cbatch.core.growth import Row, decide_growth, fit_drafts
-from cbatch.core.plan import StepPlan
+from cbatch.core.growth import Row, decide_growth, fit_drafts, in_turn
+from cbatch.core.plan import QuietSteps, StepPlan
+from cbatch.core.prompts import Chunk, Prompts
 from cbatch.core.regime import Due
-from cbatch.core.rowcache import RowCache, owners_of, select
+from cbatch.core.rowcache import RowCache, owners_of, select, slack_of
 from cbatch.core.sequence import Drafts, Flight, Reservation, Sequence
 from cbatch.core.state import SchedulerState
 
-_NONE = np.zeros(0, dtype=np.int32)
-_NOTHING_RESERVED = Reservation(_NONE, _NONE, _NONE)
-
-
-class Chunk(msgspec.Struct, frozen=True):
-    """A prefilling row: its next `query_len` tokens; `last` if they reach the last known one."""
-
-    slot: int
-    query_len: int
-    last: bool
+_NOTHING_RESERVED = Reservation([], [], np.zeros(0, dtype=np.intp))
 
 
 class Decodes(msgspec.Struct):
@@ -47,49 +39,76 @@ class Planner:
         self.state = state
         self._next_step_id = 0
         self._cache = RowCache.of(state)
+        self._prompts = Prompts(state)
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, num_steps: int) -> StepPlan | None:
+        """The next step; or so many, which are quiet."""
         state = self.state
-        if self._goes_on():
-            return self._go_on()
+        if num_steps > 1 or self._goes_on():
+            return self._go_on(num_steps)
         decodes = self._decodes()
         chunks: list[Chunk] = []
         if state.prefilling or (state.waiting and state.table.num_free):
             left = state.config.step_budget_tokens - len(decodes.slots)
             left -= decodes.drafts.total
             left -= ceil(decodes.catch_up_total * state.config.catch_up_price)
-            chunks = self._continue_prefills(left)
+            chunks = self._prompts.go_on(left)
             left -= sum(chunk.query_len for chunk in chunks)
             if not (decodes.preempted or state.doomed):
-                chunks += self._admit_waiting(left)
+                chunks += self._prompts.admit(left)
         if not (len(decodes.slots) or chunks):
             return None
         return self._build(decodes, chunks)
 
     # ---- quiet steps --------------------------------------------------------------------------
 
+    def quiet_steps(self) -> QuietSteps | None:
+        """See `Scheduler.quiet_steps`."""
+        state = self.state
+        if state.speculates or len(state.stop_union) or not self._is_quiet():
+            return None
+        cache = self._cache
+        if cache.slack_tokens < 1:
+            cache.slack_tokens = slack_of(state, cache.rows)
+        # The one after the slack is the first that may end somebody, and may be the last of many.
+        # No row needs more blocks for them than these.
+        blocks_each = state.pool.num_available // len(cache.slots)
+        num_steps = min(cache.slack_tokens + 1, blocks_each * state.pool.block_size)
+        return QuietSteps(cache.slots, num_steps) if num_steps > 0 else None
+
+    def _is_quiet(self) -> bool:
+        """Whether nobody prefills and nobody can enter, so that those who decode are all there is;
+        the cache is of them."""
+        state = self.state
+        if state.flights or state.prefilling or (state.waiting and state.table.num_free):
+            return False
+        if self._cache.version != state.rows_version:
+            self._cache = RowCache.of(state)
+        return len(self._cache.slots) > 0
+
     def _goes_on(self) -> bool:
-        """Whether this step is the one before again: the same rows decode one token each, none is
-        near its end, none may draft, nobody can enter, and there is a block for each of them."""
+        """Whether in this step the rows decode one token each, none is near its end and none may
+        draft, nobody can enter, and there is a block for each of them."""
+        if not self._is_quiet():
+            return False
         state, cache = self.state, self._cache
         return (
-            cache.version == state.rows_version
-            and cache.slack_tokens >= state.most_emitted
+            cache.slack_tokens >= state.most_emitted
             and cache.never_drafts
-            and not (state.flights or state.prefilling)
-            and not (state.waiting and state.table.num_free)
             and len(cache.slots) <= state.pool.num_available
         )
 
-    def _go_on(self) -> StepPlan:
-        """What the long way would plan, without asking again what has not changed."""
+    def _go_on(self, num_steps: int) -> StepPlan:
+        """What the long way would plan, without asking again what does not change meanwhile."""
         state, table, cache = self.state, self.state.table, self._cache
         rows, drafts = cache.rows, cache.no_drafts
-        cache.slack_tokens -= state.most_emitted
-        reservation = _NOTHING_RESERVED
-        short = (table.num_tokens[rows] > table.capacity[rows]).nonzero()[0]
+        may_end = num_steps > cache.slack_tokens
+        cache.slack_tokens -= num_steps * state.most_emitted
+        lacking = table.num_tokens[rows] - table.capacity[rows] + (num_steps - 1)
+        short = (lacking > 0).nonzero()[0]
         if len(short):
-            reservation = state.reserve_block_each(cache.index[short])
+            size = state.pool.block_size
+            state.append_block_each(in_turn(cache.index[short], lacking[short], num_steps, size))
         plan = StepPlan(
             self._next_step_id,
             cache.slots,
@@ -99,10 +118,11 @@ class Planner:
             drafts.num_drafts,
             cache.trues,
             state.take_deltas(),
+            num_steps,
         )
-        self._next_step_id += 1
+        self._next_step_id += num_steps
         owners = cache.owners
-        flight = Flight(plan, rows, owners, drafts, True, False, False, reservation, [], [])
+        flight = Flight(plan, rows, owners, drafts, True, False, may_end, None, [], [])
         state.flights.append(flight)
         return plan
 
@@ -122,7 +142,7 @@ class Planner:
         known = table.num_tokens[rows]
         near_end = cache.slack_tokens < state.most_emitted
         if near_end:
-            cache.slack_tokens = int(np.minimum.reduce(table.lookahead_end[rows] - known))
+            cache.slack_tokens = slack_of(state, rows)
             near_end = cache.slack_tokens < state.most_emitted
         cache.slack_tokens -= state.most_emitted
         decodes.may_end = near_end
@@ -250,7 +270,7 @@ class Planner:
                 decodes.reservation = _NOTHING_RESERVED
                 return decodes
             if len(short) <= state.pool.num_available:
-                decodes.reservation = state.reserve_block_each(self._cache.index[short])
+                decodes.reservation = state.append_block_each(self._cache.index[short].tolist())
                 return decodes
         elif not len(short):
             return decodes
@@ -315,50 +335,6 @@ class Planner:
 
     def _in_flight(self, slot: int) -> bool:
         return any((flight.plan.slots == slot).any() for flight in self.state.flights)
-
-    # ---- prefilling rows ----------------------------------------------------------------------
-
-    def _continue_prefills(self, budget_tokens: int) -> list[Chunk]:
-        chunks = []
-        for slot in self.state.prefilling:
-            if budget_tokens <= 0:
-                break
-            sequence = self.state.owners[slot]
-            assert sequence is not None
-            if sequence.doomed:
-                continue
-            chunk = self._chunk(slot, budget_tokens)
-            chunks.append(chunk)
-            budget_tokens -= chunk.query_len
-        return chunks
-
-    def _chunk(self, slot: int, budget_tokens: int) -> Chunk:
-        todo = int(self.state.table.todo[slot])
-        for flight in self.state.flights:  # exact, since a prefilling row drafts nothing
-            todo -= int(flight.plan.query_lens[flight.plan.slots == slot].sum())
-        return Chunk(slot, min(todo, budget_tokens), last=todo <= budget_tokens)
-
-    def _admit_waiting(self, budget_tokens: int) -> list[Chunk]:
-        state, pool = self.state, self.state.pool
-        chunks: list[Chunk] = []
-        if budget_tokens > 0 and state.config.prefix_cache:
-            state.open_stale_blocks()
-        for sequence in list(state.waiting) if budget_tokens > 0 else ():
-            if budget_tokens <= 0 or not state.table.num_free:
-                break
-            # The last known token is always computed: its logits are wanted.
-            may_hit = state.config.prefix_cache and not sequence.computes_prompt
-            most = (len(sequence.tokens) - 1) // pool.block_size if may_hit else 0
-            match = pool.match(sequence.tokens, most)
-            if match.promised:
-                continue
-            fresh = state.blocks_to_admit(sequence) - len(match.blocks)
-            if fresh + pool.count_unreferenced(match.blocks) > pool.num_available:
-                break
-            slot = state.admit(sequence, match)
-            chunks.append(self._chunk(slot, budget_tokens))
-            budget_tokens -= chunks[-1].query_len
-        return chunks
 
     # ---- the plan -----------------------------------------------------------------------------
 

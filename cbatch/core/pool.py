@@ -13,7 +13,7 @@ is about to compute it, and *ready* once its KV is verified and complete.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 import msgspec
 import numpy as np
@@ -50,6 +50,7 @@ class BlockPool:
         self._uids = [ROOT_UID] * num_blocks
         self._ready = bytearray(num_blocks)
         self._next_uid = ROOT_UID + 1
+        self._name_type = f"V{4 * block_size_tokens}"  # as bytes, the int32 of a block
         self._dirty: dict[int, None] = {}  # held non-finite values: zero before the next use
         self._to_zero: list[int] = []
 
@@ -84,8 +85,9 @@ class BlockPool:
     # ---- allocation ---------------------------------------------------------------------------
 
     def allocate(self, count: int) -> np.ndarray:
-        """`count` blocks with one reference each. The caller has checked `num_available`. They are
-        intp, numpy's own index type: with any other, each use as an index costs a conversion."""
+        """`count` blocks with one reference each: free ones, then the oldest cached; so two calls
+        hand out what one for both would. The caller has checked `num_available`. They are intp,
+        numpy's own index type: with any other, each use as an index costs a conversion."""
         free = self._free
         if count > len(free):
             self._evict(count - len(free))
@@ -162,6 +164,11 @@ class BlockPool:
             uid = self._uids[block]
         return Match(blocks, uid, promised=False)
 
+    def uids_of(self, blocks: list[int]) -> set[int]:
+        """Of the nodes of a match, and of the root."""
+        uids = self._uids
+        return {ROOT_UID, *(uids[block] for block in blocks)}
+
     def name_chain(
         self, blocks: list[int], parent_uid: int, tokens: np.ndarray, first_index: int
     ) -> int:
@@ -170,16 +177,19 @@ class BlockPool:
         (int32). Where a node exists already (another sequence has computed it meanwhile), the block
         stays private and the existing uid carries the chain on.
         """
-        index, keys, uids, uid = self._index, self._keys, self._uids, parent_uid
+        keys, uids, uid, next_uid = self._keys, self._uids, parent_uid, self._next_uid
+        node_of = self._index.setdefault
         names = self._names(tokens, first_index, first_index + len(blocks))
         for block, name in zip(blocks, names, strict=True):
             key = (uid, name)
-            node = index.setdefault(key, block)
+            node = node_of(key, block)
             if node == block:
                 keys[block] = key
-                uids[block] = self._next_uid
-                self._next_uid += 1
-            uid = uids[node]
+                uids[block] = uid = next_uid
+                next_uid += 1
+            else:
+                uid = uids[node]
+        self._next_uid = next_uid
         return uid
 
     def mark_ready(self, blocks: list[int]) -> None:
@@ -203,24 +213,22 @@ class BlockPool:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _names(self, tokens: np.ndarray, first: int, last: int) -> Iterator[bytes]:
+    def _names(self, tokens: np.ndarray, first: int, last: int) -> list[bytes]:
         """The token ids of each block, as a node's key has them."""
-        size_bytes = self.block_size * tokens.itemsize
-        names = tokens[first * self.block_size : last * self.block_size].tobytes()
-        return (names[at : at + size_bytes] for at in range(0, len(names), size_bytes))
+        size = self.block_size
+        names: list[bytes] = tokens[first * size : last * size].view(self._name_type).tolist()
+        return names
 
     def _set_free(self, blocks: Collection[int]) -> None:
         """Blocks that nobody refers to any more, the last to be used next."""
         self._forget(blocks)
-        draft_valid = self._draft_valid
-        for block in blocks:
-            draft_valid[block] = 0
         self._free += blocks
 
     def _forget(self, blocks: Iterable[int]) -> None:
-        """Take their nodes out of the index, of those that have one."""
-        index, keys, ready = self._index, self._keys, self._ready
+        """Nothing that is in them counts; their nodes, of those that have one, leave the index."""
+        index, keys, ready, draft_valid = self._index, self._keys, self._ready, self._draft_valid
         for block in blocks:
+            draft_valid[block] = 0
             key = keys[block]
             if key is not None:
                 del index[key]
@@ -228,8 +236,11 @@ class BlockPool:
                 ready[block] = 0
 
     def _evict(self, count: int) -> None:
+        """Free the oldest of the cached blocks, to be used after those that are free already."""
         popitem = self._lru.popitem
-        self._set_free([popitem(last=False)[0] for _ in range(count)])
+        evicted = [popitem(last=False)[0] for _ in range(count)]
+        self._forget(evicted)
+        self._free[:0] = reversed(evicted)
 
     def check(self) -> None:
         """Every invariant of the pool; raises AssertionError."""

@@ -23,13 +23,14 @@ class RowCache(msgspec.Struct):
     most_drafts: Drafts
     never_drafts: bool  # no row may, whatever the policy says
     all_catch_up: bool  # every row may plan catch-up wherever it may draft
-    slack_tokens: int = 0  # every row can take so many more before any comes near its end
+    slack_tokens: int  # every row can take so many more before any comes near its end
 
     @classmethod
     def of(cls, state: SchedulerState) -> RowCache:
         table = state.table
         slots = np.array(state.decoding, dtype=np.int32)
-        index = np.array(state.decoding, dtype=np.intp)
+        index = slots.astype(np.intp)
+        rows = select(slots, index)
         count = len(slots)
         no_drafts = Drafts.none(count)
         most_drafts, all_catch_up = no_drafts, True
@@ -41,7 +42,7 @@ class RowCache(msgspec.Struct):
             version=state.rows_version,
             slots=slots,
             index=index,
-            rows=select(slots, index),
+            rows=rows,
             owners=owners_of(state, state.decoding),
             generations=table.generation[index],
             trues=no_drafts.query_lens.astype(np.bool_),
@@ -49,7 +50,14 @@ class RowCache(msgspec.Struct):
             most_drafts=most_drafts,
             never_drafts=not most_drafts.total,
             all_catch_up=all_catch_up,
+            slack_tokens=slack_of(state, rows) if count else 0,
         )
+
+
+def slack_of(state: SchedulerState, rows: slice | np.ndarray) -> int:
+    """The fewest tokens that any of these can take before it comes near its end."""
+    table = state.table
+    return int(np.minimum.reduce(table.lookahead_end[rows] - table.num_tokens[rows]))
 
 
 def select(slots: np.ndarray, index: np.ndarray | None = None) -> slice | np.ndarray:

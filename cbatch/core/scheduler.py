@@ -34,7 +34,7 @@ from cbatch.core.events import (
     Planned,
     TextFinished,
 )
-from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.plan import QuietSteps, StepPlan, StepResult
 from cbatch.core.planner import Planner
 from cbatch.core.request import FinishReason, Request
 from cbatch.core.sequence import Commit, Finished, SchedulerStats, Sequence
@@ -86,13 +86,25 @@ class Scheduler:
 
     # ---- steps --------------------------------------------------------------------------------
 
-    def plan(self, now_s: float) -> StepPlan | None:
-        """The next step, or None if nothing can run now."""
+    def quiet_steps(self) -> QuietSteps | None:
+        """The coming steps that are certain to be alike, if nothing but `plan` and `commit` is
+        called: the same rows decode one token each, nobody enters, none can end before the last of
+        them, nothing can be drafted, and there are blocks for all. None: the next may differ."""
+        return self._planner.quiet_steps()
+
+    def plan(self, now_s: float, num_steps: int = 1) -> StepPlan | None:
+        """The next step, or None if nothing can run now. A plan may stand for `num_steps` of the
+        `quiet_steps`: what comes of it is what would come of as many plans. Raises ValueError if
+        it is asked for more."""
         if len(self._state.flights) >= MAX_IN_FLIGHT:
             raise RuntimeError("two plans are uncommitted; commit the older one first")
+        if num_steps != 1:
+            quiet = self.quiet_steps()
+            if quiet is None or not 1 < num_steps <= quiet.num_steps:
+                raise ValueError(f"num_steps: {num_steps} are not certain to be alike; ask for 1")
         if self._log:
-            self._log(Planned(now_s))
-        plan = self._planner.plan()
+            self._log(Planned(now_s, num_steps))
+        plan = self._planner.plan(num_steps)
         if plan is None:
             self._state.last_commit_s = None
         return plan

@@ -56,8 +56,8 @@ class Finished(msgspec.Struct, frozen=True):
 class Reservation(msgspec.Struct, eq=False):
     """One more block for each of some slots, for a plan."""
 
-    slots: np.ndarray  # intp
-    capacity: np.ndarray  # int32, positions that they could hold before
+    slots: list[int]
+    capacity: list[int]  # positions that they could hold before
     blocks: np.ndarray  # intp
 
 

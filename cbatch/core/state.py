@@ -232,24 +232,27 @@ class SchedulerState:
         """The blocks of a sequence by absolute index, a view."""
         return self.table.blocks[slot, : self.table.capacity[slot] // self.pool.block_size]
 
-    def reserve_block_each(self, slots: np.ndarray) -> Reservation:
-        """One more block for each of `slots`, intp. The pool has enough."""
+    def append_block_each(self, slots: list[int]) -> Reservation:
+        """One more block for each of `slots`, in this order; one may be there more than once. The
+        pool has enough."""
         table, size = self.table, self.pool.block_size
-        capacity = table.capacity[slots]
         blocks = self.pool.allocate(len(slots))
         # One by one: they are few, and an operation on arrays costs as much as several of them.
-        held, appended = capacity.tolist(), blocks.tolist()
-        indices = [positions // size for positions in held]
-        for slot, index, block in zip(slots.tolist(), indices, appended, strict=True):
-            table.blocks[slot, index] = block
-            table.capacity[slot] = (index + 1) * size
-        self._appended = np.array((slots.tolist(), indices, appended), dtype=np.int32)
+        appended, capacity = blocks.tolist(), []
+        for slot, block in zip(slots, appended, strict=True):
+            held = table.capacity.item(slot)
+            table.blocks[slot, held // size] = block
+            table.capacity[slot] = held + size
+            capacity.append(held)
+        indices = [positions // size for positions in capacity]
+        self._appended = np.array((slots, indices, appended), dtype=np.int32)
         return Reservation(slots, capacity, blocks)
 
-    def return_unused(self, reservation: Reservation, unused: np.ndarray) -> None:
+    def return_unused(self, reservation: Reservation, unused: list[int]) -> None:
         """Take back the blocks at the positions `unused`; their slots have got no other since."""
         self.pool.release_private(reservation.blocks[unused])
-        self.table.capacity[reservation.slots[unused]] = reservation.capacity[unused]
+        for i in unused:
+            self.table.capacity[reservation.slots[i]] = reservation.capacity[i]
 
     def append_blocks(self, slots: np.ndarray, counts: np.ndarray) -> None:
         """Give `counts[i]` (> 0) more blocks to `slots[i]`; int32. The pool has enough."""
@@ -269,8 +272,17 @@ class SchedulerState:
         self.pool.release_private(table.blocks[rows, indices])
         table.capacity[slots] = kept
 
+    def may_lengthen(self, match: Match) -> bool:
+        """Whether more might be found once running sequences open what they have completed: their
+        blocks come after nodes that the match went through, or are those that it stopped at."""
+        if match.promised or (match.blocks and self.has_draft_kv):
+            return True
+        path = self.pool.uids_of(match.blocks)
+        running = (self.owners[slot] for slot in (*self.decoding, *self.prefilling))
+        return any(owner is not None and owner.chain_uid in path for owner in running)
+
     def open_stale_blocks(self) -> None:
-        """Before a lookup: open what running sequences have completed since the last one."""
+        """For a lookup: open what running sequences have completed since the last one."""
         table = self.table
         running = np.asarray(self.decoding + self.prefilling, dtype=np.int32)
         kv_len = table.num_tokens[running] - table.todo[running]
@@ -280,7 +292,7 @@ class SchedulerState:
 
     def open_blocks(self, slot: int) -> None:
         """Open the sequence's complete blocks to prefix hits. Nobody can see the difference to
-        doing so after every step: it is done before each lookup and when the sequence leaves."""
+        doing so after every step: it is done where a lookup might, and when the sequence leaves."""
         table, pool, sequence = self.table, self.pool, self.owners[slot]
         assert sequence is not None
         if not self.config.prefix_cache:

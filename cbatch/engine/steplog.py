@@ -197,8 +197,8 @@ def replay(
     scheduler = Scheduler(first.config, log)
     for event in remaining:
         match event:
-            case Planned(now_s):
-                plan = scheduler.plan(now_s)
+            case Planned(now_s, num_steps):
+                plan = scheduler.plan(now_s, num_steps)
                 if on_plan is not None:
                     on_plan(plan)
             case Committed(result, now_s):

@@ -82,6 +82,7 @@ class TorchExecutor:
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises ValueError for a plan that does not fit the slots."""
         started = time.perf_counter()
+        plan.require_one_step()
         self._apply(plan.deltas)
         rows = self._rows(plan)
         proposal, draft_s = None, 0.0

@@ -62,9 +62,9 @@ def count_shortcuts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
     go_on = Planner._go_on
 
-    def counted(planner: Planner) -> Any:
+    def counted(planner: Planner, num_steps: int) -> Any:
         taken.append(planner._next_step_id)
-        return go_on(planner)
+        return go_on(planner, num_steps)
 
     monkeypatch.setattr(Planner, "_go_on", counted)
     return taken
@@ -95,9 +95,9 @@ def test_a_shortcut_that_overlooks_something_is_caught(monkeypatch: pytest.Monke
     """The test above can fail: a row near its end, a newcomer."""
     goes_on, go_on = Planner._goes_on, Planner._go_on
 
-    def ignores_the_end(planner: Planner) -> Any:
+    def ignores_the_end(planner: Planner, num_steps: int) -> Any:
         planner._cache.slack_tokens = 10
-        return go_on(planner)
+        return go_on(planner, num_steps)
 
     def ignores_newcomers(planner: Planner) -> bool:
         waiting, planner.state.waiting = planner.state.waiting, type(planner.state.waiting)()

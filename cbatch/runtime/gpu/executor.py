@@ -184,6 +184,7 @@ class GpuExecutor:
         """Queue a step on the device, at most one behind one that was not waited for. Raises
         ValueError for a plan that does not fit the slots, FieldError for a request that cannot be
         served here."""
+        plan.require_one_step()
         if len(self._pending) >= _MOST_PENDING:
             raise RuntimeError(f"submit: {_MOST_PENDING} steps are under way; call wait() first")
         with self._queue.working():
