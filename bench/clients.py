@@ -35,6 +35,7 @@ from sim.traces.request import TraceRequest
 
 AGREE = 0.03
 LEAST_REQUESTS = 64
+NAMES = ("output_tokens_per_s", "ttft_ms", "tpot_ms")
 
 
 class Figures(NamedTuple):
@@ -160,18 +161,16 @@ def measure(tool: Tool, run: Run) -> Figures:
 
 
 def row_of(
-    streams: int, tool: Tool, found: Sequence[Figures], ours: Sequence[Figures]
+    streams: int, tool: str, found: Sequence[Figures], ours: Sequence[Figures]
 ) -> dict[str, Any]:
-    """Medians over repeats, and of ours over the tool's within a repeat."""
-    row: dict[str, Any] = {"streams": streams, "tool": tool.name}
-    names = ("output_tokens_per_s", "ttft_ms", "tpot_ms")
-    for name in names:
+    """Medians over repeats, and of ours over the tool's within a repeat; none for ours itself."""
+    row: dict[str, Any] = {"streams": streams, "tool": tool}
+    for name in NAMES:
         row[name] = round(statistics.median(getattr(each, name) for each in found), 2)
-    for name in names:
-        ratios = [getattr(a, name) / getattr(b, name) for a, b in zip(ours, found, strict=True)]
-        row[f"ours_{name.removesuffix('_ms').removeprefix('output_')}"] = round(
-            statistics.median(ratios), 3
-        )
+    for name, told in zip(NAMES, ("ours_tokens_per_s", "ours_ttft", "ours_tpot"), strict=True):
+        pairs = zip(ours, found, strict=True)
+        ratios = [getattr(a, name) / getattr(b, name) for a, b in pairs if a is not b]
+        row[told] = round(statistics.median(ratios), 3) if ratios else None
     return row
 
 
@@ -183,7 +182,7 @@ def compare(tools: Sequence[Tool], run: Run, repeats: int) -> list[dict[str, Any
             found[tool.name].append(figures)
             print(f"{run.streams} streams, {tool.name}: {figures}", file=sys.stderr, flush=True)
     ours = found[tools[0].name]
-    return [row_of(run.streams, tool, found[tool.name], ours) for tool in tools]
+    return [row_of(run.streams, tool.name, found[tool.name], ours) for tool in tools]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
