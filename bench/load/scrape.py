@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -123,15 +123,12 @@ def samples(looks: Sequence[Look], start_s: float) -> tuple[ServerSample, ...]:
     """Counters as grown since the first look, `start_s` being the 0 of the run."""
     first = looks[0].counters if looks else {}
 
-    def grown(counters: Counters, field: str) -> int | None:
-        key = (_NAMES[field], None)
-        return round(counters[key] - first.get(key, 0.0)) if key in counters else None
+    def sample(at_s: float, counters: Counters) -> ServerSample:
+        told: dict[str, Any] = {field: counters.get((n, None)) for field, n in _GAUGES.items()}
+        for field in SAMPLED:
+            key = (_NAMES[field], None)
+            grown = counters[key] - first.get(key, 0.0) if key in counters else None
+            told[field] = None if grown is None else round(grown)
+        return ServerSample(at_s=at_s - start_s, **told)
 
-    return tuple(
-        ServerSample(
-            at_s=at_s - start_s,
-            **{field: counters.get((name, None)) for field, name in _GAUGES.items()},
-            **{field: grown(counters, field) for field in SAMPLED},
-        )
-        for at_s, counters in looks
-    )
+    return tuple(sample(*look) for look in looks)
