@@ -14,7 +14,7 @@ from bench.load.call import CallError
 from bench.load.http import HttpClient
 from bench.load.report import ServerCounters, ServerSample
 
-LOOK_EVERY_S = 1.0  # a look takes the server milliseconds, in which it sends nothing
+LOOK_EVERY_S = 1.0  # a server that writes this page sends nothing meanwhile
 PREFIXES = ("vllm", "cbatch", "llamacpp")  # the first that has a name is asked for it
 Counters = dict[tuple[str, int | None], float]  # by name without prefix, and draft position
 _POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
