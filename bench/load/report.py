@@ -112,7 +112,7 @@ class Measured(Report, frozen=True, kw_only=True):
     saturated: bool | None  # of an open loop: whether calls piled up
     client: ClientUse
     server: ServerCounters | None
-    server_over_time: tuple[ServerSample, ...]  # of one run, not of repeats
+    server_over_time: tuple[ServerSample, ...] = ()  # of one run, not of repeats
     repeats: int
     confidence: dict[str, Estimate]  # by measure; empty with one repeat
     warnings: tuple[str, ...]
