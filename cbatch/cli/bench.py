@@ -190,7 +190,8 @@ async def _bench(args: argparse.Namespace) -> int:
         def report(load: Load, runs: list[Run]) -> Measured:
             return measure(runs, settings=words | load.words(), objectives=objectives)
 
-        points, capacity = [], None
+        points: list[Point]
+        capacity: Capacity | None = None
         if args.find_rate:
             first, share = loads[0].value, args.goodput_share or GOODPUT_SHARE
             points, capacity = await find_rate(runner, first, share, report, begin=view.begin)
