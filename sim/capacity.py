@@ -1,13 +1,14 @@
 """The highest rate that a service level allows: bracketed by doubling, then bisected.
 
-A rate counts times that of the trace. Whether it is met is found out by serving the trace at that
-rate; what lies between two rates is taken to be monotone, which a queue is but for noise.
+A rate counts times that of the trace, of a load test requests a second. Whether it is met is found
+out by serving the trace at that rate, or by sending it to a server; what lies between two rates is
+taken to be monotone, which a queue is but for noise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Literal
 
 import msgspec
@@ -43,9 +44,9 @@ class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the trace at one rate; times are at the percentile, None without one."""
+    """What became of one rate; times are at the percentile, None without one."""
 
-    rate: float  # times that of the trace
+    rate: float
     meets: bool
     arrivals_per_s: float
     output_tokens_per_s: float | None
@@ -103,7 +104,22 @@ def find_capacity(
     """Begins at the trace's own rate, or at the end of the range that is nearest to it."""
     if not 0 < lowest < highest < math.inf:
         raise FieldError("--rates", f"{lowest}:{highest} is no range", "give LOWEST:HIGHEST")
-    tried = [serve(min(max(1.0, lowest), highest))]
+    first = min(max(1.0, lowest), highest)
+    search = search_rates(first, lowest=lowest, highest=highest, tolerance=tolerance)
+    rate = next(search)
+    while True:
+        try:
+            rate = search.send(serve(rate))
+        except StopIteration as end:
+            capacity: Capacity = end.value
+            return capacity
+
+
+def search_rates(
+    first: float, *, lowest: float, highest: float, tolerance: float
+) -> Generator[float, Tried, Capacity]:
+    """Yields the rates to try one by one, and is sent what became of each."""
+    tried = [(yield first)]
     up = tried[0].meets
     while tried[-1].meets is up:
         rate = tried[-1].rate
@@ -113,10 +129,10 @@ def find_capacity(
                 best=tried[-1] if up else None,
                 tried=tuple(tried),
             )
-        tried.append(serve(min(rate * 2, highest) if up else max(rate / 2, lowest)))
+        tried.append((yield min(rate * 2, highest) if up else max(rate / 2, lowest)))
     best, failed = sorted(tried[-2:], key=lambda one: one.rate)
     while failed.rate > best.rate * (1 + tolerance):
-        tried.append(serve(math.sqrt(best.rate * failed.rate)))
+        tried.append((yield math.sqrt(best.rate * failed.rate)))
         if tried[-1].meets:
             best = tried[-1]
         else:

@@ -60,7 +60,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct):
-    """What one process saw. `lag_s` is how late its event loop was, now and then."""
+    """What one process saw. `lag_s` is how late its event loop was, now and then; `start_s` is the
+    0 of the run, on the monotonic clock."""
 
     calls: list[Any]  # of `Call`
     unfinished: int
@@ -68,6 +69,7 @@ class Part(msgspec.Struct):
     cpu_s: float
     elapsed_s: float
     lag_s: list[float]
+    start_s: float = 0.0
 
 
 async def drive(
@@ -84,8 +86,9 @@ async def drive(
     finally:
         client.close()
     cpu_s = time.process_time() - cpu_s
+    lag_s = driver.lag_s.tolist()
     return Part(
-        driver.calls, driver.unfinished, driver.hopeless, cpu_s, clock(), driver.lag_s.tolist()
+        driver.calls, driver.unfinished, driver.hopeless, cpu_s, clock(), lag_s, start_s=start_s
     )
 
 

@@ -19,6 +19,7 @@ from bench.load.report import (
     Measured,
     MeasuredRecord,
     ServerCounters,
+    ServerSample,
     TokenSource,
 )
 from bench.load.steady import in_flight, is_saturated, steady_of
@@ -43,6 +44,7 @@ class Run(msgspec.Struct):
 
     parts: list[Part]
     server: ServerCounters | None = None
+    server_samples: tuple[ServerSample, ...] = ()
     interrupted: bool = False
     open_loop: bool = False
     ramp_s: float = 0.0
@@ -158,6 +160,7 @@ def _measure(
         saturated=saturated,
         client=client,
         server=server,
+        server_over_time=runs[0].server_samples if len(runs) == 1 else (),
         repeats=len(runs),
         confidence={},
         warnings=tuple(_warnings(runs, client, calls, good, server, saturated)),

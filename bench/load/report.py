@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from sim.capacity import Capacity
 from sim.report import SCHEMA, VERSION, Record, Report, Spread
 
 SWEEP_SCHEMA = "cbatch-sweep"
@@ -76,6 +77,21 @@ class ServerCounters(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None
 
 
+class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A look at the server's /metrics, `at_s` since the run began: how it was then, and what it had
+    counted since the first look. None where it tells no such thing."""
+
+    at_s: float
+    running: float | None
+    waiting: float | None
+    kv_share: float | None
+    prompt_tokens: int | None
+    output_tokens: int | None
+    drafted_tokens: int | None
+    accepted_tokens: int | None
+    steps: int | None
+
+
 class Measured(Report, frozen=True, kw_only=True):
     sent: int
     errors: dict[str, int]  # by class, of those that were sent
@@ -96,6 +112,7 @@ class Measured(Report, frozen=True, kw_only=True):
     saturated: bool | None  # of an open loop: whether calls piled up
     client: ClientUse
     server: ServerCounters | None
+    server_over_time: tuple[ServerSample, ...] = ()  # of one run, not of repeats
     repeats: int
     confidence: dict[str, Estimate]  # by measure; empty with one repeat
     warnings: tuple[str, ...]
@@ -135,12 +152,14 @@ class Knee(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
-    """Several loads. `reports` are in their order, `loads` clients or requests a second."""
+    """Several loads. `reports` are in their order, `loads` clients or requests a second; `capacity`
+    says what a search for the highest rate within objectives came to."""
 
     over: Literal["concurrency", "rate_per_s"]
     loads: tuple[float, ...]
     reports: tuple[Measured, ...]
     knee: Knee | None
+    capacity: Capacity | None = None
     schema: str = SWEEP_SCHEMA
     version: int = VERSION
 

@@ -15,7 +15,7 @@ from bench.load.drive import Plan
 from bench.load.http import Endpoint, HttpClient
 from bench.load.measure import Run
 from bench.load.processes import Watch, run_parts, split
-from bench.load.scrape import difference, scrape
+from bench.load.scrape import Watcher, difference, samples, scrape
 from bench.load.sources import ramped
 from cbatch.core.errors import FieldError
 from sim.tokens import mix
@@ -100,15 +100,17 @@ class Runner:
         client = HttpClient(settings.endpoint, key=settings.key, timeout_s=10.0)
         try:
             before = await scrape(client)
-            parts = await run_parts(
-                split(plan, settings.processes), stop=self._stop, watch=self._watch
-            )
+            async with Watcher(client) as watcher:
+                parts = await run_parts(
+                    split(plan, settings.processes), stop=self._stop, watch=self._watch
+                )
             after = await scrape(client)
         finally:
             client.close()
         return Run(
             parts,
             server=difference(before, after),
+            server_samples=samples(watcher.looks, parts[0].start_s),
             interrupted=self._stop.is_set(),
             open_loop=plan.concurrency is None,
             ramp_s=settings.ramp_s,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.load.call import CallError
 from bench.load.http import HttpClient
-from bench.load.report import ServerCounters
+from bench.load.report import ServerCounters, ServerSample
 
+LOOK_EVERY_S = 1.0  # a server that writes this page sends nothing meanwhile
 PREFIXES = ("vllm", "cbatch", "llamacpp")  # the first that has a name is asked for it
 Counters = dict[tuple[str, int | None], float]  # by name without prefix, and draft position
 _POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
@@ -23,6 +28,12 @@ _NAMES = {
     "prefix_hit_tokens": "prefix_cache_hits_total",
     "steps": "steps_total",
 }
+SAMPLED = ("prompt_tokens", "output_tokens", "drafted_tokens", "accepted_tokens", "steps")
+_GAUGES = {
+    "running": "num_requests_running",
+    "waiting": "num_requests_waiting",
+    "kv_share": "kv_cache_usage_perc",
+}
 
 
 async def scrape(client: HttpClient) -> Counters | None:
@@ -35,8 +46,9 @@ async def scrape(client: HttpClient) -> Counters | None:
 
 
 def parse(page: str) -> Counters:
-    """Sums over labels but the position. Raises ValueError if it is not Prometheus' format."""
-    wanted = {*_NAMES.values(), _POSITIONS}
+    """Sums over labels but the position, and of a share the largest. Raises ValueError if it is not
+    Prometheus' format."""
+    wanted = {*_NAMES.values(), *_GAUGES.values(), _POSITIONS}
     found: dict[str, Counters] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -46,7 +58,9 @@ def parse(page: str) -> Counters:
             position = sample.labels.get("position") if name == _POSITIONS else None
             key = (name, None if position is None else int(position))
             counters = found.setdefault(prefix, {})
-            counters[key] = counters.get(key, 0.0) + sample.value
+            known = counters.get(key, 0.0)
+            is_share = name == _GAUGES["kv_share"]
+            counters[key] = max(known, sample.value) if is_share else known + sample.value
     merged: Counters = {}
     for prefix in reversed(PREFIXES):
         merged |= found.get(prefix, {})
@@ -60,8 +74,12 @@ def difference(
     back (the server, or its engine, was started anew)."""
     if not after or before is None:
         return None
-    grown = {key: round(value - before.get(key, 0.0)) for key, value in after.items()}
-    if min(grown.values()) < 0:
+    grown = {
+        key: round(value - before.get(key, 0.0))
+        for key, value in after.items()
+        if key[0] not in _GAUGES.values()
+    }
+    if min(grown.values(), default=0) < 0:
         return None
     counts = {field: grown.get((name, None)) for field, name in _NAMES.items()}
     positions = sorted(at for name, at in grown if name == _POSITIONS and at is not None)
@@ -72,3 +90,45 @@ def difference(
         acceptance=accepted / drafted if drafted and accepted is not None else None,
         accepted_length=1 + accepted / drafts if drafts and accepted is not None else None,
     )
+
+
+class Look(NamedTuple):
+    at_s: float  # on the monotonic clock
+    counters: Counters
+
+
+class Watcher:
+    """Looks at a server's /metrics now and then, from entering to leaving."""
+
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+        self.looks: list[Look] = []
+
+    async def __aenter__(self) -> Watcher:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _watch(self) -> None:
+        while (found := await scrape(self._client)) is not None:
+            self.looks.append(Look(time.monotonic(), found))
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+def samples(looks: Sequence[Look], start_s: float) -> tuple[ServerSample, ...]:
+    """Counters as grown since the first look, `start_s` being the 0 of the run."""
+    first = looks[0].counters if looks else {}
+
+    def sample(at_s: float, counters: Counters) -> ServerSample:
+        told: dict[str, Any] = {field: counters.get((n, None)) for field, n in _GAUGES.items()}
+        for field in SAMPLED:
+            key = (_NAMES[field], None)
+            grown = counters[key] - first.get(key, 0.0) if key in counters else None
+            told[field] = None if grown is None else round(grown)
+        return ServerSample(at_s=at_s - start_s, **told)
+
+    return tuple(sample(*look) for look in looks)

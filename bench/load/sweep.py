@@ -11,6 +11,7 @@ from bench.load.knee import find_knee, is_flat
 from bench.load.measure import Run
 from bench.load.report import Knee, Measured, Sweep, sweep_to_json
 from bench.load.runner import Load, Runner
+from sim.capacity import Capacity
 from sim.report import to_json as report_to_json
 
 MOST_POINTS = 16  # of a sweep that doubles
@@ -22,13 +23,17 @@ class Point(NamedTuple):
     report: Measured
 
 
+Measure = Callable[[Load, list[Run]], Measured]
+Begin = Callable[[Load], None]
+
+
 async def sweep(
     runner: Runner,
     loads: Sequence[Load],
-    measure: Callable[[Load, list[Run]], Measured],
+    measure: Measure,
     *,
     doubling: bool = False,
-    begin: Callable[[Load], None] | None = None,
+    begin: Begin | None = None,
 ) -> list[Point]:
     """Measures the loads in their order. With `doubling` it goes on from the last, twice the load
     each time, until the last two brought nothing. What an interruption left is reported too."""
@@ -36,17 +41,26 @@ async def sweep(
     waiting = list(loads)
     while waiting and len(points) < max(MOST_POINTS, len(loads)):
         load = waiting.pop(0)
-        if begin is not None:
-            begin(load)
-        runs = [run for run in await runner.runs(load, len(points)) if run.calls]
-        if not runs:
+        point = await measured(runner, load, len(points), measure, begin)
+        if point is None:
             break
-        points.append(Point(load, runs, measure(load, runs)))
-        if any(run.interrupted for run in runs):
+        points.append(point)
+        if point.report.interrupted:
             break
         if doubling and not waiting and not is_flat(throughputs(points)):
             waiting.append(load.doubled())
     return points
+
+
+async def measured(
+    runner: Runner, load: Load, number: int, measure: Measure, begin: Begin | None
+) -> Point | None:
+    """`number` is that of the load among those of a command. None: it was stopped before a call
+    was over."""
+    if begin is not None:
+        begin(load)
+    runs = [run for run in await runner.runs(load, number) if run.calls]
+    return Point(load, runs, measure(load, runs)) if runs else None
 
 
 def throughputs(points: Sequence[Point]) -> list[float]:
@@ -71,9 +85,9 @@ def knee_of(points: Sequence[Point]) -> Knee | None:
     return knee
 
 
-def to_json(points: Sequence[Point]) -> bytes:
-    """A report, or a sweep of them."""
-    if len(points) == 1:
+def to_json(points: Sequence[Point], capacity: Capacity | None = None) -> bytes:
+    """A report, or a sweep of them; a search is one even if it tried a single rate."""
+    if len(points) == 1 and capacity is None:
         return report_to_json(points[0].report)
     by_rate = points[0].load.rate_per_s is not None
     return sweep_to_json(
@@ -82,5 +96,6 @@ def to_json(points: Sequence[Point]) -> bytes:
             loads=tuple(point.load.value for point in points),
             reports=tuple(point.report for point in points),
             knee=knee_of(points),
+            capacity=capacity,
         )
     )

@@ -10,7 +10,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.cli.benchwork import CONCURRENCY, OUTPUT_TOKENS, PROMPT_TOKENS, Workload, parse_loads
+from cbatch.cli.benchwork import (
+    CONCURRENCY,
+    GOODPUT_SHARE,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    Workload,
+    parse_loads,
+)
 from cbatch.cli.generate import INTERRUPTED
 from cbatch.cli.simulate.scenario import parse_objectives
 from cbatch.cli.tracefile import add_reading_options, require_place
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     from bench.load.report import Measured
     from bench.load.runner import Load, Settings
     from bench.load.sweep import Point
+    from sim.capacity import Capacity
 
 FAILED_RUN = 1  # exit status where too many calls failed
 EPILOG = """\
@@ -56,10 +64,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="ttft, tpot or e2e in seconds, for goodput; repeatable",
     )
     out.add_argument(
+        "--goodput-share",
+        type=float,
+        metavar="X",
+        help=f"with --find-rate: of calls, to keep every --slo ({GOODPUT_SHARE})",
+    )
+    out.add_argument(
         "--max-errors", type=float, default=0.01, metavar="SHARE", help="beyond it the exit is 1"
     )
     out.add_argument("--processes", type=int, default=1, metavar="N", help="of the client")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the whole report")
+    out.add_argument("--csv", type=Path, metavar="FILE", help="write a row of figures a load")
     out.add_argument("--records", type=Path, metavar="FILE", help="write a JSON line a call")
     out.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page of the runs")
     out.add_argument("--quiet", action="store_true", help="nothing while it runs")
@@ -81,6 +96,11 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--rate-scale", type=float, metavar="X", help="the trace X times as fast")
     add_reading_options(group)
     group.add_argument("--sweep", action="store_true", help="double the load until nothing is won")
+    group.add_argument(
+        "--find-rate",
+        action="store_true",
+        help="go on from --rate to the highest at which every --slo is kept",
+    )
     group.add_argument(
         "--requests", type=int, metavar="N", help="of each run (conversations with --turns)"
     )
@@ -130,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         return self_test(args.processes)
     if args.url is None:
         raise FieldError("URL", "is missing", "name the server, as http://localhost:8000")
-    for option in ("json", "records", "page"):
+    for option in ("json", "csv", "records", "page"):
         if getattr(args, option) is not None:
             require_place(f"--{option}", getattr(args, option))
     _allow_files()
@@ -152,6 +172,7 @@ async def _bench(args: argparse.Namespace) -> int:
     from bench.load.http import Endpoint
     from bench.load.measure import measure
     from bench.load.runner import Runner
+    from bench.load.search import find_rate
     from bench.load.sweep import sweep
     from cbatch.cli.benchview import View, print_points
 
@@ -169,14 +190,22 @@ async def _bench(args: argparse.Namespace) -> int:
         def report(load: Load, runs: list[Run]) -> Measured:
             return measure(runs, settings=words | load.words(), objectives=objectives)
 
-        points = await sweep(runner, loads, report, doubling=args.sweep, begin=view.begin)
+        points: list[Point]
+        capacity: Capacity | None = None
+        if args.find_rate:
+            first, share = loads[0].value, args.goodput_share or GOODPUT_SHARE
+            points, capacity = await find_rate(runner, first, share, report, begin=view.begin)
+        else:
+            points = await sweep(runner, loads, report, doubling=args.sweep, begin=view.begin)
     if not points:
         print("cbatch: interrupted before anything was measured", file=sys.stderr)
         return INTERRUPTED
-    _write(args, points)
-    print_points(points)
+    _write(args, points, capacity)
+    print_points(points, capacity)
     if stop.is_set():
         return INTERRUPTED
+    if args.find_rate:  # that calls fail beyond the best rate is no fault
+        return 0 if capacity is not None and capacity.best is not None else FAILED_RUN
     failed = sum(sum(point.report.errors.values()) for point in points)
     share = failed / max(sum(point.report.sent for point in points), 1)
     return FAILED_RUN if share > args.max_errors else 0
@@ -210,14 +239,18 @@ async def _settings(args: argparse.Namespace, endpoint: Endpoint, workload: Work
     )
 
 
-def _write(args: argparse.Namespace, points: list[Point]) -> None:
+def _write(args: argparse.Namespace, points: list[Point], capacity: Capacity | None) -> None:
     import msgspec
 
     from bench.load.measure import records
     from bench.load.sweep import to_json
 
     if args.json is not None:
-        args.json.write_bytes(to_json(points))
+        args.json.write_bytes(to_json(points, capacity))
+    if args.csv is not None:
+        from bench.load.table import write_csv
+
+        write_csv(args.csv, points)
     if args.records is not None:
         with args.records.open("wb") as file:
             for record in (r for point in points for r in records(point.runs)):

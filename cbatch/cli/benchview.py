@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from bench.load.report import Measured
     from bench.load.runner import Load
     from bench.load.sweep import Point
+    from sim.capacity import Capacity
     from sim.report import Spread
 
 LINE_EVERY_S = 5.0  # without a terminal
@@ -84,8 +85,9 @@ def load_name(load: Load) -> str:
     return "trace" if load.concurrency is None else f"{load.concurrency} clients"
 
 
-def print_points(points: Sequence[Point]) -> None:
-    """For people; the last line is for programs: a report, or a list of them and the knee."""
+def print_points(points: Sequence[Point], capacity: Capacity | None = None) -> None:
+    """For people; the last line is for programs: a report, or a list of them and the knee, and what
+    a search came to."""
     import msgspec
 
     from bench.load.sweep import knee_of
@@ -93,7 +95,7 @@ def print_points(points: Sequence[Point]) -> None:
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
     for point in points if len(points) < 4 else ():
         _print_report(console, load_name(point.load), point.report)
-    if len(points) == 1:
+    if len(points) == 1 and capacity is None:
         print(json.dumps(_summary(points[0].report)), flush=True)
         return
     knee = knee_of(points)
@@ -105,8 +107,23 @@ def print_points(points: Sequence[Point]) -> None:
         )
     elif knee is not None:
         console.print(f"no knee up to {points[-1].load.value:g}: the server takes more")
-    summary = {"results": [_summary(point.report) for point in points]}
-    print(json.dumps(summary | {"knee": msgspec.to_builtins(knee)}), flush=True)
+    summary: dict[str, Any] = {"results": [_summary(point.report) for point in points]}
+    summary["knee"] = msgspec.to_builtins(knee)
+    if capacity is not None:
+        console.print(_verdict(capacity), soft_wrap=True)
+        summary["capacity"] = msgspec.to_builtins(capacity)
+    print(json.dumps(summary), flush=True)
+
+
+def _verdict(capacity: Capacity) -> str:
+    best = capacity.best
+    if best is None:
+        return f"even {capacity.tried[-1].rate:.3g} requests/s fail the objectives"
+    least = "at least " if capacity.ends == "highest meets" else ""
+    return (
+        f"objectives are kept up to {least}{best.rate:.3g} requests/s, "
+        f"{best.output_tokens_per_s or 0:,.0f} output tokens/s"
+    )
 
 
 def _print_report(console: Console, name: str, report: Measured) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CONCURRENCY = 8
 PROMPT_TOKENS, OUTPUT_TOKENS, ARRIVALS = "128", "64", "poisson"
+GOODPUT_SHARE = 0.99
 LEAST_REQUESTS, ROUNDS = 64, 8  # of a run: at least, and of each client of a closed loop
 ENDLESS = 10**9
 DEMO = "demo"
@@ -40,7 +41,10 @@ def parse_loads(args: argparse.Namespace) -> list[Load]:
     if args.trace is not None:
         return [Load()]
     if args.rate is not None:
-        return [Load(rate_per_s=each) for each in _numbers("--rate", args.rate, float)]
+        rates = [Load(rate_per_s=each) for each in _numbers("--rate", args.rate, float)]
+        if args.find_rate and len(rates) > 1:
+            raise FieldError("--rate", "has several", "give --find-rate one to begin with")
+        return rates
     clients = args.concurrency or (str(CONCURRENCY) if not args.sweep else "1")
     loads = [Load(concurrency=int(each)) for each in _numbers("--concurrency", clients, int)]
     most = max(load.concurrency or 0 for load in loads)
@@ -198,6 +202,9 @@ def _refuse_values(args: argparse.Namespace) -> None:
     ):
         if value is not None and not 0 < value < math.inf:
             raise FieldError(option, f"{value} is not allowed", "give a positive number")
+    share = args.goodput_share
+    if share is not None and not 0 < share <= 1:
+        raise FieldError("--goodput-share", f"{share} is not allowed", "use a number in (0, 1]")
     for option, value in (("--ramp", args.ramp), ("--think", args.think)):
         if value is not None and not 0 <= value < math.inf:
             raise FieldError(option, f"{value} is not allowed", "give 0 or more seconds")
@@ -216,6 +223,10 @@ def _refuse_ignored(args: argparse.Namespace) -> None:
         ("format", not traced, "there is no --trace"),
         ("skip_empty", not traced, "there is no --trace"),
         ("spread", not traced, "there is no --trace"),
+        ("find_rate", not args.slo, "there is nothing to keep: give --slo"),
+        ("find_rate", args.rate is None, "it has no rate to begin with: give --rate"),
+        ("sweep", args.find_rate, "--find-rate chooses the loads"),
+        ("goodput_share", not args.find_rate, "nothing is searched for: give --find-rate"),
         ("sweep", traced, "a trace has one load: give --rate-scale"),
         ("think", is_open and args.turns is None, "an open loop waits for nobody"),
         ("prompt_tokens", traced or own, "prompts have their own lengths"),

@@ -57,8 +57,9 @@ class Listener(Protocol):
     """Whoever waits for a request. Called on the event loop. Nothing follows an ending, or a cancel
     or finish by its owner."""
 
-    def on_admitted(self) -> None:
-        """It has left the queue. Once, whatever happens to the engine later."""
+    def on_admitted(self, ago_s: float) -> None:
+        """It has left the queue, so long ago: a step is told of when it is over. Once, whatever
+        happens to the engine later."""
 
     def on_logprobs(self, entry: TokenLogprobs) -> None:
         """Of the prompt, or of the tokens that come next."""
@@ -254,11 +255,12 @@ class EngineClient:
         self.stats = step.stats
         if self.on_step is not None:
             self.on_step(step)
+        step_s = 0.0 if step.times is None else step.times.total_s
         for wire_id in step.admitted:
             transcript = self._by_wire_id.get(wire_id)
             if transcript is not None and not transcript.admitted:
                 transcript.admitted = True
-                transcript.listener.on_admitted()
+                transcript.listener.on_admitted(step_s)
         for wire_id, entry in step.logprobs:
             if wire_id in self._by_wire_id:
                 self._by_wire_id[wire_id].listener.on_logprobs(entry)

@@ -69,9 +69,9 @@ class OpenCall:
             error = kind(f"the request's time of {limit_s:g} s is over")
             self._timer = loop.call_later(limit_s, self.abort, error)
 
-    def on_admitted(self) -> None:
+    def on_admitted(self, ago_s: float) -> None:
         if self.stream.admitted_s is None:
-            self.stream.admitted_s = time.monotonic()
+            self.stream.admitted_s = time.monotonic() - ago_s
         self._place.leave_one()
         if self._queue_timer is not None:
             self._queue_timer.cancel()
@@ -113,8 +113,8 @@ class _ChoiceListener:
         self._call, self._live, self._client = call, live, client
         self._logprobs: TokenLogprobs | None = None  # of the tokens that come next
 
-    def on_admitted(self) -> None:
-        self._call.on_admitted()
+    def on_admitted(self, ago_s: float) -> None:
+        self._call.on_admitted(ago_s)
 
     def on_logprobs(self, entry: TokenLogprobs) -> None:
         if not self._live.take_prompt_logprobs(entry):

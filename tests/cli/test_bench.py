@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import signal
 import subprocess
@@ -102,6 +103,38 @@ def test_a_sweep_with_repeats_and_a_comparison(
     results = compared.lines[-1]["results"]
     assert compared.status == 0 and len(results) == 3
     assert {each["difference"] for r in results for each in r["measures"]} <= {0, None}
+
+
+def test_the_server_is_looked_at_while_it_runs(
+    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("bench.load.scrape.LOOK_EVERY_S", 0.01)
+    table = tmp_path / "loads.csv"
+    run, document, _ = bench("--concurrency", "4", *SHORT, "--requests", "96", "--csv", table)
+    assert run.status == 0
+    looks = document["server_over_time"]
+    assert len(looks) > 2
+    stamps_s = [each["at_s"] for each in looks]
+    assert stamps_s == sorted(stamps_s) and stamps_s[0] > -0.1
+    assert stamps_s[-1] <= document["duration_s"] + 0.1
+    tokens = [each["output_tokens"] for each in looks]
+    assert tokens == sorted(tokens) and 0 < tokens[-1] <= document["output_tokens"]
+    assert max(each["running"] for each in looks) > 0
+    with table.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["concurrency"] == "4" and row["rate_per_s"] == ""
+    assert float(row["ttft_s.p50"]) == document["ttft_s"]["p50"]
+    assert int(row["server.output_tokens"]) == document["output_tokens"]
+
+
+def test_a_search_for_the_highest_rate(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """No rate keeps so short a time: it goes down to the end of its range, and says so."""
+    options = ("--find-rate", "--rate", "6400", "--slo", "ttft=1e-6", "--goodput-share", "0.5")
+    run, document, _ = bench(*options, *SHORT, "--requests", "4")
+    assert run.status == 1 and "even 100 requests/s fail" in run.out
+    assert document["capacity"]["ends"] == run.lines[-1]["capacity"]["ends"] == "lowest fails"
+    rates = [each["rate"] for each in document["capacity"]["tried"]]
+    assert rates == [6400 / 2**i for i in range(7)] == document["loads"][::-1]
 
 
 def test_a_measured_run_beside_a_simulated_one(
@@ -218,6 +251,10 @@ def test_prompts_of_ones_own_and_calls_that_fail(bench: Callable[..., Any], tmp_
         (("--rate", "3", "--concurrency", "2"), "--concurrency: would be ignored"),
         (("--arrivals", "poisson"), "--arrivals: would be ignored"),
         (("--rate", "-1"), "--rate: '-1' is not allowed"),
+        (("--find-rate", "--slo", "ttft=1"), "--find-rate: would be ignored"),
+        (("--find-rate", "--rate", "1"), "--find-rate: would be ignored"),
+        (("--find-rate", "--rate", "1,2", "--slo", "ttft=1"), "--rate: has several"),
+        (("--goodput-share", "0.9"), "--goodput-share: would be ignored"),
         ((*TEXT, "--requests", "2", "--concurrency", "3"), "--requests: 2 for 3 clients"),
         ((*TEXT, "--prompt-tokens", "many"), "--prompt-tokens: 'many' is unknown"),
         (("--prompts", "demo", "--turns", "2"), "--prompts: would be ignored"),

@@ -31,7 +31,7 @@ class Watched:
         self.over = asyncio.Event()
         client.add(request, self)
 
-    def on_admitted(self) -> None:
+    def on_admitted(self, ago_s: float) -> None:
         self.num_admissions += 1
 
     def on_logprobs(self, entry: TokenLogprobs) -> None:

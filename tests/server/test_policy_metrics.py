@@ -72,6 +72,13 @@ def test_a_requests_parts_make_the_request(world: World) -> None:
     assert prefill_s + decode_s == pytest.approx(inference_s) and decode_s > 0 < prefill_s
 
 
+def test_a_step_is_no_time_in_the_queue(world: World) -> None:
+    """An engine tells that it admitted a request with the tokens of its first step."""
+    admitting_s = [s.times.target_s for s in world.steps if s.times for _ in s.admitted]
+    prefill_s = sample(world.client, "vllm:request_prefill_time_seconds_sum")
+    assert len(admitting_s) == 6 and prefill_s > 0.9 * sum(admitting_s) > 0
+
+
 def test_what_was_asked_for(world: World) -> None:
     for name, total in (("request_params_n", 6), ("request_params_max_tokens", 600)):
         assert sample(world.client, f"vllm:{name}_sum") == total

@@ -7,6 +7,7 @@ import pytest
 
 from bench.load.call import Call, CallError, Failure
 from bench.load.page import series_of
+from bench.load.report import ServerSample
 
 
 def call(sent_s: float, reads: list[tuple[float, int]]) -> Call:
@@ -42,3 +43,36 @@ def test_nothing_that_came_is_nothing_drawn() -> None:
     failed = Call(0, 0.0, 4, 8)
     failed.error = CallError(Failure.EMPTY, "")
     assert series_of([failed]) is None and series_of([]) is None
+
+
+def look(at_s: float, waiting: float, drafted: int, accepted: int | None) -> ServerSample:
+    return ServerSample(
+        at_s=at_s,
+        running=1.0,
+        waiting=waiting,
+        kv_share=0.5,
+        prompt_tokens=round(10 * at_s),
+        output_tokens=None,
+        drafted_tokens=drafted,
+        accepted_tokens=accepted,
+        steps=None,
+    )
+
+
+def test_what_the_server_told_is_drawn_beside() -> None:
+    calls = [call(0.0, [(1.0, 3), (8.0, 1)])]
+    looks = [look(0.0, 0, 0, 0), look(2.0, 8, 0, 0), look(6.0, 0, 40, 10), look(8.0, 0, 60, 30)]
+    series = series_of(calls, looks)
+    assert series is not None
+    waiting = np.array(series.waiting, dtype=float)
+    assert waiting.max() == pytest.approx(8, rel=0.02) == waiting[60]
+    assert waiting.sum() * series.length_s == pytest.approx(8 + 16, rel=1e-3)  # two triangles
+    prompts = np.array(series.prompt_tokens_per_s, dtype=float)
+    assert prompts == pytest.approx(np.full(240, 10.0), rel=1e-3)
+    assert set(series.acceptance[:59]) == {None}, "nothing was drafted"
+    assert series.acceptance[61:179] == pytest.approx([0.25] * 118, rel=1e-3)
+    assert series.acceptance[181:] == pytest.approx([1.0] * 59, rel=1e-3)
+    assert set(series.kv_share) == {0.5}
+    half = series_of(calls, [look(0.0, 0, 0, None), look(8.0, 0, 60, None)])
+    assert half is not None and set(half.acceptance) == {None} != set(half.waiting)
+    assert set(series_of(calls).waiting) == {None}  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ from bench.load.knee import find_knee, is_flat
 from bench.load.measure import measure
 from bench.load.processes import split
 from bench.load.runner import Load
-from bench.load.scrape import difference, parse
+from bench.load.scrape import Look, difference, parse, samples
 from bench.load.sources import ClosedSessions, endless, ramped
 from bench.load.sweep import Point, knee_of, throughputs
 from bench.load.text import Corpus, Prompts
@@ -163,6 +163,12 @@ def test_arrivals_by_chance_make_no_knee() -> None:
 
 
 PAGE = """\
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{{engine="0"}} {4}
+vllm:num_requests_waiting{{engine="1"}} 2
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{{engine="0"}} 0.75
+vllm:kv_cache_usage_perc{{engine="1"}} 0.5
 # TYPE vllm:generation_tokens_total counter
 vllm:generation_tokens_total{{model_name="a",engine="0"}} {0}
 vllm:generation_tokens_total{{model_name="a",engine="1"}} 5
@@ -182,7 +188,7 @@ other:generation_tokens_total 999
 
 
 def test_counters_are_differences() -> None:
-    before, after = parse(PAGE.format(10, 1, 4, 2)), parse(PAGE.format(110, 11, 34, 17))
+    before, after = parse(PAGE.format(10, 1, 4, 2, 9)), parse(PAGE.format(110, 11, 34, 17, 3))
     found = difference(before, after)
     assert found is not None
     assert (found.output_tokens, found.drafts, found.drafted_tokens) == (100, 10, 30)
@@ -191,6 +197,20 @@ def test_counters_are_differences() -> None:
     assert found.preemptions is None
     assert difference(after, before) is None  # it was started anew
     assert difference(None, after) is None and difference(before, None) is None
+
+
+def test_looks_at_a_server_tell_how_it_is_and_what_it_has_done_since() -> None:
+    """The queue gets shorter: that is no counter that went back."""
+    pages = [PAGE.format(10, 1, 9, 2, 9), PAGE.format(110, 11, 34, 17, 3)]
+    assert difference(*(parse(page) for page in pages)) is not None
+    looks = [Look(100.0 + at, parse(page)) for at, page in enumerate(pages)]
+    first, second = samples(looks, 99.5)
+    assert (first.at_s, second.at_s) == (0.5, 1.5)
+    assert (first.waiting, second.waiting) == (11, 5) and second.kv_share == 0.75
+    assert (first.output_tokens, first.drafted_tokens) == (0, 0)
+    assert (second.output_tokens, second.drafted_tokens, second.accepted_tokens) == (100, 25, 15)
+    assert second.running is None and second.prompt_tokens is None
+    assert samples([], 0.0) == ()
 
 
 @pytest.mark.parametrize(
