@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import stat
 import sys
+from collections import Counter
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -93,4 +95,5 @@ def test_ours_runs_while_theirs_does(tmp_path: Path, failed: int) -> None:
         ours, theirs = asyncio.run(at_once(str(program), run, items, 0.5))
     assert theirs.tpot_ms == pytest.approx(np.full(100, 10.0))
     assert ours.start_s[0] > theirs.start_s[0] - 0.1 and ours.end_s[-1] < theirs.start_s[0] + 5
-    assert ours.tokens[:30].tolist() == pytest.approx(lengths[: len(ours.tokens)])
+    sent = islice(cycle(lengths), len(ours.tokens))  # two at a time: one may overtake the other
+    assert Counter(ours.tokens.tolist()) == Counter(map(float, sent))
