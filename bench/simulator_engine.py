@@ -273,13 +273,18 @@ def measure(calibration: Calibration, seconds: float, repeats: int) -> Runs:
     return runs
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Prices, and where runs are kept: of whatever foretells what the engine did."""
     parser.add_argument("--cost", type=Path, required=True, help="of cbatch calibrate")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of arrivals in a run")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="keep what was measured")
     parser.add_argument("--runs", type=Path, help="foretell what was kept, without an engine")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of arrivals in a run")
+    parser.add_argument("--repeats", type=int, default=3)
+    add_run_options(parser)
     args = parser.parse_args()
     calibration = read_calibration(args.cost)
     if args.runs is not None:

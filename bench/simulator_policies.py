@@ -31,6 +31,7 @@ from bench.simulator_engine import (
     OUTPUT_TOKENS,
     RECORD_K,
     Served,
+    add_run_options,
     load_policy,
     record_fates,
     serve,
@@ -192,12 +193,10 @@ def absolute(calibration: Calibration, runs: Runs) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cost", type=Path, required=True, help="of cbatch calibrate")
     parser.add_argument("--requests", type=int, default=104, help="of the trace")
     parser.add_argument("--load", type=float, default=2.0, help="times what is served without")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="keep what was measured")
-    parser.add_argument("--runs", type=Path, help="foretell what was kept, without an engine")
+    add_run_options(parser)
     args = parser.parse_args()
     calibration = read_calibration(args.cost)
     if args.runs is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 from bench.load.report import Measured
 from bench.load.runner import Load, Runner
-from bench.load.sweep import Begin, Measure, Point, measured
+from bench.load.sweep import Begin, Measure, Point, measure_each
 from sim.capacity import Capacity, Tried, search_rates
 
 TOLERANCE = 0.05  # runs at the same rate differ by more than less would tell apart
@@ -21,29 +23,27 @@ async def find_rate(
 ) -> tuple[list[Point], Capacity | None]:
     """The points in ascending order. A rate is met if so large a `share` of all that was sent met
     every objective, and calls did not pile up. The capacity is None if the search was stopped."""
-    points: list[Point] = []
     search = search_rates(
         first_per_s,
         lowest=first_per_s / RANGE,
         highest=first_per_s * RANGE,
         tolerance=TOLERANCE,
     )
-    capacity: Capacity | None = None
+    points, capacity = await measure_each(runner, _loads(search, share), measure, begin)
+    return sorted(points, key=lambda point: point.load.value), capacity
+
+
+def _loads(
+    search: Generator[float, Tried, Capacity], share: float
+) -> Generator[Load, Point, Capacity]:
     rate_per_s = next(search)
     while True:
-        load = Load(rate_per_s=rate_per_s)
-        point = await measured(runner, load, len(points), measure, begin)
-        if point is None:
-            break
-        points.append(point)
-        if point.report.interrupted:
-            break
+        point = yield Load(rate_per_s=rate_per_s)
         try:
             rate_per_s = search.send(tried(rate_per_s, point.report, share))
         except StopIteration as end:
-            capacity = end.value
-            break
-    return sorted(points, key=lambda point: point.load.value), capacity
+            capacity: Capacity = end.value
+            return capacity
 
 
 def tried(rate_per_s: float, report: Measured, share: float) -> Tried:

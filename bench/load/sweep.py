@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -15,6 +15,8 @@ from sim.capacity import Capacity
 from sim.report import to_json as report_to_json
 
 MOST_POINTS = 16  # of a sweep that doubles
+
+Result = TypeVar("Result")
 
 
 class Point(NamedTuple):
@@ -37,22 +39,41 @@ async def sweep(
 ) -> list[Point]:
     """Measures the loads in their order. With `doubling` it goes on from the last, twice the load
     each time, until the last two brought nothing. What an interruption left is reported too."""
+    return (await measure_each(runner, _in_order(loads, doubling), measure, begin))[0]
+
+
+def _in_order(loads: Sequence[Load], doubling: bool) -> Generator[Load, Point, None]:
     points: list[Point] = []
-    waiting = list(loads)
-    while waiting and len(points) < max(MOST_POINTS, len(loads)):
-        load = waiting.pop(0)
-        point = await measured(runner, load, len(points), measure, begin)
-        if point is None:
-            break
-        points.append(point)
-        if point.report.interrupted:
-            break
-        if doubling and not waiting and not is_flat(throughputs(points)):
-            waiting.append(load.doubled())
-    return points
+    for load in loads:
+        points.append((yield load))
+    while doubling and len(points) < MOST_POINTS and not is_flat(throughputs(points)):
+        points.append((yield points[-1].load.doubled()))
 
 
-async def measured(
+async def measure_each(
+    runner: Runner,
+    loads: Generator[Load, Point, Result],
+    measure: Measure,
+    begin: Begin | None,
+) -> tuple[list[Point], Result | None]:
+    """The points of the loads that the generator names, which is told each before it names the
+    next, and what it returns; None if it was interrupted."""
+    points: list[Point] = []
+    try:
+        load = next(loads)
+        while True:
+            point = await _measured(runner, load, len(points), measure, begin)
+            if point is None:
+                return points, None
+            points.append(point)
+            if point.report.interrupted:
+                return points, None
+            load = loads.send(point)
+    except StopIteration as end:
+        return points, end.value
+
+
+async def _measured(
     runner: Runner, load: Load, number: int, measure: Measure, begin: Begin | None
 ) -> Point | None:
     """`number` is that of the load among those of a command. None: it was stopped before a call

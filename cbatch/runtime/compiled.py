@@ -42,7 +42,7 @@ class CompiledProduct:
         if kernel is None or not compiles(weight.shape[1], weight.dtype):
             raise ValueError(f"weight: {weight.dtype} of {tuple(weight.shape)} has no kernel here")
         if in_scale is not None and weight.dtype == torch.float32:
-            weight, in_scale = weight * in_scale, None  # exact enough only where nothing is rounded
+            weight, in_scale = weight * in_scale, None  # bf16 would round it
         # Held, since the kernel is given addresses.
         self._call = kernel.product
         self._panels = _panels(weight, kernel.lanes())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 from pathlib import Path
 
@@ -10,11 +9,8 @@ import pytest
 import torch
 
 from cbatch.runtime import compiled
-from cbatch.runtime.compiled import CompiledProduct, compiles, find_compiler
-
-needs_compiler = pytest.mark.skipif(
-    find_compiler() is None or platform.system() != "Linux", reason="no C compiler, or not Linux"
-)
+from cbatch.runtime.compiled import CompiledProduct, compiles
+from tests.runtime.marks import needs_compiler
 
 
 @needs_compiler

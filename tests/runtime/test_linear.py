@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 
 import pytest
@@ -8,17 +7,11 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime import linear
-from cbatch.runtime.compiled import find_compiler
 from cbatch.runtime.linear import NO_PADDING, Linear, Plan, RowPadding, find_padding, make_plan
-from cbatch.runtime.products import Kind, packing_available
+from cbatch.runtime.products import Kind
+from tests.runtime.marks import needs_compiler, needs_packing
 
 CPU = torch.device("cpu")
-needs_packing = pytest.mark.skipif(
-    not packing_available(), reason="this build of torch has no packed products"
-)
-needs_compiler = pytest.mark.skipif(
-    find_compiler() is None or platform.system() != "Linux", reason="no C compiler, or not Linux"
-)
 PACKED = pytest.param(Kind.PACKED, marks=needs_packing)
 COMPILED = pytest.param(Kind.COMPILED, marks=needs_compiler)
 

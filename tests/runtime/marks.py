@@ -1,0 +1,17 @@
+"""What some tests need of the machine, and skip without."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+from cbatch.runtime.compiled import find_compiler
+from cbatch.runtime.products import packing_available
+
+needs_packing = pytest.mark.skipif(
+    not packing_available(), reason="this build of torch has no packed products"
+)
+needs_compiler = pytest.mark.skipif(
+    find_compiler() is None or platform.system() != "Linux", reason="no C compiler, or not Linux"
+)
