@@ -25,10 +25,12 @@ class Watched:
     def __init__(self, client: EngineClient, request: Request) -> None:
         self.request = request
         self.tokens: list[int] = []
+        self.last_start = 0  # the engine's, that the last tokens came from
         self.num_admissions = 0
         self.ending: Ending | None = None
         self.lost: str | None = None
         self.over = asyncio.Event()
+        self._client = client
         client.add(request, self)
 
     def on_admitted(self, ago_s: float) -> None:
@@ -39,6 +41,7 @@ class Watched:
 
     def on_step(self, row: Row, ending: Ending | None) -> None:
         self.tokens += row.tokens
+        self.last_start = self._client.num_starts
         if ending is not None:
             self.on_end(ending)
 

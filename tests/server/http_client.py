@@ -32,6 +32,16 @@ JSON = {"Content-Type": "application/json"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
+def events_of(response: http.client.HTTPResponse) -> list[dict[str, Any]]:
+    """The events of a stream that ends as it must."""
+    raw = response.read().decode()
+    assert response.status == 200, raw
+    assert response.getheader("content-type", "").startswith("text/event-stream")
+    events = raw.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
 class Client:
     """Each call opens a connection of its own."""
 
@@ -47,14 +57,8 @@ class Client:
             return response.status, json.loads(response.read()), headers
 
     def stream(self, body: dict[str, Any], path: str = COMPLETIONS) -> list[dict[str, Any]]:
-        """The events of a stream that ends as it must."""
         with self.open(body | {"stream": True}, path) as response:
-            raw = response.read().decode()
-            assert response.status == 200, raw
-            assert response.getheader("content-type", "").startswith("text/event-stream")
-        events = raw.split("\n\n")
-        assert events[-2:] == ["data: [DONE]", ""]
-        return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+            return events_of(response)
 
     def get(self, path: str) -> tuple[int, dict[str, Any]]:
         with self.open(None, path) as response:
@@ -144,7 +148,7 @@ def serving_service(
     finally:
         for server in servers:
             server.should_exit = True
-        thread.join(timeout=30)
+        thread.join(timeout=120)
         listener.close()
     assert not thread.is_alive()
 

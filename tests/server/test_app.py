@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -17,7 +18,7 @@ from cbatch.core.plan import StepPlan, StepResult
 from cbatch.llm import complete_all
 from cbatch.stepwise import Engine
 from sim.executor import Faults, SimExecutor
-from tests.server.http_client import MODEL, Client, serving, wait_until
+from tests.server.http_client import MODEL, Client, events_of, serving, wait_until
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"
@@ -239,18 +240,30 @@ def test_a_client_that_leaves_frees_its_slots(
 
 
 def test_a_request_that_fails_says_so_and_the_others_go_on() -> None:
+    told = threading.Event()  # what it emitted before; else the failure may be all there is to tell
+    told.set()
+
     class Poison(dict[str, int]):
         """Every second request that the engine is given fails at its third token."""
 
+        def __init__(self) -> None:
+            self.asked: Counter[str] = Counter()
+
         def get(self, key: str, default: Any = None) -> Any:
+            self.asked[key] += 1
+            if self.asked[key] == 3:
+                assert told.wait(60)
             return 3 if int(key) % 2 else default
 
     engine = make_engine(lookahead="off", faults=Faults(non_finite_at=Poison()))
     with serving(engine) as client:
         status, answer, _ = client.post({"prompt": [PROMPT, PROMPT], "max_tokens": 8})
         assert status == 500 and "not finite" in answer["error"]["message"]
-        events = client.stream({"prompt": [PROMPT, PROMPT], "max_tokens": 8})
-        assert "not finite" in events[-1]["error"]["message"]
+        told.clear()
+        body = {"prompt": [PROMPT, PROMPT], "max_tokens": 8, "stream": True}
+        with client.open(body) as response:
+            told.set()
+            assert "not finite" in events_of(response)[-1]["error"]["message"]
         status, answer, _ = client.post({"prompt": PROMPT, "max_tokens": 8})
         assert status == 200 and answer["usage"]["completion_tokens"] == 8
 
