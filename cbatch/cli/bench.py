@@ -119,7 +119,10 @@ def _add_words(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--text", type=Path, metavar="FILE", help="what prompts are cut from")
     group.add_argument(
-        "--prompts", metavar="FILE", help="demo, a prompt a line, or .jsonl with fields of calls"
+        "--prompts",
+        metavar="FILE",
+        help="demo, a prompt a line, or .jsonl with fields of calls; of a --trace its arrivals and "
+        "output lengths count then",
     )
     group.add_argument("--turns", metavar="LAW", help="conversations of so many turns")
     group.add_argument("--system-tokens", type=int, metavar="N", help="that they share")

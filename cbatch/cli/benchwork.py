@@ -232,7 +232,7 @@ def _refuse_ignored(args: argparse.Namespace) -> None:
         ("prompt_tokens", traced or own, "prompts have their own lengths"),
         ("output_tokens", traced, "the trace has lengths"),
         ("text", own, "--prompts are the text"),
-        ("prompts", traced or args.turns is not None, "prompts are cut to given lengths"),
+        ("prompts", args.turns is not None, "turns are cut to given lengths"),
         ("turns", traced, "the trace has its sessions"),
         ("system_tokens", args.turns is None, "nobody shares it: give --turns"),
         ("final_usage", args.no_stream, "whole answers have one usage"),

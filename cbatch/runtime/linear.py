@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cbatch.runtime.compiled import CompiledProduct
 from cbatch.runtime.products import Kind, Product
 
 # Row counts whose bits are compared; beyond them libraries switch nothing we have seen.
@@ -90,6 +91,12 @@ class Linear:
             return self.product(x, rows)
         return self.product(F.pad(x, (0, 0, 0, padded - rows)), padded)[:rows]
 
+    @property
+    def compiled(self) -> CompiledProduct | None:
+        """Our own product, where it takes every number of rows as they come."""
+        own = isinstance(self._many, CompiledProduct) and self._few is self._many
+        return self._many if own and self.plan.padding == NO_PADDING else None
+
     def product(self, x: Tensor, rows: int) -> Tensor:
         """As a call, for `rows` that the plan's padding leaves as they are."""
         return (self._few if rows <= self._most_few else self._many)(x, rows)
@@ -130,6 +137,8 @@ def _measured_plan(
         for kind in (Kind.COMPILED, Kind.PACKED, Kind.NATIVE)
         if kind.available(shape, dtype, device) and (may_pack or kind is not Kind.PACKED)
     ]
+    if invariant and is_compiled(shape, dtype, device):
+        return Plan.of_one(Kind.COMPILED, NO_PADDING, True)
     if len(kinds) == 1:
         one = kinds[0]
         return (
@@ -141,6 +150,14 @@ def _measured_plan(
     if not invariant:
         return _fast_plan(times, _transposed_s(shape, dtype, threads, copies))
     return _invariant_plan(shape, dtype, device, _may_be_invariant(times, dtype))
+
+
+def is_compiled(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether an invariant product of that kind is our own, whatever a timing would say: the pass
+    that it makes possible saves more (see `CompiledDecoder`), and a restart cannot change bits.
+    Instructions for bf16 products are another matter, of which it has none."""
+    native = dtype == torch.bfloat16 and _has_bf16()
+    return Kind.COMPILED.available(shape, dtype, device) and not native
 
 
 def _may_be_invariant(times: Mapping[Kind, Times], dtype: torch.dtype) -> dict[Kind, Times]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.attention import HeadShape
+from cbatch.runtime.compiled.decoder import CompiledDecoder
 from cbatch.runtime.config import ModelConfig, ModelError, load_config
 from cbatch.runtime.groups import StepBuffers
 from cbatch.runtime.index import I64, iota
@@ -119,8 +120,11 @@ class Model:
                 config.max_position_tokens,
                 device,
             )
-            self._memory = _Memory(config, 64, device)
+            self._memory = _Memory(config, 0, device)
         self._padding = self._common_padding()
+        self._compiled = CompiledDecoder.of(
+            config, self._embedding, self.layers, self.head, self._rotary
+        )
 
     def forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
         """Logits fp32 [N, vocab] of `batch.logits_index`.
@@ -133,6 +137,12 @@ class Model:
             return self._forward(batch, kv)
 
     def _forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
+        if self._compiled is not None:
+            self._checked(int(batch.context_lens.max()) - 1)
+            lens = batch.query_lens, batch.context_lens
+            return self._compiled.run(
+                batch.tokens, *lens, batch.block_tables, batch.logits_index, kv
+            )
         buffers = self._buffers(batch.tokens.shape[0])
         turn, layout = self._plan(batch, kv, buffers)
         return self._pass(batch.tokens, turn, layout, buffers, kv, batch.logits_index)
@@ -246,30 +256,58 @@ class RunAhead:
     def __init__(
         self, model: Model, kv: KVCache, positions: I64, tables: NDArray[np.int32], passes: int
     ) -> None:
+        self._model, self._kv, self._tables = model, kv, tables
+        self._contexts = (positions + 1).astype(np.int32)  # of the next pass
+        self._ones = np.ones_like(self._contexts)
+        self._wanted = torch.from_numpy(iota(len(positions))).to(model.device)
+        last_position = model._checked(int(positions.max()) + passes - 1)
+        self._planned: _PlannedAhead | None = None
+        if model._compiled is None:
+            self._planned = _PlannedAhead(model, kv, positions, tables, passes, last_position)
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """Logits fp32 [B, vocab] after int64 `tokens` [B] at the next position of each row."""
+        if self._planned is not None:
+            return self._planned.next(tokens, self._wanted)
+        lens = self._ones, self._contexts
+        logits = self._model._compiled.run(tokens, *lens, self._tables, self._wanted, self._kv)
+        self._contexts += 1
+        return logits
+
+
+class _PlannedAhead:
+    """The passes of `RunAhead` by operations of torch: turns and attention of all of them."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVCache,
+        positions: I64,
+        tables: NDArray[np.int32],
+        passes: int,
+        last_position: int,
+    ) -> None:
         self._model, self._kv = model, kv
         self._rows = len(positions)
         self._contexts, self._tables = positions + 1, tables
         self._pass = 0
-        last_position = model._checked(int(positions.max()) + passes - 1)
         buffers = model._buffers(self._rows)
         spread = self._rows if self._rows == 1 else buffers.padded  # one row broadcasts
         grid = np.zeros((passes, spread), dtype=np.int64)
         grid[:, : self._rows] = positions + iota(passes)[:, None]
         every = torch.from_numpy(grid.reshape(-1)).to(model.device)
         self._turns = model._rotary.rows(every, last_position).split(spread)
-        self._wanted = torch.from_numpy(iota(self._rows)).to(model.device)
         step = StepBuffers(kv, tables, buffers.fused, buffers.attended)
         self._layouts = model._planner.plan_ahead(step, self._contexts, passes)
 
-    def next(self, tokens: Tensor) -> Tensor:
-        """Logits fp32 [B, vocab] after int64 `tokens` [B] at the next position of each row."""
+    def next(self, tokens: Tensor, wanted: Tensor) -> Tensor:
         model, at = self._model, self._pass
         buffers = model._buffers(self._rows)
-        layout = self._layouts.next() if self._layouts else self._planned(buffers)
+        layout = self._layouts.next() if self._layouts else self._laid_out(buffers)
         self._pass += 1
-        return model._pass(tokens, self._turns[at], layout, buffers, self._kv, self._wanted)
+        return model._pass(tokens, self._turns[at], layout, buffers, self._kv, wanted)
 
-    def _planned(self, buffers: _Buffers) -> StepLayout:
+    def _laid_out(self, buffers: _Buffers) -> StepLayout:
         """Where passes cannot be laid out ahead: one by one."""
         step = StepBuffers(self._kv, self._tables, buffers.fused, buffers.attended)
         contexts = self._contexts + self._pass

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from cbatch.runtime.config import ModelConfig
 from cbatch.runtime.kv import KVCache
-from cbatch.runtime.linear import TIMED_ROWS, Linear, Plan, find_padding, make_plan
+from cbatch.runtime.linear import (
+    TIMED_ROWS,
+    Linear,
+    Plan,
+    find_padding,
+    is_compiled,
+    make_plan,
+)
 
 if TYPE_CHECKING:
     from cbatch.runtime.model import Model
@@ -45,9 +52,12 @@ class Numerics(NamedTuple):
 def resolve_numerics(
     requested: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Numerics:
-    """Turn "auto" into "invariant" where that costs less than `COST_LIMIT` at every measured row
-    count, else "fast". Products are timed on random weights of the model's shapes."""
+    """Turn "auto" into "invariant" where our own kernels take the whole pass, or it costs less than
+    `COST_LIMIT` at every measured row count, else into "fast". Products are timed on random weights
+    of the model's shapes."""
     may_pack = device.type == "cpu" and _memory_allows(config)
+    if requested != "fast" and all(is_compiled(s, dtype, device) for s in weight_shapes(config)):
+        return Numerics("invariant", may_pack, {})
     cost: dict[int, float] = {}
     if device.type == "cpu":
         cost = _invariance_cost(config, dtype, device, may_pack)

@@ -87,8 +87,8 @@ class RotaryTable:
         self._by_position = self._segment(0, _FIRST_POSITIONS)
         # Whole rows, ready to use, where those of every position are small enough to keep.
         row_bytes = (self._width + ROW_GAP) * self._by_position.itemsize
-        expand = max_position_tokens * row_bytes <= _MAX_TABLE_BYTES
-        self._rows = self._expand(self._by_position) if expand else None
+        self._keep_rows = max_position_tokens * row_bytes <= _MAX_TABLE_BYTES
+        self._rows: Tensor | None = None  # of all positions so far, once they are asked for
 
     def rows(self, positions: Tensor, last_position: int) -> Tensor:
         """complex64 [T, row_width / 2] of int64 `positions` [T], none beyond `last_position`.
@@ -98,7 +98,9 @@ class RotaryTable:
         """
         while last_position >= len(self._by_position):
             self._grow()
-        if self._rows is not None:
+        if self._keep_rows:
+            if self._rows is None:
+                self._rows = self._expand(self._by_position)
             return self._rows.index_select(0, positions)[:, : self._width]
         return self._expand(self._by_position.index_select(0, positions))[:, : self._width]
 
@@ -113,8 +115,7 @@ class RotaryTable:
         # Always the same segments: how a cosine is rounded depends on its place in the call.
         have = len(self._by_position)
         self._by_position = torch.cat([self._by_position, self._segment(have, 2 * have)])
-        if self._rows is not None:
-            self._rows = self._expand(self._by_position)
+        self._rows = None
 
     def _segment(self, start: int, stop: int) -> Tensor:
         """cos + i sin of positions [start, stop): complex64 [positions, head_dim / 2]."""

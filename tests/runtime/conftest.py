@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cbatch.runtime.compiled.decoder import CompiledDecoder
+from tests.runtime.marks import has_compiler
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -14,3 +17,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def torch_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes by operations of torch, also where our own could take them."""
+    monkeypatch.setattr(CompiledDecoder, "of", lambda *parts: None)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def decoder_pass(request: pytest.FixtureRequest) -> str:
+    """Both passes, one after the other."""
+    if request.param == "torch":
+        request.getfixturevalue("torch_pass")
+    elif not has_compiler():
+        pytest.skip("no C compiler, or not Linux")
+    return str(request.param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +144,20 @@ def step(model: Model, kv: KVCache, chunks: list[tuple[PagedSequence, int]]) -> 
     return list(logits.split(lens.tolist()))
 
 
-def run_all(model: Model, kv: KVCache, sequences: list[PagedSequence], sizes: list[int]) -> Tensor:
+def run_all(
+    model: Model,
+    kv: KVCache,
+    sequences: list[PagedSequence],
+    sizes: list[int],
+    firsts: Sequence[int] = (),
+) -> Tensor:
     """Logits of whole sequences in ragged steps; row i takes `sizes[i]`, `sizes[i + 1]`, .. tokens
-    a step, round the list. Result [sum of lengths, vocab], sequence after sequence."""
+    a step, round the list, after `firsts[i]` in a step before. Result [sum of lengths, vocab],
+    sequence after sequence."""
     found: list[list[Tensor]] = [[] for _ in sequences]
+    if firsts:
+        begun = step(model, kv, list(zip(sequences, firsts, strict=True)))
+        found = [[logits] for logits in begun]
     turn = 0
     while any(s.done < len(s.tokens) for s in sequences):
         ids = [i for i, s in enumerate(sequences) if s.done < len(s.tokens)]

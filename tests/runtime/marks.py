@@ -12,6 +12,10 @@ from cbatch.runtime.products import packing_available
 needs_packing = pytest.mark.skipif(
     not packing_available(), reason="this build of torch has no packed products"
 )
-needs_compiler = pytest.mark.skipif(
-    find_compiler() is None or platform.system() != "Linux", reason="no C compiler, or not Linux"
-)
+
+
+def has_compiler() -> bool:
+    return find_compiler() is not None and platform.system() == "Linux"
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C compiler, or not Linux")

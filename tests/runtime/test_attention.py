@@ -118,6 +118,7 @@ def cache(model: Model, num_blocks: int = 60) -> KVCache:
     return KVCache(model.config, num_blocks, 16, model.dtype, model.device)
 
 
+@pytest.mark.usefixtures("torch_pass")
 def test_advanced_layouts_give_the_bits_of_rebuilt_ones(
     tmp_path: Path, advanced: list[bool]
 ) -> None:
@@ -131,6 +132,7 @@ def test_advanced_layouts_give_the_bits_of_rebuilt_ones(
     assert advanced.count(False) > 5, "blocks are entered"
 
 
+@pytest.mark.usefixtures("torch_pass")
 def test_a_layout_is_not_advanced_for_others(tmp_path: Path, advanced: list[bool]) -> None:
     """Another sequence at the next position, other blocks, another cache, a swapped order."""
     build(tmp_path, "llama")
@@ -159,6 +161,7 @@ def test_a_layout_is_not_advanced_for_others(tmp_path: Path, advanced: list[bool
     assert not check(kv, [b, d]) and check(kv, [b, d]) and not check(kv, [d, b])
 
 
+@pytest.mark.usefixtures("decoder_pass")
 def test_long_rows_are_summed_by_segments(tmp_path: Path) -> None:
     """Contexts on both sides of every segment boundary, one token at a time and in one chunk."""
     build(tmp_path, "llama", max_position_embeddings=3 * SEGMENT_TOKENS)
@@ -178,6 +181,7 @@ def test_long_rows_are_summed_by_segments(tmp_path: Path) -> None:
     "family", ["llama", "qwen2"]
 )  # qwen2: a window of 90 on two of three layers
 @pytest.mark.parametrize("lengths", [(120,), (110, 120), (118, 30, 97, 33, 64)])
+@pytest.mark.usefixtures("decoder_pass")
 @torch.inference_mode()
 def test_passes_laid_out_ahead_give_the_bits_of_rebuilt_ones(
     tmp_path: Path, family: str, lengths: tuple[int, ...]

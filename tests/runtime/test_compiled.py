@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cbatch.runtime import compiled
-from cbatch.runtime.compiled import CompiledProduct, compiles
+from cbatch.runtime.compiled import CompiledProduct, build, compiles
 from tests.runtime.marks import needs_compiler
 
 
@@ -60,15 +59,20 @@ def test_what_it_does_not_compute() -> None:
 
 @needs_compiler
 def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library = compiled._library()
-    assert library.is_relative_to(tmp_path) and [*library.parent.iterdir()] == [library]
+    """With a source that takes no time; other tests call what is compiled of the real one."""
+    source, cache = tmp_path / "source" / "library.c", tmp_path / "cache"
+    source.parent.mkdir()
+    source.write_text("int nothing;\n")
+    monkeypatch.setattr(build, "_SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    library = build._compiled()
+    assert library.is_relative_to(cache) and [*library.parent.iterdir()] == [library]
 
     def unwanted(*_: str) -> None:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(compiled, "_run", unwanted)
-    assert compiled._library() == library
+    monkeypatch.setattr(build, "_run", unwanted)
+    assert build._compiled() == library
 
 
 @pytest.mark.parametrize("trouble", ["no compiler", "fails", "no folder"])
@@ -86,5 +90,5 @@ def test_without_a_compiler_there_is_no_kernel(
         def fails(*command: str) -> None:
             raise subprocess.CalledProcessError(1, command)
 
-        monkeypatch.setattr(compiled, "_run", fails)
-    assert compiled._kernel.__wrapped__() is None
+        monkeypatch.setattr(build, "_run", fails)
+    assert build.library.__wrapped__() is None

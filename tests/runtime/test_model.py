@@ -37,6 +37,7 @@ def worst_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.std())
 
 
+@pytest.mark.usefixtures("decoder_pass")
 @pytest.mark.parametrize("rope", ROPE)
 @pytest.mark.parametrize("family", FAMILY)
 def test_teacher_forced_logits(tmp_path: Path, family: str, rope: str) -> None:
@@ -50,6 +51,7 @@ def test_teacher_forced_logits(tmp_path: Path, family: str, rope: str) -> None:
     assert worst_error(found, torch.cat(expected)) < BOUND
 
 
+@pytest.mark.usefixtures("decoder_pass")
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -81,6 +83,7 @@ def test_variants_of_a_family(tmp_path: Path, family: str, changes: dict[str, An
     assert worst_error(found, torch.cat(expected)) < BOUND
 
 
+@pytest.mark.usefixtures("decoder_pass")
 def test_free_running_greedy(tmp_path: Path) -> None:
     """Equal up to the first position where the reference's own top two are within the bound: such
     positions are counted, at most 1 in 1,000."""
@@ -115,6 +118,7 @@ def _greedy_positions_and_ties(directory: Path, family: str) -> tuple[int, int]:
     return positions, ties
 
 
+@pytest.mark.usefixtures("decoder_pass")
 def test_only_the_wanted_logits_come_back(tmp_path: Path) -> None:
     build(tmp_path, "llama")
     model = load_model(tmp_path, numerics="invariant")
@@ -138,6 +142,7 @@ def test_only_the_wanted_logits_come_back(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("decoder_pass")
 def test_a_pass_writes_its_own_blocks_only(tmp_path: Path) -> None:
     build(tmp_path, "mistral")
     model = load_model(tmp_path, numerics="invariant")
@@ -150,7 +155,7 @@ def test_a_pass_writes_its_own_blocks_only(tmp_path: Path) -> None:
     assert len(own) == 2 + 7 and (kv.data[:, :, :, others] == 7.0).all()
 
 
-def test_zeroed_blocks_are_safe_for_the_next_owner(tmp_path: Path) -> None:
+def test_zeroed_blocks_are_safe_for_the_next_owner(tmp_path: Path, decoder_pass: str) -> None:
     build(tmp_path, "llama")
     model = load_model(tmp_path, numerics="invariant")
     kv = cache(model)
@@ -158,12 +163,14 @@ def test_zeroed_blocks_are_safe_for_the_next_owner(tmp_path: Path) -> None:
     kv.data.fill_(float("nan"))
     kv.data[:, :, :, kv.scratch_block] = 0
     dirty = run_all(model, kv, paged(kv, [tokens_of(0, 20)]), [7])
-    assert dirty.isnan().any(), "stale values behind the context do reach a product"
+    # Only the pass of torch lets stale values behind the context into a product.
+    assert dirty.isnan().any() if decoder_pass == "torch" else torch.equal(dirty, clean)
     kv.data[:, :, :, : kv.num_blocks] = float("nan")
     kv.zero_blocks(paged(kv, [tokens_of(0, 20)])[0].blocks)
     assert torch.equal(run_all(model, kv, paged(kv, [tokens_of(0, 20)]), [7]), clean)
 
 
+@pytest.mark.usefixtures("decoder_pass")
 def test_a_broken_sequence_leaves_its_neighbours_alone(tmp_path: Path) -> None:
     build(tmp_path, "llama")
     model = load_model(tmp_path, numerics="invariant")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime import numerics
+from cbatch.runtime import linear, numerics
 from cbatch.runtime.config import load_config
 from cbatch.runtime.kv import KVCache
 from cbatch.runtime.linear import NO_PADDING, Linear, Plan
@@ -18,6 +19,7 @@ from cbatch.runtime.model import Model, load_model
 from cbatch.runtime.numerics import probe_row_invariance, resolve_numerics
 from cbatch.runtime.products import Kind, packing_available
 from tests.runtime.hf_models import build, paged, run_all, step, tokens_of
+from tests.runtime.marks import needs_compiler
 
 DTYPES = ["float32", "bfloat16"]
 # Head dims whose 1 / sqrt is and is not a power of two; one and several KV heads; windows.
@@ -44,21 +46,26 @@ def cache(model: Model, block_size: int = 16) -> KVCache:
     return KVCache(model.config, 1500 // block_size, block_size, model.dtype, model.device)
 
 
+@pytest.mark.usefixtures("decoder_pass")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str) -> None:
-    """Past a segment of values (256) and past windows; query lengths on both sides of every cut."""
+    """Past a segment of values (256) and past windows (70 and 90); query lengths on both sides of
+    every cut. Few tokens at a time, each sequence goes past some of them."""
     model = loaded(tmp_path, shape, dtype)
     sequences = [tokens_of(i, n) for i, n in enumerate((150, 37, 301))]
     expected: Tensor | None = None
-    sizes = [[301], [1], [2, 3], [33, 5, 8], [129, 31, 32], [64, 1, 1, 17]]
-    for seed, chunks in enumerate(sizes):
+    few = (60, 1, 240)
+    sizes = [([301], ()), ([1], few), ([2, 3], few), ([33, 5, 8], ())]
+    sizes += [([129, 31, 32], ()), ([64, 1, 1, 17], ())]
+    for seed, (chunks, firsts) in enumerate(sizes):
         kv = cache(model)
-        found = run_all(model, kv, paged(kv, sequences, seed), chunks)
+        found = run_all(model, kv, paged(kv, sequences, seed), chunks, firsts)
         expected = found if expected is None else expected
         assert torch.equal(found, expected), f"chunks {chunks}"
 
 
+@pytest.mark.usefixtures("decoder_pass")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["llama", "qwen3"])
@@ -90,6 +97,7 @@ def test_company(tmp_path: Path, shape: str, dtype: str, threads: int) -> None:
     assert len(totals) > len(counts) // 2, "compositions had different numbers of rows"
 
 
+@pytest.mark.usefixtures("decoder_pass")
 def test_long_contexts_among_short_ones(tmp_path: Path) -> None:
     """Ragged contexts, so that groups of unlike width are formed and padded."""
     build(tmp_path, "llama", max_position_embeddings=1200)
@@ -106,6 +114,7 @@ def test_long_contexts_among_short_ones(tmp_path: Path) -> None:
         assert torch.equal(step(model, kv, [(row, 1)])[0], logits)
 
 
+@pytest.mark.usefixtures("decoder_pass")
 def test_the_probe_says_yes(tmp_path: Path) -> None:
     model = loaded(tmp_path, "llama", "float32")
     report = probe_row_invariance(model)
@@ -121,6 +130,7 @@ class _Fickle(Linear):
         return y if len(x) > 1 else y * (1 + 2.0**-22)
 
 
+@pytest.mark.usefixtures("torch_pass")
 def test_the_probe_catches_a_product_that_differs_by_row_count(tmp_path: Path) -> None:
     model = loaded(tmp_path, "llama", "float32")
     weight = torch.randn(model.layers[1].down.shape)
@@ -132,6 +142,17 @@ def test_the_probe_catches_a_product_that_differs_by_row_count(tmp_path: Path) -
     assert "row_invariant: no" in str(report) and f"{shape[0]}x{shape[1]}" in str(report)
 
 
+@pytest.fixture
+def raced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Products compete, also where our own would take all of them."""
+    for module in (linear, numerics):
+        monkeypatch.setattr(module, "is_compiled", lambda *args: False)
+    linear._measured_plan.cache_clear()
+    yield
+    linear._measured_plan.cache_clear()
+
+
+@pytest.mark.usefixtures("raced")
 def test_auto_is_invariant_where_that_is_cheap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +165,21 @@ def test_auto_is_invariant_where_that_is_cheap(
         assert resolve_numerics("fast", config, torch.float32, cpu).mode == "fast"
 
 
+@needs_compiler
+def test_auto_is_invariant_where_the_pass_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No timing has a say: it could come out otherwise after a restart, and bits with it."""
+    monkeypatch.setattr(linear, "_race", None)
+    build(tmp_path, "llama")
+    for dtype in ("float32", "bfloat16"):
+        for mode in ("auto", "invariant"):
+            model = load_model(tmp_path, dtype=dtype, numerics=mode)
+            assert (model.numerics, model.invariance_cost) == ("invariant", {})
+            assert model._compiled is not None
+
+
+@pytest.mark.usefixtures("raced")
 def test_fast_computes_the_same_up_to_rounding(tmp_path: Path) -> None:
     build(tmp_path, "llama")
     found = []

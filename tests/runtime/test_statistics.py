@@ -2,6 +2,7 @@
 
 Chi-square over the joint law of three tokens (216 cells), computed exactly from the target by
 teacher forcing and a slow filter. |z| < 5 fails by chance in 6 of 10 million; seeds are fixed.
+With 1200 samples the broken variants, those of `tests/test_known_flaws.py` too, have z of 17 to 30.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.runtime.pairs import tiny_model
 from tests.runtime.reference import joint_law
 from tests.runtime.test_processors import slow_shape
 
-VOCAB, COUNT, PROMPT = 6, 2400, (1, 4, 2)
+VOCAB, COUNT, PROMPT = 6, 1200, (1, 4, 2)
 Z_BOUND = 5.0
 FILTERS = (1.3, 5, 0.95, 0.03)
 

@@ -1,0 +1,115 @@
+// Vectors of floats, and what both products and attention do with them.
+//
+// Sums and steps of a computation stand in one order everywhere, and `a * b + c` is contracted in
+// one way: bits depend on the values alone.
+
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+// LANES: a vector. ROWS: most rows of a product's tile. FULL: its panels then, and WIDE, a
+// multiple, with at most half as many rows. SPAN: vectors of a tile of QUERIES queries. The sums of
+// a tile, and the columns they take, fill the registers.
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 8
+#define FULL 3
+#define WIDE 6
+#define SPAN 4
+#elif defined(__AVX2__)
+#define LANES 8
+#define ROWS 4
+#define FULL 2
+#define WIDE 4
+#define SPAN 2
+#else
+#define LANES 4
+#define ROWS 8
+#define FULL 2
+#define WIDE 4
+#define SPAN 4
+#endif
+#define QUERIES 6
+#define UNROLLED _Pragma("GCC unroll 8")
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES), may_alias));
+typedef float vec_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t pairs __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint32_t pairs_at __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint16_t halves_at __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+INLINE long rounded(long count, long to) { return (count + to - 1) / to * to; }
+INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE long most(long a, long b) { return a > b ? a : b; }
+
+INLINE vec all(float x) { return x - (vec){0}; }
+INLINE vec load(const float *x) { return *(const vec_at *)x; }
+INLINE void store(float *to, vec x) { *(vec_at *)to = x; }
+INLINE vec pick(ints mask, vec yes, vec no) {
+    return (vec)((mask & (ints)yes) | (~mask & (ints)no));
+}
+// The lower, or upper, halves of both, by turns.
+#if LANES == 16
+#define TURNS(F) F, F + 16, F + 1, F + 17, F + 2, F + 18, F + 3, F + 19, F + 4, F + 20, F + 5, \
+    F + 21, F + 6, F + 22, F + 7, F + 23
+#elif LANES == 8
+#define TURNS(F) F, F + 8, F + 1, F + 9, F + 2, F + 10, F + 3, F + 11
+#else
+#define TURNS(F) F, F + 4, F + 1, F + 5
+#endif
+#if defined(__clang__) || __GNUC__ >= 12
+#define BY_TURNS(A, B, F) __builtin_shufflevector(A, B, TURNS(F))
+#else
+#define BY_TURNS(A, B, F) __builtin_shuffle(A, B, (ints){TURNS(F)})
+#endif
+
+INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
+
+// The first `count` of the elements at x, fp32 or bf16, as fp32; what lacks is 0.
+static __attribute__((noinline)) vec part(const char *x, long count, int half) {
+    uint32_t found[LANES] = {0};
+    if (half)
+        for (long i = 0; i < count; i++) found[i] = (uint32_t)((const uint16_t *)x)[i] << 16;
+    else memcpy(found, x, count * 4);
+    return load((const float *)found);
+}
+INLINE vec widened(const char *x, long count, int half) {
+    if (count < LANES) return part(x, count, half);
+    return half ? (vec)(__builtin_convertvector(*(const halves_at *)x, pairs) << 16)
+                : load((const float *)x);
+}
+
+// Rounded to the nearest, ties to even; a NaN stays one.
+INLINE uint16_t bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    const uint32_t near = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return x == x ? near : 0x7fc0;
+}
+
+INLINE float total(vec x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+// e^x within 2 units in the last place for x in [-87, 88], which x is brought into. With n = x /
+// ln 2 rounded and r = x - n ln 2: 2^n times Taylor's polynomial of r, of degree 7.
+INLINE vec exponential(vec x) {
+    x = pick(x < all(-87.0f), all(-87.0f), x);
+    x = pick(x > all(88.0f), all(88.0f), x);
+    const vec shift = all(12582912.0f);  // 1.5 * 2^23: behind it whole numbers follow one another
+    const vec shifted = x * 1.44269504f + shift, n = shifted - shift;
+    const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    vec p = r * (1.0f / 5040) + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const ints exponent = ((ints)shifted - (ints)shift + 127) << 23;
+    return p * (vec)exponent;
+}

@@ -1,0 +1,156 @@
+"""The whole pass in C: exponentials, attention, what it refuses, and that broken orders of sums are
+noticed."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch.runtime import layers
+from cbatch.runtime.compiled import build
+from cbatch.runtime.compiled import decoder as decoder_module
+from cbatch.runtime.compiled import product as product_module
+from cbatch.runtime.config import load_config
+from cbatch.runtime.kv import KVCache
+from cbatch.runtime.linear import Plan, RowPadding
+from cbatch.runtime.model import Model, RaggedBatch, load_model
+from cbatch.runtime.numerics import Numerics, probe_row_invariance
+from cbatch.runtime.products import Kind
+from cbatch.runtime.weights import Safetensors
+from tests.runtime.hf_models import build as build_model
+from tests.runtime.hf_models import paged, run_all, tokens_of
+from tests.runtime.marks import needs_compiler
+
+pytestmark = needs_compiler
+
+
+def cache(model: Model, num_blocks: int = 90, block_size: int = 16) -> KVCache:
+    return KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
+
+
+def batch(tokens: list[int], tables: list[list[int]], wanted: list[int]) -> RaggedBatch:
+    """One sequence from its start."""
+    count = np.array([len(tokens)], dtype=np.int32)
+    positions, index = torch.arange(len(tokens)), torch.tensor(wanted)
+    blocks = np.array(tables, dtype=np.int32)
+    return RaggedBatch(torch.tensor(tokens), positions, count, count, blocks, index)
+
+
+def test_exponentials() -> None:
+    """Within 2 units in the last place of float64's, rounded; 1 at 0; NaN stays NaN."""
+    kernel = build.library()
+    assert kernel is not None
+    x = np.concatenate([np.linspace(-87, 88, 200_000), [0.0, -1e30, 1e30, np.nan] * 16])
+    x = x.astype(np.float32)
+    y = np.empty_like(x)
+    kernel.exponentials(
+        ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_long(len(x))
+    )
+    expected = np.exp(x[:200_000].astype(np.float64))
+    assert (np.abs(y[:200_000] - expected) / np.spacing(expected.astype(np.float32))).max() <= 2
+    zero, low, high, nan = y[200_000:].reshape(-1, 4).T
+    assert (zero == 1).all() and (low < 2e-38).all() and (high > 1e38).all() and np.isnan(nan).all()
+
+
+def test_a_pass_of_other_products_is_torchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One product that is not compiled, and the pass is one of torch, with like logits."""
+    build_model(tmp_path, "llama")
+    ours = load_model(tmp_path, numerics="invariant")
+    assert ours._compiled is not None
+    packed = Plan.of_one(Kind.NATIVE, RowPadding(8, 8), True)
+    plans = iter([packed] * 4 + [ours.head.plan] * 9)
+    monkeypatch.setattr(layers, "make_plan", lambda *shape, **settings: next(plans))
+    other = load_model(tmp_path, numerics="invariant")
+    assert other._compiled is None and other.head.compiled is not None
+    tokens = tokens_of(0, 90)
+    found = [run_all(m, kv, paged(kv, [tokens]), [90]) for m in (ours, other) for kv in [cache(m)]]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [1, 7, 16, 100])
+def test_blocks_of_any_size_hold_the_same(
+    tmp_path: Path, block_size: int, kv_dtype: torch.dtype
+) -> None:
+    """Heads of 10 dimensions, in groups of 3, fill no vector; contexts pass two chunks of keys."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10}
+    build_model(tmp_path, "llama", hidden_size=48, **heads)
+    model = load_model(tmp_path, numerics="invariant")
+    sequences = [tokens_of(i, n) for i, n in enumerate((150, 37))]
+    found = []
+    for size in (16, block_size):
+        kv = KVCache(model.config, 2 + 200 // size, size, kv_dtype, "cpu")
+        found.append(run_all(model, kv, paged(kv, sequences), [33, 5, 1]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tables", "wanted", "field"),
+    [
+        ([5, 199], [[0]], [1], "tokens"),
+        ([-1], [[0]], [0], "tokens"),
+        ([5] * 17, [[0]], [0], "block_tables"),
+        ([5], [[91]], [0], "block_tables"),
+        ([5], [[-1]], [0], "block_tables"),
+        ([5], [[0]], [1], "logits_index"),
+    ],
+)
+def test_numbers_that_point_nowhere(
+    tmp_path: Path, tokens: list[int], tables: list[list[int]], wanted: list[int], field: str
+) -> None:
+    build_model(tmp_path, "llama")
+    model = load_model(tmp_path, numerics="invariant")
+    kv = cache(model)
+    with pytest.raises(IndexError, match=field):
+        model.forward(batch(tokens, tables, wanted), kv)
+    assert not kv.data.any(), "nothing is written"
+
+
+BREAKS = {
+    "none": [],
+    # One row alone starts its sums elsewhere.
+    "product": [
+        ("product.h", "sums[r][p] = (vec){0};", "sums[r][p] = all(rows == 1);"),
+        ("product.h", "vec found = sums[r][p];", "vec found = sums[r][p] - all(rows == 1);"),
+    ],
+    # Chunks of keys lie elsewhere for each number of rows in a tile.
+    "attention": [
+        (
+            "attention.h",
+            "long chunk = begin / KEYS * KEYS;",
+            "long chunk = begin / KEYS * KEYS - of->rows;",
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_an_order_of_sums_that_depends_on_the_rows_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """By the probe, in kernels that are compiled without optimisation, which takes 2 s."""
+    source = tmp_path / "source"
+    shutil.copytree(build._SOURCE.parent, source)
+    for name, old, new in BREAKS[broken]:
+        text = (source / name).read_text()
+        assert text.count(old) == 1
+        (source / name).write_text(text.replace(old, new))
+    monkeypatch.setattr(build, "_SOURCE", source / "library.c")
+    flags = [flag for flag in build._FLAGS if not flag.startswith("-O")]
+    monkeypatch.setattr(build, "_FLAGS", ("-O0", *flags))
+    kernel = build.library.__wrapped__()
+    for module in (product_module, decoder_module):
+        monkeypatch.setattr(module, "library", lambda: kernel)
+    build_model(tmp_path, "llama")
+    config, source_of = load_config(tmp_path), Safetensors(tmp_path)
+    numerics = Numerics(mode="invariant", may_pack=False, cost={})
+    model = Model(config, source_of, torch.float32, torch.device("cpu"), numerics)
+    assert model._compiled is not None
+    assert probe_row_invariance(model).forward is (broken == "none")
