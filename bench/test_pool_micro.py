@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cbatch.core.pool import ROOT_UID, BlockPool
+from cbatch.core.pool import ROOT, BlockPool
 
 BLOCK_TOKENS, NUM_BLOCKS = 16, 65_536
 
@@ -58,7 +58,7 @@ def test_a_full_cache_gives_way(benchmark):
 def _cache(pool: BlockPool, tokens: np.ndarray) -> np.ndarray:
     """Allocates, names, completes and lets go the blocks of a sequence."""
     blocks = pool.allocate(len(tokens) // BLOCK_TOKENS)
-    pool.name_chain(blocks.tolist(), ROOT_UID, tokens, 0)
-    pool.mark_ready(blocks.tolist())
+    pool.name_chain(blocks, ROOT, tokens, 0)
+    pool.mark_ready(blocks)
     pool.release(blocks)
     return blocks

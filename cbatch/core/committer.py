@@ -35,15 +35,22 @@ class _Step:
             self._drop(~np.isin(flight.plan.slots, flight.void_slots))
         self.slots = self.plan.slots
         if flight.plain:
-            self.counts, self.drafts = self.plan.query_lens, flight.drafts
-            if self.plan.num_steps > 1:
-                self.counts = self.counts * self.plan.num_steps
-            return
-        splits, drafted = self.result.row_splits, self.result.num_drafted
-        self.counts = splits[1:] - splits[:-1]
-        # What was drafted is nearly always what was planned, which has been summed up already.
-        as_planned = drafted.tobytes() == flight.drafts.num_drafts.tobytes()
-        self.drafts = flight.drafts if as_planned else Drafts.of(drafted)
+            self.drafts = flight.drafts
+        else:
+            # What was drafted is nearly always what was planned, which has been summed up already.
+            drafted = self.result.num_drafted
+            as_planned = drafted.tobytes() == flight.drafts.num_drafts.tobytes()
+            self.drafts = flight.drafts if as_planned else Drafts.of(drafted)
+        # Without drafts no row emits more than that, so their sum tells.
+        num_steps, tokens = self.plan.num_steps, len(self.result.tokens)
+        self.one_each = not self.drafts.total and tokens == len(self.slots) * num_steps
+        if self.one_each and flight.plain:
+            self.counts = self.plan.query_lens
+            if num_steps > 1:
+                self.counts = self.counts * num_steps
+        else:
+            splits = self.result.row_splits
+            self.counts = splits[1:] - splits[:-1]
 
     def _drop(self, live: np.ndarray) -> None:
         plan, result = self.plan, self.result
@@ -95,10 +102,7 @@ class Committer:
         step = _Step(flight, result)
         # As bytes: for an array that short, numpy takes ten times as long.
         troubled = result.status.tobytes().count(_OK) < len(result.status)
-        if troubled or not flight.plain:
-            self._advance(step, has_chunks=flight.has_chunks, plain=flight.plain)
-        else:
-            self._advance_plain(step)
+        self._advance(step, has_chunks=flight.has_chunks, plain=flight.plain and not troubled)
         controller = state.controller
         drafted = step.drafts.total > 0
         if controller is not None and not controller.rests(
@@ -144,45 +148,41 @@ class Committer:
             raise ValueError(f"step {result.step_id}: the result's generations are not the plan's")
         return flights.pop(0)
 
-    def _advance_plain(self, step: _Step) -> None:
-        """Every row decoded one token, or one a step."""
-        state, table, rows = self.state, self.state.table, step.rows
-        known = table.num_tokens[rows]
-        where = table.row_start[rows] + known
-        if step.plan.num_steps > 1:
-            where = (where[:, None] + np.arange(step.plan.num_steps)).ravel()
-        table.flat_tokens[where] = step.result.tokens
-        table.num_tokens[rows] = known + step.counts
-        if state.has_draft_kv:
-            advance(table.draft_lag, rows, ONE)
-        if state.learns:
-            estimate = table.estimate[:, rows]
-            table.estimate[:, rows] = lookahead.drift(state.config.lookahead, estimate)
-
     def _advance(self, step: _Step, *, has_chunks: bool, plain: bool) -> None:
         state, table, rows = self.state, self.state.table, step.rows
         plan, result = step.plan, step.result
-        if plain:  # but one failed
-            step.counts = np.diff(result.row_splits)
-        first = table.row_start[rows] + table.num_tokens[rows] - result.row_splits[:-1]
-        where = first.repeat(step.counts) + np.arange(len(result.tokens))
+        known = table.num_tokens[rows]
+        where = table.row_start[rows] + known
+        if not step.one_each:
+            where = (where - result.row_splits[:-1]).repeat(step.counts)
+            where += np.arange(len(result.tokens))
+        elif plan.num_steps > 1:
+            where = (where[:, None] + np.arange(plan.num_steps)).ravel()
         table.flat_tokens[where] = result.tokens
-        advance(table.num_tokens, rows, step.counts)
+        table.num_tokens[rows] = known + step.counts
         if has_chunks:
             # A chunk moves `query_lens` tokens into KV and adds what it emitted; a decode, as many
             # as it emitted, so that one stays to do.
             moved = plan.query_lens - plan.num_drafts + result.num_accepted
             advance(table.todo, rows, step.counts - moved)
         if state.has_draft_kv:
-            self._advance_draft(step)
+            if plain:
+                advance(table.draft_lag, rows, ONE)
+            else:
+                self._advance_draft(step)
         if state.learns:
-            table.estimate[:, rows] = lookahead.observe(
-                state.config.lookahead,
-                table.estimate[:, rows],
-                result.num_drafted,
-                result.num_accepted,
-                result.expected_accepted,
-            )
+            self._observe(step, plain=plain)
+
+    def _observe(self, step: _Step, *, plain: bool) -> None:
+        config, estimates, rows = self.state.config.lookahead, self.state.table.estimate, step.rows
+        estimate = estimates[:, rows]
+        if plain:
+            estimates[:, rows] = lookahead.drift(config, estimate)
+            return
+        result = step.result
+        estimates[:, rows] = lookahead.observe(
+            config, estimate, result.num_drafted, result.num_accepted, result.expected_accepted
+        )
 
     def _teach(self, controller: LookaheadController, step: _Step, elapsed_s: float | None) -> None:
         """What was drafted, accepted and paid. `elapsed_s`: since the previous commit, if there was
@@ -257,11 +257,12 @@ class Committer:
         candidates = table.num_tokens[rows] >= table.max_total[rows]
         if saw_stop:
             candidates |= self._saw_stop(step)
-        if not np.count_nonzero(candidates):
+        rows_to_cut = candidates.nonzero()[0].tolist()
+        if not rows_to_cut:
             return []
         ended = []
         step.counts = step.counts.copy()
-        for row in candidates.nonzero()[0].tolist():
+        for row in rows_to_cut:
             reason = self._cut(step, row)
             if reason is not None:
                 ended.append((row, reason))
@@ -283,22 +284,23 @@ class Committer:
         return saw
 
     def _cut(self, step: _Step, row: int) -> FinishReason | None:
-        table, sequence, slot = self.state.table, step.owners[row], int(step.slots[row])
-        total, count = int(table.num_tokens[slot]), int(step.counts[row])
+        table, sequence, slot = self.state.table, step.owners[row], step.slots.item(row)
+        total, count = table.num_tokens.item(slot), step.counts.item(row)
         first = total - count
         reason = None
         end = total
         if total >= sequence.max_total_tokens:
             reason, end = FinishReason.LENGTH, sequence.max_total_tokens
-        for position, token in enumerate(table.tokens[slot, first:end].tolist(), start=first):
+        new = table.tokens[slot, first:end].tolist() if sequence.stop_ids else ()
+        for position, token in enumerate(new, start=first):
             if token in sequence.stop_ids and position >= sequence.min_total_tokens:
                 reason, end = FinishReason.STOP, position + 1
                 break
-        if reason is not None:
+        if end < total:
             step.cut_tokens += total - end
             step.counts[row] = end - first
             table.num_tokens[slot] = end  # and one of them stays out of KV
-            table.draft_lag[slot] = max(0, int(table.draft_lag[slot]) - (total - end))
+            table.draft_lag[slot] = max(0, table.draft_lag.item(slot) - (total - end))
         return reason
 
     def _taint_void(self, flight: Flight, result: StepResult) -> None:
@@ -355,7 +357,7 @@ class Committer:
         stats.emitted_tokens += emitted - step.cut_tokens
         stats.draft_s += result.draft_s
         stats.target_s += result.target_s
-        if not flight.plain:
+        if step.drafts.total:
             stats.drafted_tokens += step.drafts.total
             if troubled or flight.has_chunks:
                 stats.accepted_tokens += int(np.add.reduce(result.num_accepted))

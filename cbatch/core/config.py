@@ -125,7 +125,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         if output:
             tokens["output"] = np.asarray(output)
         for field, ids in tokens.items():
-            if not 0 <= np.minimum.reduce(ids) <= np.maximum.reduce(ids) < self.vocab_size:
+            least, most = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
+            if not 0 <= least <= most < self.vocab_size:
                 raise FieldError(
                     field, "has a token id out of range", f"use ids in [0, {self.vocab_size})"
                 )

@@ -32,15 +32,15 @@ def fit_drafts(
 
 
 def in_turn(
-    slots: np.ndarray, lacking_tokens: np.ndarray, num_steps: int, block_size: int
+    slots: np.ndarray, spare_tokens: np.ndarray, num_steps: int, block_size: int
 ) -> list[int]:
     """Slots in the order in which they are given blocks if each takes a token a step: by step, then
-    as they stand in `slots`, ascending. After `num_steps` they would lack so many positions (> 0).
+    as they stand in `slots`, ascending. They hold what they know and have so many positions more.
     """
     wanted = [
         (step, slot)
-        for slot, tokens in zip(slots.tolist(), lacking_tokens.tolist(), strict=True)
-        for step in range(num_steps - tokens, num_steps, block_size)
+        for slot, spare in zip(slots.tolist(), spare_tokens.tolist(), strict=True)
+        for step in range(spare + 1, num_steps, block_size)
     ]
     return [slot for _, slot in sorted(wanted)]
 

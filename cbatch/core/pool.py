@@ -4,31 +4,44 @@ A block is in exactly one of three states: free, referenced (by one or more sequ
 and unreferenced (kept for a future prefix hit, evicted least recently used first):
 `free + referenced + cached_unreferenced == total`.
 
-The prefix cache is a trie stored as one dictionary. A node's key is (uid of the parent node, the
-bytes of the block's own token ids), so a hit compares the tokens themselves and a chain of hits
-compares the whole prefix; uids are never used twice. A node is *promised* when a running sequence
-is about to compute it, and *ready* once its KV is verified and complete.
+The prefix cache is a trie of blocks. A node is (uid of the parent node, the block's own token ids),
+so a hit compares the tokens themselves and a chain of hits compares the whole prefix; uids are
+never used twice. A sequence adds many nodes in one go, each of which leads to the next; only the
+first is found by hashing its tokens. So blocks come and go as arrays, not one by one. A node is
+*promised* when a running sequence is about to compute it, and *ready* once its KV is verified and
+complete.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from itertools import takewhile
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-ROOT_UID = 0
+from cbatch.core.lru import ReleaseOrder
+from cbatch.core.slots import ONE, ZERO
+
 _NONE = np.zeros(0, dtype=np.int32)
-Key = tuple[int, bytes]
+
+
+class Node(NamedTuple):
+    """A node of the trie, and the block that holds it as long as its uid is that block's."""
+
+    uid: int
+    block: int | None
+
+
+ROOT = Node(0, None)
 
 
 class Match(msgspec.Struct, frozen=True):
-    """The longest ready prefix. `uid` names its last node; `promised` says that the very next block
-    is being computed by a running sequence, so waiting for it beats computing it twice."""
+    """The longest ready prefix. `node` is its last; `promised` says that the very next block is
+    being computed by a running sequence, so waiting for it beats computing it twice."""
 
     blocks: list[int]
-    uid: int
+    node: Node
     promised: bool
 
 
@@ -38,19 +51,20 @@ class BlockPool:
         self.block_size = block_size_tokens
         self.ref_counts = np.zeros(num_blocks, dtype=np.int32)
         # True where the block's draft-model KV is complete too.
-        self._draft_valid = bytearray(num_blocks)
-        self.draft_valid = np.frombuffer(self._draft_valid, dtype=np.bool_)  # the same memory
+        self.draft_valid = np.zeros(num_blocks, dtype=np.bool_)
         # A stack; reversed so that a fresh pool hands out 0, 1, 2, ...
         self._free = list(range(num_blocks - 1, -1, -1))
-        # Cached and unreferenced, oldest first. A plain dict would search for its first entry past
-        # all those taken out before it.
-        self._lru: OrderedDict[int, None] = OrderedDict()
-        self._index: dict[Key, int] = {}
-        self._keys: list[Key | None] = [None] * num_blocks  # by block: its node, if it has one
-        self._uids = [ROOT_UID] * num_blocks
-        self._ready = bytearray(num_blocks)
-        self._next_uid = ROOT_UID + 1
-        self._name_type = f"V{4 * block_size_tokens}"  # as bytes, the int32 of a block
+        self._cached = ReleaseOrder(num_blocks)  # and unreferenced
+        # By block: its node's uid (the root's, if it has none) and name, which is its token ids; of
+        # the hashed ones, the parent's uid; and the block that was named next, which may have
+        # another node by now.
+        self._ready, self._hashed = np.zeros((2, num_blocks), dtype=np.bool_)
+        self._uids, self._parents = np.zeros((2, num_blocks), dtype=np.int64)
+        name = np.dtype((np.void, 4 * block_size_tokens))
+        self._names: np.ndarray = np.zeros(num_blocks, dtype=name)
+        self._next = np.zeros(num_blocks, dtype=np.intp)
+        self._index: dict[tuple[int, bytes], int] = {}  # the block of a hashed node
+        self._next_uid = ROOT.uid + 1
         self._dirty: dict[int, None] = {}  # held non-finite values: zero before the next use
         self._to_zero: list[int] = []
 
@@ -62,12 +76,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._lru)
+        return len(self._cached)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._free) + len(self._lru)
+        return len(self._free) + len(self._cached)
 
     def num_blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -78,7 +92,7 @@ class BlockPool:
         size = -(-self.num_blocks // most_cells)
         starts = np.arange(0, self.num_blocks, size)
         referenced = self.ref_counts > 0
-        cached = np.frombuffer(self._ready, dtype=np.bool_) & ~referenced
+        cached = self._ready & ~referenced
         used = np.add.reduceat(referenced, starts, dtype=np.intp)
         return size, used, np.add.reduceat(cached, starts, dtype=np.intp)
 
@@ -89,14 +103,17 @@ class BlockPool:
         hand out what one for both would. The caller has checked `num_available`. They are intp,
         numpy's own index type: with any other, each use as an index costs a conversion."""
         free = self._free
-        if count > len(free):
-            self._evict(count - len(free))
         taken = free[: -count - 1 : -1]
-        del free[len(free) - count :]
-        blocks = np.array(taken, dtype=np.intp)
-        self.ref_counts[blocks] = 1
+        if taken:
+            del free[len(free) - len(taken) :]
+            blocks = np.array(taken, dtype=np.intp)
+            if len(taken) < count:
+                blocks = np.concatenate([blocks, self._evict(count - len(taken))])
+        else:
+            blocks = self._evict(count)
+        self.ref_counts[blocks] = ONE
         if self._dirty:
-            for block in taken:
+            for block in blocks.tolist():
                 if block in self._dirty:
                     del self._dirty[block]
                     self._to_zero.append(block)
@@ -106,11 +123,10 @@ class BlockPool:
         """One more reference to each of the cached blocks of a `Match`."""
         if not blocks:
             return
-        counts = self.ref_counts[blocks]
-        for block, count in zip(blocks, counts.tolist(), strict=True):
-            if count == 0:
-                del self._lru[block]
-        self.ref_counts[blocks] = counts + 1
+        held = np.array(blocks)
+        counts = self.ref_counts[held]
+        self._cached.remove(held[counts == 0])
+        self.ref_counts[held] = counts + 1
 
     def release(self, blocks: np.ndarray) -> None:
         """Give up one reference to each block of a sequence, in order of position.
@@ -118,15 +134,16 @@ class BlockPool:
         Tails go first into the LRU order, so that a chain is evicted from its end.
         """
         blocks = blocks[::-1]
-        counts = self.ref_counts[blocks] - 1
+        counts = self.ref_counts[blocks] - ONE
         self.ref_counts[blocks] = counts
-        ready, lru, freed = self._ready, self._lru, []
-        for block in blocks[counts == 0].tolist():
-            if ready[block]:
-                lru[block] = None
-            else:
-                freed.append(block)
-        self._set_free(freed)
+        left = blocks[counts == ZERO]
+        kept = self._ready[left]
+        cached, freed = left[kept], left[~kept]
+        if len(cached):
+            self._cached.append(cached)
+        if len(freed):
+            self._forget(freed)
+            self._free += freed.tolist()
 
     def release_private(self, blocks: np.ndarray) -> None:
         """Give back blocks that nobody shares and no node names: reserved and not used."""
@@ -134,7 +151,7 @@ class BlockPool:
         self._free += blocks.tolist()
 
     def count_unreferenced(self, blocks: list[int]) -> int:
-        return sum(1 for block in blocks if self.ref_counts[block] == 0)
+        return list(map(self.ref_counts.item, blocks)).count(0)
 
     def count_sole(self, blocks: np.ndarray) -> int:
         """How many of them would become available if their one holder let go."""
@@ -152,108 +169,135 @@ class BlockPool:
 
     def match(self, tokens: np.ndarray, max_blocks: int) -> Match:
         """The longest ready prefix of `tokens` (int32), in whole blocks, at most `max_blocks`."""
-        blocks: list[int] = []
-        uid = ROOT_UID
-        for name in self._names(tokens, 0, max_blocks):
-            block = self._index.get((uid, name))
-            if block is None:
-                break
-            if not self._ready[block]:
-                return Match(blocks, uid, promised=True)
-            blocks.append(block)
-            uid = self._uids[block]
-        return Match(blocks, uid, promised=False)
+        path = self._descend(ROOT, self._names_of(tokens, 0, max_blocks))
+        hits = list(takewhile(self._ready.item, path))
+        node = self._node(hits[-1]) if hits else ROOT
+        return Match(hits, node, promised=len(hits) < len(path))
 
     def uids_of(self, blocks: list[int]) -> set[int]:
         """Of the nodes of a match, and of the root."""
-        uids = self._uids
-        return {ROOT_UID, *(uids[block] for block in blocks)}
+        return {ROOT.uid, *map(self._uids.item, blocks)}
 
     def name_chain(
-        self, blocks: list[int], parent_uid: int, tokens: np.ndarray, first_index: int
-    ) -> int:
+        self, blocks: np.ndarray, parent: Node, tokens: np.ndarray, first_index: int
+    ) -> Node:
         """Name the nodes that `blocks` hold, or that their holder will compute (promises); returns
-        the uid of the last one. They are those at `first_index` and on of a sequence of `tokens`
-        (int32). Where a node exists already (another sequence has computed it meanwhile), the block
-        stays private and the existing uid carries the chain on.
+        the last one. They are those at `first_index` and on of a sequence of `tokens` (int32).
+        Where a node exists already (another sequence has computed it meanwhile), the block stays
+        private and the existing node carries the chain on.
         """
-        keys, uids, uid, next_uid = self._keys, self._uids, parent_uid, self._next_uid
-        node_of = self._index.setdefault
-        names = self._names(tokens, first_index, first_index + len(blocks))
-        for block, name in zip(blocks, names, strict=True):
-            key = (uid, name)
-            node = node_of(key, block)
-            if node == block:
-                keys[block] = key
-                uids[block] = uid = next_uid
-                next_uid += 1
-            else:
-                uid = uids[node]
-        self._next_uid = next_uid
-        return uid
+        names = self._names_of(tokens, first_index, first_index + len(blocks))
+        path = self._descend(parent, names)
+        if path:
+            parent = self._node(path[-1])
+            blocks, names = blocks[len(path) :], names[len(path) :]
+        if not len(blocks):
+            return parent
+        # Behind a node that is new, all are. A uid is left out: the next run may begin at the block
+        # that `_next` of the last of these points to of old, and must not seem to follow it.
+        first, last = blocks.item(0), blocks.item(-1)
+        first_uid, end_uid = self._next_uid, self._next_uid + len(blocks)
+        self._uids[blocks] = np.arange(first_uid, end_uid)
+        self._next_uid = end_uid + 1
+        self._names[blocks] = names
+        self._next[blocks[:-1]] = blocks[1:]
+        self._hashed[first] = True
+        self._parents[first] = parent.uid
+        self._index[parent.uid, names.item(0)] = first
+        return Node(end_uid - 1, last)
 
-    def mark_ready(self, blocks: list[int]) -> None:
+    def mark_ready(self, blocks: np.ndarray) -> None:
         """Their KV is complete and verified. A block without a node is left alone."""
-        keys, ready = self._keys, self._ready
-        for block in blocks:
-            if keys[block] is not None:
-                ready[block] = 1
+        self._ready[blocks] = self._uids[blocks]  # the root's uid is 0, which is False
 
     def taint(self, blocks: np.ndarray) -> None:
         """Non-finite values may be in these blocks: out of the cache, zeroed before reuse."""
-        held = blocks.tolist()
-        self._forget(held)
-        self._dirty.update(dict.fromkeys(held))
+        self._forget(blocks)
+        self._dirty.update(dict.fromkeys(blocks.tolist()))
 
     def clear_cache(self) -> None:
         """Forget every node: the executor lost the KV."""
-        self._set_free(self._lru)
-        self._lru.clear()
-        self._forget(range(self.num_blocks))
+        self._free += self._cached.take(len(self._cached)).tolist()
+        self._forget(np.arange(self.num_blocks))
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _names(self, tokens: np.ndarray, first: int, last: int) -> list[bytes]:
-        """The token ids of each block, as a node's key has them."""
+    def _names_of(self, tokens: np.ndarray, first: int, last: int) -> np.ndarray:
+        """Of blocks that hold some of `tokens` (int32), by their index in the sequence."""
         size = self.block_size
-        names: list[bytes] = tokens[first * size : last * size].view(self._name_type).tolist()
-        return names
+        return tokens[first * size : last * size].view(self._names.dtype)
 
-    def _set_free(self, blocks: Collection[int]) -> None:
-        """Blocks that nobody refers to any more, the last to be used next."""
-        self._forget(blocks)
-        self._free += blocks
+    def _node(self, block: int) -> Node:
+        return Node(self._uids.item(block), block)
 
-    def _forget(self, blocks: Iterable[int]) -> None:
-        """Nothing that is in them counts; their nodes, of those that have one, leave the index."""
-        index, keys, ready, draft_valid = self._index, self._keys, self._ready, self._draft_valid
-        for block in blocks:
-            draft_valid[block] = 0
-            key = keys[block]
-            if key is not None:
-                del index[key]
-                keys[block] = None
-                ready[block] = 0
+    def _descend(self, node: Node, names: np.ndarray) -> list[int]:
+        """Blocks of the nodes that follow one another from `node` on, as far as `names` go."""
+        path: list[int] = []
+        while True:
+            along = self._along(node, names[len(path) :])
+            if along:
+                path += along
+                node = self._node(path[-1])
+            if len(path) == len(names):
+                return path
+            block = self._index.get((node.uid, names.item(len(path))))
+            if block is None:
+                return path
+            path.append(block)
+            node = self._node(block)
 
-    def _evict(self, count: int) -> None:
-        """Free the oldest of the cached blocks, to be used after those that are free already."""
-        popitem = self._lru.popitem
-        evicted = [popitem(last=False)[0] for _ in range(count)]
+    def _along(self, node: Node, names: np.ndarray) -> list[int]:
+        """The same of nodes that were named in one go with `node`: their uids count on from its."""
+        uid, block = node
+        along: list[int] = []
+        if block is None or self._uids.item(block) != uid:
+            return along
+        for _ in range(len(names)):
+            block = self._next.item(block)
+            uid += 1
+            if self._uids.item(block) != uid:
+                break
+            along.append(block)
+        if along:
+            like = (self._names[along] == names[: len(along)]).tolist()
+            along = along[: like.index(False)] if False in like else along
+        return along
+
+    def _forget(self, blocks: np.ndarray) -> None:
+        """Nothing that is in them counts; their nodes, of those that have one, leave the trie."""
+        self.draft_valid[blocks] = False
+        self._uids[blocks] = ROOT.uid
+        self._ready[blocks] = False
+        hashed = self._hashed[blocks]
+        if True not in hashed.tobytes():
+            return
+        for block in blocks[hashed].tolist():
+            self._hashed[block] = False
+            del self._index[self._parents.item(block), self._names.item(block)]
+
+    def _evict(self, count: int) -> np.ndarray:
+        """The oldest of the cached blocks, which are now nowhere."""
+        evicted = self._cached.take(count)
         self._forget(evicted)
-        self._free[:0] = reversed(evicted)
+        return evicted
 
     def check(self) -> None:
         """Every invariant of the pool; raises AssertionError."""
         free = self._free
         referenced = int(np.count_nonzero(self.ref_counts))
         assert (self.ref_counts >= 0).all(), "negative reference count"
-        assert len(free) + referenced + len(self._lru) == self.num_blocks, (
-            f"{len(free)} free + {referenced} referenced + {len(self._lru)} cached "
+        assert len(free) + referenced + len(self._cached) == self.num_blocks, (
+            f"{len(free)} free + {referenced} referenced + {len(self._cached)} cached "
             f"!= {self.num_blocks}"
         )
         assert len(np.unique(free)) == len(free), "a block is free twice"
         assert (self.ref_counts[free] == 0).all(), "a free block is referenced"
-        assert not any(self._ready[b] for b in free), "a free block is cached"
-        assert all(self.ref_counts[b] == 0 and self._ready[b] for b in self._lru)
-        assert len(self._index) == sum(key is not None for key in self._keys)
-        assert all(self._keys[block] == key for key, block in self._index.items())
+        assert (self._uids[free] == ROOT.uid).all(), "a free block is cached"
+        cached = self._cached.check()
+        assert (self.ref_counts[cached] == 0).all() and self._ready[cached].all()
+        named = self._uids != ROOT.uid
+        assert not (self._ready & ~named).any(), "ready, but no node"
+        assert sorted(self._index.values()) == self._hashed.nonzero()[0].tolist()
+        for (uid, name), block in self._index.items():
+            assert named[block] and self._parents[block] == uid
+            assert self._names.item(block) == name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 import numpy as np
 
@@ -28,11 +30,11 @@ class RowCache(msgspec.Struct):
     @classmethod
     def of(cls, state: SchedulerState) -> RowCache:
         table = state.table
-        slots = np.array(state.decoding, dtype=np.int32)
-        index = slots.astype(np.intp)
+        index = np.array(state.decoding, dtype=np.intp)
+        slots = index.astype(np.int32)
         rows = select(slots, index)
         count = len(slots)
-        no_drafts = Drafts.none(count)
+        no_drafts = Drafts(table.zeros[:count], table.ones[:count], 0, by_all=not count)
         most_drafts, all_catch_up = no_drafts, True
         if state.speculates:
             most_drafts = Drafts.of(table.max_lookahead[slots])
@@ -45,7 +47,7 @@ class RowCache(msgspec.Struct):
             rows=rows,
             owners=owners_of(state, state.decoding),
             generations=table.generation[index],
-            trues=no_drafts.query_lens.astype(np.bool_),
+            trues=table.trues[:count],
             no_drafts=no_drafts,
             most_drafts=most_drafts,
             never_drafts=not most_drafts.total,
@@ -57,17 +59,18 @@ class RowCache(msgspec.Struct):
 def slack_of(state: SchedulerState, rows: slice | np.ndarray) -> int:
     """The fewest tokens that any of these can take before it comes near its end."""
     table = state.table
-    return int(np.minimum.reduce(table.lookahead_end[rows] - table.num_tokens[rows]))
+    slack: int = min((table.lookahead_end[rows] - table.num_tokens[rows]).tolist())
+    return slack
 
 
 def select(slots: np.ndarray, index: np.ndarray | None = None) -> slice | np.ndarray:
     """`slots` (ascending) as a slice where they are adjacent: numpy is several times faster. Else
     as intp, which is `index` if the caller has it."""
     count = len(slots)
-    if count and int(slots[-1]) - int(slots[0]) == count - 1:
-        return slice(int(slots[0]), int(slots[0]) + count)
+    if count and slots.item(-1) - slots.item(0) == count - 1:
+        return slice(slots.item(0), slots.item(0) + count)
     return slots.astype(np.intp) if index is None else index
 
 
 def owners_of(state: SchedulerState, slots: list[int]) -> list[Sequence]:
-    return [owner for slot in slots if (owner := state.owners[slot]) is not None]
+    return cast("list[Sequence]", [state.owners[slot] for slot in slots])

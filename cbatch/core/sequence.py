@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from cbatch.core.plan import StepPlan, TokenLogprobs
-from cbatch.core.pool import ROOT_UID
+from cbatch.core.pool import ROOT, Node
 from cbatch.core.request import FinishReason, Request
 from cbatch.core.slots import ONE
 from cbatch.core.waiting import Rank
@@ -26,7 +26,7 @@ class Sequence(msgspec.Struct, eq=False):
     tokens: np.ndarray  # int32, known tokens at the last moment it waited
     estimate: tuple[float, float]  # the estimator's N and D at that moment
     slot: int | None = None
-    chain_uid: int = ROOT_UID  # prefix-cache node of its last named block
+    chain_end: Node = ROOT  # in the prefix cache, of its last named block
     chain_blocks: int = 0  # blocks that have been named, promised or ready
     tokens_at_admission: int = 0
     preemptions: int = 0
@@ -62,11 +62,11 @@ class Reservation(msgspec.Struct, eq=False):
 
 
 class Drafts(msgspec.Struct, frozen=True, eq=False):
-    """How many tokens each decoding row drafts, and what follows from it; shared by the steps that
-    draft the same."""
+    """How many tokens each row drafts, and what follows from it; shared by the steps that draft the
+    same."""
 
     num_drafts: np.ndarray  # int32 [rows]
-    query_lens: np.ndarray  # int32 [rows], one more
+    query_lens: np.ndarray  # int32 [rows], one more, or a chunk
     total: int
     by_all: bool  # every row drafts
 
@@ -75,11 +75,6 @@ class Drafts(msgspec.Struct, frozen=True, eq=False):
         by_all = bool(np.count_nonzero(num_drafts) == len(num_drafts))
         return cls(num_drafts, num_drafts + ONE, int(np.add.reduce(num_drafts)), by_all)
 
-    @classmethod
-    def none(cls, rows: int) -> Drafts:
-        zeros = np.zeros(rows, dtype=np.int32)
-        return cls(zeros, zeros + ONE, 0, not rows)
-
 
 class Flight(msgspec.Struct, eq=False):
     """A plan that has not been committed."""
@@ -87,7 +82,7 @@ class Flight(msgspec.Struct, eq=False):
     plan: StepPlan
     rows: slice | np.ndarray  # selects the plan's slots in the table
     owners: list[Sequence]  # by row
-    drafts: Drafts  # of its decoding rows, which come first
+    drafts: Drafts
     plain: bool  # every row decodes one token
     has_chunks: bool  # some rows prefill
     may_end: bool  # some row may reach its last token

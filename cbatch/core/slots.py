@@ -7,7 +7,8 @@ import heapq
 import numpy as np
 
 _INITIAL_WIDTH_TOKENS = 256
-ONE = np.array(1, dtype=np.int32)  # a Python number costs an array operation a conversion
+# A Python number costs an array operation a conversion.
+ZERO, ONE = np.array(0, dtype=np.int32), np.array(1, dtype=np.int32)
 
 
 def advance(column: np.ndarray, rows: slice | np.ndarray, by: np.ndarray | int) -> None:
@@ -42,6 +43,9 @@ class SlotTable:
         self.capacity = column()  # positions that its blocks can hold
         self.floor = column()  # capacity reserved at admission, never given back as a tail
         self.published = column()  # leading positions whose blocks are open to others
+        # Constants, of which plans share the first so many.
+        self.zeros, self.ones = column(), column() + ONE
+        self.trues = np.ones(max_slots, dtype=np.bool_)
         self.estimate = np.zeros((2, max_slots), dtype=np.float64)  # the estimator's N and D
         self.blocks = np.zeros((max_slots, max_blocks_per_sequence), dtype=np.intp)
         self._free_slots = list(range(max_slots))  # a heap

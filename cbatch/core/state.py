@@ -98,13 +98,13 @@ class SchedulerState:
         hits = len(match.blocks)
         pool.acquire(match.blocks)
         total_blocks = self.blocks_to_admit(sequence)
-        blocks = np.empty(total_blocks, dtype=np.int32)
+        blocks = np.empty(total_blocks, dtype=np.intp)
         blocks[:hits] = match.blocks
         blocks[hits:] = pool.allocate(total_blocks - hits)
         tokens = sequence.tokens
         kv_len = hits * pool.block_size
-        drafted = pool.draft_valid[blocks[:hits]]
-        draft_blocks = hits if drafted.all() else int(np.argmin(drafted))
+        drafted = pool.draft_valid[blocks[:hits]].tolist()
+        draft_blocks = drafted.index(False) if False in drafted else hits
         table.ensure_width(sequence.max_total_tokens)
         table.tokens[slot, : len(tokens)] = tokens
         table.blocks[slot, :total_blocks] = blocks
@@ -127,7 +127,7 @@ class SchedulerState:
             self.controller.enter(slot, sequence.estimate if sequence.preemptions else None)
         sequence.slot = slot
         sequence.tokens_at_admission = len(tokens)
-        sequence.chain_uid, sequence.chain_blocks = match.uid, hits
+        sequence.chain_end, sequence.chain_blocks = match.node, hits
         if self.config.prefix_cache:
             self._name_blocks(sequence, tokens, blocks[hits : len(tokens) // pool.block_size])
         self.owners[slot] = sequence
@@ -154,7 +154,7 @@ class SchedulerState:
             max_total_tokens=sequence.max_total_tokens,
             kv_len_tokens=table.kv_len(slot),
             draft_kv_len_tokens=table.draft_kv_len(slot),
-            blocks=blocks,
+            blocks=blocks.astype(np.int32),
         )
 
     def start_decoding(self, slot: int) -> None:
@@ -188,11 +188,11 @@ class SchedulerState:
         """The one end of an accepted request; `keep_tokens` cuts its output."""
         if sequence.slot is None:
             self.waiting.remove(sequence.rank)
-            tokens = sequence.tokens
+            output = sequence.tokens[sequence.num_prompt_tokens :][:keep_tokens]
         else:
-            tokens = self.table.token_row(sequence.slot).copy()
+            known = self.table.token_row(sequence.slot)
+            output = known[sequence.num_prompt_tokens :][:keep_tokens].copy()
             self.leave_slot(sequence)
-        output = tokens[sequence.num_prompt_tokens :][:keep_tokens]
         del self.sequences[sequence.request.request_id]
         self.finished.append(Finished(sequence.request.request_id, reason, output, message))
 
@@ -279,7 +279,7 @@ class SchedulerState:
             return True
         path = self.pool.uids_of(match.blocks)
         running = (self.owners[slot] for slot in (*self.decoding, *self.prefilling))
-        return any(owner is not None and owner.chain_uid in path for owner in running)
+        return any(owner is not None and owner.chain_end.uid in path for owner in running)
 
     def open_stale_blocks(self) -> None:
         """For a lookup: open what running sequences have completed since the last one."""
@@ -302,7 +302,7 @@ class SchedulerState:
         if last > max(first, sequence.chain_blocks):
             blocks = table.blocks[slot, sequence.chain_blocks : last]
             self._name_blocks(sequence, table.tokens[slot], blocks)
-        pool.mark_ready(table.blocks[slot, first:last].tolist())
+        pool.mark_ready(table.blocks[slot, first:last])
         table.published[slot] = max(first, last) * size
         if self.has_draft_kv:
             drafted_blocks = table.draft_kv_len(slot) // size
@@ -330,7 +330,7 @@ class SchedulerState:
     def take_deltas(self) -> Deltas:
         """What has changed since the previous plan."""
         to_zero = self.pool.take_to_zero()
-        slots, indices, blocks = appended = self._appended
+        appended = self._appended
         quiet = appended is _NOTHING_APPENDED and not len(to_zero)
         if quiet and not (self._admitted or self._released or self._reset):
             return NO_DELTAS
@@ -340,9 +340,9 @@ class SchedulerState:
             released=np.asarray(self._released, dtype=np.int32) if self._released else _NONE,
             zeroed_blocks=to_zero,
             admitted=tuple(self._admitted),
-            append_slots=slots,
-            append_indices=indices,
-            append_blocks=blocks,
+            append_slots=appended[0],
+            append_indices=appended[1],
+            append_blocks=appended[2],
         )
         self._reset = False
         self._released, self._admitted = [], []
@@ -377,8 +377,8 @@ class SchedulerState:
 
     def _name_blocks(self, sequence: Sequence, tokens: np.ndarray, blocks: np.ndarray) -> None:
         """The next nodes of the sequence's chain: promised at admission, or complete."""
-        uid, first = sequence.chain_uid, sequence.chain_blocks
-        sequence.chain_uid = self.pool.name_chain(blocks.tolist(), uid, tokens, first)
+        end, first = sequence.chain_end, sequence.chain_blocks
+        sequence.chain_end = self.pool.name_chain(blocks, end, tokens, first)
         sequence.chain_blocks += len(blocks)
 
     def _count_stops(self, sequence: Sequence, change: int) -> None:

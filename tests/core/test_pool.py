@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.core.pool import ROOT_UID, BlockPool
+from cbatch.core.pool import ROOT, BlockPool, Match, Node
 
 SIZE = 4
+HAPPENED: Counter[str] = Counter()
 
 
 def tokens(*blocks: int) -> np.ndarray:
@@ -19,8 +26,8 @@ def tokens(*blocks: int) -> np.ndarray:
 def compute(pool: BlockPool, sequence: np.ndarray) -> np.ndarray:
     """Allocate, name and complete every block of a sequence."""
     blocks = pool.allocate(len(sequence) // SIZE)
-    pool.name_chain(blocks.tolist(), ROOT_UID, sequence, 0)
-    pool.mark_ready(blocks.tolist())
+    pool.name_chain(blocks, ROOT, sequence, 0)
+    pool.mark_ready(blocks)
     return blocks
 
 
@@ -47,10 +54,10 @@ def test_a_promised_block_is_waited_for_until_its_holder_leaves() -> None:
     pool = BlockPool(8, SIZE)
     sequence = tokens(1, 2)
     blocks = pool.allocate(2)
-    uid = pool.name_chain(blocks[:1].tolist(), ROOT_UID, sequence, 0)
-    pool.name_chain(blocks[1:].tolist(), uid, sequence, 1)
+    first = pool.name_chain(blocks[:1], ROOT, sequence, 0)
+    pool.name_chain(blocks[1:], first, sequence, 1)
     assert pool.match(sequence, 2).promised
-    pool.mark_ready(blocks[:1].tolist())
+    pool.mark_ready(blocks[:1])
     match = pool.match(sequence, 2)
     assert match.promised and match.blocks == [blocks[0]]
     pool.release(blocks)
@@ -76,8 +83,8 @@ def test_a_block_computed_twice_stays_private_and_carries_the_chain_on() -> None
     pool = BlockPool(8, SIZE)
     first = compute(pool, tokens(1))
     again = pool.allocate(2)
-    pool.name_chain(again.tolist(), ROOT_UID, tokens(1, 2), 0)
-    pool.mark_ready(again.tolist())
+    pool.name_chain(again, ROOT, tokens(1, 2), 0)
+    pool.mark_ready(again)
     assert pool.match(tokens(1, 2), 2).blocks == [first[0], again[1]]
     pool.release(again)
     pool.check()
@@ -132,6 +139,122 @@ def test_counts_hold_under_any_order_of_calls(data: st.DataObject) -> None:
         pool.release(blocks)
     pool.check()
     assert pool.num_available == pool.num_blocks
+
+
+class Beside(BlockPool):
+    """A pool beside the plainest trie there is: every node under its parent's uid and its tokens.
+    Both are told the same and asked the same."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, SIZE)
+        self.nodes: dict[tuple[int, bytes], tuple[int, int]] = {}  # uid, block
+
+    def path(self, sequence: np.ndarray) -> list[tuple[int, int]]:
+        """The nodes along a sequence: uid and block of each."""
+        uid, found = ROOT.uid, list[tuple[int, int]]()
+        for row in sequence.reshape(-1, SIZE):
+            node = self.nodes.get((uid, row.tobytes()))
+            if node is None:
+                break
+            found.append(node)
+            uid = node[0]
+        return found
+
+    def name_chain(
+        self, blocks: np.ndarray, parent: Node, tokens: np.ndarray, first_index: int
+    ) -> Node:
+        uid, next_uid = parent.uid, self._next_uid
+        rows = tokens.reshape(-1, SIZE)[first_index:]
+        for block, row in zip(blocks.tolist(), rows, strict=False):
+            uid, _ = self.nodes.setdefault((uid, row.tobytes()), (next_uid, block))
+            next_uid += uid == next_uid
+        last = super().name_chain(blocks, parent, tokens, first_index)
+        assert last.uid == uid
+        return last
+
+    def _forget(self, blocks: np.ndarray) -> None:
+        gone = set(blocks.tolist())
+        self.nodes = {key: node for key, node in self.nodes.items() if node[1] not in gone}
+        super()._forget(blocks)
+
+    def match(self, tokens: np.ndarray, max_blocks: int) -> Match:
+        match = super().match(tokens, max_blocks)
+        path = self.path(tokens[: max_blocks * SIZE])
+        hits = list(itertools.takewhile(lambda node: self._ready[node[1]], path))
+        HAPPENED["hits"] += len(hits)
+        assert match.blocks == [block for _, block in hits]
+        assert match.node == Node(*hits[-1]) if hits else match.node == ROOT
+        assert match.promised == (len(path) > len(hits))
+        return match
+
+
+def serve(rng: random.Random) -> None:
+    """Sequences as the scheduler has them: a prompt that is named on the way in, more that is named
+    on the way out, and in between others that share all or some of it."""
+    pool = Beside(rng.randint(6, 16))
+    running: list[tuple[np.ndarray, np.ndarray, Node, int]] = []
+    for _ in range(60):
+        sequence = tokens(*(rng.choice((0, 0, 0, 1)) for _ in range(rng.randint(2, 6))))
+        count = len(sequence) // SIZE
+        match = pool.match(sequence, rng.randint(1, count))
+        fresh, hits = count - len(match.blocks), len(match.blocks)
+        if fresh + pool.count_unreferenced(match.blocks) <= pool.num_available:
+            pool.acquire(match.blocks)
+            HAPPENED["evictions"] += fresh > pool.num_free
+            blocks = np.append(np.array(match.blocks, dtype=np.intp), pool.allocate(fresh))
+            named = rng.randint(hits, count)
+            end = pool.name_chain(blocks[hits:named], match.node, sequence, hits)
+            HAPPENED["found named"] += end.uid != match.node.uid and end.block not in blocks
+            running.append((sequence, blocks, end, named))
+        while running and (len(running) > 2 or rng.random() < 0.4):
+            sequence, blocks, end, named = running.pop(rng.randrange(len(running)))
+            if rng.random() < 0.9:
+                if rng.random() < 0.1:
+                    pool.taint(blocks[:1])
+                    HAPPENED["taints"] += 1
+                elif end == ROOT or pool._uids[end.block] == end.uid:  # else nobody will find it
+                    pool.name_chain(blocks[named:], end, sequence, named)
+                    pool.mark_ready(blocks)
+            pool.release(blocks)
+        pool.check()
+
+
+def test_the_trie_finds_what_the_plainest_finds() -> None:
+    for seed in range(40):
+        serve(random.Random(seed))
+    for what in ("hits", "evictions", "found named", "taints"):
+        assert HAPPENED[what] > 40, what
+
+
+def test_mistakes_in_the_trie_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: nodes that follow and are not asked who they are, uids without gaps
+    between those that were named in one go, and nodes that nobody goes along."""
+
+    def trusting(pool: BlockPool, node: Node, names: np.ndarray) -> list[int]:
+        block, found = node.block, list[int]()
+        while block is not None and len(found) < len(names):
+            block = int(pool._next[block])
+            if pool._names.item(block) != names.item(len(found)):
+                break
+            found.append(block)
+        return found
+
+    def shy(pool: BlockPool, node: Node, names: np.ndarray) -> list[int]:
+        return []
+
+    def crowded(pool: BlockPool, *chain: Any) -> Node:
+        before = pool._next_uid
+        end = name_chain(pool, *chain)
+        pool._next_uid -= pool._next_uid > before
+        return end
+
+    name_chain = BlockPool.name_chain
+    for name, broken in (("_along", trusting), ("_along", shy), ("name_chain", crowded)):
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockPool, name, broken)
+            with pytest.raises((AssertionError, KeyError)):
+                for seed in range(40):
+                    serve(random.Random(seed))
 
 
 def test_the_map_says_of_each_block_what_it_is() -> None:

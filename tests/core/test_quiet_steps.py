@@ -186,8 +186,8 @@ def state_of(scheduler: Scheduler) -> Any:
         )
         for slot in sorted([*state.decoding, *state.prefilling])
     ]
-    index = sorted((uid, name, block) for (uid, name), block in pool._index.items())
-    blocks = pool._free, list(pool._lru), index, pool.ref_counts, bytes(pool._ready)
+    nodes = pool._uids, pool._names[pool._uids > 0]
+    blocks = pool._free, pool._cached.check(), nodes, pool.ref_counts, pool._ready
     return rows, blocks, structs.asdict(scheduler.stats)
 
 
@@ -262,26 +262,26 @@ def busy(size: int = 4, **more: Any) -> Load:
 
 
 def test_breaches_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above can fail: blocks by row instead of by step, a step too many, evicted blocks
-    before free ones."""
+    """The tests above can fail: blocks by row instead of by step, a step too many, the newest
+    of evicted blocks first."""
     quiet_steps = Planner.quiet_steps
 
-    def by_row(slots: np.ndarray, lacking: np.ndarray, num_steps: int, size: int) -> list[int]:
-        return sorted(in_turn(slots, lacking, num_steps, size))
+    def by_row(slots: np.ndarray, spare: np.ndarray, num_steps: int, size: int) -> list[int]:
+        return sorted(in_turn(slots, spare, num_steps, size))
 
     def too_long(self: Planner) -> QuietSteps | None:
         quiet = quiet_steps(self)
         return quiet and QuietSteps(quiet.slots, quiet.num_steps + 1)
 
-    def evict_first(self: BlockPool, count: int) -> None:
-        self._set_free([self._lru.popitem(last=False)[0] for _ in range(count)])
+    def evict_newest(self: BlockPool, count: int) -> np.ndarray:
+        return evict(self, count)[::-1]
 
-    in_turn = planner.in_turn
+    in_turn, evict = planner.in_turn, BlockPool._evict
     check_alike(busy())
     for owner, name, broken in (
         (planner, "in_turn", by_row),
         (Planner, "quiet_steps", too_long),
-        (BlockPool, "_evict", evict_first),
+        (BlockPool, "_evict", evict_newest),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, broken)

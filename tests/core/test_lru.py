@@ -1,0 +1,73 @@
+"""The queue of cached blocks against the plainest thing that keeps an order: a list."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.core.lru import ReleaseOrder
+
+NUM_BLOCKS = 5  # few, so that the queue of twice as many is soon at its end
+HAPPENED: Counter[str] = Counter()
+moves = st.tuples(st.sampled_from(["append", "remove", "take"]), st.integers(0, NUM_BLOCKS))
+
+
+def play(played: list[tuple[str, int]], seed: int) -> None:
+    """Every `move` is of so many blocks, or as many as there are."""
+    rng = np.random.default_rng(seed)
+    queue, expected = ReleaseOrder(NUM_BLOCKS), list[int]()
+    for move, count in played:
+        if move == "append":
+            others = [block for block in range(NUM_BLOCKS) if block not in expected]
+            blocks = rng.permutation(others)[:count].astype(np.intp)
+            HAPPENED["gaps closed"] += queue._tail + len(blocks) > len(queue._queue)
+            queue.append(blocks)
+            expected += blocks.tolist()
+        elif move == "remove":
+            blocks = rng.permutation(expected)[:count].astype(np.intp)
+            queue.remove(blocks)
+            expected = [block for block in expected if block not in blocks]
+            HAPPENED["removed"] += len(blocks)
+        else:
+            count = min(count, len(expected))
+            HAPPENED["taken past gaps"] += count and not queue._stands[queue._head :][:count].all()
+            assert queue.take(count).tolist() == expected[:count]
+            expected = expected[count:]
+        assert queue.check().tolist() == expected and len(queue) == len(expected)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(moves, min_size=20, max_size=60), st.integers(0, 9))
+def test_it_is_a_list_that_is_taken_from_in_front(played: list[tuple[str, int]], seed: int) -> None:
+    play(played, seed)
+
+
+def test_everything_happened() -> None:
+    if not HAPPENED:
+        pytest.skip("nothing was played")
+    for what in ("gaps closed", "removed", "taken past gaps"):
+        assert HAPPENED[what] > 20, what
+
+
+def test_mistakes_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: gaps that are closed in another order, a block left standing."""
+
+    def shuffled(queue: ReleaseOrder) -> None:
+        close_gaps(queue)
+        queue._queue[: queue._tail] = queue._queue[: queue._tail][::-1]
+
+    def lazy(queue: ReleaseOrder, blocks: np.ndarray) -> None:
+        queue._count -= len(blocks)
+
+    close_gaps = ReleaseOrder._close_gaps
+    turns = [("append", 5), ("remove", 2), ("take", 1)] * 9
+    play(turns, 0)
+    for name, broken in (("_close_gaps", shuffled), ("remove", lazy)):
+        with monkeypatch.context() as patch:
+            patch.setattr(ReleaseOrder, name, broken)
+            with pytest.raises(AssertionError):
+                play(turns, 0)
