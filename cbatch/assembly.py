@@ -227,17 +227,18 @@ def _with_prices(
     """With what steps cost here: measured now, or kept from an earlier start on this machine."""
     import torch
 
-    from cbatch.engine.profile import cached_profile, profile_costs
-    from cbatch.runtime.compiled import compiles
+    from cbatch.engine.profile import VERSION, cached_profile, profile_costs
+    from cbatch.runtime.compiled import compiles, version
 
     device = torch.device(target.device)
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     key = {
+        "version": VERSION,
         "models": [None if path is None else str(path) for path in paths],
         "shapes": [repr(m.config) for m in (target, draft) if m is not None],
         "dtype": str(target.dtype),
         "numerics": target.numerics,
-        "compiled": compiles(2, target.dtype),
+        "compiled": version() if compiles(2, target.dtype) else None,
         "processor": processor,
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from cbatch.core import controller as controller_module
-from cbatch.core import estimator, lookahead
+from cbatch.core import estimator, held, lookahead
 from cbatch.core.config import LookaheadConfig
 from cbatch.core.controller import LookaheadController
 from cbatch.core.cost import CostProfile
@@ -53,7 +53,7 @@ def make_world(acceptance: dict[str, float], **settings: Any) -> World:
 
 def drafts_of(world: World) -> dict[str, int]:
     """One step; k of each row in it that decoded."""
-    commit = world.step()
+    commit = world.loop.step()
     assert commit is not None
     return {name: drafted for name, _, drafted, _ in commit.updates()}
 
@@ -115,7 +115,7 @@ def steps_until_all_draft_again(limit: int) -> int | None:
     controller = world.scheduler.state.controller
     assert controller is not None
     while controller.regime.on:
-        world.step()
+        world.loop.step()
     acceptance.update(dict.fromkeys("abcd", 0.95))
     for step in range(limit):
         if min(drafts_of(world).values()) >= 3:
@@ -141,11 +141,12 @@ def drafts_of_a_row_given_up(probes: bool, drift: bool, monkeypatch: pytest.Monk
         if not drift:
             patch.setattr(estimator, "drift", lambda config, estimate, *_: estimate)
         for _ in range(30):
-            world.step()
+            world.loop.step()
         controller = world.scheduler.state.controller
         assert controller is not None
         controller.estimate[:, slot_of(world, "given up")] = 0.3, 15.0  # as after a bad time
-        controller._held._steps = 0  # an earlier decision stands no more
+        controller._held._left_steps = 0  # an earlier decision stands no more
+        controller._tally.take()  # nor do verdicts that nobody was told of
         seen = [drafts_of(world) for _ in range(400)]
     assert seen[5]["given up"] == 0
     assert np.mean([k["a"] > 0 for k in seen]) > 0.95
@@ -234,7 +235,8 @@ TOLD = {"ema": (lookahead, "observe"), "goodput": (estimator, "update")}
 def test_trap_7_what_is_believed_of_a_request_is_its_own(policy, monkeypatch):
     """No other tenant's acceptance enters; one estimator for the batch is found out. (The prior of
     a newcomer and the price of a token are shared, and meant to be.)"""
-    monkeypatch.setattr(controller_module, "_HELD_STEPS", 1)  # tell of every step at once
+    monkeypatch.setattr(held, "LEAST_STEPS", 1)
+    monkeypatch.setattr(held, "MOST_STEPS", 1)  # tell of every step at once
     for others in (0.95, 0.4):
         own, kept = own_and_kept_estimate(policy, others)
         assert kept == pytest.approx(own) and own[1] > 10

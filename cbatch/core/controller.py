@@ -16,6 +16,7 @@ from cbatch.core.config import LookaheadConfig
 from cbatch.core.cost import CostModel, CostProfile, StepLoad
 from cbatch.core.depths import DepthOdds
 from cbatch.core.estimator import FleetPrior
+from cbatch.core.held import HeldDecision
 from cbatch.core.outlook import Outlook
 from cbatch.core.regime import FIRST_PROBE_STEPS, MOST_PROBE_STEPS, Due, Regime, probes
 from cbatch.core.tally import Rows, Tally
@@ -36,9 +37,6 @@ _PROBE_LAG_TOKENS = 64  # rows further behind are probed at the longest interval
 # While on, now and then a step drafts nothing, so that the price of that is known: soon when there
 # are clearly more or fewer rows than the last time, then ever later, the later the more is gained.
 _FIRST_PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_STEPS_BELOW_GAIN, _SMALL_GAIN = 12, 256, 48, 0.3
-# A decision stands for so many steps: in between verdicts are tallied, and one step of them teaches
-# the prices. (Hundreds of microseconds each time, between steps that leave the caches cold.)
-_HELD_STEPS = 4
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -68,44 +66,6 @@ class StepCost(msgspec.Struct, frozen=True):
     target_s: float
 
 
-class _Held:
-    """A decision that stands for some steps, by slot."""
-
-    def __init__(self, max_slots: int) -> None:
-        self._num_drafts = np.zeros(max_slots, dtype=np.int32)
-        self._steps = self._budget_tokens = self._newcomers = self._deepest = 0
-        self._threshold = np.inf
-
-    def set(
-        self, rows: Rows, num_drafts: np.ndarray | None, budget_tokens: int, threshold: float
-    ) -> None:
-        """`num_drafts` is k of each row, None where nobody drafts."""
-        self._num_drafts[rows] = 0 if num_drafts is None else num_drafts
-        self._steps, self._budget_tokens, self._newcomers = _HELD_STEPS - 1, budget_tokens, 0
-        self._deepest = 0 if num_drafts is None else int(np.maximum.reduce(num_drafts))
-        self._threshold = threshold
-
-    @property
-    def drafts(self) -> bool:
-        return self._deepest > 0
-
-    def enter(self, slot: int, survival: np.ndarray) -> None:
-        """Who comes in between drafts as far as others with such chances, float64 [1, depth],
-        did."""
-        worth = int(np.count_nonzero(survival >= self._threshold))
-        self._num_drafts[slot] = min(worth, self._deepest)
-        self._newcomers += 1
-
-    def get(self, rows: Rows, caps: np.ndarray, budget_tokens: int) -> np.ndarray | None:
-        """k of each row, int32; None where it is time to decide anew."""
-        other_load = not 3 * self._budget_tokens <= 4 * budget_tokens <= 5 * self._budget_tokens
-        if self._steps <= 0 or other_load or 4 * self._newcomers >= len(caps):
-            return None
-        self._steps -= 1
-        num_drafts: np.ndarray = np.minimum(self._num_drafts[rows], caps)
-        return num_drafts if int(np.add.reduce(num_drafts)) <= budget_tokens else None
-
-
 class LookaheadController:
     """In every plan `due`, and `choose` unless nothing is; in every commit `rests`, and `learn` if
     it does not; `enter` and `leave` with slots."""
@@ -130,10 +90,12 @@ class LookaheadController:
         self._depths = DepthOdds(config.k)
         self._tally = Tally(max_slots)
         self._market: goodput.Market | None = None
-        self._held = _Held(max_slots)
+        self._held = HeldDecision(max_slots)
         self._folded_steps = 0
         self._gain, self._threshold = 0.0, np.inf  # of the last decision
         self._tokens_per_s: float | None = None  # the same
+        self._plain_s = np.inf  # of a step like that without drafts
+        self._risen = np.zeros(max_slots)  # by how much shadows raised an estimate since
         self._steps = 0
         self._drafting_steps = 0  # since a step without drafts
         self._plain_rows = 0  # of that step
@@ -147,6 +109,7 @@ class LookaheadController:
         """A sequence takes the slot, with the N and D it had when it was preempted, if it was."""
         self.regime.newcomers += 1
         self.statistics[:, slot] = 0.0
+        self._risen[slot] = 0.0
         self.estimate[:, slot] = self.prior if estimate is None else estimate
         self._held.enter(slot, self.survival(np.array([slot]), self.config.k))
 
@@ -161,7 +124,7 @@ class LookaheadController:
 
     def due(self, num_rows: int) -> Due:
         """What this plan, of that many decoding rows, asks of `choose`; once a plan."""
-        return self.regime.due(num_rows)
+        return self.regime.due(num_rows, self._held.pace)
 
     def choose(
         self,
@@ -189,7 +152,7 @@ class LookaheadController:
         if held is not None:
             return held if self._held.drafts else None
         num_drafts = self._decide(rows, caps, lag, budget_tokens, room())
-        self._held.set(rows, num_drafts, budget_tokens, self._threshold)
+        self._held.set(rows, num_drafts, budget_tokens, self._threshold, self._plain_s)
         if num_drafts is None:
             return None
         return self._with_probes(rows, num_drafts, caps, lag, budget_tokens)
@@ -204,12 +167,12 @@ class LookaheadController:
         self._drafting_steps, self._plain_rows = 0, num_rows
         self._undrifted_steps += 1
         if not self.regime.on:
-            return self._steps % _COST_STEPS != 0
-        return self._plain_steps > 1 and self._steps % _HELD_STEPS != 0
+            return self._steps % (_COST_STEPS * self._held.pace) != 0
+        return self._plain_steps > 1 and self._steps % self._held.steps != 0
 
     def wants_prices(self, *, drafted: bool) -> bool:
         """Whether `learn` should be told what this step cost."""
-        return not drafted or self._steps % _HELD_STEPS == 0
+        return not drafted or self._steps % self._held.steps == 0
 
     def learn(
         self,
@@ -231,9 +194,9 @@ class LookaheadController:
             return
         gained = num_accepted if evidence is None else evidence
         self._tally.add(rows, num_accepted, num_accepted < num_drafted, gained)
-        if self._tally.steps >= _HELD_STEPS:
+        if self._tally.steps >= self._held.steps:
+            self._folded_steps += self._tally.steps
             self._learn_tally()
-            self._folded_steps += _HELD_STEPS
             if self._folded_steps >= _FOLD_STEPS:
                 self._folded_steps = 0
                 self._fold(rows, _FLEET_TRIALS)
@@ -248,8 +211,10 @@ class LookaheadController:
         self.estimate[:, slots] = after
         self.statistics[estimator.FRESH_ACCEPTED, slots] += hits
         self.statistics[estimator.FRESH_TRIALS, slots] += trials
-        rise = after[0] / after[1] - before[0] / before[1]
-        self.regime.newcomers += int(np.count_nonzero(rise > _NEWS))
+        self._risen[slots] += after[0] / after[1] - before[0] / before[1]
+        better = slots[self._risen[slots] > _NEWS]
+        self._risen[better] = 0.0
+        self.regime.newcomers += len(better)
 
     def survival(self, rows: Rows, depth: int) -> np.ndarray:
         """What is believed of the next drafts of these slots, float64 [rows, depth]."""
@@ -285,6 +250,7 @@ class LookaheadController:
     ) -> np.ndarray | None:
         self._learn_tally()
         self._drift()
+        self._risen[:] = 0.0
         depth = int(np.maximum.reduce(caps, initial=0))
         most = min(budget_tokens, depth * len(caps))
         if most <= 0:
@@ -293,6 +259,7 @@ class LookaheadController:
         prices = self.costs.prices(len(caps), room.base_tokens, room.context_tokens, most)
         # Optimism: a price that is too high would never be corrected, one too low soon is.
         prices = prices.cheaper(self.costs.doubt(len(caps)))
+        self._plain_s = float(prices.step_s[0])
         survival = self.survival(rows, depth)
         debts_s = _debts_s(lag, room, prices.ingest_s)
         decision = goodput.decide(survival, caps, prices, self._market, room.blocks, debts_s)
@@ -314,12 +281,12 @@ class LookaheadController:
     ) -> np.ndarray:
         """The decision, with one draft for a few rows that have had none for long."""
         idle = self.statistics[estimator.IDLE_STEPS, rows]
-        idle = np.where(num_drafts > 0, 0.0, idle + _HELD_STEPS)
+        idle = np.where(num_drafts > 0, 0.0, idle + self._held.steps)
         self.statistics[estimator.IDLE_STEPS, rows] = idle
         if np.maximum.reduce(idle) >= 1:
             left = max(budget_tokens - int(np.add.reduce(num_drafts)), 0)
             most_probes = min(left, 1 + int(_PROBE_SHARE * len(caps)))
-            due = probes(idle, self._steps % len(caps), most_probes)
+            due = probes(idle, self._held.steps, self._steps % len(caps), most_probes)
             due = due[(lag[due] <= _PROBE_LAG_TOKENS) | (idle[due] >= MOST_PROBE_STEPS)]
             if len(due):
                 num_drafts = num_drafts.copy()
@@ -346,7 +313,7 @@ class LookaheadController:
             self.config, self.statistics[:, slots], accepted, rejected, gained, self.prior, steps
         )
         # A probe that found something asks for the next one at once.
-        soon = np.where(accepted > 0, FIRST_PROBE_STEPS - _HELD_STEPS, np.inf)
+        soon = np.where(accepted > 0, FIRST_PROBE_STEPS - self._held.steps, np.inf)
         idle = self.statistics[estimator.IDLE_STEPS, slots]
         self.statistics[estimator.IDLE_STEPS, slots] = np.minimum(idle, soon)
 

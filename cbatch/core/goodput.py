@@ -30,6 +30,7 @@ _LEAST_S = 1e-12
 _DEPTHS = np.arange(64, dtype=np.float64)[:, None]
 _UP_TO = np.tril(np.ones((64, 64)))  # as a product: sums along the depths
 _COUNTS = np.arange(65_536, dtype=np.float64)
+_FEW = 64  # values
 
 
 class Market(msgspec.Struct, frozen=True):
@@ -84,7 +85,7 @@ def decide(
     if lowest < depth:
         values = values[: int(np.maximum.reduce(caps))]
         values = np.where(_DEPTHS[: len(values)] < caps, values, 0.0)
-    if market is not None:
+    if market is not None and rows > 1:
         values = values * weigh(values, market)
     choice = best_choice(values, prices, 1 if market is None else market.depth)
     if debts_s is not None and choice is not None:
@@ -96,7 +97,7 @@ def decide(
         return Decision(np.zeros(rows, dtype=np.int32), 0.0, _market(prices, rows, 0, 0, 1))
     num_drafts = _take(values[: choice.depth], choice)
     first_depth = choice.depth
-    even = None if blocks is not None else _even(values, prices, num_drafts, caps)
+    even = None if blocks is not None or rows == 1 else _even(values, prices, num_drafts, caps)
     if even is not None and even[1] * (1 + _UNEVEN) >= choice.goodput:
         num_drafts, worth = even
         count, depth = int(np.add.reduce(num_drafts)), int(np.maximum.reduce(num_drafts))
@@ -129,9 +130,13 @@ def best_choice(values: np.ndarray, prices: StepPrices, first_depth: int) -> Cho
     depth, rows = values.shape
     if not depth or len(prices.step_s) < 2:
         return None
+    alone_s = float(prices.step_s[0])
+    if values.size <= _FEW:
+        best = _best_of_few(values, prices)
+        return best if best.goodput * alone_s > rows else None
     first = min(max(first_depth, 1), depth)
     best = _evaluate(values[:first], prices)
-    price, alone_s = best.goodput, float(prices.step_s[0])
+    price = best.goodput
     bounds = enumerate(_excess_bounds(values, prices, best), start=1)
     open_depths = [(d, excess) for d, excess in bounds if excess > _ROUNDING * rows and d != first]
     for d, excess in sorted(open_depths, key=_by_excess):
@@ -139,6 +144,22 @@ def best_choice(values: np.ndarray, prices: StepPrices, first_depth: int) -> Cho
         if excess > (best.goodput - price) * (alone_s + prices.pass_s * d):
             best = max(best, _evaluate(values[:d], prices), key=_goodput)
     return best if best.goodput * alone_s > rows else None
+
+
+def _best_of_few(values: np.ndarray, prices: StepPrices) -> Choice:
+    """The best choice of every depth in plain loops: of few values they beat array operations."""
+    step_s = prices.step_s[: values.size + 1].tolist()
+    rows, best, best_depth, best_count, threshold = values.shape[1], 0.0, 1, 1, 0.0
+    ranked: list[float] = []
+    for depth, survival in enumerate(values.tolist(), start=1):
+        ranked = sorted(ranked + survival, reverse=True)
+        passes_s, tokens = prices.pass_s * depth, 0.0
+        for count, (value, whole_s) in enumerate(zip(ranked, step_s[1:], strict=False), start=1):
+            tokens += value
+            goodput = (tokens + rows) / (whole_s + passes_s)
+            if goodput > best:
+                best, best_depth, best_count, threshold = goodput, depth, count, value
+    return Choice(best_depth, best_count, best, threshold)
 
 
 def _by_excess(bound: tuple[int, float]) -> float:

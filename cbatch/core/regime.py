@@ -42,7 +42,8 @@ class Regime(msgspec.Struct):
     CANARY_STEPS = 48
     MOST_CANARY_STEPS = 768
 
-    def due(self, num_rows: int) -> Due:
+    def due(self, num_rows: int, pace: int = 1) -> Due:
+        """`pace` is how many times as long as usual a decision stands."""
         self.steps += 1
         if self.on:
             return Due.DECISION
@@ -53,7 +54,7 @@ class Regime(msgspec.Struct):
             return Due.DECISION
         other_load = not 4 * self.rows_judged <= 5 * num_rows <= 6 * self.rows_judged
         few = num_rows <= self.FEW_ROWS
-        check_steps = self.CHECK_STEPS_OF_FEW if few else self.CHECK_STEPS
+        check_steps = self.CHECK_STEPS_OF_FEW * pace if few else self.CHECK_STEPS
         if since >= check_steps or (other_load and since >= self.EARLY_CHECK_STEPS):
             return Due.DECISION
         if self.canary_in <= 0:
@@ -89,12 +90,14 @@ class Regime(msgspec.Struct):
 FIRST_PROBE_STEPS, MOST_PROBE_STEPS = 16, 256
 
 
-def probes(idle_steps: np.ndarray, first: int, most: int) -> np.ndarray:
-    """Rows, intp, whose k has been 0 for 16, 32, 64, ... steps, and every 256 from there on; at
-    most `most` of them, served in turn from row `first`."""
+def probes(idle_steps: np.ndarray, news_steps: int, first: int, most: int) -> np.ndarray:
+    """Rows, intp, whose k has been 0 for 16, 32, 64, ... steps, and every 256 from there on, since
+    `news_steps` ago; at most `most` of them, served in turn from row `first`."""
     idle = idle_steps.astype(np.int64)
-    doubled = ((idle & (idle - 1)) == 0) & (idle >= FIRST_PROBE_STEPS)
-    due: np.ndarray = (doubled | ((idle % MOST_PROBE_STEPS == 0) & (idle > 0))).nonzero()[0]
+    before = np.maximum(idle - news_steps, 0)
+    doubled = (np.frexp(idle)[1] > np.frexp(before)[1]) & (idle >= FIRST_PROBE_STEPS)
+    again = idle // MOST_PROBE_STEPS > before // MOST_PROBE_STEPS
+    due: np.ndarray = (doubled | again).nonzero()[0]
     if len(due) > most:
         due = np.roll(due, -int(np.searchsorted(due, first)))[:most]
     return due

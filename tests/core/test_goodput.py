@@ -62,8 +62,11 @@ def shortfalls(seed: int) -> tuple[list[float], list[int]]:
     return ratios, drafts
 
 
-def test_no_vector_k_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where unequal depths cost nothing; as shipped, none is better by more than they do."""
+@pytest.mark.parametrize("few", [0, goodput._FEW])
+def test_no_vector_k_is_better(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where unequal depths cost nothing; as shipped, none is better by more than they do. With and
+    without the plain loops for few values."""
+    monkeypatch.setattr("cbatch.core.goodput._FEW", few)
     assert 1 + 1e-9 < max(shortfalls(seed=0)[0]) < 1 + goodput._UNEVEN + 1e-9
     monkeypatch.setattr("cbatch.core.goodput._UNEVEN", 0.0)
     ratios, drafts = shortfalls(seed=0)
@@ -74,6 +77,8 @@ def test_no_vector_k_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("broken", ["first rise only", "one depth"])
 def test_the_brute_force_catches(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A staircase traps who stops at the first fall; the depth must be searched."""
+    monkeypatch.setattr(goodput, "_FEW", 0)
+    monkeypatch.setattr(goodput, "_UNEVEN", 0.0)
     if broken == "first rise only":
 
         def evaluate(values: np.ndarray, prices: StepPrices) -> goodput.Choice:

@@ -80,6 +80,9 @@ class Slots:
         self.next = np.full(lanes, batch)
         start = np.random.default_rng(0).random(batch)
         self.position = (start * requests.tokens[self.request]).astype(np.int64)
+        coins = np.lib.stride_tricks.sliding_window_view(requests.coins, DEPTH, axis=1)
+        # How many drafts in a row would be accepted, int32 [requests, positions].
+        self.runs = np.logical_and.accumulate(coins, axis=2).sum(axis=2, dtype=np.int32)
 
     def caps(self) -> np.ndarray:
         left = self.requests.tokens[self.request] - self.position
@@ -87,10 +90,7 @@ class Slots:
 
     def advance(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
         """Verify k drafts each; accepted, emitted [lanes, batch], and who was replaced."""
-        where = self.position[..., None] + np.arange(DEPTH)
-        coins = self.requests.coins[self.request[..., None], where]
-        runs = np.logical_and.accumulate(coins, axis=-1).sum(axis=-1, dtype=np.int32)
-        accepted = np.minimum(runs, k)
+        accepted = np.minimum(self.runs[self.request, self.position], k)
         self.position += accepted + 1
         done = np.argwhere(self.position >= self.requests.tokens[self.request]).tolist()
         for lane, slot in done:
@@ -329,7 +329,7 @@ def test_while_off_almost_no_step_decides_and_canaries_become_rare() -> None:
 
 def test_a_row_without_drafts_is_probed_ever_more_seldom_but_for_ever() -> None:
     """Trap 4 (k = 0 absorbs)."""
-    when = [step for step in range(1, 2000) if len(probes(np.array([step]), 0, 1))]
+    when = [step for step in range(1, 2000) if len(probes(np.array([step]), 1, 0, 1))]
     assert when == [16, 32, 64, 128, *range(256, 2000, 256)]
-    due = probes(np.full(10, 16), first=7, most=4)
+    due = probes(np.full(10, 16), 4, first=7, most=4)
     assert due.tolist() == [7, 8, 9, 0], "in turn, and only so many"
