@@ -1,15 +1,17 @@
 """Measuring what steps of an engine cost, for the simulator: real steps of designed batches.
 
 The engine itself serves made-up requests: so many at a time, each drafting so many tokens, prompts
-of many lengths between them, so that steps mix chunks with rows that decode or verify. Whatever a
-step brought is worked out from its plan, and its duration is split into the drafter's, the rest of
-the executor's, and that of the loop around it.
+of many lengths between them, so that steps mix chunks with rows that decode or verify. They go on
+with what the model has said before: where `goodput` chooses depths, it must find drafts worth it.
+Whatever a step brought is worked out from its plan, and its duration is split into the drafter's,
+the rest of the executor's, and that of the loop around it.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +23,9 @@ from cbatch.core.plan import StepPlan, StepResult
 from cbatch.core.request import MODEL, SamplingParams
 from cbatch.core.scheduler import Scheduler
 from cbatch.engine.loop import Executor
+from cbatch.info import EngineInfo
 from cbatch.stepwise import Engine
-from sim.calibrated import StepSample
+from sim.calibrated import Calibration, StepSample, accuracy, fit_prices
 from sim.composition import SlotCounts
 from sim.costs import StepWork
 
@@ -30,15 +33,25 @@ _ROWS, _KS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (0, 1, 2, 4, 8)
 _OTHER_ROWS, _OTHER_KS = (3, 6, 12, 24, 48, 96, 192), (0, 3, 6)
 _LEAST_PROMPT_TOKENS = 8
 _MOST_PROMPT_TOKENS = 512
-_OUTPUT_TOKENS = (4, 48)  # of a request, at least and at most
+_OUTPUT_TOKENS = (2, 48)  # of a request, at least and at most
 _WARM_UP = 3  # batches that nobody looks at
+_SPEAKERS, _SPOKEN_TOKENS = 16, 128  # who make prompts, and how much each says
+ENGINE_FIELDS = (
+    "num_blocks",
+    "block_size_tokens",
+    "max_slots",
+    "max_model_tokens",
+    "step_budget_tokens",
+    "draft_context_tokens",
+    "catch_up_price",
+)
 
 
 class Batch(NamedTuple):
-    """`rows` requests at a time, each drafting `k` tokens a step."""
+    """`rows` requests at a time, each drafting `k` tokens a step, or as many as `goodput` says."""
 
     rows: int
-    k: int
+    k: int | None
 
 
 def designed(config: SchedulerConfig) -> tuple[list[Batch], list[Batch]]:
@@ -51,8 +64,8 @@ def designed(config: SchedulerConfig) -> tuple[list[Batch], list[Batch]]:
     most = config.max_slots
     rows = (*(n for n in _ROWS if n < most), most)
     others = tuple(n for n in _OTHER_ROWS if n < most) or (most,)
-    fitted = [Batch(n, k) for n in rows for k in (_KS if speculates else (0,))]
-    held_out = [Batch(n, k) for n in others for k in (_OTHER_KS if speculates else (0,))]
+    fitted = [Batch(n, k) for n in rows for k in ((*_KS, None) if speculates else (0,))]
+    held_out = [Batch(n, k) for n in others for k in ((*_OTHER_KS, None) if speculates else (0,))]
     return fitted, held_out
 
 
@@ -66,15 +79,24 @@ class Calibrator:
         config: SchedulerConfig,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        lookahead = LookaheadConfig()
+        config = structs.replace(config, prefix_cache=False)
         if config.default_chain and config.lookahead.policy != "off":
-            lookahead = LookaheadConfig(policy="fixed", k=max(*_KS, *_OTHER_KS))
-        self._config = structs.replace(config, lookahead=lookahead, prefix_cache=False)
+            fixed = LookaheadConfig(policy="fixed", k=max(*_KS, *_OTHER_KS))
+        else:
+            fixed = LookaheadConfig()
         executor.reset()
+        self._config, self._clock = config, clock
         self._watched = Watched(executor, config.max_slots, clock)
-        self._engine = Engine(Scheduler(self._config), self._watched, clock=clock, seed=0)
-        self._clock = clock
+        # The engine whose requests choose their depth themselves, and that of `goodput`.
+        self._uncontrolled = self._engine = self._make(fixed)
+        drafts = fixed.policy != "off"
+        self._controlled = self._make(LookaheadConfig(policy="goodput")) if drafts else None
         self._running: set[str] = set()
+        self._words: list[int] = []
+
+    def _make(self, lookahead: LookaheadConfig) -> Engine:
+        scheduler = Scheduler(structs.replace(self._config, lookahead=lookahead))
+        return Engine(scheduler, self._watched, clock=self._clock, seed=0)
 
     def measure(
         self,
@@ -90,15 +112,19 @@ class Calibrator:
         order = list(batches)
         order = [order[i] for i in rng.permutation(len(order))]
         for batch in order[:_WARM_UP]:
-            self._samples(batch, steps, rng)
+            self.samples(batch, steps, rng)
         samples: list[StepSample] = []
         for batch in order:
-            samples += self._samples(batch, steps, rng)
+            samples += self.samples(batch, steps, rng)
             on_batch()
         return samples
 
-    def _samples(self, batch: Batch, steps: int, rng: np.random.Generator) -> list[StepSample]:
-        engine, running = self._engine, self._running
+    def samples(self, batch: Batch, steps: int, rng: np.random.Generator) -> list[StepSample]:
+        """Of so many steps of one batch, from its first prefill on."""
+        if not self._words:
+            self._speak(rng)
+        controlled = batch.k is None
+        engine, running = self._engine_of(controlled), self._running
         found = []
         for _ in range(steps):
             requests = [self._request(batch, rng) for _ in range(batch.rows - len(running))]
@@ -109,25 +135,80 @@ class Calibrator:
             running -= {out.request_id for out in outputs if out.finished is not None}
             work, result, own_s = self._watched.last
             host_s = max(turn_s - own_s - result.draft_s - result.target_s, 0.0)
-            found.append(StepSample(work, result.draft_s, result.target_s, host_s))
+            found.append(StepSample(work, result.draft_s, result.target_s, host_s, controlled))
         for request_id in running:
             engine.cancel(request_id)
         running.clear()
         return found
 
+    def _engine_of(self, controlled: bool) -> Engine:
+        """Ready to serve: the executor may have had to do with the other one."""
+        engine = self._controlled if controlled else self._uncontrolled
+        if engine is None:
+            raise ValueError("k: is None, but nobody drafts; give 0")
+        if engine is not self._engine:
+            self._watched.reset()
+            engine.scheduler.executor_reset(self._clock())
+            self._engine = engine
+        return engine
+
+    def _prompt(self, length: int, rng: np.random.Generator) -> list[int]:
+        """Some words of the model's own."""
+        first = int(rng.integers(len(self._words)))
+        return [self._words[(first + i) % len(self._words)] for i in range(length)]
+
+    def _speak(self, rng: np.random.Generator) -> None:
+        most = min(self._config.max_sequence_tokens - 2, _SPOKEN_TOKENS)
+        params = SamplingParams(max_tokens=most, ignore_eos=True, max_lookahead=0)
+        engine = self._engine_of(controlled=False)
+        said: dict[str, list[int]] = {}
+        for first in rng.integers(0, self._config.vocab_size, _SPEAKERS).tolist():
+            said[engine.add([first], params).request_id] = [first]
+        while engine.has_work:
+            for output in engine.step():
+                said[output.request_id] += output.token_ids
+        self._words = [token for words in said.values() for token in words]
+
     def _request(self, batch: Batch, rng: np.random.Generator) -> tuple[list[int], SamplingParams]:
-        """Prompt lengths are as likely at any scale."""
+        """Lengths are as likely at any scale."""
         room = self._config.max_sequence_tokens - _OUTPUT_TOKENS[1] - 1
         most = max(min(_MOST_PROMPT_TOKENS, room), 1)
-        least = min(_LEAST_PROMPT_TOKENS, most)
-        length = round(least * (most / least) ** rng.random())
+        length = _at_any_scale(min(_LEAST_PROMPT_TOKENS, most), most, rng)
         params = SamplingParams(
             temperature=0.0,
-            max_tokens=int(rng.integers(*_OUTPUT_TOKENS, endpoint=True)),
+            max_tokens=_at_any_scale(*_OUTPUT_TOKENS, rng),
             ignore_eos=True,
             max_lookahead=batch.k,
         )
-        return rng.integers(0, self._config.vocab_size, length).tolist(), params
+        return self._prompt(length, rng), params
+
+
+def _at_any_scale(least: int, most: int, rng: np.random.Generator) -> int:
+    return round(least * math.pow(most / least, rng.random()))
+
+
+def calibration_of(
+    info: EngineInfo,
+    config: SchedulerConfig,
+    known: Sequence[StepSample],
+    others: Sequence[StepSample],
+) -> Calibration:
+    """Prices fitted to `known`, and how well they foretell these and `others`."""
+    from bench.report import describe_machine, describe_versions
+
+    prices = fit_prices(known)
+    return Calibration(
+        model=info.model,
+        draft=info.draft,
+        machine=describe_machine(),
+        versions=describe_versions(),
+        engine={name: getattr(config, name) for name in ENGINE_FIELDS},
+        prices=prices,
+        profile=config.cost_profile,
+        max_rows=max(sample.work.rows for sample in known),
+        fitted=accuracy(prices, known),
+        held_out=accuracy(prices, others),
+    )
 
 
 class Watched:

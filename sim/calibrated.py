@@ -26,8 +26,8 @@ from cbatch.core.errors import FieldError
 from sim.costs import StepWork
 from sim.tables import Curve
 
-FORMAT, VERSION = "cbatch-calibration", 1
-_KNOTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
+FORMAT, VERSION = "cbatch-calibration", 3
+_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _CLIP = 4.0  # usual errors; a step that is further off met a stall of the machine
 _ROUNDS = 6
 _LEAST_S = 1e-7
@@ -56,7 +56,17 @@ DRAFT = (
     "ingesting_step",
     "ingested_token",
 )
-HOST = ("step", "row", "admission", "drafting_step", "draft_token")
+HOST = (
+    "step",
+    "row",
+    "admission",
+    "admitting_step",
+    "drafting_step",
+    "draft_token",
+    "controlled_step",  # whose depths `goodput` chooses
+    "controlled_drafting_step",
+    "controlled_admission",
+)
 
 
 def target_features(work: StepWork) -> tuple[float, ...]:
@@ -93,18 +103,22 @@ def draft_features(work: StepWork) -> tuple[float, ...]:
     )
 
 
-def host_features(work: StepWork) -> tuple[float, ...]:
-    """As `HOST` names them."""
-    return 1, work.rows, work.admitted, work.draft_depth > 0, work.draft_tokens
+def host_features(work: StepWork, controlled: bool) -> tuple[float, ...]:
+    """As `HOST` names them; `controlled`: `goodput` chooses depths."""
+    admitted, drafts = work.admitted, work.draft_depth > 0
+    found = 1, work.rows, admitted, admitted > 0, drafts, work.draft_tokens
+    return (*found, 1, drafts, admitted) if controlled else (*found, 0, 0, 0)
 
 
 class StepSample(msgspec.Struct, frozen=True):
-    """One measured step. `host_s` is all the time of its turn that the executor did not measure."""
+    """One measured step. `host_s` is all the time of its turn that the executor did not measure;
+    `controlled` as in `host_features`."""
 
     work: StepWork
     draft_s: float
     target_s: float
     host_s: float
+    controlled: bool = False
 
 
 class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,9 +147,11 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CalibratedCost:
-    """The cost model (see `sim.costs`) of such prices, the host's share among them."""
+    """The cost model (see `sim.costs`) of such prices, the host's share among them; `controlled`:
+    of steps whose depths `goodput` chooses."""
 
-    def __init__(self, prices: Prices) -> None:
+    def __init__(self, prices: Prices, *, controlled: bool = False) -> None:
+        self._controlled = controlled
         self._tokens = Curve(prices.tokens, prices.tokens_s)
         self._target = [prices.target_s[name] for name in TARGET]
         self._draft = [prices.draft_s[name] for name in DRAFT]
@@ -144,7 +160,7 @@ class CalibratedCost:
     def step_s(self, work: StepWork) -> tuple[float, float, float]:
         target_s = self._tokens(work.decode_tokens + work.prefill_tokens)
         target_s += sum(map(mul, self._target, target_features(work)))
-        host_s = sum(map(mul, self._host, host_features(work)))
+        host_s = sum(map(mul, self._host, host_features(work, self._controlled)))
         if work.draft_depth or work.ingested_tokens:
             return sum(map(mul, self._draft, draft_features(work))), target_s, host_s
         return 0.0, target_s, host_s
@@ -191,6 +207,11 @@ def read_calibration(path: str | Path) -> Calibration:
     return found
 
 
+def write_calibration(path: Path, found: Calibration) -> None:
+    """So that `read_calibration` reads it. Raises OSError."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+
+
 def fit_prices(samples: Sequence[StepSample]) -> Prices:
     """Raises `FieldError` if there are no steps."""
     if not samples:
@@ -210,7 +231,8 @@ def fit_prices(samples: Sequence[StepSample]) -> Prices:
     if drafting:
         durations_s = np.array([s.draft_s for s in drafting])
         drafts = _fit(_features(draft_features, drafting), durations_s)
-    host = _fit(_features(host_features, samples), np.array([s.host_s for s in samples]))
+    hosts = np.array([host_features(s.work, s.controlled) for s in samples], dtype=np.float64)
+    host = _fit(hosts, np.array([s.host_s for s in samples]))
     return Prices(
         tokens=tuple(knots),
         tokens_s=tuple(line_s.tolist()),
@@ -221,8 +243,8 @@ def fit_prices(samples: Sequence[StepSample]) -> Prices:
 
 
 def accuracy(prices: Prices, samples: Sequence[StepSample]) -> Accuracy:
-    cost = CalibratedCost(prices)
-    predicted = np.array([sum(cost.step_s(s.work)) for s in samples])
+    costs = [CalibratedCost(prices, controlled=controlled) for controlled in (False, True)]
+    predicted = np.array([sum(costs[s.controlled].step_s(s.work)) for s in samples])
     measured = np.array([s.draft_s + s.target_s + s.host_s for s in samples])
     p50, p90 = np.percentile(np.abs(predicted / measured - 1), (50, 90)).tolist()
     total = float(predicted.sum() / measured.sum() - 1)

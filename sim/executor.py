@@ -129,6 +129,7 @@ class SimExecutor:
         """Forget everything, in flight or not. The next plan must be a full snapshot."""
         self._in_flight.clear()
         self._slots = [None] * len(self._slots)
+        self._generations = [None] * len(self._slots)
         self._target_kv.clear()
         self._draft_kv.clear()
         self._needs_reset = False

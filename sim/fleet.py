@@ -160,7 +160,7 @@ class _Fleet:
         while True:
             while (arrival_s := source.next_arrival_s()) is not None and arrival_s <= now_s:
                 arrival = self._intake.take()
-                i = self._router.route(arrival.request.tokens, load)
+                i = self._router.route(arrival.request.prompt_array(), load)
                 load.add(i, arrival.traced.prompt_tokens)
                 replicas[i].inbox.append(arrival)
                 waiting.add(i)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast, overload
 
 import numpy as np
 
@@ -17,19 +18,34 @@ from sim.traces.prompts import PromptMaker
 from sim.traces.request import TraceRequest
 
 
-class SimRequest(Request, frozen=True, kw_only=True):
-    """A request whose prompt is there as an array already."""
+class Ids(Sequence[int]):
+    """Stands in for the tuple of a prompt that is there as an array (int32): thousands of integers
+    are made only where somebody reads them, as a step log does."""
 
-    tokens: np.ndarray  # int32, the prompt
+    def __init__(self, tokens: np.ndarray) -> None:
+        self._tokens = tokens
 
-    def prompt_array(self) -> np.ndarray:
-        return self.tokens
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> int | tuple[int, ...]:
+        found = self._tokens[at].tolist()
+        return tuple(found) if isinstance(at, slice) else cast("int", found)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._tokens, dtype)
 
 
 class Arrival(NamedTuple):
     number: int  # in the trace, from 0
     traced: TraceRequest
-    request: SimRequest
+    request: Request
 
 
 class Intake:
@@ -54,10 +70,9 @@ class Intake:
             params = self._params[count] = SamplingParams(
                 max_tokens=count, temperature=0.0, ignore_eos=True
             )
-        request = SimRequest(
+        request = Request(
             request_id=str(number),
-            prompt=tuple(tokens.tolist()),
-            tokens=tokens,
+            prompt=cast("tuple[int, ...]", Ids(tokens)),
             params=params,
             seed=mix(self._seed, number),
             priority=traced.priority or 0,

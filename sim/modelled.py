@@ -7,11 +7,14 @@ session whose next prompt goes on in the same numbering finds its own output in 
 
 from __future__ import annotations
 
+import math
+from operator import add
+
 import numpy as np
 
 from cbatch.core.plan import Deltas, QuietSteps, StepPlan, StepResult
 from sim.acceptance import AcceptanceModel
-from sim.composition import SlotCounts
+from sim.composition import SlotCounts, decoding
 from sim.costs import CostModel, StepWork
 
 _ONE = np.array(1, dtype=np.int32)
@@ -27,9 +30,10 @@ class ModelledExecutor:
         self._cost = cost
         self._acceptance = acceptance
         self._counts = SlotCounts(max_slots)
-        self._first_token = np.zeros(max_slots, np.int64)  # by slot, as if it had counted from 0
+        self._first_token = [0] * max_slots  # as if its request had counted from 0
         # Shared by the results of steps in which every row emits one token.
         self._ramp = np.arange(max_slots + 1, dtype=np.int32)
+        self._ones = np.ones(max_slots, np.int32)
         self._ok = np.zeros(max_slots, np.uint8)
         self._steady: _Steady | None = None
         self.host_s = 0.0  # of the last step, where the cost model tells it apart
@@ -63,12 +67,14 @@ class ModelledExecutor:
         num_steps, rows = steady.num_foreseen, len(steady.slots)
         if num_steps != plan.num_steps:
             raise ValueError(f"num_steps: {plan.num_steps}, but {num_steps} were foreseen")
-        tokens, splits = steady.tokens, self._ramp[: rows + 1]
+        steps, tokens, splits = steady.steps, steady.tokens, self._ramp[: rows + 1]
         if num_steps > 1:
-            tokens = (tokens[:, None] + np.arange(num_steps, dtype=np.int32)).ravel()
-            splits = splits * num_steps
-        steady.tokens = steady.tokens + num_steps  # anew: those before may be in a commit
-        steady.steps += num_steps
+            later = np.arange(steps, steps + num_steps, dtype=np.int32)
+            tokens = (tokens[:, None] + later).ravel()
+            splits = np.arange(0, rows * num_steps + 1, num_steps, dtype=np.int32)
+        elif steps:
+            tokens = tokens + steps
+        steady.steps = steps + num_steps
         steady.num_foreseen = 0
         steady.first = plan
         self.host_s = steady.host_s
@@ -85,12 +91,19 @@ class ModelledExecutor:
         )
 
     def _enter_steady(self, slots: np.ndarray) -> _Steady:
-        tokens = self._first_token[slots] + self._counts.num_tokens[slots]
-        return _Steady(slots, self._counts.decoding(slots), tokens.astype(np.int32))
+        rows = slots.tolist()
+        known = self._counts.known(rows)
+        return _Steady(slots, decoding(known), self._next_tokens(rows, known))
 
     def _leave_steady(self, steady: _Steady) -> None:
-        self._counts.advance_all(steady.slots, steady.steps)
+        if steady.steps:
+            self._counts.advance_all(steady.slots.tolist(), steady.steps)
         self._steady = None
+
+    def _next_tokens(self, slots: list[int], known: list[int]) -> np.ndarray:
+        """int32 [rows], of rows with so many known tokens."""
+        firsts = [self._first_token[slot] for slot in slots]
+        return np.array(list(map(add, firsts, known)), dtype=np.int32)
 
     # -- any step
 
@@ -102,31 +115,27 @@ class ModelledExecutor:
                 self._acceptance.admit(a)
 
     def _run_any(self, plan: StepPlan) -> StepResult:
-        slots, drafted = plan.slots, plan.num_drafts
+        slots, drafted = plan.slots.tolist(), plan.num_drafts
         work = self._counts.work(plan, drafted)
         accepted = drafted
-        known = self._counts.num_tokens[slots]
-        first = self._first_token[slots] + known
-        plain = work.decode_rows == work.rows and not work.draft_tokens
-        if plain:
-            splits = self._ramp[: work.rows + 1]
-            tokens = first.astype(np.int32)
-            self._counts.advance_all(slots, 1)
-        else:
+        known = self._counts.known(slots)
+        tokens = self._next_tokens(slots, known)
+        emitted, splits = self._ones[: work.rows], self._ramp[: work.rows + 1]
+        if work.draft_tokens or work.logit_tokens < work.rows:
             if work.draft_tokens:
-                accepted = self._accept(slots, known, drafted)
+                accepted = self._accept(plan.slots, np.array(known), drafted)
             emitted = accepted + plan.wants_logits
             splits = np.zeros(work.rows + 1, np.int32)
             np.add.accumulate(emitted, out=splits[1:])
-            first -= splits[:-1]
-            tokens = (first.repeat(emitted) + np.arange(splits[-1])).astype(np.int32)
-            self._counts.advance(plan, accepted, emitted)
+            first = tokens - splits[:-1]
+            tokens = first.repeat(emitted) + np.arange(splits[-1], dtype=np.int32)
+        self._counts.advance(plan, accepted, emitted)
         draft_s, target_s, self.host_s = self._cost.step_s(work)
         status = self._ok[: work.rows]
-        if plain:
+        if work.decode_rows == work.rows and not work.draft_tokens:
             work.admitted = work.ingested_tokens = 0
             work.go_on()
-            self._steady = _Steady(slots, work, tokens + _ONE)
+            self._steady = _Steady(plan.slots, work, tokens + _ONE)
             self._steady.first = plan
         return StepResult(
             plan.step_id,
@@ -152,7 +161,7 @@ class _Steady:
     def __init__(self, slots: np.ndarray, work: StepWork, tokens: np.ndarray) -> None:
         self.slots = slots
         self.work = work  # of the next step
-        self.tokens = tokens  # int32 [rows], that it will emit
+        self.tokens = tokens  # int32 [rows], that its first step emits
         self.steps = 0  # since the slots' own counts were brought up to date
         # Steps that are priced and still to be run: how many, their sums, and the last one's.
         self.num_foreseen = 0
@@ -163,16 +172,18 @@ class _Steady:
         self, cost: CostModel, most_steps: int, now_s: float, until_s: float | None
     ) -> list[float]:
         """Prices the next steps, at most so many; see `ModelledExecutor.foresee`."""
-        work, ends_s, draft_s, target_s = self.work, list[float](), 0.0, 0.0
-        while len(ends_s) < most_steps and not (
-            ends_s and until_s is not None and now_s >= until_s
-        ):
+        ends_s: list[float] = []
+        work, draft_s, target_s, host_s = self.work, 0.0, 0.0, 0.0
+        stop_s = math.inf if until_s is None else until_s
+        for _ in range(most_steps):
             step_draft_s, step_target_s, host_s = cost.step_s(work)
             draft_s += step_draft_s
             target_s += step_target_s
             now_s += step_draft_s + step_target_s + host_s
             ends_s.append(now_s)
             work.go_on()
+            if now_s >= stop_s:
+                break
         self.num_foreseen = len(ends_s)
         self.draft_s, self.target_s, self.host_s = draft_s, target_s, host_s
         return ends_s

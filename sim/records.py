@@ -1,8 +1,8 @@
 """What is measured while a replay runs: a few numbers a request, and every gap between tokens.
 
 A run of steps in which the same rows decode one token each has one gap a step for all of them, and
-costs one append; whatever else happens is looked at row by row, vectorised. Memory grows by some
-60 bytes a request and 16 a step.
+costs one append; whatever else happens is looked at row by row. Memory grows by some 60 bytes a
+request and 16 a step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from operator import sub
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class _Open:
         self.request = request
         self.queue_s: float | None = None  # None: not admitted yet
         self.first_s = math.nan
-        self.last_s = math.nan  # of its last token, as of the moment it lost its slot
+        self.last_s: float | None = None  # of its last token, as of the moment it lost its slot
         self.hit_tokens = 0
         self.preemptions = 0
         self.slot: int | None = None  # the latest that it had
@@ -71,7 +71,7 @@ class Recorder:
         self._on_record = on_record
         self._open: dict[str, _Open] = {}
         self._occupants: list[_Open | None] = [None] * max_slots
-        self._last_s = np.full(max_slots, np.nan)  # by slot, of its request's last token
+        self._last_s: list[float | None] = [None] * max_slots  # of the last token of its request
         self._steady: StepPlan | None = None  # all of its rows had their last token at _steady_s
         self._steady_s = 0.0
         self.ttft_s, self.tpot_s, self.e2e_s, self.queue_s = (array("d") for _ in range(4))
@@ -126,11 +126,12 @@ class Recorder:
         self, plan: StepPlan, commit: Commit, started_s: float, ends_s: list[float]
     ) -> None:
         """`ends_s` has one time for each step of the plan."""
-        rows, before_s = len(plan.slots), started_s
-        for ended_s in ends_s:
-            self.running_s += rows * (ended_s - before_s)
-            before_s = ended_s
-        steady = self._steady
+        rows, steady = len(plan.slots), self._steady
+        lasted_s = list(map(sub, ends_s, [started_s, *ends_s]))
+        running_s = self.running_s
+        for step_s in lasted_s:
+            running_s += rows * step_s
+        self.running_s = running_s
         if not (
             steady is not None
             and plan.slots is steady.slots
@@ -142,13 +143,15 @@ class Recorder:
                 self._steady = plan
             else:
                 self._rows(plan, commit, ends_s[0])
-                ends_s = ends_s[1:]
-        if ends_s:
-            gaps_s = [later - sooner for sooner, later in pairwise([self._steady_s, *ends_s])]
-            self._gap_s.extend(gaps_s)
-            self._gap_chunks.extend([rows] * len(gaps_s))
-            self._gap_tokens.extend([rows] * len(gaps_s))
-            self.row_steps += rows * len(gaps_s)
+                del lasted_s[0]
+                started_s = self._steady_s
+        if lasted_s:
+            if started_s != self._steady_s:  # the step did not begin where the one before ended
+                lasted_s[0] = ends_s[0] - self._steady_s
+            self._gap_s.fromlist(lasted_s)
+            self._gap_chunks.fromlist([rows] * len(lasted_s))
+            self._gap_tokens.fromlist([rows] * len(lasted_s))
+            self.row_steps += rows * len(lasted_s)
             self._steady_s = ends_s[-1]
 
     def finished(self, name: str, num_tokens: int, now_s: float) -> TraceRequest:
@@ -199,11 +202,12 @@ class Recorder:
     def _vacate(self, slot: int) -> None:
         leaver = self._occupants[slot]
         if leaver is not None:
-            leaver.last_s, leaver.slot = float(self._last_s[slot]), None
+            leaver.last_s, leaver.slot = self._last_s[slot], None
             self._occupants[slot] = None
 
     def _settle(self, steady: StepPlan) -> None:
-        self._last_s[steady.slots] = self._steady_s
+        for slot in steady.slots.tolist():
+            self._last_s[slot] = self._steady_s
         self._steady = None
 
     @staticmethod
@@ -219,28 +223,27 @@ class Recorder:
     def _rows(self, plan: StepPlan, commit: Commit, now_s: float) -> None:
         """The first step of the plan, row by row; the others have its rows."""
         counts = commit.counts if plan.num_steps == 1 else plan.query_lens
-        emitting = counts.nonzero()[0]
-        self.row_steps += len(emitting)
-        if not len(emitting):
-            return
-        every = len(emitting) == len(counts)
-        slots = plan.slots if every else plan.slots[emitting]
-        counts = counts if every else counts[emitting]
-        gap_s = now_s - self._last_s[slots]
-        self._last_s[slots] = now_s
-        first = np.isnan(gap_s)
-        if True in first.tolist():
-            for slot in slots[first].tolist():
+        gaps_s: list[float] = []
+        tokens: list[int] = []
+        last_s, emitting = self._last_s, 0
+        for slot, count in zip(plan.slots.tolist(), counts.tolist(), strict=True):
+            if not count:
+                continue
+            emitting += 1
+            before_s, last_s[slot] = last_s[slot], now_s
+            if before_s is not None:
+                gaps_s.append(now_s - before_s)
+                tokens.append(count)
+            else:  # tokens that come together with the first one have no gap of their own
                 opened = self._occupants[slot]
                 assert opened is not None
                 opened.first_s = now_s
-            # Tokens that come together with the first one have no gap of their own.
-            gap_s, counts = gap_s[~first], counts[~first]
-        self._gap_s.extend(gap_s.tolist())
-        self._gap_chunks.extend([1] * len(gap_s))
-        self._gap_tokens.extend(counts.tolist())
-        one_each = len(commit.tokens) == len(slots) * plan.num_steps
-        if every and one_each and not any(plan.num_drafts.tolist()):
+        self.row_steps += emitting
+        self._gap_s.fromlist(gaps_s)
+        self._gap_chunks.fromlist([1] * len(gaps_s))
+        self._gap_tokens.fromlist(tokens)
+        one_each = len(commit.tokens) == emitting * plan.num_steps
+        if emitting == len(counts) and one_each and not any(plan.num_drafts.tolist()):
             self._steady, self._steady_s = plan, now_s
 
     def _meets(

@@ -53,7 +53,7 @@ def weighted_percentiles(
     values: np.ndarray, weights: np.ndarray, percents: tuple[float, ...]
 ) -> np.ndarray:
     """What `np.percentile(np.repeat(values, weights), percents)` gives, without the copies."""
-    order = np.argsort(values, kind="stable")
+    order = np.argsort(values)  # whichever of equal values is first
     ordered, ends = values[order], np.cumsum(weights[order])
     ranks = np.asarray(percents) / 100 * (int(ends[-1]) - 1)
     below = np.floor(ranks)

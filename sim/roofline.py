@@ -147,15 +147,18 @@ class Rates(NamedTuple):
     def step_s(
         self, tokens: float, logit_tokens: float, pairs: float, context_tokens: float
     ) -> float:
-        """One pass; called for every step of a long trace, so without a call of its own."""
-        token_s, weights_s, logit_s, head_s, seconds, exchange_s, pair_s, context_s = self
-        layers_s = token_s * tokens
-        seconds += (layers_s if layers_s > weights_s else weights_s) + exchange_s * tokens
+        """One pass."""
+        attention_s = max(self.pair_s * pairs, self.context_token_s * context_tokens)
+        return self.matrices_s(tokens, logit_tokens) + attention_s
+
+    def matrices_s(self, tokens: float, logit_tokens: float) -> float:
+        """One pass but for its attention."""
+        seconds = self.fixed_s + (
+            max(self.token_s * tokens, self.weights_s) + self.exchange_token_s * tokens
+        )
         if logit_tokens:
-            logits_s = logit_s * logit_tokens
-            seconds += logits_s if logits_s > head_s else head_s
-        pairs_s, read_s = pair_s * pairs, context_s * context_tokens
-        return seconds + (pairs_s if pairs_s > read_s else read_s)
+            seconds += max(self.logit_s * logit_tokens, self.head_s)
+        return seconds
 
 
 class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,15 +240,18 @@ class Roofline:
         self._config = config
         self._target = config.rates(config.shape)
         self._draft = None if config.draft is None else config.rates(config.draft)
+        # Of the latest step: most have as many tokens, and logits, as the one before.
+        self._tokens: tuple[int, int] | None = None
+        self._matrices_s = 0.0
 
     def step_s(self, work: StepWork) -> tuple[float, float, float]:
         target, host_s = self._target, self._config.step_host_s
-        seconds = target.step_s(
-            work.decode_tokens + work.prefill_tokens,
-            work.logit_tokens,
-            work.decode_pairs,
-            work.decode_context_tokens,
-        )
+        tokens = work.decode_tokens + work.prefill_tokens, work.logit_tokens
+        if tokens != self._tokens:
+            self._tokens, self._matrices_s = tokens, target.matrices_s(*tokens)
+        pairs_s = target.pair_s * work.decode_pairs
+        read_s = target.context_token_s * work.decode_context_tokens
+        seconds = self._matrices_s + (pairs_s if pairs_s > read_s else read_s)
         if work.prefill_tokens:  # its attention is another kernel's work, or as good as
             compute_s = target.pair_s * work.prefill_pairs
             seconds += max(compute_s, target.context_token_s * work.prefill_context_tokens)

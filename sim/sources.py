@@ -123,3 +123,23 @@ class ClosedLoop:
 
     def ended(self, request: TraceRequest, now_s: float) -> None:
         heapq.heappush(self._ready_s, now_s + self._think_s)
+
+
+class Remote:
+    """A source whose requests take `latency_s` to reach the scheduler, what answers take on their
+    way back counted with it. They arrive, for every measure, when they were sent."""
+
+    def __init__(self, source: Source, latency_s: float) -> None:
+        if not 0 <= latency_s < float("inf"):
+            raise FieldError("latency", f"{latency_s} is not allowed", "give 0 or more seconds")
+        self._source, self._latency_s = source, latency_s
+
+    def next_arrival_s(self) -> float | None:
+        sent_s = self._source.next_arrival_s()
+        return None if sent_s is None else sent_s + self._latency_s
+
+    def take(self) -> tuple[int, TraceRequest]:
+        return self._source.take()
+
+    def ended(self, request: TraceRequest, now_s: float) -> None:
+        self._source.ended(request, now_s)

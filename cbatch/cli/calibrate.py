@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from sim.calibrated import Accuracy, Calibration, StepSample
 
 ROUNDS, STEPS = 2, 32
-ENGINE_FIELDS = (
-    "num_blocks",
-    "block_size_tokens",
-    "max_slots",
-    "max_model_tokens",
-    "step_budget_tokens",
-    "draft_context_tokens",
-    "catch_up_price",
-)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,6 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     from cbatch.assembly import load_engine
+    from sim.calibrated import write_calibration
 
     if args.overlap:
         raise FieldError("--overlap", "the simulator's loop is serial", "leave it out")
@@ -64,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     for line in info.lines():
         console.print(line, soft_wrap=True)
     found = calibrate(engine, info, args, console)
-    args.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    write_calibration(args.out, found)
     console.print(f"fitted to {_words(found.fitted)}", soft_wrap=True)
     console.print(f"held-out batches: {_words(found.held_out)}", soft_wrap=True)
     row = {"fitted": msgspec.to_builtins(found.fitted)}
@@ -78,10 +70,8 @@ def calibrate(
     engine: Engine, info: EngineInfo, args: argparse.Namespace, console: Console
 ) -> Calibration:
     """Leaves the engine without a state; it is to serve nobody meanwhile."""
-    from bench.report import describe_machine, describe_versions
-    from cbatch.calibrating import Calibrator, designed
+    from cbatch.calibrating import Calibrator, calibration_of, designed
     from cbatch.engine.loop import Executor
-    from sim.calibrated import Calibration, accuracy, fit_prices
 
     executor, config = engine.loop.executor, engine.scheduler.config
     assert isinstance(executor, Executor)
@@ -100,19 +90,7 @@ def calibrate(
 
         known = [sample for number in range(args.rounds) for sample in samples(fitted, number)]
         others = samples(held_out, args.rounds)
-    prices = fit_prices(known)
-    return Calibration(
-        model=info.model,
-        draft=info.draft,
-        machine=describe_machine(),
-        versions=describe_versions(),
-        engine={name: getattr(config, name) for name in ENGINE_FIELDS},
-        prices=prices,
-        profile=config.cost_profile,
-        max_rows=max(sample.work.rows for sample in known),
-        fitted=accuracy(prices, known),
-        held_out=accuracy(prices, others),
-    )
+    return calibration_of(info, config, known, others)
 
 
 def _words(found: Accuracy) -> str:

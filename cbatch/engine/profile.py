@@ -24,6 +24,7 @@ from cbatch.core.plan import Admission, Deltas, StepPlan, StepResult
 from cbatch.core.request import MODEL, SamplingParams
 from cbatch.engine.loop import Executor
 
+VERSION = 3  # of what is measured: prices kept by another are measured anew
 CONTEXT_TOKENS = 64
 LONG_CONTEXT_TOKENS = 512
 DRAFTS = 3  # of the shapes that verify: 4 tokens a row
@@ -32,6 +33,10 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHUNKS = (32, 128, 512)
 _CATCH_UPS_ROWS = ((63, 1), (63, 4))  # tokens that the drafter has not seen, and rows
 _PERIOD_TOKENS = 16  # of a text that repeats itself
+# What counts is a step like those before it. A small model's first few are up to a third dearer,
+# until caches and branches know the shape; where so much time has passed it no longer matters.
+_LIKE_STEPS = 5
+_SETTLED_S = 0.01
 _MOST_ROUNDS = 15
 _BUDGET_S = 3.0
 _logger = logging.getLogger("cbatch")
@@ -55,6 +60,17 @@ class Shape(NamedTuple):
     @property
     def logit_tokens(self) -> int:
         return self.rows * (1 + self.num_drafts)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the same step can follow it: each row decodes, and its drafter has seen all."""
+        seen = not self.catch_up and not self.read_tokens
+        return seen and self.query_len == 1 + self.num_drafts
+
+    @property
+    def most_tokens(self) -> int:
+        """Known of a row after `_LIKE_STEPS` such steps and one more token."""
+        return self.context_tokens + _LIKE_STEPS * (1 + self.num_drafts) + 1
 
 
 class Timed(NamedTuple):
@@ -86,7 +102,8 @@ def shapes_for(config: SchedulerConfig) -> list[Shape]:
         candidates += [Shape(rows, 1 + k, k, read_tokens=read) for k, rows in _DEPTHS_ROWS]
         if not looks_up:
             candidates += [Shape(rows, 2, 1, catch_up=lag) for lag, rows in _CATCH_UPS_ROWS]
-    long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - DRAFTS - 2)
+    grown_tokens = Shape(1, 1 + DRAFTS, DRAFTS, context_tokens=0).most_tokens
+    long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - grown_tokens)
     if long_tokens >= 2 * CONTEXT_TOKENS:
         candidates += [Shape(rows, context_tokens=long_tokens) for rows in (1, 8)]
         read = long_tokens if looks_up else 0
@@ -96,7 +113,7 @@ def shapes_for(config: SchedulerConfig) -> list[Shape]:
 
 
 def _fits(shape: Shape, config: SchedulerConfig) -> bool:
-    needed_tokens = shape.context_tokens + shape.num_drafts + 2
+    needed_tokens = shape.most_tokens
     blocks = shape.rows * -(-needed_tokens // config.block_size_tokens)
     return (
         shape.rows <= config.max_slots
@@ -107,58 +124,82 @@ def _fits(shape: Shape, config: SchedulerConfig) -> bool:
 
 
 class _Runner:
-    """Runs made-up steps: every one starts from a full snapshot."""
+    """Runs made-up steps. They start from a full snapshot, whose rows are admitted by a step that
+    does not count where others can follow: of a small model it would be a third of the price."""
 
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         self._executor, self._config = executor, config
-        self._steps = 0
+        self._steps, self._spent_s = 0, 0.0
 
     def time(self, shapes: list[Shape], budget_s: float) -> dict[Shape, Timed]:
-        """Medians over a few rounds, as many as the budget allows; the first one is for warm-up
-        unless it has used the budget up. All shapes in every round: a machine that is slow for a
-        second is so to all."""
-        rounds: list[list[Timed]] = []
-        spent_s = 0.0
-        while len(rounds) <= _MOST_ROUNDS and spent_s * (1 + 1 / max(len(rounds), 1)) <= budget_s:
-            results = [self._run(shape) for shape in shapes]
-            rounds.append([Timed(result.target_s, result.draft_s) for result in results])
-            spent_s += sum(map(sum, rounds[-1]))
-        medians = np.median(rounds[1:] or rounds, axis=0).tolist()
-        return {shape: Timed(*pair) for shape, pair in zip(shapes, medians, strict=True)}
+        """Medians over a few rounds; the first one is for warm-up unless it has used the budget up.
+        A machine that is slow for a second is so to all shapes of a round; the dear ones drop out
+        once two of them are measured and their share of the budget is spent."""
+        share_s = budget_s / len(shapes)
+        found: dict[Shape, list[Timed]] = {shape: [] for shape in shapes}
+        spent_s = dict.fromkeys(shapes, 0.0)
+        for number in range(1 + _MOST_ROUNDS):
+            for shape, times in found.items():
+                another_s = spent_s[shape] / max(number, 1)
+                wanted = number == 0 or (number == 1 and self._spent_s <= budget_s)
+                if wanted or spent_s[shape] + another_s <= share_s:
+                    before_s = self._spent_s
+                    times.append(self._run(shape))
+                    spent_s[shape] += self._spent_s - before_s
+        medians = {shape: np.median(times[1:] or times, axis=0) for shape, times in found.items()}
+        return {shape: Timed(*pair.tolist()) for shape, pair in medians.items()}
 
-    def _run(self, shape: Shape) -> StepResult:
+    def _run(self, shape: Shape) -> Timed:
+        """Of the last of the steps."""
+        generation = self._steps + 1
+        admitted = tuple(self._admission(shape, slot, generation) for slot in range(shape.rows))
+        lag = np.full(shape.rows, shape.catch_up, dtype=np.int32)
+        result = self._step(shape, generation, lag, admitted)
+        settled_s = self._spent_s + _SETTLED_S
+        for _ in range(1, _LIKE_STEPS if shape.goes_on else 1):
+            if self._spent_s >= settled_s:
+                break
+            if shape.num_drafts:  # of those all accepted, a draft model has not seen the last
+                lag = (result.num_accepted == shape.num_drafts).astype(np.int32)
+            result = self._step(shape, generation, lag, ())
+        return Timed(result.target_s, result.draft_s)
+
+    def _step(
+        self, shape: Shape, generation: int, lag: np.ndarray, admitted: tuple[Admission, ...]
+    ) -> StepResult:
         self._steps += 1
         slots = np.arange(shape.rows, dtype=np.int32)
         each = np.ones(shape.rows, dtype=np.int32)
         plan = StepPlan(
             step_id=self._steps,
             slots=slots,
-            generations=each * self._steps,
+            generations=each * generation,
             query_lens=each * shape.query_len,
             num_drafts=each * shape.num_drafts,
-            catch_up=each * shape.catch_up,
+            catch_up=lag,
             wants_logits=np.ones(shape.rows, dtype=np.bool_),
             deltas=Deltas(
-                reset=True,
+                reset=bool(admitted),
                 released=_NO_SLOTS,
                 zeroed_blocks=_NO_SLOTS,
-                admitted=tuple(self._admission(shape, slot) for slot in range(shape.rows)),
+                admitted=admitted,
                 append_slots=_NO_SLOTS,
                 append_indices=_NO_SLOTS,
                 append_blocks=_NO_SLOTS,
             ),
         )
-        return self._executor.run(plan)
+        result = self._executor.run(plan)
+        self._spent_s += result.target_s + result.draft_s
+        return result
 
-    def _admission(self, shape: Shape, slot: int) -> Admission:
-        known = shape.context_tokens
+    def _admission(self, shape: Shape, slot: int, generation: int) -> Admission:
+        known, most = shape.context_tokens, shape.most_tokens
         in_kv = known - shape.query_len + shape.num_drafts
-        most = known + shape.num_drafts + 2
         width = -(-most // self._config.block_size_tokens)
         return Admission(
             slot=slot,
-            generation=self._steps,
-            request_id=f"profile-{self._steps}-{slot}",
+            generation=generation,
+            request_id=f"profile-{generation}-{slot}",
             seed=0,
             choice=0,
             params=SamplingParams(temperature=0.0, max_tokens=most - known),
@@ -221,6 +262,8 @@ def fit_profile(times: Mapping[Shape, Timed]) -> CostProfile:
     logits_s = _logits_price({s: t.target_s - fixed_s[s] for s, t in times.items()}, wide)
     points: dict[int, list[float]] = {}
     for shape, t in times.items():
+        if shape.catch_up:
+            continue  # admitted in the same step, and for the price of the drafter's alone
         besides_s = fixed_s[shape] + logits_s * shape.logit_tokens
         points.setdefault(shape.tokens, []).append(t.target_s - besides_s)
     tokens = sorted(points)

@@ -7,7 +7,7 @@ everything before it. Floats survive exactly, so a replay reproduces every decis
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -48,9 +48,12 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def encode_array(value: Any) -> Any:
-    """msgspec `enc_hook`: an array is written as its dtype and its values."""
+    """msgspec `enc_hook`: an array is written as its dtype and its values, a sequence of another
+    kind as a tuple (a simulated prompt)."""
     if isinstance(value, np.ndarray):
         return (value.dtype.name, value.tolist())
+    if isinstance(value, Sequence):
+        return tuple(value)
     raise NotImplementedError(f"{type(value).__name__} does not belong in a step log")
 
 

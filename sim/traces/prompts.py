@@ -7,6 +7,7 @@ import numpy as np
 from sim.traces.request import TraceRequest
 
 VOCAB_SIZE = 2**31 - 1
+_NOTHING = np.zeros(0, np.int64)
 
 
 class PromptMaker:
@@ -22,7 +23,7 @@ class PromptMaker:
 
     def prompt(self, request: TraceRequest) -> np.ndarray:
         """int32 [prompt_tokens]."""
-        named = np.zeros(0, np.int64)
+        named = _NOTHING
         if request.hash_ids is not None:
             named = self._named(request.hash_ids, request.hash_block_tokens or 1)
         missing = request.prompt_tokens - len(named)

@@ -43,7 +43,9 @@ TRUE = Prices(
     | {"row": 1e-4, "context_token": 3e-7, "prefill_pair": 2e-8, "verifying_step": 5e-4},
     draft_s=dict.fromkeys(DRAFT, 0.0)
     | {"drafting_step": 3e-4, "depth": 4e-4, "draft_token": 1e-5, "ingested_token": 2e-5},
-    host_s=dict.fromkeys(HOST, 0.0) | {"step": 2e-4, "row": 5e-6, "admission": 1e-4},
+    host_s=dict.fromkeys(HOST, 0.0)
+    | {"step": 2e-4, "row": 5e-6, "admission": 1e-4}
+    | {"controlled_drafting_step": 3e-4, "controlled_admission": 5e-4},
 )
 
 
@@ -74,13 +76,14 @@ def composition(rng: np.random.Generator) -> StepWork:
 
 def samples(count: int, noise: float, seed: int, stalls: float = 0.0) -> list[StepSample]:
     """Of `TRUE`, each duration off by that share, and some ten times as long."""
-    cost, rng = CalibratedCost(TRUE), np.random.default_rng(seed)
-    found = []
+    costs = [CalibratedCost(TRUE, controlled=controlled) for controlled in (False, True)]
+    rng, found = np.random.default_rng(seed), []
     for _ in range(count):
-        work = composition(rng)
+        work, controlled = composition(rng), bool(rng.random() < 0.3)
         factors = 1 + noise * rng.standard_normal(3)
         factors *= 10 if rng.random() < stalls else 1
-        found.append(StepSample(work, *(s * f for s, f in zip(cost.step_s(work), factors))))  # noqa: B905
+        times_s = np.array(costs[controlled].step_s(work)) * factors
+        found.append(StepSample(work, *times_s.tolist(), controlled))
     return found
 
 
@@ -101,6 +104,16 @@ def test_stalls_of_the_machine_do_not_move_prices(monkeypatch: pytest.MonkeyPatc
     assert abs(accuracy(fit_prices(stalled), clean).total) < 0.02
     monkeypatch.setattr(sim.calibrated, "_CLIP", 1e9)
     assert accuracy(fit_prices(stalled), clean).total > 0.05
+
+
+def test_what_choosing_depths_costs_is_told_apart() -> None:
+    """Half a millisecond an admission; who knows of no such steps charges others for it."""
+    known = samples(1500, 0.05, seed=0)
+    found = fit_prices(known).host_s
+    assert found["controlled_admission"] == pytest.approx(5e-4, rel=0.15)
+    assert found["controlled_drafting_step"] == pytest.approx(3e-4, rel=0.15)
+    blind = [msgspec.structs.replace(sample, controlled=False) for sample in known]
+    assert fit_prices(blind).host_s["admission"] > 1.5 * TRUE.host_s["admission"]
 
 
 def test_a_model_that_does_not_see_verification_is_noticed() -> None:
@@ -165,10 +178,12 @@ def test_designed_batches_of_an_engine_that_is_known() -> None:
     fitted, held_out = designed(config)
     assert Batch(8, 8) in fitted and not set(fitted) & set(held_out)
     calibrator = Calibrator(executor, config, clock)
+    calibrator.samples(Batch(4, None), 4, np.random.default_rng(0))  # nothing was said before
     known = calibrator.measure(fitted, seed=0, steps=12)
     others = calibrator.measure(held_out, seed=1, steps=12)
     assert len(known) == 12 * len(fitted)
-    assert {s.work.draft_depth for s in known} >= {0, 1, 2, 4, 8}
+    assert {s.work.draft_depth for s in known if not s.controlled} >= {0, 1, 2, 4, 8}
+    assert {s.work.draft_depth > 0 for s in known if s.controlled} == {True, False}
     mixed = [s for s in known if s.work.decode_rows and s.work.prefill_tokens]
     assert len(mixed) > 20 and max(s.host_s for s in known) < 1e-9
     found = accuracy(fit_prices(known), others)
@@ -203,7 +218,7 @@ def test_files_are_read_back_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_bytes(msgspec.json.encode(calibration()))
     assert read_calibration(path) == calibration()
-    path.write_bytes(msgspec.json.encode(calibration(version=2)))
+    path.write_bytes(msgspec.json.encode(calibration(version=1)))
     with pytest.raises(FieldError, match="calibrate this version anew"):
         read_calibration(path)
     negative = msgspec.to_builtins(TRUE)

@@ -97,6 +97,36 @@ def test_many_tokens_are_bound_by_arithmetic() -> None:
     assert Roofline(config()).step_s(work)[1] == pytest.approx(expected_s)
 
 
+def check_prices_keep_apart(kind: type[Roofline]) -> None:
+    """One model is asked for all, and one of its own for each: steps of as many tokens, of which
+    more or fewer lead to logits, with short and long contexts."""
+    asked = kind(config())
+    works = [
+        decode(rows, context, logit_tokens=logits)
+        for rows in (3, 4000)
+        for context in (1, 5000)
+        for logits in (rows, 1)
+    ]
+    assert [asked.step_s(w) for w in works] == [kind(config()).step_s(w) for w in works]
+    *_, all_s, one_s = (asked.step_s(w)[1] for w in works)
+    assert all_s > one_s, "the head is read once, unless it has so much to do"
+
+
+def test_a_price_does_not_depend_on_those_before() -> None:
+    check_prices_keep_apart(Roofline)
+
+
+def test_a_price_that_sticks_is_caught() -> None:
+    class Stuck(Roofline):
+        def step_s(self, work: StepWork) -> tuple[float, float, float]:
+            if self._tokens is not None:
+                self._tokens = work.decode_tokens, work.logit_tokens
+            return super().step_s(work)
+
+    with pytest.raises(AssertionError):
+        check_prices_keep_apart(Stuck)
+
+
 def test_efficiencies_and_constants_add_up() -> None:
     half = config(memory_efficiency=0.5)
     whole_s, half_s = (Roofline(c).step_s(decode(1, 9))[1] for c in (config(), half))

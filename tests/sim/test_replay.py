@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from cbatch.core.config import SchedulerConfig
+from cbatch.core.errors import FieldError
 from cbatch.core.events import Added, Committed, Event, Planned
 from cbatch.core.plan import StepPlan, StepResult
 from cbatch.core.scheduler import Scheduler
@@ -27,7 +28,7 @@ from sim.modelled import ModelledExecutor
 from sim.records import Recorder
 from sim.replay import Progress, replay
 from sim.report import Objectives, Record, Report, from_json, to_json
-from sim.sources import ClosedLoop, OpenLoop, Source
+from sim.sources import ClosedLoop, OpenLoop, Remote, Source
 from sim.traces.request import TraceRequest
 from sim.workload import Conversations, converse, generate
 from tests.sim.replays import config_for, executor_for, speculating
@@ -215,6 +216,25 @@ def test_constant_cost_by_hand() -> None:
     assert report.output_tokens_per_s == pytest.approx(15 / 2.1)
     assert report.mean_running == pytest.approx(0.15 / 2.1)
     assert report.itl_s.count == 12
+
+
+def test_what_is_spent_outside_of_the_engine_is_the_requests() -> None:
+    """It is in the time to the first token and to the last, between them it is not; a client sends
+    its next request when the answer is back."""
+    requests = [
+        TraceRequest(arrival_s=i * 1.0, prompt_tokens=50, output_tokens=4) for i in range(3)
+    ]
+    records: list[Record] = []
+    source = Remote(OpenLoop(requests), 0.005)
+    report = run(source, cost=ConstantCost(), on_record=records.append)
+    assert [r.ttft_s for r in records] == pytest.approx([0.015] * 3)
+    assert [r.e2e_s for r in records] == pytest.approx([0.045] * 3)
+    assert [r.tpot_s for r in records] == pytest.approx([0.01] * 3)
+    assert report.duration_s == pytest.approx(2.045)
+    clients = run(Remote(ClosedLoop(requests, 1), 0.005), cost=ConstantCost())
+    assert clients.duration_s == pytest.approx(3 * 0.045)
+    with pytest.raises(FieldError, match="latency"):
+        Remote(OpenLoop(requests), -1.0)
 
 
 def test_goodput_counts_requests_that_keep_all_their_objectives() -> None:

@@ -107,7 +107,7 @@ def priced(scenario: Scenario, lookahead: LookaheadConfig) -> Priced:
     if scenario.step_seconds is not None:
         return _constant(scenario.step_seconds)
     if scenario.cost is not None:
-        return _calibrated(scenario.cost, drafts=lookahead.policy != "off")
+        return _calibrated(scenario.cost, lookahead.policy)
     if scenario.cost_table is not None:
         if has_device(scenario):
             return _kernels(scenario, scenario.cost_table, drafts=lookahead.policy != "off")
@@ -122,15 +122,15 @@ def _constant(seconds: float) -> Priced:
     return Priced(cost=ConstantCost(step_duration_s=seconds), names=names)
 
 
-def _calibrated(path: str, *, drafts: bool) -> Priced:
+def _calibrated(path: str, policy: str) -> Priced:
     from sim.calibrated import CalibratedCost, read_calibration
 
     found = read_calibration(Path(path))
-    if drafts and found.draft is None:
+    if policy != "off" and found.draft is None:
         raise FieldError("--lookahead", "no draft was measured", "calibrate with --draft")
     names = {"cost": "calibrated", "model": found.model, "draft_model": found.draft}
     return Priced(
-        cost=CalibratedCost(found.prices),
+        cost=CalibratedCost(found.prices, controlled=policy == "goodput"),
         names=names | {"held_out_total_error": found.held_out.total},
         most_slots=found.max_rows,
         profile=found.profile,

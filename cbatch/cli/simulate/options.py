@@ -25,6 +25,9 @@ def add_scenario_options(parser: argparse.ArgumentParser, *, paced: bool = True)
         load.add_argument("--rate", type=float, metavar="X", help="times as many requests a second")
         load.add_argument("--concurrency", type=int, metavar="N", help="N clients, stamps ignored")
         load.add_argument("--think", type=float, metavar="SECONDS", help="pause of such a client")
+    load.add_argument(
+        "--latency", type=float, metavar="SECONDS", help="of a request outside of the engine"
+    )
     load.add_argument("--seed", type=int, default=0)
     add_cost_options(parser)
     engine = parser.add_argument_group(

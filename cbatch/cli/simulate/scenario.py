@@ -45,6 +45,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None
     concurrency: int | None
     think: float | None
+    latency: float | None
     seed: int
     gpu: str | None
     model: str | None
@@ -104,7 +105,7 @@ class Simulation(NamedTuple):
     settings: dict[str, Any]  # of the report
 
     def source(self) -> Source:
-        from sim.sources import ClosedLoop, OpenLoop
+        from sim.sources import ClosedLoop, OpenLoop, Remote
         from sim.traces.changes import sample, scale
 
         scenario, requests = self.scenario, self.trace.requests()
@@ -112,9 +113,10 @@ class Simulation(NamedTuple):
             requests = sample(requests, most=scenario.requests)
         if scenario.rate is not None:
             requests = scale(requests, rate=scenario.rate)
-        if scenario.concurrency is None:
-            return OpenLoop(requests)
-        return ClosedLoop(requests, scenario.concurrency, think_s=scenario.think or 0.0)
+        source: Source = OpenLoop(requests)
+        if scenario.concurrency is not None:
+            source = ClosedLoop(requests, scenario.concurrency, think_s=scenario.think or 0.0)
+        return source if scenario.latency is None else Remote(source, scenario.latency)
 
     def executor(self) -> ModelledExecutor:
         from sim.acceptance import parse_acceptance
@@ -163,7 +165,7 @@ def build(scenario: Scenario) -> Simulation:
     if config.lookahead.policy != "off":
         words["acceptance"] = first_of(ACCEPTANCE, scenario.acceptance)
     words |= _fleet(scenario)
-    changes = ("skip_empty", "spread", "requests", "rate", "concurrency", "think")
+    changes = ("skip_empty", "spread", "requests", "rate", "concurrency", "think", "latency")
     settings = {"trace": trace.path.name, "format": trace.format, "seed": scenario.seed}
     settings |= words | {name: getattr(scenario, name) for name in changes}
     if taken:
