@@ -1,5 +1,6 @@
 """`cbatch bench` beside the load testers of others, in turns, on one running server and the same
-prompts: `python -m bench.clients URL --vllm PATH --guidellm PATH`.
+prompts: `python -m bench.clients URL --vllm PATH --guidellm PATH`. Without URL the server is one
+whose tokens come at set times (`bench.paced`), so that what differs is the testers alone.
 
 The others are programs of environments of their own, and are run as they are. All send completions
 of equal length, greedily, as a closed loop; what one figure is called differs:
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +31,13 @@ from typing import Any, NamedTuple
 from bench.load.http import Endpoint, HttpClient
 from bench.load.runner import find_model
 from bench.load.text import Prompts, load_text, open_corpus
+from bench.paced import MODEL as PACED
+from bench.paced import paced_server
 from bench.report import print_report
 from cbatch.demo import demo_paths
 from sim.traces.request import TraceRequest
 
 AGREE = 0.03
-LEAST_REQUESTS = 64
 NAMES = ("output_tokens_per_s", "ttft_ms", "tpot_ms")
 
 
@@ -140,9 +143,13 @@ async def write_prompts(url: str, path: Path, count: int, prompt_tokens: int, se
         client.close()
     prompts = Prompts(corpus, seed, as_ids=False)
     request = TraceRequest(arrival_s=0.0, prompt_tokens=prompt_tokens, output_tokens=1)
-    lines = [json.dumps({"prompt": prompts.prompt(i, request)}) for i in range(count)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_items(path, [{"prompt": prompts.prompt(i, request)} for i in range(count)])
     return model
+
+
+def write_items(path: Path, items: Iterable[dict[str, Any]]) -> None:
+    """As `cbatch bench --prompts` and the others read them: an object a line."""
+    path.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
 
 
 def measure(tool: Tool, run: Run) -> Figures:
@@ -187,12 +194,13 @@ def compare(tools: Sequence[Tool], run: Run, repeats: int) -> list[dict[str, Any
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("url", metavar="URL", help="of a server without a prefix cache")
+    parser.add_argument("url", nargs="?", help="of a server without a prefix cache")
     parser.add_argument("--vllm", metavar="PATH", help="the program `vllm`")
     parser.add_argument("--guidellm", metavar="PATH", help="the program `guidellm`")
     parser.add_argument("--tokenizer", type=Path, default=demo_paths()[0], help="for them")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--rounds", type=int, default=8, help="requests of a stream")
+    parser.add_argument("--requests", type=int, default=64, help="of a run, at least")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
@@ -207,11 +215,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.guidellm:
         tools.append(Tool("guidellm", partial(guidellm_command, args.guidellm), read_guidellm))
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         prompts = Path(folder) / "prompts.jsonl"
-        most = max(LEAST_REQUESTS, args.rounds * max(args.streams))
-        url = Endpoint.of(args.url).url
-        model = asyncio.run(write_prompts(url, prompts, most, args.prompt_tokens, seed=1))
+        most = max(args.requests, args.rounds * max(args.streams))
+        if args.url is None:
+            url, model = stack.enter_context(paced_server()), PACED
+            write_items(prompts, [{"prompt": "what is asked does not matter"}] * most)
+        else:
+            url = Endpoint.of(args.url).url
+            model = asyncio.run(write_prompts(url, prompts, most, args.prompt_tokens, seed=1))
         for streams in args.streams:
             run = Run(
                 url=url,
@@ -219,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 tokenizer=args.tokenizer,
                 prompts=prompts,
                 streams=streams,
-                requests=max(LEAST_REQUESTS, args.rounds * streams),
+                requests=max(args.requests, args.rounds * streams),
                 output_tokens=args.output_tokens,
                 result=Path(folder) / "result.json",
             )

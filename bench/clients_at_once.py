@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.clients import Run, vllm_command, write_prompts
+from bench.clients import Run, vllm_command, write_items, write_prompts
 from bench.load.bodies import BodySettings, Item
 from bench.load.http import Endpoint
 from bench.load.runner import Load, Runner, Settings
@@ -168,8 +168,7 @@ def draw_lengths(path: Path, mean_tokens: int, seed: int = 0) -> list[Item]:
     prompts = [json.loads(line)["prompt"] for line in path.read_text("utf-8").splitlines()]
     lengths = rng.integers(mean_tokens // 2, mean_tokens * 3 // 2, len(prompts), endpoint=True)
     pairs = list(zip(prompts, lengths.tolist(), strict=True))
-    lines = [json.dumps({"prompt": prompt, "output_tokens": length}) for prompt, length in pairs]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_items(path, [{"prompt": prompt, "output_tokens": length} for prompt, length in pairs])
     return [Item(prompt=prompt, fields={"max_tokens": length}) for prompt, length in pairs]
 
 

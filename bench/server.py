@@ -9,14 +9,17 @@ it shares the cores. The ratio is taken within a repeat, of which the order turn
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,14 +68,15 @@ def read_elsewhere(port: int, prompts: Prompts, output_tokens: int) -> Read:
 
 
 @contextmanager
-def serving(model: Path, draft: Path | None, args: Any) -> Iterator[int]:
-    """`cbatch serve` on a free port."""
-    command = [sys.executable, "-m", "cbatch.cli.main", "serve", str(model), "--port", "0"]
-    command += ["--dtype", args.dtype, "--lookahead", args.lookahead, "--max-slots"]
-    command += [str(args.streams), "--max-model-tokens", "256", "--no-prefix-cache"]
-    command += ["--draft", str(draft)] if draft else []
-    command += ["--tokenizer", "none"] if args.shape else []
-    process = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
+def started(words: Sequence[str], more: Mapping[str, str] | None = None) -> Iterator[int]:
+    """`cbatch serve` on a free port, in an environment that has `more`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cbatch.cli.main", "serve", *words, "--port", "0"],
+        env=os.environ | dict(more or {}),
+        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     try:
         lines = []
@@ -80,12 +84,22 @@ def serving(model: Path, draft: Path | None, args: Any) -> Iterator[int]:
             lines.append(line)
             found = ADDRESS.search(line)
             if found:
+                # What it says from now on must go somewhere, or it waits until somebody reads.
+                threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
                 yield int(found[1])
                 return
         raise RuntimeError("the server did not start:\n" + "".join(lines))
     finally:
         process.terminate()
         process.wait()
+
+
+def serving(model: Path, draft: Path | None, args: Any) -> AbstractContextManager[int]:
+    words = [str(model), "--dtype", args.dtype, "--lookahead", args.lookahead, "--max-slots"]
+    words += [str(args.streams), "--max-model-tokens", "256", "--no-prefix-cache"]
+    words += ["--draft", str(draft)] if draft else []
+    words += ["--tokenizer", "none"] if args.shape else []
+    return started(words)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,11 +1,12 @@
-"""The simulator against our own engine: `python -m bench.simulator_engine --cost FILE`.
+"""The simulator against our own engine: `python -m bench.simulator_engine --cost FILE --calibrate`.
 
 The demo pair serves its own prompts (greedy, half of them edits), arriving as a Poisson process at
 three loads: light, near saturation and over it (0.4, 0.8 and 2 times what the policy serves), with
 lookahead off, fixed and goodput. The same arrivals and lengths go through the simulator, whose
-prices come from FILE (`cbatch calibrate --out FILE`, on made-up requests) and whose acceptance is
-what each prompt's drafts came to in a run of its own, before: neither has seen the runs that are
-foretold. What a repeat differs from another in is the engine's own spread, quoted beside the error.
+prices come from FILE (of made-up requests: `cbatch calibrate --out FILE`, or with `--calibrate`
+measured between the runs) and whose acceptance is what each prompt's drafts came to in a run of its
+own, before: neither has seen the runs that are foretold. What a repeat differs from another in is
+the engine's own spread, quoted beside the error.
 
 `--out RUNS` keeps what was measured, `--runs RUNS` foretells it again without an engine.
 """
@@ -16,12 +17,12 @@ import argparse
 import gc
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from bench.calibrated import Prices, add_run_options
 from bench.lookahead import make_prompts
 from bench.report import print_report
 from cbatch import EngineOptions, SamplingParams, load_engine
@@ -32,11 +33,11 @@ from cbatch.demo import demo_paths
 from cbatch.stepwise import Engine
 from sim.acceptance import RecordedAcceptance
 from sim.arrivals import poisson
-from sim.calibrated import CalibratedCost, Calibration, read_calibration
+from sim.calibrated import CalibratedCost, Calibration
 from sim.modelled import ModelledExecutor
 from sim.replay import replay
 from sim.report import Record, Report
-from sim.sources import ClosedLoop, OpenLoop
+from sim.sources import ClosedLoop, OpenLoop, Remote
 from sim.traces.request import TraceRequest
 
 POLICIES = ("off", "fixed:4", "goodput")
@@ -54,6 +55,15 @@ class Served(msgspec.Struct):
     tokens: int
     ttft_s: list[float]
     tpot_s: list[float]
+
+    @classmethod
+    def of(cls, records: Sequence[Record], duration_s: float) -> Served:
+        return cls(
+            duration_s=duration_s,
+            tokens=sum(record.output_tokens for record in records),
+            ttft_s=[record.ttft_s for record in records],
+            tpot_s=[record.tpot_s for record in records if record.tpot_s is not None],
+        )
 
     def measures(self) -> dict[str, float]:
         found = {"throughput": self.tokens / self.duration_s}
@@ -75,6 +85,7 @@ class Case(msgspec.Struct):
 class Runs(msgspec.Struct):
     fates: list[list[int]]  # by prompt: which drafts would be accepted, by position of the output
     cases: list[Case]
+    latency_s: float = 0.0  # of a request outside of the engine
 
 
 # -- the engine
@@ -185,26 +196,25 @@ def simulate(
     )
     executor = ModelledExecutor(
         max_slots=config.max_slots,
-        cost=CalibratedCost(calibration.prices),
+        cost=CalibratedCost(calibration.prices, controlled=lookahead.policy == "goodput"),
         acceptance=RecordedAcceptance(fates, max_slots=config.max_slots),
     )
     records: list[Record] = []
     return replay(source, config, executor, on_record=records.append), records
 
 
-def foretell(calibration: Calibration, fates: list[list[int]], case: Case) -> dict[str, float]:
-    report, records = simulate(calibration, fates, OpenLoop(case.requests), case.policy)
-    served = Served(
-        duration_s=report.duration_s,
-        tokens=report.output_tokens,
-        ttft_s=[record.ttft_s for record in records],
-        tpot_s=[record.tpot_s for record in records if record.tpot_s is not None],
-    )
-    return served.measures()
+def foretell(calibration: Calibration, runs: Runs, case: Case) -> dict[str, float]:
+    source = Remote(OpenLoop(case.requests), runs.latency_s)
+    report, records = simulate(calibration, runs.fates, source, case.policy)
+    return Served.of(records, report.duration_s).measures()
 
 
 def make_cases(
-    calibration: Calibration, fates: list[list[int]], prompts: list[list[int]], seconds: float
+    calibration: Calibration,
+    fates: list[list[int]],
+    prompts: list[list[int]],
+    seconds: float,
+    policies: Sequence[str] = POLICIES,
 ) -> list[Case]:
     """Rates from what the simulator says that a policy serves; for both worlds the same."""
     rng = np.random.default_rng(0)
@@ -222,7 +232,7 @@ def make_cases(
         ]
 
     cases = []
-    for policy in POLICIES:
+    for policy in policies:
         full = ClosedLoop(requests(1.0, 400), calibration.engine["max_slots"])
         capacity = simulate(calibration, fates, full, policy)[0].requests_per_s or 1.0
         for load, share in LOADS.items():
@@ -236,7 +246,7 @@ def rows_of(calibration: Calibration, runs: Runs) -> list[dict[str, Any]]:
     of what was foretold."""
     rows = []
     for case in runs.cases:
-        ours = foretell(calibration, runs.fates, case)
+        ours = foretell(calibration, runs, case)
         repeats = [run.measures() for run in case.runs]
         for name, value in ours.items():
             real = [repeat[name] for repeat in repeats]
@@ -259,25 +269,19 @@ def rows_of(calibration: Calibration, runs: Runs) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(calibration: Calibration, seconds: float, repeats: int) -> Runs:
+def measure(prices: Prices, seconds: float, repeats: int) -> Runs:
     prompts = make_prompts("mix", demo_paths()[0])
     engines = {policy: load_policy(policy) for policy in POLICIES}
     recorder = load_policy(f"fixed:{RECORD_K}")
     runs = Runs(record_fates(recorder, prompts), [])
-    runs.cases = make_cases(calibration, runs.fates, prompts, seconds)
+    runs.cases = make_cases(prices.first, runs.fates, prompts, seconds)
     for engine in engines.values():
         serve(engine, [TraceRequest(arrival_s=0.0, prompt_tokens=9, output_tokens=9)] * 9, prompts)
     for _ in range(repeats):
         for case in runs.cases:
             case.runs.append(serve(engines[case.policy], case.requests, prompts))
+            prices.after_run()
     return runs
-
-
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Prices, and where runs are kept: of whatever foretells what the engine did."""
-    parser.add_argument("--cost", type=Path, required=True, help="of cbatch calibrate")
-    parser.add_argument("--out", type=Path, help="keep what was measured")
-    parser.add_argument("--runs", type=Path, help="foretell what was kept, without an engine")
 
 
 def main() -> None:
@@ -286,13 +290,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     add_run_options(parser)
     args = parser.parse_args()
-    calibration = read_calibration(args.cost)
+    prices = Prices(args, MAX_SLOTS)
     if args.runs is not None:
         runs = msgspec.json.decode(args.runs.read_bytes(), type=Runs)
     else:
-        runs = measure(calibration, args.seconds, args.repeats)
+        runs = measure(prices, args.seconds, args.repeats)
     if args.out is not None:
         args.out.write_bytes(msgspec.json.encode(runs))
+    calibration = prices.final()
     rows = rows_of(calibration, runs)
     held_out = calibration.held_out
     print_report(

@@ -1,17 +1,18 @@
 """What a policy gains, engine and simulator side by side: `python -m bench.simulator_policies`.
 
 The demo pair serves one trace (heads of functions that it was not trained on, and as many edits of
-such functions, greedy; Poisson arrivals at `--load` times what it serves without drafts) with
-lookahead off, fixed:2 and goodput, which take turns in an order that turns round. The same trace
-goes through the simulator, which has not seen any of it: its prices come from `--cost FILE`
-(`cbatch calibrate --max-slots 8 --rounds 4 --out FILE`, on made-up requests; its slots are those of
-the engine), its acceptance from runs of other functions than those that are served, so that a
-request meets the fate of some prompt of its kind, not its own.
+such functions, greedy; Poisson arrivals at `--load` times what it serves without drafts) under each
+policy; they take turns in an order that turns round. The same trace goes through the simulator,
+which has not seen any of it. Its prices come from `--cost FILE`, of made-up requests: with
+`--calibrate` they are measured between the runs, else before by `cbatch calibrate --max-slots 8
+--rounds 4 --out FILE`, whose slots are those of the engine. Its acceptance comes from runs of other
+functions than those that are served, so that a request meets the fate of some prompt of its kind,
+not its own.
 
 A difference is in points: 100 (b / a - 1) of tokens a second or of the mean time per output token.
 On the engine it is the median over repeats, each comparing what ran within it; `spread` is from the
-least of them to the largest. `--out RUNS` keeps what was measured, after every repeat, and
-`--runs RUNS` foretells it again without an engine.
+least of them to the largest, and `clear` whether they are all of one sign. `--out RUNS` keeps what
+was measured, after every repeat, and `--runs RUNS` foretells it again without an engine.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from bench.calibrated import Prices, add_run_options
 from bench.report import print_report
 from bench.simulator_engine import (
     OUTPUT_TOKENS,
     RECORD_K,
     Served,
-    add_run_options,
     load_policy,
     record_fates,
     serve,
@@ -42,15 +43,16 @@ from cbatch.demo.data import Document, find_files, is_held_out, module_name, rea
 from cbatch.demo.prompts import edit_of, function_heads, whole_functions
 from cbatch.text import load_tokenizer
 from sim.arrivals import poisson
-from sim.calibrated import Calibration, read_calibration
+from sim.calibrated import Calibration
 from sim.lengths import uniform
 from sim.sources import ClosedLoop, OpenLoop
 from sim.traces.request import TraceRequest
 from sim.workload import generate
 
-POLICIES = ("off", "fixed:2", "goodput")
+POLICIES = ("off", "fixed:2", "fixed:6", "goodput")
 MOST_PROMPT_TOKENS = 256
 WARM_UP = 16  # requests
+MAX_SLOTS = 8
 BOUND_POINTS = 5.0  # from the issue
 MEASURES = ("throughput", "tpot_mean")
 
@@ -106,39 +108,35 @@ def make_trace(
     return requests(load * (report.requests_per_s or 1.0))
 
 
-def prepare(calibration: Calibration, count: int, load: float) -> tuple[Runs, list[list[int]]]:
+def prepare(
+    calibration: Calibration, policies: Sequence[str], count: int, load: float
+) -> tuple[Runs, list[list[int]]]:
     """What is measured yet to come, and the prompts that will be served."""
     served, others = make_prompts()
     recorder = load_policy(f"fixed:{RECORD_K}", calibration.engine["max_slots"])
     fates = record_fates(recorder, others)
     trace = make_trace(calibration, served, count, load)
-    return Runs(fates, trace, {policy: [] for policy in POLICIES}), served
+    return Runs(fates, trace, {policy: [] for policy in policies}), served
 
 
-def measure(
-    calibration: Calibration, runs: Runs, prompts: list[list[int]], repeats: int
-) -> Iterator[Runs]:
+def measure(prices: Prices, runs: Runs, prompts: list[list[int]], repeats: int) -> Iterator[Runs]:
     """After each repeat what there is."""
-    engines = {p: load_policy(p, calibration.engine["max_slots"]) for p in POLICIES}
+    engines = {p: load_policy(p, prices.first.engine["max_slots"]) for p in runs.served}
     for engine in engines.values():
         serve(engine, runs.requests[:WARM_UP], prompts)
     for repeat in range(repeats):
-        for policy in POLICIES if repeat % 2 == 0 else reversed(POLICIES):
+        for policy in runs.served if repeat % 2 == 0 else reversed(runs.served):
             runs.served[policy].append(serve(engines[policy], runs.requests, prompts))
+            prices.after_run()
         yield runs
 
 
 def foretell(calibration: Calibration, runs: Runs) -> dict[str, Served]:
     found = {}
-    for policy in POLICIES:
+    for policy in runs.served:
         source = OpenLoop(runs.requests)
         report, records = simulate(calibration, runs.fates, source, policy)
-        found[policy] = Served(
-            duration_s=report.duration_s,
-            tokens=report.output_tokens,
-            ttft_s=[record.ttft_s for record in records],
-            tpot_s=[record.tpot_s for record in records if record.tpot_s is not None],
-        )
+        found[policy] = Served.of(records, report.duration_s)
     return found
 
 
@@ -154,7 +152,7 @@ def rows_of(calibration: Calibration, runs: Runs) -> list[dict[str, Any]]:
     ours = {policy: measures(served) for policy, served in foretell(calibration, runs).items()}
     real = {policy: [measures(one) for one in many] for policy, many in runs.served.items()}
     rows = []
-    for (a, b), name in itertools.product(itertools.combinations(POLICIES, 2), MEASURES):
+    for (a, b), name in itertools.product(itertools.combinations(runs.served, 2), MEASURES):
         repeats = [
             100 * (with_b[name] / with_a[name] - 1)
             for with_a, with_b in zip(real[a], real[b], strict=True)
@@ -169,6 +167,7 @@ def rows_of(calibration: Calibration, runs: Runs) -> list[dict[str, Any]]:
                 "engine_points": round(engine, 1),
                 "spread": round(max(repeats) - min(repeats), 1),
                 "simulated_points": round(simulated, 1),
+                "clear": min(repeats) * max(repeats) > 0,
                 "apart": round(abs(simulated - engine), 1),
                 "same_sign": simulated * engine > 0,
                 "within": simulated * engine > 0 and abs(simulated - engine) <= BOUND_POINTS,
@@ -196,18 +195,20 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=104, help="of the trace")
     parser.add_argument("--load", type=float, default=2.0, help="times what is served without")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     add_run_options(parser)
     args = parser.parse_args()
-    calibration = read_calibration(args.cost)
+    prices = Prices(args, MAX_SLOTS)
     if args.runs is not None:
         runs = msgspec.json.decode(args.runs.read_bytes(), type=Runs)
     else:
-        runs, prompts = prepare(calibration, args.requests, args.load)
-        for done in measure(calibration, runs, prompts, args.repeats):
+        runs, prompts = prepare(prices.first, args.policy, args.requests, args.load)
+        for done in measure(prices, runs, prompts, args.repeats):
             if args.out is not None:
                 args.out.write_bytes(msgspec.json.encode(done))
+    calibration = prices.final()
     rows = rows_of(calibration, runs)
-    repeats = len(runs.served[POLICIES[0]])
+    repeats = min(map(len, runs.served.values()))
     print_report(
         f"what a policy changes, in points: demo pair, {len(runs.requests)} requests",
         rows,

@@ -11,6 +11,8 @@ import msgspec
 from bench.load.processes import loop_of
 
 PROMPT_TOKENS = 128
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
 def serve(pipe: Connection, chunks: int) -> None:
@@ -20,24 +22,31 @@ def serve(pipe: Connection, chunks: int) -> None:
 
 def answer_of(chunks: int) -> list[bytes]:
     """What cbatch sends for a completion, one HTTP chunk an event."""
-    head = (
-        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    )
-    events = [_event(number, chunks) for number in range(1, chunks + 1)]
-    events[0] = head + events[0]
-    return [*events, _framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"]
+    events = [event(number, chunks) for number in range(1, chunks + 1)]
+    events[0] = HEAD + events[0]
+    return [*events, END]
 
 
-def _event(number: int, last: int) -> bytes:
+def event(number: int, last: int, model: str = "unpaced") -> bytes:
+    """Of the token `number` of `last`, from 1."""
     choice = {"index": 0, "text": " and so on", "seed": 1, "logprobs": None}
     choice["finish_reason"] = "length" if number == last else None
-    told = {"id": f"cmpl-{'0' * 32}", "object": "text_completion", "created": 1, "model": "unpaced"}
+    return _framed_event([choice], number, model)
+
+
+def usage_event(last: int, model: str) -> bytes:
+    """What ends a stream whose usage was asked for."""
+    return _framed_event([], last, model)
+
+
+def _framed_event(choices: list[dict[str, Any]], tokens: int, model: str) -> bytes:
+    told = {"id": f"cmpl-{'0' * 32}", "object": "text_completion", "created": 1, "model": model}
     usage = {
         "prompt_tokens": PROMPT_TOKENS,
-        "completion_tokens": number,
-        "total_tokens": PROMPT_TOKENS + number,
+        "completion_tokens": tokens,
+        "total_tokens": PROMPT_TOKENS + tokens,
     }
-    body = msgspec.json.encode(told | {"choices": [choice], "usage": usage})
+    body = msgspec.json.encode(told | {"choices": choices, "usage": usage})
     return _framed(b"data: " + body + b"\n\n")
 
 
@@ -58,7 +67,7 @@ class _Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._head += data
         top, end, body = self._head.partition(b"\r\n\r\n")
-        if end and len(body) >= _length(top):
+        if end and len(body) >= content_length(top):
             self._head = b""
             self._streams[self] = 0
 
@@ -82,7 +91,7 @@ class _Stream(asyncio.Protocol):
             del self._streams[self]
 
 
-def _length(top: bytes) -> int:
+def content_length(top: bytes) -> int:
     for line in top.split(b"\r\n"):
         name, _, value = line.partition(b":")
         if name.lower() == b"content-length":

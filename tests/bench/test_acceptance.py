@@ -9,6 +9,7 @@ import torch
 from bench import acceptance, calibration
 from bench.acceptance import coupled_acceptance, rejection_acceptance
 from bench.calibration import errors_of
+from cbatch.core.cost import CostProfile
 from tests.triton_kernels.decoding import matches
 
 
@@ -63,7 +64,10 @@ def test_errors_of_a_right_and_of_a_wrong_prediction():
     assert flat.by_depth < 0.02 and flat.error > 0.1
 
 
-def test_a_small_run_keeps_what_was_believed():
+def test_a_small_run_keeps_what_was_believed(monkeypatch):
+    """Prices by which drafts pay at first: a busy machine may measure others."""
+    cheap = CostProfile((1, 2), (0.1, 0.1))
+    monkeypatch.setattr("cbatch.engine.profile.cached_profile", lambda *_: cheap)
     args = calibration.parse(["--tokens", "200", "--output-tokens", "24"])
     row = calibration.measure("fresh", "rejection", args)
     assert row["drafts"] > 50 and 0 < row["observed"] < 1 and row["error"] < 0.5

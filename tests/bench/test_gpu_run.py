@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +17,6 @@ from bench.gpu.sweep import best_tiles, score, table_of, write_table
 from bench.gpu.targets import verdicts
 from bench.gpu.timing import summarize
 from bench.gpu.world import Bench, World
-
-FOLDER = Path(__file__).parent / "interpreted"
-ROOT = FOLDER.parents[2]
 
 
 def test_the_dry_run_ends_with_a_document_of_nulls(
@@ -75,12 +69,10 @@ SECTIONS = {"limits": 2, "correctness": 45, "kernels": 120, "sweep": 100, "engin
 
 
 @pytest.mark.slow
-def test_sections_with_interpreted_kernels() -> None:
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+def test_sections_with_interpreted_kernels(interpreted: tuple[int, str]) -> None:
+    status, output = interpreted
+    assert status == 0, output
+    assert " passed" in output and "skipped" not in output
 
 
 def test_time_is_shared_out_among_the_sections_asked_for() -> None:

@@ -54,7 +54,7 @@ def test_points_are_compared_within_a_repeat(
         ("fixed:2", "off", "throughput"),
         ("fixed:2", "off", "tpot_mean"),
     ]
-    assert len(rows) == 6 and all(row["spread"] == 0 for row in rows)
+    assert len(rows) == 12 and all(row["spread"] == 0 for row in rows)
     for row in rows:
         asked = "fixed:2" in (row["policy"], row["over"])
         assert row["within"] == (factor == 1.0 or not asked), row

@@ -20,6 +20,8 @@ from cbatch import LLM
 from cbatch.cli.main import main
 from cbatch.demo import demo_paths
 from sim.report import from_json
+from sim.traces.reader import write_requests
+from sim.traces.request import TraceRequest
 from tests.cli.conftest import Run
 from tests.server.http_client import Client, sample, serving, wait_until
 from tests.toy_engine import make_engine
@@ -243,6 +245,25 @@ def test_prompts_of_ones_own_and_calls_that_fail(bench: Callable[..., Any], tmp_
     }
     assert set(lengths) == {0, 2} and lengths[0] <= 4 and lengths[2] <= 6
     assert bench(*options, "--max-errors", "0.5")[0].status == 0
+
+
+def test_prompts_of_ones_own_at_the_times_of_a_trace(
+    bench: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its arrivals and output lengths; what it says of prompts counts for nothing."""
+    trace, prompts = tmp_path / "trace.jsonl", tmp_path / "prompts.txt"
+    requests = [
+        TraceRequest(arrival_s=i / 50, prompt_tokens=99, output_tokens=3 + i) for i in range(6)
+    ]
+    write_requests(trace, requests)
+    prompts.write_text("abc\nabcdefgh\n")
+    run, _, records = bench("--trace", trace, "--prompts", prompts, "--ignore-eos")
+    assert run.status == 0, run.err
+    records.sort(key=lambda record: record["index"])
+    assert [record["output_tokens"] for record in records] == [3, 4, 5, 6, 7, 8]
+    assert [record["arrival_s"] for record in records] == pytest.approx([i / 50 for i in range(6)])
+    short, long = (record["prompt_tokens"] for record in records[:2])
+    assert short < long < 99 and [r["prompt_tokens"] for r in records] == [short, long] * 3
 
 
 @pytest.mark.parametrize(
