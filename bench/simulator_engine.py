@@ -93,8 +93,7 @@ class Runs(msgspec.Struct):
 
 class Fates(Watched):
     """An executor that notes which drafts are accepted, by request and position of its output. The
-    token after a full acceptance was not drafted: with 8 drafts a step it is rare, and taken as
-    accepted like those before it."""
+    token after a full acceptance was not drafted: nothing is known of it."""
 
     def __init__(self, executor: Any, max_slots: int) -> None:
         super().__init__(executor, max_slots, time.perf_counter)
@@ -118,19 +117,18 @@ class Fates(Watched):
 
 
 def record_fates(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Of every prompt alone, drafted at depth 8."""
+    """Of every prompt alone, drafted at each of two depths: where one was accepted whole and drafted
+    no more, the other did. What neither drafted is taken as accepted, like those before it."""
     watched = Fates(engine.loop.executor, engine.scheduler.config.max_slots)
     recorder = Engine(type(engine.scheduler)(engine.scheduler.config), watched, seed=0)
-    for i, prompt in enumerate(prompts):
-        params = _greedy(OUTPUT_TOKENS[1] + RECORD_K)
-        recorder.add(prompt, params, request_id=str(i))
-    while recorder.has_work:
-        recorder.step()
+    tokens = OUTPUT_TOKENS[1] + RECORD_K
+    for depth in (RECORD_K, RECORD_K - 2):
+        for i, prompt in enumerate(prompts):
+            recorder.add(prompt, _greedy(tokens, max_lookahead=depth), request_id=str(i))
+        while recorder.has_work:
+            recorder.step()
     found = {name.partition("-")[0]: fates for name, fates in watched.found.items()}
-    return [
-        [found[str(i)].get(at, 1) for at in range(OUTPUT_TOKENS[1] + RECORD_K)]
-        for i in range(len(prompts))
-    ]
+    return [[found[str(i)].get(at, 1) for at in range(tokens)] for i in range(len(prompts))]
 
 
 def serve(
@@ -165,8 +163,10 @@ def serve(
     )
 
 
-def _greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+def _greedy(tokens: int, max_lookahead: int | None = None) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, max_lookahead=max_lookahead
+    )
 
 
 def load_policy(policy: str, max_slots: int = MAX_SLOTS) -> Engine:

@@ -1,11 +1,11 @@
 """A cost model fitted to measured steps: durations as sums of what a step does, all positive.
 
-    target_s = T(tokens) + sum of price * feature     what the executor did besides drafting
+    target_s = T(tokens) + C(context tokens that decoding rows read) + sum of price * feature
     draft_s  = sum of price * feature                 the drafter's passes
     host_s   = sum of price * feature                 the loop around the executor
 
-T is piecewise linear and never falls (padding and caches make it bend); the features are named in
-`TARGET`, `DRAFT` and `HOST`. Residuals are relative, so that a long prefill does not outweigh a
+`target_s` is what the executor does besides drafting. T and C are piecewise linear and never fall
+(padding and caches make them bend); the features are named in `TARGET`, `DRAFT` and `HOST`. Residuals are relative, so that a long prefill does not outweigh a
 decode, and prices are found by non-negative least squares (Lawson and Hanson 1974): one that the
 steps do not show is 0.
 """
@@ -26,8 +26,11 @@ from cbatch.core.errors import FieldError
 from sim.costs import StepWork
 from sim.tables import Curve
 
-FORMAT, VERSION = "cbatch-calibration", 3
+FORMAT, VERSION = "cbatch-calibration", 4
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_CONTEXT_KNOTS = (0, 256, 1024, 4096, 16384, 65536, 262144)
+# Of what decoding rows read, the share that is not in caches, by steps since a chunk was computed.
+_COLD = (1.0, 1.0, 0.5, 0.25, 0.125)
 _CLIP = 4.0  # usual errors; a step that is further off met a stall of the machine
 _ROUNDS = 6
 _LEAST_S = 1e-7
@@ -36,7 +39,7 @@ TARGET = (
     "row",
     "chunk",  # a row that prefills
     "logit",
-    "context_token",  # read by a decoding row
+    "cold_context_token",  # as `_COLD` says
     "padded_context_token",  # rows times the longest context
     "prefill_context_token",
     "prefill_pair",
@@ -58,15 +61,22 @@ DRAFT = (
 )
 HOST = (
     "step",
+    "cold_step",
     "row",
     "admission",
     "admitting_step",
     "drafting_step",
+    "drafting_row",
     "draft_token",
     "controlled_step",  # whose depths `goodput` chooses
-    "controlled_drafting_step",
+    "controlled_row",
     "controlled_admission",
 )
+
+
+def cold(work: StepWork) -> float:
+    since = work.steps_since_prefill
+    return _COLD[since] if since < len(_COLD) else 0.0
 
 
 def target_features(work: StepWork) -> tuple[float, ...]:
@@ -76,7 +86,7 @@ def target_features(work: StepWork) -> tuple[float, ...]:
         work.rows,
         work.rows - work.decode_rows,
         work.logit_tokens,
-        work.decode_context_tokens,
+        work.decode_context_tokens * cold(work),
         work.decode_rows * work.decode_longest_tokens,
         work.prefill_context_tokens,
         work.prefill_pairs,
@@ -106,8 +116,9 @@ def draft_features(work: StepWork) -> tuple[float, ...]:
 def host_features(work: StepWork, controlled: bool) -> tuple[float, ...]:
     """As `HOST` names them; `controlled`: `goodput` chooses depths."""
     admitted, drafts = work.admitted, work.draft_depth > 0
-    found = 1, work.rows, admitted, admitted > 0, drafts, work.draft_tokens
-    return (*found, 1, drafts, admitted) if controlled else (*found, 0, 0, 0)
+    drafting = drafts, work.decode_rows * drafts, work.draft_tokens
+    found = 1, cold(work), work.rows, admitted, admitted > 0, *drafting
+    return (*found, 1, work.rows, admitted) if controlled else (*found, 0, 0, 0)
 
 
 class StepSample(msgspec.Struct, frozen=True):
@@ -122,18 +133,18 @@ class StepSample(msgspec.Struct, frozen=True):
 
 
 class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds: T(`tokens[i]`) is `tokens_s[i]`, the others are by name of their feature."""
+    """Seconds: T(`tokens[i]`) is `tokens_s[i]`, C likewise, the others are by name of their
+    feature."""
 
     tokens: tuple[int, ...]
     tokens_s: tuple[float, ...]
+    context_tokens: tuple[int, ...]
+    context_tokens_s: tuple[float, ...]
     target_s: dict[str, float]
     draft_s: dict[str, float]
     host_s: dict[str, float]
 
     def __post_init__(self) -> None:
-        ascending = all(a < b for a, b in pairwise(self.tokens))
-        rising = all(a <= b for a, b in pairwise(self.tokens_s))
-        same = len(self.tokens) == len(self.tokens_s) >= 2
         for field, found, names in (
             ("target_s", self.target_s, TARGET),
             ("draft_s", self.draft_s, DRAFT),
@@ -142,8 +153,16 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if set(found) != set(names) or not all(0 <= s < np.inf for s in found.values()):
                 remedy = f"give seconds of 0 or more for {', '.join(names)}"
                 raise FieldError(f"prices.{field}", "are not all there", remedy)
-        if not (same and ascending and rising and self.tokens_s[0] >= 0):
-            raise FieldError("prices.tokens_s", "is no rising line", "give ascending points")
+        _require_line("tokens_s", self.tokens, self.tokens_s)
+        _require_line("context_tokens_s", self.context_tokens, self.context_tokens_s)
+
+
+def _require_line(field: str, at: Sequence[int], seconds: Sequence[float]) -> None:
+    """Raises `FieldError`."""
+    ascending = all(a < b for a, b in pairwise(at))
+    rising = all(a <= b for a, b in pairwise((0.0, *seconds)))
+    if not (ascending and rising and len(at) == len(seconds) >= 2):
+        raise FieldError(f"prices.{field}", "is no rising line", "give ascending points")
 
 
 class CalibratedCost:
@@ -153,12 +172,14 @@ class CalibratedCost:
     def __init__(self, prices: Prices, *, controlled: bool = False) -> None:
         self._controlled = controlled
         self._tokens = Curve(prices.tokens, prices.tokens_s)
+        self._context = Curve(prices.context_tokens, prices.context_tokens_s)
         self._target = [prices.target_s[name] for name in TARGET]
         self._draft = [prices.draft_s[name] for name in DRAFT]
         self._host = [prices.host_s[name] for name in HOST]
 
     def step_s(self, work: StepWork) -> tuple[float, float, float]:
         target_s = self._tokens(work.decode_tokens + work.prefill_tokens)
+        target_s += self._context(work.decode_context_tokens)
         target_s += sum(map(mul, self._target, target_features(work)))
         host_s = sum(map(mul, self._host, host_features(work, self._controlled)))
         if work.draft_depth or work.ingested_tokens:
@@ -217,15 +238,14 @@ def fit_prices(samples: Sequence[StepSample]) -> Prices:
     if not samples:
         raise FieldError("samples", "are none", "measure some steps")
     tokens = np.array([s.work.decode_tokens + s.work.prefill_tokens for s in samples])
-    knots = [1, *(k for k in _KNOTS[1:] if k < tokens.max()), max(int(tokens.max()), 2)]
-    pieces = np.stack(
-        [np.ones(len(tokens)), *(np.clip(tokens - a, 0, b - a) for a, b in pairwise(knots))], axis=1
-    )
+    contexts = np.array([s.work.decode_context_tokens for s in samples])
+    knots, context_knots = _up_to(tokens.max(), _KNOTS), _up_to(contexts.max(), _CONTEXT_KNOTS)
+    columns = [_pieces(tokens, knots), _pieces(contexts, context_knots)[:, 1:]]
     found = _fit(
-        np.concatenate([pieces, _features(target_features, samples)], axis=1),
+        np.concatenate([*columns, _features(target_features, samples)], axis=1),
         np.array([s.target_s for s in samples]),
     )
-    line_s = np.cumsum(found[: len(knots)] * np.array([1, *np.diff(knots)]))
+    line, context_line, others = np.split(found, np.cumsum([len(knots), len(context_knots) - 1]))
     drafting = [s for s in samples if s.work.draft_depth or s.work.ingested_tokens]
     drafts = np.zeros(len(DRAFT))
     if drafting:
@@ -235,8 +255,10 @@ def fit_prices(samples: Sequence[StepSample]) -> Prices:
     host = _fit(hosts, np.array([s.host_s for s in samples]))
     return Prices(
         tokens=tuple(knots),
-        tokens_s=tuple(line_s.tolist()),
-        target_s=dict(zip(TARGET, found[len(knots) :].tolist(), strict=True)),
+        tokens_s=_line(knots, line),
+        context_tokens=tuple(context_knots),
+        context_tokens_s=_line(context_knots, [0.0, *context_line]),
+        target_s=dict(zip(TARGET, others.tolist(), strict=True)),
         draft_s=dict(zip(DRAFT, drafts.tolist(), strict=True)),
         host_s=dict(zip(HOST, host.tolist(), strict=True)),
     )
@@ -249,6 +271,23 @@ def accuracy(prices: Prices, samples: Sequence[StepSample]) -> Accuracy:
     p50, p90 = np.percentile(np.abs(predicted / measured - 1), (50, 90)).tolist()
     total = float(predicted.sum() / measured.sum() - 1)
     return Accuracy(steps=len(samples), total=total, p50=p50, p90=p90)
+
+
+def _up_to(most: int, knots: Sequence[int]) -> list[int]:
+    """Two at least, the last of them no less than `most`; what lies between two is no less than
+    half of what lies before, or noise says how the line goes on."""
+    return [knots[0], *(k for k in knots[1:] if 2 * k <= most), max(int(most), knots[0] + 1)]
+
+
+def _pieces(values: np.ndarray, knots: Sequence[int]) -> np.ndarray:
+    """float64 [values, knots]: 1, and how much of each piece between two knots lies below."""
+    parts = [np.clip(values - a, 0, b - a) for a, b in pairwise(knots)]
+    return np.stack([np.ones(len(values)), *parts], axis=1)
+
+
+def _line(knots: Sequence[int], prices: Sequence[float]) -> tuple[float, ...]:
+    """At each knot, of the prices of `_pieces`."""
+    return tuple(np.cumsum(np.multiply(prices, [1, *np.diff(knots)])).tolist())
 
 
 def _features(

@@ -18,6 +18,7 @@ class SlotCounts:
     def __init__(self, max_slots: int) -> None:
         self.num_tokens = [0] * max_slots
         self.todo = [0] * max_slots
+        self._since_prefill = 0  # steps that have come after the last chunk
 
     def admit(self, admission: Admission) -> None:
         self.num_tokens[admission.slot] = len(admission.tokens)
@@ -28,13 +29,15 @@ class SlotCounts:
         return [self.num_tokens[slot] for slot in slots]
 
     def work(self, plan: StepPlan, num_drafts: np.ndarray) -> StepWork:
-        """Composition of the step, in which the rows draft `num_drafts` of what was planned. A row
-        decodes if one of its known tokens is not in KV."""
+        """Composition of the next step, in which the rows draft `num_drafts` of what was planned. A
+        row decodes if one of its known tokens is not in KV."""
         slots, query = plan.slots.tolist(), plan.query_lens
         known, todo = self.known(slots), [self.todo[slot] for slot in slots]
         rows = len(slots)
         work = StepWork(rows=rows, admitted=len(plan.deltas.admitted))
         work.decode_rows = todo.count(1)
+        self._since_prefill = self._since_prefill + 1 if work.decode_rows == rows else 0
+        work.steps_since_prefill = self._since_prefill
         work.ingested_tokens = sum(plan.catch_up.tolist())
         drafts = any(num_drafts.tolist())
         if work.decode_rows == rows and not drafts:
@@ -74,6 +77,15 @@ class SlotCounts:
         work.prefill_pairs = sum(pairs.tolist()) - work.decode_pairs
         return work
 
+    def decoding(self, known: list[int]) -> StepWork:
+        """Composition of the next step, in which rows with so many known tokens decode one each."""
+        rows = len(known)
+        work = StepWork(rows=rows, decode_rows=rows, decode_tokens=rows, logit_tokens=rows)
+        work.steps_since_prefill = self._since_prefill + 1
+        _read(work, known)
+        work.decode_pairs = work.decode_context_tokens
+        return work
+
     def advance(self, plan: StepPlan, accepted: np.ndarray, emitted: np.ndarray) -> None:
         """A chunk moves its tokens into KV; a decode those it emitted, so that one stays to do."""
         computed = plan.query_lens
@@ -86,17 +98,9 @@ class SlotCounts:
 
     def advance_all(self, slots: list[int], steps: int) -> None:
         """So many steps in which all of `slots` decoded one token each."""
+        self._since_prefill += steps
         for slot in slots:
             self.num_tokens[slot] += steps
-
-
-def decoding(known: list[int]) -> StepWork:
-    """Composition of a step in which rows with so many known tokens decode one each."""
-    rows = len(known)
-    work = StepWork(rows=rows, decode_rows=rows, decode_tokens=rows, logit_tokens=rows)
-    _read(work, known)
-    work.decode_pairs = work.decode_context_tokens
-    return work
 
 
 def _add_rows(work: StepWork, known: list[int], todo: list[int], query: list[int]) -> None:

@@ -36,12 +36,14 @@ class StepWork(msgspec.Struct, gc=False):
     draft_context_tokens: int = 0  # context of the rows that draft
     ingested_tokens: int = 0  # that the drafter catches up on
     admitted: int = 0  # requests that entered a slot
+    steps_since_prefill: int = 0  # 0: this one computes a chunk
 
     def go_on(self) -> None:
         """One step later: rows that all decode one token read one position more."""
         self.decode_context_tokens = self.decode_pairs = self.decode_context_tokens + self.rows
         self.decode_longest_tokens += 1
         self.decode_shortest_tokens += 1
+        self.steps_since_prefill += 1
 
 
 class CostModel(Protocol):

@@ -14,7 +14,7 @@ import numpy as np
 
 from cbatch.core.plan import Deltas, QuietSteps, StepPlan, StepResult
 from sim.acceptance import AcceptanceModel
-from sim.composition import SlotCounts, decoding
+from sim.composition import SlotCounts
 from sim.costs import CostModel, StepWork
 
 _ONE = np.array(1, dtype=np.int32)
@@ -93,7 +93,7 @@ class ModelledExecutor:
     def _enter_steady(self, slots: np.ndarray) -> _Steady:
         rows = slots.tolist()
         known = self._counts.known(rows)
-        return _Steady(slots, decoding(known), self._next_tokens(rows, known))
+        return _Steady(slots, self._counts.decoding(known), self._next_tokens(rows, known))
 
     def _leave_steady(self, steady: _Steady) -> None:
         if steady.steps:

@@ -45,8 +45,8 @@ def engine(lookahead: str) -> Engine:
 
 
 def test_fates_are_those_of_the_drafts() -> None:
-    """The scripted acceptance is a coin by position: what a run at depth 8 records is what it
-    says, but for the few tokens after a full acceptance."""
+    """The scripted acceptance is a coin by position: what runs at two depths record is what it
+    says, but for the few tokens that followed a full acceptance in both."""
     found = bench.record_fates(engine("fixed:8"), PROMPTS)
     assert len(found) == len(PROMPTS) and {len(f) for f in found} == {72}
     seeds = Engine(Scheduler(make_config()), engine("off").loop.executor, seed=0)
@@ -56,7 +56,7 @@ def test_fates_are_those_of_the_drafts() -> None:
         for at in range(1, 64):
             fate = model.num_accepted(str(i), seed, 0, len(PROMPTS[i]) + at, 1)
             same, total = same + (fate == fates[at]), total + 1
-    assert same / total > 0.95
+    assert same / total > 0.99
     assert 0.5 < np.mean(found) < 0.9
 
 
