@@ -117,12 +117,12 @@ class Fates(Watched):
 
 
 def record_fates(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Of every prompt alone, drafted at each of two depths: where one was accepted whole and drafted
-    no more, the other did. What neither drafted is taken as accepted, like those before it."""
+    """Of every prompt alone, drafted at every depth: where one was accepted whole and drafted no
+    more, others did. The few that nobody drafted are taken as accepted, like those before them."""
     watched = Fates(engine.loop.executor, engine.scheduler.config.max_slots)
     recorder = Engine(type(engine.scheduler)(engine.scheduler.config), watched, seed=0)
     tokens = OUTPUT_TOKENS[1] + RECORD_K
-    for depth in (RECORD_K, RECORD_K - 2):
+    for depth in range(RECORD_K, 0, -1):
         for i, prompt in enumerate(prompts):
             recorder.add(prompt, _greedy(tokens, max_lookahead=depth), request_id=str(i))
         while recorder.has_work:

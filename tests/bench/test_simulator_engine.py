@@ -45,8 +45,8 @@ def engine(lookahead: str) -> Engine:
 
 
 def test_fates_are_those_of_the_drafts() -> None:
-    """The scripted acceptance is a coin by position: what runs at two depths record is what it
-    says, but for the few tokens that followed a full acceptance in both."""
+    """The scripted acceptance is a coin by position: what runs at all depths record is what it
+    says, but for the few tokens that nobody drafted."""
     found = bench.record_fates(engine("fixed:8"), PROMPTS)
     assert len(found) == len(PROMPTS) and {len(f) for f in found} == {72}
     seeds = Engine(Scheduler(make_config()), engine("off").loop.executor, seed=0)

@@ -39,13 +39,15 @@ from tests.helpers import make_config, make_request
 TRUE = Prices(
     tokens=(1, 8, 64, 4096),
     tokens_s=(2e-3, 2e-3, 5e-3, 0.3),
+    context_tokens=(0, 1000, 20000),
+    context_tokens_s=(0.0, 2e-4, 7e-3),
     target_s=dict.fromkeys(TARGET, 0.0)
-    | {"row": 1e-4, "context_token": 3e-7, "prefill_pair": 2e-8, "verifying_step": 5e-4},
+    | {"row": 1e-4, "cold_context_token": 2e-7, "prefill_pair": 2e-8, "verifying_step": 5e-4},
     draft_s=dict.fromkeys(DRAFT, 0.0)
     | {"drafting_step": 3e-4, "depth": 4e-4, "draft_token": 1e-5, "ingested_token": 2e-5},
     host_s=dict.fromkeys(HOST, 0.0)
-    | {"step": 2e-4, "row": 5e-6, "admission": 1e-4}
-    | {"controlled_drafting_step": 3e-4, "controlled_admission": 5e-4},
+    | {"step": 2e-4, "cold_step": 1e-4, "row": 5e-6, "admission": 1e-4}
+    | {"controlled_row": 1e-5, "controlled_admission": 5e-4},
 )
 
 
@@ -71,6 +73,7 @@ def composition(rng: np.random.Generator) -> StepWork:
         draft_context_tokens=int(contexts.sum()) if k else 0,
         ingested_tokens=int(rng.integers(0, 50)) if drafts else 0,
         admitted=int(chunk > 0),
+        steps_since_prefill=0 if chunk else 1 + int(rng.geometric(0.2)),
     )
 
 
@@ -111,7 +114,7 @@ def test_what_choosing_depths_costs_is_told_apart() -> None:
     known = samples(1500, 0.05, seed=0)
     found = fit_prices(known).host_s
     assert found["controlled_admission"] == pytest.approx(5e-4, rel=0.15)
-    assert found["controlled_drafting_step"] == pytest.approx(3e-4, rel=0.15)
+    assert found["controlled_row"] == pytest.approx(1e-5, rel=0.15)
     blind = [msgspec.structs.replace(sample, controlled=False) for sample in known]
     assert fit_prices(blind).host_s["admission"] > 1.5 * TRUE.host_s["admission"]
 
@@ -243,7 +246,7 @@ def test_host_time_passes_on_the_clock_and_not_in_results() -> None:
     plan = scheduler.plan(0.0)
     assert plan is not None
     result = executor.run(plan)
-    assert executor.host_s == pytest.approx(2e-4 + 5e-6 + 1e-4)
+    assert executor.host_s == pytest.approx(2e-4 + 1e-4 + 5e-6 + 1e-4)
     assert result.target_s == pytest.approx(CalibratedCost(TRUE).step_s(
         StepWork(rows=1, prefill_tokens=3, prefill_pairs=6, logit_tokens=1, admitted=1)
     )[1])  # fmt: skip
