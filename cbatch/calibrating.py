@@ -34,6 +34,8 @@ _OTHER_ROWS, _OTHER_KS = (3, 6, 12, 24, 48, 96, 192), (0, 3, 6)
 _LEAST_PROMPT_TOKENS = 8
 _MOST_PROMPT_TOKENS = 512
 _OUTPUT_TOKENS = (2, 48)  # of a request, at least and at most
+_IDLE_S, _OTHER_IDLE_S = (0.01, 0.03, 0.1), (0.02, 0.06)
+_WOKEN_TOKENS = 4  # the output of a request that ends an idleness
 _WARM_UP = 3  # batches that nobody looks at
 _SPEAKERS, _SPOKEN_TOKENS = 16, 128  # who make prompts, and how much each says
 ENGINE_FIELDS = (
@@ -48,10 +50,12 @@ ENGINE_FIELDS = (
 
 
 class Batch(NamedTuple):
-    """`rows` requests at a time, each drafting `k` tokens a step, or as many as `goodput` says."""
+    """`rows` requests at a time, each drafting `k` tokens a step, or as many as `goodput` says;
+    they come after so many seconds without anything to do."""
 
     rows: int
     k: int | None
+    idle_s: float = 0.0
 
 
 def designed(config: SchedulerConfig) -> tuple[list[Batch], list[Batch]]:
@@ -66,18 +70,21 @@ def designed(config: SchedulerConfig) -> tuple[list[Batch], list[Batch]]:
     others = tuple(n for n in _OTHER_ROWS if n < most) or (most,)
     fitted = [Batch(n, k) for n in rows for k in ((*_KS, None) if speculates else (0,))]
     held_out = [Batch(n, k) for n in others for k in ((*_OTHER_KS, None) if speculates else (0,))]
+    fitted += [Batch(1, 0, idle_s) for idle_s in _IDLE_S]
+    held_out += [Batch(1, 0, idle_s) for idle_s in _OTHER_IDLE_S]
     return fitted, held_out
 
 
 class Calibrator:
     """An engine of its own around the executor, which it resets; how deep its requests draft is
-    their own choice."""
+    their own choice. `pause` lets so many seconds of `clock` go by."""
 
     def __init__(
         self,
         executor: Executor,
         config: SchedulerConfig,
         clock: Callable[[], float] = time.perf_counter,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         config = structs.replace(config, prefix_cache=False)
         if config.default_chain and config.lookahead.policy != "off":
@@ -85,7 +92,7 @@ class Calibrator:
         else:
             fixed = LookaheadConfig()
         executor.reset()
-        self._config, self._clock = config, clock
+        self._config, self._clock, self._pause = config, clock, pause
         self._watched = Watched(executor, config.max_slots, clock)
         # The engine whose requests choose their depth themselves, and that of `goodput`.
         self._uncontrolled = self._engine = self._make(fixed)
@@ -128,6 +135,9 @@ class Calibrator:
         found = []
         for _ in range(steps):
             requests = [self._request(batch, rng) for _ in range(batch.rows - len(running))]
+            if batch.idle_s and not running:
+                self._pause(batch.idle_s)
+                self._watched.idle(batch.idle_s)
             started_s = self._clock()
             running |= {engine.add(prompt, params).request_id for prompt, params in requests}
             outputs = engine.step()
@@ -176,7 +186,7 @@ class Calibrator:
         length = _at_any_scale(min(_LEAST_PROMPT_TOKENS, most), most, rng)
         params = SamplingParams(
             temperature=0.0,
-            max_tokens=_at_any_scale(*_OUTPUT_TOKENS, rng),
+            max_tokens=_WOKEN_TOKENS if batch.idle_s else _at_any_scale(*_OUTPUT_TOKENS, rng),
             ignore_eos=True,
             max_lookahead=batch.k,
         )
@@ -229,6 +239,10 @@ class Watched:
         self._counts.advance(plan, result.num_accepted, np.diff(result.row_splits))
         self.last = work, result, self._clock() - started_s
         return result
+
+    def idle(self, seconds: float) -> None:
+        """Nothing has run for so long."""
+        self._counts.idle(seconds)
 
     def num_tokens(self, slot: int) -> int:
         """Known of the slot's request, after the last step."""

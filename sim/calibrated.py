@@ -1,11 +1,12 @@
 """A cost model fitted to measured steps: durations as sums of what a step does, all positive.
 
-    target_s = T(tokens) + C(context tokens that decoding rows read) + sum of price * feature
+    target_s = T(tokens) + C(context tokens that decoding rows read) + W(idle seconds before it)
+             + sum of price * feature
     draft_s  = sum of price * feature                 the drafter's passes
     host_s   = sum of price * feature                 the loop around the executor
 
-`target_s` is what the executor does besides drafting. T and C are piecewise linear and never fall
-(padding and caches make them bend); the features are named in `TARGET`, `DRAFT` and `HOST`. Residuals are relative, so that a long prefill does not outweigh a
+`target_s` is what the executor does besides drafting. T, C and W are piecewise linear and never
+fall (padding and caches make them bend); the features are named in `TARGET`, `DRAFT` and `HOST`. Residuals are relative, so that a long prefill does not outweigh a
 decode, and prices are found by non-negative least squares (Lawson and Hanson 1974): one that the
 steps do not show is 0.
 """
@@ -29,11 +30,13 @@ from sim.tables import Curve
 FORMAT, VERSION = "cbatch-calibration", 4
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _CONTEXT_KNOTS = (0, 256, 1024, 4096, 16384, 65536, 262144)
+_IDLE_KNOTS_S = (0.0, 0.01, 0.03, 0.1)
 # Of what decoding rows read, the share that is not in caches, by steps since a chunk was computed.
 _COLD = (1.0, 1.0, 0.5, 0.25, 0.125)
 _CLIP = 4.0  # usual errors; a step that is further off met a stall of the machine
 _ROUNDS = 6
 _LEAST_S = 1e-7
+_LEAST_IDLE_S = 1e-4
 
 TARGET = (
     "row",
@@ -62,6 +65,7 @@ DRAFT = (
 HOST = (
     "step",
     "cold_step",
+    "idle_s",  # up to the last of `_IDLE_KNOTS_S`
     "row",
     "admission",
     "admitting_step",
@@ -117,7 +121,8 @@ def host_features(work: StepWork, controlled: bool) -> tuple[float, ...]:
     """As `HOST` names them; `controlled`: `goodput` chooses depths."""
     admitted, drafts = work.admitted, work.draft_depth > 0
     drafting = drafts, work.decode_rows * drafts, work.draft_tokens
-    found = 1, cold(work), work.rows, admitted, admitted > 0, *drafting
+    idle_s = min(work.idle_s, _IDLE_KNOTS_S[-1])
+    found = 1, cold(work), idle_s, work.rows, admitted, admitted > 0, *drafting
     return (*found, 1, work.rows, admitted) if controlled else (*found, 0, 0, 0)
 
 
@@ -132,14 +137,25 @@ class StepSample(msgspec.Struct, frozen=True):
     controlled: bool = False
 
 
-class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds: T(`tokens[i]`) is `tokens_s[i]`, C likewise, the others are by name of their
-    feature."""
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Piecewise linear: at `at[i]` it is `seconds[i]`; it never falls."""
 
-    tokens: tuple[int, ...]
-    tokens_s: tuple[float, ...]
-    context_tokens: tuple[int, ...]
-    context_tokens_s: tuple[float, ...]
+    at: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        ascending = all(a < b for a, b in pairwise(self.at))
+        rising = all(a <= b for a, b in pairwise((0.0, *self.seconds)))
+        if not (ascending and rising and len(self.at) == len(self.seconds) >= 2):
+            raise FieldError("prices", "have a line that does not rise", "give ascending points")
+
+
+class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """T, C and W; the others are seconds by name of their feature."""
+
+    tokens: Line
+    context: Line
+    idle: Line
     target_s: dict[str, float]
     draft_s: dict[str, float]
     host_s: dict[str, float]
@@ -153,16 +169,6 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if set(found) != set(names) or not all(0 <= s < np.inf for s in found.values()):
                 remedy = f"give seconds of 0 or more for {', '.join(names)}"
                 raise FieldError(f"prices.{field}", "are not all there", remedy)
-        _require_line("tokens_s", self.tokens, self.tokens_s)
-        _require_line("context_tokens_s", self.context_tokens, self.context_tokens_s)
-
-
-def _require_line(field: str, at: Sequence[int], seconds: Sequence[float]) -> None:
-    """Raises `FieldError`."""
-    ascending = all(a < b for a, b in pairwise(at))
-    rising = all(a <= b for a, b in pairwise((0.0, *seconds)))
-    if not (ascending and rising and len(at) == len(seconds) >= 2):
-        raise FieldError(f"prices.{field}", "is no rising line", "give ascending points")
 
 
 class CalibratedCost:
@@ -171,8 +177,9 @@ class CalibratedCost:
 
     def __init__(self, prices: Prices, *, controlled: bool = False) -> None:
         self._controlled = controlled
-        self._tokens = Curve(prices.tokens, prices.tokens_s)
-        self._context = Curve(prices.context_tokens, prices.context_tokens_s)
+        self._tokens = Curve(prices.tokens.at, prices.tokens.seconds)
+        self._context = Curve(prices.context.at, prices.context.seconds)
+        self._idle = prices.idle
         self._target = [prices.target_s[name] for name in TARGET]
         self._draft = [prices.draft_s[name] for name in DRAFT]
         self._host = [prices.host_s[name] for name in HOST]
@@ -180,6 +187,8 @@ class CalibratedCost:
     def step_s(self, work: StepWork) -> tuple[float, float, float]:
         target_s = self._tokens(work.decode_tokens + work.prefill_tokens)
         target_s += self._context(work.decode_context_tokens)
+        if work.idle_s > _LEAST_IDLE_S:
+            target_s += float(np.interp(work.idle_s, self._idle.at, self._idle.seconds))
         target_s += sum(map(mul, self._target, target_features(work)))
         host_s = sum(map(mul, self._host, host_features(work, self._controlled)))
         if work.draft_depth or work.ingested_tokens:
@@ -239,13 +248,17 @@ def fit_prices(samples: Sequence[StepSample]) -> Prices:
         raise FieldError("samples", "are none", "measure some steps")
     tokens = np.array([s.work.decode_tokens + s.work.prefill_tokens for s in samples])
     contexts = np.array([s.work.decode_context_tokens for s in samples])
-    knots, context_knots = _up_to(tokens.max(), _KNOTS), _up_to(contexts.max(), _CONTEXT_KNOTS)
-    columns = [_pieces(tokens, knots), _pieces(contexts, context_knots)[:, 1:]]
+    knots = _up_to(tokens.max(), _KNOTS), _up_to(contexts.max(), _CONTEXT_KNOTS), _IDLE_KNOTS_S
+    idles_s = np.array([s.work.idle_s for s in samples])
+    # T has a price of its own where there is but one token; C and W begin at 0.
+    lines = [_pieces(each, at) for each, at in zip((tokens, contexts, idles_s), knots, strict=True)]
+    lines[0] = np.concatenate([np.ones((len(tokens), 1)), lines[0]], axis=1)
     found = _fit(
-        np.concatenate([*columns, _features(target_features, samples)], axis=1),
+        np.concatenate([*lines, _features(target_features, samples)], axis=1),
         np.array([s.target_s for s in samples]),
     )
-    line, context_line, others = np.split(found, np.cumsum([len(knots), len(context_knots) - 1]))
+    *slopes, others = np.split(found, np.cumsum([line.shape[1] for line in lines]))
+    first_s, slopes[0] = float(slopes[0][0]), slopes[0][1:]
     drafting = [s for s in samples if s.work.draft_depth or s.work.ingested_tokens]
     drafts = np.zeros(len(DRAFT))
     if drafting:
@@ -254,10 +267,9 @@ def fit_prices(samples: Sequence[StepSample]) -> Prices:
     hosts = np.array([host_features(s.work, s.controlled) for s in samples], dtype=np.float64)
     host = _fit(hosts, np.array([s.host_s for s in samples]))
     return Prices(
-        tokens=tuple(knots),
-        tokens_s=_line(knots, line),
-        context_tokens=tuple(context_knots),
-        context_tokens_s=_line(context_knots, [0.0, *context_line]),
+        tokens=_line(knots[0], slopes[0], first_s),
+        context=_line(knots[1], slopes[1]),
+        idle=_line(knots[2], slopes[2]),
         target_s=dict(zip(TARGET, others.tolist(), strict=True)),
         draft_s=dict(zip(DRAFT, drafts.tolist(), strict=True)),
         host_s=dict(zip(HOST, host.tolist(), strict=True)),
@@ -279,15 +291,15 @@ def _up_to(most: int, knots: Sequence[int]) -> list[int]:
     return [knots[0], *(k for k in knots[1:] if 2 * k <= most), max(int(most), knots[0] + 1)]
 
 
-def _pieces(values: np.ndarray, knots: Sequence[int]) -> np.ndarray:
-    """float64 [values, knots]: 1, and how much of each piece between two knots lies below."""
-    parts = [np.clip(values - a, 0, b - a) for a, b in pairwise(knots)]
-    return np.stack([np.ones(len(values)), *parts], axis=1)
+def _pieces(values: np.ndarray, knots: Sequence[float]) -> np.ndarray:
+    """float64 [values, knots - 1]: how much of each piece between two knots lies below."""
+    return np.stack([np.clip(values - a, 0, b - a) for a, b in pairwise(knots)], axis=1)
 
 
-def _line(knots: Sequence[int], prices: Sequence[float]) -> tuple[float, ...]:
-    """At each knot, of the prices of `_pieces`."""
-    return tuple(np.cumsum(np.multiply(prices, [1, *np.diff(knots)])).tolist())
+def _line(knots: Sequence[float], slopes: np.ndarray, first_s: float = 0.0) -> Line:
+    """Of the slopes of `_pieces`."""
+    seconds = first_s + np.cumsum([0.0, *(slopes * np.diff(knots))])
+    return Line(tuple(map(float, knots)), tuple(seconds.tolist()))
 
 
 def _features(

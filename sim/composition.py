@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from cbatch.core.plan import Admission, StepPlan
-from sim.costs import StepWork
+from sim.costs import IDLE_LEFT, StepWork
 
 
 class SlotCounts:
@@ -19,10 +19,15 @@ class SlotCounts:
         self.num_tokens = [0] * max_slots
         self.todo = [0] * max_slots
         self._since_prefill = 0  # steps that have come after the last chunk
+        self._idle_s = 0.0
 
     def admit(self, admission: Admission) -> None:
         self.num_tokens[admission.slot] = len(admission.tokens)
         self.todo[admission.slot] = len(admission.tokens) - admission.kv_len_tokens
+
+    def idle(self, seconds: float) -> None:
+        """Nothing has run for so long."""
+        self._idle_s = seconds
 
     def known(self, slots: list[int]) -> list[int]:
         """How many tokens each of them knows."""
@@ -37,7 +42,8 @@ class SlotCounts:
         work = StepWork(rows=rows, admitted=len(plan.deltas.admitted))
         work.decode_rows = todo.count(1)
         self._since_prefill = self._since_prefill + 1 if work.decode_rows == rows else 0
-        work.steps_since_prefill = self._since_prefill
+        work.steps_since_prefill, work.idle_s = self._since_prefill, self._idle_s
+        self._idle_s *= IDLE_LEFT
         work.ingested_tokens = sum(plan.catch_up.tolist())
         drafts = any(num_drafts.tolist())
         if work.decode_rows == rows and not drafts:
@@ -81,7 +87,7 @@ class SlotCounts:
         """Composition of the next step, in which rows with so many known tokens decode one each."""
         rows = len(known)
         work = StepWork(rows=rows, decode_rows=rows, decode_tokens=rows, logit_tokens=rows)
-        work.steps_since_prefill = self._since_prefill + 1
+        work.steps_since_prefill, work.idle_s = self._since_prefill + 1, self._idle_s
         _read(work, known)
         work.decode_pairs = work.decode_context_tokens
         return work
@@ -99,6 +105,7 @@ class SlotCounts:
     def advance_all(self, slots: list[int], steps: int) -> None:
         """So many steps in which all of `slots` decoded one token each."""
         self._since_prefill += steps
+        self._idle_s *= IDLE_LEFT**steps
         for slot in slots:
             self.num_tokens[slot] += steps
 

@@ -13,6 +13,9 @@ import msgspec
 from cbatch.core.errors import FieldError
 
 
+IDLE_LEFT = 0.1  # of what idleness took from caches, the share that a step does not bring back
+
+
 class StepWork(msgspec.Struct, gc=False):
     """The composition of one step. Filled by the executor; read-only to a cost model.
 
@@ -37,6 +40,7 @@ class StepWork(msgspec.Struct, gc=False):
     ingested_tokens: int = 0  # that the drafter catches up on
     admitted: int = 0  # requests that entered a slot
     steps_since_prefill: int = 0  # 0: this one computes a chunk
+    idle_s: float = 0.0  # without work until this step; after each, `IDLE_LEFT` of it counts on
 
     def go_on(self) -> None:
         """One step later: rows that all decode one token read one position more."""
@@ -44,6 +48,7 @@ class StepWork(msgspec.Struct, gc=False):
         self.decode_longest_tokens += 1
         self.decode_shortest_tokens += 1
         self.steps_since_prefill += 1
+        self.idle_s *= IDLE_LEFT
 
 
 class CostModel(Protocol):

@@ -55,6 +55,7 @@ class _Replica:
         self.inbox: list[Arrival] = []
         self._executor, self._intake = executor, intake
         self._step: tuple[StepPlan, StepResult, float] | None = None  # and when it began
+        self._ended_s = 0.0  # the last step
 
     @property
     def is_idle(self) -> bool:
@@ -71,6 +72,8 @@ class _Replica:
         plan = self.scheduler.plan(now_s)
         if plan is None:
             return None
+        if now_s > self._ended_s:
+            self._executor.idle(now_s - self._ended_s)
         if plan.deltas.admitted:
             self.recorder.planned(plan, now_s)
         result = self._executor.run(plan)
@@ -81,6 +84,7 @@ class _Replica:
         """Returns the requests that ended with the step."""
         assert self._step is not None
         (plan, result, started_s), self._step = self._step, None
+        self._ended_s = now_s
         commit = self.scheduler.commit(result, now_s)
         self.recorder.committed(plan, commit, started_s, [now_s])
         finished = self.recorder.finished

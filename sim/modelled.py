@@ -48,6 +48,10 @@ class ModelledExecutor:
             steady = self._steady = self._enter_steady(quiet.slots)
         return steady.foresee(self._cost, quiet.num_steps, now_s, until_s)
 
+    def idle(self, seconds: float) -> None:
+        """Nothing has run for so long."""
+        self._counts.idle(seconds)
+
     def run(self, plan: StepPlan) -> StepResult:
         steady = self._steady
         if steady is not None:

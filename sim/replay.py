@@ -38,6 +38,9 @@ class StepExecutor(Protocol):
         """When the coming steps will end: of the quiet ones those that begin before `until_s`
         (None: all), and the first in any case. The next plan must stand for exactly these."""
 
+    def idle(self, seconds: float) -> None:
+        """Nothing has run for so long, before the next step."""
+
     @property
     def host_s(self) -> float:
         """What the loop around the executor took for the last step: not in its result, whose
@@ -90,6 +93,7 @@ class _Replay:
         self._intake = Intake(source, seed)
         self._scheduler = Scheduler(config, log)
         self._recorder = Recorder(config.max_slots, objectives or Objectives(), on_record)
+        self._ended_s = 0.0  # the last step
 
     def run(self, on_progress: Callable[[Progress], None] | None) -> None:
         source, scheduler, intake = self._source, self._scheduler, self._intake
@@ -131,9 +135,12 @@ class _Replay:
             return None, ends_s
         if plan.deltas.admitted:
             self._recorder.planned(plan, now_s)
+        if now_s > self._ended_s:
+            executor.idle(now_s - self._ended_s)
         result = executor.run(plan)
         if not ends_s:
             ends_s = [now_s + (result.draft_s + result.target_s + executor.host_s)]
+        self._ended_s = ends_s[-1]
         commit = scheduler.commit(result, ends_s[-1])
         self._recorder.committed(plan, commit, now_s, ends_s)
         for observer in self._observers:

@@ -22,6 +22,7 @@ from sim.calibrated import (
     Accuracy,
     CalibratedCost,
     Calibration,
+    Line,
     Prices,
     StepSample,
     accuracy,
@@ -37,16 +38,15 @@ from sim.models import StepCost
 from tests.helpers import make_config, make_request
 
 TRUE = Prices(
-    tokens=(1, 8, 64, 4096),
-    tokens_s=(2e-3, 2e-3, 5e-3, 0.3),
-    context_tokens=(0, 1000, 20000),
-    context_tokens_s=(0.0, 2e-4, 7e-3),
+    tokens=Line((1, 8, 64, 4096), (2e-3, 2e-3, 5e-3, 0.3)),
+    context=Line((0, 1000, 20000), (0.0, 2e-4, 7e-3)),
+    idle=Line((0, 0.03, 0.1), (0.0, 1e-3, 2e-3)),
     target_s=dict.fromkeys(TARGET, 0.0)
     | {"row": 1e-4, "cold_context_token": 2e-7, "prefill_pair": 2e-8, "verifying_step": 5e-4},
     draft_s=dict.fromkeys(DRAFT, 0.0)
     | {"drafting_step": 3e-4, "depth": 4e-4, "draft_token": 1e-5, "ingested_token": 2e-5},
     host_s=dict.fromkeys(HOST, 0.0)
-    | {"step": 2e-4, "cold_step": 1e-4, "row": 5e-6, "admission": 1e-4}
+    | {"step": 2e-4, "cold_step": 1e-4, "idle_s": 3e-3, "row": 5e-6, "admission": 1e-4}
     | {"controlled_row": 1e-5, "controlled_admission": 5e-4},
 )
 
@@ -74,6 +74,7 @@ def composition(rng: np.random.Generator) -> StepWork:
         ingested_tokens=int(rng.integers(0, 50)) if drafts else 0,
         admitted=int(chunk > 0),
         steps_since_prefill=0 if chunk else 1 + int(rng.geometric(0.2)),
+        idle_s=float(rng.choice([0.02, 0.1, 0.4])) if chunk and not rows else 0.0,
     )
 
 
@@ -180,7 +181,7 @@ def test_designed_batches_of_an_engine_that_is_known() -> None:
     )
     fitted, held_out = designed(config)
     assert Batch(8, 8) in fitted and not set(fitted) & set(held_out)
-    calibrator = Calibrator(executor, config, clock)
+    calibrator = Calibrator(executor, config, clock, pause=clock.advance)
     calibrator.samples(Batch(4, None), 4, np.random.default_rng(0))  # nothing was said before
     known = calibrator.measure(fitted, seed=0, steps=12)
     others = calibrator.measure(held_out, seed=1, steps=12)
