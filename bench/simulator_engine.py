@@ -165,7 +165,7 @@ def serve(
 
 def _greedy(tokens: int, max_lookahead: int | None = None) -> SamplingParams:
     return SamplingParams(
-        temperature=0.0, max_tokens=tokens, ignore_eos=True, max_lookahead=max_lookahead
+        temperature=0.0, max_tokens=tokens, seed=0, ignore_eos=True, max_lookahead=max_lookahead
     )
 
 
