@@ -54,6 +54,7 @@ from sim.traces.request import TraceRequest
 
 POLICIES = ("off", "goodput")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+MAX_QUEUED = 100_000  # so that a load beyond what is served waits, as in the simulator
 PROBES, PROBE_TOKENS = 48, 16  # short requests to the idle server, one after another
 
 
@@ -115,6 +116,7 @@ def servers() -> Iterator[dict[str, int]]:
         for policy in POLICIES:
             command = [str(model), "--draft", str(draft), "--lookahead", policy]
             command += ["--max-slots", str(MAX_SLOTS), "--no-prefix-cache"]
+            command += ["--max-queued-requests", str(MAX_QUEUED)]
             ports[policy] = stack.enter_context(started(command, ONE_THREAD))
         yield ports
 
