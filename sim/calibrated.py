@@ -6,9 +6,9 @@
     host_s   = sum of price * feature                 the loop around the executor
 
 `target_s` is what the executor does besides drafting. T, C and W are piecewise linear and never
-fall (padding and caches make them bend); the features are named in `TARGET`, `DRAFT` and `HOST`. Residuals are relative, so that a long prefill does not outweigh a
-decode, and prices are found by non-negative least squares (Lawson and Hanson 1974): one that the
-steps do not show is 0.
+fall (padding and caches make them bend); the features are named in `TARGET`, `DRAFT` and `HOST`.
+Residuals are relative, so that a long prefill does not outweigh a decode, and prices are found by
+non-negative least squares (Lawson and Hanson 1974): one that the steps do not show is 0.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import msgspec
 
 from cbatch.core.errors import FieldError
 
-
 IDLE_LEFT = 0.1  # of what idleness took from caches, the share that a step does not bring back
 
 

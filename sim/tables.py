@@ -25,7 +25,7 @@ class Curve:
     """Seconds by a whole number, from points of it; a count below the first point costs as much as
     the first."""
 
-    def __init__(self, counts: Sequence[int], seconds: Sequence[float]) -> None:
+    def __init__(self, counts: Sequence[float], seconds: Sequence[float]) -> None:
         order = np.argsort(counts)
         xs, ys = np.asarray(counts)[order], np.asarray(seconds)[order]
         self.most = int(xs[-1])

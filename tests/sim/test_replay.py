@@ -22,12 +22,14 @@ from cbatch.core.scheduler import Scheduler
 from cbatch.engine import steplog
 from cbatch.engine.steplog import StepLogWriter, read_step_log
 from sim.arrivals import poisson
-from sim.costs import ConstantCost
+from sim.costs import ConstantCost, StepWork
+from sim.fleet import replay_fleet
 from sim.lengths import fixed, uniform
 from sim.modelled import ModelledExecutor
 from sim.records import Recorder
 from sim.replay import Progress, replay
 from sim.report import Objectives, Record, Report, from_json, to_json
+from sim.routers import make_router
 from sim.sources import ClosedLoop, OpenLoop, Remote, Source
 from sim.traces.request import TraceRequest
 from sim.workload import Conversations, converse, generate
@@ -216,6 +218,35 @@ def test_constant_cost_by_hand() -> None:
     assert report.output_tokens_per_s == pytest.approx(15 / 2.1)
     assert report.mean_running == pytest.approx(0.15 / 2.1)
     assert report.itl_s.count == 12
+
+
+class WakingCost:
+    """10 ms, and as long as nothing ran."""
+
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
+        return 0.0, 0.01 + work.idle_s, 0.0
+
+
+def test_a_step_is_told_for_how_long_nothing_ran() -> None:
+    """A tenth of it counts on in the step after, and so on: in quiet steps as in others, and in
+    each replica of a fleet."""
+    requests = [
+        TraceRequest(arrival_s=at_s, prompt_tokens=50, output_tokens=n)
+        for at_s, n in ((0.0, 1), (1.0, 4), (9.0, 1))
+    ]
+    woken_s = 0.99 * 1.111 + 0.04
+    expected = [0.01, 0.01 + 0.99, 0.01 + 8.0 - woken_s]
+    config = config_for()
+
+    def served(how: Any, *more: Any, **options: Any) -> None:
+        records: list[Record] = []
+        how(OpenLoop(requests), config, *more, on_record=records.append, **options)
+        assert [r.ttft_s for r in records] == pytest.approx(expected)
+        assert records[1].e2e_s == pytest.approx(woken_s)
+
+    served(replay, executor_for(config, WakingCost()))
+    served(replay, executor_for(config, WakingCost()), log=lambda _: None)
+    served(replay_fleet, [executor_for(config, WakingCost())], make_router("round-robin"))
 
 
 def test_what_is_spent_outside_of_the_engine_is_the_requests() -> None:
