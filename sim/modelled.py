@@ -50,6 +50,8 @@ class ModelledExecutor:
 
     def idle(self, seconds: float) -> None:
         """Nothing has run for so long."""
+        if self._steady is not None:
+            self._leave_steady(self._steady)
         self._counts.idle(seconds)
 
     def run(self, plan: StepPlan) -> StepResult:
