@@ -55,7 +55,8 @@ from sim.traces.request import TraceRequest
 POLICIES = ("off", "goodput")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 MAX_QUEUED = 100_000  # so that a load beyond what is served waits, as in the simulator
-PROBES, PROBE_TOKENS = 48, 16  # short requests to the idle server, one after another
+# Short requests to a server that has been idle, as it mostly is at a light load.
+PROBES, PROBE_TOKENS, PROBES_PER_S = 48, 16, 20.0
 
 
 class Client:
@@ -75,7 +76,8 @@ class Client:
     def probe(self, port: int) -> float:
         """Median seconds to the first token of short requests that find the server idle."""
         lengths = ("--prompt-tokens", PROBE_TOKENS, "--output-tokens", 1)
-        self._run(port, "probe", "--concurrency", 1, "--requests", PROBES, *lengths)
+        arrivals = ("--rate", PROBES_PER_S, "--arrivals", "constant", "--requests", PROBES)
+        self._run(port, "probe", *arrivals, *lengths)
         records = read_records(self._folder / "probe.jsonl")
         return statistics.median(record.ttft_s for record in records)
 
@@ -102,9 +104,12 @@ def _served(records: Sequence[Record]) -> Served:
 
 def latency_of(calibration: Calibration, ttft_s: float) -> float:
     """What a request spends outside of the engine, of a probe's time to its first token."""
-    probe = TraceRequest(arrival_s=0.0, prompt_tokens=PROBE_TOKENS, output_tokens=1)
-    _, (record,) = simulate(calibration, [[0]], OpenLoop([probe]), "off")
-    return max(ttft_s - record.ttft_s, 0.0)
+    probes = [
+        TraceRequest(arrival_s=i / PROBES_PER_S, prompt_tokens=PROBE_TOKENS, output_tokens=1)
+        for i in range(PROBES)
+    ]
+    _, records = simulate(calibration, [[0]], OpenLoop(probes), "off")
+    return max(ttft_s - statistics.median(record.ttft_s for record in records), 0.0)
 
 
 @contextlib.contextmanager

@@ -40,8 +40,11 @@ def records(case: Case, slower: float) -> list[MeasuredRecord]:
 
 
 def test_latency_is_what_the_engine_does_not_explain() -> None:
-    probe = bench.TraceRequest(arrival_s=0.0, prompt_tokens=bench.PROBE_TOKENS, output_tokens=1)
-    _, (record,) = bench.simulate(cost(), [[0]], OpenLoop([probe]), "off")
+    probes = [
+        bench.TraceRequest(arrival_s=i / 20, prompt_tokens=bench.PROBE_TOKENS, output_tokens=1)
+        for i in range(8)
+    ]
+    _, (*_, record) = bench.simulate(cost(), [[0]], OpenLoop(probes), "off")
     assert bench.latency_of(cost(), record.ttft_s + LATENCY_S) == pytest.approx(LATENCY_S)
     assert bench.latency_of(cost(), 0.0) == 0.0
 
