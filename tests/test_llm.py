@@ -94,6 +94,21 @@ def test_n_choices_and_the_drawn_seed(llm: LLM) -> None:
     assert [c.token_ids for c in plain.choices] == [c.token_ids for c in again.choices]
 
 
+@pytest.mark.parametrize("extreme", [1e-320, 1e-50, 1e50, 7e307])
+def test_temperatures_beyond_float32_are_served(llm: LLM, extreme: float) -> None:
+    """Like the nearest that float32 has: the least is as good as greedy, the most has no say in
+    what is likely, so that two seeds differ."""
+    params = [
+        SamplingParams(temperature=t, seed=seed, max_tokens=12, ignore_eos=True)
+        for t, seed in ((0.0, 1), (extreme, 1), (extreme, 2))
+    ]
+    greedy, one, other = llm.generate(["def f"] * 3, params)
+    assert one.error is None and other.error is None
+    tokens = [completion.token_ids for completion in (greedy, one, other)]
+    assert (tokens[0] == tokens[1] == tokens[2]) is (extreme < 1)
+    assert (tokens[1] != tokens[2]) is (extreme > 1)
+
+
 def test_one_bad_request_never_loses_the_others(llm: LLM) -> None:
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     completions = llm.generate(["abc", "", [10**6], "a" * 4000, "abc"], params)

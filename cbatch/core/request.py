@@ -19,6 +19,7 @@ DRAFTERS = (MODEL, *LOOKUPS)
 # Wide enough for any use, and narrow enough that no sum or product of them overflows fp32.
 MAX_LOGIT_BIAS = 1e30
 MAX_REPETITION_PENALTY = 1e3
+_LEAST_FLOAT32, _MOST_FLOAT32 = (float(x) for x in (np.finfo("f").tiny, np.finfo("f").max))
 
 
 class FinishReason(enum.Enum):
@@ -154,6 +155,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def logits_divisor(self) -> float:
+        """The temperature, 1 where greedy; no nearer to 0 or to infinity than float32 can be."""
+        return 1.0 if self.greedy else min(max(self.temperature, _LEAST_FLOAT32), _MOST_FLOAT32)
 
     @property
     def coupled(self) -> bool:

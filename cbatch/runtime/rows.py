@@ -90,7 +90,7 @@ class SlotTable:
         self.greedy[slot] = params.greedy
         self.coupled[slot] = params.coupled and not params.greedy
         self.rejects[slot] = not (params.coupled or params.greedy)
-        self.temperature[slot] = 1.0 if params.greedy else params.temperature
+        self.temperature[slot] = params.logits_divisor
         self.top_k[slot] = self.vocab_size if params.top_k is None else params.top_k
         # 1 keeps every token; a cumulative sum that rounds to 1 early must not cut the tail.
         self.top_p[slot] = params.top_p if params.top_p < 1 else np.inf

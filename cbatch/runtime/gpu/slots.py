@@ -137,7 +137,7 @@ class HostSlots:
         top_k = self._sizes.vocab if params.top_k is None else min(params.top_k, self._sizes.vocab)
         # 1 keeps every token; a sum that rounds to 1 early must not cut the tail.
         top_p = params.top_p if params.top_p < 1 else np.inf
-        temperature = 1.0 if params.greedy else params.temperature
+        temperature = params.logits_divisor
         for name, values, dtype in (
             ("modes", [mode], np.int32),
             ("top_k", [top_k], np.int32),

@@ -138,7 +138,7 @@ class LogprobsTail:
         return filtered_logits(
             x,
             Filters(
-                each(1.0 if params.greedy else params.temperature, torch.float32),
+                each(params.logits_divisor, torch.float32),
                 None if params.top_k is None else each(params.top_k, torch.int64),
                 each(params.top_p, torch.float32) if params.top_p < 1 else None,
                 each(params.min_p, torch.float32) if params.min_p else None,
