@@ -60,18 +60,18 @@ class Batch(NamedTuple):
 
 def designed(config: SchedulerConfig) -> tuple[list[Batch], list[Batch]]:
     """What prices are fitted to, and others to see how well they do: of other sizes and depths (in
-    an engine of one or two slots of other lengths alone). Raises `FieldError` where somebody else
-    than a draft model drafts: a lookup's price depends on the text."""
+    an engine of one or two slots of other lengths alone), the largest last. Raises `FieldError`
+    where somebody else than a draft model drafts: a lookup's price depends on the text."""
     if config.default_chain not in ((), (MODEL,)):
         raise FieldError("--drafter", "lookups have no price of their own", "use the draft, or off")
     speculates = bool(config.default_chain) and config.lookahead.policy != "off"
     most = config.max_slots
     rows = (*(n for n in _ROWS if n < most), most)
     others = tuple(n for n in _OTHER_ROWS if n < most) or (most,)
-    fitted = [Batch(n, k) for n in rows for k in ((*_KS, None) if speculates else (0,))]
-    held_out = [Batch(n, k) for n in others for k in ((*_OTHER_KS, None) if speculates else (0,))]
-    fitted += [Batch(1, 0, idle_s) for idle_s in _IDLE_S]
-    held_out += [Batch(1, 0, idle_s) for idle_s in _OTHER_IDLE_S]
+    fitted = [Batch(1, 0, idle_s) for idle_s in _IDLE_S]
+    held_out = [Batch(1, 0, idle_s) for idle_s in _OTHER_IDLE_S]
+    fitted += [Batch(n, k) for n in rows for k in ((*_KS, None) if speculates else (0,))]
+    held_out += [Batch(n, k) for n in others for k in ((*_OTHER_KS, None) if speculates else (0,))]
     return fitted, held_out
 
 
