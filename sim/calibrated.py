@@ -250,15 +250,12 @@ def fit_prices(samples: Sequence[StepSample]) -> Prices:
     contexts = np.array([s.work.decode_context_tokens for s in samples])
     knots = _up_to(tokens.max(), _KNOTS), _up_to(contexts.max(), _CONTEXT_KNOTS), _IDLE_KNOTS_S
     idles_s = np.array([s.work.idle_s for s in samples])
-    # T has a price of its own where there is but one token; C and W begin at 0.
     lines = [_pieces(each, at) for each, at in zip((tokens, contexts, idles_s), knots, strict=True)]
-    lines[0] = np.concatenate([np.ones((len(tokens), 1)), lines[0]], axis=1)
-    found = _fit(
-        np.concatenate([*lines, _features(target_features, samples)], axis=1),
-        np.array([s.target_s for s in samples]),
-    )
-    *slopes, others = np.split(found, np.cumsum([line.shape[1] for line in lines]))
-    first_s, slopes[0] = float(slopes[0][0]), slopes[0][1:]
+    # T has a price of its own where there is but one token; C and W begin at 0.
+    columns = [np.ones((len(samples), 1)), *lines, _features(target_features, samples)]
+    found = _fit(np.concatenate(columns, axis=1), np.array([s.target_s for s in samples]))
+    ends = np.cumsum([column.shape[1] for column in columns[:-1]])
+    first, *slopes, others = np.split(found, ends)
     drafting = [s for s in samples if s.work.draft_depth or s.work.ingested_tokens]
     drafts = np.zeros(len(DRAFT))
     if drafting:
@@ -267,7 +264,7 @@ def fit_prices(samples: Sequence[StepSample]) -> Prices:
     hosts = np.array([host_features(s.work, s.controlled) for s in samples], dtype=np.float64)
     host = _fit(hosts, np.array([s.host_s for s in samples]))
     return Prices(
-        tokens=_line(knots[0], slopes[0], first_s),
+        tokens=_line(knots[0], slopes[0], float(first[0])),
         context=_line(knots[1], slopes[1]),
         idle=_line(knots[2], slopes[2]),
         target_s=dict(zip(TARGET, others.tolist(), strict=True)),

@@ -137,11 +137,10 @@ class HostSlots:
         top_k = self._sizes.vocab if params.top_k is None else min(params.top_k, self._sizes.vocab)
         # 1 keeps every token; a sum that rounds to 1 early must not cut the tail.
         top_p = params.top_p if params.top_p < 1 else np.inf
-        temperature = params.logits_divisor
         for name, values, dtype in (
             ("modes", [mode], np.int32),
             ("top_k", [top_k], np.int32),
-            ("temperatures", [temperature], np.float32),
+            ("temperatures", [params.logits_divisor], np.float32),
             ("top_p", [top_p], np.float32),
             ("min_p", [params.min_p], np.float32),
             ("keys", split_seed(a.seed), np.int64),
