@@ -47,7 +47,7 @@ from bench.simulator_engine import (
 from cbatch.cli.main import main as cbatch
 from cbatch.demo import demo_paths
 from sim.calibrated import Calibration
-from sim.report import Record, to_json
+from sim.report import Record, to_json, to_line
 from sim.sources import OpenLoop, Remote
 from sim.traces.reader import write_requests
 from sim.traces.request import TraceRequest
@@ -149,11 +149,7 @@ def simulated(calibration: Calibration, runs: Runs, folder: Path) -> None:
         report, records = simulate(calibration, runs.fates, source, case.policy)
         path = folder / f"simulated-{case.policy}-{case.load}"
         path.with_suffix(".json").write_bytes(to_json(report))
-        path.with_suffix(".jsonl").write_bytes(b"".join(map(_line, records)))
-
-
-def _line(record: Record) -> bytes:
-    return msgspec.json.encode(record) + b"\n"
+        path.with_suffix(".jsonl").write_bytes(b"".join(map(to_line, records)))
 
 
 def draw(page: Path, folder: Path, runs: Runs) -> None:
@@ -195,7 +191,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs.latency_s = latency_of(calibration, probe_s)
         if args.out is not None:
             args.out.write_bytes(msgspec.json.encode(runs))
-        simulated(calibration, runs, folder)
+        if args.folder is not None:
+            simulated(calibration, runs, folder)
         if args.page is not None:
             draw(args.page, folder, runs)
     rows = rows_of(calibration, runs)

@@ -160,6 +160,11 @@ def to_json(report: Report) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
+def to_line(record: msgspec.Struct) -> bytes:
+    """As files of records have it, of requests that failed too: JSON, a line each."""
+    return msgspec.json.encode(record) + b"\n"
+
+
 def from_json(document: bytes) -> Report:
     """Raises ValueError if it is not a report of this version."""
     report = msgspec.json.decode(document, type=Report)

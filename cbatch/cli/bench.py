@@ -243,10 +243,9 @@ async def _settings(args: argparse.Namespace, endpoint: Endpoint, workload: Work
 
 
 def _write(args: argparse.Namespace, points: list[Point], capacity: Capacity | None) -> None:
-    import msgspec
-
     from bench.load.measure import records
     from bench.load.sweep import to_json
+    from sim.report import to_line
 
     if args.json is not None:
         args.json.write_bytes(to_json(points, capacity))
@@ -257,7 +256,7 @@ def _write(args: argparse.Namespace, points: list[Point], capacity: Capacity | N
     if args.records is not None:
         with args.records.open("wb") as file:
             for record in (r for point in points for r in records(point.runs)):
-                file.write(msgspec.json.encode(record) + b"\n")
+                file.write(to_line(record))
     if args.page is not None:
         from bench.load.page import write_points
 

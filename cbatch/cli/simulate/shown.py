@@ -110,9 +110,9 @@ class Files:
 
 
 def _write_line(file: BinaryIO, record: Record) -> None:
-    import msgspec
+    from sim.report import to_line
 
-    file.write(msgspec.json.encode(record) + b"\n")
+    file.write(to_line(record))
 
 
 def wide_console() -> Console:
