@@ -10,14 +10,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cbatch.assembly import EngineOptions, load_engine
-    from cbatch.core.config import LookaheadConfig
-    from cbatch.core.errors import FieldError, RefusedError
-    from cbatch.core.request import FinishReason, SamplingParams, StructuredOutputs
-    from cbatch.info import EngineInfo
+    from cbatch.core.request.errors import FieldError, RefusedError
+    from cbatch.core.request.request import FinishReason, SamplingParams, StructuredOutputs
+    from cbatch.core.speculation.config import LookaheadConfig
+    from cbatch.engine.build import load_engine
+    from cbatch.engine.engine import Engine
+    from cbatch.engine.info import EngineInfo
+    from cbatch.engine.options import EngineOptions
     from cbatch.llm import LLM
-    from cbatch.outputs import Choice, Completion, Output, Speculation, TokenLogprob
-    from cbatch.stepwise import Engine
+    from cbatch.text.outputs import Choice, Completion, Output, Speculation, TokenLogprob
 
 __all__ = [
     "LLM",
@@ -39,14 +40,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "cbatch.assembly": ("EngineOptions", "load_engine"),
-    "cbatch.info": ("EngineInfo",),
-    "cbatch.core.config": ("LookaheadConfig",),
-    "cbatch.core.errors": ("FieldError", "RefusedError"),
-    "cbatch.core.request": ("FinishReason", "SamplingParams", "StructuredOutputs"),
+    "cbatch.engine.build": ("load_engine",),
+    "cbatch.engine.options": ("EngineOptions",),
+    "cbatch.engine.info": ("EngineInfo",),
+    "cbatch.core.speculation.config": ("LookaheadConfig",),
+    "cbatch.core.request.errors": ("FieldError", "RefusedError"),
+    "cbatch.core.request.request": ("FinishReason", "SamplingParams", "StructuredOutputs"),
     "cbatch.llm": ("LLM",),
-    "cbatch.outputs": ("Choice", "Completion", "Output", "Speculation", "TokenLogprob"),
-    "cbatch.stepwise": ("Engine",),
+    "cbatch.text.outputs": ("Choice", "Completion", "Output", "Speculation", "TokenLogprob"),
+    "cbatch.engine.engine": ("Engine",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
-from cbatch.assembly import EngineOptions, load_engine
-from cbatch.choices import Prompt
-from cbatch.core.errors import FieldError
-from cbatch.core.request import SamplingParams
-from cbatch.notyet import refuse_options
-from cbatch.outputs import Accepted, Choice, Completion, Output
-from cbatch.stepwise import Engine
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import SamplingParams
+from cbatch.core.request.unsupported import refuse_options
+from cbatch.engine.build import load_engine
+from cbatch.engine.engine import Engine
+from cbatch.engine.options import EngineOptions
+from cbatch.text.output_processor import Prompt
+from cbatch.text.outputs import Accepted, Choice, Completion, Output
 
-_logger = logging.getLogger("cbatch")
+Key = TypeVar("Key")
 
 
 class LLM:
@@ -35,7 +35,8 @@ class LLM:
     ) -> list[Completion]:
         """One completion for each prompt (text or token ids), in order.
 
-        `params` serves all prompts, or one each. A request that cannot run is answered with its
+        `params` serves all prompts, or one each; None stands for the model's own defaults
+        (`info.sampling_defaults`). A request that cannot run is answered with its
         `error`, which names the field; the others go on. Raises `FieldError` only where the number
         of `params` is not the number of prompts.
         """
@@ -50,7 +51,7 @@ class LLM:
             )
         if not progress:
             return complete_all(self.engine, batch, each)
-        from cbatch.cli.progress import ProgressBar
+        from cbatch.engine.progress import ProgressBar
 
         with ProgressBar(len(batch)) as bar:
             return complete_all(self.engine, batch, each, on_outputs=bar.update)
@@ -74,55 +75,55 @@ def complete_all(
 ) -> list[Completion]:
     """Runs the engine until every one of these prompts is answered. If it is interrupted (or
     `on_outputs` raises) what still runs is cancelled, so that the engine can be used again."""
-    collector = Collector()
-    answers: list[str | Completion] = []
+    batch: Batch[int] = Batch(engine)
+    done: dict[int, Completion] = {}
     try:
-        for prompt, each in zip(prompts, params, strict=True):
-            try:
-                accepted = engine.add(prompt, each)
-            except FieldError as error:
-                answers.append(refused(prompt, error))
-            else:
-                answers.append(accepted.request_id)
-                collector.expect(accepted)
-        while collector.waiting:
+        for at, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            refusal = batch.add(at, prompt, each)
+            if refusal is not None:
+                done[at] = refusal
+        while batch.waiting:
             outputs = engine.step()
-            collector.take(outputs)
+            done |= batch.take(outputs)
             if on_outputs:
                 on_outputs(outputs)
     finally:
-        for request_id in list(collector.waiting):
+        for request_id in list(batch.waiting):
             engine.cancel(request_id)
-    return [collector.done[a] if isinstance(a, str) else a for a in answers]
+    return [done[at] for at in range(len(prompts))]
 
 
-def refused(prompt: Prompt, error: FieldError) -> Completion:
-    ids = () if isinstance(prompt, str) else tuple(prompt)
-    return Completion("", ids, None, error=str(error))
+class Batch(Generic[Key]):
+    """Prompts in an engine, each under a key of the caller's, until all choices of it are there.
+    `waiting` has those that are not, by request id."""
 
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.waiting: dict[str, tuple[Key, Accepted, list[Choice]]] = {}
 
-class Collector:
-    """Gathers the choices of each request until all are there."""
+    def add(
+        self, key: Key, prompt: Prompt, params: SamplingParams | None, *, priority: int = 0
+    ) -> Completion | None:
+        """None: it runs. A prompt that cannot is answered at once."""
+        try:
+            accepted = self._engine.add(prompt, params, priority=priority)
+        except FieldError as error:
+            ids = () if isinstance(prompt, str) else tuple(prompt)
+            return Completion("", ids, None, error=str(error))
+        self.waiting[accepted.request_id] = (key, accepted, [])
+        return None
 
-    def __init__(self) -> None:
-        self.waiting: dict[str, tuple[Accepted, list[Choice]]] = {}
-        self.done: dict[str, Completion] = {}
-
-    def expect(self, accepted: Accepted) -> None:
-        self.waiting[accepted.request_id] = (accepted, [])
-
-    def take(self, outputs: Sequence[Output]) -> list[Completion]:
-        """The requests that these outputs complete."""
+    def take(self, outputs: Sequence[Output]) -> list[tuple[Key, Completion]]:
+        """What these outputs complete."""
         completed = []
         for output in outputs:
             if output.finished is None or output.request_id not in self.waiting:
                 continue
-            accepted, choices = self.waiting[output.request_id]
+            key, accepted, choices = self.waiting[output.request_id]
             choices.append(output.finished)
             if len(choices) == accepted.num_choices:
                 del self.waiting[output.request_id]
-                completed.append(_completion(accepted, choices))
-                self.done[output.request_id] = completed[-1]
+                completed.append((key, _completion(accepted, choices)))
         return completed
 
 

@@ -27,7 +27,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from triton_kernels.case import Case
+from triton_kernels.build.case import KernelCase
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -35,14 +35,22 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-FAMILIES = ("activation", "attention", "kv_write", "norm", "sample", "slots", "verify_logits")
+FAMILIES = {  # and where each has its `cases`
+    "activation": "layers.activation",
+    "attention": "attention",
+    "kv_write": "layers.kv_write",
+    "norm": "layers.norm",
+    "sample": "sampling",
+    "slots": "slots",
+    "verify_logits": "verification.kernel",
+}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Findings(NamedTuple):
     """What the machine code of one case says."""
 
-    case: Case
+    case: KernelCase
     target: str
     registers: int
     spill_bytes: int
@@ -73,12 +81,12 @@ class Findings(NamedTuple):
         return found
 
 
-def all_cases(families: Iterable[str] = FAMILIES) -> list[Case]:
-    modules = (importlib.import_module(f"triton_kernels.{name}") for name in families)
+def all_cases(families: Iterable[str] = FAMILIES) -> list[KernelCase]:
+    modules = (importlib.import_module(f"triton_kernels.{FAMILIES[name]}") for name in families)
     return [case for module in modules for case in module.cases()]
 
 
-def check(case: Case, target: str) -> Findings:
+def check(case: KernelCase, target: str) -> Findings:
     """Compile `case` for `target` and read its code."""
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET: unset it; interpreted kernels cannot be compiled")
@@ -110,7 +118,7 @@ def _buffers(code: str, wanted: tuple[int, int, int] | None) -> int:
     return max((int(count) for count in held), default=0)
 
 
-def _source(case: Case) -> ASTSource:
+def _source(case: KernelCase) -> ASTSource:
     names = list(inspect.signature(case.kernel.fn).parameters)
     signature = {n: "constexpr" if n in case.constexprs else case.signature[n] for n in names}
     constexprs = {(names.index(n),): value for n, value in case.constexprs.items()}

@@ -14,15 +14,16 @@ from rich.live import Live
 from rich.syntax import Syntax
 from rich.text import Text
 
-from cbatch.assembly import EngineOptions, load_engine
 from cbatch.cli.lanes import Lanes
 from cbatch.cli.options import add_drafter_option, drafter_chain
-from cbatch.cli.summary import Run, print_json, print_summary
-from cbatch.core.request import SamplingParams
-from cbatch.info import EngineInfo
-from cbatch.llm import Collector, complete_all
-from cbatch.outputs import Completion
-from cbatch.stepwise import Engine, EngineStats
+from cbatch.cli.summary import BatchRun, print_json, print_summary
+from cbatch.core.request.request import SamplingParams
+from cbatch.engine.build import load_engine
+from cbatch.engine.engine import Engine, EngineStats
+from cbatch.engine.info import EngineInfo
+from cbatch.engine.options import EngineOptions
+from cbatch.llm import Batch, complete_all
+from cbatch.text.outputs import Completion
 
 STEPS_PER_S = 12.0  # as fast as an eye can follow; the figures count the steps alone
 STOPS = ("\ndef ", "\nclass ", "\n@", "\nif __name__", "\n# ")  # where a function is over
@@ -75,23 +76,21 @@ def run(args: argparse.Namespace) -> int:
         frequency_penalty=FREQUENCY_PENALTY,
         stop=STOPS,
     )
-    collector, texts = Collector(), {}
+    batch: Batch[str] = Batch(engine)
     for prompt in prompts:
-        accepted = engine.add(prompt, params)
-        collector.expect(accepted)
-        texts[accepted.request_id] = prompt
+        batch.add(prompt, prompt, params)
     at_once = min(args.max_slots, len(prompts))
     console.print(f"completing {len(prompts)} functions, {at_once} at a time", highlight=False)
     pace_s = 1 / args.steps_per_s if console.is_terminal and args.steps_per_s > 0 else 0.0
-    elapsed_s = _watch(engine, collector, texts, console, args.max_slots, pace_s)
-    for request_id, prompt in texts.items():
-        _print_function(console, prompt, collector.done[request_id])
-    shown = Run(
+    done, elapsed_s = _watch(engine, batch, console, args.max_slots, pace_s)
+    for prompt in prompts:
+        _print_function(console, prompt, done[prompt])
+    shown = BatchRun(
         info=info,
         stats=copy.deepcopy(engine.stats),  # what follows is counted apart
         batch=at_once,
         num_requests=len(prompts),
-        num_errors=sum(c.error is not None for c in collector.done.values()),
+        num_errors=sum(c.error is not None for c in done.values()),
         elapsed_s=elapsed_s,
     )
     print_summary(shown, console)
@@ -101,29 +100,30 @@ def run(args: argparse.Namespace) -> int:
 
 def _watch(
     engine: Engine,
-    collector: Collector,
-    texts: dict[str, str],
+    batch: Batch[str],
     console: Console,
     num_lanes: int,
     pace_s: float,
-) -> float:
-    """Steps until all is done; returns the seconds spent in steps. Without a terminal there is
-    nothing to watch, and nothing is drawn."""
-    lanes = Lanes(min(num_lanes, len(texts)), {r: _title(t) for r, t in texts.items()})
+) -> tuple[dict[str, Completion], float]:
+    """Steps until all is done; what came of the prompts, and the seconds spent in steps. Without a
+    terminal there is nothing to watch, and nothing is drawn."""
+    titles = {request_id: _title(prompt) for request_id, (prompt, *_) in batch.waiting.items()}
+    lanes = Lanes(min(num_lanes, len(titles)), titles)
+    done: dict[str, Completion] = {}
     live = Live(console=console, refresh_per_second=20) if console.is_terminal else None
     elapsed_s = 0.0
     with live or contextlib.nullcontext():
-        while collector.waiting:
+        while batch.waiting:
             started_s = time.perf_counter()
             outputs = engine.step()
             step_s = time.perf_counter() - started_s
             elapsed_s += step_s
-            collector.take(outputs)
+            done |= batch.take(outputs)
             if live is not None:
                 lanes.update(outputs)
                 live.update(lanes.render(engine, elapsed_s, console.width))
                 time.sleep(max(pace_s - step_s, 0.0))
-    return elapsed_s
+    return done, elapsed_s
 
 
 def _title(prompt: str) -> str:
@@ -142,7 +142,7 @@ def _print_function(console: Console, prompt: str, completion: Completion) -> No
 
 def _race(
     engine: Engine, info: EngineInfo, console: Console, prompts: list[str], params: SamplingParams
-) -> list[Run]:
+) -> list[BatchRun]:
     """One sequence at a time, without lookahead and with it, at full speed. Every prompt is known
     to the prefix cache by now, so this times decoding."""
     console.print("\none sequence at a time, at full speed:")
@@ -159,7 +159,7 @@ def _race(
             stats.speculation.merge(completion.speculation)
         lookahead = "off" if max_lookahead == 0 else info.lookahead
         run_info = msgspec.structs.replace(info, lookahead=lookahead)
-        runs.append(Run(run_info, stats, 1, len(prompts), 0, elapsed_s))
+        runs.append(BatchRun(run_info, stats, 1, len(prompts), 0, elapsed_s))
         texts.append([completion.text for completion in done])
         console.print(f"  lookahead {lookahead:<6} {runs[-1].tokens_per_s or 0:7,.0f} tokens/s")
     if params.greedy:

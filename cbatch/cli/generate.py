@@ -9,24 +9,25 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cbatch.assembly import load_engine
 from cbatch.cli.jobs import Job, jobs_of_prompts, read_jobs
 from cbatch.cli.options import (
+    MODEL_HELP,
     add_engine_options,
     add_sampling_options,
     engine_options,
     model_paths,
     sampling_params,
 )
-from cbatch.cli.progress import ProgressBar
 from cbatch.cli.results import ResultFile, prepare_output, result_line
-from cbatch.cli.summary import Run, print_json, print_summary
-from cbatch.core.errors import FieldError
-from cbatch.core.request import SamplingParams
-from cbatch.info import EngineInfo
-from cbatch.llm import Collector, refused
-from cbatch.outputs import Completion, Output
-from cbatch.stepwise import Engine
+from cbatch.cli.summary import BatchRun, print_json, print_summary
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import SamplingParams
+from cbatch.engine.build import load_engine
+from cbatch.engine.engine import Engine
+from cbatch.engine.info import EngineInfo
+from cbatch.engine.progress import ProgressBar
+from cbatch.llm import Batch
+from cbatch.text.outputs import Completion
 
 INTERRUPTED = 130  # exit status, as shells report SIGINT
 
@@ -48,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
-    parser.add_argument("--model", metavar="DIR", help="model directory (default: the demo pair)")
+    parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--input", type=Path, metavar="FILE", help=".jsonl, or a prompt a line")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted --output")
@@ -95,32 +96,33 @@ def _complete(
     jobs: list[Job],
     console: Console,
 ) -> int:
-    batch = _Batch(engine, jobs)
+    batch: Batch[Job] = Batch(engine)
     started_s = time.perf_counter()
-    total = sum(job.params.n for job in jobs)
+    total, num_done, num_errors = sum(job.params.n for job in jobs), 0, 0
     try:
         with (
             ResultFile(args.output, sys.stdout) as results,
             ProgressBar(total, shown=not args.no_progress) as bar,
         ):
-            for job, completion in batch.queue():
-                results.write(result_line(job, completion))
-            while batch.has_work:
-                outputs = engine.step()
-                for job, completion in batch.take(outputs):
+            answers = [(job, refusal) for job in jobs if (refusal := _queue(batch, job))]
+            while answers or batch.waiting:
+                for job, completion in answers:
                     results.write(result_line(job, completion))
+                    num_done, num_errors = num_done + 1, num_errors + (completion.error is not None)
+                outputs = engine.step() if batch.waiting else []
+                answers = batch.take(outputs)
                 bar.update(outputs)
     except KeyboardInterrupt:
-        console.print(f"interrupted: {batch.num_done} of {len(jobs)} prompts are done", style="red")
+        console.print(f"interrupted: {num_done} of {len(jobs)} prompts are done", style="red")
         if args.output is not None:
             console.print("continue with the same command and --resume")
         return INTERRUPTED
-    summary = Run(
+    summary = BatchRun(
         info=info,
         stats=engine.stats,
         batch=min(total, max_slots),
         num_requests=len(jobs),
-        num_errors=batch.num_errors,
+        num_errors=num_errors,
         elapsed_s=time.perf_counter() - started_s,
     )
     print_summary(summary, console)
@@ -128,42 +130,8 @@ def _complete(
     return 0
 
 
-class _Batch:
-    """Jobs in the engine, and which of them are done."""
-
-    def __init__(self, engine: Engine, jobs: list[Job]) -> None:
-        self._engine = engine
-        self._todo = jobs
-        self._running: dict[str, Job] = {}
-        self._collector = Collector()
-        self.num_done = 0
-        self.num_errors = 0
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._running)
-
-    def queue(self) -> list[tuple[Job, Completion]]:
-        """Hands every job to the engine; the refused ones are answered at once."""
-        answers = []
-        for job in self._todo:
-            try:
-                if job.error is not None:
-                    answers.append((job, Completion("", (), None, error=job.error)))
-                    continue
-                accepted = self._engine.add(job.prompt, job.params, priority=job.priority)
-            except FieldError as error:
-                answers.append((job, refused(job.prompt, error)))
-            else:
-                self._running[accepted.request_id] = job
-                self._collector.expect(accepted)
-        return self._count(answers)
-
-    def take(self, outputs: list[Output]) -> list[tuple[Job, Completion]]:
-        completed = self._collector.take(outputs)
-        return self._count([(self._running.pop(c.request_id), c) for c in completed])
-
-    def _count(self, answers: list[tuple[Job, Completion]]) -> list[tuple[Job, Completion]]:
-        self.num_done += len(answers)
-        self.num_errors += sum(completion.error is not None for _, completion in answers)
-        return answers
+def _queue(batch: Batch[Job], job: Job) -> Completion | None:
+    """What a job that cannot run is answered."""
+    if job.error is not None:
+        return Completion("", (), None, error=job.error)
+    return batch.add(job, job.prompt, job.params, priority=job.priority)

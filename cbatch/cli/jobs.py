@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from cbatch.core.errors import FieldError
-from cbatch.core.request import SamplingParams
-from cbatch.params import sampling_from_json, sampling_to_json
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.from_json import sampling_from_json, sampling_to_json
+from cbatch.core.request.request import SamplingParams
+from cbatch.core.request.unsupported import without_neutral_fields
 
 LINE_FIELDS = ("prompt", "id", "priority")  # besides the sampling fields
 
@@ -69,7 +70,7 @@ def _json_job(index: int, line: str, defaults: SamplingParams) -> Job:
     return Job(
         index=index,
         prompt=_convert(record, "prompt", str | list[int]),
-        params=sampling_from_json(rest, defaults),
+        params=sampling_from_json(without_neutral_fields(rest), defaults),
         name=_convert(record, "id", str | None, None),
         priority=_convert(record, "priority", int, 0),
     )

@@ -8,8 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cbatch.outputs import Output, Speculation
-from cbatch.stepwise import Engine
+from cbatch.engine.engine import Engine
+from cbatch.text.outputs import Output, Speculation
 
 K_COLOURS = ("dim", "cyan", "cyan", "green", "green", "bright_green", "bright_green")
 

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
-from cbatch.cli import bench, calibrate, demo, generate, report, serve, sim, trace
 from cbatch.cli.generate import INTERRUPTED
-from cbatch.cli.simulate import capacity
-from cbatch.core.errors import FieldError
+from cbatch.core.request.errors import FieldError
 from cbatch.text import ChatTemplateError, TokenizerError
 
+COMMANDS = (  # in the order of the help. Each has an `add_parser`, and lives with what it runs
+    "cbatch.cli.generate",
+    "cbatch.cli.serve",
+    "bench.load.cli.command",
+    "cbatch.cli.demo",
+    "sim.cli.replay_command",
+    "sim.cli.capacity",
+    "sim.cli.calibrate",
+    "sim.cli.trace",
+    "bench.load.cli.report",
+)
+TWO_WORDS = ("sim capacity",)  # a trace may stand where a command of `sim` would
 FAILED = 2  # exit status for bad input, as argparse's
 UNREAD = 141  # as shells report SIGPIPE, which Python ignores: sockets must not end a server
 
@@ -24,8 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
         "a lookahead of its own. Without a model the small pair that is shipped is used.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (generate, serve, bench, demo, sim, capacity, calibrate, trace, report):
-        command.add_parser(commands)
+    for module in COMMANDS:
+        importlib.import_module(module).add_parser(commands)
     return parser
 
 
@@ -48,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if " ".join(words[:2]) == capacity.COMMAND:  # a trace may be where a command of `sim` would be
-        words[:2] = [capacity.COMMAND]
+    if " ".join(words[:2]) in TWO_WORDS:
+        words[:2] = [" ".join(words[:2])]
     args = make_parser().parse_args(words)
     try:
         status: int = args.run(args)
@@ -77,8 +88,8 @@ def _leave_unread() -> int:
 
 
 def _is_bad_input(error: ValueError) -> bool:
-    from cbatch.engine.client import EngineStartError
-    from cbatch.runtime.config import ModelError
+    from cbatch.process.connection import EngineStartError
+    from cbatch.runtime.model.config import ModelError
 
     kinds = (FieldError, TokenizerError, ChatTemplateError, ModelError, EngineStartError)
     return isinstance(error, kinds)

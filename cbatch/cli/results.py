@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from cbatch.cli.jobs import Job
-from cbatch.core.errors import FieldError
-from cbatch.outputs import Choice, Completion, Speculation, TokenLogprob
+from cbatch.core.request.errors import FieldError
+from cbatch.text.outputs import Choice, Completion, Speculation, TokenLogprob
 
 
 def result_line(job: Job, completion: Completion) -> dict[str, Any]:
@@ -76,12 +75,7 @@ class ResultFile:
             self._file = self._path.open("a", encoding="utf-8", newline="\n")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
 

@@ -10,34 +10,33 @@ import socket
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from cbatch.assembly import EngineFactory, load_tokenizers
-from cbatch.cli.options import NAMES as ENGINE_NAMES
-from cbatch.cli.options import EngineSettings, model_paths
-from cbatch.cli.settings import (
-    PREFIX,
-    add_flags,
-    option,
-    read_settings,
-    unknown_variables,
-)
-from cbatch.core.errors import FieldError
-from cbatch.engine.steplog import StepLogError, open_to_append
-from cbatch.info import EngineInfo
-from cbatch.logs import LogFormat, configure
-from cbatch.server.tools_auto import ToolParser, require_parser
-from cbatch.text import load_chat_template
+from cbatch.cli.options import MODEL_HELP, EngineSettings, model_paths
+from cbatch.cli.settings import PREFIX, add_flags, read_settings, unknown_variables
+from cbatch.core.request.errors import FieldError
+from cbatch.engine.build import load_tokenizers
+from cbatch.engine.info import EngineInfo
+from cbatch.engine.model_files import chat_template_of, find_model
+from cbatch.process.factory import EngineFactory
+from cbatch.process.messages import Ready
+from cbatch.server.http.limits import ConnectionLimits, connections_for
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.tool_parsers import ToolParser, require_parser
+from cbatch.server.serving.admission_queue import Limits
+from cbatch.steplog.step_log import StepLogError, open_to_append
+from cbatch.system.knobs import knob
+from cbatch.system.logs import LogFormat, configure
+from cbatch.text import ChatTemplate, TextTokenizer
 
 _logger = logging.getLogger("cbatch")
-_server, _limits, _sight = (partial(option, name) for name in ("server", "limits", "sight"))
+_server, _limit, _watching = (partial(knob, name) for name in ("server", "limits", "sight"))
 LOST = 1  # exit status where the engine cannot be kept running
 Seconds = Annotated[float, Meta(gt=0)]
 
-NAMES = ENGINE_NAMES | {"queue_timeout_s": "queue_timeout", "timeout_s": "timeout"}
 EPILOG = """\
 Every option is also a variable of the environment (--max-slots is CBATCH_MAX_SLOTS) and a key of a
 TOML file (max_slots), MODEL too; a flag counts more than a variable, that more than the file.
@@ -45,7 +44,7 @@ TOML file (max_slots), MODEL too; a flag counts more than a variable, that more 
 
 
 class ServeSettings(EngineSettings, frozen=True, kw_only=True):
-    model: Annotated[str | None, option("", "")] = None
+    model: Annotated[str | None, knob("", "")] = None
     host: Annotated[str, _server("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), _server("0: any that is free", "N")] = 8000
     served_name: Annotated[str | None, _server("the model's name to clients", "NAME")] = None
@@ -55,31 +54,32 @@ class ServeSettings(EngineSettings, frozen=True, kw_only=True):
     tool_parser: Annotated[
         ToolParser | None, _server("how the model writes tool calls that are not forced")
     ] = None
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        _server("auto: generation_config.json has the defaults of calls"),
+    ] = "auto"
     api_key: Annotated[
         tuple[str, ...], _server("ask clients for one of these; repeatable", "KEY")
     ] = ()
     api_key_file: Annotated[str | None, _server("more of them, one a line", "FILE")] = None
+    open_metrics: Annotated[bool, _server("/metrics asks for no key")] = False
 
     max_requests_per_key: Annotated[
-        int | None, _limits("calls that a key may have open; beyond: 429", "N")
+        int | None, _limit("calls that a key may have open; beyond: 429", "N")
     ] = None
-    max_queued_requests: Annotated[int, _limits("beyond: 503", "N")] = 256
-    max_queued_prompt_tokens: Annotated[int, _limits("beyond: 503", "N")] = 262_144
-    queue_timeout: Annotated[float | None, _limits("refuse what waits longer for a slot", "S")] = (
-        None
+    limits: Limits = Limits()
+    grace: Annotated[float, Meta(ge=0, le=1e6), _limit("to finish in after a stop signal", "S")] = (
+        30.0
     )
-    timeout: Annotated[float | None, _limits("end what is not done by then", "S")] = None
-    grace: Annotated[
-        float, Meta(ge=0, le=1e6), _limits("to finish in after a stop signal", "S")
-    ] = 30.0
-    hang_timeout: Annotated[Seconds, _limits("restart an engine whose step takes longer", "S")] = (
+    connections: ConnectionLimits = ConnectionLimits()
+    hang_timeout: Annotated[Seconds, _limit("restart an engine whose step takes longer", "S")] = (
         120.0
     )
 
-    record: Annotated[str | None, _sight("append requests and steps, for `cbatch sim`", "FILE")] = (
-        None
-    )
-    log_format: Annotated[LogFormat, _sight("of the lines on standard error")] = "text"
+    record: Annotated[
+        str | None, _watching("append requests and steps, for `cbatch sim`", "FILE")
+    ] = None
+    log_format: Annotated[LogFormat, _watching("of the lines on standard error")] = "text"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -90,7 +90,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Serve the OpenAI API: completions and chat, whole or streamed.",
         epilog=EPILOG,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="default: the demo pair")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--config", metavar="FILE", help="settings in TOML")
     add_flags(parser, ServeSettings, but=("model",))
     parser.set_defaults(run=run)
@@ -99,7 +99,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     import uvloop
 
-    from cbatch.server.run import EngineLostError
+    from cbatch.server.http.run import EngineLostError
 
     file = args.config or os.environ.get(f"{PREFIX}CONFIG")
     settings = read_settings(ServeSettings, args, os.environ, None if file is None else Path(file))
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         uvloop.run(_serve(settings.values))
     except FieldError as error:
-        raise settings.named(error, NAMES) from error
+        raise settings.named(error) from error
     except EngineLostError as error:
         _logger.critical("%s; the server ends with status %d, to be started anew", error, LOST)
         return LOST
@@ -117,31 +117,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(settings: ServeSettings) -> None:
-    import uvicorn
+    from cbatch.process.client import EngineClient
+    from cbatch.process.server import EngineProcess
+    from cbatch.server.http.app import create_app
+    from cbatch.server.http.connections import ServerConfig
+    from cbatch.server.http.keys import KeyRing, read_keys
+    from cbatch.server.http.run import DrainingServer
+    from cbatch.server.serving.service import EngineService
 
-    from cbatch.engine.client import EngineClient
-    from cbatch.engine.process import EngineProcess
-    from cbatch.server.admission import Limits
-    from cbatch.server.app import create_app
-    from cbatch.server.keys import KeyRing, read_keys
-    from cbatch.server.model import ServedModel
-    from cbatch.server.run import DrainingServer
-    from cbatch.server.service import EngineService
-
-    limits = Limits(
-        max_queued_requests=settings.max_queued_requests,
-        max_queued_prompt_tokens=settings.max_queued_prompt_tokens,
-        queue_timeout_s=settings.queue_timeout,
-        timeout_s=settings.timeout,
-    )
-    options = settings.engine_options()
     # What is wrong with these is told before an engine starts.
+    most = connections_for(settings.connections.max_connections)
+    connections = msgspec.structs.replace(settings.connections, max_connections=most)
     model, draft = model_paths(settings.model, settings.draft)
+    model, draft = find_model(model), None if draft is None else find_model(draft, "draft")
     for field, path in (("model", model), ("draft", draft)):
         require_model(field, path)
     more = [] if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
     keys = KeyRing([*settings.api_key, *more], max_requests_per_key=settings.max_requests_per_key)
-    chat_template = load_chat_template(model, settings.chat_template)
+    chat_template = chat_template_of(model, settings.chat_template)
+    how = settings.generation_config
+    options = msgspec.structs.replace(settings.engine, generation_config=how)
     tokenizer = load_tokenizers(model, draft, options)
     if settings.tool_parser is not None:
         require_parser(settings.tool_parser, tokenizer)
@@ -149,27 +144,18 @@ async def _serve(settings: ServeSettings) -> None:
     listener = bind(settings.host, settings.port)
     factory = EngineFactory(model, draft, options, settings.log_format, settings.record)
     client = EngineClient(partial(EngineProcess, factory), hang_timeout_s=settings.hang_timeout)
-    service = EngineService(client, tokenizer, limits=limits, seed=options.seed)
+    service = EngineService(client, tokenizer, limits=settings.limits, seed=options.seed)
     try:
-        engine = await service.start()
-        for line in msgspec.convert(engine.info, EngineInfo).lines():
-            _logger.info(line)
-        name = settings.served_name or (Path(model).name if settings.model else "cbatch-demo")
-        served = ServedModel(
-            name,
-            max_model_tokens=engine.config.max_model_tokens,
-            created_s=int(time.time()),
-            root=str(model),
-            tokenizer=tokenizer,
-            chat_template=chat_template,
-            tool_parser=settings.tool_parser,
+        served = _served(settings, model, await service.start(), tokenizer, chat_template)
+        _logger.info(f"connections: {most} at most")
+        app = create_app(
+            service, served, keys=keys, open_metrics=settings.open_metrics, limits=connections
         )
-        app = create_app(service, served, keys=keys)
-        config = uvicorn.Config(app, log_config=None, access_log=False)
+        config = ServerConfig(app, connections, log_config=None)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
 
         def announce(port: int) -> None:
-            _logger.info(f"serving {name} on http://{host}:{port}/v1")
+            _logger.info(f"serving {served.name} on http://{host}:{port}/v1")
 
         server = DrainingServer(config, service, grace_s=settings.grace, on_listening=announce)
         await server.serve([listener])
@@ -178,10 +164,34 @@ async def _serve(settings: ServeSettings) -> None:
         await service.stop()
 
 
+def _served(
+    settings: ServeSettings,
+    model: str | Path,
+    engine: Ready,
+    tokenizer: TextTokenizer | None,
+    chat_template: ChatTemplate | None,
+) -> ServedModel:
+    """The model as clients see it, once the log has told what it is."""
+    info = msgspec.convert(engine.info, EngineInfo)
+    for line in info.lines():
+        _logger.info(line)
+    return ServedModel(
+        settings.served_name or Path(settings.model or "cbatch-demo").name,
+        max_model_tokens=engine.config.max_model_tokens,
+        vocab_size=engine.config.vocab_size,
+        created_s=int(time.time()),
+        root=str(model),
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        tool_parser=settings.tool_parser,
+        sampling_defaults=info.sampling_defaults,
+    )
+
+
 def require_model(field: str, path: str | Path | None) -> None:
     """Raises `FieldError` for a directory that is no model's. A name may be one of the hub's."""
     if path is not None and Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        remedy = "name a Hugging Face model directory (config.json, *.safetensors, tokenizer.json)"
+        remedy = "name a Hugging Face model directory (config.json, *.safetensors) or a .gguf file"
         raise FieldError(field, f"{path} has no config.json", remedy)
 
 

@@ -1,6 +1,7 @@
-"""Settings of a command: one struct, whose fields are flags, environment variables and keys of a
-TOML file under one name (`--max-slots`, `CBATCH_MAX_SLOTS`, `max_slots`). A flag counts more than
-the environment, and that more than the file. What is wrong is told with where it came from."""
+"""Settings of a command: a struct whose fields with a knob, and those of its parts, are flags,
+environment variables and keys of a TOML file under one name (`--max-slots`, `CBATCH_MAX_SLOTS`,
+`max_slots`). A flag counts more than the environment, and that more than the file. What is wrong is
+told with where it came from."""
 
 from __future__ import annotations
 
@@ -14,24 +15,24 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, g
 import msgspec
 from msgspec import Meta
 
-from cbatch.core.errors import FieldError
+from cbatch.core.request.errors import FieldError
 
 PREFIX = "CBATCH_"
 T = TypeVar("T", bound=msgspec.Struct)
+Layer = dict[str, tuple[Any, str]]  # by setting: its value, and what to call it in a message
 
 
-def option(group: str, text: str, metavar: str | None = None) -> Meta:
-    """Of a field: the group of its flag, and what the help says."""
-    return Meta(description=text, extra={"group": group, "metavar": metavar})
+class _Setting:
+    """What stands behind a knob: `field` is that of its struct."""
 
-
-class _Field:
-    def __init__(self, info: msgspec.structs.FieldInfo) -> None:
-        self.name, self.type, self.default = info.name, info.type, info.default
-        metas = [each for each in get_args(info.type) if isinstance(each, Meta)]
-        ((text, extra),) = [(m.description, m.extra) for m in metas if m.extra is not None]
-        self.help, self.group, self.metavar = text or "", extra["group"], extra["metavar"]
-        plain = get_args(info.type)[0] if get_origin(info.type) is Annotated else info.type
+    def __init__(self, info: msgspec.structs.FieldInfo, mark: Meta) -> None:
+        more = mark.extra or {}
+        self.field, self.name = info.name, str(more.get("name", info.name))
+        self.type = more.get("type", info.type)
+        self.help, self.group, self.metavar = mark.description or "", more["group"], more["metavar"]
+        self._unit, self._negated = more.get("unit"), more.get("negated", False)
+        self.default = False if self._negated else info.default
+        plain = get_args(self.type)[0] if get_origin(self.type) is Annotated else self.type
         kinds = get_args(plain) if get_origin(plain) in (UnionType, Union) else (plain,)
         (self.plain,) = [kind for kind in kinds if kind is not NoneType]
 
@@ -64,45 +65,81 @@ class _Field:
         except msgspec.ValidationError as error:
             raise FieldError(origin, f"{value!r} is not allowed", str(error)) from error
 
+    def meant(self, value: Any) -> Any:
+        """What the field is to hold."""
+        if self._unit is not None and value is not None:
+            return int(value * self._unit)
+        return not value if self._negated else value
 
-def _fields_of(kind: type[msgspec.Struct]) -> dict[str, _Field]:
-    return {info.name: _Field(info) for info in msgspec.structs.fields(kind)}
+
+def _settings_of(kind: type[msgspec.Struct]) -> dict[str, _Setting]:
+    """By name. Those of a part stand where the part does."""
+    found: dict[str, _Setting] = {}
+    for info in msgspec.structs.fields(kind):
+        made = _read(info)
+        found |= (
+            _settings_of(made) if isinstance(made, type) else {each.name: each for each in made}
+        )
+    return found
+
+
+def _read(info: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | list[_Setting]:
+    """A field is a part with settings of its own, a setting, or none."""
+    if isinstance(info.type, type) and issubclass(info.type, msgspec.Struct):
+        return info.type
+    marks = [each for each in get_args(info.type) if isinstance(each, Meta) and each.extra]
+    return [_Setting(info, mark) for mark in marks]
+
+
+def _made(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Raises `FieldError` by the struct's own names."""
+    given: dict[str, Any] = {}
+    for info in msgspec.structs.fields(kind):
+        read = _read(info)
+        if isinstance(read, type):
+            given[info.name] = _made(read, values)
+        else:
+            given |= {s.field: s.meant(values[s.name]) for s in read if s.name in values}
+    return kind(**given)
 
 
 def add_flags(
     parser: argparse.ArgumentParser, kind: type[msgspec.Struct], but: Collection[str] = ()
 ) -> None:
-    """A flag for every field `but` these, None where it is not given."""
+    """A flag for every setting `but` these, None where it is not given."""
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for field in _fields_of(kind).values():
-        if field.name in but:
+    for setting in _settings_of(kind).values():
+        if setting.name in but:
             continue
-        if field.group not in groups:
-            groups[field.group] = parser.add_argument_group(field.group)
-        field.add_to(groups[field.group])
+        if setting.group not in groups:
+            groups[setting.group] = parser.add_argument_group(setting.group)
+        setting.add_to(groups[setting.group])
 
 
 class Settings(Generic[T]):
     """`values`, and where each that is not a default came from."""
 
-    def __init__(self, kind: type[T], layers: list[dict[str, tuple[Any, str]]]) -> None:
-        merged: dict[str, tuple[Any, str]] = {}
+    def __init__(self, kind: type[T], layers: list[Layer]) -> None:
+        merged: Layer = {}
         for layer in layers:
             merged |= layer
-        self.values = kind(**{name: value for name, (value, _) in merged.items()})
-        self._flags = {name: field.flag for name, field in _fields_of(kind).items()}
-        self._origins = {name: origin for name, (_, origin) in merged.items()}
+        self._origins = {each.name: each.flag for each in _settings_of(kind).values()}
+        self._origins |= {name: origin for name, (_, origin) in merged.items()}
+        self._names = {each.field: each.name for each in _settings_of(kind).values()}
+        try:
+            self.values = _made(kind, {name: value for name, (value, _) in merged.items()})
+        except FieldError as error:
+            raise self.named(error) from error
 
     def origin(self, name: str) -> str:
-        """What to call a field in a message: as it was given, else its flag."""
-        return self._origins.get(name, self._flags[name])
+        """What to call a setting in a message: as it was given, else its flag."""
+        return self._origins[name]
 
-    def named(self, error: FieldError, names: Mapping[str, str]) -> FieldError:
-        """The error under the name that the operator knows. `names` are those of fields here by
-        what others call them."""
+    def named(self, error: FieldError) -> FieldError:
+        """An error about a field, under the name that the operator knows."""
         name = error.field.partition(".")[0]
-        name = names.get(name, name)
-        if name not in self._flags:
+        name = self._names.get(name, name)
+        if name not in self._origins:
             return error
         return FieldError(self.origin(name), error.problem, error.remedy)
 
@@ -114,7 +151,7 @@ def read_settings(
     file: Path | None = None,
 ) -> Settings[T]:
     """Raises `FieldError` naming the flag, the variable, or the file and its key."""
-    fields = _fields_of(kind)
+    fields = _settings_of(kind)
     layers = [] if file is None else [_of_file(file, fields)]
     return Settings(
         kind, [*layers, _of_environment(environment or {}, fields), _of_flags(args, fields)]
@@ -123,7 +160,7 @@ def read_settings(
 
 def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]) -> list[str]:
     """Variables that look like ours and are not: most likely misspelt."""
-    known = {PREFIX + name.upper() for name in (*_fields_of(kind), "config")}
+    known = {PREFIX + name.upper() for name in (*_settings_of(kind), "config")}
     found = [name for name in environment if name.startswith(PREFIX) and name not in known]
     return [name for name in found if not name.startswith(_LINKS)]
 
@@ -132,10 +169,8 @@ def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]
 _LINKS = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
 _LINK_ADDRESS = "tcp://"
 
-Layer = dict[str, tuple[Any, str]]
 
-
-def _of_flags(args: argparse.Namespace, fields: Mapping[str, _Field]) -> Layer:
+def _of_flags(args: argparse.Namespace, fields: Mapping[str, _Setting]) -> Layer:
     given = {name: value for name in fields if (value := getattr(args, name)) is not None}
     return {
         name: (fields[name].convert(value, fields[name].flag, strict=False), fields[name].flag)
@@ -143,7 +178,7 @@ def _of_flags(args: argparse.Namespace, fields: Mapping[str, _Field]) -> Layer:
     }
 
 
-def _of_environment(environment: Mapping[str, str], fields: Mapping[str, _Field]) -> Layer:
+def _of_environment(environment: Mapping[str, str], fields: Mapping[str, _Setting]) -> Layer:
     layer = {}
     for name, field in fields.items():
         variable = PREFIX + name.upper()
@@ -157,7 +192,7 @@ def _of_environment(environment: Mapping[str, str], fields: Mapping[str, _Field]
     return layer
 
 
-def _of_file(path: Path, fields: Mapping[str, _Field]) -> Layer:
+def _of_file(path: Path, fields: Mapping[str, _Setting]) -> Layer:
     try:
         with path.open("rb") as file:
             found = tomllib.load(file)

@@ -10,13 +10,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from cbatch.info import EngineInfo
-from cbatch.stepwise import EngineStats
+from cbatch.engine.engine import EngineStats
+from cbatch.engine.info import EngineInfo
 
 BAR_WIDTH = 30
 
 
-class Run(msgspec.Struct, frozen=True):
+class BatchRun(msgspec.Struct, frozen=True):
     """A finished run. `elapsed_s` is the time spent in steps and between them, not in loading."""
 
     info: EngineInfo
@@ -44,7 +44,7 @@ class Run(msgspec.Struct, frozen=True):
         }
 
 
-def print_summary(run: Run, console: Console) -> None:
+def print_summary(run: BatchRun, console: Console) -> None:
     speculation = run.stats.speculation
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_column(style="bold")
@@ -66,9 +66,9 @@ def print_summary(run: Run, console: Console) -> None:
         console.print(_histogram(speculation.k_histogram, speculation.steps))
 
 
-def print_json(runs: Sequence[Run], console: Console) -> None:
+def print_json(runs: Sequence[BatchRun], console: Console) -> None:
     """The last line. `console` must not wrap: it is written as it is."""
-    from bench.report import describe_machine, describe_versions
+    from cbatch.system.machine import describe_machine, describe_versions
 
     document = {
         "results": [run.result() for run in runs],

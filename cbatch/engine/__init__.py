@@ -1,1 +1,1 @@
-"""The step loop around a scheduler and an executor, and the log of what went into the scheduler."""
+"""The step loop around a scheduler and an executor, and what builds both from options."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol, runtime_checkable
 
-from cbatch.core.plan import StepPlan, StepResult
-from cbatch.core.scheduler import Scheduler
-from cbatch.core.sequence import Commit
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.scheduler.sequence import Commit
 
 MAX_CONSECUTIVE_FAULTS = 3
 _logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class StepLoop:
         self.last_result: StepResult | None = None  # and what came of it
         # Told before a step runs, and after one is committed, which requests are in flight; so that
         # whoever outlives this process knows what it died of.
-        self.on_flight: Callable[[Collection[str]], None] | None = None
+        self.on_in_flight: Callable[[Collection[str]], None] | None = None
 
     @property
     def executor(self) -> Executor | OverlappedExecutor:
@@ -129,9 +129,9 @@ class StepLoop:
         plan = self._scheduler.plan(start_s)
         self.plan_s += self._clock() - start_s
         if plan is not None:
-            for a in plan.deltas.admitted:
+            for a in plan.deltas.new_sequences:
                 self._occupants[a.slot] = (a.generation, a.request_id)
-            self._tell_flight(self._in_flight, plan)
+            self._tell_in_flight(self._in_flight, plan)
         return plan
 
     def _commit(self, plan: StepPlan, result: StepResult) -> Commit:
@@ -139,17 +139,17 @@ class StepLoop:
         start_s = self._clock()
         commit = self._scheduler.commit(result, start_s)
         self.commit_s += self._clock() - start_s
-        self._tell_flight(self._in_flight)
+        self._tell_in_flight(self._in_flight)
         return commit
 
-    def _tell_flight(self, *plans: StepPlan | None) -> None:
-        if self.on_flight is not None:
+    def _tell_in_flight(self, *plans: StepPlan | None) -> None:
+        if self.on_in_flight is not None:
             rows = (self._requests_of(plan) for plan in plans if plan is not None)
-            self.on_flight(set().union(*rows))
+            self.on_in_flight(set().union(*rows))
 
     def _recover(self, fault: _Fault) -> None:
         self._in_flight = None
-        self._tell_flight()
+        self._tell_in_flight()
         self._num_faults += 1
         _logger.warning("executor fault %d: %r", self._num_faults, fault.error)
         self._executor.reset()

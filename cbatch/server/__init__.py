@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI API over an engine in another process, whole or streamed."""
+"""The OpenAI-compatible server: `http` imports `serving`, which imports `protocol`."""

@@ -4,8 +4,7 @@ Imports nothing of the engine's, so that a client process can hold it alone.
 """
 
 from cbatch.text.chat import ChatTemplate, ChatTemplateError, load_chat_template
-from cbatch.text.stop import StopMatcher
-from cbatch.text.stream import TextDelta, TextStream
+from cbatch.text.detokenizer import StopMatcher, TextDelta, TextStream
 from cbatch.text.tokenizer import TextTokenizer, TokenizerError, load_tokenizer
 
 __all__ = [

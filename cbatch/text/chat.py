@@ -64,11 +64,15 @@ class ChatTemplate:
             raise ChatTemplateError(str(error) or type(error).__name__) from error
 
 
-def load_chat_template(model: str | Path, file: str | Path | None = None) -> ChatTemplate | None:
+def load_chat_template(
+    model: str | Path, file: str | Path | None = None, config: Mapping[str, Any] | None = None
+) -> ChatTemplate | None:
     """The template of a model: `file` if given, else `chat_template.jinja` beside the model, else
-    the one in its `tokenizer_config.json`. None where there is none. Raises `ChatTemplateError`."""
-    config_path = _find(model, CONFIG_FILE)
-    config = {} if config_path is None else _read_config(config_path)
+    the one in its `tokenizer_config.json`, which `config` stands in for. None where there is none.
+    Raises `ChatTemplateError`."""
+    config_path = _find(model, CONFIG_FILE) if config is None else Path(model)
+    if config is None:
+        config = {} if config_path is None else _read_config(config_path)
     tokens = {name: _token_text(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
     path = Path(file) if file is not None else _find(model, TEMPLATE_FILE)
     if path is not None:

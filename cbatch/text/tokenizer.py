@@ -11,6 +11,9 @@ from tokenizers import Tokenizer
 
 FILE_NAME = "tokenizer.json"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of sentencepiece, where no word fits
+# Characters or ids. Over one text the library keeps the interpreter from all other threads, seconds
+# where it is long; over a batch, though of one, it does not.
+_LONG = 4096
 
 
 def _byte_characters() -> dict[str, int]:
@@ -23,6 +26,7 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTES = _byte_characters()
+_CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))  # of UTF-8
 
 
 class TokenizerError(ValueError):
@@ -55,26 +59,62 @@ class TextTokenizer:
         added = self.raw.get_added_tokens_decoder().values()
         return tuple(token.content for token in added if token.special)
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        added = self.raw.get_added_tokens_decoder().items()
+        return frozenset(token_id for token_id, token in added if token.special)
+
+    def find_control(self, text: str) -> str | None:
+        """A control token that a text would become in part, if there is one. It may be written
+        otherwise: a normaliser can make `<` of a wide one, and drop what is between."""
+        written = {text, self._normalized(text)}
+        for token, forms in self._controls:
+            if any(form in each for form in forms for each in written):
+                return token
+        return None
+
+    @cached_property
+    def _controls(self) -> list[tuple[str, set[str]]]:
+        """Control tokens and how they stand in a text, or in a normalised one."""
+        added = self.raw.get_added_tokens_decoder().values()
+        return [
+            (each.content, {each.content, self._normalized(each.content)} - {""})
+            for each in added
+            if each.special
+        ]
+
+    def _normalized(self, text: str) -> str:
+        normalizer = self.raw.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer itself puts around a text, unless
         the text brings its own (a chat template's does)."""
-        return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= _LONG:
+            return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text, by default without special tokens; bytes that are no UTF-8 become U+FFFD."""
-        return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) <= _LONG:
+            return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text. Those of a text's tokens, joined, are its UTF-8; empty for
         a special token and for an id that is no token."""
         token = self.raw.id_to_token(token_id)
-        if token is None or token in self.special_tokens:
+        if token is None or token_id in self.special_ids:
             return b""
         if _BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
         if self._byte_level and all(c in _BYTES for c in token):
             return bytes(_BYTES[c] for c in token)
         return token.replace("\u2581", " ").encode()
+
+    def continues(self, token_id: int) -> bool:
+        """Whether a token begins in the middle of a character."""
+        return self.token_bytes(token_id)[:1] in _CONTINUATIONS
 
     @cached_property
     def _byte_level(self) -> bool:

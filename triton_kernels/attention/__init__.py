@@ -1,8 +1,8 @@
 """Attention over paged KV for a ragged batch: prefill chunks, decodes and verifications at once.
 
 One kernel serves them all in one launch. A row's bits depend on its own keys only: not on the
-length of its query, nor on its neighbours, nor on how the work was shared out (see `planner`). So a
-token verified among k drafts gets the bits that decoding it alone would give.
+length of its query, nor on its neighbours, nor on how the work was shared out (see `work_items`).
+So a token verified among k drafts gets the bits that decoding it alone would give.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.attention.cases import cases
 from triton_kernels.attention.kernel import attention_kernel
-from triton_kernels.attention.planner import Heads, Partials, Tile, WorkList, plan
 from triton_kernels.attention.reference import attention_reference
 from triton_kernels.attention.table import arch_of, resident_programs, tile_for
+from triton_kernels.attention.work_items import Heads, Partials, Tile, WorkList, plan
 
 __all__ = [
     "Heads",

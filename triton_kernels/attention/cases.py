@@ -7,9 +7,9 @@ from typing import Any
 import triton
 
 from triton_kernels.attention.kernel import attention_kernel
-from triton_kernels.attention.planner import Tile, plan_kernel
-from triton_kernels.attention.table import Key, entries
-from triton_kernels.case import Case, Limits
+from triton_kernels.attention.table import TileKey, entries
+from triton_kernels.attention.work_items import Tile, plan_kernel
+from triton_kernels.build.case import CaseLimits, KernelCase, case_of
 
 SPLIT_TOKENS = 1024
 _MEMORY_KIB = {"sm_80": 164, "sm_90": 228, "sm_100": 228, "gfx942": 64}  # a multiprocessor shares
@@ -19,7 +19,7 @@ _POINTERS = ("q", "tables", "out", "items", "num_items", "sums", "stats", "arriv
 _STRIDES = ("q_token", "q_head", "page", "slot", "kv_head", "table", "out_token")
 
 
-def cases() -> list[Case]:
+def cases() -> list[KernelCase]:
     """Plain, and with a window and a soft cap; fp16 where bf16 multiplies in another way."""
     found = []
     for key, tile in entries().items():
@@ -27,17 +27,17 @@ def cases() -> list[Case]:
         if key.group <= 4 or key.bits == 32:
             found.append(_case(key, tile, window=4096, soft_cap=50.0))
     first = next(iter(entries().items()))
-    return [*found, _case(*first, dtype="fp16"), _plan_case(tuple(_MEMORY_KIB))]
+    return [*found, _case(*first, dtype="fp16"), _plan_case()]
 
 
 def _case(
-    key: Key,
+    key: TileKey,
     tile: Tile,
     *,
     dtype: str | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> Case:
+) -> KernelCase:
     dtype = dtype or _TYPES[key.bits]
     kv = dtype if key.kv_bits == key.bits else _TYPES[key.kv_bits]
     if kv == "fp8e4nv" and key.arch == "gfx942":
@@ -63,7 +63,7 @@ def _case(
         "DESCRIPTORS": tile.descriptors,
     }
     extras = f"{' window cap' if window else ''}{' tma' if tile.descriptors else ''}"
-    return Case(
+    return KernelCase(
         name="attention",
         config=f"{dtype}{f'/{kv}' if kv != dtype else ''} {tile.rows}x{tile.keys} "
         f"d{key.head_dim} g{key.group} page {key.page_tokens}{extras}",
@@ -82,40 +82,23 @@ def _case(
     )
 
 
-def _limits(arch: str, tile: Tile) -> Limits:
+def _limits(arch: str, tile: Tile) -> CaseLimits:
     """So many programs must fit on a multiprocessor; each takes a KiB there for itself, but on
     AMD."""
     shared_bytes = (_MEMORY_KIB[arch] << 10) // tile.programs
     if arch == "gfx942":
-        return Limits(_AMD_REGISTERS // tile.programs, shared_bytes)
-    return Limits(tile.most_registers, shared_bytes - 1024)
+        return CaseLimits(_AMD_REGISTERS // tile.programs, shared_bytes)
+    return CaseLimits(tile.most_registers, shared_bytes - 1024)
 
 
-def _plan_case(targets: tuple[str, ...]) -> Case:
-    limits = Limits(registers=128, shared_bytes=4096)
-    return Case(
-        name="attention_plan",
-        config="256 sequences",
-        kernel=plan_kernel,
-        signature={
-            "query_starts_ptr": "*i32",
-            "context_lens_ptr": "*i32",
-            "items_ptr": "*i32",
-            "num_items_ptr": "*i32",
-            "capacity": "i32",
-            "most_partials": "i32",
-            "num_sequences": "i32",
-        },
-        constexprs={
-            "BLOCK_SEQUENCES": 256,
-            "BLOCK_TOKENS": 4,
-            "SPLIT": SPLIT_TOKENS,
-            "WINDOW": None,
-            "MOST_BLOCKS": 8,
-            "LANES": 128,
-        },
-        divisible=("query_starts_ptr", "context_lens_ptr", "items_ptr", "num_items_ptr"),
-        num_warps=4,
-        num_stages=1,
-        limits=dict.fromkeys(targets, limits),
-    )
+def _plan_case() -> KernelCase:
+    constexprs = {
+        "BLOCK_SEQUENCES": 256,
+        "BLOCK_TOKENS": 4,
+        "SPLIT": SPLIT_TOKENS,
+        "WINDOW": None,
+        "MOST_BLOCKS": 8,
+        "LANES": 128,
+    }
+    limits = CaseLimits(registers=128, shared_bytes=4096)
+    return case_of("attention_plan", "256 sequences", plan_kernel, constexprs, limits, num_warps=4)

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from triton_kernels.attention.planner import Heads, Tile
+from triton_kernels.attention.work_items import Heads, Tile
 
 PATH = Path(__file__).with_name("tiles.json")
 
 
-class Key(NamedTuple):
+class TileKey(NamedTuple):
     """What a tile is chosen by. An entry serves heads as wide as its own and narrower, groups as
     large and smaller, pages as long and longer."""
 
@@ -32,12 +32,14 @@ class Key(NamedTuple):
 
 
 @cache
-def entries(path: Path = PATH) -> dict[Key, Tile]:
+def entries(path: Path = PATH) -> dict[TileKey, Tile]:
     """The table. Raises ValueError naming an entry that is not one."""
     found = {}
     for entry in json.loads(path.read_text())["tiles"]:
         try:
-            key = Key(rows=entry["rows"], **{n: entry.pop(n) for n in Key._fields if n != "rows"})
+            key = TileKey(
+                rows=entry["rows"], **{n: entry.pop(n) for n in TileKey._fields if n != "rows"}
+            )
             found[key] = Tile(**entry)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path.name}: {entry}: {error}") from error

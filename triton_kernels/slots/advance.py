@@ -6,17 +6,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.case import Case
-from triton_kernels.slots.lay_out import IDLE, MISFIT, RUNS, TargetLayout
-from triton_kernels.slots.state import Asked, SlotState, case_of
-from triton_kernels.verify_logits import Decision
+from triton_kernels.build.case import KernelCase, case_of
+from triton_kernels.slots.state import LIMITS, Asked, SlotState
+from triton_kernels.slots.target_batch import IDLE, MISFIT, RUNS, TargetLayout
+from triton_kernels.verification.kernel import VerifyOutput
 
 # Fields of a slot's row of the result; behind them are the tokens that it emitted.
 STATUS, DRAFTED, ACCEPTED, EMITTED, NUM_FIELDS = range(5)
 # Statuses.
 OK, NON_FINITE, DRAFT_NON_FINITE, DOES_NOT_FIT = range(4)
 
-_FRESH = tl.constexpr(Asked().fresh)
+_NEW_TOKENS = tl.constexpr(Asked().num_new_tokens)
 _WANTS = tl.constexpr(Asked().wants_logits)
 _DRAFTING = tl.constexpr(Asked().drafting)
 _OK, _NON_FINITE = tl.constexpr(OK), tl.constexpr(NON_FINITE)
@@ -78,8 +78,8 @@ def advance_kernel(
         tl.store(end_ptr + accepted, next_token, mask=emits > 0)
         tl.store(num_tokens_ptr + slot, known + emits, mask=there)
         tl.store(failed_ptr + slot, failed.to(tl.int32), mask=there)
-    fresh = tl.load(asked_ptr + _FRESH * num_slots + slot, mask=runs, other=0)
-    kv += tl.where(runs, fresh + accepted, 0)
+    new_tokens = tl.load(asked_ptr + _NEW_TOKENS * num_slots + slot, mask=runs, other=0)
+    kv += tl.where(runs, new_tokens + accepted, 0)
     tl.store(kv_len_ptr + slot, kv, mask=there)
     drafting = drafting & there
     broken = tl.load(broken_ptr + slot, mask=drafting, other=0) != 0
@@ -165,7 +165,7 @@ def _count_token(
 def advance(
     state: SlotState,
     layout: TargetLayout,
-    decision: Decision | None,
+    decision: VerifyOutput | None,
     broken: Tensor,
     next_draft_kv: Tensor,
     result: Tensor,
@@ -214,19 +214,19 @@ def advance(
         )
 
 
-def cases() -> list[Case]:
+def cases() -> list[KernelCase]:
     verdict = dict.fromkeys(("accepted_ptr", "next_tokens_ptr", "finite_ptr"))
     moved = {
         "decided": {"DECIDED": True, "SLOTS": _SLOTS},
         "no logits": {"DECIDED": False, "SLOTS": _SLOTS, **verdict},
     }
     found = [
-        case_of("slots_advance", advance_kernel, constexprs, config, num_warps=_NUM_WARPS)
-        for config, constexprs in moved.items()
+        case_of("slots_advance", config, advance_kernel, made, LIMITS, num_warps=_NUM_WARPS)
+        for config, made in moved.items()
     ]
     types = {"bias_ptr": "*fp32", "penalties_ptr": "*fp32"}
     entries, config = {"LANES": _LANES}, f"{_LANES} entries"
     counted = case_of(
-        "slots_count", count_kernel, entries, config, types=types, num_warps=_NUM_WARPS
+        "slots_count", config, count_kernel, entries, LIMITS, num_warps=_NUM_WARPS, types=types
     )
     return [*found, counted]

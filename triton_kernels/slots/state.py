@@ -8,24 +8,24 @@ padding: greedy, nothing to compute.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.case import Case, Limits
-from triton_kernels.sample.rows import GREEDY, Shaping
+from triton_kernels.build.case import CaseLimits, KernelCase, case_of
+from triton_kernels.sampling.inputs import GREEDY, LogitsShaping
 
 _ALIGN_WORDS = 32
 _BLOCK = 1024
 _NUM_WARPS = 4
 RUN_WORDS = 4096  # the longest run: one program copies it
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+LIMITS = CaseLimits(registers=128, shared_bytes=4 << 10)
 
 
-class Sizes(NamedTuple):
+class ArenaSizes(NamedTuple):
     """`slots` with the one for padding; the others per slot."""
 
     slots: int
@@ -58,7 +58,7 @@ class Asked(NamedTuple):
     """What the plan of a step asks of a slot. Where they lie in the field `asked`, which is
     [5, slots], and zero for slots without a row."""
 
-    fresh: int = 0  # known tokens to compute: a chunk, or the last one; 0: no row
+    num_new_tokens: int = 0  # known tokens to compute: a chunk, or the last one; 0: no row
     num_drafts: int = 1
     catch_up: int = 2  # tokens for the draft model beyond the last known one
     wants_logits: int = 3
@@ -94,11 +94,11 @@ class SlotState(NamedTuple):
     asked: Tensor  # int32 [5, slots], see `Asked`
 
     @property
-    def shaping(self) -> Shaping:
-        return Shaping(*(getattr(self, name) for name in Shaping._fields))
+    def shaping(self) -> LogitsShaping:
+        return LogitsShaping(*(getattr(self, name) for name in LogitsShaping._fields))
 
 
-class Place(NamedTuple):
+class FieldPlace(NamedTuple):
     """Where a field lies, in words: that of slot s from `offset + s * stride` on."""
 
     offset: int
@@ -108,19 +108,22 @@ class Place(NamedTuple):
 class Arena(NamedTuple):
     words: Tensor  # int32, all of it
     state: SlotState
-    places: dict[str, Place]
+    places: dict[str, FieldPlace]
 
     @classmethod
-    def allocate(cls, sizes: Sizes, device: torch.device | str) -> Arena:
+    def allocate(cls, sizes: ArenaSizes, device: torch.device | str) -> Arena:
         """Zeros, and nothing shapes any logits."""
         places, shapes, used = {}, {}, 0
         asked = len(Asked._fields)
         for name, (dtype, shape) in sizes.fields.items():
             width = math.prod(shape) * dtype.itemsize // 4
-            places[name], shapes[name] = Place(used, width), (dtype, (sizes.slots, *shape))
+            places[name], shapes[name] = FieldPlace(used, width), (dtype, (sizes.slots, *shape))
             used += _aligned(sizes.slots * width)
         # By field, then by slot: it comes as a whole with every plan.
-        places["asked"], shapes["asked"] = Place(used, asked), (torch.int32, (asked, sizes.slots))
+        places["asked"], shapes["asked"] = (
+            FieldPlace(used, asked),
+            (torch.int32, (asked, sizes.slots)),
+        )
         used += _aligned(sizes.slots * asked)
         words = torch.zeros(used, dtype=torch.int32, device=device)
         views = {
@@ -166,37 +169,8 @@ def apply(inbox: Tensor, words: Tensor, first_run: int, num_runs: int) -> None:
         )
 
 
-def apply_reference(inbox: Tensor, words: Tensor, first_run: int, num_runs: int) -> None:
-    """`apply` in plain torch."""
-    runs = inbox[3 * first_run : 3 * (first_run + num_runs)].view(-1, 3)
-    for to, source, length in runs.tolist():
-        words[to : to + length] = inbox[source : source + length]
-
-
-def case_of(
-    name: str,
-    kernel: Any,
-    constexprs: dict[str, Any],
-    config: str,
-    *,
-    types: dict[str, str] | None = None,
-    num_warps: int = _NUM_WARPS,
-) -> Case:
-    """Arguments are int32, and pointers to it, but for those that `types` names."""
-    arguments = [n for n in kernel.arg_names if n not in constexprs]
-    signature = {n: "*i32" if n.endswith("_ptr") else "i32" for n in arguments}
-    return Case(
-        name=name,
-        config=config,
-        kernel=kernel,
-        signature=signature | (types or {}),
-        constexprs=constexprs,
-        divisible=tuple(n for n in arguments if n.endswith("_ptr")),
-        num_warps=num_warps,
-        num_stages=1,
-        limits=dict.fromkeys(TARGETS, Limits(registers=128, shared_bytes=4 << 10)),
-    )
-
-
-def cases() -> list[Case]:
-    return [case_of("slots_apply", apply_kernel, {"BLOCK": _BLOCK}, f"block={_BLOCK}")]
+def cases() -> list[KernelCase]:
+    block = {"BLOCK": _BLOCK}
+    return [
+        case_of("slots_apply", f"block={_BLOCK}", apply_kernel, block, LIMITS, num_warps=_NUM_WARPS)
+    ]

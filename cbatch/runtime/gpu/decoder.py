@@ -9,21 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cbatch.runtime.config import ModelConfig, load_config
-from cbatch.runtime.gpu.attend import Attention
-from cbatch.runtime.layers import Layer, LayerBuilder
-from cbatch.runtime.numerics import Numerics
-from cbatch.runtime.rope import RotaryTable
-from cbatch.runtime.weights import (
-    RandomWeights,
-    Safetensors,
-    WeightSource,
-    resolve_directory,
-    resolve_dtype,
-)
-from triton_kernels.activation import silu_mul
-from triton_kernels.kv_write import kv_write
-from triton_kernels.norm import rms_norm
+from cbatch.runtime.cpu.layers import Layer, LayerBuilder
+from cbatch.runtime.cpu.numerics import Numerics
+from cbatch.runtime.gpu.attention import PagedAttention
+from cbatch.runtime.model.checkpoint import WeightSource, open_checkpoint
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.rope import RotaryTable
+from triton_kernels.layers.activation import silu_mul
+from triton_kernels.layers.kv_write import kv_write
+from triton_kernels.layers.norm import rms_norm
 
 
 class Dense(NamedTuple):
@@ -86,7 +80,7 @@ class Decoder:
         self, config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        builder = _Builder(config, source, dtype, device, Numerics(self.numerics, False, {}))
+        builder = _Builder(config, source, dtype, device, Numerics(self.numerics, False))
         self.layers: list[Layer]
         with torch.inference_mode():
             self.embedding, self.layers, self.head = builder.build()
@@ -95,15 +89,16 @@ class Decoder:
                 config.head_dim,
                 config.num_kv_heads,
                 config.group_size,
-                1,  # its rows of the CPU path are not used
                 device,
             )
 
-    def turns(self, most_tokens: int) -> Tensor:
-        """cos and sin of positions, for `kv_write`."""
-        return self._rotary.turns(most_tokens)
+    def cos_sin(self, most_tokens: int) -> Tensor:
+        """Of positions, for `kv_write`."""
+        return self._rotary.cos_sin(most_tokens)
 
-    def forward(self, flat: Flat, attention: Attention, turns: Tensor, hidden: Hidden) -> None:
+    def forward(
+        self, flat: Flat, attention: PagedAttention, cos_sin: Tensor, hidden: Hidden
+    ) -> None:
         """All layers over `flat`, as `attention` was planned; fills the first rows of `hidden`."""
         c, count = self.config, len(flat.tokens)
         residual = hidden.residual[:count]
@@ -119,7 +114,7 @@ class Decoder:
                 fused,
                 flat.positions,
                 flat.slots,
-                turns,
+                cos_sin,
                 k_pages,
                 v_pages,
                 qk_weight=layer.qk_weight,
@@ -150,16 +145,6 @@ def load_decoder(
     device: str | torch.device = "cuda",
     random_weights_seed: int | None = None,
 ) -> Decoder:
-    """A model from a Hugging Face directory or hub name.
-
-    `random_weights_seed` draws the weights instead (only config.json is read). Raises ModelError
-    for whatever in the checkpoint cannot be served, naming file and field or tensor.
-    """
-    directory = resolve_directory(path_or_name, weights=random_weights_seed is None)
-    config = load_config(directory)
-    source: WeightSource
-    if random_weights_seed is None:
-        source = Safetensors(directory)
-    else:
-        source = RandomWeights(random_weights_seed)
-    return Decoder(config, source, resolve_dtype(dtype, config.torch_dtype), torch.device(device))
+    """A model from a directory, GGUF file or hub name, as `open_checkpoint`."""
+    config, source, served = open_checkpoint(path_or_name, dtype, random_weights_seed)
+    return Decoder(config, source, served, torch.device(device))

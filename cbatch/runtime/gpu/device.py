@@ -7,74 +7,51 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 
-class Mark(Protocol):
-    """A point in the device's queue of work."""
+class Mark:
+    """A point in the device's queue of work. On the CPU everything is done when it is queued."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
 
     def wait(self) -> None:
         """Until the device has come so far."""
 
     def seconds_since(self, earlier: Mark) -> float:
         """Between two marks that have been waited for."""
-
-
-class Device(Protocol):
-    def run(self, key: Hashable, function: Callable[[], None]) -> None:
-        """Do what `function` queues. Calls of one key queue the same work on the same memory, so
-        that it may be captured the first time and replayed from then on."""
-
-    def staging(self, words: int) -> Tensor:
-        """int32 [words] on the host, from and to which copies do not wait."""
-
-    def mark(self) -> Mark: ...
-
-    def working(self) -> AbstractContextManager[None]:
-        """Work queued within goes to this device's queue."""
-
-    def synchronize(self) -> None: ...
-
-
-class _Now:
-    """On the CPU everything is done when it is queued."""
-
-    def __init__(self) -> None:
-        self._at_s = time.perf_counter()
-
-    def wait(self) -> None:
-        pass
-
-    def seconds_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, _Now)
         return self._at_s - earlier._at_s
 
 
-class CpuDevice:
-    """Runs everything at once, captures nothing."""
+class Device:
+    """The CPU, which runs everything at once and captures nothing."""
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Do what `function` queues. Calls of one key queue the same work on the same memory, so
+        that it may be captured the first time and replayed from then on."""
         function()
 
     def staging(self, words: int) -> Tensor:
+        """int32 [words] on the host, from and to which copies do not wait."""
         return torch.zeros(words, dtype=torch.int32)
 
-    def mark(self) -> _Now:
-        return _Now()
+    def mark(self) -> Mark:
+        return Mark()
 
     @contextmanager
     def working(self) -> Iterator[None]:
+        """Work queued within goes to this device's queue."""
         yield
 
     def synchronize(self) -> None:
-        pass
+        """Until nothing is queued."""
 
 
-class _Event:
+class _Event(Mark):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record(stream)
@@ -87,7 +64,7 @@ class _Event:
         return earlier._event.elapsed_time(self._event) * 1e-3
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One stream of its own, and graphs that share one pool of memory: they are replayed one after
     the other on that stream, and nothing that a graph allocates outlives it."""
 
@@ -128,4 +105,4 @@ class CudaDevice:
 
 
 def device_for(device: torch.device) -> Device:
-    return CudaDevice(device) if device.type == "cuda" else CpuDevice()
+    return CudaDevice(device) if device.type == "cuda" else Device()

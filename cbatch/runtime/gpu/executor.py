@@ -9,20 +9,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cbatch.core.errors import FieldError
-from cbatch.core.plan import StepPlan, StepResult, TokenLogprobs
-from cbatch.runtime.gpu.attend import Attention, Tuning, heads_of
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.logprobs import TokenLogprobs
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
 from cbatch.runtime.gpu.buckets import bucket, depth_bucket, depth_ladder, ladder
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import Mark, device_for
-from cbatch.runtime.gpu.drafting import DraftPasses
-from cbatch.runtime.gpu.message import Message
+from cbatch.runtime.gpu.draft_pass import DraftPasses
+from cbatch.runtime.gpu.logprobs import LogprobsReader
+from cbatch.runtime.gpu.slot_update import SlotUpdate
 from cbatch.runtime.gpu.slots import Bounds, HostSlots
-from cbatch.runtime.gpu.tail import LogprobsTail
-from cbatch.runtime.gpu.verifying import TargetPass
-from cbatch.runtime.kv import KVCache
+from cbatch.runtime.gpu.target_pass import TargetPass
+from cbatch.runtime.model.kv_cache import KVCache
 from triton_kernels.slots import advance as fields
-from triton_kernels.slots.state import Arena, Sizes, SlotState, apply
+from triton_kernels.slots.state import Arena, ArenaSizes, SlotState, apply
 
 _logger = logging.getLogger("cbatch")
 _ROUND_TO = 16  # elements: rows of the tables begin where loads are wide
@@ -31,7 +32,7 @@ _SPARE_ENTRIES = 1024
 _MOST_PENDING = 2
 
 
-class _Buffers:
+class _HostBuffers:
     """Host memory of a step under way; a message is written while the step before still runs."""
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class _Buffers:
 @dataclass
 class _Pending:
     plan: StepPlan
-    buffers: _Buffers
+    buffers: _HostBuffers
     started: Mark
     drafted: Mark
     done: Mark
@@ -54,10 +55,10 @@ class GpuExecutor:
     `OverlappedExecutor` (`submit` and `wait`, one plan while one runs).
 
     `max_sequence_tokens` is the longest sequence, `step_budget_tokens` the most tokens of a step,
-    `max_drafts` the most drafts of a row (0: nobody drafts). `block_size_tokens` is a power of two,
-    at least 16. Drafts come from the draft model alone: lookups live on the host, which does not
-    know the latest tokens, and are refused. `reset()` after any exception: the state is then
-    unspecified. `tuning` is found for the device unless it is given.
+    `max_drafts` the most drafts of a row (0: nobody drafts). `block_size_tokens` is a page of the
+    attention kernel, which refuses others. Drafts come from the draft model alone: lookups live on
+    the host, which does not know the latest tokens, and are refused. `reset()` after any exception:
+    the state is then unspecified. `tuning` is found for the device unless it is given.
 
     A step queues its work and returns; what it emitted comes in one copy. Only requests that ask
     for log probabilities make `submit` wait for their step.
@@ -76,7 +77,6 @@ class GpuExecutor:
         max_drafts: int = 0,
         tuning: Tuning | None = None,
     ) -> None:
-        _check_block_size(block_size_tokens)
         if draft is not None and draft.device != target.device:
             raise FieldError("draft", f"it is on {draft.device}", f"load it on {target.device}")
         draft = draft if max_drafts else None
@@ -86,7 +86,7 @@ class GpuExecutor:
         self._budget_tokens = step_budget_tokens
         self._most_catch_up = step_budget_tokens + max_slots
         self._queue = device_for(target.device)
-        sizes = Sizes(
+        sizes = ArenaSizes(
             slots=max_slots + 1,
             tokens=_rounded(max_sequence_tokens),
             blocks=_rounded(-(-max_sequence_tokens // block_size_tokens)),
@@ -126,8 +126,8 @@ class GpuExecutor:
             )
             self._inbox = torch.zeros(0, dtype=torch.int32, device=self.device)
         self._slots = HostSlots(sizes, self._arena.places, drafts=draft is not None)
-        self._tail = LogprobsTail(target, self._target, self.state)
-        self._buffers = deque(_Buffers() for _ in range(_MOST_PENDING))
+        self._logprobs = LogprobsReader(target, self._target, self.state)
+        self._buffers = deque(_HostBuffers() for _ in range(_MOST_PENDING))
         self._pending: deque[_Pending] = deque()
 
     def _memory(
@@ -137,14 +137,14 @@ class GpuExecutor:
         block_size_tokens: int,
         most_tokens: int,
         tuning: Tuning | None,
-    ) -> tuple[KVCache, Attention]:
+    ) -> tuple[KVCache, PagedAttention]:
         """A model's pool, and its attention over it."""
         config = decoder.config
         kv = KVCache(config, num_blocks, block_size_tokens, decoder.dtype, self.device)
         if tuning is None:
             heads = heads_of(config)
             tuning = Tuning.of(heads, decoder.dtype, self.device, block_size_tokens)
-        return kv, Attention(config, kv, self.state.blocks, most_tokens, tuning)
+        return kv, PagedAttention(config, kv, self.state.blocks, most_tokens, tuning)
 
     @property
     def state(self) -> SlotState:
@@ -184,7 +184,6 @@ class GpuExecutor:
         """Queue a step on the device, at most one behind one that was not waited for. Raises
         ValueError for a plan that does not fit the slots, FieldError for a request that cannot be
         served here."""
-        plan.require_one_step()
         if len(self._pending) >= _MOST_PENDING:
             raise RuntimeError(f"submit: {_MOST_PENDING} steps are under way; call wait() first")
         with self._queue.working():
@@ -209,16 +208,16 @@ class GpuExecutor:
         """Forget every slot, and drop the results of steps under way. KV contents stay: nothing
         reads a position it has not written."""
         self._queue.synchronize()
-        self._buffers = deque(_Buffers() for _ in range(_MOST_PENDING))
+        self._buffers = deque(_HostBuffers() for _ in range(_MOST_PENDING))
         self._pending.clear()
         self._slots.clear()
-        self._tail.clear()
+        self._logprobs.clear()
 
     def _run(self, plan: StepPlan) -> _Pending:
         started = self._queue.mark()
         message = self._slots.take_in(plan)
         bounds = self._checked(plan, self._slots.bounds(plan))
-        self._tail.take_in(plan.deltas)
+        self._logprobs.take_in(plan.deltas)
         buffers = self._buffers.popleft()
         self._send(message, buffers)
         for kv in (self.kv, self.draft_kv):
@@ -241,9 +240,9 @@ class GpuExecutor:
         self._fetch(buffers)
         done = self._queue.mark()
         logprobs: tuple[TokenLogprobs, ...] = ()
-        if self._tail.asked(plan):
+        if self._logprobs.asked(plan):
             done.wait()
-            logprobs = self._tail.describe(plan, self._rows(buffers))
+            logprobs = self._logprobs.describe(plan, self._rows(buffers))
         return _Pending(plan, buffers, started, drafted, done, logprobs)
 
     def _checked(self, plan: StepPlan, bounds: Bounds) -> Bounds:
@@ -259,7 +258,7 @@ class GpuExecutor:
                 )
         return bounds
 
-    def _send(self, message: Message, buffers: _Buffers) -> None:
+    def _send(self, message: SlotUpdate, buffers: _HostBuffers) -> None:
         """One copy to the device, and the words go to their places."""
         words = message.num_words()
         if words > len(buffers.message):
@@ -272,14 +271,14 @@ class GpuExecutor:
         apply(self._inbox, self._arena.words, 0, first)
         apply(self._inbox, self._arena.words, first, second)
 
-    def _fetch(self, buffers: _Buffers) -> None:
+    def _fetch(self, buffers: _HostBuffers) -> None:
         """The one copy back."""
         result = self._target.result.view(-1)
         if not len(buffers.result):
             buffers.result = self._queue.staging(len(result))
         buffers.result.copy_(result, non_blocking=True)
 
-    def _rows(self, buffers: _Buffers) -> np.ndarray:
+    def _rows(self, buffers: _HostBuffers) -> np.ndarray:
         """By slot; valid until the buffers are used again."""
         return buffers.result.numpy().reshape(self._target.result.shape)
 
@@ -305,15 +304,6 @@ class GpuExecutor:
             draft_s=step.drafted.seconds_since(step.started),
             target_s=step.done.seconds_since(step.drafted),
             logprobs=step.logprobs,
-        )
-
-
-def _check_block_size(block_size_tokens: int) -> None:
-    if block_size_tokens < 16 or block_size_tokens & (block_size_tokens - 1):
-        raise FieldError(
-            "block_size_tokens",
-            f"{block_size_tokens} is not a page of the attention kernel",
-            "use 16, 32, 64 or 128",
         )
 
 

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.core.errors import FieldError
-from cbatch.core.noise import split_seed
-from cbatch.core.plan import Admission, Deltas, StepPlan
-from cbatch.core.request import MODEL
-from cbatch.runtime.gpu.message import Message
-from cbatch.runtime.gpu.shaping import Sparse, neutral, shapes_logits, sparse_of
-from triton_kernels.sample.rows import COUPLED, GREEDY, REJECTION
-from triton_kernels.slots.state import Asked, Place, Sizes
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.noise import split_seed
+from cbatch.core.request.request import MODEL
+from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
+from cbatch.runtime.gpu.logits_processors import Sparse, neutral, shapes_logits, sparse_of
+from cbatch.runtime.gpu.slot_update import SlotUpdate
+from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION
+from triton_kernels.slots.state import ArenaSizes, Asked, FieldPlace
 
 Flags = NDArray[np.bool_]
 
@@ -35,7 +35,7 @@ class Bounds(NamedTuple):
 class HostSlots:
     """`held` slots have a sequence of `generation`; `mode` is how its tokens are decided."""
 
-    def __init__(self, sizes: Sizes, places: dict[str, Place], *, drafts: bool) -> None:
+    def __init__(self, sizes: ArenaSizes, places: dict[str, FieldPlace], *, drafts: bool) -> None:
         self._sizes, self._places, self._drafts = sizes, places, drafts
         count = sizes.slots
         self.generation = np.zeros(count, dtype=np.int32)
@@ -48,15 +48,15 @@ class HostSlots:
         self.held: Flags = np.zeros(self._sizes.slots, dtype=np.bool_)
         self._lists[:] = True  # who knows how far the last message came
 
-    def take_in(self, plan: StepPlan) -> Message:
+    def take_in(self, plan: StepPlan) -> SlotUpdate:
         """Apply the deltas of `plan`; returns what the device has to be told. Raises ValueError for
         a plan that does not fit, FieldError for a request that cannot be served here."""
-        message = Message(self._places)
+        message = SlotUpdate(self._places)
         deltas = plan.deltas
         if deltas.reset:
             self.clear()
         self.held[deltas.released] = False
-        for admission in deltas.admitted:
+        for admission in deltas.new_sequences:
             self._admit(admission, message)
         self._append(deltas, message)
         slots = plan.slots
@@ -67,7 +67,7 @@ class HostSlots:
             )
         asked = np.zeros((len(Asked._fields), self._sizes.slots), dtype=np.int32)
         fields = Asked()
-        asked[fields.fresh, slots] = plan.query_lens - plan.num_drafts
+        asked[fields.num_new_tokens, slots] = plan.query_lens - plan.num_drafts
         asked[fields.wants_logits, slots] = plan.wants_logits
         if self._drafts:
             asked[fields.num_drafts, slots] = plan.num_drafts
@@ -80,9 +80,9 @@ class HostSlots:
         drafts = plan.num_drafts if self._drafts else np.zeros_like(plan.num_drafts)
         catch_up = plan.catch_up if self._drafts else drafts
         deep = drafts > 0
-        fresh = plan.query_lens - plan.num_drafts
+        new = plan.query_lens - plan.num_drafts
         return Bounds(
-            tokens=int((fresh + drafts).sum()),
+            tokens=int((new + drafts).sum()),
             logits=int(((1 + drafts) * plan.wants_logits).sum()),
             catch_up=int((catch_up + deep).sum()),
             draft_rows=int(deep.sum()),
@@ -92,7 +92,7 @@ class HostSlots:
             shaped=bool(self.shaped[plan.slots].any()),
         )
 
-    def _admit(self, a: Admission, message: Message) -> None:
+    def _admit(self, a: NewSequence, message: SlotUpdate) -> None:
         slot, n, sizes = a.slot, len(a.tokens), self._sizes
         fits = 0 <= slot < sizes.slots - 1 and 0 <= a.kv_len_tokens < n <= a.max_total_tokens
         if not fits or a.max_total_tokens > sizes.tokens or len(a.blocks) > sizes.blocks:
@@ -118,7 +118,7 @@ class HostSlots:
             self._put_shaping(slot, neutral(sizes.vocab), message)
         self._lists[slot] = self.shaped[slot]
 
-    def _put_sequence(self, a: Admission, message: Message) -> None:
+    def _put_sequence(self, a: NewSequence, message: SlotUpdate) -> None:
         message.put("tokens", a.slot, a.tokens.astype(np.int32, copy=False))
         message.put("blocks", a.slot, a.blocks.astype(np.int32, copy=False))
         for name, value in (
@@ -130,7 +130,7 @@ class HostSlots:
         ):
             message.put(name, a.slot, np.array([value], dtype=np.int32))
 
-    def _put_sampling(self, a: Admission, message: Message) -> None:
+    def _put_sampling(self, a: NewSequence, message: SlotUpdate) -> None:
         params, slot = a.params, a.slot
         mode = GREEDY if params.greedy else COUPLED if params.coupled else REJECTION
         self.mode[slot] = mode
@@ -149,7 +149,7 @@ class HostSlots:
             message.put(name, slot, np.array(values, dtype=dtype))
 
     @staticmethod
-    def _put_shaping(slot: int, sparse: Sparse, message: Message) -> None:
+    def _put_shaping(slot: int, sparse: Sparse, message: SlotUpdate) -> None:
         for name in ("plain", "listed", "bias", "counts", "marks", "penalties"):
             message.put(name, slot, getattr(sparse, name))
         for name, value in (
@@ -158,7 +158,7 @@ class HostSlots:
         ):
             message.put(name, slot, np.array([value], dtype=np.int32))
 
-    def _append(self, deltas: Deltas, message: Message) -> None:
+    def _append(self, deltas: Deltas, message: SlotUpdate) -> None:
         if len(deltas.append_slots):
             if int(deltas.append_indices.max()) >= self._sizes.blocks:
                 raise ValueError(

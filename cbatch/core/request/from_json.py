@@ -1,0 +1,46 @@
+"""Sampling parameters from JSON: each field checked by itself, so that an error names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import SamplingParams, short
+
+_FIELDS = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
+SAMPLING_FIELDS = tuple(_FIELDS)
+
+
+def sampling_from_json(
+    values: Mapping[str, Any], defaults: SamplingParams | None = None
+) -> SamplingParams:
+    """Sampling parameters from decoded JSON, over `defaults`. `stop` may be one string. What asks
+    for nothing here is left out before, see `without_neutral_fields`.
+
+    Raises `FieldError` for an unknown field, a wrong type or a value out of range.
+    """
+    known: dict[str, Any] = {}
+    for name, value in values.items():
+        field = _FIELDS.get(name)
+        if field is None:
+            raise FieldError(name, "is not a known field", f"use {', '.join(_FIELDS)}")
+        if name == "stop" and isinstance(value, str):
+            value = [value]
+        if name == "logprobs" and value is False:  # as chat clients say it
+            value = None
+        try:
+            known[name] = msgspec.convert(value, field.type, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise FieldError(name, f"{short(value)} is not allowed", str(error)) from error
+    base = msgspec.structs.asdict(defaults or SamplingParams())
+    return SamplingParams(**(base | known))
+
+
+def sampling_to_json(params: SamplingParams) -> dict[str, Any]:
+    """The fields that are not at their default, as JSON values."""
+    plain = msgspec.to_builtins(params, str_keys=True)
+    default = msgspec.to_builtins(SamplingParams())
+    return {name: value for name, value in plain.items() if value != default[name]}

@@ -1,0 +1,287 @@
+"""What a caller asks for: sampling parameters, requests, and how a request can end."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+
+from cbatch.core.request.errors import FieldError
+
+MAX_SEED = 2**64 - 1
+MAX_TOP_LOGPROBS = 20
+MAX_SALT_CHARS = 256
+CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)]
+MODEL = "model"  # the drafter that is a model
+LOOKUPS = ("ngram", "suffix")  # those that guess by what the text repeats
+DRAFTERS = (MODEL, *LOOKUPS)
+# Wide enough for any use, and narrow enough that no sum or product of them overflows fp32.
+MAX_LOGIT_BIAS = 1e30
+MAX_REPETITION_PENALTY = 1e3
+_LEAST_FLOAT32, _MOST_FLOAT32 = (float(x) for x in (np.finfo("f").tiny, np.finfo("f").max))
+
+
+class FinishReason(enum.Enum):
+    """How an accepted request ended. Every accepted request ends in exactly one of these."""
+
+    STOP = "stop"  # EOS, a stop token id, or a stop string found by the text side
+    LENGTH = "length"  # max_tokens, or the context is full
+    CANCELLED = "cancelled"  # by the client
+    ERROR = "error"  # the request itself failed (non-finite logits, a faulting executor)
+
+
+class StructuredOutputs(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """What the output must be, said in exactly one of these ways (the names are vLLM's). EOS may
+    follow only where it is complete. Raises `FieldError`; whether it compiles is found out by
+    `cbatch.grammars`."""
+
+    json: dict[str, Any] | str | None = None  # a JSON schema; kept as its text
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # that matches the whole output
+    choice: tuple[str, ...] | None = None  # one of these texts
+    grammar: str | None = None  # Lark or GBNF
+
+    def __post_init__(self) -> None:
+        given = [f for f in self.__struct_fields__ if getattr(self, f) not in (None, False)]
+        remedy = f"give one of {', '.join(self.__struct_fields__)}"
+        _require(len(given) == 1, "structured_outputs", given, remedy)
+        _require(self.choice != (), "structured_outputs", "choice: []", "give at least one text")
+        if isinstance(self.json, dict):  # which may hold integers that no other format takes
+            msgspec.structs.force_setattr(self, "json", _schema_text(self.json))
+
+
+def _schema_text(schema: dict[str, Any]) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = f"json: the schema is no JSON ({error})"
+        raise FieldError("structured_outputs", problem, "give a JSON schema") from error
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the tokens of one request are chosen.
+
+    Logits are shaped in this order: `structured_outputs`, allowed and banned ids, stop ids (banned
+    before `min_tokens`, unless nothing else may follow in a structured output), `logit_bias`,
+    penalties (repetition over prompt and output, presence and frequency over output alone); then
+    temperature, top_k, top_p, min_p. `temperature` 0 is greedy. Ties, also at the edge of a filter,
+    go to the lowest id. `n` is expanded into requests with choice indices 0..n-1 and `stop`
+    (strings) is matched on text, both above the core; everything else is in token ids.
+    Raises `FieldError` naming the field.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0  # > 1: less likely (Keskar et al. 2019, arXiv 1909.05858)
+    presence_penalty: float = 0.0  # subtracted once from the logit of a token that was output
+    frequency_penalty: float = 0.0  # subtracted for each time that it was
+    logit_bias: dict[int, float] = {}  # added to the logits of these ids
+    allowed_token_ids: tuple[int, ...] | None = None  # no others
+    banned_token_ids: tuple[int, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
+    logprobs: int | None = None  # of output tokens: 0 the chosen one's, n also the n likeliest
+    # raw: of the model's own logits. processed: of the distribution that is sampled from, or for
+    # greedy tokens of what it would be at temperature 1.
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens, and always raw
+    max_lookahead: int | None = None  # per-request cap on drafted tokens a step; 0 opts out
+    drafter: tuple[str, ...] | None = None  # of `DRAFTERS`, preferred first; None: the engine's
+    # rejection: most drafts are accepted, the law is exact. coupled: the tokens themselves do not
+    # depend on the drafts either. auto: coupled where the caller gave a seed.
+    verification: Literal["auto", "rejection", "coupled"] = "auto"
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "ask for at least 1")
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            self.min_tokens,
+            "use 0 to max_tokens",
+        )
+        _require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            "use 0 (greedy) or a finite positive number",
+        )
+        _require(
+            self.top_k is None or self.top_k >= 1,
+            "top_k",
+            self.top_k,
+            "use at least 1, or leave it out to keep every token",
+        )
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "use a number in (0, 1]")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "use a number in [0, 1]")
+        _require(
+            self.seed is None or 0 <= self.seed <= MAX_SEED,
+            "seed",
+            self.seed,
+            "use 0 to 2**64 - 1, or leave it out",
+        )
+        _require(self.n >= 1, "n", self.n, "ask for at least 1 choice")
+        _require(all(self.stop), "stop", list(self.stop), "an empty string would stop at once")
+        _require_ids("stop_token_ids", self.stop_token_ids)
+        _require(
+            self.max_lookahead is None or self.max_lookahead >= 0,
+            "max_lookahead",
+            self.max_lookahead,
+            "use 0 (no speculation) or more",
+        )
+        _check_shaping(self)
+        for field, count in (
+            ("logprobs", self.logprobs),
+            ("prompt_logprobs", self.prompt_logprobs),
+        ):
+            _require(
+                count is None or 0 <= count <= MAX_TOP_LOGPROBS,
+                field,
+                count,
+                f"use 0 to {MAX_TOP_LOGPROBS}, or leave it out",
+            )
+        _require(
+            self.drafter is None or is_chain(self.drafter),
+            "drafter",
+            self.drafter,
+            f"name one or more of {', '.join(DRAFTERS)}, each once",
+        )
+        for name, value, known in (
+            ("logprobs_mode", self.logprobs_mode, ("raw", "processed")),
+            ("verification", self.verification, ("auto", "rejection", "coupled")),
+        ):
+            _require(value in known, name, value, f"use {', '.join(known)}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def logits_divisor(self) -> float:
+        """The temperature, 1 where greedy; no nearer to 0 or to infinity than float32 can be."""
+        return 1.0 if self.greedy else min(max(self.temperature, _LEAST_FLOAT32), _MOST_FLOAT32)
+
+    @property
+    def coupled(self) -> bool:
+        """Whether draft and target share their noise (verification "coupled", or by a seed)."""
+        return self.verification == "coupled" or (
+            self.verification == "auto" and self.seed is not None
+        )
+
+    def wants_prompt(self, choice: int) -> bool:
+        """Whether choice number `choice` brings the log probabilities of the prompt; all `n` have
+        the same, so one does."""
+        return self.prompt_logprobs is not None and choice == 0
+
+    def require_vocabulary(self, vocab_size: int, stop_ids: tuple[int, ...]) -> None:
+        """Raises `FieldError` if an id is beyond the vocabulary, or if no token is left to choose
+        (`stop_ids`, with EOS, are banned as long as `min_tokens` asks)."""
+        for field, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", tuple(self.logit_bias)),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("banned_token_ids", self.banned_token_ids),
+        ):
+            require_no_more_ids(field, len(ids), vocab_size)
+            if ids and max(ids) >= vocab_size:
+                raise FieldError(field, "has an id out of range", f"use ids in [0, {vocab_size})")
+        banned = set(self.banned_token_ids).union(stop_ids if self.min_tokens else ())
+        if self.allowed_token_ids is not None:
+            left = len(set(self.allowed_token_ids) - banned)
+        else:
+            left = vocab_size - sum(i < vocab_size for i in banned)  # EOS ids may lie beyond
+        if not left:
+            field = "banned_token_ids" if self.allowed_token_ids is None else "allowed_token_ids"
+            raise FieldError(
+                field, "no token is left to choose", "allow one that is neither banned nor a stop"
+            )
+
+
+def require_no_more_ids(field: str, count: int, vocab_size: int) -> None:
+    """Raises `FieldError` for more than there are."""
+    if count > vocab_size:
+        raise FieldError(
+            field, f"has {count} ids", f"the vocabulary has {vocab_size}: give no more"
+        )
+
+
+def is_chain(names: tuple[str, ...]) -> bool:
+    """Whether they name drafters, each once: a chain, preferred first."""
+    return 0 < len(names) == len(set(names)) and set(names) <= set(DRAFTERS)
+
+
+def _require(ok: bool, field: str, value: object, remedy: str) -> None:
+    if not ok:
+        raise FieldError(field, f"{short(value)} is not allowed", remedy)
+
+
+def short(value: object) -> str:
+    """As an error shows it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _require_ids(field: str, ids: tuple[int, ...]) -> None:
+    least = min(ids, default=0)
+    _require(least >= 0, field, least, "use token ids of the vocabulary")
+
+
+def _check_shaping(params: SamplingParams) -> None:
+    """The fields that change logits before the filters."""
+    _require(
+        1 / MAX_REPETITION_PENALTY <= params.repetition_penalty <= MAX_REPETITION_PENALTY,
+        "repetition_penalty",
+        params.repetition_penalty,
+        f"use a number from {1 / MAX_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY} (1: none)",
+    )
+    for field, value in (
+        ("presence_penalty", params.presence_penalty),
+        ("frequency_penalty", params.frequency_penalty),
+    ):
+        _require(-2 <= value <= 2, field, value, "use a number in [-2, 2]")
+    _require_ids("logit_bias", tuple(params.logit_bias))
+    _require(
+        all(abs(bias) <= MAX_LOGIT_BIAS for bias in params.logit_bias.values()),
+        "logit_bias",
+        params.logit_bias,
+        f"use finite numbers, at most {MAX_LOGIT_BIAS} in size",
+    )
+    _require(
+        params.allowed_token_ids is None or len(params.allowed_token_ids) > 0,
+        "allowed_token_ids",
+        params.allowed_token_ids,
+        "allow at least one id, or leave it out",
+    )
+    _require_ids("allowed_token_ids", params.allowed_token_ids or ())
+    _require_ids("banned_token_ids", params.banned_token_ids)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to complete. `seed` is always set: the face that accepts a request draws one for
+    a caller who gave none, and keeps it in the transcript, so that a token is a function of
+    (seed, choice, position) alone."""
+
+    request_id: str
+    prompt: tuple[int, ...]  # token ids
+    params: SamplingParams
+    seed: int
+    choice: int = 0  # index among the n choices of one call
+    priority: int = 0  # smaller goes first, under the `priority` queue policy
+    cache_salt: CacheSalt | None = None  # prefixes are shared with requests of the same one alone
+
+    def prompt_array(self) -> np.ndarray:
+        """The prompt as integers of any width: nobody has checked yet that int32 holds them."""
+        return np.asarray(self.prompt)

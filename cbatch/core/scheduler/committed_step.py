@@ -1,0 +1,94 @@
+"""A step that commits: the rows of its plan that are still wanted, and what they returned."""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import structs
+
+from cbatch.core.scheduler.decode_batch import Flight
+from cbatch.core.scheduler.plan import RowStatus, StepResult
+from cbatch.core.scheduler.slot_table import SlotTable
+from cbatch.core.speculation.step_work import StepSample, StepWork
+
+
+class CommittedStep:
+    """What a lookahead policy sees of it is `policy.DraftedStep`."""
+
+    def __init__(
+        self, table: SlotTable, flight: Flight, result: StepResult, elapsed_s: float | None
+    ) -> None:
+        """`elapsed_s`: since the previous commit, if there was work ever since."""
+        self._table, self._elapsed_s = table, elapsed_s
+        self.plan, self.result = flight.plan, result
+        self.owners, self.rows = flight.owners, flight.rows
+        if flight.void_slots:
+            self._drop(~np.isin(flight.plan.slots, flight.void_slots))
+        self.slots, self.tokens = self.plan.slots, self.result.tokens
+        self.num_drafted, self.num_accepted = self.result.num_drafted, self.result.num_accepted
+        self.evidence = self.result.expected_accepted
+        self.has_chunks = flight.tokens.num_chunks > 0
+        # As bytes: for an array that short, numpy takes ten times as long.
+        self.has_errors = result.status.tobytes().count(RowStatus.OK) < len(result.status)
+        self.plain = flight.tokens.plain and not self.has_errors
+        self.total_drafted, self.all_drafted = flight.tokens.total_drafts, flight.tokens.all_draft
+        # What was drafted is nearly always what was planned, which has been summed up already.
+        planned = flight.tokens.num_drafts
+        if self.total_drafted and self.num_drafted.tobytes() != planned.tobytes():
+            self.total_drafted = int(np.add.reduce(self.num_drafted))
+            self.all_drafted = bool(np.count_nonzero(self.num_drafted) == len(self.num_drafted))
+        self.cut_tokens = 0
+        # Without drafts no row emits more than that, so their sum tells.
+        self.one_each = not self.total_drafted and len(self.tokens) == len(self.slots)
+        if self.one_each:
+            self.counts = table.ones[: len(self.slots)]
+        else:
+            splits = self.result.row_splits
+            self.counts = splits[1:] - splits[:-1]
+
+    def _drop(self, live: np.ndarray) -> None:
+        plan, result = self.plan, self.result
+        counts = np.diff(result.row_splits)
+        self.owners = [o for o, alive in zip(self.owners, live.tolist(), strict=True) if alive]
+        self.plan = structs.replace(
+            plan,
+            slots=plan.slots[live],
+            query_lens=plan.query_lens[live],
+            num_drafts=plan.num_drafts[live],
+            catch_up=plan.catch_up[live],
+            wants_logits=plan.wants_logits[live],
+        )
+        self.result = structs.replace(
+            result,
+            tokens=result.tokens[np.repeat(live, counts)],
+            row_splits=np.concatenate([[0], np.cumsum(counts[live])]).astype(np.int32),
+            num_drafted=result.num_drafted[live],
+            num_accepted=result.num_accepted[live],
+            status=result.status[live],
+            draft_kv_lens=_rows(result.draft_kv_lens, live),
+            expected_accepted=_rows(result.expected_accepted, live),
+        )
+        self.rows = self.plan.slots
+
+    def sample(self) -> StepSample:
+        """What it computed, and how long that took: with what it took besides what the executor
+        measured, planning, text, whoever drives the loop. If that is longer than the step itself,
+        the caller was doing something else."""
+        plan, result = self.plan, self.result
+        measured_s = result.draft_s + result.target_s
+        host_s = 0.0 if self._elapsed_s is None else self._elapsed_s - measured_s
+        unused = int(np.add.reduce(plan.num_drafts)) - self.total_drafted
+        work = StepWork(
+            rows=len(self.slots),
+            target_tokens=int(np.add.reduce(plan.query_lens)) - unused,
+            logit_tokens=int(np.count_nonzero(plan.wants_logits)) + self.total_drafted,
+            context_tokens=int(np.add.reduce(self._table.num_tokens[self.rows])),
+            draft_depth=int(np.maximum.reduce(self.num_drafted, initial=0)),
+            draft_tokens=self.total_drafted,
+            ingested_tokens=int(np.add.reduce(plan.catch_up)),
+        )
+        host_s = host_s if 0.0 < host_s < measured_s else 0.0
+        return StepSample(work, result.draft_s, result.target_s + host_s)
+
+
+def _rows(column: np.ndarray | None, live: np.ndarray) -> np.ndarray | None:
+    return None if column is None else column[live]

@@ -1,0 +1,132 @@
+"""Configuration of the scheduler."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from cbatch.core.request.errors import FieldError, RefusedError
+from cbatch.core.request.request import (
+    DRAFTERS,
+    MAX_SALT_CHARS,
+    MODEL,
+    Request,
+    SamplingParams,
+    is_chain,
+)
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.cost_model import CostProfile
+
+QueuePolicy = Literal["fcfs", "priority", "shortest"]
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sizes and rules. Raises `FieldError` naming the field."""
+
+    num_blocks: int
+    block_size_tokens: int = 16
+    max_slots: int = 64  # sequences that run at once
+    max_model_tokens: int = 2048  # context: prompt and output together
+    step_budget_tokens: int = 2048  # target tokens and draft catch-up tokens in one step
+    # What a catch-up token takes of that from prompts, in target tokens: the draft's work is less.
+    catch_up_price: float = 1.0
+    vocab_size: int = 2**31 - 1
+    eos_ids: tuple[int, ...] = ()
+    queue_policy: QueuePolicy = "fcfs"
+    # What a waiting request gains a second: levels under `priority`, tokens under `shortest`.
+    ageing_per_s: float | None = None  # None: 0 (strict) under `priority`, 64 under `shortest`
+    prefix_cache: bool = True
+    decode_reserve_tokens: int = 16  # room a request must find beyond its prompt to be admitted
+    draft_context_tokens: int | None = None  # None: no draft model is loaded
+    # The chain of drafters of a request that names none, preferred first. None: the draft model, or
+    # if there is none, nobody: then k is always 0.
+    drafter: tuple[str, ...] | None = None
+    lookahead: LookaheadConfig = LookaheadConfig()
+    cost_profile: CostProfile | None = None  # of `goodput`; None: prices are learnt on the way
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("num_blocks", self.num_blocks >= 1, "give at least 1 block"),
+            ("block_size_tokens", self.block_size_tokens >= 1, "give at least 1 token"),
+            ("max_slots", self.max_slots >= 1, "give at least 1 slot"),
+            ("max_model_tokens", self.max_model_tokens >= 2, "give room for a prompt and a token"),
+            (
+                "step_budget_tokens",
+                self.step_budget_tokens >= self.max_slots,
+                "give at least max_slots, so that every running sequence gets its token",
+            ),
+            ("catch_up_price", 0 <= self.catch_up_price <= 1, "use a number in [0, 1]"),
+            ("decode_reserve_tokens", self.decode_reserve_tokens >= 1, "give at least 1"),
+            (
+                "ageing_per_s",
+                self.ageing_per_s is None or self.ageing_per_s >= 0,
+                "give 0 or more",
+            ),
+            (
+                "drafter",
+                self.drafter is None or is_chain(self.drafter),
+                f"name one or more of {', '.join(DRAFTERS)}, each once",
+            ),
+        )
+        for field, ok, remedy in checks:
+            if not ok:
+                raise FieldError(field, f"{getattr(self, field)!r} is not allowed", remedy)
+        if MODEL in self.default_chain and self.draft_context_tokens is None:
+            raise FieldError("drafter", "'model' needs a draft", "give the draft, or leave it out")
+
+    @property
+    def default_chain(self) -> tuple[str, ...]:
+        if self.drafter is not None:
+            return self.drafter
+        return () if self.draft_context_tokens is None else (MODEL,)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The longest sequence that fits: the context, or the whole pool if that is smaller."""
+        return min(self.max_model_tokens, self.num_blocks * self.block_size_tokens)
+
+    def check_request(self, request: Request, output: tuple[int, ...] = ()) -> np.ndarray:
+        """Raises `FieldError` or `RefusedError` for what a scheduler with this configuration would
+        not accept; whoever accepts requests elsewhere asks the same question. `output` are tokens
+        that the request has already. Returns all that it has, int32 [prompt + output]."""
+        self.check_params(request.params)
+        return self.check_tokens(request, output)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """The part of `check_request` that all choices of a call have in common, which is long
+        where they name many ids. Raises `FieldError`."""
+        stop_ids = (*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)
+        params.require_vocabulary(self.vocab_size, stop_ids)
+
+    def check_tokens(self, request: Request, output: tuple[int, ...] = ()) -> np.ndarray:
+        """The other part, and what `check_request` returns."""
+        prompt, params = request.prompt, request.params
+        if not prompt:
+            raise FieldError("prompt", "is empty", "give at least one token")
+        salt = request.cache_salt
+        if salt is not None and not 0 < len(salt) <= MAX_SALT_CHARS:
+            remedy = f"give 1 to {MAX_SALT_CHARS} characters, or leave it out"
+            raise FieldError("cache_salt", f"has {len(salt)} characters", remedy)
+        tokens = {"prompt": request.prompt_array()}
+        if output:
+            tokens["output"] = np.asarray(output)
+        for field, ids in tokens.items():
+            least, most = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
+            if not 0 <= least <= most < self.vocab_size:
+                raise FieldError(
+                    field, "has a token id out of range", f"use ids in [0, {self.vocab_size})"
+                )
+        longest = self.max_sequence_tokens - 1
+        if len(prompt) > longest:
+            limit = "context" if self.max_model_tokens <= longest + 1 else "whole KV pool"
+            raise RefusedError(
+                "prompt",
+                f"{len(prompt)} tokens do not fit",
+                f"the {limit} takes at most {longest} and one more for the output",
+            )
+        if len(output) >= min(params.max_tokens, longest + 1 - len(prompt)):
+            raise FieldError("output", f"{len(output)} tokens are all there is", "end it instead")
+        known = np.concatenate([*tokens.values()]) if output else tokens["prompt"]
+        return known.astype(np.int32, copy=False)

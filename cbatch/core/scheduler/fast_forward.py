@@ -1,0 +1,74 @@
+"""Many steps at once, for a simulator: as long as the same rows decode one token each and nothing
+else can happen, only their times and tokens are news."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from cbatch.core.request.request import FinishReason
+from cbatch.core.scheduler.slot_table import advance
+from cbatch.core.scheduler.state import SchedulerState
+
+_NO_SLOTS = np.zeros(0, dtype=np.int32)
+
+
+class FastForward:
+    def __init__(self, state: SchedulerState) -> None:
+        self.state = state
+
+    def ahead(self) -> tuple[np.ndarray, int]:
+        """Slots of the rows that decode, and the number of next steps that are sure to be theirs
+        alone if no call comes between: 0 where that is not known. In the last a row may end."""
+        state, table = self.state, self.state.table
+        if (
+            state.has_news
+            or state.prefilling
+            or state.flights
+            or state.policy.max_depth
+            or len(state.stop_union)
+            or state.pending_preemption
+            or (state.waiting and table.num_free)
+        ):
+            return _NO_SLOTS, 0
+        batch = state.decode_batch()
+        if not len(batch.slots):
+            return _NO_SLOTS, 0
+        known = table.num_tokens[batch.rows]
+        steps = int(np.minimum.reduce(table.max_total[batch.rows] - known))
+        while steps and int(np.add.reduce(self._lacks(steps))) > state.pool.num_available:
+            steps //= 2
+        return batch.slots, steps
+
+    def take(self, tokens: np.ndarray, target_s: Items[float], now_s: float) -> None:
+        """As many steps, no more than `ahead` said, as `tokens` int32 [steps, rows] has; the last
+        one ended `now_s`. Nobody is told of the blocks that they took."""
+        state, table = self.state, self.state.table
+        batch, steps = state.decode_batch(), len(tokens)
+        lacks = self._lacks(steps)
+        short = lacks.nonzero()[0]
+        if len(short):
+            state.append_blocks(batch.index[short], lacks[short])
+            state.forget_appended()
+        where = table.row_start[batch.rows] + table.num_tokens[batch.rows]
+        table.flat_tokens[where + np.arange(steps)[:, None]] = tokens
+        advance(table.num_tokens, batch.rows, steps)
+        if state.has_draft_kv:
+            advance(table.draft_lag, batch.rows, steps)
+        batch.tokens_until_end -= steps
+        state.last_commit_s = now_s
+        state.stats.steps += steps
+        state.stats.emitted_tokens += tokens.size
+        for seconds in target_s:
+            state.stats.target_s += seconds
+        for row in (table.num_tokens[batch.rows] >= table.max_total[batch.rows]).nonzero()[0]:
+            state.end(batch.owners[row], FinishReason.LENGTH)
+
+    def _lacks(self, steps: int) -> np.ndarray:
+        """Blocks that each row has too few of, for so many steps: int32 [rows]."""
+        table, size = self.state.table, self.state.pool.block_size
+        rows = self.state.decode_batch().rows
+        reach = table.num_tokens[rows] + (steps - 1) - table.capacity[rows]
+        lacks: np.ndarray = np.maximum(-(-reach // size), 0)
+        return lacks

@@ -1,0 +1,400 @@
+"""The scheduler's state, and the only place that changes who holds which slot and which blocks."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+
+from cbatch.core.request.request import FinishReason, Request
+from cbatch.core.scheduler.block_pool import BlockPool, Match, Node, root_of
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.decode_batch import DecodeBatch, Flight
+from cbatch.core.scheduler.plan import Deltas, NewSequence
+from cbatch.core.scheduler.queue import WaitingQueue, rank_request
+from cbatch.core.scheduler.sequence import Finished, SchedulerStats, Sequence
+from cbatch.core.scheduler.slot_table import SlotTable
+from cbatch.core.speculation.build import build_policy
+from cbatch.core.speculation.config import LookaheadConfig
+
+_NONE = np.zeros(0, dtype=np.int32)
+_NOTHING_APPENDED = np.zeros((3, 0), dtype=np.int32)
+NO_DELTAS = Deltas(False, _NONE, _NONE, (), _NONE, _NONE, _NONE)
+
+
+class SchedulerState:
+    """Queue, slots, blocks and plans in flight. Methods apply decisions; they decide nothing."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks, config.block_size_tokens)
+        max_blocks = self.pool.num_blocks_for(config.max_sequence_tokens)
+        self._block_size = np.array(config.block_size_tokens, dtype=np.int32)
+        self.table = SlotTable(config.max_slots, max_blocks)
+        self.waiting: WaitingQueue[Sequence] = WaitingQueue()
+        self.sequences: dict[str, Sequence] = {}  # every accepted request that has not ended
+        self.owners: list[Sequence | None] = [None] * config.max_slots
+        self.prefilling: list[int] = []  # slots, in order of admission
+        self.decoding: list[int] = []  # slots, ascending; the others that run
+        self.cached_batch: DecodeBatch | None = None  # None: `decoding` has changed since
+        self.flights: list[Flight] = []  # at most two, oldest first
+        self.pending_preemption: list[Sequence] = []
+        self.last_commit_s: float | None = None  # None: there was nothing to do since
+        self.finished: list[Finished] = []
+        self.stats = SchedulerStats()
+        self.policy = build_policy(
+            config.lookahead if config.default_chain else LookaheadConfig(),
+            max_slots=config.max_slots,
+            max_tokens=config.step_budget_tokens,
+            profile=config.cost_profile,
+        )
+        # Whether there is a draft's KV to keep count of.
+        self.has_draft_kv = self.policy.max_depth > 0 and config.draft_context_tokens is not None
+        # A reserve of at least a block makes every sequence gain one between two preemptions.
+        self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size_tokens)
+        self.stop_union = _NONE  # stop ids of all running sequences
+        self._stop_counts: dict[int, int] = {}
+        self._arrivals = 0
+        self._reset = True  # the executor has been told nothing yet
+        self._released: list[int] = []
+        self._new_sequences: list[NewSequence] = []
+        self._appended = _NOTHING_APPENDED  # slots, indices, blocks; once a plan at most
+
+    # ---- a request's way ----------------------------------------------------------------------
+
+    def enqueue(self, request: Request, tokens: np.ndarray, now_s: float) -> None:
+        """`tokens`, int32: those of the prompt, and of an output if it has one already."""
+        config, params = self.config, request.params
+        rank = rank_request(
+            config.queue_policy, config.ageing_per_s, request, self._arrivals, now_s
+        )
+        self._arrivals += 1
+        prompt_tokens = len(request.prompt)
+        eos_ids = () if params.ignore_eos else config.eos_ids
+        sequence = Sequence(
+            request=request,
+            rank=rank,
+            root=root_of(request.cache_salt),
+            stop_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
+            min_total_tokens=prompt_tokens + params.min_tokens,
+            max_total_tokens=min(prompt_tokens + params.max_tokens, config.max_sequence_tokens),
+            tokens=tokens,
+        )
+        self.sequences[request.request_id] = sequence
+        self.waiting.push(sequence, rank, preempted=len(tokens) > prompt_tokens)
+
+    def blocks_to_admit(self, sequence: Sequence) -> int:
+        """Blocks it holds once admitted: all known tokens and the decode reserve."""
+        tokens = min(len(sequence.tokens) + self.reserve_tokens, sequence.max_total_tokens)
+        return self.pool.num_blocks_for(tokens)
+
+    def admit(self, sequence: Sequence, match: Match) -> int:
+        """Move a waiting sequence into a slot, on top of its prefix hit; returns the slot."""
+        table, pool = self.table, self.pool
+        self.waiting.remove(sequence.rank)
+        slot = table.take_slot()
+        hits = len(match.blocks)
+        pool.acquire(match.blocks)
+        total_blocks = self.blocks_to_admit(sequence)
+        blocks = np.empty(total_blocks, dtype=np.intp)
+        blocks[:hits] = match.blocks
+        blocks[hits:] = pool.allocate(total_blocks - hits)
+        tokens = sequence.tokens
+        kv_len = hits * pool.block_size
+        drafted = pool.draft_valid[blocks[:hits]].tolist()
+        draft_blocks = drafted.index(False) if False in drafted else hits
+        table.ensure_width(sequence.max_total_tokens)
+        table.tokens[slot, : len(tokens)] = tokens
+        table.blocks[slot, :total_blocks] = blocks
+        most, cap = self.policy.max_depth, sequence.request.params.max_lookahead
+        lookahead_end, catch_up_end = sequence.draft_limits(self.config)
+        for column, value in (
+            (table.num_tokens, len(tokens)),
+            (table.num_uncomputed_tokens, len(tokens) - kv_len),
+            (table.draft_lag, (hits - draft_blocks) * pool.block_size),
+            (table.num_cached_tokens, kv_len),
+            (table.max_total, sequence.max_total_tokens),
+            (table.max_lookahead, most if cap is None else min(cap, most)),
+            (table.lookahead_end, lookahead_end),
+            (table.catch_up_end, catch_up_end),
+            (table.capacity, total_blocks * pool.block_size),
+            (table.reserved_tokens, total_blocks * pool.block_size),
+        ):
+            column[slot] = value
+        self.policy.enter(slot, sequence.carried)
+        sequence.slot = slot
+        sequence.tokens_at_admission = len(tokens)
+        sequence.chain_end, sequence.chain_blocks = match.node, hits
+        if self.config.prefix_cache:
+            self._name_blocks(sequence, tokens, blocks[hits : len(tokens) // pool.block_size])
+        self.owners[slot] = sequence
+        self.prefilling.append(slot)
+        self._count_stops(sequence, 1)
+        self._new_sequences.append(self._new_sequence(sequence, slot, blocks))
+        self.stats.prompt_tokens += len(tokens)
+        self.stats.prefix_hit_tokens += kv_len
+        return slot
+
+    def _new_sequence(self, sequence: Sequence, slot: int, blocks: np.ndarray) -> NewSequence:
+        """What the executor is told of a sequence that has just entered `slot`."""
+        table, request = self.table, sequence.request
+        return NewSequence(
+            slot=slot,
+            generation=int(table.generation[slot]),
+            request_id=request.request_id,
+            seed=request.seed,
+            choice=request.choice,
+            params=request.params,
+            stop_ids=sequence.stop_ids,
+            tokens=sequence.tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            max_total_tokens=sequence.max_total_tokens,
+            kv_len_tokens=table.kv_len(slot),
+            draft_kv_len_tokens=table.draft_kv_len(slot),
+            blocks=blocks.astype(np.int32),
+        )
+
+    def start_decoding(self, slot: int) -> None:
+        """Its last chunk is planned; from the next step on it has one token to compute."""
+        self.prefilling.remove(slot)
+        self.decoding.append(slot)
+        self.decoding.sort()
+        self.cached_batch = None
+
+    def decode_batch(self) -> DecodeBatch:
+        """All rows that decode: the same object as long as their set is."""
+        if self.cached_batch is None:
+            self.cached_batch = self.batch_of(self.decoding)
+        return self.cached_batch
+
+    def batch_of(self, slots: list[int]) -> DecodeBatch:
+        return DecodeBatch.of(self.table, self.owners_of(slots), slots)
+
+    def owners_of(self, slots: list[int]) -> list[Sequence]:
+        return cast("list[Sequence]", [self.owners[slot] for slot in slots])
+
+    def may_end(self) -> bool:
+        """Whether the step that commits may be the last of a decoding row."""
+        batch, most_emitted = self.cached_batch, 1 + self.policy.max_depth
+        if batch is None:
+            return True
+        near_end = batch.near_end(self.table, most_emitted)
+        batch.tokens_until_end -= most_emitted
+        return near_end
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue, tokens and estimator kept, blocks released."""
+        assert sequence.slot is not None
+        sequence.tokens = self.table.token_row(sequence.slot).copy()
+        sequence.preemptions += 1
+        sequence.pending_preemption = False
+        self.leave_slot(sequence)
+        self.waiting.push(sequence, sequence.rank, preempted=True)
+        self.stats.preemptions += 1
+
+    def end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        keep_tokens: int | None = None,
+        message: str | None = None,
+    ) -> None:
+        """The one end of an accepted request; `keep_tokens` cuts its output."""
+        if sequence.slot is None:
+            self.waiting.remove(sequence.rank)
+            output = sequence.tokens[sequence.num_prompt_tokens :][:keep_tokens]
+        else:
+            known = self.table.token_row(sequence.slot)
+            output = known[sequence.num_prompt_tokens :][:keep_tokens].copy()
+            self.leave_slot(sequence)
+        del self.sequences[sequence.request.request_id]
+        self.finished.append(Finished(sequence.request.request_id, reason, message, output=output))
+
+    # ---- slots and blocks ---------------------------------------------------------------------
+
+    def leave_slot(self, sequence: Sequence) -> None:
+        """Void its rows in flight and free slot and blocks, once the last such plan commits."""
+        slot = sequence.slot
+        assert slot is not None
+        self.cache_blocks(slot)
+        sequence.carried = self.policy.leave(slot)
+        self.table.generation[slot] += 1
+        self.owners[slot] = None
+        sequence.slot = None
+        if slot in self.prefilling:
+            self.prefilling.remove(slot)
+        else:
+            self.decoding.remove(slot)
+            self.cached_batch = None
+        self._count_stops(sequence, -1)
+        flying = [flight for flight in self.flights if (flight.plan.slots == slot).any()]
+        for flight in flying:
+            flight.void_slots.append(slot)
+        if flying:
+            flying[-1].held_slots.append(slot)
+        else:
+            self.free_slot(slot)
+
+    def free_slot(self, slot: int) -> None:
+        self.pool.release(self.block_row(slot))
+        self.table.capacity[slot] = 0
+        self.table.free_slot(slot)
+        self._released.append(slot)
+
+    def block_row(self, slot: int) -> np.ndarray:
+        """The blocks of a sequence by absolute index, a view."""
+        return self.table.blocks[slot, : self.table.capacity[slot] // self.pool.block_size]
+
+    def append_blocks(self, slots: np.ndarray, counts: np.ndarray | None) -> None:
+        """Give `counts[i]` (> 0, None: one each) more blocks to `slots[i]`; int32. The pool has
+        enough."""
+        table, size = self.table, self._block_size
+        held = table.capacity[slots]
+        rows, indices = slots, held // size
+        if counts is not None:
+            rows, indices = _runs(slots, indices, counts)
+            size = counts * size
+        blocks = self.pool.allocate(len(rows))
+        table.blocks[rows, indices] = blocks
+        table.capacity[slots] = held + size
+        self._appended = np.empty((3, len(rows)), dtype=np.int32)
+        self._appended[0], self._appended[1], self._appended[2] = rows, indices, blocks
+
+    def return_tails(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Take the last `counts[i]` (> 0) reserved and unused blocks back from `slots[i]`."""
+        table, size = self.table, self.pool.block_size
+        kept = table.capacity[slots] - counts * size
+        rows, indices = _runs(slots, kept // size, counts)
+        self.pool.release_private(table.blocks[rows, indices])
+        table.capacity[slots] = kept
+
+    def return_appended(self, deltas: Deltas) -> None:
+        """Take back what of the blocks that a plan appended its rows did not come to need. Nothing
+        is in flight, nor was when it was made: no row has got another block since."""
+        table, size, unused = self.table, self.pool.block_size, []
+        known, capacity = table.num_tokens.item, table.capacity.item
+        appended = deltas.append_slots.tolist(), deltas.append_indices.tolist()
+        for i, (slot, index) in enumerate(zip(*appended, strict=True)):
+            # It needs room for all it knows but the last token. One that has left holds nothing.
+            if known(slot) - 1 <= index * size < capacity(slot):
+                unused.append(i)
+        for i in reversed(unused):  # of several of one row, the first says what it still holds
+            table.capacity[appended[0][i]] = appended[1][i] * size
+        if unused:
+            self.pool.release_private(deltas.append_blocks[unused])
+
+    def may_lengthen(self, match: Match, root: Node) -> bool:
+        """Whether more might be found once running sequences cache what they have completed: their
+        blocks come after nodes that the match went through, or are those that it stopped at."""
+        if match.promised or (match.blocks and self.has_draft_kv):
+            return True
+        path = self.pool.uids_of(match.blocks, root)
+        running = (self.owners[slot] for slot in (*self.decoding, *self.prefilling))
+        return any(owner is not None and owner.chain_end.uid in path for owner in running)
+
+    def cache_completed_blocks(self) -> None:
+        """For a lookup: cache what running sequences have completed since the last one."""
+        table = self.table
+        running = np.asarray(self.decoding + self.prefilling, dtype=np.int32)
+        kv_len = table.num_tokens[running] - table.num_uncomputed_tokens[running]
+        complete = kv_len - table.num_cached_tokens[running] >= self.pool.block_size
+        for slot in running[complete].tolist():
+            self.cache_blocks(slot)
+
+    def cache_blocks(self, slot: int) -> None:
+        """Put the sequence's complete blocks into the prefix cache, where lookups find them. Nobody
+        can see the difference to doing so after every step: it is done where a lookup might, and
+        when the sequence leaves."""
+        table, pool, sequence = self.table, self.pool, self.owners[slot]
+        assert sequence is not None
+        if not self.config.prefix_cache:
+            return
+        size = pool.block_size
+        first, last = int(table.num_cached_tokens[slot]) // size, table.kv_len(slot) // size
+        if last > max(first, sequence.chain_blocks):
+            blocks = table.blocks[slot, sequence.chain_blocks : last]
+            self._name_blocks(sequence, table.tokens[slot], blocks)
+        pool.mark_ready(table.blocks[slot, first:last])
+        table.num_cached_tokens[slot] = max(first, last) * size
+        if self.has_draft_kv:
+            drafted_blocks = table.draft_kv_len(slot) // size
+            assert drafted_blocks >= 0, "the draft's KV is further behind than there is KV"
+            pool.draft_valid[table.blocks[slot, :drafted_blocks]] = True
+
+    def reset_executor(self) -> None:
+        """All KV is lost: every running sequence goes back to the head of the queue."""
+        self.last_commit_s = None
+        self.pending_preemption.clear()
+        for flight in self.flights:
+            for slot in flight.held_slots:
+                self.free_slot(slot)
+        self.flights.clear()
+        for sequence in [owner for owner in self.owners if owner is not None]:
+            self.preempt(sequence)
+        self.pool.clear_cache()
+        self._new_sequences.clear()
+        self._appended = _NOTHING_APPENDED
+        self._released.clear()
+        self._reset = True
+
+    # ---- deltas -------------------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next plan has something to tell the executor."""
+        return bool(self._new_sequences or self._released or self._reset)
+
+    def forget_appended(self) -> None:
+        """The executor need not know which blocks rows were given last."""
+        self._appended = _NOTHING_APPENDED
+
+    def take_deltas(self) -> Deltas:
+        """What has changed since the previous plan."""
+        to_zero = self.pool.take_to_zero()
+        appended = self._appended
+        quiet = appended is _NOTHING_APPENDED and not len(to_zero)
+        if quiet and not (self._new_sequences or self._released or self._reset):
+            return NO_DELTAS
+        self._appended = _NOTHING_APPENDED
+        deltas = Deltas(
+            reset=self._reset,
+            released=np.asarray(self._released, dtype=np.int32) if self._released else _NONE,
+            zeroed_blocks=to_zero,
+            new_sequences=tuple(self._new_sequences),
+            append_slots=appended[0],
+            append_indices=appended[1],
+            append_blocks=appended[2],
+        )
+        self._reset = False
+        self._released, self._new_sequences = [], []
+        return deltas
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _name_blocks(self, sequence: Sequence, tokens: np.ndarray, blocks: np.ndarray) -> None:
+        """The next nodes of the sequence's chain: promised at admission, or complete."""
+        end, first = sequence.chain_end, sequence.chain_blocks
+        sequence.chain_end = self.pool.name_chain(blocks, end, tokens, first)
+        sequence.chain_blocks += len(blocks)
+
+    def _count_stops(self, sequence: Sequence, change: int) -> None:
+        counts = self._stop_counts
+        kinds = len(counts)
+        for token_id in sequence.stop_ids:
+            counts[token_id] = counts.get(token_id, 0) + change
+            if counts[token_id] == 0:
+                del counts[token_id]
+        if len(counts) != kinds:
+            self.stop_union = np.asarray(sorted(counts), dtype=np.int32)
+
+
+def _runs(
+    slots: np.ndarray, first: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(slot, index) for `counts[i]` consecutive indices from `first[i]` in each `slots[i]`."""
+    if np.add.reduce(counts) == len(counts):  # the usual case, ten times as fast: one each
+        return slots, first
+    rows = np.repeat(slots, counts)
+    ramp = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows, np.repeat(first, counts) + ramp

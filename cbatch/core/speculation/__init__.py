@@ -1,0 +1,1 @@
+"""How many tokens each row looks ahead. Imports `request`."""

@@ -1,0 +1,45 @@
+"""How far sequences look ahead, and who decides it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cbatch.core.request.errors import FieldError
+
+PolicyName = Literal["off", "fixed", "ema", "goodput"]
+
+
+class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How each slot's k is chosen. `k` is the constant of `fixed` and the cap of the others."""
+
+    policy: PolicyName = "off"
+    k: int = 4
+    # `ema`: decay per trial, prior acceptance and its weight in trials (notes on the estimator are
+    # in acceptance.py), survival below which a draft is not worth verifying, drift while idle.
+    decay: float = 0.96
+    prior_acceptance: float = 0.7
+    prior_trials: float = 6.0
+    min_survival: float = 0.2
+    idle_drift: float = 0.95
+    # `goodput`: log-likelihood that acceptance has halved and the trials that then still count (see
+    # acceptance.py), and the gain over drafting nothing that is worth beginning to draft.
+    drop_evidence: float = 4.5
+    drop_trials: float = 5.0
+    switch_gain: float = 0.01
+
+    def __post_init__(self) -> None:
+        for field, ok, remedy in (
+            ("lookahead.k", 1 <= self.k <= 32, "use 1 to 32; policy `off` drafts nothing"),
+            ("lookahead.decay", 0 < self.decay < 1, "use a number in (0, 1)"),
+            ("lookahead.prior_acceptance", 0 < self.prior_acceptance < 1, "use a number in (0, 1)"),
+            ("lookahead.prior_trials", self.prior_trials > 0, "use a positive number"),
+            ("lookahead.min_survival", 0 < self.min_survival < 1, "use a number in (0, 1)"),
+            ("lookahead.idle_drift", 0 < self.idle_drift < 1, "use a number in (0, 1)"),
+            ("lookahead.drop_evidence", self.drop_evidence > 0, "use a positive number"),
+            ("lookahead.drop_trials", self.drop_trials > 0, "use a positive number"),
+            ("lookahead.switch_gain", 0 <= self.switch_gain < 1, "use a number in [0, 1)"),
+        ):
+            if not ok:
+                raise FieldError(field, "out of range", remedy)

@@ -1,0 +1,145 @@
+"""Which runtime serves a device: that of the CPU, or kernels. Only a GPU needs triton."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import DRAFTERS, LOOKUPS, MODEL
+from cbatch.core.scheduler.config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from cbatch.runtime.cpu.decoder import Model
+    from cbatch.runtime.cpu.drafter import Drafter
+    from cbatch.runtime.cpu.executor import TorchExecutor
+    from cbatch.runtime.gpu import Decoder, GpuExecutor
+    from cbatch.runtime.sampling.structured import GrammarSource
+
+    AnyModel = Model | Decoder
+
+
+def is_gpu(device: str) -> bool:
+    return device.partition(":")[0] == "cuda"
+
+
+def load_for(
+    device: str,
+    path: str | Path,
+    *,
+    dtype: str,
+    numerics: str,
+    random_weights_seed: int | None,
+) -> AnyModel:
+    """Raises the runtime's error naming file and field."""
+    if is_gpu(device):
+        from cbatch.runtime.gpu import load_decoder
+
+        return load_decoder(
+            path, dtype=dtype, device=device, random_weights_seed=random_weights_seed
+        )
+    from cbatch.runtime.cpu.decoder import load_model
+
+    if device.partition(":")[0] != "cpu":
+        raise FieldError("device", f"{device!r} is not served", "use auto, cpu or cuda")
+    return load_model(path, dtype=dtype, numerics=numerics, random_weights_seed=random_weights_seed)
+
+
+def executor_for(
+    target: AnyModel,
+    draft: AnyModel | None,
+    config: SchedulerConfig,
+    grammars: GrammarSource | None = None,
+) -> TorchExecutor | GpuExecutor:
+    """`grammars` where `serves_grammars`."""
+    if is_gpu(str(target.device)):
+        return _gpu_executor(cast("Decoder", target), cast("Decoder | None", draft), config)
+    from cbatch.runtime.cpu.executor import TorchExecutor
+
+    return TorchExecutor(
+        cast("Model", target),
+        num_blocks=config.num_blocks,
+        block_size_tokens=config.block_size_tokens,
+        max_slots=config.max_slots,
+        drafter=_drafter(cast("Model | None", draft), config),
+        grammars=grammars,
+    )
+
+
+def refuse_unserved(
+    device: str, *, numerics: str, drafter: tuple[str, ...] | None, block_size_tokens: int
+) -> None:
+    """Options that only the CPU executor can serve. Raises `FieldError`."""
+    if not is_gpu(device):
+        return
+    pages = block_size_tokens >= 16 and not block_size_tokens & (block_size_tokens - 1)
+    checks: tuple[tuple[str, Any, bool, str], ...] = (
+        ("numerics", numerics, numerics != "invariant", "use auto or fast"),
+        ("drafter", drafter, not set(drafter or ()) & set(LOOKUPS), "give a draft, use 'model'"),
+        ("block_size_tokens", block_size_tokens, pages, "use 16, 32, 64 or 128"),
+    )
+    for field, value, ok, remedy in checks:
+        if not ok:
+            raise FieldError(field, f"{value!r} is not served on a GPU", remedy)
+
+
+def held_drafters(config: SchedulerConfig, device: str) -> tuple[str, ...]:
+    """The drafters that requests may name: all that there are, where anybody drafts at all. Lookups
+    live on the host, which on a GPU does not know the latest tokens."""
+    if not config.default_chain:
+        return ()
+    if is_gpu(device):
+        return (MODEL,)
+    return DRAFTERS if config.draft_context_tokens is not None else LOOKUPS
+
+
+def serves_grammars(device: str) -> bool:
+    """A grammar is followed on the host, which on a GPU does not know the latest tokens."""
+    return not is_gpu(device)
+
+
+def row_invariance_of(target: AnyModel) -> tuple[bool, str]:
+    """Whether a row's bits are its own, and the same in words."""
+    if is_gpu(str(target.device)):
+        return False, f"row_invariant: not measured on this device (numerics={target.numerics})"
+    from cbatch.runtime.cpu.invariance import probe_row_invariance
+
+    report = probe_row_invariance(cast("Model", target))
+    return report.row_invariant, str(report)
+
+
+def _gpu_executor(target: Decoder, draft: Decoder | None, config: SchedulerConfig) -> GpuExecutor:
+    from cbatch.engine.step_profile import shapes_for
+    from cbatch.runtime.gpu import GpuExecutor
+
+    drafts = config.lookahead.policy != "off"
+    most = [config.lookahead.k]
+    if config.lookahead.policy == "goodput":  # its prices are measured in these shapes
+        most += [shape.num_drafts for shape in shapes_for(config)]
+    executor = GpuExecutor(
+        target,
+        num_blocks=config.num_blocks,
+        block_size_tokens=config.block_size_tokens,
+        max_slots=config.max_slots,
+        max_sequence_tokens=config.max_sequence_tokens,
+        step_budget_tokens=config.step_budget_tokens,
+        draft=draft if drafts else None,
+        max_drafts=max(most) if drafts else 0,
+    )
+    executor.capture()
+    return executor
+
+
+def _drafter(draft: Model | None, config: SchedulerConfig) -> Drafter | None:
+    from cbatch.runtime.drafting.chain import ChainDrafter
+    from cbatch.runtime.drafting.draft_model import DraftModel
+    from cbatch.runtime.drafting.ngram import LookupDrafter, NgramIndex
+    from cbatch.runtime.drafting.suffix import SuffixIndex
+
+    if not config.default_chain or config.lookahead.policy == "off":
+        return None
+    return ChainDrafter(
+        model=None if draft is None else DraftModel(draft),
+        lookups={"ngram": LookupDrafter(NgramIndex), "suffix": LookupDrafter(SuffixIndex)},
+        default=config.default_chain,
+    )

@@ -1,0 +1,300 @@
+"""Puts an engine together from model files; only here scheduler and runtime meet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.from_json import sampling_from_json
+from cbatch.core.request.request import LOOKUPS, MODEL, SamplingParams
+from cbatch.core.request.unsupported import refuse_model_files
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.events import Event
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.engine.backends import (
+    executor_for,
+    held_drafters,
+    is_gpu,
+    load_for,
+    refuse_unserved,
+    row_invariance_of,
+    serves_grammars,
+)
+from cbatch.engine.engine import Engine
+from cbatch.engine.info import EngineInfo, mib
+from cbatch.engine.loop import Executor, OverlappedExecutor
+from cbatch.engine.model_files import find_model, tokenizer_of
+from cbatch.engine.options import EngineOptions, lookahead_name, parse_lookahead
+from cbatch.grammars import Grammars
+from cbatch.runtime.model.config import GENERATION_FILE, ModelError, read_generation_config
+from cbatch.text import TextTokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from cbatch.engine.backends import AnyModel
+
+_logger = logging.getLogger("cbatch")
+
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the memory, for KV, unless a size is given
+# Fields of the file that vLLM heeds too, and what we call them. `do_sample` is none: a call that
+# leaves its temperature out is sampled, at 1 where the file has none.
+_GENERATION_FIELDS = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def load_engine(
+    model: str | Path,
+    draft: str | Path | None = None,
+    options: EngineOptions | None = None,
+    *,
+    handles_text: bool = True,
+    log: Callable[[Event], None] | None = None,
+) -> tuple[Engine, EngineInfo]:
+    """Loads a model, and the draft that guesses for it, into an `Engine` to be driven by the
+    caller. With `handles_text` False it is given token ids alone. `log` is given every input of its
+    scheduler, see `cbatch.steplog.step_log`. Raises `FieldError`, or the runtime's or tokenizer's
+    error naming file and field."""
+    options = options or EngineOptions()
+    if draft is None and MODEL in (options.drafter or ()):
+        remedy = f"give a draft, or use {' or '.join(LOOKUPS)}"
+        raise FieldError("drafter", "'model' needs a draft", remedy)
+    model = find_model(model)
+    draft = None if draft is None else find_model(draft, "draft")
+    paths = _checked(model, "model"), None if draft is None else _checked(draft, "draft")
+    defaults = sampling_defaults(paths[0]) if options.generation_config == "auto" else {}
+    tokenizer = load_tokenizers(*paths, options) if handles_text else None
+    device = _device(options.device)
+    refuse_unserved(
+        device,
+        numerics=options.numerics,
+        drafter=options.drafter,
+        block_size_tokens=options.block_size_tokens,
+    )
+
+    def load(path: str | Path) -> AnyModel:
+        return load_for(
+            device,
+            path,
+            dtype=options.dtype,
+            numerics=options.numerics,
+            random_weights_seed=options.random_weights_seed,
+        )
+
+    target = load(model)
+    draft_model = load(draft) if draft is not None else None
+    config = _scheduler_config(target, draft_model, options)
+    grammars = None
+    if options.tokenizer != "none" and serves_grammars(device):
+        source = options.tokenizer or model
+        grammars = Grammars(
+            lambda: tokenizer or tokenizer_of(source), config.vocab_size, config.eos_ids
+        )
+    executor = executor_for(target, draft_model, config, grammars)
+    if config.lookahead.policy == "goodput":
+        from cbatch.engine.kept_prices import with_prices
+
+        config = with_prices(config, executor, target, draft_model, (model, draft))
+    info = _info(model, draft, target, draft_model, config, defaults)
+    for line in info.lines():
+        _logger.info(line)
+    engine = Engine(
+        Scheduler(config, log),
+        _overlapped(executor) if options.overlap and not is_gpu(device) else executor,
+        tokenizer=tokenizer,
+        depth=options.overlap,
+        seed=options.seed,
+        drafters=held_drafters(config, device),
+        grammars=grammars,
+        default_params=SamplingParams(**defaults),
+    )
+    return engine, info
+
+
+def load_tokenizers(
+    model: str | Path, draft: str | Path | None, options: EngineOptions
+) -> TextTokenizer | None:
+    """The model's, or None if the options want none. Raises `TokenizerError` if the draft's is not
+    the same. Loads nothing of the runtime."""
+    if options.tokenizer == "none":
+        return None
+    tokenizer = tokenizer_of(options.tokenizer or model)
+    if draft is not None:
+        tokenizer_of(draft).require_same_as(tokenizer)
+    return tokenizer
+
+
+def _checked(model: str | Path, field: str) -> Path:
+    """Where its files are, once its configuration can be served: before anything large loads."""
+    from cbatch.runtime.model.checkpoint import read_config, resolve_directory
+
+    refuse_model_files(Path(model), field)
+    path = resolve_directory(model, weights=False)
+    read_config(path)
+    return path
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _scheduler_config(
+    target: AnyModel, draft: AnyModel | None, options: EngineOptions
+) -> SchedulerConfig:
+    context = target.config.max_position_tokens
+    max_tokens = options.max_model_tokens or context
+    if max_tokens > context:
+        raise FieldError(
+            "max_model_tokens",
+            f"{max_tokens} is more than the model's context",
+            f"use <= {context}",
+        )
+    drafts = draft is not None or options.drafter is not None
+    num_blocks = _num_blocks(target, draft, options, max_tokens)
+    if options.max_model_tokens and num_blocks * options.block_size_tokens < max_tokens:
+        field = "num_blocks" if options.num_blocks is not None else "kv_memory_bytes"
+        least = -(-max_tokens // options.block_size_tokens)
+        size = _block_bytes(target, draft, options.block_size_tokens)
+        raise FieldError(
+            field,
+            f"{num_blocks} blocks hold no sequence of {max_tokens} tokens",
+            f"give {least} blocks ({mib(least * size)}) or more, or a smaller max_model_tokens",
+        )
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size_tokens=options.block_size_tokens,
+        max_slots=options.max_slots,
+        max_model_tokens=max_tokens,
+        step_budget_tokens=max(options.step_budget_tokens, options.max_slots),
+        vocab_size=target.config.vocab_size,
+        eos_ids=target.config.eos_token_ids,
+        queue_policy=options.queue_policy,
+        ageing_per_s=options.ageing_per_s,
+        prefix_cache=options.prefix_cache,
+        draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
+        catch_up_price=1.0 if draft is None else _catch_up_price(target, draft),
+        drafter=None if options.drafter is None else tuple(options.drafter),
+        lookahead=parse_lookahead(options.lookahead) if drafts else LookaheadConfig(),
+    )
+
+
+def _num_blocks(
+    target: AnyModel, draft: AnyModel | None, options: EngineOptions, max_tokens: int
+) -> int:
+    """As asked, or enough for every slot at full length within the memory for KV."""
+    if options.num_blocks is not None:
+        return options.num_blocks
+    size = _block_bytes(target, draft, options.block_size_tokens)
+    if options.kv_memory_bytes is not None:
+        if options.kv_memory_bytes < size:
+            remedy = f"give at least {size} bytes ({size / 2**30:.2g} GiB)"
+            raise FieldError("kv_memory_bytes", "holds no block", remedy)
+        return options.kv_memory_bytes // size
+    wanted = options.max_slots * -(-max_tokens // options.block_size_tokens)
+    return max(1, min(wanted, _memory_for_kv_bytes(target.device) // size))
+
+
+def _block_bytes(target: AnyModel, draft: AnyModel | None, block_size_tokens: int) -> int:
+    from cbatch.runtime.model.kv_cache import KVCache
+
+    models = [target] if draft is None else [target, draft]
+    return sum(KVCache.block_bytes(m.config, block_size_tokens, m.dtype) for m in models)
+
+
+def _memory_for_kv_bytes(device: torch.device | str) -> int:
+    import torch
+
+    from cbatch.runtime.cpu.numerics import memory_bytes
+
+    kind = torch.device(device).type
+    if kind == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return int(free_bytes * MEMORY_SHARE["cuda"])
+    return int(memory_bytes() * MEMORY_SHARE["cpu"])
+
+
+def _overlapped(executor: Executor) -> OverlappedExecutor:
+    from cbatch.runtime.cpu.threaded import ThreadedExecutor
+
+    return ThreadedExecutor(executor)
+
+
+def _info(
+    model: str | Path,
+    draft: str | Path | None,
+    target: AnyModel,
+    draft_model: AnyModel | None,
+    config: SchedulerConfig,
+    defaults: dict[str, Any],
+) -> EngineInfo:
+    import torch
+
+    row_invariant, row_invariance = row_invariance_of(target)
+    return EngineInfo(
+        model=str(model),
+        draft=None if draft is None else str(draft),
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=str(target.device),
+        numerics=target.numerics,
+        row_invariant=row_invariant,
+        row_invariance=row_invariance,
+        lookahead=lookahead_name(config.lookahead),
+        drafter=config.default_chain,
+        weight_bytes=sum(_weight_bytes(m) for m in (target, draft_model) if m is not None),
+        num_blocks=config.num_blocks,
+        block_size_tokens=config.block_size_tokens,
+        kv_memory_bytes=config.num_blocks
+        * _block_bytes(target, draft_model, config.block_size_tokens),
+        max_model_tokens=config.max_model_tokens,
+        num_threads=torch.get_num_threads(),
+        sampling_defaults=defaults,
+    )
+
+
+def _catch_up_price(target: AnyModel, draft: AnyModel) -> float:
+    """Of a draft token in target tokens, about: work goes with the weights."""
+    return min(_weight_bytes(draft) / _weight_bytes(target), 1.0)
+
+
+def _weight_bytes(model: AnyModel) -> int:
+    """Of the matrices as the checkpoint has them; norms and biases are next to nothing."""
+    from cbatch.runtime.cpu.numerics import num_weights
+
+    c = model.config
+    count = num_weights(c)
+    if not c.tie_embeddings:
+        count += c.vocab_size * c.hidden_size
+    return count * model.dtype.itemsize
+
+
+def sampling_defaults(model: Path) -> dict[str, Any]:
+    """How a model's makers want it sampled: fields of `SamplingParams` that its
+    `generation_config.json` sets. Raises `ModelError` naming file and field."""
+    values = read_generation_config(model)
+    found: dict[str, Any] = {}
+    for name, field in _GENERATION_FIELDS.items():
+        value = values.get(name)
+        if value is None or (name == "top_k" and value in (-1, 0)):  # of all tokens
+            continue
+        try:
+            found[field] = getattr(sampling_from_json({field: value}), field)
+        except FieldError as error:
+            raise ModelError(
+                f"{model / GENERATION_FILE}: {name}: {error.problem}; {error.remedy}, or do "
+                'without its defaults (generation_config="none")'
+            ) from error
+    return found

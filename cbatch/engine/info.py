@@ -1,0 +1,58 @@
+"""What an engine was put together from, and the memory that it takes."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from cbatch.core.request.request import MODEL
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What was put together, for a log line or a report."""
+
+    model: str
+    draft: str | None
+    dtype: str
+    device: str
+    numerics: str
+    row_invariant: bool
+    row_invariance: str  # the same in words, and what computes
+    lookahead: str
+    drafter: tuple[str, ...]  # the chain of a request that names none; (): nobody drafts
+    weight_bytes: int  # of both models
+    num_blocks: int
+    block_size_tokens: int
+    kv_memory_bytes: int
+    max_model_tokens: int
+    num_threads: int  # of the engine
+    sampling_defaults: dict[str, float | int] = {}  # by the model's makers, of `SamplingParams`
+
+    def lines(self) -> list[str]:
+        draft = f", draft {self.draft}" if self.draft else ""
+        by = f" by {', '.join(self.drafter)}" if self.drafter not in ((), (MODEL,)) else ""
+        lookahead = self.lookahead + by
+        defaults = ", ".join(f"{name} {value}" for name, value in self.sampling_defaults.items())
+        return [
+            f"model {self.model}{draft}: {self.dtype} on {self.device}, lookahead {lookahead}",
+            self.row_invariance,
+            f"KV: {self.num_blocks} blocks of {self.block_size_tokens} tokens, "
+            f"{mib(self.kv_memory_bytes)}; {self._context()}",
+            f"weights: {mib(self.weight_bytes)}; "
+            f"engine threads: {self.num_threads} of {os.cpu_count()}",
+            *([f"defaults of calls, by generation_config.json: {defaults}"] if defaults else ()),
+        ]
+
+    def _context(self) -> str:
+        pool_tokens = self.num_blocks * self.block_size_tokens
+        if pool_tokens >= self.max_model_tokens:
+            return f"context {self.max_model_tokens} tokens"
+        return (
+            f"a sequence has {pool_tokens} tokens at most, the pool holds no more "
+            f"(context {self.max_model_tokens})"
+        )
+
+
+def mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.0f} MiB"

@@ -1,0 +1,111 @@
+"""What an engine can be told when it is made."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Literal, cast, get_args
+
+import msgspec
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import DRAFTERS, is_chain
+from cbatch.core.scheduler.config import QueuePolicy
+from cbatch.core.speculation.config import LookaheadConfig, PolicyName
+from cbatch.system.knobs import knob
+
+_engine = partial(knob, "engine")
+_LOOKAHEAD = "off, ema, goodput, fixed; ema:K drafts at most K, fixed:K always"
+DRAFTER_HELP = (
+    f"who guesses ahead: {', '.join(DRAFTERS)}; repeatable, preferred first (default: the draft "
+    "model; the others look up what the text repeats and need none)"
+)
+_DEFAULT_K = {"goodput": 8, "ema": 8, "fixed": 4}  # the cap of one, the constant of the other
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model is served. Every field has a default that fits a small machine.
+
+    `lookahead` is "off", "ema", "goodput", "fixed:4" (the number is k; with "ema:8" the cap), or a
+    `LookaheadConfig`. `drafter` names who drafts for a request that does not say, preferred first:
+    "model" (the draft), "ngram" and "suffix" (they guess by what the text repeats, and need no
+    draft). By default that is the draft, and without one nothing is drafted. KV takes `num_blocks`
+    blocks, or as many as `kv_memory_bytes` holds, or a share of the machine's memory. `overlap` 1
+    plans a step while one runs. `seed` makes the seeds drawn for requests without one reproducible.
+    `tokenizer` is where the tokenizer lies, if not with the model; "none" does without text.
+    `generation_config` "none" leaves out the model's own defaults of sampling parameters.
+    """
+
+    tokenizer: Annotated[str | None, _engine("tokenizer, if not with the model", "MODEL")] = None
+    dtype: Annotated[str, _engine("auto (the model's), float32, bfloat16")] = "auto"
+    device: Annotated[str, _engine("auto, cpu, cuda, cuda:1")] = "auto"
+    numerics: Annotated[
+        Literal["auto", "invariant", "fast"],
+        _engine("invariant: a row's bits do not depend on the batch"),
+    ] = "auto"
+    lookahead: Annotated[str | LookaheadConfig, _engine(_LOOKAHEAD, "POLICY", type=str)] = "goodput"
+    drafter: Annotated[tuple[str, ...] | None, _engine(DRAFTER_HELP, "NAME")] = None
+    max_slots: Annotated[int, _engine("sequences that run at once", "N")] = 32
+    num_blocks: Annotated[int | None, _engine("KV blocks (default: by memory)", "N")] = None
+    kv_memory_bytes: Annotated[
+        int | None,
+        _engine("memory for KV", "GIB", name="kv_memory", type=float | None, unit=2**30),
+    ] = None
+    block_size_tokens: Annotated[
+        int, _engine("tokens of a KV block", "TOKENS", name="block_size")
+    ] = 16
+    max_model_tokens: Annotated[int | None, _engine("context (default: the model's)", "TOKENS")] = (
+        None
+    )
+    step_budget_tokens: Annotated[
+        int, _engine("tokens of a step, at most", "TOKENS", name="step_budget")
+    ] = 1024
+    queue_policy: Annotated[QueuePolicy, _engine("who gets a slot first")] = "fcfs"
+    ageing_per_s: Annotated[
+        float | None, _engine("what waiting a second is worth", "N", name="ageing")
+    ] = None
+    prefix_cache: Annotated[
+        bool, _engine("share no prompt prefixes", name="no_prefix_cache", negated=True)
+    ] = True
+    overlap: Annotated[Literal[0, 1], _engine("1: plan a step while one runs")] = 0
+    seed: Annotated[
+        int | None, _engine("draw the requests' seeds from this", "SEED", name="engine_seed")
+    ] = None
+    generation_config: Literal["auto", "none"] = "auto"
+    random_weights_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("num_blocks", "kv_memory_bytes", "max_model_tokens"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise FieldError(field, f"{value!r} is not allowed", "give 1 or more, or leave out")
+        for field, allowed in (
+            ("overlap", (0, 1)),
+            ("numerics", ("auto", "invariant", "fast")),
+            ("generation_config", ("auto", "none")),
+            ("queue_policy", get_args(QueuePolicy)),
+        ):
+            if getattr(self, field) not in allowed:
+                remedy = "use " + " or ".join(map(repr, allowed))
+                raise FieldError(field, f"{getattr(self, field)!r} is not known", remedy)
+        parse_lookahead(self.lookahead)
+        if self.drafter is not None and not is_chain(self.drafter):
+            remedy = f"name one or more of {', '.join(DRAFTERS)}, each once"
+            raise FieldError("drafter", f"{self.drafter!r} is not allowed", remedy)
+
+
+def parse_lookahead(value: str | LookaheadConfig) -> LookaheadConfig:
+    """From "off", "goodput", "ema:8", "fixed:4". Raises `FieldError`."""
+    if isinstance(value, LookaheadConfig):
+        return value
+    policy, _, k = value.partition(":")
+    if policy == "off" and not k:
+        return LookaheadConfig(policy="off")
+    if policy in _DEFAULT_K and (k.isdecimal() or not k) and not value.endswith(":"):
+        chosen = cast(PolicyName, policy)
+        return LookaheadConfig(policy=chosen, k=int(k) if k else _DEFAULT_K[policy])
+    remedy = "use off, goodput, ema or fixed, the last three with k as in goodput:8"
+    raise FieldError("lookahead", f"{value!r} is not known", remedy)
+
+
+def lookahead_name(config: LookaheadConfig) -> str:
+    return "off" if config.policy == "off" else f"{config.policy}:{config.k}"

@@ -1,0 +1,16 @@
+"""Grammars that outputs follow, compiled where that can stop nobody."""
+
+from cbatch.grammars.compiling import FIELD, MAX_GRAMMAR_CHARS, Compiled, Grammars, not_served
+from cbatch.grammars.guard import GrammarGuard, GrammarsBusyError
+from cbatch.grammars.worker import Setup
+
+__all__ = [
+    "FIELD",
+    "MAX_GRAMMAR_CHARS",
+    "Compiled",
+    "GrammarGuard",
+    "Grammars",
+    "GrammarsBusyError",
+    "Setup",
+    "not_served",
+]

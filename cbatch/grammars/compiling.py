@@ -1,0 +1,291 @@
+"""Grammars of structured outputs, compiled over a model's vocabulary by llguidance.
+
+Compiling one may take seconds, and some bring the library down: it recurses as deep as they nest.
+So a server asks a process of its own first (`guard`), and the engine compiles what has passed in a
+thread beside its steps.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import StructuredOutputs
+from cbatch.text import TextTokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+FIELD = "structured_outputs"
+MAX_GRAMMAR_CHARS = 65_536
+# Of the thread that compiles: the library takes some 7 KiB for each level that a text nests, and a
+# text that is not too long has no more levels than this holds. Only what is touched costs memory.
+STACK_BYTES = 256 * 2**20
+_KEPT = 16
+_QUICK_S = 0.1  # what takes longer takes tens of MiB as well, and is kept while somebody uses it
+# Between the parts of JSON: a space, or a line break and an indentation. The library's own default
+# has no end, and small models go on with it for ever.
+_BLANKS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\r?\n(\x20{0,24}|\t{0,8})"}
+_REMEDY = "change the grammar as it says"
+T = TypeVar("T")
+
+
+class Compiled:
+    """A grammar at its beginning. `Grammars` knows it as long as somebody holds it."""
+
+    __slots__ = ("__weakref__", "matcher", "took_s")
+
+    def __init__(self, matcher: LLMatcher, took_s: float) -> None:
+        self.matcher, self.took_s = matcher, took_s
+
+
+class Grammars:
+    """`tokenizer` is called when the first grammar is asked for, or by `prepare`. The latest
+    ordinary grammars are kept, and any that somebody holds. Any thread may call."""
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], TextTokenizer],
+        vocab_size: int,
+        eos_ids: tuple[int, ...],
+        num_kept: int = _KEPT,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size, self.eos_ids = vocab_size, eos_ids
+        self._known: WeakValueDictionary[StructuredOutputs, Compiled] = WeakValueDictionary()
+        self._latest: deque[Compiled] = deque(maxlen=num_kept)
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Reads the vocabulary, so that nobody has to wait for it later: over a second for 128,000
+        tokens."""
+        with suppress(FieldError):  # told to those who ask for a grammar
+            _ = self._vocabulary
+
+    def check(self, asked: StructuredOutputs, field: str = FIELD) -> None:
+        """Raises `FieldError` about `field` for what cannot be honoured. May take a while."""
+        try:
+            self.compiled(asked)
+        except FieldError as error:
+            raise FieldError(field, error.problem, error.remedy) from error
+
+    def matcher(self, asked: StructuredOutputs) -> LLMatcher:
+        """At its beginning, and the caller's own. Raises `FieldError`."""
+        return self.compiled(asked).matcher.deep_copy()
+
+    def compiled(self, asked: StructuredOutputs) -> Compiled:
+        """Takes time for one that is not known. Raises `FieldError`."""
+        with self._lock:
+            found = self._known.get(asked)
+        if found is None:
+            found = with_stack(STACK_BYTES, partial(self._compile, asked))
+            _try(found.matcher.deep_copy())
+        with self._lock:
+            self._known[asked] = found
+            with suppress(ValueError):
+                self._latest.remove(found)
+            if found.took_s < _QUICK_S:
+                self._latest.append(found)
+        return found
+
+    def _compile(self, asked: StructuredOutputs) -> Compiled:
+        from llguidance import LLMatcher
+
+        text, vocabulary = grammar_text(asked), self._vocabulary
+        begin_s = time.thread_time()
+        matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits())
+        _require_right(matcher)
+        return Compiled(matcher, time.thread_time() - begin_s)
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        tokenizer = self._tokenizer()
+        ids = tokenizer.raw.get_vocab(True).values()
+        size = max(ids, default=0) + 1
+        eos_ids = [i for i in self.eos_ids if i < size]
+        if not eos_ids:
+            raise FieldError(FIELD, "the model names no EOS id to end with", "use another model")
+        text, padded = tokenizer.raw.to_str(), max(size, self._vocab_size)
+        try:
+            return LLTokenizer(text, n_vocab=padded, eos_token=eos_ids)
+        except ValueError as error:
+            problem = f"the model's tokenizer does not allow it ({_short(str(error))})"
+            raise FieldError(FIELD, problem, "use another model") from error
+
+
+def with_stack(size_bytes: int, work: Callable[[], T]) -> T:
+    """What `work` returns or raises in a thread with a stack of that size."""
+    found: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            raised.append(error)
+
+    with _stack_lock:
+        before = threading.stack_size(size_bytes)
+        try:
+            thread = threading.Thread(target=run, name="cbatch-grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if raised:
+        raise raised[0]
+    return found[0]
+
+
+_stack_lock = threading.Lock()  # the size is the whole process's
+
+
+def _require_right(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise FieldError(FIELD, f"does not compile ({_short(matcher.get_error())})", _REMEDY)
+
+
+def _try(matcher: LLMatcher) -> None:
+    """A token, and what may follow it: some do not reach their limits, or a dead end, before."""
+    bits = int.from_bytes(matcher.compute_bitmask(), "little")
+    if bits and not matcher.is_error():
+        matcher.try_consume_tokens([(bits & -bits).bit_length() - 1])
+        matcher.compute_bitmask()
+    _require_right(matcher)
+
+
+def _limits() -> LLParserLimits:
+    """With these the worst of a set of hostile grammars took 0.1 s to compile and 0.3 s for its
+    first mask, on a slow core; a schema of ordinary size takes 1 ms, and 0.1 ms a mask."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=500,
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,  # they would repeat the text
+    )
+
+
+def not_served(field: str = FIELD) -> FieldError:
+    """Where nobody follows grammars."""
+    remedy = "leave it out, or start the engine with a tokenizer and on the CPU"
+    return FieldError(field, "is not served here", remedy)
+
+
+def grammar_text(asked: StructuredOutputs) -> str:
+    """As llguidance reads it. Raises `FieldError`."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        if asked.json is not None:
+            schema = str(asked.json)  # it is one
+            _require_size(schema)
+            schema = _within_reach(schema)
+            return LLMatcher.grammar_from_json_schema(schema, defaults=_BLANKS)
+        if asked.choice is not None:
+            return _sized(LLMatcher.grammar_from_lark(_alternatives(asked.choice)))
+        if asked.regex is not None:
+            return _sized(LLMatcher.grammar_from_regex(asked.regex))
+        if asked.grammar is not None:
+            _require_size(asked.grammar)
+            return grammar_from("grammar", asked.grammar)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, FieldError):
+            raise
+        raise FieldError(FIELD, f"cannot be read ({_short(str(error))})", _REMEDY) from error
+    return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=_BLANKS)
+
+
+def _dumps(schema: object) -> str:
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _alternatives(texts: tuple[str, ...]) -> str:
+    return "start: " + " | ".join(_dumps(text) for text in texts)
+
+
+def _sized(text: str) -> str:
+    _require_size(text)
+    return text
+
+
+def _require_size(text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise FieldError(FIELD, f"has {len(text)} characters", f"use <= {MAX_GRAMMAR_CHARS}")
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.replace("<non-verbose/>", "").split())
+    return line if len(line) <= 300 else f"{line[:297]}..."
+
+
+# ---- numbers of JSON schemas that llguidance does not follow as they stand -----------------------
+# It reads every number as a double. An outer bound beyond that is followed a little further in,
+# which no text notices that has to obey it; any other would be followed wrongly, and is refused.
+
+_EXACT = 2**53
+_OUTERMOST = 2**63 - 2**10  # the largest double that is a signed integer of 64 bits
+_UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
+
+
+def _within_reach(schema: str) -> str:
+    """A schema with bounds that can be followed. What is no JSON comes back as it is. Raises
+    `FieldError`, RecursionError."""
+    try:
+        read = json.loads(schema)
+    except ValueError:
+        return schema
+    clamped = _clamped(read)
+    return schema if clamped == read else json.dumps(clamped, ensure_ascii=False)
+
+
+def _clamped(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_clamped(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    found = {}
+    for name, value in node.items():
+        if isinstance(value, int | float) and name in (*_UPPER, *_LOWER):
+            sign = 1 if name in _UPPER else -1
+            if -sign * value > _EXACT:
+                raise _out_of_reach(name, value)
+            found[name] = sign * min(sign * value, _OUTERMOST)
+        elif name in ("const", "enum"):
+            _require_exact(name, value)
+            found[name] = value
+        else:
+            found[name] = _clamped(value)
+    return found
+
+
+def _require_exact(name: str, value: Any) -> None:
+    values = value.values() if isinstance(value, dict) else value
+    if isinstance(values, int) and abs(values) > _EXACT:
+        raise _out_of_reach(name, values)
+    if not isinstance(values, int | float | str | None):
+        for each in values:
+            _require_exact(name, each)
+
+
+def _out_of_reach(name: str, value: float) -> FieldError:
+    return FieldError(
+        FIELD,
+        f"json: {name} {str(value)[:80]} is beyond what can be followed",
+        f"use one within {_EXACT}, or a pattern of digits in a string",
+    )

@@ -1,0 +1,45 @@
+"""How an engine process makes its engine: a value that a new process can be given."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from cbatch.engine.build import load_engine
+from cbatch.engine.options import EngineOptions
+from cbatch.process.server import EngineParts
+from cbatch.steplog.recorder import StepRecorder
+from cbatch.system.logs import LogFormat
+from cbatch.system.logs import configure as configure_logs
+
+
+class EngineFactory(msgspec.Struct, frozen=True):
+    """`load_engine`, to be called in a process of its own, which handles token ids alone."""
+
+    model: str | Path
+    draft: str | Path | None
+    options: EngineOptions
+    log_format: LogFormat = "text"
+    record: str | Path | None = None  # a step log, which it appends to
+
+    def __call__(self) -> EngineParts:
+        configure_logs(self.log_format, logging.WARNING)
+        recorder = None if self.record is None else StepRecorder(self.record)
+        engine, info = load_engine(
+            self.model, self.draft, self.options, handles_text=False, log=recorder
+        )
+        if engine.grammars is not None:
+            engine.grammars.prepare()
+        executor = getattr(engine.loop.executor, "executor", engine.loop.executor)
+        return EngineParts(
+            engine.scheduler,
+            engine.loop,
+            engine.drafters,
+            msgspec.to_builtins(info),
+            grammars=engine.grammars,
+            # None: its steps are too short to have parts.
+            report_progress=getattr(executor, "report_progress", None),
+            close=None if recorder is None else recorder.close,
+        )

@@ -1,0 +1,323 @@
+"""The engine in a process of its own: scheduler, step loop and executor behind one socket."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.output import Ending
+from cbatch.core.request.request import FinishReason, Request
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.scheduler.sequence import Commit
+from cbatch.engine.loop import StepLoop
+from cbatch.grammars import Grammars
+from cbatch.process.connection import Death
+from cbatch.process.grammar_desk import GrammarDesk
+from cbatch.process.in_flight import InFlightJournal
+from cbatch.process.messages import (
+    Add,
+    Cancel,
+    Command,
+    EngineMetrics,
+    Event,
+    Finish,
+    Heartbeat,
+    Ready,
+    Snapshot,
+    StartFailed,
+    Stepped,
+    StepTimes,
+    Watch,
+    decode_command,
+    encode,
+)
+from cbatch.process.monitor import Monitor
+from cbatch.system.heap import freeze_heap, give_back_free_memory
+
+HEARTBEAT_S = 0.5  # of an idle engine
+MAX_COMMANDS = 64  # between two steps: to read them takes time
+GRAMMAR_TICK_S = 0.005  # an engine with nothing else to do looks whether one is compiled
+_LINGER_MS = 2000  # last words are sent for as long as that
+_logger = logging.getLogger("cbatch")
+
+
+class EngineParts(NamedTuple):
+    """What the composition root puts together, in the engine's process."""
+
+    scheduler: Scheduler
+    loop: StepLoop
+    drafters: tuple[str, ...] = ()
+    info: dict[str, Any] = {}
+    close: Callable[[], None] | None = None  # called once no step runs any more
+    grammars: Grammars | None = None  # that it follows
+    # Gives the executor a counter, int64 [1], that it moves with every part of a step.
+    report_progress: Callable[[NDArray[np.int64]], None] | None = None
+
+
+Factory = Callable[[], EngineParts]  # picklable: it is called in the new process
+
+
+class EngineServer:
+    """Obeys commands between steps, and tells of every step in one message."""
+
+    def __init__(
+        self, parts: EngineParts, socket: zmq.Socket[bytes], journal: InFlightJournal
+    ) -> None:
+        self._parts = parts
+        self._scheduler, self._loop = parts.scheduler, parts.loop
+        self._socket = socket
+        self._journal = journal
+        self._refused: list[Ending] = []
+        self._grammars = GrammarDesk(parts.grammars, journal.write_compiling)
+        self._step_s = 0.0
+        self._rested = True  # since its last step
+        self._monitor: Monitor | None = None  # None: nobody watches
+        self._loop.on_in_flight = journal.write
+        if parts.report_progress is not None:
+            parts.report_progress(journal.signs[1:])
+
+    def run(self) -> None:
+        """Until it is told to stop."""
+        config, parts = self._scheduler.config, self._parts
+        self._send(Ready(config, parts.drafters, parts.info, parts.grammars is not None))
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Commands that wait are obeyed, and a step is made where there is work. False: it was told
+        to stop."""
+        if not self._obey():
+            return False
+        if self.busy:
+            self._step()
+        return True
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._scheduler.has_work or self._scheduler.num_in_flight or self._refused)
+
+    def _obey(self) -> bool:
+        """Carries out commands that wait; with nothing to do, waits for one. False: stop."""
+        if not self.busy:
+            timeout_s = GRAMMAR_TICK_S if self._grammars.waiting else HEARTBEAT_S
+            if not self._socket.poll(int(timeout_s * 1000)) and not self._grammars.waiting:
+                self._send(Heartbeat(self._stats()))
+                self._show()
+                if not self._rested:
+                    give_back_free_memory()
+                self._rested = True
+        for _ in range(MAX_COMMANDS):
+            if not self._socket.poll(0):
+                break
+            *names, content = self._socket.recv_multipart()
+            if names:
+                self._journal.begin_reading(names[0])
+            go_on = self._carry_out(decode_command(content))
+            self._journal.end_reading()
+            if not go_on:
+                return False
+        for request, output, problem in self._grammars.take_ready():
+            if problem is None:
+                self._add(request, output)
+            else:
+                self._refuse(request, problem)
+        return True
+
+    def _carry_out(self, command: Command) -> bool:
+        now_s = time.monotonic()
+        match command:
+            case Add():
+                for request, output in command.requests():
+                    if request.params.structured_outputs is None:
+                        self._add(request, output)
+                    else:
+                        self._grammars.enter(request, output)
+            case Cancel(request_id):
+                self._grammars.leave(request_id)
+                self._scheduler.cancel(request_id, now_s)
+            case Finish(request_id, keep_tokens):
+                self._grammars.leave(request_id)
+                self._scheduler.finish(request_id, keep_tokens, now_s)
+            case Watch(wanted):
+                self._monitor = Monitor(self._scheduler) if wanted else None
+                self._show()  # an idle engine would leave them without for a heartbeat
+            case _:
+                return False
+        return True
+
+    def _add(self, request: Request, output: tuple[int, ...]) -> None:
+        try:
+            self._scheduler.add(request, time.monotonic(), output)
+        except FieldError as error:
+            self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: BaseException) -> None:
+        self._refused.append(Ending(request.request_id, FinishReason.ERROR, str(error)))
+
+    def _step(self) -> None:
+        start_s = time.monotonic()
+        self._rested = False
+        commit = self._loop.step()
+        ended = (*(commit.finished if commit else ()), *self._scheduler.take_finished())
+        endings = [Ending(end.request_id, end.reason, end.message) for end in ended]
+        endings += self._refused
+        self._refused = []
+        for ending in endings:
+            self._grammars.leave(ending.request_id)
+        if commit is not None:
+            total_s = time.monotonic() - start_s
+            self._step_s += total_s
+            self._tell(commit, endings, total_s)
+            if self._monitor is not None and self._monitor.due(start_s + total_s):
+                self._show()
+        elif endings:
+            self._send(Stepped((), (), tuple(endings), (), None, self._stats()))
+        elif self._scheduler.has_work:
+            raise RuntimeError("the scheduler has requests that it cannot plan")
+
+    def _tell(self, commit: Commit, endings: list[Ending], total_s: float) -> None:
+        plan, result = self._loop.last_plan, self._loop.last_result
+        assert plan is not None and result is not None
+        if self._monitor is not None:
+            self._monitor.note(plan, result, commit)
+        self._send(
+            Stepped(
+                admitted=tuple(a.request_id for a in plan.deltas.new_sequences),
+                rows=tuple(commit.updates()),
+                endings=tuple(endings),
+                logprobs=commit.logprobs,
+                times=StepTimes(result.draft_s, result.target_s, total_s),
+                stats=self._stats(),
+            )
+        )
+
+    def _show(self) -> None:
+        """To those who watch."""
+        monitor = self._monitor
+        if monitor is not None:
+            begin_s = time.thread_time()
+            steps, num_steps = monitor.take_steps()
+            self._send(Snapshot(monitor.rows(), steps, num_steps, monitor.blocks(), self._stats()))
+            monitor.looked(time.monotonic(), time.thread_time() - begin_s)
+
+    def _stats(self) -> EngineMetrics:
+        scheduler, pool = self._scheduler, self._scheduler.state.pool
+        return EngineMetrics(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            step_s=self._step_s,
+            plan_s=self._loop.plan_s,
+            commit_s=self._loop.commit_s,
+            totals=scheduler.stats,
+            outlook=scheduler.state.policy.outlook,
+        )
+
+    def _send(self, event: Event) -> None:
+        self._socket.send(encode(event))
+
+
+def connect(endpoint: str) -> zmq.Socket[bytes]:
+    """The engine's end of the socket. A reader that falls behind holds the engine up once some
+    thousand steps wait for it."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    socket.linger = _LINGER_MS
+    socket.connect(endpoint)
+    return socket
+
+
+def run_engine(factory: Factory, endpoint: str, journal_path: Path) -> None:
+    """The life of an engine process."""
+    # The whole group gets these from a terminal or a service manager; its owner decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_die_with_parent, name="cbatch-parent", daemon=True).start()
+    socket = connect(endpoint)
+    try:
+        parts = _make(factory, socket)
+        if parts is not None:
+            freeze_heap()
+            try:
+                EngineServer(parts, socket, InFlightJournal(journal_path)).run()
+            finally:
+                if parts.close is not None:
+                    parts.close()
+    finally:
+        socket.close()
+        zmq.Context.instance().term()
+
+
+def _make(factory: Factory, socket: zmq.Socket[bytes]) -> EngineParts | None:
+    """None: it failed, and the owner has been told why."""
+    try:
+        return factory()
+    except FieldError as error:
+        socket.send(encode(StartFailed(error.problem, error.field, error.remedy)))
+    except Exception as error:
+        # An error of ours says all in its message; any other may need its traceback.
+        level = logging.INFO if isinstance(error, ValueError) else logging.ERROR
+        _logger.log(level, "the engine did not start", exc_info=True)
+        socket.send(encode(StartFailed(str(error) or repr(error))))
+    return None
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # at once, whatever the step is doing
+
+
+class EngineProcess:
+    """A process that runs `run_engine`, for the event loop of its owner."""
+
+    def __init__(self, factory: Factory, endpoint: str, journal_path: Path) -> None:
+        context = multiprocessing.get_context("spawn")  # forked threads and locks are nobody's
+        self._process = context.Process(
+            target=run_engine, args=(factory, endpoint, journal_path), name="cbatch-engine"
+        )
+        self._process.start()
+        atexit.register(self._process.kill)
+        loop = asyncio.get_running_loop()
+        self.dead: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._process.sentinel, self._on_death)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def kill(self) -> None:
+        if not self.dead.done():
+            self._process.kill()
+
+    def reap(self) -> Death:
+        """Once it is dead."""
+        self._process.join()
+        atexit.unregister(self._process.kill)
+        status = self._process.exitcode
+        self._process.close()
+        if status is None or status >= 0:
+            return Death(f"ended with status {status}")
+        number = signal.Signals(-status)
+        return Death(f"was killed by {number.name}", from_outside=number is signal.SIGKILL)
+
+    def _on_death(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        if not self.dead.done():
+            self.dead.set_result(None)

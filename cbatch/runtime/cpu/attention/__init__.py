@@ -1,0 +1,1 @@
+"""Attention over paged KV on a processor. Imports `model`."""

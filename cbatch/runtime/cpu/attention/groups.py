@@ -1,0 +1,182 @@
+"""Builds the groups of a step: which queries share a product, their keys, and their masks."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.runtime.cpu.attention.group import (
+    LANES,
+    SEGMENT_TOKENS,
+    Group,
+    GroupShape,
+    HeadShape,
+    Operands,
+    product_rows,
+)
+from cbatch.runtime.cpu.attention.masks import additive, seen_by_queries, seen_by_rows
+from cbatch.runtime.model.arrays import I64, iota
+from cbatch.runtime.model.kv_cache import KVCache
+
+SMALL_QUERY_TOKENS = 32  # queries up to this length share products with others
+_CACHE_FLOATS = 3 << 17  # gathered K and V of one group: 1.5 MB, so that products find them in L2
+_CACHED_SHAPES = 32
+
+
+class StepBuffers(NamedTuple):
+    """What every group of a step reads and writes: queries stand in `fused` [T, row_width],
+    results go to `out` [T + 1, heads * head_dim]. `tables` int32 [B, blocks]: entries beyond a
+    context are not read."""
+
+    kv: KVCache
+    tables: NDArray[np.int32]
+    fused: Tensor
+    out: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.out) - 1
+
+
+class GroupBuilder:
+    """Groups over one KV cache. Operands of a shape are kept for the steps to come."""
+
+    def __init__(self, kv: KVCache, heads: HeadShape) -> None:
+        self.kv, self.heads = kv, heads
+        self._operands: OrderedDict[GroupShape, Operands] = OrderedDict()
+
+    def width(self, count: int, longest: int, window: int | None, times: int = 1) -> int:
+        """How many of `count` contexts go into a group: `times` as many as the nearest caches hold
+        the K and V of, and evenly."""
+        h = self.heads
+        keys_held = longest if window is None else window + SEGMENT_TOKENS
+        most = max(1, times * _CACHE_FLOATS // (keys_held * h.kv_heads * 2 * h.head_dim))
+        return -(-count // -(-count // most))
+
+    def rows(self, step: StepBuffers, contexts: I64, window: int | None) -> list[Group]:
+        """Single rows, as many in a group as keep its K and V in the nearest caches."""
+        h, count = self.heads, len(contexts)
+        width = self.width(count, int(contexts.max()), window)
+        groups = []
+        for start in range(0, count, width):
+            stop = min(start + width, count)
+            part = contexts[start:stop]
+            first_key = _first_keys(self.kv, part, window)
+            keys = self._num_keys(part, first_key)
+            group = self._group(stop - start, 1, keys, rows_in_place=True)
+            mask = additive(seen_by_rows(part, first_key, keys, window))[:, None]
+            if len(part) > 1 and h.kv_heads > 1:
+                mask = mask.repeat(h.kv_heads, axis=1)
+            group.mask = _spread(group, mask.reshape(-1, 1, keys))
+            group.gather = self._gather(group, step.tables[start:stop], first_key, part)
+            group.bind_rows(step.fused, step.out, start, stop)
+            groups.append(group)
+        return groups
+
+    def pieces(self, step: StepBuffers, pieces: I64, window: int | None) -> Group:
+        """One group of any pieces, [4, P] (see `AttentionPlanner`)."""
+        h = self.heads
+        sequences, rows, query_lens, contexts = pieces
+        first_key = _first_keys(self.kv, contexts - query_lens + 1, window)
+        keys = self._num_keys(contexts, first_key)
+        queries = self._padded_queries(int(query_lens.max()))
+        group = self._group(len(rows), queries, keys, rows_in_place=False)
+        seen = seen_by_queries(queries, query_lens, contexts, first_key, keys, window)
+        mask = additive(seen).repeat(h.group, axis=1)
+        if len(rows) > 1 and h.kv_heads > 1:
+            mask = mask.repeat(h.kv_heads, axis=0)
+        group.mask = _spread(group, mask)
+        group.gather = self._gather(group, step.tables[sequences], first_key, contexts)
+        self._bind(group, step, rows, query_lens, queries)
+        return group
+
+    def _padded_queries(self, query_len: int) -> int:
+        least = max(self._product_rows())
+        return max(query_len, -(-least // self.heads.group))
+
+    def _product_rows(self) -> tuple[int, int]:
+        return product_rows(self.heads.head_dim, torch.get_num_threads())
+
+    def _num_keys(self, contexts: I64, first_key: I64) -> int:
+        tile = math.lcm(LANES, self.kv.block_size)
+        return -(-int((contexts - first_key).max()) // tile) * tile
+
+    def _group(self, count: int, queries: int, keys: int, *, rows_in_place: bool) -> Group:
+        """A group of `count` pieces with operands of its shape, from an earlier step if possible:
+        groups of a step run one after another and may share them."""
+        h = self.heads
+        rows = queries * h.group
+        query_rows = value_rows = rows
+        if rows_in_place:
+            least = self._product_rows()
+            value_rows = max(rows, least[1])
+            query_rows = max(value_rows, least[0])
+        pairs = count * h.kv_heads
+        shape = GroupShape(2 if pairs == 1 else pairs, query_rows, value_rows, keys)
+        operands = self._operands.get(shape)
+        if operands is None:
+            if len(self._operands) >= _CACHED_SHAPES:
+                self._operands.popitem(last=False)
+            operands = self._operands[shape] = Operands(shape, h, self.kv)
+        else:
+            self._operands.move_to_end(shape)
+        return Group(operands, h)
+
+    def _gather(
+        self, group: Group, tables: NDArray[np.int32], first_key: I64, contexts: I64
+    ) -> Tensor:
+        """Rows of `kv.block_rows` in the order of the operands: int64 [pairs * blocks]."""
+        kv, h, shape = self.kv, self.heads, group.operands.shape
+        size = kv.block_size
+        index = first_key[:, None] // size + iota(shape.keys // size)
+        if index.shape[1] > tables.shape[1] or first_key.any():
+            known = np.take_along_axis(tables, np.minimum(index, tables.shape[1] - 1), axis=1)
+        else:
+            known = tables[:, : index.shape[1]]
+        blocks = np.where(index * size < contexts[:, None], known, kv.scratch_block)
+        gather = (blocks[:, None, :] + kv.head_base[:, None]).reshape(-1)
+        copies = shape.pairs // (len(contexts) * h.kv_heads)
+        if copies > 1:
+            gather = np.tile(gather, copies)
+        return torch.from_numpy(gather)
+
+    def _bind(
+        self, group: Group, step: StepBuffers, rows: I64, query_lens: I64, queries: int
+    ) -> None:
+        copies = group.operands.shape.pairs // (len(rows) * self.heads.kv_heads)
+        pack, unpack = (
+            torch.from_numpy(np.tile(units, copies))
+            for units in self._unit_index(rows, query_lens, queries, step.num_rows)
+        )
+        group.bind_pieces(step.fused, step.out, pack, unpack)
+
+    def _unit_index(self, rows: I64, query_lens: I64, queries: int, spare: int) -> tuple[I64, I64]:
+        """(token, KV head) units for each (piece, KV head, query): where to read, and where to
+        write. Padding reads unit 0 and writes to row `spare`."""
+        kv_heads = self.heads.kv_heads
+        units = (rows[:, None] + iota(queries)) * kv_heads
+        real = (iota(queries) < query_lens[:, None])[:, None]
+        units = units[:, None] + iota(kv_heads)[:, None]
+        read = np.where(real, units, 0)
+        write = np.where(real, units, spare * kv_heads)
+        return read.reshape(-1), write.reshape(-1)
+
+
+def _spread(group: Group, mask: NDArray[np.float32]) -> Tensor:
+    """[pairs or 1, rows or 1, keys] spread over the scores of a group, sharing memory."""
+    return torch.from_numpy(mask).expand(group.operands.scores.shape)
+
+
+def _first_keys(kv: KVCache, contexts: I64, window: int | None) -> I64:
+    """First gathered position, where the first query stands at `contexts - 1`: 0, or a segment
+    boundary at or before the first key it sees."""
+    if window is None:
+        return np.zeros_like(contexts)
+    step = math.lcm(SEGMENT_TOKENS, kv.block_size)
+    return np.maximum(contexts - window, 0) // step * step

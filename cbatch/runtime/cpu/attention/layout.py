@@ -1,0 +1,139 @@
+"""Lays out the attention of a step: index arithmetic done once, for all layers of one window."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.runtime.cpu.attention.group import Group, HeadShape
+from cbatch.runtime.cpu.attention.groups import SMALL_QUERY_TOKENS, GroupBuilder, StepBuffers
+from cbatch.runtime.model.arrays import I64, iota
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.kv_cache import KVCache
+
+_CHUNK_TOKENS = 128  # longer queries are cut at multiples of this; none meets keys of its future
+_MAX_SCORES = 1 << 24  # elements of one score buffer
+_MAX_WASTE = 1 << 18  # padded scores that are cheaper than one more group
+
+
+class StepLayout(NamedTuple):
+    """Index arithmetic of one step: `slots` int64 [T * kv_heads], the rows of `kv.token_rows` that
+    take K and V of each (token, KV head), and the attention groups of each window."""
+
+    slots: Tensor
+    groups: dict[int | None, list[Group]]
+
+
+# Pieces are copied together and apart: their groups may outgrow the nearest caches by so much (of
+# 2, 3 and 5 the one that was never slower than a single group, at 8 to 64 ragged rows).
+_PIECES_TIMES = 3
+
+
+class AttentionPlanner:
+    """Forms groups that together cover every row of a step once.
+
+    Pieces of a group: int64 [4, P], in rows the sequence, its first flat row, the number of rows,
+    and the context (the last row stands at position context - 1).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.heads = HeadShape.of(config)
+        self._windows = sorted(set(config.sliding_window), key=lambda w: w or 0)
+        self._builder: GroupBuilder | None = None
+
+    def plan(self, step: StepBuffers, query_lens: I64, contexts: I64, positions: I64) -> StepLayout:
+        """Layout of a step whose rows stand at `positions` [T]."""
+        longest = int(contexts.max())
+        # A window that no context has outgrown is no window.
+        holding = {w: w if w is not None and longest > w else None for w in self._windows}
+        groups = {
+            window: self._groups(step, query_lens, contexts, window)
+            for window in dict.fromkeys(holding.values())
+        }
+        by_window = {w: groups[window] for w, window in holding.items()}
+        return StepLayout(_token_slots(step, query_lens, positions), by_window)
+
+    def _built(self, kv: KVCache) -> GroupBuilder:
+        if self._builder is None or self._builder.kv is not kv:
+            self._builder = GroupBuilder(kv, self.heads)
+        return self._builder
+
+    def _groups(
+        self, step: StepBuffers, query_lens: I64, contexts: I64, window: int | None
+    ) -> list[Group]:
+        """Groups of one window."""
+        builder = self._built(step.kv)
+        if len(contexts) < step.num_rows:
+            starts = query_lens.cumsum() - query_lens
+        elif self._wasteful(contexts):
+            starts = iota(len(contexts))
+        else:  # one row each
+            return builder.rows(step, contexts, window)
+        parts = self._partition(self._pieces(query_lens, contexts, starts), window)
+        return [builder.pieces(step, part, window) for part in parts]
+
+    def _wasteful(self, contexts: I64) -> bool:
+        padded = int(contexts.max()) * len(contexts) - int(contexts.sum())
+        return padded * self.heads.kv_heads * 8 > _MAX_WASTE
+
+    def _pieces(self, query_lens: I64, contexts: I64, starts: I64) -> I64:
+        """Long queries are cut at multiples of a chunk in absolute position."""
+        if int(query_lens.max()) <= SMALL_QUERY_TOKENS:
+            return np.stack([iota(len(starts)), starts, query_lens, contexts])
+        found: list[tuple[int, int, int, int]] = []
+        for b, (length, context, row) in enumerate(
+            zip(query_lens.tolist(), contexts.tolist(), starts.tolist(), strict=True)
+        ):
+            if length <= SMALL_QUERY_TOKENS:
+                found.append((b, row, length, context))
+                continue
+            heads = self.heads.kv_heads * self.heads.group
+            chunk = max(8, min(_CHUNK_TOKENS, _MAX_SCORES // (heads * context)))
+            at, end = context - length, context
+            while at < end:
+                stop = min(end, (at // chunk + 1) * chunk)
+                found.append((b, row, stop - at, stop))
+                row, at = row + stop - at, stop
+        return np.array(found, dtype=np.int64).T
+
+    def _partition(self, pieces: I64, window: int | None) -> list[I64]:
+        """Pieces of like shape together: by their number of queries, then by context."""
+        small = pieces[2] <= SMALL_QUERY_TOKENS
+        parts = [pieces[:, i : i + 1] for i in np.flatnonzero(~small)]
+        pieces = pieces[:, small]
+        if not pieces.shape[1]:
+            return parts
+        query_lens, contexts = pieces[2], pieces[3]
+        area = int(query_lens.max()) * int(contexts.max()) * len(contexts)
+        waste = (area - int((query_lens * contexts).sum())) * self.heads.kv_heads
+        if waste <= _MAX_WASTE:
+            return [*parts, *self._split(pieces, window)]
+        # Powers of two in both directions: at most a factor of two of padding in each.
+        classes = _log2_class(query_lens) * 64 + _log2_class(contexts)
+        for c in np.unique(classes):
+            parts += self._split(pieces[:, classes == c], window)
+        return parts
+
+    def _split(self, pieces: I64, window: int | None) -> list[I64]:
+        count = pieces.shape[1]
+        assert self._builder is not None
+        width = self._builder.width(count, int(pieces[3].max()), window, _PIECES_TIMES)
+        if width >= count:
+            return [pieces]
+        pieces = pieces[:, np.lexsort((pieces[3], pieces[2]))]
+        return [pieces[:, start : start + width] for start in range(0, count, width)]
+
+
+def _token_slots(step: StepBuffers, query_lens: I64, positions: I64) -> Tensor:
+    """Rows of `kv.token_rows` of each (token, KV head): int64 [T * kv_heads]."""
+    size = step.kv.block_size
+    rows, index = iota(len(query_lens)).repeat(query_lens), positions // size
+    flat = step.tables[rows, index] * size + (positions - index * size)
+    return torch.from_numpy((flat[:, None] + step.kv.head_base * size).reshape(-1))
+
+
+def _log2_class(values: I64) -> I64:
+    return np.ceil(np.log2(values)).astype(np.int64)

@@ -1,0 +1,17 @@
+"""Our own kernels for CPUs, in C: products, and a decoder's whole pass.
+
+Libraries leave gaps there: few rows, above all of bf16 on CPUs without bf16 instructions; bits that
+change with the number of rows; and hundreds of small operations a pass, each of which has to be
+called. The kernels keep weights in the type they come in, packed in panels, have the same bits for
+a row whatever rows are beside it, and need a C compiler (`CC`, or cc, gcc or clang); where there is
+none, everything goes without them.
+
+- `vectors.h`, `product.h`, `attention.h`, `library.c`: the kernels; `build` compiles them.
+- `product`: one product as the runtime calls it.
+- `cbatch.runtime.cpu.compiled_pass` calls the pass.
+"""
+
+from cbatch.runtime.cpu.compiled.build import find_compiler, version
+from cbatch.runtime.cpu.compiled.product import CompiledProduct, compiles
+
+__all__ = ["CompiledProduct", "compiles", "find_compiler", "version"]

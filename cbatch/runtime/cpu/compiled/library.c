@@ -1,0 +1,330 @@
+// A decoder's whole pass over a ragged batch, by one team of threads; and single products.
+
+#include <stdlib.h>
+
+#include "attention.h"
+#include "product.h"
+
+#define MOST_QUERIES 48  // of a tile of attention
+#define GAP LANES        // floats behind a row, which keep rows out of the same cache sets
+
+// qkv makes rows [kv_heads, group + 2, dim]: the queries of each KV head, then its K, then its V.
+// `qk_weight` [group + 1, dim] may be null. A row sees the last `window` positions.
+typedef struct {
+    linear qkv, out, gate_up, down;
+    const float *qk_weight;
+    long window;
+} layer;
+
+// embedding [vocab, hidden]; cos_sin [positions, dim / 2, 2].
+typedef struct {
+    const layer *layers;
+    linear head;
+    const void *embedding;
+    const float *cos_sin;
+    long num_layers, hidden, kv_heads, group, dim, inner, vocab, half;
+    float eps;
+} decoder;
+
+// tokens [rows]; query_lens and context_lens [sequences]; tables [sequences, table_width]; wanted
+// [num_wanted]: flat rows; kv [layers, kv_heads, blocks, block_size, 2, dim]; logits [num_wanted,
+// vocab]. `progress` is null, or a number that goes up during the pass, at least once a layer.
+typedef struct {
+    const int64_t *tokens, *wanted;
+    const int32_t *query_lens, *context_lens, *tables;
+    char *kv;
+    float *logits;
+    char *memory;  // of `memory_bytes`
+    int64_t *progress;
+    long rows, sequences, table_width, num_wanted, blocks, block_size, kv_half, threads;
+} step;
+
+typedef struct {
+    long sequence, row, rows, position;
+} piece;
+
+// A pass as each thread sees it. Working memory: rows of floats, a stride apart.
+typedef struct {
+    const decoder *model;
+    const step *step;
+    float *residual, *normed, *fused, *attended, *gate_up, *inner, *some_residual, *some_attended;
+    float *scratches;
+    long hidden_stride, fused_stride, attended_stride, gate_up_stride, inner_stride;
+    long scratch_size, queries, num_pieces;
+    piece *pieces;
+    long *positions, *sequences;
+    member me;
+} pass;
+
+static long products_of(const decoder *m) { return 4 * m->num_layers + 1; }
+
+static long carve(pass *p, char *memory, long rows, long threads) {
+    const decoder *m = p->model;
+    const long heads = m->kv_heads * m->group * m->dim, width = heads + 2 * m->kv_heads * m->dim;
+    long used = 0;
+#define TAKE(to, count, type) \
+    (to) = (type *)(memory + used), used += rounded((count) * (long)sizeof(type), 64)
+#define ROWS_OF(to, stride, width) \
+    p->stride = rounded(width, LANES) + GAP, TAKE(p->to, rows *p->stride, float)
+    ROWS_OF(residual, hidden_stride, m->hidden);
+    ROWS_OF(some_residual, hidden_stride, m->hidden);
+    ROWS_OF(normed, hidden_stride, m->hidden);
+    ROWS_OF(fused, fused_stride, width);
+    ROWS_OF(attended, attended_stride, heads);
+    ROWS_OF(some_attended, attended_stride, heads);
+    ROWS_OF(gate_up, gate_up_stride, 2 * m->inner);
+    ROWS_OF(inner, inner_stride, m->inner);
+    p->queries = most(MOST_QUERIES / m->group, 1) * m->group;
+    p->scratch_size = rounded(scratch_floats(p->queries, m->dim), LANES);
+    TAKE(p->scratches, threads *p->scratch_size, float);
+    TAKE(p->pieces, rows, piece);
+    TAKE(p->positions, rows, long);
+    TAKE(p->sequences, rows, long);
+    TAKE(p->me.taken, products_of(m) * threads * LINE, long);
+    return used;
+}
+
+// Bytes that `decode` needs for so many rows, or wanted ones, and threads; aligned to 64.
+long memory_bytes(const decoder *model, long rows, long threads) {
+    pass p = {.model = model};
+    return carve(&p, 0, rows, threads);
+}
+
+// Which row is where. Nonzero where a number of the step does not fit: 1 a token, 2 a block, 3 a
+// wanted row.
+static int plan(pass *p) {
+    const decoder *m = p->model;
+    const step *s = p->step;
+    const long most_rows = p->queries / m->group;
+    long row = 0;
+    p->num_pieces = 0;
+    for (long i = 0; i < s->rows; i++)
+        if (s->tokens[i] < 0 || s->tokens[i] >= m->vocab) return 1;
+    for (long i = 0; i < s->num_wanted; i++)
+        if (s->wanted[i] < 0 || s->wanted[i] >= s->rows) return 3;
+    for (long b = 0; b < s->sequences; b++) {
+        const long length = s->query_lens[b], start = s->context_lens[b] - length;
+        const long blocks = (s->context_lens[b] + s->block_size - 1) / s->block_size;
+        if (start < 0 || blocks > s->table_width || row + length > s->rows) return 2;
+        for (long i = 0; i < blocks; i++) {
+            const long block = s->tables[b * s->table_width + i];
+            if (block < 0 || block >= s->blocks) return 2;
+        }
+        for (long i = 0; i < length; i += most_rows)
+            p->pieces[p->num_pieces++] =
+                (piece){b, row + i, least(most_rows, length - i), start + i};
+        for (long i = 0; i < length; i++) {
+            p->sequences[row + i] = b;
+            p->positions[row + i] = start + i;
+        }
+        row += length;
+    }
+    return row == s->rows ? 0 : 2;
+}
+
+static float squares(const float *x, long count) {
+    vec sum = {0};
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) sum += load(x + i) * load(x + i);
+    float found = total(sum);
+    for (; i < count; i++) found += x[i] * x[i];
+    return found;
+}
+
+static void embed(const pass *p) {
+    const decoder *m = p->model;
+#pragma omp for
+    for (long r = 0; r < p->step->rows; r++) {
+        const long size = m->half ? 2 : 4;
+        const char *from = (const char *)m->embedding + p->step->tokens[r] * m->hidden * size;
+        for (long k = 0; k < m->hidden; k += LANES)
+            store(p->residual + r * p->hidden_stride + k,
+                  widened(from + k * size, m->hidden - k, m->half));
+    }
+}
+
+// normed = x / sqrt(sum(x^2) + n eps) * scale: RMSNorm, whose weight times sqrt(n) is the scale.
+static void normalize(const pass *p, const float *residual, long rows, const float *scale) {
+    const long hidden = p->model->hidden;
+#pragma omp for
+    for (long r = 0; r < rows; r++) {
+        const float *x = residual + r * p->hidden_stride;
+        float *to = p->normed + r * p->hidden_stride;
+        const float by = 1 / __builtin_sqrtf(squares(x, hidden) + hidden * p->model->eps);
+        for (long k = 0; k < hidden; k++) to[k] = scale ? x[k] * by * scale[k] : x[k] * by;
+    }
+}
+
+// Pairs of dimensions side by side, rotated (arXiv:2104.09864) and scaled.
+static void rotate(const float *x, const float *by, float scale, long dim, float *restrict to) {
+    for (long d = 0; d < dim; d += 2) {
+        to[d] = (x[d] * by[d] - x[d + 1] * by[d + 1]) * scale;
+        to[d + 1] = (x[d] * by[d + 1] + x[d + 1] * by[d]) * scale;
+    }
+}
+
+static void write(const float *x, long count, char *to, int half) {
+    if (!half) memcpy(to, x, count * 4);
+    else
+        for (long i = 0; i < count; i++) ((uint16_t *)to)[i] = bf16(x[i]);
+}
+
+// Norms, rotates and scales the heads of a row and KV head; its K and V go to their place `to`.
+static void place(const pass *p, const layer *l, float *heads, const float *cos_sin, char *to) {
+    const decoder *m = p->model;
+    const long dim = m->dim, half = p->step->kv_half;
+    const float scale = 1 / __builtin_sqrtf(dim);
+    float rotated[dim];
+    for (long g = 0; g <= m->group; g++) {
+        float *x = heads + g * dim;
+        if (l->qk_weight) {
+            const float by = 1 / __builtin_sqrtf(squares(x, dim) / dim + m->eps);
+            for (long d = 0; d < dim; d++) x[d] = x[d] * by * l->qk_weight[g * dim + d];
+        }
+        rotate(x, cos_sin, g < m->group ? scale : 1, dim, rotated);
+        if (g < m->group) memcpy(x, rotated, dim * 4);
+    }
+    write(rotated, dim, to, half);
+    write(heads + (m->group + 1) * dim, dim, to + dim * (half ? 2 : 4), half);
+}
+
+static char *blocks_of(const pass *p, long layer, long head) {
+    const step *s = p->step;
+    const long size = s->block_size * 2 * p->model->dim * (s->kv_half ? 2 : 4);
+    return s->kv + (layer * p->model->kv_heads + head) * s->blocks * size;
+}
+
+static void place_all(const pass *p, long index) {
+    const decoder *m = p->model;
+    const step *s = p->step;
+    const long token_bytes = 2 * m->dim * (s->kv_half ? 2 : 4);
+#pragma omp for
+    for (long r = 0; r < s->rows; r++) {
+        const long position = p->positions[r], at = position / s->block_size;
+        const long block = s->tables[p->sequences[r] * s->table_width + at];
+        const long slot = block * s->block_size + position - at * s->block_size;
+        for (long head = 0; head < m->kv_heads; head++)
+            place(p, m->layers + index,
+                  p->fused + r * p->fused_stride + head * (m->group + 2) * m->dim,
+                  m->cos_sin + position * m->dim, blocks_of(p, index, head) + slot * token_bytes);
+    }
+}
+
+static void attend_all(const pass *p, long index) {
+    const decoder *m = p->model;
+    const step *s = p->step;
+    const scratch mine =
+        scratch_at(p->scratches + p->me.thread * p->scratch_size, p->queries, m->dim);
+#pragma omp for schedule(dynamic)
+    for (long i = 0; i < p->num_pieces * m->kv_heads; i++) {
+        const piece *of = p->pieces + i / m->kv_heads;
+        const long head = i % m->kv_heads;
+        const paged kv = {blocks_of(p, index, head), s->tables + of->sequence * s->table_width,
+                          s->block_size, m->dim, m->layers[index].window, s->kv_half};
+        const attending queries = {
+            p->fused + of->row * p->fused_stride + head * (m->group + 2) * m->dim,
+            p->attended + of->row * p->attended_stride + head * m->group * m->dim,
+            of->rows, m->group, of->position, p->fused_stride, p->attended_stride};
+        attend(&queries, &kv, &mine);
+        advance(&p->me);
+    }
+}
+
+// inner = silu(gate) * up of gate_up [gate | up].
+static void activate(const pass *p, long rows) {
+    const long inner = p->model->inner;
+#pragma omp for
+    for (long r = 0; r < rows; r++) {
+        const float *gate = p->gate_up + r * p->gate_up_stride, *up = gate + inner;
+        for (long k = 0; k < inner; k += LANES) {
+            const vec g = load(gate + k);
+            store(p->inner + r * p->inner_stride + k,
+                  g / (exponential(-g) + all(1)) * load(up + k));
+        }
+    }
+}
+
+static void select_wanted(pass *p) {
+#pragma omp for
+    for (long i = 0; i < p->step->num_wanted; i++) {
+        const long row = p->step->wanted[i];
+        memcpy(p->some_residual + i * p->hidden_stride, p->residual + row * p->hidden_stride,
+               p->hidden_stride * 4);
+        memcpy(p->some_attended + i * p->attended_stride, p->attended + row * p->attended_stride,
+               p->attended_stride * 4);
+    }
+}
+
+static void multiply(pass *p, const linear *by, const float *x, long x_stride, float *y,
+                     long y_stride, long rows, int add) {
+    const problem of = times(by, x, x_stride, y, y_stride, add);
+    product_of(&of, rows, &p->me);
+    p->me.taken += p->me.threads * LINE;
+}
+
+// The whole pass, by each thread of the team.
+static void run(pass p) {
+    const decoder *m = p.model;
+    const long last = m->num_layers - 1;
+    long rows = p.step->rows;
+    embed(&p);
+    for (long i = 0; i <= last; i++) {
+        const layer *l = m->layers + i;
+        normalize(&p, p.residual, rows, l->qkv.scale);
+        multiply(&p, &l->qkv, p.normed, p.hidden_stride, p.fused, p.fused_stride, rows, 0);
+        place_all(&p, i);
+        if (i == last && !p.step->num_wanted) return;
+        attend_all(&p, i);
+        if (i == last) {  // from here on each row is alone: those not wanted have had their part
+            select_wanted(&p);
+            p.residual = p.some_residual, p.attended = p.some_attended, rows = p.step->num_wanted;
+        }
+        multiply(&p, &l->out, p.attended, p.attended_stride, p.residual, p.hidden_stride, rows, 1);
+        normalize(&p, p.residual, rows, l->gate_up.scale);
+        multiply(&p, &l->gate_up, p.normed, p.hidden_stride, p.gate_up, p.gate_up_stride, rows, 0);
+        activate(&p, rows);
+        multiply(&p, &l->down, p.inner, p.inner_stride, p.residual, p.hidden_stride, rows, 1);
+    }
+    normalize(&p, p.residual, rows, m->head.scale);
+    multiply(&p, &m->head, p.normed, p.hidden_stride, p.step->logits, m->vocab, rows, 0);
+}
+
+int omp_get_thread_num(void), omp_get_num_threads(void);
+
+// Writes K and V of all rows, and the logits of those wanted. Nonzero, and nothing is computed,
+// where the step does not fit: see `plan`.
+int decode(const decoder *model, const step *step) {
+    pass p = {.model = model, .step = step, .me.progress = step->progress};
+    carve(&p, step->memory, most(step->rows, step->num_wanted), step->threads);
+    const int wrong = plan(&p);
+    if (wrong) return wrong;
+    memset(p.me.taken, 0, products_of(model) * step->threads * LINE * sizeof(long));
+#pragma omp parallel firstprivate(p) num_threads(step->threads) if (step->threads > 1)
+    {
+        p.me.threads = omp_get_num_threads(), p.me.thread = omp_get_thread_num();
+        run(p);
+    }
+    return 0;
+}
+
+int lanes(void) { return LANES; }
+
+// x [rows, in], y [rows, out]. Nonzero, and nothing is computed, where memory runs out.
+int product(const linear *by, const float *x, float *y, long rows, int threads) {
+    const long in = by->in;
+    float *scaled = by->scale ? malloc(rows * in * sizeof *scaled) : 0;
+    if (by->scale && !scaled) return 1;
+    if (by->scale)
+        for (long r = 0; r < rows; r++)
+            for (long k = 0; k < in; k++) scaled[r * in + k] = x[r * in + k] * by->scale[k];
+    const problem of = times(by, by->scale ? scaled : x, in, y, by->out, 0);
+    long taken[threads * LINE];
+    memset(taken, 0, sizeof taken);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        const member me = {omp_get_num_threads(), omp_get_thread_num(), taken, 0};
+        product_of(&of, rows, &me);
+    }
+    free(scaled);
+    return 0;
+}

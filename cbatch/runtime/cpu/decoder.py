@@ -1,0 +1,262 @@
+"""One decoder for every supported family, over a ragged flat batch and paged KV."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.runtime.cpu.attention.group import HeadShape
+from cbatch.runtime.cpu.attention.groups import StepBuffers
+from cbatch.runtime.cpu.attention.layout import AttentionPlanner, StepLayout
+from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
+from cbatch.runtime.cpu.layers import Layer, LayerBuilder
+from cbatch.runtime.cpu.linear import RowPadding
+from cbatch.runtime.cpu.numerics import Numerics, resolve_numerics
+from cbatch.runtime.model.checkpoint import WeightSource, open_checkpoint
+from cbatch.runtime.model.config import ModelConfig, ModelError
+from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.model.rope import RotaryTable
+
+# Elementwise kernels treat the end of a thread's share differently from the rest (scalar against
+# vector code). Up to this many elements a call has one share, and its layout is fixed.
+_ONE_SHARE = 32768
+_NORM_GAP = 16  # columns behind the residual stream: 64 bytes, to keep rows aligned
+_MOST_SPARE_ROWS = 8
+_FEW_ROWS = 8  # computed in about the time of one
+
+
+@dataclass
+class RaggedBatch:
+    """Tokens of B sequences, flat: the rows of a sequence are consecutive, lengths differ freely.
+
+    tokens, positions: int64 [T]. query_lens, context_lens: int32 [B]; the
+    last row of sequence b stands at position `context_lens[b] - 1`, and that many positions are in
+    KV after the pass. block_tables: int32 [B, blocks], block ids by absolute block index (entries
+    beyond the context are not read). logits_index: int64 [N], rows whose logits are wanted.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    query_lens: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    logits_index: Tensor
+
+
+class _Buffers:
+    """Memory of one pass over T rows, and behind them padding up to P."""
+
+    def __init__(self, config: ModelConfig, num_rows: int, padded: int) -> None:
+        h, hidden = HeadShape.of(config), config.hidden_size
+        self.num_rows, self.padded = num_rows, padded
+        self.residual = torch.zeros(padded, hidden + _NORM_GAP)
+        # sqrt(sum(x^2) + n eps) is then one norm of the padded row.
+        self.residual[:, hidden] = (hidden * config.rms_norm_eps) ** 0.5
+        self.x = self.residual[:, :hidden]
+        # Spare rows: products over queries read past the last one (see `Group.bind_rows`).
+        fused = torch.zeros(padded + _MOST_SPARE_ROWS, h.row_width)
+        self.rotated = fused[:padded].view(torch.complex64)
+        self.fused = fused[:num_rows]
+        self.kv = self.fused.view(-1, h.roles * h.head_dim)[:, h.group * h.head_dim :]
+        attended = torch.zeros(max(padded, num_rows + 1), config.num_heads * h.head_dim)
+        self.attended = attended[: num_rows + 1]  # and a row that belongs to no one
+        self.heads_out = attended[:padded]
+
+
+class Model:
+    """A decoder with its weights. Not reentrant: one forward pass at a time.
+
+    `progress`, int64 [1], goes up during a pass, at least once a layer, for whoever watches from
+    another thread; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        numerics: Numerics,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
+        self.numerics = numerics.mode
+        self.progress: NDArray[np.int64] | None = None
+        self._heads = HeadShape.of(config)
+        self._planner = AttentionPlanner(config)
+        with torch.inference_mode():
+            builder = LayerBuilder(config, source, dtype, self.device, numerics)
+            self._embedding, self.layers, self.head = builder.build()
+            self._rotary = RotaryTable(
+                config.rope,
+                config.head_dim,
+                config.num_kv_heads,
+                config.group_size,
+                self.device,
+            )
+        self._padding = self._common_padding()
+        self._compiled = CompiledDecoder.of(
+            config, self._embedding, self.layers, self.head, self._rotary
+        )
+
+    def forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
+        """Logits fp32 [N, vocab] of `batch.logits_index`.
+
+        Writes K and V of all T tokens, then attends. The result is the caller's to change.
+        """
+        if torch.is_inference_mode_enabled():
+            return self._forward(batch, kv)
+        with torch.inference_mode():
+            return self._forward(batch, kv)
+
+    def _forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
+        if self._compiled is not None:
+            self._checked(int(batch.context_lens.max()) - 1)
+            lens = batch.query_lens, batch.context_lens
+            return self._compiled.run(
+                batch.tokens, *lens, batch.block_tables, batch.logits_index, kv, self.progress
+            )
+        num_rows = batch.tokens.shape[0]
+        buffers = _Buffers(self.config, num_rows, self._padding.rows(num_rows))
+        rotary, layout = self._plan(batch, kv, buffers)
+        return self._pass(batch.tokens, rotary, layout, buffers, kv, batch.logits_index)
+
+    def _pass(
+        self,
+        tokens: Tensor,
+        rotary: Tensor,
+        layout: StepLayout,
+        buffers: _Buffers,
+        kv: KVCache,
+        wanted: Tensor,
+    ) -> Tensor:
+        """All layers over a planned step, then the logits of the rows `wanted`."""
+        num_wanted, padded = wanted.shape[0], buffers.padded
+        # With many rows of which few are wanted, the rest need no second half of the last layer.
+        unfinished = num_wanted < buffers.num_rows and buffers.num_rows > _FEW_ROWS
+        # A single token's row spreads over the padding.
+        buffers.x.copy_(self._embedding.index_select(0, _pad_index(tokens, padded)))
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            self._project(layer, buffers, rotary)
+            if self.progress is not None:
+                self.progress[0] += 1
+            kv.token_rows[index].index_copy_(0, layout.slots, buffers.kv.to(kv.data.dtype))
+            if index == last and not num_wanted:
+                return torch.empty(0, self.config.vocab_size)
+            for group in layout.groups[layer.window]:
+                group.run(kv.block_rows[index])
+            if index < last or not unfinished:
+                _finish_layer(layer, buffers.residual, buffers.x, buffers.heads_out)
+        if num_wanted == buffers.num_rows:
+            logits = self.head.product(_normed(buffers.residual, buffers.x), padded)
+            return logits if num_wanted == padded else logits[:num_wanted]
+        return self._wanted_logits(buffers, wanted, unfinished)
+
+    def _wanted_logits(self, buffers: _Buffers, index: Tensor, unfinished: bool) -> Tensor:
+        """Logits of some rows; `unfinished`: the last layer still lacks its second half, which
+        these rows alone need."""
+        count = index.shape[0]
+        rows = self._padding.rows(count)
+        wanted = _pad_index(index, rows)
+        if wanted.shape[0] < rows:
+            wanted = wanted.repeat(rows)
+        residual = buffers.residual.index_select(0, wanted)
+        x = residual[:, : self.config.hidden_size]
+        if unfinished:
+            _finish_layer(self.layers[-1], residual, x, buffers.heads_out.index_select(0, wanted))
+        logits = self.head.product(_normed(residual, x), rows)
+        return logits if rows == count else logits[:count]
+
+    def _plan(
+        self, batch: RaggedBatch, kv: KVCache, buffers: _Buffers
+    ) -> tuple[Tensor, StepLayout]:
+        """The rotation of each row; where its K and V go, and its attention."""
+        query_lens = batch.query_lens.astype(np.int64)
+        contexts = batch.context_lens.astype(np.int64)
+        last_position = self._checked(int(contexts.max()) - 1)
+        rotary = self._rotary.rows(_pad_index(batch.positions, buffers.padded), last_position)
+        step = StepBuffers(kv, batch.block_tables, buffers.fused, buffers.attended)
+        layout = self._planner.plan(step, query_lens, contexts, batch.positions.numpy())
+        return rotary, layout
+
+    def _checked(self, last_position: int) -> int:
+        if last_position >= self.config.max_position_tokens:
+            raise ValueError(
+                f"context_lens: {last_position + 1} tokens exceed the model's context of "
+                f"{self.config.max_position_tokens}"
+            )
+        return last_position
+
+    def _project(self, layer: Layer, buffers: _Buffers, rotary: Tensor) -> None:
+        """Rotated queries and keys, and values, of all rows into the step's buffer."""
+        padded = buffers.padded
+        fused = layer.qkv.product(_normed(buffers.residual, buffers.x), padded)
+        if layer.qk_weight is not None:
+            h = self._heads
+            rows = fused.view(-1, h.kv_heads, h.roles, h.head_dim)[:, :, : h.group + 1]
+            rows.copy_(F.rms_norm(rows, (h.head_dim,), eps=self.config.rms_norm_eps))
+            rows.mul_(layer.qk_weight)
+        # A single token's row spreads over the padding.
+        pairs, rotary = fused.view(torch.complex64), rotary.expand(padded, -1)
+        step = max(1, _ONE_SHARE // rotary.shape[1])
+        for at in range(0, padded, step):
+            part = slice(at, at + step)
+            torch.mul(pairs[part], rotary[part], out=buffers.rotated[part])
+
+    def _common_padding(self) -> RowPadding:
+        """The padding that suits every product."""
+        plans = [linear.plan for layer in self.layers for linear in layer.products()]
+        paddings = [plan.padding for plan in (*plans, self.head.plan)]
+        return RowPadding(
+            max(p.minimum for p in paddings), math.lcm(*(p.multiple for p in paddings))
+        )
+
+
+def _finish_layer(layer: Layer, residual: Tensor, x: Tensor, heads_out: Tensor) -> None:
+    """Output projection and MLP; `x` is the view of `residual` without its gap."""
+    rows = residual.shape[0]
+    x.add_(layer.out.product(heads_out, rows))
+    gate_up = layer.gate_up.product(_normed(residual, x), rows)
+    x.add_(layer.down.product(_swiglu(gate_up), rows))
+
+
+def _normed(residual: Tensor, x: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + n eps): RMSNorm but for its weight and sqrt(n), which the next product
+    holds (`Linear.in_scale`). `x` is the view of `residual` without its gap."""
+    return x / torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [T, gate | up]."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    gate, up = gate_up[:, :width], gate_up[:, width:]
+    step = max(1, _ONE_SHARE // width)
+    if rows <= step:
+        return F.silu(gate).mul_(up)
+    return torch.cat([F.silu(part) for part in gate.split(step)]).mul_(up)
+
+
+def _pad_index(index: Tensor, rows: int) -> Tensor:
+    """`index` with valid but meaningless entries behind it; one alone may broadcast."""
+    count = index.shape[0]
+    return index if count == rows or count == 1 else F.pad(index, (0, rows - count))
+
+
+def load_model(
+    path_or_name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    numerics: str = "auto",
+    random_weights_seed: int | None = None,
+) -> Model:
+    """A model from a directory, GGUF file or hub name, as `open_checkpoint`."""
+    if numerics not in ("auto", "invariant", "fast"):
+        raise ModelError(f"numerics: must be auto, invariant or fast, got {numerics!r}")
+    config, source, served = open_checkpoint(path_or_name, dtype, random_weights_seed)
+    return Model(config, source, served, resolve_numerics(numerics, config, served))

@@ -1,0 +1,306 @@
+"""The torch executor: applies the deltas of a plan, drafts, runs one ragged forward, verifies."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from msgspec import structs
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.core.request.logprobs import TokenLogprobs
+from cbatch.core.scheduler.plan import Deltas, RowStatus, ShadowEvidence, StepPlan, StepResult
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal
+from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.cpu.verify import Verified, Wanted, verify
+from cbatch.runtime.model.arrays import I64, iota
+from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.sampling.logprobs import describe, split_prompt_rows
+from cbatch.runtime.sampling.structured import GrammarSource
+
+_DRAFT_NON_FINITE = int(RowStatus.DRAFT_NON_FINITE)
+
+
+class _Rows(NamedTuple):
+    """The R rows of a plan that compute something, at their true positions."""
+
+    plan_rows: I64
+    slots: NDArray[np.int32]
+    known: I64  # known tokens of the sequence
+    start: I64  # first position computed
+    num_new_tokens: I64  # known tokens computed: a chunk, or the last one
+    num_drafts: I64  # planned, clipped to what max_total_tokens leaves
+    catch_up: NDArray[np.int32]
+    wants: NDArray[np.bool_]
+
+    def at(self, index: I64) -> _Rows:
+        return _Rows(*(field[index] for field in self))
+
+
+class TorchExecutor:
+    """Runs step plans on a model. `reset()` after any exception: the state is then unspecified.
+
+    With a plan committed late the plan's `query_lens`, `num_drafts` and `catch_up` are bounds; true
+    positions are kept here. A row that already reached `max_total_tokens` emits nothing.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        block_size_tokens: int,
+        max_slots: int,
+        drafter: Drafter | None = None,
+        grammars: GrammarSource | None = None,
+    ) -> None:
+        self.model = model
+        self.table = InputBatch(max_slots, block_size_tokens, model.config.vocab_size, grammars)
+        self.kv = KVCache(model.config, num_blocks, block_size_tokens, model.dtype, model.device)
+        self.drafter = drafter
+        if drafter is not None:
+            drafter.bind(self.table, num_blocks)
+
+    def reset(self) -> None:
+        """Forget every slot. KV contents stay: nothing reads a position it has not written."""
+        self.table.clear()
+        if self.drafter is not None:
+            self.drafter.reset()
+
+    def report_progress(self, counter: NDArray[np.int64]) -> None:
+        """From now on `counter` [1] goes up while a step computes, at least once a layer of each
+        model: a long step is told from one that hangs."""
+        self.model.progress = counter
+        if self.drafter is not None:
+            self.drafter.report_progress(counter)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run one step. Raises ValueError for a plan that does not fit the slots."""
+        started = time.perf_counter()
+        self._apply(plan.deltas)
+        asked = np.count_nonzero(plan.num_drafts) or np.count_nonzero(plan.catch_up)
+        drafting = self.drafter is not None and bool(asked)
+        rows = self._rows(plan, drafting)
+        proposal, draft_s = None, 0.0
+        if drafting:
+            begun = time.perf_counter()
+            proposal = self._propose(rows)
+            draft_s = time.perf_counter() - begun
+        verified, prompts = self._forward(rows, proposal)
+        tokens, counts, kv_lens = self._advance(rows, verified)
+        draft_kv_lens = shadow = None
+        if self.drafter is not None:
+            if drafting:
+                self.drafter.truncate(rows.slots, kv_lens)
+                draft_kv_lens = self.drafter.kv_lens(plan.slots)
+            shadow = self._score(rows, proposal)
+        # What the step cost besides its drafts, bookkeeping included: somebody has to pay for it.
+        durations_s = draft_s, time.perf_counter() - started - draft_s
+        result = self._report(plan, rows, proposal, tokens, counts, verified)
+        return StepResult(
+            **result,
+            draft_s=durations_s[0],
+            target_s=durations_s[1],
+            draft_kv_lens=None if draft_kv_lens is None else draft_kv_lens.astype(np.int32),
+            shadow=shadow,
+            logprobs=(*prompts, *(verified.logprobs if verified is not None else ())),
+        )
+
+    def _apply(self, deltas: Deltas) -> None:
+        table = self.table
+        if deltas.reset:
+            self.reset()
+        for slot in deltas.released.tolist():
+            table.release(slot)
+            if self.drafter is not None:
+                self.drafter.release(slot)
+        if len(deltas.zeroed_blocks):
+            self.kv.zero_blocks(deltas.zeroed_blocks)
+            if self.drafter is not None:
+                self.drafter.zero_blocks(deltas.zeroed_blocks)
+        for admission in deltas.new_sequences:
+            table.admit(admission)
+            if self.drafter is not None:
+                self.drafter.admit(admission)
+        table.apply_blocks(deltas)
+
+    def _rows(self, plan: StepPlan, drafting: bool) -> _Rows:
+        table, slots, wants = self.table, plan.slots, plan.wants_logits
+        if np.count_nonzero(table.generation[slots] != plan.generations):
+            raise ValueError(
+                f"step {plan.step_id}: slots {slots.tolist()} do not hold the planned generations; "
+                "send a plan with `deltas.reset` and the whole state"
+            )
+        known, start = table.num_tokens[slots], table.kv_len[slots]
+        room = table.max_total[slots] - known
+        num_drafts, catch_up = plan.num_drafts, plan.catch_up
+        if drafting:  # where that leaves nothing of a plan, its catch-up goes too
+            num_drafts = np.maximum(np.minimum(num_drafts, room - 1), 0)
+            catch_up = catch_up * (num_drafts >= np.minimum(plan.num_drafts, 1))
+        new = plan.query_lens - plan.num_drafts
+        rows = _Rows(iota(len(slots)), slots, known, start, new, num_drafts, catch_up, wants)
+        # A row that already reached its end, or failed, has nothing left to do.
+        idle = ((room <= 0) & wants) | (table.failed[slots] > 0)
+        if np.count_nonzero(idle):
+            rows = rows.at(np.flatnonzero(~idle))
+        reached = rows.start + rows.num_new_tokens
+        # They end at the last known token where they want logits, and never pass it.
+        if np.count_nonzero((reached > rows.known) | (rows.wants & (reached < rows.known))):
+            raise ValueError(
+                f"step {plan.step_id}: query_lens {plan.query_lens.tolist()} do not fit sequences "
+                f"of {known.tolist()} tokens with {start.tolist()} in KV"
+            )
+        return rows
+
+    def _propose(self, rows: _Rows) -> Proposal | None:
+        """Drafts for all rows, also written behind the known tokens; None if nobody drafted."""
+        assert self.drafter is not None
+        at = np.flatnonzero((rows.num_drafts > 0) | (rows.catch_up > 0))
+        if not len(at):
+            return None
+        asked = DraftRows(rows.slots, rows.known, rows.num_drafts, rows.catch_up)
+        drafts = self.drafter.propose(DraftRows(*(field[at] for field in asked)))
+        if len(at) < len(rows.slots):
+            drafts = _spread(drafts, at, len(rows.slots))
+        row, depth = (iota(drafts.tokens.shape[1]) < drafts.num_drafted[:, None]).nonzero()
+        self.table.tokens[rows.slots[row], rows.known[row] + depth] = drafts.tokens[row, depth]
+        return drafts
+
+    def _forward(
+        self, rows: _Rows, proposal: Proposal | None
+    ) -> tuple[Verified | None, list[TokenLogprobs]]:
+        """One pass over all rows, then the verdict on those that want logits; also the log
+        probabilities of prompts."""
+        prompts: list[TokenLogprobs] = []
+        if not len(rows.slots):
+            return None, prompts
+        num_drafted, drafts, probs = np.zeros_like(rows.known), None, None
+        query_lens, wanted = rows.num_new_tokens, rows.wants
+        if proposal is not None:
+            num_drafted = proposal.num_drafted
+            query_lens, wanted = query_lens + num_drafted, wanted * (1 + num_drafted)
+            if np.count_nonzero(num_drafted):
+                drafts, probs = proposal.tokens, proposal.probs
+        asked = self._prompt_rows(rows) if self.table.logprob_requests.prompts else None
+        if asked is not None:
+            wanted = wanted + asked
+        logits = self.model.forward(
+            self.table.ragged(rows.slots, rows.start, query_lens, wanted), self.kv
+        )
+        if asked is not None:
+            prompts, logits = self._describe_prompts(rows, logits, asked, wanted)
+        if not len(logits):
+            return None, prompts
+        at = np.flatnonzero(rows.wants)
+        drafts = None if drafts is None else drafts[at]
+        decided = Wanted(rows.slots[at], rows.known[at], num_drafted[at], drafts, probs)
+        return verify(logits, decided, self.table), prompts
+
+    def _prompt_rows(self, rows: _Rows) -> I64:
+        """How many computed positions of each row predict a token of a prompt that is asked for."""
+        asks = self.table.logprob_requests.prompts
+        asked = np.array([slot in asks for slot in rows.slots.tolist()], dtype=np.int64)
+        return asked * (rows.num_new_tokens - rows.wants)
+
+    def _describe_prompts(
+        self, rows: _Rows, logits: Tensor, asked: I64, wanted: I64
+    ) -> tuple[list[TokenLogprobs], Tensor]:
+        """The log probabilities of prompt tokens, and the logits that are left to decide."""
+        asks, table, found = self.table.logprob_requests.prompts, self.table, []
+        counts = [(i, int(asked[i])) for i in asked.nonzero()[0].tolist()]
+        parts, rest = split_prompt_rows(logits, wanted.cumsum(), counts, wanted)
+        for (i, count), part in zip(counts, parts, strict=True):
+            slot, first = int(rows.slots[i]), int(rows.start[i]) + 1
+            tokens = table.tokens[slot, first : first + count].copy()
+            found.append(describe(slot, first, part, tokens, asks[slot].num_top))
+        for slot in rows.slots[rows.wants].tolist():
+            asks.pop(slot, None)
+        return found, rest
+
+    def _advance(self, rows: _Rows, verified: Verified | None) -> tuple[I64, I64, I64]:
+        """Move the slots on; returns the emitted tokens, and how many each row emitted and has in
+        KV."""
+        table = self.table
+        kv_lens = rows.start + rows.num_new_tokens
+        counts = np.zeros_like(rows.known)
+        tokens = counts[:0]
+        if verified is not None:
+            at = np.flatnonzero(rows.wants)
+            slots, known, emits = rows.slots[at], rows.known[at], verified.num_accepted + 1
+            if np.count_nonzero(verified.status):
+                failed = verified.status > 0
+                emits *= ~failed
+                table.failed[slots[failed]] = verified.status[failed]
+            kv_lens[at] += verified.num_accepted
+            counts[at] = emits
+            row, depth = (iota(verified.tokens.shape[1]) < emits[:, None]).nonzero()
+            tokens = verified.tokens[row, depth]
+            table.tokens[slots[row], known[row] + depth] = tokens
+            table.num_tokens[slots] = known + emits
+            if table.logits_processors.num_active:
+                table.logits_processors.advance(slots, verified.tokens, emits)
+        table.kv_len[rows.slots] = kv_lens
+        return tokens, counts, kv_lens
+
+    def _score(self, rows: _Rows, proposal: Proposal | None) -> ShadowEvidence | None:
+        """How drafters would have done in rows that have emitted without drafts."""
+        assert self.drafter is not None
+        drafted = None if proposal is None else proposal.num_drafted
+        shadow = self.drafter.score(rows.slots, drafted) if len(rows.slots) else None
+        if shadow is None:
+            return None
+        return structs.replace(shadow, rows=rows.plan_rows[shadow.rows].astype(np.int32))
+
+    def _report(
+        self,
+        plan: StepPlan,
+        rows: _Rows,
+        proposal: Proposal | None,
+        tokens: I64,
+        counts: I64,
+        verified: Verified | None,
+    ) -> dict[str, Any]:
+        """Fields of the `StepResult`."""
+        drafted, accepted, row_splits = np.zeros((3, plan.num_rows + 1), dtype=np.int32)
+        status = self.table.failed[plan.slots]
+        at, expected = rows.plan_rows, None
+        row_splits[at + 1] = counts
+        if proposal is not None:
+            drafted[at] = proposal.num_drafted
+            accepted[at] = np.maximum(counts - 1, 0)
+            if np.count_nonzero(proposal.non_finite):
+                broken = at[proposal.non_finite]
+                status[broken] = np.where(status[broken], status[broken], _DRAFT_NON_FINITE)
+        if verified is not None and verified.expected_accepted is not None:
+            expected = np.zeros(plan.num_rows, dtype=np.float32)
+            expected[at[rows.wants]] = verified.expected_accepted
+        return {
+            "step_id": plan.step_id,
+            "generations": plan.generations,
+            "tokens": tokens.astype(np.int32),
+            "row_splits": row_splits.cumsum(dtype=np.int32),
+            "num_drafted": drafted[:-1],
+            "num_accepted": accepted[:-1],
+            "status": status,
+            "expected_accepted": expected,
+        }
+
+
+def _spread(drafts: Proposal, at: I64, num_rows: int) -> Proposal:
+    """A proposal for the rows `at`, as one for all rows; the others drafted nothing."""
+
+    def spread(part: NDArray[np.generic]) -> NDArray[np.generic]:
+        whole = np.zeros((num_rows, *part.shape[1:]), dtype=part.dtype)
+        whole[at] = part
+        return whole
+
+    return drafts._replace(
+        tokens=spread(drafts.tokens),
+        num_drafted=spread(drafts.num_drafted),
+        non_finite=spread(drafts.non_finite),
+    )

@@ -1,0 +1,153 @@
+"""From logits to tokens: the greedy choice, and the filtered distribution of sampled rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.model.arrays import I64, iota
+from triton_kernels.verification.reference import NoiseRows
+
+# Enough for any usual top-k and most nuclei; a larger prefix costs more on every row.
+_LEADING_TOKENS = 256
+
+
+class Filters(NamedTuple):
+    """Sampling parameters of N logits rows. None: no row uses that filter."""
+
+    temperature: Tensor  # fp32 [N], > 0
+    top_k: Tensor | None  # int64 [N]; the vocabulary size where a row has none
+    top_p: Tensor | None  # fp32 [N]; infinite where a row has none
+    min_p: Tensor | None  # fp32 [N]
+
+
+def filters_of(table: InputBatch, slots: NDArray[np.integer]) -> Filters:
+    """The filters of `slots`, in that order."""
+    top_k, top_p, min_p = table.top_k[slots], table.top_p[slots], table.min_p[slots]
+    return Filters(
+        torch.from_numpy(table.temperature[slots]),
+        torch.from_numpy(top_k) if np.count_nonzero(top_k < table.vocab_size) else None,
+        torch.from_numpy(top_p) if np.count_nonzero(top_p <= 1) else None,
+        torch.from_numpy(min_p) if np.count_nonzero(min_p) else None,
+    )
+
+
+def noise_rows(table: InputBatch, slots: NDArray[np.integer], positions: I64) -> NoiseRows:
+    """Where the rows in `slots` draw the noise of the tokens at `positions`."""
+    where = table.keys[slots], table.choice[slots], positions
+    return NoiseRows(*map(torch.from_numpy, where))
+
+
+def filtered_probs(logits: Tensor, filters: Filters) -> Tensor:
+    """The distribution a request asks for: fp32 [N, V] from fp32 logits [N, V]."""
+    return filtered_logits(logits, filters).softmax(dim=-1)
+
+
+def filtered_logits(logits: Tensor, filters: Filters) -> Tensor:
+    """Its logarithm but for a constant in each row; minus infinity where a filter forbids.
+
+    Temperature, then top-k, then top-p of what top-k left (renormalised), then min-p relative to
+    the most likely token. Edges are cut in the order (-logit, id), so a tie goes to the lowest id.
+    Every operation is on one row alone.
+    """
+    # The maximum goes first: a tiny temperature then overflows to -inf at most, never to NaN.
+    x = (logits - logits.amax(dim=-1, keepdim=True)) / filters.temperature[:, None]
+    if filters.top_k is not None or filters.top_p is not None:
+        x = _cut(x, filters)
+    if filters.min_p is not None:
+        x = x.masked_fill(x < filters.min_p.log()[:, None], -torch.inf)
+    return x
+
+
+def _cut(x: Tensor, filters: Filters) -> Tensor:
+    """`x`, whose maximum is 0, with what top-k and top-p drop set to -inf.
+
+    Nearly every cut lies among the first `_LEADING_TOKENS`, which are found without sorting the
+    vocabulary. Which way a row goes depends on that row alone.
+    """
+    rows, vocab = x.shape
+    top_k, top_p = filters.top_k, filters.top_p
+    if top_k is None:
+        top_k = torch.full((rows,), vocab, device=x.device)
+    if top_p is None:
+        top_p = torch.full((rows,), torch.inf, device=x.device)
+    if vocab <= 2 * _LEADING_TOKENS:
+        return _cut_sorted(x, top_k, top_p)
+    values, ids, edge = _leading(x)
+    total = torch.where(top_k <= _LEADING_TOKENS, _mass(values, top_k), x.exp().sum(dim=-1))
+    keep = _kept(values, top_k, top_p * total)
+    count = keep.sum(dim=-1)
+    # The mass that top-p refers to is known, the cut is inside, and every token that ties with the
+    # last one kept is among those seen.
+    known = (top_k <= _LEADING_TOKENS) | (top_k >= vocab)
+    last = values.gather(1, count[:, None] - 1).squeeze(1)
+    found = known & (count < _LEADING_TOKENS) & (last > edge)
+    cut = torch.full_like(x, -torch.inf)
+    cut.scatter_(1, ids, values.masked_fill(~keep, -torch.inf))
+    whole = (top_k >= vocab) & torch.isinf(top_p)
+    cut = torch.where(whole[:, None], x, cut)
+    rest = (~found & ~whole).nonzero().squeeze(1)
+    if rest.numel():
+        cut[rest] = _cut_sorted(x[rest], top_k[rest], top_p[rest])
+    return cut
+
+
+def _cut_sorted(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    values, ids = x.sort(dim=-1, descending=True, stable=True)
+    keep = _kept(values, top_k, top_p * _mass(values, top_k))
+    return torch.empty_like(x).scatter_(1, ids, values.masked_fill_(~keep, -torch.inf))
+
+
+def _leading(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The leading tokens of each row in the order (-x, id): values, ids, and the next value."""
+    values, ids = x.topk(_LEADING_TOKENS + 1, dim=-1)
+    edge = values[:, -1]
+    ids, order = ids[:, :-1].sort(dim=-1)
+    values = values[:, :-1].gather(1, order)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order), edge
+
+
+def _mass(values: Tensor, top_k: Tensor) -> Tensor:
+    """Sum of exp over the first `top_k` of each row."""
+    rank = torch.arange(values.shape[-1], device=values.device)
+    return values.exp().masked_fill_(rank >= top_k[:, None], 0).sum(dim=-1)
+
+
+def _kept(values: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
+    """Which of the descending `values` stay: rank below top_k, and less than `nucleus` of mass
+    before them. The first always does."""
+    rank = torch.arange(values.shape[-1], device=values.device)
+    before = torch.nn.functional.pad(values.exp().cumsum(dim=-1)[:, :-1], (1, 0))
+    keep = (rank < top_k[:, None]) & (before < nucleus[:, None])
+    keep[:, 0] = True
+    return keep
+
+
+def greedy_tokens(logits: Tensor) -> I64:
+    """Most likely token of each row, ties to the lowest id; the id of a NaN if any. numpy's row
+    reductions are several times faster than torch's on few rows."""
+    return logits.numpy().argmax(axis=1)
+
+
+def greedy_drafts(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
+    """`greedy_tokens`, and whether each chosen logit is finite (NaN and +inf are always chosen)."""
+    tokens = greedy_tokens(logits)
+    return tokens, np.isfinite(logits.numpy()[iota(len(tokens)), tokens])
+
+
+def all_finite(logits: Tensor) -> NDArray[np.bool_]:
+    """Whether every logit of a row is finite, for each row."""
+    x = logits.numpy()
+    # One pass: a finite sum has finite terms. A sum may also overflow, so the rare other case
+    # looks again: minimum and maximum pass NaN on, and show an infinity of their side.
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite = np.isfinite(np.add.reduce(x, axis=1))
+        if np.count_nonzero(finite) < len(finite):
+            finite = np.isfinite(x.min(axis=1)) & np.isfinite(x.max(axis=1))
+    return finite

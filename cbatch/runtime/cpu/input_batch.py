@@ -1,0 +1,146 @@
+"""What the executor knows of every slot, and the ragged batches made from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cbatch.core.request.noise import split_seed
+from cbatch.core.scheduler.plan import Deltas, NewSequence
+from cbatch.runtime.cpu.decoder import RaggedBatch
+from cbatch.runtime.model.arrays import I64, iota
+from cbatch.runtime.sampling.logits_processors import LogitsProcessors
+from cbatch.runtime.sampling.logprobs import LogprobRequests
+from cbatch.runtime.sampling.structured import GrammarSource
+
+
+class InputBatch:
+    """Struct of arrays over slots, kept current by the deltas of each plan.
+
+    `tokens[s, :num_tokens[s]]` are known; what lies behind is dead data (drafts of the step in
+    progress are written there). `kv_len` counts valid target positions. Rows of `blocks` are block
+    ids by absolute block index. `failed` is the error (RowStatus) that ended a slot, which computes
+    nothing more; 0: none did. Three flags, of which one is set, say how the drafts of a slot are
+    verified: `greedy`, `coupled`, or `rejects` (by rejection sampling).
+    """
+
+    def __init__(
+        self,
+        max_slots: int,
+        block_size_tokens: int,
+        vocab_size: int,
+        grammars: GrammarSource | None = None,
+    ) -> None:
+        self._grammars = grammars
+        self.max_slots = max_slots
+        self.block_size_tokens = block_size_tokens
+        self.vocab_size = vocab_size
+        self.tokens = np.zeros((max_slots, 0), dtype=np.int64)
+        self.blocks = np.zeros((max_slots, 0), dtype=np.int32)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every slot."""
+        size = self.max_slots
+        self.failed = np.zeros(size, dtype=np.uint8)
+        self.generation = np.zeros(size, dtype=np.int32)
+        self.num_tokens = np.zeros(size, dtype=np.int64)
+        self.kv_len = np.zeros(size, dtype=np.int64)
+        self.max_total = np.zeros(size, dtype=np.int64)
+        self.logits_processors = LogitsProcessors(size, self.vocab_size, self._grammars)
+        self.logprob_requests = LogprobRequests()
+        self.greedy = np.ones(size, dtype=bool)
+        self.rejects = np.zeros(size, dtype=bool)
+        self.coupled = np.zeros(size, dtype=bool)
+        self.temperature = np.ones(size, dtype=np.float32)
+        self.top_k = np.full(size, self.vocab_size, dtype=np.int64)
+        self.top_p = np.full(size, np.inf, dtype=np.float32)
+        self.min_p = np.zeros(size, dtype=np.float32)
+        self.keys = np.zeros((size, 2), dtype=np.int64)
+        self.choice = np.zeros(size, dtype=np.int64)
+
+    def apply_blocks(self, deltas: Deltas) -> None:
+        """The appended blocks, one each (the last field of the deltas)."""
+        if len(deltas.append_slots):
+            self.blocks = _widened(self.blocks, int(deltas.append_indices.max()) + 1)
+            self.blocks[deltas.append_slots, deltas.append_indices] = deltas.append_blocks
+
+    def admit(self, a: NewSequence) -> None:
+        """Fill a slot and forget what it held. Raises ValueError on a broken admission."""
+        slot, n = a.slot, len(a.tokens)
+        if not (0 <= slot < self.max_slots and 0 <= a.kv_len_tokens < n <= a.max_total_tokens):
+            raise ValueError(
+                f"admission of {a.request_id!r}: slot {slot}, {n} tokens, kv_len "
+                f"{a.kv_len_tokens}, max_total {a.max_total_tokens} do not fit together"
+            )
+        self.tokens = _widened(self.tokens, a.max_total_tokens)
+        self.blocks = _widened(self.blocks, len(a.blocks))
+        self.tokens[slot, :n] = a.tokens
+        self.blocks[slot, : len(a.blocks)] = a.blocks
+        self.release(slot)
+        self.generation[slot] = a.generation
+        self.num_tokens[slot], self.kv_len[slot] = n, a.kv_len_tokens
+        self.max_total[slot] = a.max_total_tokens
+        params = a.params
+        self.logits_processors.admit(a)
+        self.logprob_requests.admit(a)
+        self.greedy[slot] = params.greedy
+        self.coupled[slot] = params.coupled and not params.greedy
+        self.rejects[slot] = not (params.coupled or params.greedy)
+        self.temperature[slot] = params.logits_divisor
+        self.top_k[slot] = self.vocab_size if params.top_k is None else params.top_k
+        # 1 keeps every token; a cumulative sum that rounds to 1 early must not cut the tail.
+        self.top_p[slot] = params.top_p if params.top_p < 1 else np.inf
+        self.min_p[slot] = params.min_p
+        self.keys[slot] = split_seed(a.seed)
+        self.choice[slot] = a.choice
+
+    def release(self, slot: int) -> None:
+        """Empty a slot: no plan fits it until it is filled again."""
+        self.num_tokens[slot] = self.kv_len[slot] = 0
+        self.logits_processors.release(slot)
+        self.logprob_requests.release(slot)
+        self.failed[slot] = 0
+
+    def block_rows(self, slots: NDArray[np.integer], context_tokens: int) -> NDArray[np.int32]:
+        """Block tables of `slots`, wide enough for `context_tokens` positions: int32 [R, width]."""
+        width = -(-context_tokens // self.block_size_tokens)
+        return self.blocks[:, :width].take(slots, axis=0)
+
+    def ragged(
+        self,
+        slots: NDArray[np.integer],
+        starts: I64,
+        query_lens: NDArray[np.integer],
+        wanted: NDArray[np.integer] | NDArray[np.bool_],
+    ) -> RaggedBatch:
+        """One row for each slot: `query_lens[i]` >= 1 tokens from position `starts[i]`, read from
+        `tokens`; logits of the last `wanted[i]` of them."""
+        contexts = starts + query_lens
+        ends = query_lens.cumsum()
+        total, num_rows = int(ends[-1]), len(slots)
+        if total == num_rows:
+            positions, row_slots = starts, slots
+        else:
+            positions = iota(total) + (starts - ends + query_lens).repeat(query_lens)
+            row_slots = slots.repeat(query_lens)
+        wanted_ends = wanted.cumsum()
+        num_wanted = int(wanted_ends[-1])
+        index = iota(num_wanted)
+        if num_wanted < total:  # flat row of a wanted one, less its number among them
+            index = index + (ends - wanted_ends).repeat(wanted)
+        return RaggedBatch(
+            torch.from_numpy(self.tokens[row_slots, positions]),
+            torch.from_numpy(positions),
+            query_lens.astype(np.int32),
+            contexts.astype(np.int32),
+            self.block_rows(slots, int(contexts.max())),
+            torch.from_numpy(index),
+        )
+
+
+def _widened(array: NDArray[np.generic], width: int) -> NDArray[np.generic]:
+    """[slots, n] with at least `width` columns; the new ones are 0."""
+    have = array.shape[1]
+    return array if width <= have else np.pad(array, ((0, 0), (0, max(width - have, have))))

@@ -1,0 +1,110 @@
+"""Whether a model is row-invariant on this machine: asked of it, not believed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.cpu.linear import Linear, find_padding
+from cbatch.runtime.model.kv_cache import KVCache
+
+_BLOCK_SIZE_TOKENS = 16
+_PROBE_TOKENS = 40
+
+
+class InvarianceReport(NamedTuple):
+    """What `probe_row_invariance` found. `products`: the kinds that compute; `shapes`: per product
+    [out, in]; `forward`: logits of a whole pass under several compositions."""
+
+    mode: str
+    products: tuple[str, ...]
+    shapes: dict[tuple[int, int], bool]
+    forward: bool
+
+    @property
+    def row_invariant(self) -> bool:
+        return self.forward and all(self.shapes.values())
+
+    def __str__(self) -> str:
+        found = f"row_invariant: {'yes' if self.row_invariant else 'no'}"
+        detail = [f"numerics={self.mode}", f"products: {' and '.join(self.products)}"]
+        failing = [f"{out}x{width}" for (out, width), good in self.shapes.items() if not good]
+        if failing:
+            detail.append(f"of these differ by row count: {', '.join(failing)}")
+        return f"{found} ({'; '.join(detail)})"
+
+
+@torch.inference_mode()
+def probe_row_invariance(model: Model) -> InvarianceReport:
+    """Compare bits: each product of the model at several row counts, and logits of whole passes.
+
+    A fraction of a second for a small model. Says what is, whatever was asked for.
+    """
+    shapes: dict[tuple[int, int], bool] = {}
+    products = tuple(sorted({linear.plan.kind.value for linear in _linears(model)}))
+    for linear in _linears(model):
+        if linear.shape not in shapes:
+            padding = find_padding(linear, linear.shape)
+            shapes[linear.shape] = padding is not None and padding.rows(1) == 1
+    return InvarianceReport(model.numerics, products, shapes, _forward_invariant(model))
+
+
+def _linears(model: Model) -> Iterator[Linear]:
+    for layer in model.layers:
+        yield from layer.products()
+    yield model.head
+
+
+def _forward_invariant(model: Model) -> bool:
+    """The same sequences token by token, in one chunk, and side by side in other blocks."""
+    length = min(_PROBE_TOKENS, model.config.max_position_tokens)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, model.config.vocab_size, (3, length))
+    whole = _Probe(model, tokens, reverse=False).run([length])
+    cut = [1, 1, 5, length]
+    single = [_Probe(model, tokens[i : i + 1], reverse=True).run(cut)[0] for i in range(3)]
+    mixed = _Probe(model, tokens, reverse=True).run([length // 2, 1, 3, length])
+    return all(
+        torch.equal(a, b) and torch.equal(a, c)
+        for a, b, c in zip(whole, single, mixed, strict=True)
+    )
+
+
+class _Probe:
+    """Sequences of equal length in a small cache of their own."""
+
+    def __init__(self, model: Model, tokens: np.ndarray, *, reverse: bool) -> None:
+        self.model, self.tokens = model, tokens
+        count, length = tokens.shape
+        width = -(-length // _BLOCK_SIZE_TOKENS)
+        blocks = np.arange(count * width, dtype=np.int32).reshape(count, width)
+        self.tables = blocks[::-1, ::-1].copy() if reverse else blocks
+        self.kv = KVCache(model.config, blocks.size, _BLOCK_SIZE_TOKENS, model.dtype, model.device)
+
+    def run(self, chunks: list[int]) -> list[Tensor]:
+        """Logits [length, vocab] of each sequence, `chunks` tokens a step until they end."""
+        count, length = self.tokens.shape
+        found: list[list[Tensor]] = [[] for _ in range(count)]
+        at = 0
+        for chunk in chunks:
+            n = min(chunk, length - at)
+            if n < 1:
+                break
+            flat = self.tokens[:, at : at + n].reshape(-1)
+            batch = RaggedBatch(
+                tokens=torch.from_numpy(flat),
+                positions=torch.arange(at, at + n).repeat(count),
+                query_lens=np.full(count, n, dtype=np.int32),
+                context_lens=np.full(count, at + n, dtype=np.int32),
+                block_tables=self.tables,
+                logits_index=torch.arange(count * n),
+            )
+            for parts, rows in zip(found, self.model.forward(batch, self.kv).split(n), strict=True):
+                parts.append(rows)
+            at += n
+        return [torch.cat(parts) for parts in found]

@@ -1,0 +1,180 @@
+"""Products with constant weights: which implementation computes one, and whether its bits hold.
+
+The choice between the implementations (see `products`) is a rule: what the processor, the type of
+the weights and the memory allow. No timing has a say, so that a restart changes no bit. A row's
+bits must not depend on how many rows share the product: of a library's product that is measured,
+and where it holds only from some row count on, or at multiples, rows are padded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cbatch.runtime.cpu.compiled import CompiledProduct, compiles
+from cbatch.runtime.cpu.products import Kind, packing_available
+
+# Row counts whose bits are compared; beyond them libraries switch nothing we have seen.
+_PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 33, 64)
+_PROBE_ROWS_LARGE = (1, 2, 4, 8, 9, 33)  # for weights so large that a probe would be felt
+_LARGE_WEIGHT = 1 << 26
+
+
+class RowPadding(NamedTuple):
+    """Rows are padded to `max(minimum, next multiple)`."""
+
+    minimum: int
+    multiple: int
+
+    def rows(self, num_rows: int) -> int:
+        return max(self.minimum, -(-num_rows // self.multiple) * self.multiple)
+
+
+NO_PADDING = RowPadding(1, 1)
+_PADDINGS = (
+    NO_PADDING,
+    *(RowPadding(n, 1) for n in (2, 4, 8)),
+    *(RowPadding(n, n) for n in (8, 32)),
+)
+
+
+class ProductPlan(NamedTuple):
+    """How products of one weight shape are computed. `padding` is what row-invariance needs;
+    `invariant` whether it was reached."""
+
+    kind: Kind
+    padding: RowPadding
+    invariant: bool
+
+
+class Linear:
+    """y = (x * in_scale) W^T + bias over fp32 rows: [T, in] -> [T, out], both contiguous.
+
+    `product(x, rows)` is a call for `rows` that the plan's padding leaves as they are.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None, plan: ProductPlan
+    ) -> None:
+        self.shape = (weight.shape[0], weight.shape[1])
+        self.plan = plan
+        self.product = plan.kind.of(weight, bias, in_scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        padded = self.plan.padding.rows(rows)
+        if padded == rows:
+            return self.product(x, rows)
+        return self.product(F.pad(x, (0, 0, 0, padded - rows)), padded)[:rows]
+
+    @property
+    def compiled(self) -> CompiledProduct | None:
+        """Our own product, where it takes every number of rows as they come."""
+        own = isinstance(self.product, CompiledProduct) and self.plan.padding == NO_PADDING
+        return self.product if own else None
+
+
+class Machine(NamedTuple):
+    """What there is for weights of one type: our own kernels; MKL's packed product, and memory for
+    the copy that it makes; instructions for bf16 products in the processor's vectors, or in tiles
+    (AMX)."""
+
+    compiles: bool
+    packs: bool
+    bf16: bool
+    tiles: bool
+
+
+def kinds_for(dtype: torch.dtype, machine: Machine, *, invariant: bool) -> list[Kind]:
+    """The kinds that may compute weights of that type, the preferred first.
+
+    Our own are faster than a library's from 1 to 128 rows, and where it has bf16 instructions not
+    slower with 1,024 (measured on an AVX512_BF16 processor), above all since they make the whole
+    pass ours (see `CompiledDecoder`); their bits are a row's own. Tiles multiply bf16 an order of
+    magnitude faster than vectors do fp32: there a prompt is worth more than bits that do not
+    depend on other rows, to who asks for speed. Emulated, bf16 is the slowest.
+    """
+    native = machine.tiles or (machine.bf16 and not machine.compiles)
+    if dtype == torch.bfloat16 and native and not invariant:
+        return [Kind.NATIVE]
+    offered = ((Kind.COMPILED, machine.compiles), (Kind.PACKED, machine.packs))
+    return [*(kind for kind, there in offered if there), Kind.NATIVE]
+
+
+def make_plan(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    invariant: bool,
+    may_pack: bool,
+) -> ProductPlan:
+    """The plan for weights [out, in]: the first kind by the rule, and with `invariant` the first
+    under which bits agree, padded if need be. `may_pack` False where memory does not allow a copy.
+    """
+    machine = Machine(
+        compiles=compiles(dtype),
+        packs=may_pack and packing_available(),
+        bf16=_has("_is_avx512_bf16_supported"),
+        tiles=_has("_is_amx_tile_supported"),
+    )
+    kinds = kinds_for(dtype, machine, invariant=invariant)
+    if kinds[0] is Kind.COMPILED:
+        return ProductPlan(Kind.COMPILED, NO_PADDING, True)
+    if not invariant:
+        return ProductPlan(kinds[0], NO_PADDING, False)
+    return _padded_plan(shape, dtype, tuple(kinds), torch.get_num_threads())
+
+
+def _has(feature: str) -> bool:
+    return bool(getattr(torch.cpu, feature, bool)())
+
+
+@functools.lru_cache(maxsize=256)
+def _padded_plan(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    kinds: tuple[Kind, ...],
+    threads: int,
+) -> ProductPlan:
+    """Of the first kind with a padding under which its bits hold; else of the first as it is."""
+    weight = _random_weight(shape, dtype)
+    for kind in kinds:
+        product = kind.of(weight, None, None)
+        padding = find_padding(lambda x, run=product: run(x, len(x)), shape)
+        if padding is not None:
+            return ProductPlan(kind, padding, True)
+    return ProductPlan(kinds[0], NO_PADDING, False)
+
+
+def _random_weight(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Random rows, repeated where there are many: drawing them would take longer than the rest."""
+    rows = min(shape[0], 64)
+    drawn = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(0))
+    return drawn.to(dtype).repeat(-(-shape[0] // rows), 1)[: shape[0]].contiguous()
+
+
+def find_padding(run: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> RowPadding | None:
+    """The least padding under which a row of `run` has the same bits at every probed row count, or
+    None."""
+    counts = _PROBE_ROWS if shape[0] * shape[1] <= _LARGE_WEIGHT else _PROBE_ROWS_LARGE
+    gen = torch.Generator().manual_seed(1)
+    x = torch.randn(counts[-1] + 31, shape[1], generator=gen)
+    whole = run(x[: counts[-1]].contiguous())
+    results: dict[int, bool] = {}
+
+    def holds(rows: int) -> bool:
+        if rows not in results:
+            some = run(x[:rows].contiguous())
+            common = min(rows, len(whole))
+            results[rows] = torch.equal(some[:common], whole[:common])
+        return results[rows]
+
+    for padding in _PADDINGS:
+        if all(holds(padding.rows(n)) for n in counts):
+            return padding
+    return None

@@ -1,0 +1,64 @@
+"""Row-invariant arithmetic: where a model computes with it, and whether it has it.
+
+A model is row-invariant if the bits of a row's logits do not depend on which rows, or how many,
+share the step, on how a prompt was cut into chunks, or on the blocks its KV lies in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+
+from cbatch.runtime.cpu.linear import make_plan
+from cbatch.runtime.model.config import ModelConfig
+
+_PACK_BYTES_SHARE = 0.5  # of the machine's memory, for packed fp32 copies
+
+
+class Numerics(NamedTuple):
+    """How a model computes: `mode` is "invariant" or "fast". `may_pack`: memory allows packed fp32
+    weights."""
+
+    mode: str
+    may_pack: bool
+
+
+def resolve_numerics(requested: str, config: ModelConfig, dtype: torch.dtype) -> Numerics:
+    """Turn "auto" into "invariant" where every product of the model can be, else into "fast"."""
+    may_pack = 4 * num_weights(config) < _PACK_BYTES_SHARE * memory_bytes()
+    if requested == "auto":
+        plans = [
+            make_plan(shape, dtype, invariant=True, may_pack=may_pack)
+            for shape in weight_shapes(config)
+        ]
+        requested = "invariant" if all(plan.invariant for plan in plans) else "fast"
+    return Numerics(requested, may_pack)
+
+
+def weight_shapes(config: ModelConfig) -> Counter[tuple[int, int]]:
+    """[out, in] of the fused products, and how many of each a forward pass runs."""
+    c, hidden = config, config.hidden_size
+    queries = c.num_heads * c.head_dim
+    shapes: Counter[tuple[int, int]] = Counter()
+    shapes[queries + 2 * c.num_kv_heads * c.head_dim, hidden] += c.num_layers
+    shapes[hidden, queries] += c.num_layers
+    shapes[2 * c.intermediate_size, hidden] += c.num_layers
+    shapes[hidden, c.intermediate_size] += c.num_layers
+    shapes[c.vocab_size, hidden] += 1
+    return shapes
+
+
+def num_weights(config: ModelConfig) -> int:
+    """Of the matrices that a forward pass multiplies with."""
+    return sum(out * width * count for (out, width), count in weight_shapes(config).items())
+
+
+def memory_bytes() -> int:
+    """Of the machine. What is free would be another number at every start."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # not a POSIX system
+        return 4 * 2**30

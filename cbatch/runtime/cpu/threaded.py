@@ -1,0 +1,67 @@
+"""One worker thread around an executor, so that planning overlaps with the step that runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+
+
+class StepRunner(Protocol):
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def reset(self) -> None: ...
+
+
+class VoidedStepError(RuntimeError):
+    """The step was not run, because an earlier one failed and the executor was not reset since."""
+
+
+class ThreadedExecutor:
+    """`submit` plans, `wait` for their results in the same order.
+
+    After a step fails, the steps behind it are not run: their `wait` raises `VoidedStepError`,
+    until `reset()` or a plan whose deltas reset every slot.
+    """
+
+    def __init__(self, executor: StepRunner) -> None:
+        self.executor = executor
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cbatch-step")
+        self._pending: deque[Future[StepResult]] = deque()
+        self._failed = False  # touched by the worker thread only
+
+    def submit(self, plan: StepPlan) -> None:
+        self._pending.append(self._worker.submit(self._run, plan))
+
+    def wait(self) -> StepResult:
+        """Result of the oldest step not waited for; raises what the executor raised."""
+        if not self._pending:
+            raise RuntimeError("wait: no step was submitted; call submit(plan) first")
+        return self._pending.popleft().result()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def reset(self) -> None:
+        """Drop the results of steps under way, let the last of them end, reset the executor."""
+        self._pending.clear()
+        self._worker.submit(self._reset).result()
+
+    def close(self) -> None:
+        """End the worker thread after the steps under way. Idempotent."""
+        self._worker.shutdown(wait=True)
+
+    def _reset(self) -> None:
+        self.executor.reset()
+        self._failed = False
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        if self._failed and not plan.deltas.reset:
+            raise VoidedStepError(f"step {plan.step_id} follows a failed step and was not run")
+        self._failed = True  # until the step has come through
+        result = self.executor.run(plan)
+        self._failed = False
+        return result

@@ -1,0 +1,237 @@
+"""Several drafters in one engine: each row goes to the first of its chain that has a proposal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import MODEL
+from cbatch.core.scheduler.plan import NewSequence, ShadowEvidence
+from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal
+from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.drafting.ngram import Evidence, LookupDrafter
+from cbatch.runtime.model.arrays import I64
+
+# The most tokens of a row that a draft model ingests in a step to make up for drafts of others. If
+# it lacks more, it takes such a slice a step, and drafts once it has caught up.
+CATCH_UP_TOKENS = 256
+# A row's lookup is scored when it has emitted so many tokens without drafts: before a row at k = 0
+# is probed for the first time (`FIRST_ROW_PROBE_STEPS` in cbatch/core/speculation/gate.py).
+SCORE_TOKENS = 12
+
+
+class ChainDrafter(Drafter):
+    """Holds drafters by name; a request names its chain (`SamplingParams.drafter`), or gets
+    `default`.
+
+    A row is offered to the drafters of its chain in order until one drafts, each with a single call
+    for all rows whose turn it is. Names of the chain that are not held are passed over; whoever
+    accepts requests should refuse them by `check`.
+
+    While a lookup drafts for a slot, the draft model's KV falls behind; `kv_lens` says so. Where a
+    lookup has the first turn the scheduler plans no catch-up, since it would mostly be in vain: the
+    chain makes up for it when the model's turn comes.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: DraftModel | None = None,
+        lookups: Mapping[str, LookupDrafter],
+        default: tuple[str, ...],
+    ) -> None:
+        self.model, self.lookups, self.default = model, dict(lookups), default
+        self._drafters: dict[str, Drafter] = {**self.lookups}
+        if model is not None:
+            self._drafters[MODEL] = model
+        self.check(default)
+
+    def check(self, names: tuple[str, ...]) -> None:
+        """Raises FieldError on a name that this chain does not hold."""
+        for name in names:
+            if name not in self._drafters:
+                held = ", ".join(self._drafters) or "none"
+                raise FieldError("drafter", f"{name!r} is not loaded here", f"use: {held}")
+
+    def bind(self, table: InputBatch, num_blocks: int) -> None:
+        super().bind(table, num_blocks)
+        for drafter in self._drafters.values():
+            drafter.bind(table, num_blocks)
+        self._forget()
+
+    def reset(self) -> None:
+        for drafter in self._drafters.values():
+            drafter.reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        slots = self.table.max_slots
+        self._mixed = np.zeros(slots, dtype=np.bool_)  # its chain is not the model alone
+        self._num_mixed = 0
+        self._scored = np.zeros(slots, dtype=np.bool_)  # a lookup has the first turn, and may draft
+        self._num_scored = 0
+        self._since = np.zeros(slots, dtype=np.int64)  # tokens at its last draft or score
+        # Turn t of a slot belongs to a drafter: bool [turns, slots] for each.
+        self._turns = {
+            name: np.zeros((len(self._drafters), slots), dtype=np.bool_) for name in self._drafters
+        }
+
+    def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
+        for drafter in self._drafters.values():
+            drafter.zero_blocks(block_ids)
+
+    def report_progress(self, counter: NDArray[np.int64]) -> None:
+        for drafter in self._drafters.values():
+            drafter.report_progress(counter)
+
+    def admit(self, admission: NewSequence) -> None:
+        for drafter in self._drafters.values():
+            drafter.admit(admission)
+        asked = admission.params.drafter
+        names = self.default if asked is None else asked
+        names, slot = tuple(name for name in names if name in self._drafters), admission.slot
+        self._mixed[slot] = names != (MODEL,)
+        first = names[0] in self.lookups if names else False
+        self._scored[slot] = first and admission.params.max_lookahead != 0
+        self._since[slot] = len(admission.tokens)
+        self._set_chain(slot, names)
+
+    def release(self, slot: int) -> None:
+        for drafter in self._drafters.values():
+            drafter.release(slot)
+        self._mixed[slot] = self._scored[slot] = False
+        self._set_chain(slot, ())
+
+    def _set_chain(self, slot: int, names: tuple[str, ...]) -> None:
+        self._num_mixed, self._num_scored = map(np.count_nonzero, (self._mixed, self._scored))
+        for name, turns in self._turns.items():
+            turns[:, slot] = False
+            if name in names:
+                turns[names.index(name), slot] = True
+
+    def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
+        for drafter in self._drafters.values():
+            drafter.truncate(slots, kv_len_tokens)
+
+    def observe(self, slots: NDArray[np.integer], since: I64) -> Evidence:
+        """As `LookupDrafter.observe`, by the first drafter of each row's chain. A model that did
+        not draft cannot tell what it would have: no trials."""
+        trials, hits = np.zeros((2, len(slots)), dtype=np.int64)
+        for name, lookup in self.lookups.items():
+            at = np.flatnonzero(self._turns[name][0, slots])
+            if len(at):
+                trials[at], hits[at] = lookup.observe(slots[at], since[at])
+        return Evidence(trials, hits)
+
+    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
+        return self.model.kv_len[slots] if self.model is not None and self._num_mixed else None
+
+    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
+        """A few rows a step, so many that each is served when its `SCORE_TOKENS` are there."""
+        if not self._num_scored:
+            return None
+        known = self.table.num_tokens[slots]
+        if num_drafted is not None:
+            drafted = num_drafted > 0
+            self._since[slots[drafted]] = known[drafted]
+        idle = known - self._since[slots] >= SCORE_TOKENS
+        rows = np.flatnonzero(idle & self._scored[slots])[: 1 + len(slots) // SCORE_TOKENS]
+        if not len(rows):
+            return None
+        evidence = self.observe(slots[rows], self._since[slots[rows]])
+        self._since[slots[rows]] = known[rows]
+        return ShadowEvidence(*(part.astype(np.int32) for part in (rows, *evidence)))
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        if self.model is not None and not self._num_mixed:
+            return self.model.propose(rows)
+        merger = _Merger(self.table, rows)
+        waiting = rows.num_drafts > 0
+        self._ingest_slices(rows)
+        for turn in range(len(self._drafters)):
+            for name, drafter in self._drafters.items():
+                at = np.flatnonzero(self._turns[name][turn, rows.slots] & waiting)
+                if not len(at):
+                    continue
+                part = DraftRows(*(field[at] for field in rows))
+                if drafter is self.model:
+                    at, part = self._catch_up(at, part)
+                    if not len(at):
+                        continue
+                proposal = drafter.propose(part)
+                merger.add(at, proposal)
+                waiting[at] &= (proposal.num_drafted == 0) & ~proposal.non_finite
+        return merger.merged()
+
+    def _ingest_slices(self, rows: DraftRows) -> None:
+        """Rows that catch up and draft nothing yet: that is the model's alone."""
+        if self.model is None:
+            return
+        mine = self._turns[MODEL][:, rows.slots].any(axis=0)
+        at = np.flatnonzero((rows.num_drafts == 0) & mine)
+        if len(at):
+            self.model.propose(DraftRows(*(field[at] for field in rows)))
+
+    def _catch_up(self, at: I64, rows: DraftRows) -> tuple[I64, DraftRows]:
+        """The model's rows with what it owes: all of it if short, else a slice and no draft."""
+        assert self.model is not None
+        fits = rows.num_tokens <= self.model.context_tokens
+        if not fits.all():
+            at, rows = at[fits], DraftRows(*(field[fits] for field in rows))
+        behind = rows.num_tokens - 1 - self.model.kv_len[rows.slots]
+        most = np.maximum(rows.catch_up, CATCH_UP_TOKENS)
+        return at, rows._replace(
+            num_drafts=rows.num_drafts * (behind <= most), catch_up=np.minimum(behind, most)
+        )
+
+
+class _Merger:
+    """Puts proposals for some rows of a step together to one for all of them."""
+
+    def __init__(self, table: InputBatch, rows: DraftRows) -> None:
+        self._vocab_size = table.vocab_size
+        self._rejects = table.rejects[rows.slots]
+        num_rows = len(rows.slots)
+        self._tokens = np.zeros((num_rows, int(rows.num_drafts.max(initial=0))), dtype=np.int64)
+        self._num_drafted = np.zeros(num_rows, dtype=np.int64)
+        self._non_finite = np.zeros(num_rows, dtype=np.bool_)
+        self._probs: list[tuple[I64, Tensor]] = []  # rows that have them
+
+    def add(self, at: I64, proposal: Proposal) -> None:
+        """A proposal for the rows `at`, ascending, of which none has drafts yet."""
+        self._tokens[at, : proposal.tokens.shape[1]] = proposal.tokens
+        self._num_drafted[at] = proposal.num_drafted
+        self._non_finite[at] |= proposal.non_finite
+        if proposal.probs is not None:
+            self._probs.append((at[proposal.num_drafted > 0], proposal.probs))
+
+    def merged(self) -> Proposal:
+        return Proposal(self._tokens, self._num_drafted, self._merge_probs(), self._non_finite)
+
+    def _merge_probs(self) -> Tensor | None:
+        """q of every draft in a row that is verified by rejection. A draft chosen with certainty
+        has a one-hot q beside others that were drawn: the verdict is the same to the bit as
+        without any q, since u * 1 = u, and p - q clamped at 0 leaves out the draft alone."""
+        if not self._probs:
+            return None
+        counts = self._num_drafted * self._rejects
+        owner = np.arange(len(counts)).repeat(counts)  # the row of each draft
+        if len(self._probs) == 1 and len(self._probs[0][1]) == len(owner):
+            return self._probs[0][1]
+        merged = torch.zeros((len(owner), self._vocab_size))
+        certain = np.ones(len(owner), dtype=np.bool_)
+        for at, probs in self._probs:
+            drawn = np.isin(owner, at)
+            certain &= ~drawn
+            merged[torch.from_numpy(np.flatnonzero(drawn))] = probs
+        depth = np.arange(self._tokens.shape[1])
+        tokens = self._tokens[self._rejects][depth < counts[self._rejects, None]]
+        flat = np.flatnonzero(certain)
+        merged[torch.from_numpy(flat), torch.from_numpy(tokens[flat])] = 1.0
+        return merged

@@ -1,0 +1,222 @@
+"""Drafters: who guesses the next tokens of a slot before the target verifies them.
+
+A drafter lives in the executor. It may propose fewer tokens than planned, never more, and nothing
+it does can change the law of what is emitted: it only has to report the true distribution its
+tokens were drawn from (or None where it chose with certainty).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.core.scheduler.plan import NewSequence
+from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal
+from cbatch.runtime.cpu.filters import filtered_probs, filters_of, greedy_drafts, noise_rows
+from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.model.arrays import I64, iota
+from cbatch.runtime.model.kv_cache import KVCache
+from triton_kernels.noise import host as noise
+from triton_kernels.verification.reference import draw
+
+
+class DraftModel(Drafter):
+    """A small model of the target's vocabulary as drafter.
+
+    Its KV cache has the target's block ids. `kv_len` counts its valid positions per slot; it lags
+    after k = 0, a prefix hit, a preemption or a full acceptance, and the first pass of a proposal
+    ingests what is missing together with the last known token.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.context_tokens = model.config.max_position_tokens
+
+    def bind(self, table: InputBatch, num_blocks: int) -> None:
+        super().bind(table, num_blocks)
+        model = self.model
+        self.kv = KVCache(
+            model.config, num_blocks, table.block_size_tokens, model.dtype, model.device
+        )
+        self.kv_len = np.zeros(table.max_slots, dtype=np.int64)
+
+    def reset(self) -> None:
+        self.kv_len[:] = 0
+
+    def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
+        self.kv.zero_blocks(block_ids)
+
+    def report_progress(self, counter: NDArray[np.int64]) -> None:
+        self.model.progress = counter
+
+    def admit(self, admission: NewSequence) -> None:
+        self.kv_len[admission.slot] = admission.draft_kv_len_tokens
+
+    def release(self, slot: int) -> None:
+        self.kv_len[slot] = 0
+
+    def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
+        self.kv_len[slots] = np.minimum(self.kv_len[slots], kv_len_tokens)
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        slots, known = rows.slots, rows.num_tokens
+        # The last draft stands at position known + k - 1; its predecessor must fit the context.
+        depths = np.minimum(rows.num_drafts, self.context_tokens + 1 - known)
+        missing = known - self.kv_len[slots]
+        unable = (missing > rows.catch_up + 1) | (depths < 0)
+        if np.count_nonzero(unable):
+            depths[unable] = 0
+        if np.count_nonzero(rows.num_drafts) < len(slots):
+            self._ingest_slices(rows, missing)
+        drafting = _Drafting(self, rows, depths)
+        active = depths.nonzero()[0]
+        if len(active):
+            self._ingest_and_draft(drafting, active, missing)
+        # KV now holds the known tokens and all drafts but the last; where it held values that are
+        # not finite, nothing that counts.
+        drafting.close()
+        drafted = drafting.depths
+        self.kv_len[slots[active]] = (known - 1 + drafted)[active]
+        self.kv_len[slots[drafting.non_finite]] = 0
+        return Proposal(drafting.tokens, drafted, drafting.probs(), drafting.non_finite)
+
+    def _ingest_slices(self, rows: DraftRows, missing: I64) -> None:
+        """Rows without drafts: their next `catch_up` tokens, short of the last known one."""
+        slices = np.minimum(rows.catch_up, missing - 1) * (rows.num_drafts == 0)
+        at = np.flatnonzero(slices > 0)
+        if len(at):
+            slots, lens = rows.slots[at], slices[at]
+            starts = self.kv_len[slots]
+            self.model.forward(self._batch(slots, starts, lens, np.zeros_like(lens)), self.kv)
+            self.kv_len[slots] = starts + lens
+
+    def _ingest_and_draft(self, drafting: _Drafting, active: I64, missing: I64) -> None:
+        """First a ragged pass over the unseen tokens, then one token a pass, while any row goes
+        deeper."""
+        rows, depths = drafting.rows, drafting.depths[active]
+        slots, positions = rows.slots[active], rows.num_tokens[active]
+        tables = self.table.block_rows(slots, int((positions + depths).max()))
+        missing = missing[active]
+        batch = self._batch(slots, positions - missing, missing, np.ones_like(missing))
+        for depth in range(1, int(depths.max()) + 1):
+            logits = self.model.forward(batch, self.kv)
+            tokens, finite = drafting.choose(logits, active, depth - 1)
+            keep = depths > depth
+            if not finite:
+                keep &= ~drafting.non_finite[active]
+            if not np.count_nonzero(keep):
+                return
+            if np.count_nonzero(keep) < len(keep):
+                active, tokens, tables = active[keep], tokens[keep], tables[keep]
+                positions, depths = positions[keep], depths[keep]
+            batch = _next_tokens(tokens, positions + depth - 1, tables)
+
+    def _batch(
+        self, slots: NDArray[np.integer], starts: I64, query_lens: I64, wanted: I64
+    ) -> RaggedBatch:
+        """Of known tokens, changed to what this model knows: its vocabulary may be the smaller."""
+        batch = self.table.ragged(slots, starts, query_lens, wanted)
+        if self.model.config.vocab_size < self.table.vocab_size:
+            batch.tokens.clamp_(max=self.model.config.vocab_size - 1)
+        return batch
+
+
+def _next_tokens(tokens: I64, positions: I64, tables: NDArray[np.int32]) -> RaggedBatch:
+    """A batch of one token a row."""
+    contexts = (positions + 1).astype(np.int32)
+    return RaggedBatch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(positions),
+        np.ones_like(contexts),
+        contexts,
+        tables,
+        torch.from_numpy(iota(len(tokens))),
+    )
+
+
+class _Drafting:
+    """The choices of one proposal as it deepens."""
+
+    def __init__(self, drafter: DraftModel, rows: DraftRows, depths: I64) -> None:
+        self.rows = rows
+        self.depths = depths  # how many drafts a row is to have, or has where its numbers broke
+        self.table = drafter.table
+        self.tokens = np.zeros((len(depths), max(int(depths.max()), 0)), dtype=np.int64)
+        self.non_finite = np.zeros(len(depths), dtype=bool)
+        greedy = self.table.greedy[rows.slots]
+        self.sampled = None if np.count_nonzero(greedy) == len(greedy) else ~greedy
+        self.processors = self.table.logits_processors
+        self.processed = bool(self.processors.active[rows.slots].any())
+        self._advanced = np.zeros_like(depths)  # tokens by which the prefixes are ahead
+        self._q: list[Tensor] = []  # per depth, the rows of `_q_rows`
+        self._q_rows: list[I64] = []
+
+    def choose(self, logits: Tensor, active: I64, depth: int) -> tuple[I64, bool]:
+        """Next token of each active row, and whether all their numbers were finite."""
+        if logits.shape[1] > self.table.vocab_size:  # a draft may pad the vocabulary further
+            logits = logits[:, : self.table.vocab_size]
+        if self.processed:
+            padding = self.table.vocab_size - logits.shape[1]
+            if padding:  # processors know the target's ids
+                logits = torch.nn.functional.pad(logits, (0, padding), value=-torch.inf)
+            self.processors.shape_each(logits, self.rows.slots[active])
+        tokens, finite = greedy_drafts(logits)
+        all_are = np.count_nonzero(finite) == len(finite)
+        if not all_are:
+            self.non_finite[active[~finite]] = True
+            self.depths[active[~finite]] = depth
+        if self.sampled is not None:
+            self._sample(logits, active, depth, tokens)
+        self.tokens[active, depth] = tokens
+        if self.processed:
+            advanced = np.ones_like(active)
+            self.processors.advance(self.rows.slots[active], tokens[:, None], advanced)
+            self._advanced[active] += 1
+        return tokens, all_are
+
+    def close(self) -> None:
+        """The prefixes of the processors are the known tokens again."""
+        if self.processed:
+            self.processors.rollback(self.rows.slots, self._advanced)
+
+    def _sample(self, logits: Tensor, active: I64, depth: int, tokens: I64) -> None:
+        """Overwrite the tokens of sampled rows with draws from q; keep q where it will be asked."""
+        assert self.sampled is not None
+        at = self.sampled[active].nonzero()[0]
+        if not len(at):
+            return
+        rows = active[at]
+        slots, positions = self.rows.slots[rows], self.rows.num_tokens[rows] + depth
+        if len(at) < len(active):
+            logits = logits[torch.from_numpy(at)]
+        q = filtered_probs(logits, filters_of(self.table, slots))
+        padding = self.table.vocab_size - q.shape[1]
+        if padding:
+            q = torch.nn.functional.pad(q, (0, padding))
+        where = noise_rows(self.table, slots, positions)
+        coupled = self.table.coupled[slots]
+        purposes = np.where(coupled, noise.COUPLED, noise.DRAFT)
+        tokens[at] = draw(q, where, torch.from_numpy(purposes)).numpy()
+        if np.count_nonzero(coupled):  # a coupled draft is compared, never weighed
+            keep = np.flatnonzero(~coupled)
+            q, rows = q[torch.from_numpy(keep)], rows[keep]
+        if len(rows):  # rows only drop out with depth: the next q is always one deeper
+            self._q.append(q)
+            self._q_rows.append(rows)
+
+    def probs(self) -> Tensor | None:
+        """q of every draft that stands, row after row and by depth within a row."""
+        if not self._q:
+            return None
+        row = np.concatenate(self._q_rows)
+        depth = np.repeat(iota(len(self._q_rows)), [len(r) for r in self._q_rows])
+        stands = depth < self.depths[row]
+        order = np.lexsort((depth, row))
+        order = order[stands[order]]
+        flat = torch.cat(self._q)
+        if len(order) == len(row) and (order == iota(len(order))).all():
+            return flat
+        return flat[torch.from_numpy(order)]

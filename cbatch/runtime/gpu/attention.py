@@ -1,0 +1,100 @@
+"""Attention of one model's passes: its KV pool, and the work lists that the device plans."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.kv_cache import KVCache
+from triton_kernels.attention import Heads, Partials, Tile, WorkList, attention, plan
+from triton_kernels.attention.cases import SPLIT_TOKENS
+from triton_kernels.attention.table import arch_of, resident_programs, tile_for
+
+_INTERPRETED = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
+# The longest queries that a tile is chosen for: verifications. Prefill takes what suits them, since
+# a row's bits are its own only if all queries of a model use one tile.
+_VERIFIED_TOKENS = 8
+
+
+class Tuning(NamedTuple):
+    """One tile for queries of every length: the bits of a row do not depend on its neighbours."""
+
+    tile: Tile
+    num_programs: int  # as many as fit on the device at a time
+    most_partials: int  # (block of queries, split of keys) pairs whose results may wait
+    split_tokens: int = SPLIT_TOKENS
+
+    @classmethod
+    def of(cls, heads: Heads, dtype: torch.dtype, device: torch.device, page_tokens: int) -> Tuning:
+        """From the static table. Raises ValueError if nothing in it serves."""
+        if device.type != "cuda":
+            return cls(_wide_enough(_INTERPRETED, heads), num_programs=4, most_partials=16)
+        rows = heads.group * _VERIFIED_TOKENS
+        tile = tile_for(heads, dtype, page_tokens, arch=arch_of(device), rows=rows)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        return cls(tile, resident_programs(tile, device), 2 * processors)
+
+
+def _wide_enough(tile: Tile, heads: Heads) -> Tile:
+    return tile._replace(rows=max(tile.rows, triton.next_power_of_2(heads.group)))
+
+
+class PagedAttention:
+    """Of passes with up to `most_tokens` tokens. `tables` int32 [S, n]: the blocks of each slot."""
+
+    def __init__(
+        self, config: ModelConfig, kv: KVCache, tables: Tensor, most_tokens: int, tuning: Tuning
+    ) -> None:
+        self._kv, self._tables, self._tuning = kv, tables, tuning
+        self._scale = 1.0 / math.sqrt(config.head_dim)
+        heads = heads_of(config)
+        device = tables.device
+        partials = Partials.allocate(tuning.most_partials, heads, tuning.tile, device)
+        self._work = {
+            window: WorkList.allocate(
+                partials,
+                heads,
+                tuning.tile,
+                most_tokens=most_tokens,
+                most_sequences=len(tables),
+                split_tokens=tuning.split_tokens,
+                window=window,
+            )
+            for window in dict.fromkeys(config.sliding_window)
+        }
+
+    def plan(self, query_starts: Tensor, contexts: Tensor) -> None:
+        """For all layers of the next pass; arguments as those of `attention.plan`, by slot."""
+        for work in self._work.values():
+            plan(query_starts, contexts, work)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer, [blocks, block_size, kv_heads, head_dim] each."""
+        k, v = self._kv.data[layer].permute(0, 2, 3, 1, 4)
+        return k, v
+
+    def run(self, layer: int, window: int | None, q: Tensor) -> Tensor:
+        """[T, heads * head_dim] of queries [T, kv_heads, group, head_dim]; rows that belong to no
+        slot are left as they were in memory."""
+        out = torch.empty(len(q), q[0].numel(), dtype=q.dtype, device=q.device)
+        k_pages, v_pages = self.pages(layer)
+        attention(
+            q,
+            k_pages,
+            v_pages,
+            self._tables,
+            out,
+            self._work[window],
+            scale=self._scale,
+            num_programs=self._tuning.num_programs,
+        )
+        return out
+
+
+def heads_of(config: ModelConfig) -> Heads:
+    return Heads(config.num_kv_heads, config.group_size, config.head_dim)

@@ -1,0 +1,134 @@
+"""The draft model's part of a step: its KV catches up, then every row drafts as deep as it may."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cbatch.runtime.gpu.attention import PagedAttention
+from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS
+from cbatch.runtime.gpu.decoder import Decoder, Flat, Hidden
+from cbatch.runtime.gpu.device import Device
+from cbatch.runtime.model.kv_cache import KVCache
+from triton_kernels.noise import host as noise
+from triton_kernels.sampling.inputs import (
+    DraftTokens,
+    LogitsBatch,
+    Noise,
+    Proposals,
+    Requests,
+    Rows,
+)
+from triton_kernels.sampling.launch import reduce_tiles
+from triton_kernels.slots.draft_batch import DraftLayout, make_draft_batch, take_drafts
+from triton_kernels.slots.state import SlotState
+
+
+class DraftPasses:
+    """Drafts of a row, and the logits they were drawn from, lie at `layout.starts` of its slot.
+
+    `most_drafts` is the most of a row. Its vocabulary may differ from the target's in size: ids are
+    cut to what it knows, and what it does not know is never drafted.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        attention: PagedAttention,
+        state: SlotState,
+        *,
+        most_tokens: int,
+        most_positions: int,
+        most_drafts: int,
+        vocab: int,
+    ) -> None:
+        slots, device = len(state.num_tokens), decoder.device
+        self._decoder, self._state, self._attention = decoder, state, attention
+        self._block_size, self._most_drafts, self._vocab = kv.block_size, most_drafts, vocab
+        self._cos_sin = decoder.cos_sin(most_positions)
+        self._hidden = Hidden.allocate(most_tokens, decoder)
+        self.layout = DraftLayout.allocate(slots, most_tokens, most_drafts, device)
+        self.layout.draft_slots.fill_(slots - 1)
+        rows, own = slots - 1, decoder.config.vocab_size
+        shape = (rows, most_drafts, max(own, vocab))
+        # What it does not know is finite, so that its rows are, and as good as impossible.
+        lowest = torch.finfo(decoder.dtype).min
+        self._logits = torch.full(shape, lowest, dtype=decoder.dtype, device=device)
+        self._rows = torch.arange(rows, dtype=torch.int32, device=device)
+        depths = torch.arange(most_drafts, dtype=torch.int32, device=device)
+        self._depths = depths[:, None].repeat(1, rows)
+        self._no_drafts = torch.zeros(slots, dtype=torch.int32, device=device)
+
+    def run(self, device: Device, most_tokens: int, rows: int, depth: int, shaped: bool) -> None:
+        """Up to `most_tokens` tokens to catch up with, `rows` rows that draft, each up to `depth`:
+        buckets of what the plan asks."""
+        ingest = partial(self._ingest, most_tokens)
+        if most_tokens > MOST_CAPTURED_TOKENS:
+            ingest()
+        else:
+            device.run(("ingest", most_tokens), ingest)
+        if rows:
+            device.run(("draft", rows, depth, shaped), partial(self._draft, rows, depth, shaped))
+
+    def drafts(self) -> DraftTokens:
+        """Of the slots; their number is not in it."""
+        return DraftTokens(self.layout.drafts, self.layout.starts, self._no_drafts)
+
+    def proposals(self, rows: int) -> Proposals:
+        """What the drafts of the first `rows` rows were drawn from."""
+        layout, count = self.layout, rows * self._most_drafts
+        owners = Rows(layout.draft_slots[:count], layout.draft_depths[:count])
+        logits = self._logits.flatten(0, 1)[:count, : self._vocab]
+        return Proposals(logits, owners, self._no_drafts)
+
+    def _ingest(self, most_tokens: int) -> None:
+        layout = self.layout
+        layout.draft_slots.fill_(len(self._state.num_tokens) - 1)
+        flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(most_tokens)
+        make_draft_batch(
+            self._state,
+            layout._replace(tokens=flat.tokens, positions=flat.positions, kv_slots=flat.slots),
+            block_size=self._block_size,
+            most_drafts=self._most_drafts,
+            most_token=self._decoder.config.vocab_size - 1,
+            context_tokens=self._decoder.config.max_position_tokens,
+        )
+        self._attention.plan(layout.query_starts, layout.contexts)
+        self._decoder.forward(flat, self._attention, self._cos_sin, self._hidden)
+
+    def _draft(self, rows: int, depth: int, shaped: bool) -> None:
+        layout = self.layout
+        flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(rows)
+        last = layout.row_tokens[:rows]
+        for j in range(depth):
+            if j:
+                self._attention.plan(layout.row_starts, layout.row_contexts)
+                self._decoder.forward(flat, self._attention, self._cos_sin, self._hidden)
+                last = self._rows[:rows]
+            own = self._logits[:rows, j, : self._decoder.config.vocab_size]
+            self._decoder.logits(self._hidden, last, own)
+            reduced = reduce_tiles(self._batch(rows, j, shaped), noise.DRAFT)
+            take_drafts(
+                self._state,
+                layout,
+                reduced.ids,
+                j,
+                block_size=self._block_size,
+                most_drafts=self._most_drafts,
+                most_token=self._decoder.config.vocab_size - 1,
+            )
+
+    def _batch(self, rows: int, depth: int, shaped: bool) -> LogitsBatch:
+        state = self._state
+        logits: Tensor = self._logits[:rows, depth, : self._vocab]
+        return LogitsBatch(
+            logits,
+            Rows(self.layout.row_slots[:rows], self._depths[depth, :rows]),
+            Requests(state.modes, state.temperatures, state.top_k, state.top_p, state.min_p),
+            Noise(state.keys, state.choices, self.layout.noise_positions),
+            self.drafts(),
+            state.shaping if shaped else None,
+        )

@@ -1,0 +1,104 @@
+"""What a request does to logits, as the sparse lists that the sampling kernels read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.scheduler.plan import NewSequence
+from triton_kernels.sampling.inputs import IN_PROMPT, IS_STOP
+
+I32 = NDArray[np.int32]
+
+
+class Sparse(NamedTuple):
+    """The fields of `triton_kernels.sampling.LogitsShaping` for one slot; lists as long as they
+    need."""
+
+    plain: I32  # [ceil(V / 32)]
+    listed: I32
+    bias: NDArray[np.float32]
+    counts: I32
+    marks: I32
+    penalties: NDArray[np.float32]  # [3]
+    min_tokens: int
+
+
+def shapes_logits(a: NewSequence) -> bool:
+    p = a.params
+    return bool(
+        p.allowed_token_ids is not None
+        or p.banned_token_ids
+        or (p.min_tokens and a.stop_ids)
+        or p.logit_bias
+        or _has_penalties(a)
+    )
+
+
+def neutral(vocab_size: int) -> Sparse:
+    """Every logit as it is."""
+    none = np.zeros(0, dtype=np.int32)
+    plain = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
+    penalties = np.array([1, 0, 0], dtype=np.float32)
+    return Sparse(plain, none, none.astype(np.float32), none, none, penalties, 0)
+
+
+def sparse_of(a: NewSequence, vocab_size: int, most_listed: int) -> Sparse:
+    """After the known tokens of `a`, output included. Raises FieldError where more tokens have to
+    be listed than there is room for."""
+    params = a.params
+    prompt, output = a.tokens[: a.num_prompt_tokens], a.tokens[a.num_prompt_tokens :]
+    allowed = np.ones(vocab_size, dtype=np.bool_)
+    if params.allowed_token_ids is not None:
+        allowed[:] = False
+        allowed[list(params.allowed_token_ids)] = True
+    allowed[list(params.banned_token_ids)] = False
+    min_tokens = max(params.min_tokens - len(output), 0)
+    # EOS ids come from the model's files, which may name more ids than there are logits.
+    stops = [i for i in a.stop_ids if i < vocab_size] if min_tokens else []
+    bias, counts = np.zeros(vocab_size, dtype=np.float32), np.zeros(vocab_size, dtype=np.int32)
+    marks = np.zeros(vocab_size, dtype=np.int32)
+    bias[list(params.logit_bias)] = list(params.logit_bias.values())
+    marks[stops] |= IS_STOP
+    has_entry = (bias != 0) | (marks != 0)
+    if _has_penalties(a):
+        np.add.at(counts, output, 1)
+        if params.repetition_penalty != 1:
+            marks[prompt] |= IN_PROMPT
+        has_entry |= (counts > 0) | (marks != 0)
+    listed = np.flatnonzero(has_entry & allowed)
+    if len(listed) > most_listed:
+        raise FieldError(
+            "logit_bias",
+            f"with penalties and stop ids it lists {len(listed)} tokens",
+            f"list at most {most_listed}",
+        )
+    return Sparse(
+        plain=_bits(allowed & ~has_entry),
+        listed=listed.astype(np.int32),
+        bias=bias[listed],
+        counts=counts[listed],
+        marks=marks[listed],
+        penalties=np.array(
+            [params.repetition_penalty, params.presence_penalty, params.frequency_penalty],
+            dtype=np.float32,
+        ),
+        min_tokens=min_tokens,
+    )
+
+
+def _has_penalties(a: NewSequence) -> bool:
+    p = a.params
+    return bool(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty)
+
+
+def _bits(flags: NDArray[np.bool_]) -> I32:
+    """Bit i % 32 of word i // 32 is flag i."""
+    packed = np.packbits(flags, bitorder="little")
+    padded = np.zeros(-(-len(flags) // 32) * 4, dtype=np.uint8)
+    padded[: len(packed)] = packed
+    words: I32 = padded.view("<i4").astype(np.int32)
+    return words

@@ -1,0 +1,111 @@
+"""The target's part of a step: one pass over all rows, then the verdict on those that decide."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cbatch.runtime.gpu.attention import PagedAttention
+from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS
+from cbatch.runtime.gpu.decoder import Decoder, Flat, Hidden
+from cbatch.runtime.gpu.device import Device
+from cbatch.runtime.gpu.draft_pass import DraftPasses
+from cbatch.runtime.model.kv_cache import KVCache
+from triton_kernels.sampling.inputs import DraftTokens, LogitsBatch, Noise, Requests, Rows
+from triton_kernels.slots.advance import NUM_FIELDS, advance
+from triton_kernels.slots.state import SlotState
+from triton_kernels.slots.target_batch import TargetLayout, make_target_batch
+from triton_kernels.verification.kernel import VerifyOutput, verify_logits
+
+
+class TargetPass:
+    """`result` int32 [slots, n] is what a step leaves for the host (see `slots.advance`).
+    `logits` and `layout` are valid until the next step."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        attention: PagedAttention,
+        state: SlotState,
+        drafting: DraftPasses | None,
+        *,
+        most_tokens: int,
+        most_positions: int,
+        most_drafts: int,
+    ) -> None:
+        slots, device = len(state.num_tokens), decoder.device
+        self._decoder, self._state, self._attention = decoder, state, attention
+        self._drafting, self._block_size = drafting, kv.block_size
+        self._cos_sin = decoder.cos_sin(most_positions)
+        self.hidden = Hidden.allocate(most_tokens, decoder)
+        # No more rows of logits than tokens, and of each slot its drafts and one more.
+        self.most_logits = min(most_tokens, (slots - 1) * (1 + most_drafts))
+        self.layout = TargetLayout.allocate(slots, most_tokens, self.most_logits, device)
+        shape = (self.most_logits, decoder.config.vocab_size)
+        self.logits = torch.zeros(shape, dtype=decoder.dtype, device=device)
+        width = NUM_FIELDS + 1 + most_drafts
+        self.result = torch.zeros(slots, width, dtype=torch.int32, device=device)
+        self._zeros = torch.zeros(slots, dtype=torch.int32, device=device)
+
+    def run(self, device: Device, tokens: int, logits: int, draft_rows: int, shaped: bool) -> None:
+        """Up to `tokens` tokens, of which `logits` want logits: buckets of what the plan asks.
+        `draft_rows`: so many rows have drafts that were drawn, and are to be weighed; 0: none."""
+        forward = partial(self._forward, tokens)
+        if tokens > MOST_CAPTURED_TOKENS:
+            forward()
+        else:
+            device.run(("target", tokens), forward)
+        decide = partial(self._decide, logits, draft_rows, shaped)
+        device.run(("decide", logits, draft_rows, shaped), decide)
+
+    def _forward(self, tokens: int) -> None:
+        layout, drafts = self.layout, self._drafting
+        flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(tokens)
+        make_target_batch(
+            self._state,
+            self._zeros if drafts is None else drafts.layout.depths,
+            layout._replace(tokens=flat.tokens, positions=flat.positions, kv_slots=flat.slots),
+            block_size=self._block_size,
+            most_token=self._decoder.config.vocab_size - 1,
+        )
+        self._attention.plan(layout.query_starts, layout.contexts)
+        self._decoder.forward(flat, self._attention, self._cos_sin, self.hidden)
+
+    def _decide(self, num_logits: int, draft_rows: int, shaped: bool) -> None:
+        decision: VerifyOutput | None = None
+        if num_logits:
+            logits = self.logits[:num_logits]
+            self._decoder.logits(self.hidden, self.layout.logit_tokens[:num_logits], logits)
+            proposals = None
+            if draft_rows:
+                assert self._drafting is not None
+                proposals = self._drafting.proposals(draft_rows)
+            batch = self._batch(logits, shaped)
+            decision = verify_logits(batch, self.layout.logit_starts, proposals)
+        drafts = None if self._drafting is None else self._drafting.layout
+        advance(
+            self._state,
+            self.layout,
+            decision,
+            self._zeros if drafts is None else drafts.broken,
+            self._zeros if drafts is None else drafts.next_kv,
+            self.result,
+            shaped=shaped,
+        )
+
+    def _batch(self, logits: Tensor, shaped: bool) -> LogitsBatch:
+        state, layout, count = self._state, self.layout, len(logits)
+        drafts = DraftTokens(self._zeros, self._zeros, self._zeros)
+        if self._drafting is not None:
+            drafts = self._drafting.drafts()
+        return LogitsBatch(
+            logits,
+            Rows(layout.logit_slots[:count], layout.logit_depths[:count]),
+            Requests(layout.modes, state.temperatures, state.top_k, state.top_p, state.min_p),
+            Noise(state.keys, state.choices, layout.noise_positions),
+            drafts._replace(counts=layout.num_drafted),
+            state.shaping if shaped else None,
+        )

@@ -1,0 +1,69 @@
+"""Paged keys and values of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cbatch.runtime.model.config import ModelConfig
+
+
+class KVCache:
+    """K and V in blocks of `block_size` tokens; block ids 0 .. num_blocks - 1 are the caller's.
+
+    Memory per layer: [kv_heads, blocks, block_size, 2 (K, V), head_dim]. K and V of a token lie
+    together, as they do in the projection that makes them, and so do the tokens of one head in one
+    block: writing copies one run for each (token, head), gathering one for each (block, head), and
+    the gathered tiles are operands of a batched product as they stand. One more block
+    (`scratch_block`) stays zero: it stands for whatever a block table does not hold.
+
+    `data` [layers, 2, kv_heads, blocks, block_size, head_dim] is a view of all of it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(
+                f"num_blocks and block_size must be positive, got {num_blocks} and {block_size}"
+            )
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.scratch_block = num_blocks
+        heads, dim = config.num_kv_heads, config.head_dim
+        # Zeroed, not empty: positions never written are masked, but they must be finite.
+        memory = torch.zeros(
+            (config.num_layers, heads, num_blocks + 1, block_size, 2, dim),
+            dtype=dtype,
+            device=torch.device(device),
+        )
+        self.data = memory.permute(0, 4, 1, 2, 3, 5)
+        self.block_rows = [layer.view(-1, block_size * 2 * dim) for layer in memory]
+        self.token_rows = [layer.view(-1, 2 * dim) for layer in memory]
+        # First block row of each head: add a block id to get a row of `block_rows`.
+        self.head_base = np.arange(heads, dtype=np.int64) * (num_blocks + 1)
+
+    @torch.inference_mode()
+    def zero_blocks(self, block_ids: Sequence[int] | NDArray[np.integer]) -> None:
+        """Forget the contents of blocks, so that values that were not finite cannot spread."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        if ids.size == 0:
+            return
+        if ids.min() < 0 or ids.max() >= self.num_blocks:
+            raise ValueError(f"block ids must lie in 0..{self.num_blocks - 1}, got {ids.tolist()}")
+        index = torch.from_numpy(ids).to(self.data.device)
+        self.data.index_fill_(3, index, 0)
+
+    @staticmethod
+    def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes one block takes over all layers."""
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        return per_token * block_size * dtype.itemsize

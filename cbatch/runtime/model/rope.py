@@ -1,0 +1,138 @@
+"""Rotary position embedding (arXiv:2104.09864) with the scalings of the supported families."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cbatch.runtime.model.config import RopeConfig
+
+_FIRST_POSITIONS = 256
+ROW_GAP = 8  # complex numbers between rows: 64 bytes, to keep them aligned
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """fp32 [head_dim / 2], in radians per token.
+
+    Computed in fp32 in the order transformers does: at far positions the rounding of a frequency
+    is a visible angle, and checkpoints were trained with that rounding.
+    """
+    scaled = _scaled_frequencies(rope, head_dim)
+    return scaled / torch.tensor(rope.divisors) if rope.divisors else scaled
+
+
+def _scaled_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    base = rope.theta**exponents
+    if rope.type == "linear":
+        return (1.0 / base) / rope.factor
+    if rope.type == "llama3":
+        return _llama3(rope, 1.0 / base)
+    if rope.type == "yarn":
+        return _yarn(rope, base, head_dim)
+    return 1.0 / base
+
+
+def _llama3(rope: RopeConfig, freq: Tensor) -> Tensor:
+    """Long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    original = rope.original_max_position_tokens
+    longest, shortest = original / rope.low_freq_factor, original / rope.high_freq_factor
+    wavelength = 2 * math.pi / freq
+    scaled = torch.where(wavelength > longest, freq / rope.factor, freq)
+    smooth = (original / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    return torch.where((wavelength >= shortest) & (wavelength <= longest), between, scaled)
+
+
+def _yarn(rope: RopeConfig, base: Tensor, head_dim: int) -> Tensor:
+    """YaRN, section 3.2: a ramp over dimensions from extrapolation to interpolation."""
+
+    def dimension_of(rotations: float) -> float:
+        ratio = rope.original_max_position_tokens / (rotations * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step; the ramp below divides by the width
+    dims = torch.arange(head_dim // 2, dtype=torch.float32)
+    keep = 1 - ((dims - low) / (high - low)).clamp(0, 1)
+    return (1.0 / (rope.factor * base)) * (1 - keep) + (1.0 / base) * keep
+
+
+class RotaryTable:
+    """The factors that rotate a row of the fused projection, by position.
+
+    A row is [kv_heads, group + 2, head_dim]: queries, then K, then V of each KV head, pairs of
+    dimensions side by side. Queries are rotated by cos + i sin and scaled by 1 / sqrt(head_dim) (so
+    that scores need no scaling), keys are rotated, values multiplied by 1.
+    """
+
+    def __init__(
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        kv_heads: int,
+        group: int,
+        device: torch.device,
+    ) -> None:
+        self._frequencies = inverse_frequencies(rope, head_dim).to(device)
+        self._attention_factor = rope.attention_factor
+        self._score_scale = head_dim**-0.5
+        self._kv_heads, self._group = kv_heads, group
+        self._width = kv_heads * (group + 2) * head_dim // 2
+        self._by_position = self._segment(0, _FIRST_POSITIONS)
+
+    def rows(self, positions: Tensor, last_position: int) -> Tensor:
+        """complex64 [T, row_width / 2] of int64 `positions` [T], none beyond `last_position`.
+
+        Rows have a gap between them, so that an operation on several rows is never merged into one
+        loop, whose end (scalar code) would lie elsewhere for every row count.
+        """
+        while last_position >= len(self._by_position):
+            self._grow()
+        return self._expand(self._by_position.index_select(0, positions))[:, : self._width]
+
+    def cos_sin(self, count: int) -> Tensor:
+        """cos and sin of positions [0, count): fp32 [count, head_dim / 2, 2]; the factors of keys
+        in `rows`, bit for bit."""
+        while count > len(self._by_position):
+            self._grow()
+        return torch.view_as_real(self._by_position[:count]).contiguous()
+
+    def _grow(self) -> None:
+        # Always the same segments: how a cosine is rounded depends on its place in the call.
+        have = len(self._by_position)
+        self._by_position = torch.cat([self._by_position, self._segment(have, 2 * have)])
+
+    def _segment(self, start: int, stop: int) -> Tensor:
+        """cos + i sin of positions [start, stop): complex64 [positions, head_dim / 2]."""
+        positions = torch.arange(start, stop, device=self._frequencies.device)
+        angles = positions.float()[:, None] * self._frequencies
+        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        return torch.complex(cos, sin)
+
+    def _expand(self, keys: Tensor) -> Tensor:
+        """complex64 [T, row_width / 2 + gap] from [T, head_dim / 2]."""
+        count, half = keys.shape
+        found = keys.new_ones(count, self._width + ROW_GAP)
+        roles = found[:, : self._width].unflatten(1, (self._kv_heads, self._group + 2, half))
+        roles[:, :, : self._group] = (keys * self._score_scale)[:, None, None]
+        roles[:, :, self._group] = keys[:, None]
+        return found
+
+
+def interleave_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of each head from (x_0.., y_0..) to (x_0, y_0, x_1, y_1, ..).
+
+    Checkpoints rotate pairs that lie half a head apart. With pairs side by side the rotation is one
+    complex product; scores do not change, since queries and keys are reordered alike.
+    """
+    pairs = weight.unflatten(0, (-1, 2, head_dim // 2))
+    return pairs.transpose(1, 2).reshape(weight.shape)

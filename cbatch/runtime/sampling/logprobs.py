@@ -1,0 +1,100 @@
+"""Log probabilities of tokens, for the requests that ask for them.
+
+Each row of logits is normalised by itself, so the numbers of a token are the same bits whether it
+was an accepted draft, a bonus or the one token of a plain step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.core.request.logprobs import TokenLogprobs
+from cbatch.core.scheduler.plan import NewSequence
+from cbatch.runtime.model.arrays import I64
+
+
+class LogprobRequest(NamedTuple):
+    num_top: int  # 0: the chosen token alone
+    processed: bool  # of the distribution sampled from, not of the model's own logits
+
+
+class LogprobRequests:
+    """What the sequence in each slot asks for; most ask for nothing. `prompts` lose a slot once its
+    prompt is computed."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, LogprobRequest] = {}
+        self.prompts: dict[int, LogprobRequest] = {}
+
+    def admit(self, a: NewSequence) -> None:
+        """Raises ValueError if prompt positions that are asked for are in KV already."""
+        params = a.params
+        if params.logprobs is not None:
+            self.outputs[a.slot] = LogprobRequest(
+                params.logprobs, params.logprobs_mode == "processed"
+            )
+        if a.computes_prompt:
+            assert params.prompt_logprobs is not None
+            if a.kv_len_tokens:
+                raise ValueError(
+                    f"admission of {a.request_id!r}: {a.kv_len_tokens} tokens are in KV, but "
+                    "the log probabilities of its prompt are wanted"
+                )
+            self.prompts[a.slot] = LogprobRequest(params.prompt_logprobs, processed=False)
+
+    def release(self, slot: int) -> None:
+        self.outputs.pop(slot, None)
+        self.prompts.pop(slot, None)
+
+
+def describe(
+    slot: int, first_position: int, logits: Tensor, tokens: I64, num_top: int
+) -> TokenLogprobs:
+    """Of `tokens` int64 [T], chosen at successive positions by `logits` fp32 [T, V] (or by anything
+    that differs from them by a constant in each row)."""
+    logprobs = logits.log_softmax(dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+    index = torch.from_numpy(tokens).to(logits.device)
+    num_top = min(num_top, logits.shape[1])
+    ids, values = _top(logprobs, num_top)
+    return TokenLogprobs(
+        slot=slot,
+        first_position=first_position,
+        chosen=logprobs.gather(1, index[:, None]).squeeze(1).cpu().numpy(),
+        top_ids=ids,
+        top=values,
+    )
+
+
+def _top(logprobs: Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The `count` likeliest of each row in the order (-logprob, id): ids and values [T, count]."""
+    ids = np.zeros((len(logprobs), count), dtype=np.int32)
+    values = np.zeros((len(logprobs), count), dtype=np.float32)
+    if count:
+        edge = logprobs.topk(count, dim=-1).values[:, -1:]
+        for i, contends in enumerate(logprobs >= edge):  # more than `count` where some tie
+            candidates = contends.nonzero().squeeze(1)
+            ordered, order = logprobs[i, candidates].sort(descending=True, stable=True)
+            ids[i] = candidates[order[:count]].cpu().numpy()
+            values[i] = ordered[:count].cpu().numpy()
+    return ids, values
+
+
+def split_prompt_rows(
+    logits: Tensor, ends: I64, counts: Sequence[tuple[int, int]], wanted: I64
+) -> tuple[list[Tensor], Tensor]:
+    """The first `n` of the rows of sequence i, for each (i, n) of `counts`, and all other rows.
+
+    The rows of sequence i are `logits[ends[i] - wanted[i] : ends[i]]`."""
+    others = np.ones(len(logits), dtype=np.bool_)
+    parts = []
+    for i, count in counts:
+        start = int(ends[i] - wanted[i])
+        others[start : start + count] = False
+        parts.append(logits[start : start + count])
+    return parts, logits[torch.from_numpy(others.nonzero()[0]).to(logits.device)]

@@ -1,0 +1,118 @@
+"""A sequence whose text has a grammar: the tokens that may follow each prefix of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.core.request.request import StructuredOutputs
+
+
+class Matcher(Protocol):
+    """A grammar in the state that a prefix leads to, as `llguidance.LLMatcher` has it. It never
+    raises: beyond its limits it is in error, and stays so."""
+
+    def compute_bitmask(self) -> bytes:
+        """Bit i % 8 of byte i // 8: whether token i may follow."""
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        """How many of them may follow one another; it goes on behind these."""
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """The same, staying where it is."""
+
+    def rollback(self, num_tokens: int) -> bool: ...
+
+    def is_accepting(self) -> bool:
+        """Whether the text may end here."""
+
+    def is_error(self) -> bool: ...
+
+
+class GrammarSource(Protocol):
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    def matcher(self, asked: StructuredOutputs) -> Matcher:
+        """At its beginning, and the caller's own. Raises `FieldError`."""
+
+
+class Structured:
+    """The processor of a grammar. EOS may follow where the text is complete, and behind EOS nothing
+    but EOS.
+
+    The matcher is never shown EOS (to roll it back is not what it says it is) nor a token that may
+    not follow: from the first of these on tokens are counted only. A forbidden one is a draft, and
+    the row before it has forbidden it, so what stands behind it is of no matter.
+    """
+
+    def __init__(self, grammars: GrammarSource, asked: StructuredOutputs, vocab_size: int) -> None:
+        self._make = partial(grammars.matcher, asked)
+        self._matcher = self._make()
+        self._eos_ids = frozenset(i for i in grammars.eos_ids if i < vocab_size)
+        self._not_eos = np.ones(vocab_size, dtype=np.bool_)
+        self._not_eos[list(self._eos_ids)] = False
+        self._taken: list[int] = []  # by the matcher
+        self._behind = 0  # tokens behind those, EOS or the forbidden one first
+        self._ended = self._broken = False  # with the first of these; broken: beyond its limits
+
+    def shape(self, row: Tensor) -> None:
+        if self._behind:
+            if self._ended:
+                _forbid(row, self._not_eos)
+            elif self._broken:
+                row.fill_(-torch.inf)
+            return
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            self._renew()
+            bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            row.fill_(-torch.inf)
+            return
+        packed = np.frombuffer(bits, dtype=np.uint8)
+        _forbid(row, np.unpackbits(packed, count=len(row), bitorder="little") == 0)
+
+    def advance(self, token: int) -> None:
+        if self._behind:
+            self._behind += 1
+        elif token not in self._eos_ids and self._take(token):
+            self._taken.append(token)
+        else:
+            self._behind = 1
+            self._broken = self._matcher.is_error()
+            self._ended = token in self._eos_ids and self._matcher.is_accepting()
+
+    def rollback(self, count: int) -> None:
+        counted = min(count, self._behind)
+        self._behind -= counted
+        if count > counted:
+            del self._taken[counted - count :]
+            self._matcher.rollback(count - counted)
+        if not self._behind and self._matcher.is_error():
+            self._renew()
+
+    def num_allowed(self, drafts: list[int]) -> int:
+        """How many of `drafts` may follow one another; behind EOS none does."""
+        return 0 if self._behind else self._matcher.validate_tokens(drafts)
+
+    def _take(self, token: int) -> bool:
+        taken = self._matcher.try_consume_tokens([token])
+        if self._matcher.is_error():
+            self._renew()
+            taken = self._matcher.try_consume_tokens([token])
+        return taken == 1
+
+    def _renew(self) -> None:
+        """What drafts brought to its limits, the known tokens alone may not."""
+        self._matcher = self._make()
+        self._matcher.try_consume_tokens(self._taken)
+
+
+def _forbid(row: Tensor, forbidden: NDArray[np.bool_]) -> None:
+    row.masked_fill_(torch.from_numpy(forbidden).to(row.device), -torch.inf)

@@ -1,0 +1,282 @@
+"""The ASGI application: the routes of the OpenAI API, and those that operators ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from litestar import HttpMethod, Litestar, MediaType, Request, get, post, route
+from litestar import Response as HttpResponse
+from litestar.handlers import HTTPRouteHandler
+from litestar.response import Stream
+from msgspec import Meta
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from cbatch.core.request.errors import FieldError
+from cbatch.server.http.errors import MediaTypeError, error_body, handlers
+from cbatch.server.http.intake import BodyIntake
+from cbatch.server.http.keys import KeyRing
+from cbatch.server.http.limits import ConnectionLimits
+from cbatch.server.http.middleware import METRICS_PATH, CallLog, CallMiddleware, call_log
+from cbatch.server.http.pages import page_routes
+from cbatch.server.http.streaming import events, gather, or_disconnect, submit
+from cbatch.server.protocol.messages import conversation, template_variables
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.openapi import document
+from cbatch.server.protocol.requests import (
+    Call,
+    CallFields,
+    DetokenizeFields,
+    TokenizeFields,
+    decode_object,
+    parse_chat,
+    parse_completion,
+    take_fields,
+)
+from cbatch.server.protocol.responses import Detokenized, Tokenized
+from cbatch.server.serving.answer import ChatAnswer, CompletionAnswer, encode
+from cbatch.server.serving.live_feed import LiveFeed
+from cbatch.server.serving.metrics import Meter, Metrics
+from cbatch.server.serving.service import EngineService
+
+IGNORED_HEADER = "x-cbatch-ignored-fields"
+DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # what Envoy tells whom it passes a call to
+# Reading a long body (JSON, template, tokens) would hold up every stream: a thread does it.
+LONG_BODY_BYTES = 32 * 2**10
+DEFAULT_LIMITS = ConnectionLimits()
+# More than this is tokenised, or turned into text, only where a context takes as much.
+LONG_TEXT_CHARS = 2**18
+LOOK = [HttpMethod.GET, HttpMethod.HEAD]
+Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
+T = TypeVar("T")
+AnyRequest = Request[Any, Any, Any]
+AnyResponse = HttpResponse[bytes] | Stream
+AnswerKind = type[CompletionAnswer] | type[ChatAnswer]
+Parse = Callable[[bytes, ServedModel], Call]
+
+
+def create_app(
+    service: EngineService,
+    model: ServedModel,
+    *,
+    keys: KeyRing | None = None,
+    open_metrics: bool = False,
+    limits: ConnectionLimits = DEFAULT_LIMITS,
+) -> CallMiddleware:
+    """An application that serves one engine as `model`. A call needs one of the `keys`, if there
+    are any, and so does a look at the metrics unless they are open."""
+    metrics = Metrics(model.name, service)
+    keys = keys or KeyRing()
+    intake = BodyIntake(limits, service.queue.overloaded)
+
+    @asynccontextmanager
+    async def lifespan(_: Litestar) -> AsyncIterator[None]:
+        await service.start()
+        yield
+        await service.stop()
+
+    app = Litestar(
+        [
+            *_generating(Answering(service, model, metrics, intake)),
+            *_describing(model, intake),
+            *_watching(service, metrics, tells_load=open_metrics or not keys),
+            *_showing(LiveFeed(service, model, metrics)),
+        ],
+        lifespan=[lifespan],
+        exception_handlers=handlers(metrics.reject),
+        openapi_config=None,
+        logging_config=None,  # the program that runs the server decides about logs
+    )
+    return CallMiddleware(app, keys, metrics.reject, open_metrics=open_metrics)
+
+
+class Answering:
+    """One call, from its body to its answer, whole or streamed."""
+
+    def __init__(
+        self, service: EngineService, model: ServedModel, metrics: Metrics, intake: BodyIntake
+    ) -> None:
+        self._service, self._model, self._metrics = service, model, metrics
+        self._intake = intake
+
+    async def __call__(self, request: AnyRequest, parse: Parse, kind: AnswerKind) -> AnyResponse:
+        log = call_log(request)
+        log.meter = meter = Meter(self._metrics)
+        try:
+            return await self._answer(request, parse, kind, meter, log)
+        except Exception as error:
+            log.fail(error)
+            raise
+
+    async def _answer(
+        self, request: AnyRequest, parse: Parse, kind: AnswerKind, meter: Meter, log: CallLog
+    ) -> AnyResponse:
+        self._service.queue.require_room()
+        call = await read(request, self._intake, lambda body: parse(body, self._model))
+        answer = kind(call, self._model, meter)
+        log.id, log.streamed = answer.id, call.fields.stream
+        headers = {}
+        if call.ignored:  # percent-encoded: a field's name is the client's, a header is ours
+            headers[IGNORED_HEADER] = ", ".join(quote(name[:64]) for name in call.ignored[:16])
+        stack = AsyncExitStack()
+        stack.callback(meter.close)
+        try:
+            limit_s = deadline_s(request, call.fields)
+            streams = await submit(self._service, answer, limit_s, log.key, stack)
+            if call.fields.stream:
+                owner = AsyncExitStack()
+                told = events(streams, answer, owner)
+                await or_disconnect(request, anext(told))
+                owner.push_async_exit(stack.pop_all())  # it cancels its requests however it ends
+                return Stream(told, media_type="text/event-stream", headers=headers)
+            await or_disconnect(request, gather(streams, answer))
+        finally:
+            await stack.aclose()
+        return json_response(answer.whole(), headers)
+
+
+def _generating(answer: Answering) -> list[HTTPRouteHandler]:
+    @post("/v1/completions", status_code=200)
+    async def completions(request: AnyRequest) -> AnyResponse:
+        return await answer(request, parse_completion, CompletionAnswer)
+
+    @post("/v1/chat/completions", status_code=200)
+    async def chat_completions(request: AnyRequest) -> AnyResponse:
+        return await answer(request, parse_chat, ChatAnswer)
+
+    @post("/v1/embeddings")
+    async def embeddings() -> HttpResponse[dict[str, Any]]:
+        message = "embeddings are not supported yet; this server completes text"
+        return HttpResponse(error_body(message, "not_implemented"), status_code=501)
+
+    return [completions, chat_completions, embeddings]
+
+
+def _describing(model: ServedModel, intake: BodyIntake) -> list[HTTPRouteHandler]:
+    @get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model.card()]}
+
+    @get("/v1/models/{name:path}")
+    async def model_card(request: AnyRequest) -> dict[str, Any]:
+        model.require(str(request.path_params["name"]).removeprefix("/"))
+        return model.card()
+
+    @post("/tokenize", status_code=200)
+    async def tokenize(request: AnyRequest) -> HttpResponse[bytes]:
+        return json_response(await read(request, intake, lambda body: _tokenize(body, model)))
+
+    @post("/detokenize", status_code=200)
+    async def detokenize(request: AnyRequest) -> HttpResponse[bytes]:
+        return json_response(await read(request, intake, lambda body: _detokenize(body, model)))
+
+    @get("/openapi.json")
+    async def openapi() -> HttpResponse[bytes]:
+        return json_response(document(**model.sampling_defaults))
+
+    return [models, model_card, tokenize, detokenize, openapi]
+
+
+def _watching(
+    service: EngineService, metrics: Metrics, *, tells_load: bool
+) -> list[HTTPRouteHandler]:
+    @route("/health", http_method=LOOK)
+    async def health() -> HttpResponse[dict[str, Any]]:
+        state: dict[str, Any] = {"status": "ok" if service.running else "down"}
+        if tells_load:
+            state["requests"] = service.num_requests
+        return HttpResponse(state, status_code=200 if service.running else 503)
+
+    @route("/ready", http_method=LOOK)
+    async def ready() -> HttpResponse[dict[str, Any]]:
+        state = {"status": "ready" if service.ready else "not ready"}
+        return HttpResponse(state, status_code=200 if service.ready else 503)
+
+    @route(METRICS_PATH, http_method=LOOK)
+    async def metrics_page() -> HttpResponse[bytes]:
+        return HttpResponse(metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @get("/version")
+    async def version_() -> dict[str, str]:
+        return {"version": version("cbatch")}
+
+    return [health, ready, metrics_page, version_]
+
+
+def _showing(feed: LiveFeed) -> list[HTTPRouteHandler]:
+    @get("/live")
+    async def live() -> Stream:
+        events = feed.events()
+        await anext(events)  # from here on it stops watching however it ends
+        return Stream(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    return [live, *page_routes()]
+
+
+def deadline_s(request: AnyRequest, fields: CallFields) -> float | None:
+    """What the client or the gateway before it leaves for the call. Raises `FieldError`."""
+    told, gateway_s = request.headers.get(DEADLINE_HEADER), 0.0
+    if told is not None:
+        try:
+            gateway_s = msgspec.convert(told, Milliseconds, strict=False) / 1e3
+        except msgspec.ValidationError as error:
+            raise FieldError(DEADLINE_HEADER, "is no number of milliseconds", str(error)) from error
+    given = [each_s for each_s in (fields.timeout, gateway_s or None) if each_s is not None]
+    return min(given, default=None)
+
+
+async def read(request: AnyRequest, intake: BodyIntake, parse: Callable[[bytes], T]) -> T:
+    """The body, as `parse` understands it. Raises what `parse` and `intake` raise."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise MediaTypeError("content-type", f"{kind!r} is not read", "send application/json")
+    async with intake.body(request) as body:
+        if len(body) > LONG_BODY_BYTES:
+            return await asyncio.to_thread(parse, body)
+        return parse(body)
+
+
+def json_response(
+    value: msgspec.Struct | dict[str, Any], headers: dict[str, str] | None = None
+) -> HttpResponse[bytes]:
+    return HttpResponse(encode(value), media_type=MediaType.JSON, headers=headers)
+
+
+def _tokenize(body: bytes, model: ServedModel) -> Tokenized:
+    fields = take_fields(decode_object(body), TokenizeFields)
+    model.require(fields.model)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise FieldError("prompt", "and `messages` exclude each other", "send one of them")
+    text, special = fields.prompt, fields.prompt is not None
+    if text is None:
+        text = model.render(
+            conversation(fields.messages),
+            add_generation_prompt=fields.add_generation_prompt,
+            variables=template_variables(fields.chat_template_kwargs),
+        )
+    if fields.add_special_tokens is not None:
+        special = fields.add_special_tokens
+    if len(text) > LONG_TEXT_CHARS:
+        model.require_length("prompt", text)
+    ids = model.tokenizer.encode(text, add_special_tokens=special)
+    shown = None
+    if fields.return_token_strs:
+        shown = [model.tokenizer.raw.id_to_token(i) or "" for i in ids]
+    return Tokenized(len(ids), model.max_model_tokens, ids, shown)
+
+
+def _detokenize(body: bytes, model: ServedModel) -> Detokenized:
+    fields = take_fields(decode_object(body), DetokenizeFields)
+    model.require(fields.model)
+    most = max(model.max_model_tokens, LONG_TEXT_CHARS)
+    if len(fields.tokens) > most:
+        raise FieldError("tokens", f"are {len(fields.tokens)}", f"send <= {most}")
+    size = model.tokenizer.vocab_size
+    if not all(0 <= i < size for i in fields.tokens):
+        raise FieldError("tokens", "hold an id out of range", f"use ids in [0, {size})")
+    return Detokenized(model.tokenizer.decode(fields.tokens, skip_special_tokens=False))

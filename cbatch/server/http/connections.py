@@ -1,0 +1,221 @@
+"""Clients' connections, and what each may take of the server before a call of it has begun: time,
+bytes of a request's head, an open file. What a body may take is in `intake`."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import sys
+import termios
+from typing import Any, NamedTuple
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from cbatch.server.http.errors import error_body
+from cbatch.server.http.limits import LEAST_READ_BYTES, ConnectionLimits
+from cbatch.server.http.middleware import CallMiddleware
+from cbatch.server.serving.answer import encode
+
+MAX_HEAD_BYTES = 2**16
+MAX_LINGERING = 128  # refused connections that are read on for `LINGER_S`; beyond: closed at once
+LINGER_S = 1.0
+MAX_PIPELINED = 16  # requests of a connection that wait for the answers before them
+
+
+_HEAD = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%s\r\n"
+_KINDS = {408: "timeout", 503: "overloaded"}
+
+
+class ServerConfig(uvicorn.Config):
+    """Of a server whose connections are bounded. `options` are uvicorn's own."""
+
+    def __init__(self, app: CallMiddleware, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(app, http=BoundedProtocol, ws="none", access_log=False, **options)
+        self.limits, self.reject = limits, app.reject
+        self.lingering: set[BoundedProtocol] = set()
+
+
+class HeadError(Exception):
+    """More of it than is read."""
+
+
+class Unread(NamedTuple):
+    """What a client had not read of its answers."""
+
+    since_s: float
+    num_bytes: int
+
+
+def unsent_bytes(transport: asyncio.Transport) -> int:
+    """Of answers, what the system holds that the client has not taken; 0 where it does not tell.
+    With a slow client it takes no more from us for long, though the client reads."""
+    try:
+        told = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except (OSError, ValueError):
+        return 0
+    return int.from_bytes(told, sys.byteorder)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection ends where a request takes longer to come in than it may, unless one before it
+    is still being answered, and where an answer is not read. uvicorn itself ends those that have
+    been answered and hear nothing more; a single byte puts an end to that."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits, self._reject = config.limits, config.reject
+        self._lingering = config.lingering
+        self._watch: asyncio.TimerHandle | None = None
+        self._asking_since_s: float | None = None  # a request is on its way in
+        self._in_head = False
+        self._head_bytes = self._fed_bytes = 0  # of whole fields, and of data with no other end
+        self._unread: Unread | None = None
+
+    # ---- the connection -----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        most = self._limits.most_connections
+        if len(self.connections) > most:
+            self._refuse(503, "connections", f"{most} connections are open", b"retry-after: 1\r\n")
+        else:
+            self._asking_since_s = self.loop.time()
+            self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._lingering.discard(self)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._note_unread()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread = None
+
+    def _note_unread(self) -> Unread:
+        num_bytes = self.transport.get_write_buffer_size() + unsent_bytes(self.transport)
+        self._unread = Unread(self.loop.time(), num_bytes)
+        return self._unread
+
+    def _look(self) -> None:
+        """Comes when something may be overdue: what began no later than `late_s`."""
+        limit_s = self._limits.request_timeout_s
+        late_s = self.loop.time() - limit_s
+        before = self._unread
+        if before is not None and before.since_s <= late_s:
+            if self._note_unread().num_bytes > before.num_bytes - LEAST_READ_BYTES:
+                self.transport.abort()
+                return
+        elif before is None and self.transport.is_closing():  # it waits for its client to read
+            self._note_unread()
+        if self._asking_since_s is not None and self._asking_since_s <= late_s:
+            self._end_late_request()
+        begun_s = (self._asking_since_s, self._unread and self._unread.since_s)
+        due_s = (each + limit_s for each in begun_s if each is not None and each > late_s)
+        self._watch = self.loop.call_at(min(due_s, default=late_s + 2 * limit_s), self._look)
+
+    def _end_late_request(self) -> None:
+        if self._answering:
+            return  # this one, whose body the application waits for, or one before it
+        if self._in_head:
+            limit_s = self._limits.request_timeout_s
+            self._refuse(408, "request_timeout", f"the head took longer than {limit_s:g} s")
+        else:  # nothing was asked, or nobody wants the rest of it
+            self.transport.close()
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self in self._lingering:
+            return
+        if self._asking_since_s is None:
+            self._asking_since_s = self.loop.time()
+        was_in_head = self._in_head
+        super().data_received(data)
+        if was_in_head and self._in_head and not self.transport.is_closing():
+            self._fed_bytes += len(data)
+            if self._fed_bytes > 2 * MAX_HEAD_BYTES:  # a field without an end
+                self._head_bytes = self._fed_bytes
+                self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = self._fed_bytes = 0
+        if self._asking_since_s is None:
+            self._asking_since_s = self.loop.time()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _count_head(self, num_bytes: int) -> None:
+        """What is raised here ends the parser, which calls `send_400_response`."""
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise HeadError
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise HeadError
+        self._in_head = False
+        self._asking_since_s = self.loop.time()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._asking_since_s = None
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self._asking_since_s is not None:  # nothing is in its way any more
+            self._asking_since_s = self.loop.time()
+        super().on_response_complete()
+
+    # ---- answers of its own -------------------------------------------------------------------
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def send_400_response(self, msg: str) -> None:
+        """Where a request cannot be read. None goes into the middle of another answer."""
+        if self.pipeline or (self._answering and self.cycle.response_started):
+            self.transport.close()
+        elif self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, "head_bytes", f"the head has more than {MAX_HEAD_BYTES} bytes")
+        else:
+            self._refuse(400, "malformed", msg)
+
+    def _refuse(self, status: int, reason: str, message: str, header: bytes = b"") -> None:
+        self._reject(reason)
+        body = encode(error_body(message, _KINDS.get(status, "invalid_request_error")))
+        self.transport.write(_HEAD % (STATUS_LINE[status], len(body), header) + body)
+        self._asking_since_s = None
+        if self._answering or len(self._lingering) >= MAX_LINGERING:
+            self.transport.close()
+        else:
+            self._linger()
+
+    def _linger(self) -> None:
+        """What is sent to a connection that is closed makes the client's system throw away the
+        answer, read or not: so what it still sends is read for a moment. It takes no place."""
+        self._lingering.add(self)
+        self.connections.discard(self)
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)

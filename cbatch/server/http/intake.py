@@ -1,0 +1,83 @@
+"""Bodies of calls on their way in: how long each may take and be, and how much memory all of them
+together have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from litestar import Request
+from litestar.types import HTTPReceiveMessage
+
+from cbatch.server.http.errors import BodyTooLongError, ClientGoneError
+from cbatch.server.http.limits import ConnectionLimits
+from cbatch.server.protocol.errors import BodyTimeoutError, OverloadedError
+
+# Of every body: does not count, so that whoever fills the memory with long ones stops no short one.
+FREE_BYTES = 2**14
+
+
+class BodyIntake:
+    """`num_bytes` are counted now. `overloaded` makes the error for what does not fit."""
+
+    def __init__(
+        self, limits: ConnectionLimits, overloaded: Callable[[str, str], OverloadedError]
+    ) -> None:
+        self._limits, self._overloaded = limits, overloaded
+        self.num_bytes = 0
+
+    @asynccontextmanager
+    async def body(self, request: Request[Any, Any, Any]) -> AsyncIterator[bytes]:
+        """A call's body, which counts until the block ends. Raises `BodyTimeoutError`,
+        `OverloadedError`, `ClientGoneError` or `BodyTooLongError`."""
+        limit_s = self._limits.request_timeout_s
+        part = _BodyPart()
+        try:
+            try:
+                async with asyncio.timeout(limit_s):
+                    content = await self._read(request, part)
+            except TimeoutError as error:
+                raise BodyTimeoutError(f"the body took longer than {limit_s:g} s") from error
+            yield content
+        finally:
+            self.num_bytes -= part.num_bytes
+
+    async def _read(self, request: Request[Any, Any, Any], part: _BodyPart) -> bytes:
+        announced = request.headers.get("content-length", "")
+        self._require_short(int(announced) if announced.isdecimal() else 0)
+        content, more = bytearray(), True
+        while more:
+            message = cast(HTTPReceiveMessage, await request.receive())
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError("the client left in the middle of its call")
+            content += message.get("body", b"")
+            self._require_short(len(content))
+            self._count(part, len(content) - FREE_BYTES)
+            more = message.get("more_body", False)
+        return bytes(content)
+
+    def _require_short(self, num_bytes: int) -> None:
+        most = self._limits.max_body_bytes
+        if num_bytes > most:
+            raise BodyTooLongError("body", f"has more than {most} bytes", "send less")
+
+    def _count(self, part: _BodyPart, num_bytes: int) -> None:
+        """So many of the body, from now on."""
+        more = num_bytes - part.num_bytes
+        if more <= 0:
+            return
+        most = self._limits.max_reading_bytes
+        if self.num_bytes + more > most:
+            held = f"bodies that are being read have {self.num_bytes} of {most} bytes"
+            raise self._overloaded("body_bytes", held)
+        part.num_bytes += more
+        self.num_bytes += more
+
+
+class _BodyPart:
+    """What one body has of it."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0

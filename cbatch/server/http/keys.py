@@ -1,0 +1,104 @@
+"""API keys, and how many calls each may have open at once."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from cbatch.core.request.errors import FieldError
+from cbatch.server.serving.admission_queue import LONGEST_RETRY_S
+
+_REMEMBERED = 16  # calls of a key that ended, for the pace of the next
+
+
+class KeyBusyError(RuntimeError):
+    """The key has as many calls open as it may; one is likely to be over after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ApiKey:
+    """`name` tells it from others in a log, and does not tell the key."""
+
+    def __init__(self, secret: str, max_open: int | None, clock: Callable[[], float]) -> None:
+        self.digest = digest(secret.encode())
+        self.name = self.digest.hex()[:8]
+        self._max_open, self._clock = max_open, clock
+        self._num_open = 0
+        self._took_s: deque[float] = deque(maxlen=_REMEMBERED)
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """While a call is open. Raises `KeyBusyError`."""
+        if self._max_open is not None and self._num_open >= self._max_open:
+            raise KeyBusyError(
+                f"the key has {self._num_open} of {self._max_open} calls open",
+                self._retry_after_s(),
+            )
+        self._num_open += 1
+        began_s = self._clock()
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            self._took_s.append(self._clock() - began_s)
+
+    def _retry_after_s(self) -> int:
+        if not self._took_s:
+            return 1
+        mean_s = sum(self._took_s) / len(self._took_s)
+        return max(1, min(LONGEST_RETRY_S, math.ceil(mean_s / self._num_open)))
+
+
+class KeyRing:
+    """The keys that are let in; everyone is where there are none. They are kept and compared as
+    digests, in a time that tells nothing. Raises `FieldError` for a limit that binds nobody."""
+
+    def __init__(
+        self,
+        secrets: Sequence[str] = (),
+        *,
+        max_requests_per_key: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        most = max_requests_per_key
+        if most is not None and most < 1:
+            raise FieldError("max_requests_per_key", f"{most} is not allowed", "give 1 or more")
+        if most is not None and not secrets:
+            raise FieldError("max_requests_per_key", "there are no keys", "give API keys as well")
+        self._keys = [ApiKey(secret, most, clock) for secret in dict.fromkeys(secrets)]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, authorization: bytes) -> ApiKey | None:
+        """The one that the header names as its bearer token."""
+        kind, _, secret = authorization.partition(b" ")
+        given = digest(secret.strip())
+        matches = [key for key in self._keys if hmac.compare_digest(given, key.digest)]
+        return matches[0] if matches and kind.lower() == b"bearer" else None
+
+
+def digest(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()
+
+
+def read_keys(path: Path) -> list[str]:
+    """One a line; empty lines and those that begin with # are none. Raises `FieldError`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "name a file with a key on each line"
+        raise FieldError("api_key_file", f"{path} cannot be read ({error})", remedy) from error
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise FieldError("api_key_file", f"{path} has no key", "write one on each line")
+    return keys

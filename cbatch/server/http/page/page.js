@@ -1,0 +1,382 @@
+// The live page. Frames come in over one stream (cbatch/server/serving/live_feed.py), prompts go out. What is
+// not known is a dash; texts are only ever set as text.
+
+import {
+  $,
+  Chart,
+  DASH,
+  colours,
+  count,
+  figures,
+  fit,
+  make,
+  percent,
+  put,
+  readColours,
+  sum,
+  time,
+} from "./draw.js";
+import { board } from "./slots.js";
+
+// ---- the pool, a step, the policy -------------------------------------------------------------
+
+function drawPool([cellBlocks, used, cached]) {
+  const canvas = $("c-pool");
+  const ratio = devicePixelRatio;
+  const cells = used.length;
+  const across = canvas.clientWidth;
+  const pitch = cells <= 64 ? 16 : cells <= 160 ? 12 : 9;
+  const columns = Math.max(1, Math.floor(across / pitch));
+  const side = (pitch - 2) * ratio;
+  const tall = Math.ceil(cells / columns) * pitch;
+  if (canvas.height !== Math.round(tall * ratio)) canvas.style.height = `${tall}px`;
+  fit(canvas);
+  const pen = canvas.getContext("2d");
+  for (let cell = 0; cell < cells; cell++) {
+    const x = (cell % columns) * pitch * ratio;
+    const y = Math.floor(cell / columns) * pitch * ratio;
+    const full = used[cell] / cellBlocks;
+    const half = cached[cell] / cellBlocks;
+    if (!full && !half) {
+      const dot = 2 * ratio;
+      pen.fillStyle = colours.free;
+      pen.fillRect(x + (side - dot) / 2, y + (side - dot) / 2, dot, dot);
+      continue;
+    }
+    if (half) {
+      pen.fillStyle = colours.cached;
+      pen.fillRect(x, y + side / 2, side, side / 2);
+    }
+    if (full) {
+      pen.globalAlpha = 0.35 + 0.65 * full;
+      pen.fillStyle = colours.accepted;
+      pen.fillRect(x, y, side, side);
+      pen.globalAlpha = 1;
+    }
+  }
+  put($("pool-note"), cellBlocks > 1 ? `${cellBlocks} blocks a cell` : "a cell a block");
+}
+
+function showSplit(parts, steps) {
+  const total = sum(parts.map(([, seconds]) => seconds));
+  const list = $("split-text");
+  parts.forEach(([name, seconds], at) => {
+    $("split").children[at].style.width = percent(seconds / total).replace(" ", "");
+    const item = list.children[at] ?? make("li", "", list);
+    if (!item.firstChild) item.append(make("i"), make("span"));
+    put(item.lastChild, `${name} ${percent(seconds / total)}`);
+  });
+  put($("step-note"), `${time(total / steps).join(" ")} on average`);
+}
+
+function showPolicy(outlook) {
+  $("policy").hidden = outlook === null;
+  if (outlook === null) return;
+  const [drafting, price, , gain, [drafted, predicted, survived]] = outlook;
+  const now =
+    price === null
+      ? "looks now and then whether they pay"
+      : `λ ${percent(price)}, gain ${percent(gain)}`;
+  put($("policy-note"), drafting ? now : "drafts do not pay now");
+  const body = $("depths");
+  const depth = drafted.filter((number) => number > 0).length;
+  while (body.children.length > depth) body.lastChild.remove();
+  for (let at = 0; at < depth; at++) {
+    const line = body.children[at] ?? make("tr", "", body);
+    if (!line.firstChild) {
+      make("td", "", line).textContent = String(at + 1);
+      const meter = make("div", "meter", make("td", "", line));
+      meter.append(make("b"), make("i"));
+      line.append(make("td"), make("td"));
+    }
+    const [was, thought] = [survived[at] / drafted[at], predicted[at] / drafted[at]];
+    const [bar, tick] = line.querySelectorAll(".meter > *");
+    [bar.style.width, tick.style.left] = [`${100 * was}%`, `${100 * thought}%`];
+    put(line.children[2], percent(thought));
+    put(line.children[3], percent(was));
+  }
+}
+
+// ---- frames -----------------------------------------------------------------------------------
+
+const charts = {
+  rate: new Chart("rate", "accepted", { write: (rate) => count(Math.round(rate)) }),
+  first: new Chart("first", "read", { write: (seconds) => time(seconds).join(" ") }),
+  between: new Chart("between", "read", { write: (seconds) => time(seconds).join(" ") }),
+  k: new Chart("k", "accepted", { ceiling: 2, write: String }),
+  accepted: new Chart("accepted", "accepted", { ceiling: 1, write: percent }),
+  load: new Chart("load", "own", { ceiling: 4, write: count }),
+};
+let [hello, lastLook, lastSaid] = [null, null, 0];
+let [frames, looks] = [[], []]; // of the last seconds
+
+// The oldest of `past` within `seconds` before its newest, which the rates are over.
+function since(past, seconds) {
+  while (past.length > 2 && past[1].at_s <= past.at(-1).at_s - seconds) past.shift();
+  return past[0];
+}
+
+// Of what has come to a [sum, count] that grows.
+function mean(now, then) {
+  return now[1] > then[1] ? (now[0] - then[0]) / (now[1] - then[1]) : null;
+}
+
+function onFrame(frame) {
+  setState(
+    frame.state,
+    frame.restarts ? `, ${frame.restarts} restart${frame.restarts > 1 ? "s" : ""}` : "",
+  );
+  frames.push(frame);
+  const then = since(frames, 2);
+  const passed = frame.at_s - then.at_s;
+  const now = performance.now() / 1e3; // the server's clock may begin anew
+  const says = now - lastSaid >= 0.25;
+  if (says) lastSaid = now;
+  const rate = passed >= 0.5 ? (frame.generation_tokens - then.generation_tokens) / passed : null;
+  charts.rate.add(now, rate);
+  const [first, between] = ["first_token", "between_tokens"].map((name) =>
+    mean(frame[name], then[name]),
+  );
+  charts.first.add(now, first);
+  charts.between.add(now, between);
+  if (frame.look) onLook(frame, now, says);
+  if (!says) return;
+  charts.rate.say(rate === null ? DASH : count(Math.round(rate)));
+  for (const [chart, value] of [
+    [charts.first, first],
+    [charts.between, between],
+  ])
+    if (value === null) chart.say(DASH);
+    else chart.say(...time(value));
+  board.describe();
+  if (lastLook && frame.at_s - lastLook.at_s > 3 && frame.state === "running")
+    put($("slots-note"), "no word from the engine for some seconds: a long step");
+  for (const chart of Object.values(charts)) chart.draw();
+}
+
+function onLook(frame, now, says) {
+  const { slots, steps, num_steps, blocks } = frame.look;
+  const [running, , numBlocks, free, cached, stepS, planS, commitS, totals, outlook] =
+    frame.look.stats;
+  lastLook = frame;
+  const look = { at_s: frame.at_s, stepS, planS, commitS, ...totals };
+  if (looks.length && totals.steps < looks.at(-1).steps) looks = []; // another engine
+  looks.push(look);
+  const then = since(looks, 2);
+  const did = totals.steps - then.steps;
+  board.show(slots, steps, now);
+  const ks = steps.flatMap(([, drafted, , chunk]) => drafted.filter((_, at) => chunk[at] <= 1));
+  const k = ks.length ? sum(ks) / ks.length : null;
+  charts.k.add(now, k, k === null ? 0 : Math.min(...ks), k === null ? 0 : Math.max(...ks));
+  const drafted = totals.drafted_tokens - then.drafted_tokens;
+  const accepted = drafted > 0 ? (totals.accepted_tokens - then.accepted_tokens) / drafted : null;
+  charts.accepted.add(now, accepted);
+  charts.load.add(now, running, 0, running + frame.queued_requests);
+  if (!says) return;
+  charts.k.say(k === null ? DASH : k.toFixed(1), k === null ? "" : "on average");
+  charts.accepted.say(accepted === null ? DASH : percent(accepted));
+  charts.load.say(
+    count(running),
+    `of ${count(hello.max_slots)}, ${count(frame.queued_requests)} wait`,
+  );
+  put($("slots-note"), did > 0 ? pace(did / (look.at_s - then.at_s), num_steps, steps.length) : "");
+  drawPool(blocks);
+  put($("pool-used"), `${count(numBlocks - free - cached)} used`);
+  put($("pool-cached"), `${count(cached)} cached`);
+  put($("pool-free"), `${count(free)} free`);
+  if (did > 0) {
+    const spent = (name) => totals[name] - then[name];
+    const parts = [
+      ["plan", planS - then.planS],
+      ["draft", spent("draft_s")],
+      ["model", spent("target_s")],
+      ["commit", commitS - then.commitS],
+    ];
+    const rest = stepS - then.stepS - sum(parts.map((part) => part[1]));
+    showSplit([...parts, ["other", Math.max(0, rest)]], did);
+  }
+  showPolicy(outlook);
+}
+
+function pace(stepsPerS, all, seen) {
+  const some = seen && all > seen ? `, one column in ${Math.round(all / seen)} shown` : "";
+  return `${figures(stepsPerS)} steps a second${some}`;
+}
+
+// ---- the stream -------------------------------------------------------------------------------
+
+let key = sessionStorage.getItem("cbatch-key");
+const asked = () => (key ? { Authorization: `Bearer ${key}` } : {});
+const pause = (ms) => new Promise((done) => setTimeout(done, ms));
+
+function setState(state, more = "") {
+  $("state").dataset.state = state;
+  put($("state"), state + more);
+  document.body.classList.toggle("stale", state !== "running" && state !== "stopping");
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const [, kind, data] = /^(?:event: (\w+)\n)?data: (.*)$/s.exec(part) ?? [];
+      if (data) yield [kind, data];
+    }
+  }
+}
+
+async function listen(signal) {
+  const response = await fetch("live", { headers: asked(), signal });
+  if (response.status === 401) {
+    setState("needs a key");
+    if (key) put($("key-note"), "That key was not accepted.");
+    $("key").hidden = false;
+    await new Promise((given) => $("key").addEventListener("submit", given, { once: true }));
+    return;
+  }
+  if (!response.ok) throw new Error((await response.json()).error.message);
+  $("key").hidden = true;
+  for await (const [kind, data] of events(response))
+    if (kind === "hello") onHello(JSON.parse(data));
+    else onFrame(JSON.parse(data));
+}
+
+function onHello(told) {
+  hello = told;
+  [frames, looks, lastLook] = [[], [], null];
+  put($("model"), hello.model);
+  document.title = `${hello.model} · cbatch`;
+  $("chat").disabled = !hello.chats;
+  $("max-tokens").max = hello.max_model_tokens;
+}
+
+// For ever: a page that nobody sees lets go of the stream, one whose server is gone comes back.
+async function follow() {
+  for (let wait = 250; ;) {
+    if (document.hidden)
+      await new Promise((seen) =>
+        document.addEventListener("visibilitychange", seen, { once: true }),
+      );
+    const leaving = new AbortController();
+    const leave = () => document.hidden && leaving.abort();
+    document.addEventListener("visibilitychange", leave);
+    const began = performance.now();
+    await listen(leaving.signal).catch((error) => console.info("live:", error.message));
+    document.removeEventListener("visibilitychange", leave);
+    if ($("key").hidden) setState("reconnecting");
+    wait = performance.now() - began > 5000 ? 250 : Math.min(2 * wait, 4000);
+    await pause(wait);
+  }
+}
+
+// ---- the prompt box ---------------------------------------------------------------------------
+
+let halting = null;
+
+async function complete() {
+  const chats = document.querySelector("[name=kind]:checked").value === "chat";
+  const text = $("prompt").value;
+  const body = {
+    max_tokens: $("max-tokens").valueAsNumber,
+    temperature: $("temperature").valueAsNumber,
+    stream: true,
+    return_metrics: true,
+    ...(chats ? { messages: [{ role: "user", content: text }] } : { prompt: text }),
+  };
+  $("answer").hidden = false;
+  $("answer").replaceChildren();
+  if (!chats) make("span", "asked", $("answer")).textContent = text;
+  const written = document.createTextNode("");
+  $("answer").append(written);
+  put($("told"), "");
+  $("told").className = "note";
+  const began = performance.now();
+  const response = await fetch(chats ? "v1/chat/completions" : "v1/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json", ...asked() },
+    body: JSON.stringify(body),
+    signal: halting.signal,
+  });
+  if (!response.ok) throw new Error((await response.json()).error.message);
+  for await (const [, data] of events(response)) {
+    if (data === "[DONE]") break;
+    const { id, error, choices, usage, metrics } = JSON.parse(data);
+    if (error) throw new Error(error.message);
+    board.mine = id.split("-")[1].slice(0, 6);
+    for (const choice of choices) written.data += choice.text ?? choice.delta.content ?? "";
+    $("answer").scrollTop = $("answer").scrollHeight;
+    if (usage) put($("told"), summary(usage.completion_tokens, performance.now() - began, metrics));
+  }
+}
+
+function summary(tokens, tookMs, metrics) {
+  const said = [
+    `${count(tokens)} token${tokens === 1 ? "" : "s"} in ${time(tookMs / 1e3).join(" ")}`,
+  ];
+  const drafting = metrics?.speculative_decoding;
+  if (drafting) {
+    said.push(`${drafting.mean_acceptance_length.toFixed(2)} a drafting step`);
+    said.push(`${percent(drafting.draft_acceptance_rate)} of drafts accepted`);
+  }
+  return said.join(" · ");
+}
+
+async function onSubmit(event) {
+  event.preventDefault();
+  if (halting) return;
+  halting = new AbortController();
+  swap($("send"), $("halt"));
+  try {
+    await complete();
+  } catch (error) {
+    const halted = error.name === "AbortError";
+    put($("told"), halted ? "Stopped." : error.message);
+    $("told").className = halted ? "note" : "note wrong";
+  }
+  swap($("halt"), $("send"));
+  halting = null;
+}
+
+// One button for another, in the place of the keyboard's focus, too.
+function swap(old, next) {
+  const focused = document.activeElement === old;
+  [old.hidden, next.hidden] = [true, false];
+  if (focused) next.focus();
+}
+
+// ---- beginning --------------------------------------------------------------------------------
+
+function redraw() {
+  readColours();
+  for (const chart of Object.values(charts)) {
+    fit(chart.canvas);
+    chart.draw();
+  }
+  board.fit();
+  if (lastLook) drawPool(lastLook.look.blocks);
+}
+
+$("prompt-form").addEventListener("submit", onSubmit);
+$("halt").addEventListener("click", () => halting?.abort());
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") halting?.abort();
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target === $("prompt"))
+    $("prompt-form").requestSubmit();
+});
+$("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key = $("key-field").value;
+  sessionStorage.setItem("cbatch-key", key);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+let lastWidth = 0;
+new ResizeObserver(() => {
+  if (lastWidth !== $("main").clientWidth) redraw();
+  lastWidth = $("main").clientWidth;
+}).observe($("main"));
+readColours();
+follow();

@@ -1,0 +1,75 @@
+"""A server process: the engine first, then HTTP, and both until a signal has been obeyed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from cbatch.server.serving.service import EngineService
+from cbatch.system.heap import freeze_heap, give_back_free_memory, give_back_large_blocks
+
+_REST_TICKS = 50  # of a tenth of a second
+_FLUSH_S = 5  # answers that are complete may take this long to reach their clients
+
+
+class EngineLostError(RuntimeError):
+    """The engine cannot be kept running, and the server has ended for it; says why."""
+
+
+class DrainingServer(uvicorn.Server):
+    """On the first signal it goes on listening, so that clients are told, until everything that was
+    accepted has finished or `grace_s` is over. On the second it stops at once. Without an engine it
+    ends by itself: whoever watches over it can start it anew, which a process that only answers 503
+    would be in the way of. `on_listening` is given the port."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: EngineService,
+        *,
+        grace_s: float,
+        on_listening: Callable[[int], None],
+    ) -> None:
+        config.timeout_graceful_shutdown = _FLUSH_S
+        super().__init__(config)
+        self._service, self._grace_s, self._on_listening = service, grace_s, on_listening
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Raises `EngineLostError`, once everyone has been told."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+        if self._service.down is not None:
+            raise EngineLostError(self._service.down)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            freeze_heap()
+            give_back_large_blocks()
+            self._on_listening(self.servers[0].sockets[0].getsockname()[1])
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _REST_TICKS == 0 and not self._service.num_open:
+            give_back_free_memory()
+        return await super().on_tick(counter) or self._service.down is not None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+        else:
+            self._draining.cancel()
+            self.should_exit = self.force_exit = True
+
+    async def _drain(self) -> None:
+        await self._service.drain(self._grace_s)
+        self.should_exit = True

@@ -1,0 +1,220 @@
+"""Tool calls that a client forces: what the reply must be, and the calls in it as they come. Those
+that are left to the model are read in `tools_auto`.
+
+A named function's reply is its arguments alone. Where the model chooses ("required"), it is a list
+of one or more calls, `[{"name": "f", "arguments": {...}}]`, written with exactly these blanks.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import StructuredOutputs
+
+MAX_CALLS = 16  # in one reply
+MAX_TOOLS = 128
+_BEGIN, _ARGUMENTS = '{"name": ', ', "arguments": '
+_NO_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`parameters` is a JSON schema; without it the function takes none."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # a forced call always follows the schema
+
+
+class Tool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionChoice(msgspec.Struct, frozen=True):
+    name: FunctionName
+
+
+class NamedChoice(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+
+
+class ForcedCall(NamedTuple):
+    """`name` None: the model chooses among the tools."""
+
+    name: str | None
+    output: StructuredOutputs
+
+
+def forced_call(
+    tools: list[Tool], choice: ToolChoice | None, *, parallel: bool
+) -> ForcedCall | None:
+    """None: no call is forced. Raises `FieldError`."""
+    if choice in (None, "none", "auto"):
+        return None
+    if not tools:
+        raise FieldError("tool_choice", "forces a call without `tools`", "give them")
+    parameters = _parameters(tools)
+    if isinstance(choice, NamedChoice):
+        name = choice.function.name
+        if name not in parameters:
+            raise FieldError("tool_choice", f"{name!r} is not among the tools", "name one of them")
+        return ForcedCall(name, StructuredOutputs(json=parameters[name]))
+    return ForcedCall(None, StructuredOutputs(grammar=_calls_grammar(parameters, parallel)))
+
+
+def _parameters(tools: list[Tool]) -> dict[str, dict[str, Any]]:
+    """Schemas of arguments, by function."""
+    found = {}
+    for at, tool in enumerate(tools):
+        name, schema = tool.function.name, tool.function.parameters
+        if name in found:
+            raise FieldError(f"tools[{at}].function.name", f"{name!r} is there twice", "rename it")
+        schema = _NO_PARAMETERS if schema is None else schema
+        if not schema.keys() & {"type", "$ref", "anyOf", "allOf", "oneOf"}:
+            schema = {"type": "object", **schema}
+        if schema.get("type", "object") != "object":
+            field = f"tools[{at}].function.parameters"
+            raise FieldError(field, f"of type {schema['type']!r}", "use an object")
+        found[name] = schema
+    return found
+
+
+def _calls_grammar(parameters: dict[str, dict[str, Any]], parallel: bool) -> str:
+    """In Lark, with llguidance's `%json`."""
+    more = f' (", " call){{0,{MAX_CALLS - 1}}}' if parallel else ""
+    lines = [f'start: "[" call{more} "]"']
+    lines.append("call: " + " | ".join(f"call{at}" for at in range(len(parameters))))
+    for at, (name, schema) in enumerate(parameters.items()):
+        head = _BEGIN + json.dumps(name) + _ARGUMENTS
+        lines.append(f'call{at}: {json.dumps(head)} arguments{at} "}}"')
+        lines.append(f"arguments{at}: %json {json.dumps(schema, ensure_ascii=False)}")
+    return "\n".join(lines)
+
+
+# ---- from text to calls -----------------------------------------------------------------------
+
+
+class CallPart(NamedTuple):
+    """What a text added to call number `call`. `id` and `name` come with its first part."""
+
+    call: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+def call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class ToolCallReader(Protocol):
+    """Finds the calls in one choice's text, as it comes."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether what it has read is calls."""
+
+    def push(self, text: str) -> Sequence[str | CallPart]:
+        """What `text` adds: text to show, and parts of calls."""
+
+    def finish(self) -> Sequence[str | CallPart]:
+        """What was held back, once no more text can come."""
+
+
+class CallReader:
+    """Reads the reply that a `ForcedCall` asks for, piece by piece."""
+
+    def __init__(self, name: str | None) -> None:
+        self._named = name
+        self._head = ""  # between calls: what may become the beginning of one
+        self._index = -1
+        self._in_arguments = False
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._closed = False  # the list has ended
+
+    @property
+    def complete(self) -> bool:
+        if self._named is None:
+            return self._closed
+        return self._index == 0 and not (self._depth or self._in_string)
+
+    def push(self, text: str) -> list[CallPart]:
+        """What `text` adds, one part for each call that it touches."""
+        parts: list[CallPart] = []
+        if self._named is not None and self._index < 0 and text:
+            parts.append(self._open(self._named))
+        while text:
+            if not self._in_arguments:
+                text = self._read_head(text, parts)
+                continue
+            end = self._end_of_arguments(text)
+            piece, text = text[:end], text[end:]
+            self._in_arguments = not text
+            if piece:
+                _extend(parts, CallPart(self._index, piece))
+        return parts
+
+    def finish(self) -> list[CallPart]:
+        return []
+
+    def _open(self, name: str) -> CallPart:
+        self._index += 1
+        self._in_arguments, self._depth = True, 0
+        return CallPart(self._index, "", call_id(), name)
+
+    def _read_head(self, text: str, parts: list[CallPart]) -> str:
+        """Returns what follows the head of a call, if its end is in `text`."""
+        read = self._head + text
+        end = read.find(_ARGUMENTS)
+        if end < 0:
+            self._head, self._closed = read, read.endswith("]")
+            return ""
+        name = json.loads(read[read.index(_BEGIN) + len(_BEGIN) : end])
+        self._head = ""
+        parts.append(self._open(name))
+        return read[end + len(_ARGUMENTS) :]
+
+    def _end_of_arguments(self, text: str) -> int:
+        """Where the brace stands that closes the call around them; beyond `text` if it does not."""
+        for at, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                if not self._depth:
+                    return at
+                self._depth -= 1
+        return len(text)
+
+
+def _extend(parts: list[CallPart], part: CallPart) -> None:
+    if parts and parts[-1].call == part.call:
+        last = parts.pop()
+        part = last._replace(arguments=last.arguments + part.arguments)
+    parts.append(part)

@@ -1,0 +1,89 @@
+"""Messages of a chat, as templates want them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import short
+from cbatch.text.chat import RESERVED
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def conversation(value: Any) -> list[dict[str, Any]]:
+    """Messages whose content is text: parts are joined by line breaks. Raises `FieldError`."""
+    remedy = 'send [{"role": "user", "content": "..."}]'
+    if not isinstance(value, list) or not value:
+        raise FieldError("messages", "is missing" if value is None else "is empty", remedy)
+    messages = []
+    for at, message in enumerate(value):
+        field = f"messages[{at}]"
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise FieldError(field, "has no known role", f"use {', '.join(ROLES)}")
+        content = message.get("content")
+        if content is None and message["role"] != "assistant":
+            raise FieldError(f"{field}.content", "is missing", "send a text")
+        text = "" if content is None else _content(content, f"{field}.content")
+        messages.append({**message, "content": text})
+        if message.get("tool_calls"):
+            calls = _earlier_calls(message["tool_calls"], f"{field}.tool_calls")
+            messages[-1]["tool_calls"] = calls
+    return messages
+
+
+def _earlier_calls(value: Any, field: str) -> list[dict[str, Any]]:
+    """As templates want them: the arguments are an object, where clients send its text."""
+    try:
+        calls = msgspec.convert(value, list[_EarlierCall])
+        return [
+            {**raw, "function": {**raw["function"], "arguments": call.function.decoded()}}
+            for raw, call in zip(value, calls, strict=True)
+        ]
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        remedy = 'send [{"id", "type": "function", "function": {"name", "arguments"}}]'
+        raise FieldError(field, f"cannot be read ({error})", remedy) from error
+
+
+class _EarlierFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any]
+
+    def decoded(self) -> dict[str, Any]:
+        if isinstance(self.arguments, dict):
+            return self.arguments
+        return msgspec.json.decode(self.arguments or "{}", type=dict[str, Any])
+
+
+class _EarlierCall(msgspec.Struct):
+    function: _EarlierFunction
+
+
+def _content(value: Any, field: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise FieldError(field, "is no text", "send a text, or a list of text parts")
+    texts = []
+    for at, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else part
+            problem = f"{short(kind)} is not supported yet"
+            raise FieldError(f"{field}[{at}]", problem, "send parts of type 'text'")
+        if not isinstance(part.get("text"), str):
+            raise FieldError(f"{field}[{at}].text", "is no text", "send a text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Raises `FieldError` for a name that is the server's to give."""
+    for name in given or {}:
+        if name in RESERVED:
+            raise FieldError(
+                "chat_template_kwargs", f"{name!r} is not yours to set", "leave it out"
+            )
+    return given or {}

@@ -1,0 +1,145 @@
+"""The model as clients see it: its name, its limits, and the way from text to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cbatch.core.request.errors import FieldError
+from cbatch.server.protocol.errors import UnknownModelError
+from cbatch.server.protocol.tool_parsers import ToolParser
+from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
+
+
+class ServedModel:
+    """`root` is where the model came from. `created_s` is in seconds of the Unix epoch.
+    `tool_parser`: how it writes tool calls; None: nobody has said. `sampling_defaults` are fields
+    of `SamplingParams` for calls that leave them out."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_model_tokens: int,
+        vocab_size: int,
+        created_s: int,
+        root: str | None = None,
+        tokenizer: TextTokenizer | None = None,
+        chat_template: ChatTemplate | None = None,
+        tool_parser: ToolParser | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.sampling_defaults = dict(sampling_defaults or {})
+        self.tool_parser: ToolParser | None = tool_parser
+        self.max_model_tokens, self.vocab_size = max_model_tokens, vocab_size
+        self._created_s = created_s
+        self._root = root or name
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+
+    @property
+    def reply_tokens(self) -> int:
+        """The most of a chat's reply that names no limit: it ends when it ends, or where the
+        model's makers say so."""
+        return int(self.sampling_defaults.get("max_tokens", self.max_model_tokens))
+
+    def card(self) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": "cbatch",
+            "root": self._root,
+            "parent": None,
+            "max_model_len": self.max_model_tokens,
+        }
+
+    def require(self, name: str | None) -> None:
+        """Raises `UnknownModelError` for the name of another model. A call need not name one."""
+        if name not in (None, self.name):
+            raise UnknownModelError("model", f"{name!r} is not served", f"use {self.name!r}")
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        if self._tokenizer is None:
+            raise FieldError("prompt", "is text, but there is no tokenizer", "give token ids")
+        return self._tokenizer
+
+    @property
+    def chats(self) -> bool:
+        """Whether it has a chat template."""
+        return self._chat_template is not None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; empty without a tokenizer."""
+        return "" if self._tokenizer is None else self._tokenizer.decode(ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+
+    def require_length(self, field: str, text: str) -> None:
+        """Raises `FieldError` for a text that is too long whatever its tokens are, which takes no
+        time to find out."""
+        longest = self.max_model_tokens * self.tokenizer.longest_token_chars
+        if len(text) > longest:
+            raise FieldError(
+                field,
+                f"{len(text)} characters cannot fit",
+                f"the context takes {self.max_model_tokens} tokens",
+            )
+
+    def encode(self, field: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Raises `FieldError` for a text that is too long."""
+        self.require_length(field, text)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as the model was trained to read it. Raises `FieldError`: without a
+        template, for one that the template refuses, and for a message, a tool or a
+        variable that brings a control token, which could pass for the end of its turn and for
+        another's beginning."""
+        if self._chat_template is None:
+            raise FieldError(
+                "messages",
+                f"{self.name!r} comes without a chat template",
+                "use /v1/completions, or start the server with --chat-template FILE",
+            )
+        for at, message in enumerate(messages):
+            self._refuse_control(f"messages[{at}]", message)
+        self._refuse_control("tools", tools)
+        self._refuse_control("chat_template_kwargs", variables)
+        try:
+            return self._chat_template.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+            )
+        except ChatTemplateError as error:
+            remedy = "change the conversation as it says"
+            raise FieldError(
+                "messages", f"the chat template refuses them ({error})", remedy
+            ) from error
+
+    def _refuse_control(self, field: str, value: Any) -> None:
+        for text in _texts(value):
+            token = self.tokenizer.find_control(text)
+            if token is not None:
+                raise FieldError(field, f"holds the control token {token!r}", "leave it out")
+
+
+def _texts(value: Any) -> list[str]:
+    """Every string in a JSON value."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    return [text for each in value for text in _texts(each)] if isinstance(value, list) else []

@@ -1,0 +1,205 @@
+"""The API as an OpenAPI 3.1 document, made of the types that calls are checked by."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from cbatch.core.request.request import (
+    DRAFTERS,
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+)
+from cbatch.server.protocol import responses
+from cbatch.server.protocol.messages import ROLES
+from cbatch.server.protocol.requests import (
+    MAX_CHOICES,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    TokenizeFields,
+)
+
+Schema = dict[str, Any]
+REF = "#/components/schemas/{name}"
+_TOKEN = {"type": "integer", "minimum": 0}
+_IDS = {"type": "array", "items": _TOKEN, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+_PROMPT = {
+    "oneOf": [_TEXT, {"type": "array", "items": {"oneOf": [_TEXT, _IDS]}, "minItems": 1}, _IDS],
+    "description": "a text, its token ids, or a list of either",
+}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {"oneOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+    },
+    "required": ["role", "content"],
+}
+_MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_COUNT = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
+# What `SamplingParams` checks by hand.
+_LIMITS: dict[str, Schema] = {
+    "max_tokens": _COUNT,
+    "max_completion_tokens": _COUNT,
+    "min_tokens": {"minimum": 0, "maximum": 2**31 - 1},
+    "temperature": {"minimum": 0},
+    "top_k": _COUNT,
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "seed": {"minimum": 0, "maximum": MAX_SEED},
+    "n": {"minimum": 1, "maximum": MAX_CHOICES},
+    "stop": {"oneOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]},
+    "repetition_penalty": {"minimum": 1e-3, "maximum": 1e3},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+    "prompt_logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+    "logit_bias": {
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {
+            "type": "number",
+            "minimum": -MAX_LOGIT_BIAS,
+            "maximum": MAX_LOGIT_BIAS,
+        },
+    },
+    "stop_token_ids": {"items": _TOKEN},
+    "allowed_token_ids": {"items": _TOKEN, "minItems": 1},
+    "banned_token_ids": {"items": _TOKEN},
+    "drafter": {"items": {"enum": list(DRAFTERS)}, "minItems": 1, "uniqueItems": True},
+    "max_lookahead": {"minimum": 0, "maximum": 2**31 - 1},
+}
+
+
+@lru_cache(maxsize=1)
+def document(**defaults: float) -> Schema:
+    """`defaults` are the model's own, see `ServedModel`."""
+    kinds = [CompletionFields, ChatFields, TokenizeFields, DetokenizeFields, SamplingParams]
+    answers = [
+        responses.CompletionResponse,
+        responses.ChatCompletion,
+        responses.Tokenized,
+        responses.Detokenized,
+    ]
+    _, found = msgspec.json.schema_components([*kinds, *answers, responses.Error], ref_template=REF)
+    sampling = _sampling(found.pop("SamplingParams")["properties"])
+    length = {"default": defaults.pop("max_tokens")} if "max_tokens" in defaults else {}
+    for name, value in defaults.items():
+        sampling[name] = sampling[name] | {"default": value}
+    prompts, messages = {"prompt": _PROMPT}, {"messages": _MESSAGES}
+    found["CompletionFields"] = _body(found["CompletionFields"], sampling, prompts)
+    lengths = {name: _COUNT | length for name in ("max_tokens", "max_completion_tokens")}
+    found["ChatFields"] = _body(found["ChatFields"], sampling | lengths, messages)
+    found["TokenizeFields"] = _body(found["TokenizeFields"], {}, {})
+    found["TokenizeFields"]["properties"]["messages"] = _or_null(_MESSAGES)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "cbatch", "version": version("cbatch")},
+        "paths": _paths(),
+        "components": {
+            "schemas": found,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _sampling(properties: dict[str, Schema]) -> dict[str, Schema]:
+    properties["max_completion_tokens"] = {}
+    return {
+        name: limit if "oneOf" in limit else _limited(schema, limit)
+        for name, schema in properties.items()
+        for limit in (_LIMITS.get(name, {}),)
+    }
+
+
+def _limited(schema: Schema, limit: Schema) -> Schema:
+    if "anyOf" not in schema:
+        return {**schema, **limit}
+    first, *rest = schema["anyOf"]
+    return {**schema, "anyOf": [{**first, **limit}, *rest]}
+
+
+def _body(fields: Schema, sampling: dict[str, Schema], required: dict[str, Schema]) -> Schema:
+    """A call: every field but the required ones may be null, which means absent."""
+    known = {name: _or_null(each) for name, each in (sampling | fields["properties"]).items()}
+    return {"type": "object", "properties": known | required, "required": list(required)}
+
+
+def _or_null(schema: Schema) -> Schema:
+    if {"type": "null"} in schema.get("anyOf", ()):
+        return schema
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": REF.format(name=name)}
+
+
+def _json(description: str, schema: Schema) -> Schema:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _paths() -> dict[str, Schema]:
+    plain: Schema = {"type": "object"}
+    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
+    return {
+        "/v1/completions": _posted("CompletionFields", "Completion", streamed=True),
+        "/v1/chat/completions": _posted("ChatFields", "ChatCompletion", streamed=True),
+        "/tokenize": _posted("TokenizeFields", "Tokenized"),
+        "/detokenize": _posted("DetokenizeFields", "Detokenized"),
+        "/v1/models": _got("models", plain),
+        "/v1/models/{name}": {**_got("a model", plain, 404), "parameters": [name]},
+        "/health": _got("whether the server lives", plain, 503),
+        "/ready": _got("whether it takes calls", plain, 503),
+        "/version": _got("the version", plain),
+        "/metrics": {"get": {"responses": {"200": {"description": "for Prometheus", **text}}}},
+    }
+
+
+def _posted(body: str, answer: str, *, streamed: bool = False) -> Schema:
+    whole = _json("the answer", _ref(answer))
+    if streamed:
+        # Chunks as JSON, the last one not; the version of the document cannot say so.
+        whole["content"]["text/event-stream"] = {"schema": {}}
+    statuses = {
+        400: "a field that cannot be honoured, by name",
+        401: "no valid API key",
+        404: "another model",
+        408: "the call took too long to come in, or the time that it set itself is over",
+        413: "too long a body",
+        415: "a body that is not called JSON",
+        429: "the key has as many calls open as it may; Retry-After says when to try again",
+        431: "too long a head",
+        500: "the request failed",
+        503: "no place, or no engine; Retry-After says when to try again",
+        504: "the server's time for a call is over",
+    }
+    failures = {str(status): _json(text, _ref("Error")) for status, text in statuses.items()}
+    content = {"application/json": {"schema": _ref(body)}}
+    return {
+        "post": {
+            "requestBody": {"required": True, "content": content},
+            "responses": {"200": whole, **failures},
+        }
+    }
+
+
+def _got(description: str, schema: Schema, *others: int) -> Schema:
+    failures = {str(status): _json("not now, or not here", {}) for status in (401, *others)}
+    return {"get": {"responses": {"200": _json(description, schema), **failures}}}

@@ -1,0 +1,360 @@
+"""What clients ask for: bodies of calls, each field checked by itself so that an error names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.from_json import SAMPLING_FIELDS, sampling_from_json
+from cbatch.core.request.request import (
+    MAX_TOP_LOGPROBS,
+    CacheSalt,
+    SamplingParams,
+    StructuredOutputs,
+    require_no_more_ids,
+    short,
+)
+from cbatch.core.request.unsupported import without_neutral_fields
+from cbatch.server.protocol.forced_tools import (
+    CallReader,
+    ForcedCall,
+    ToolChoice,
+    Tools,
+    forced_call,
+)
+from cbatch.server.protocol.messages import conversation, template_variables
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.tool_parsers import MakeReader, free_calls
+from cbatch.text.output_processor import Prompt
+
+MAX_CHOICES = 128  # sequences that one call may start
+MAX_STOPS = 32
+# Lists and objects of a body: to make millions takes the interpreter from everybody for a second.
+MAX_CONTAINERS = 250_000
+MAX_STOP_CHARS = 256  # a matcher keeps every beginning of a stop string
+MAX_TIMEOUT_S = 1e6
+ID_LISTS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids")
+
+Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Count = Annotated[int, Meta(ge=1, lt=2**31)]
+Fields = TypeVar("Fields", bound="CallFields")
+
+
+class PendingPrompt(NamedTuple):
+    """To be made once it has its ticket of the queue. `num_bytes` is about the most tokens
+    that it can have; `make` gives their ids, may be called in any thread, and raises
+    `FieldError`."""
+
+    num_bytes: int
+    make: Callable[[], tuple[int, ...]]
+
+
+ReadPrompt = str | tuple[int, ...] | PendingPrompt
+AnyPrompt = Prompt | PendingPrompt
+
+
+def most_tokens(prompt: AnyPrompt) -> int:
+    """What is reserved for it until they are counted."""
+    if isinstance(prompt, PendingPrompt):
+        return prompt.num_bytes
+    return len(prompt.encode()) if isinstance(prompt, str) else len(prompt)
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """Followed to the letter, `strict` or not."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class CallFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of every call that are no sampling parameters. Null is as good as absent."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    priority: Int32 = 0
+    cache_salt: CacheSalt | None = None
+    response_format: ResponseFormat = ResponseFormat("text")
+    user: str | None = None
+    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None  # seconds, in all
+    truncate_prompt_tokens: Count | None = None  # the last so many of the prompt
+    return_token_ids: bool = False
+    return_metrics: bool = False  # times and speculation, with the last chunk or the whole answer
+
+
+class CompletionFields(CallFields, frozen=True, kw_only=True):
+    prompt: Any = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class ChatFields(CallFields, frozen=True, kw_only=True):
+    messages: Any = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    add_special_tokens: bool = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools = []
+    tool_choice: ToolChoice | None = None  # "auto"
+    parallel_tool_calls: bool = True
+
+
+class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
+    """A text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    add_special_tokens: bool | None = None  # None: for a text
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[int]  # no more than the context takes
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that has been checked. `ignored` are the fields that nobody here knows."""
+
+    prompts: tuple[ReadPrompt, ...]
+    params: SamplingParams
+    fields: CallFields
+    ignored: tuple[str, ...]
+    echo: bool = False
+    grammar_field: str = "structured_outputs"  # what the client asked for them by
+    call_reader: MakeReader | None = None  # for a choice's text; None: no call is looked for in it
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a chunk of its own for what belongs to no choice."""
+        return bool(self.fields.stream_options.include_usage) or self.fields.return_metrics
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A JSON object without its nulls. Raises `FieldError`."""
+    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+        remedy = f"send <= {MAX_CONTAINERS} of them"
+        raise FieldError("body", "has too many lists and objects", remedy)
+    try:
+        record = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FieldError("body", f"is not JSON ({error})", "send a JSON object") from error
+    except RecursionError as error:
+        raise FieldError("body", "is nested too deeply", "send a plain JSON object") from error
+    if not isinstance(record, dict):
+        raise FieldError("body", "is not a JSON object", 'send {"prompt": ...}')
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def parse_completion(body: bytes, model: ServedModel) -> Call:
+    """Raises `FieldError` naming the field at fault."""
+    fields, sampling, rest = _parse(body, CompletionFields, model)
+    params, grammar_field = _structured(sampling_from_json(sampling), fields, None)
+    if fields.echo and params.logprobs is not None:
+        params = msgspec.structs.replace(params, prompt_logprobs=params.logprobs)
+        if params.n > 1:
+            raise FieldError("n", f"{params.n} choices with `echo` and `logprobs`", "ask for 1")
+    given = token_prompts(fields.prompt, model)
+    prompts = tuple(_read_prompt(prompt, fields, model) for prompt in given)
+    _check_size(params, len(prompts))
+    return Call(
+        prompts=prompts,
+        params=params,
+        fields=fields,
+        ignored=rest,
+        echo=fields.echo,
+        grammar_field=grammar_field,
+    )
+
+
+def parse_chat(body: bytes, model: ServedModel) -> Call:
+    """Raises `FieldError` naming the field at fault."""
+    fields, sampling, rest = _parse(body, ChatFields, model)
+    if fields.top_logprobs and not fields.logprobs:
+        raise FieldError("top_logprobs", "without `logprobs`", "ask for `logprobs` as well")
+    if fields.logprobs:
+        sampling["logprobs"] = fields.top_logprobs
+    sampling.setdefault("max_tokens", model.reply_tokens)
+    tools, choice, parallel = list(fields.tools), fields.tool_choice, fields.parallel_tool_calls
+    forced = forced_call(tools, choice, parallel=parallel)
+    reader = free_calls(tools, choice, model.tool_parser, parallel=parallel)
+    reader = reader if forced is None else partial(CallReader, forced.name)
+    params, grammar_field = _structured(sampling_from_json(sampling), fields, forced)
+    messages = conversation(fields.messages)
+    variables = template_variables(fields.chat_template_kwargs)
+    _check_size(params, 1)
+
+    def make() -> tuple[int, ...]:
+        text = model.render(
+            messages,
+            tools=msgspec.to_builtins(tools) if reader else None,
+            add_generation_prompt=fields.add_generation_prompt,
+            variables=variables,
+        )
+        ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
+        return _truncated(ids, fields)
+
+    return Call(
+        prompts=(PendingPrompt(len(body), make),),
+        params=params,
+        fields=fields,
+        ignored=rest,
+        grammar_field=grammar_field,
+        call_reader=reader,
+    )
+
+
+def _structured(
+    params: SamplingParams, fields: CallFields, forced: ForcedCall | None
+) -> tuple[SamplingParams, str]:
+    """The parameters with the one thing that says what the output must be, and its field."""
+    asked: dict[str, StructuredOutputs] = {}
+    if forced is not None:
+        asked["tools"] = forced.output
+    shape = fields.response_format
+    if shape.type == "json_object":
+        asked["response_format"] = StructuredOutputs(json_object=True)
+    elif shape.type == "json_schema":
+        if shape.json_schema is None:
+            raise FieldError("response_format", "has no `json_schema`", "give one")
+        asked["response_format"] = StructuredOutputs(json=shape.json_schema.schema)
+    if params.structured_outputs is not None:
+        asked["structured_outputs"] = params.structured_outputs
+    if len(asked) > 1:
+        first, second = list(asked)[:2]
+        raise FieldError(second, f"and `{first}` exclude each other", "leave one out")
+    for field, output in asked.items():
+        return msgspec.structs.replace(params, structured_outputs=output), field
+    return params, "structured_outputs"
+
+
+def _parse(
+    body: bytes, kind: type[Fields], model: ServedModel
+) -> tuple[Fields, dict[str, Any], tuple[str, ...]]:
+    """The fields of `kind`, the sampling parameters over the model's own but for its `max_tokens`
+    (a completion has 16, as in vLLM), and the names of those that are neither."""
+    rest = without_neutral_fields(decode_object(body))
+    fields = take_fields(rest, kind)
+    model.require(fields.model)
+    sampling = {name: rest.pop(name) for name in SAMPLING_FIELDS if name in rest}
+    longest = rest.pop("max_completion_tokens", None)  # the newer name of `max_tokens`
+    if longest is not None:
+        sampling["max_tokens"] = _converted("max_completion_tokens", longest, Count)
+    for name, value in sampling.items():
+        if name != "seed" and type(value) is int and abs(value) >= 2**31:
+            raise FieldError(name, f"{short(value)} is not allowed", "use a smaller number")
+        if name in ID_LISTS and isinstance(value, list | dict):  # before it is read one by one
+            require_no_more_ids(name, len(value), model.vocab_size)
+    _check_stops(sampling.get("stop"))
+    own = {name: value for name, value in model.sampling_defaults.items() if name != "max_tokens"}
+    return fields, own | sampling, tuple(rest)
+
+
+AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
+
+
+def take_fields(record: dict[str, Any], kind: type[AnyStruct]) -> AnyStruct:
+    """Removes from `record` what `kind` declares, and checks it. Raises `FieldError`."""
+    given = {}
+    for field in _fields_of(kind):
+        if field.name in record:
+            given[field.name] = _converted(field.name, record.pop(field.name), field.type)
+        elif field.required:
+            raise FieldError(field.name, "is missing", "give it")
+    return kind(**given)
+
+
+@lru_cache
+def _fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """To find them out takes longer than to check a call."""
+    return msgspec.structs.fields(kind)
+
+
+def _converted(name: str, value: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise FieldError(name, f"{short(value)} is not allowed", str(error)) from error
+
+
+def _check_size(params: SamplingParams, num_prompts: int) -> None:
+    if params.n * num_prompts > MAX_CHOICES:
+        raise FieldError(
+            "n", f"{params.n} choices of {num_prompts} prompts", f"ask for <= {MAX_CHOICES} in all"
+        )
+
+
+def _check_stops(stop: Any) -> None:
+    given = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
+    longest = max((len(each) for each in given if isinstance(each, str)), default=0)
+    if len(given) > MAX_STOPS or longest > MAX_STOP_CHARS:
+        remedy = f"give <= {MAX_STOPS} strings of <= {MAX_STOP_CHARS} characters"
+        raise FieldError("stop", f"{len(given)} strings, up to {longest} characters", remedy)
+
+
+# ---- prompts ----------------------------------------------------------------------------------
+
+
+def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...], ...]:
+    """A text, its token ids, or a list of either."""
+    remedy = "send a text, a list of token ids, or a list of either"
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise FieldError("prompt", "is missing" if value is None else "is empty", remedy)
+    if type(value[0]) is int:
+        if len(value) > model.max_model_tokens:
+            limit = f"the context takes {model.max_model_tokens}"
+            raise FieldError("prompt", f"{len(value)} tokens do not fit", limit)
+        if all(type(i) is int for i in value):
+            return (tuple(value),)
+    elif all(isinstance(p, str | list) for p in value):
+        if len(value) > MAX_CHOICES:
+            raise FieldError("prompt", f"{len(value)} prompts", f"send <= {MAX_CHOICES} at once")
+        if all(isinstance(p, str) or (p and type(p[0]) is int) for p in value):
+            return tuple(token_prompts(p, model)[0] for p in value)
+    raise FieldError("prompt", "mixes texts, token ids or other things", remedy)
+
+
+def _read_prompt(
+    prompt: str | tuple[int, ...], fields: CompletionFields, model: ServedModel
+) -> ReadPrompt:
+    """The prompt as the engine shall have it: a text stays one where nothing is asked for."""
+    if not isinstance(prompt, str):
+        return _truncated(prompt, fields)
+    model.require_length("prompt", prompt)
+    if fields.truncate_prompt_tokens is None and fields.add_special_tokens:
+        return prompt
+
+    def make() -> tuple[int, ...]:
+        ids = model.encode("prompt", prompt, add_special_tokens=fields.add_special_tokens)
+        return _truncated(ids, fields)
+
+    return PendingPrompt(len(prompt.encode()), make)
+
+
+def _truncated(ids: tuple[int, ...], fields: CallFields) -> tuple[int, ...]:
+    last = fields.truncate_prompt_tokens
+    return ids if last is None else ids[-last:]

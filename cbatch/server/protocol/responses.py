@@ -1,0 +1,150 @@
+"""What clients are answered with. Fields that are unset do not appear."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from cbatch.server.protocol.logprobs import ChatLogprobs, CompletionLogprobs
+
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionChoice(msgspec.Struct):
+    """A whole choice, or what a chunk adds to it. `seed` is the one given, or drawn."""
+
+    index: int
+    text: str
+    seed: int
+    finish_reason: str | None = None
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET  # on request, with a choice's first chunk
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class FunctionCall(msgspec.Struct):
+    """`arguments` is JSON as the model wrote it, or the next piece of it."""
+
+    arguments: str
+    name: str | UnsetType = UNSET  # with the first piece
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class ToolCallDelta(msgspec.Struct):
+    index: int
+    function: FunctionCall
+    id: str | UnsetType = UNSET  # with the first
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct):
+    """`role` comes with a choice's first text, so that no client takes it for a first token."""
+
+    content: str | UnsetType = UNSET
+    role: Literal["assistant"] | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+    seed: int | UnsetType = UNSET  # with the first
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct):
+    content: str | None  # None: it is the calls
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    seed: int
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class SpeculativeDecoding(msgspec.Struct):
+    """Over the steps of one call that drafted. `acceptance_histogram[j]` counts those that accepted
+    j drafts; `mean_acceptance_length` has the bonus token in it."""
+
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_spec_tokens: int  # the most that one step drafted
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+
+
+class CallMetrics(msgspec.Struct):
+    """As this server's clock saw it. `speculative_decoding` is null where nothing was drafted."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None  # from the first token to the last
+    speculative_decoding: SpeculativeDecoding | None
+
+
+class CompletionResponse(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    object: Literal["text_completion"] = "text_completion"
+    metrics: CallMetrics | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    metrics: CallMetrics | UnsetType = UNSET
+
+
+class Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct):
+    error: ErrorDetail

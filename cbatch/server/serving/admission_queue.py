@@ -1,0 +1,131 @@
+"""The bounds of the queue: in requests and in prompt tokens, reserved before a prompt is tokenised.
+
+Checking first and counting later lets a burst overshoot; a place here is taken in the same breath.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated
+
+import msgspec
+
+from cbatch.core.request.errors import FieldError
+from cbatch.server.protocol.errors import OverloadedError
+from cbatch.system.knobs import knob
+
+_limits = partial(knob, "limits")
+LONGEST_RETRY_S = 60
+_REMEMBERED = 64  # departures from the queue, for its pace
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a server takes on. Raises `FieldError`. A choice is queued until it first has a slot.
+
+    An empty queue takes any one call, so that no bound makes a call impossible. A call that is
+    still queued after `queue_timeout_s` is refused, one that is not done after `timeout_s` ends
+    there; None: no limit. A call with more than `max_unread_tokens` tokens that its client has
+    not read (64 for each choice, if that is more) ends: they are dropped, and its choices free
+    their slots.
+    """
+
+    max_queued_requests: Annotated[int, _limits("beyond: 503", "N")] = 256
+    max_queued_prompt_tokens: Annotated[int, _limits("beyond: 503", "N")] = 262_144
+    queue_timeout_s: Annotated[
+        float | None, _limits("refuse what waits longer for a slot", "S", name="queue_timeout")
+    ] = None
+    timeout_s: Annotated[
+        float | None, _limits("end what is not done by then", "S", name="timeout")
+    ] = None
+    max_unread_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not 0 < value < math.inf:
+                raise FieldError(field.name, f"{value!r} is not allowed", "give a positive number")
+
+
+class QueueTicket:
+    """Of one call, in the queue."""
+
+    def __init__(self, queue: AdmissionQueue, num_requests: int, prompt_tokens: int) -> None:
+        self._queue = queue
+        self._num_requests, self._prompt_tokens = num_requests, prompt_tokens
+
+    def settle(self, prompt_tokens: int) -> None:
+        """The prompt is tokenised: so long it is."""
+        self._queue.num_prompt_tokens += prompt_tokens - self._prompt_tokens
+        self._prompt_tokens = prompt_tokens
+
+    def leave_one(self) -> None:
+        """One of its requests has a slot; the prompt counts no more from the first one on."""
+        self.settle(0)
+        self._num_requests -= 1
+        self._queue.num_requests -= 1
+        self._queue.note_departure()
+
+    def release(self) -> None:
+        """Whatever is left of it."""
+        self.settle(0)
+        self._queue.num_requests -= self._num_requests
+        self._num_requests = 0
+
+
+class AdmissionQueue:
+    """`num_requests` and `num_prompt_tokens` are queued now; `rejections` so far, by reason."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self._limits, self._clock = limits, clock
+        self.num_requests = 0
+        self.num_prompt_tokens = 0
+        self.rejections: dict[str, int] = {}
+        self._departures_s: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def reserve(self, num_requests: int, prompt_tokens: int) -> QueueTicket:
+        """`prompt_tokens` may be an estimate, until `settle`. Raises `OverloadedError`."""
+        self._require(num_requests, prompt_tokens)
+        self.num_requests += num_requests
+        self.num_prompt_tokens += prompt_tokens
+        return QueueTicket(self, num_requests, prompt_tokens)
+
+    def require_room(self) -> None:
+        """Raises `OverloadedError` where the shortest call would be refused: no time is to be spent
+        on one before that is known."""
+        self._require(1, 1)
+
+    def _require(self, num_requests: int, prompt_tokens: int) -> None:
+        limits = self._limits
+        if self.num_requests:
+            for queued, more, most, unit in (
+                (self.num_requests, num_requests, limits.max_queued_requests, "requests"),
+                (
+                    self.num_prompt_tokens,
+                    prompt_tokens,
+                    limits.max_queued_prompt_tokens,
+                    "prompt tokens",
+                ),
+            ):
+                if queued + more > most:
+                    reason = f"queued {unit}".replace(" ", "_")
+                    raise self.overloaded(reason, f"the queue is full: {queued} of {most} {unit}")
+
+    def overloaded(self, reason: str, problem: str) -> OverloadedError:
+        """A rejection, counted under `reason`."""
+        self.rejections[reason] = self.rejections.get(reason, 0) + 1
+        retry_after_s = self._retry_after_s()
+        return OverloadedError(f"{problem}; try again in {retry_after_s} s", retry_after_s)
+
+    def note_departure(self) -> None:
+        self._departures_s.append(self._clock())
+
+    def _retry_after_s(self) -> int:
+        """What is queued now, at the pace of late."""
+        times = self._departures_s
+        if len(times) < 2:
+            return 1
+        pace_s = (self._clock() - times[0]) / (len(times) - 1)
+        return max(1, min(LONGEST_RETRY_S, math.ceil(pace_s * self.num_requests)))

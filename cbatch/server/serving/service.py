@@ -1,0 +1,250 @@
+"""What the HTTP side asks of the engine: text and parameters in, streams of outputs back."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import Request, SamplingParams
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.grammars import FIELD, GrammarGuard, GrammarsBusyError, Setup, not_served
+from cbatch.process.client import EngineClient
+from cbatch.process.messages import EngineMetrics, Ready, Snapshot
+from cbatch.server.protocol.errors import ServiceDownError
+from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, most_tokens
+from cbatch.server.serving.admission_queue import LONGEST_RETRY_S, AdmissionQueue, Limits
+from cbatch.server.serving.call import OpenCall, OutputStream
+from cbatch.text import TextTokenizer
+from cbatch.text.output_processor import Seeds, choice_requests, token_ids
+from cbatch.text.outputs import Accepted
+
+_LONG_PROMPT_CHARS = 10_000  # tokenising more than this would hold up everyone's stream
+LEAST_UNREAD_TOKENS = 64  # for each choice, so that one long step is no slow reader
+_STOPPING = "the server is stopping"
+
+
+class EngineService:
+    """The text side of an engine in another process, for the coroutines of one event loop."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: TextTokenizer | None,
+        *,
+        limits: Limits | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """`seed` makes the seeds drawn for requests without one reproducible."""
+        self.limits = limits or Limits()
+        self.queue = AdmissionQueue(self.limits, time.monotonic)
+        self._client, self._tokenizer, self._seeds = client, tokenizer, Seeds(seed)
+        self._grammars: GrammarGuard | None = None
+        self._calls: dict[str, OpenCall] = {}  # by the caller's request id
+        self._num_open = 0  # and those that are being tokenised
+        self._stops_at_s: float | None = None  # at the latest; None: it goes on
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def running(self) -> bool:
+        """Alive: the engine runs, or is being started again."""
+        return self._client.engine is not None and self.down is None
+
+    @property
+    def down(self) -> str | None:
+        """Why the engine is gone for good, if it is."""
+        return self._client.down
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request sent now would be served at once, or soon."""
+        return self._client.up and self._stops_at_s is None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._calls)
+
+    @property
+    def num_open(self) -> int:
+        """These, and the calls whose prompt or grammar is still being read."""
+        return self._num_open
+
+    @property
+    def stats(self) -> EngineMetrics | None:
+        """Of the engine's last step or heartbeat; totals begin anew when it is restarted."""
+        return self._client.stats
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine has been started again after it died."""
+        return max(0, self._client.num_starts - 1)
+
+    @property
+    def state(self) -> str:
+        """For people."""
+        if self._stops_at_s is not None:
+            return "stopping"
+        if not self.running:
+            return "down"
+        return "running" if self._client.up else "restarting"
+
+    @property
+    def over(self) -> bool:
+        """It is stopping, or has no engine to go on with, and nothing runs any more."""
+        ending = self._stops_at_s is not None or self.down is not None
+        return ending and not self._num_open
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Of the engine, which has been started."""
+        assert self._client.engine is not None
+        return self._client.engine.config
+
+    def watch(self, on_snapshot: Callable[[Snapshot], None] | None) -> None:
+        """See `EngineClient.watch`."""
+        self._client.watch(on_snapshot)
+
+    def request_id(self, wire_id: str) -> str | None:
+        """Of what the running engine calls so."""
+        return self._client.request_id(wire_id)
+
+    async def start(self) -> Ready:
+        """Waits for the engine, once. Raises `FieldError` or `EngineStartError`."""
+        engine = self._client.engine or await self._client.start()
+        tokenizer = self._tokenizer
+        if self._grammars is None and tokenizer is not None and engine.follows_grammars:
+            config = engine.config
+            setup = Setup(tokenizer.raw.to_str(), config.vocab_size, config.eos_ids)
+            self._grammars = GrammarGuard(setup)
+            self._grammars.warm()
+        return engine
+
+    async def drain(self, grace_s: float) -> None:
+        """Accepts nothing more; what was accepted has `grace_s` to finish, the rest is ended and
+        told so."""
+        self._stops_at_s = time.monotonic() + grace_s
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except TimeoutError:
+            self._abort_all(f"{_STOPPING}, and its grace time of {grace_s:g} s is over")
+
+    async def stop(self) -> None:
+        """Ends the engine; streams that still run end with `ServiceDownError`."""
+        self._stops_at_s = time.monotonic()
+        self._abort_all(_STOPPING)
+        await self._client.stop()
+        if self._grammars is not None:
+            await self._grammars.close()
+
+    async def submit(
+        self,
+        prompt: AnyPrompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+        num_prompts: int = 1,
+        grammar_field: str = FIELD,
+        owner: str | None = None,
+        whole: bool = True,
+    ) -> OutputStream:
+        """Raises `FieldError`, `OverloadedError` or `ServiceDownError`; then nothing was queued.
+        `timeout_s` is for the whole request, beside the server's own limit. The `num_prompts` of
+        one call share what may be left unread. `grammar_field` is what the client called the
+        structured outputs, and `owner` who may have only so many of them compiled at once; `whole`:
+        see `LiveChoice`."""
+        engine = self._require_engine()
+        with ExitStack() as holds:
+            self._open_one(holds)
+            reserved_tokens = min(most_tokens(prompt), engine.config.max_sequence_tokens)
+            ticket = self.queue.reserve(params.n, reserved_tokens)
+            holds.callback(ticket.release)
+            ids = await self._token_ids(prompt)
+            requests = self._requests(ids, params, engine, request_id, priority, cache_salt)
+            await self._require_grammar(params, grammar_field, owner)
+            if request_id in self._calls:
+                raise FieldError("request_id", f"{request_id!r} is running", "use another")
+            ticket.settle(len(ids))
+            accepted = Accepted(request_id, ids, requests[0].seed, params.n)
+            share = self.limits.max_unread_tokens // num_prompts
+            most_unread = max(share, LEAST_UNREAD_TOKENS * params.n)
+            call = OpenCall(accepted, self._client, ticket, most_unread, holds)
+            self._calls[request_id] = call
+            holds.callback(self._calls.pop, request_id)
+            call.set_deadlines(self.limits, timeout_s, self.queue)
+            call.begin(requests, self._tokenizer, whole=whole)
+            call.keep()
+        return call.stream
+
+    def _require_engine(self) -> Ready:
+        """Raises `ServiceDownError`."""
+        engine = self._client.engine
+        if engine is None or not self.running:
+            raise ServiceDownError(self.down or "the engine is not running")
+        if self._stops_at_s is not None:
+            left_s = math.ceil(self._stops_at_s - time.monotonic())
+            raise ServiceDownError(_STOPPING, max(1, min(LONGEST_RETRY_S, left_s)))
+        return engine
+
+    async def _token_ids(self, prompt: AnyPrompt) -> tuple[int, ...]:
+        if isinstance(prompt, PendingPrompt):
+            is_long = prompt.num_bytes > _LONG_PROMPT_CHARS
+            return await asyncio.to_thread(prompt.make) if is_long else prompt.make()
+        if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT_CHARS:
+            return await asyncio.to_thread(token_ids, prompt, self._tokenizer)
+        return token_ids(prompt, self._tokenizer)
+
+    def _requests(
+        self,
+        ids: tuple[int, ...],
+        params: SamplingParams,
+        engine: Ready,
+        request_id: str,
+        priority: int,
+        cache_salt: str | None,
+    ) -> list[Request]:
+        requests = choice_requests(
+            request_id,
+            ids,
+            params,
+            seed=self._seeds.of(params),
+            priority=priority,
+            cache_salt=cache_salt,
+            drafters=engine.drafters,
+            has_text=self._tokenizer is not None,
+        )
+        engine.config.check_request(requests[0])
+        return requests
+
+    async def _require_grammar(self, params: SamplingParams, field: str, owner: str | None) -> None:
+        """Raises `FieldError` for a grammar that the engine could not follow, `OverloadedError`."""
+        if params.structured_outputs is None:
+            return
+        if self._grammars is None:
+            raise not_served(field)
+        try:
+            await self._grammars.check(
+                params.structured_outputs, num_choices=params.n, field=field, owner=owner
+            )
+        except GrammarsBusyError as error:
+            raise self.queue.overloaded("grammars", str(error)) from error
+
+    def _open_one(self, holds: ExitStack) -> None:
+        self._num_open += 1
+        self._idle.clear()
+        holds.callback(self._close_one)
+
+    def _close_one(self) -> None:
+        self._num_open -= 1
+        if not self._num_open:
+            self._idle.set()
+
+    def _abort_all(self, message: str) -> None:
+        for call in list(self._calls.values()):
+            call.abort(ServiceDownError(message))

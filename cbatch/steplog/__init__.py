@@ -1,0 +1,1 @@
+"""Every input of a scheduler, written down and read again. Imports `core`."""

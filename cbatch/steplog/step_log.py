@@ -1,0 +1,196 @@
+"""The step log on disk: every input of a scheduler, one JSON line each, and its replay.
+
+A log that a killed process left behind may end in the middle of a record; reading says so and keeps
+everything before it. Floats survive exactly, so a replay reproduces every decision to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cbatch.core.scheduler.events import (
+    Added,
+    Cancelled,
+    Committed,
+    Configured,
+    Event,
+    ExecutorReset,
+    Failed,
+    Planned,
+    TextFinished,
+)
+from cbatch.core.scheduler.plan import StepPlan
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.scheduler.sequence import Commit
+
+AnyEvent = (
+    Configured | Added | Cancelled | TextFinished | Failed | Planned | Committed | ExecutorReset
+)
+FORMAT = "cbatch-step-log"
+VERSION = 1
+_LOOK_BYTES = 2**16
+
+
+class StepLogError(ValueError):
+    """The file is no step log, or is damaged before its last record."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    format: str
+    version: int
+
+
+def encode_array(value: Any) -> Any:
+    """msgspec `enc_hook`: an array is written as its dtype and its values, a sequence of another
+    kind as a tuple (a simulated prompt)."""
+    if isinstance(value, np.ndarray):
+        return (value.dtype.name, value.tolist())
+    if isinstance(value, Sequence):
+        return tuple(value)
+    raise NotImplementedError(f"{type(value).__name__} does not belong in a step log")
+
+
+def decode_array(kind: type, value: Any) -> Any:
+    """msgspec `dec_hook`, the inverse of `encode_array`."""
+    if kind is np.ndarray:
+        dtype, values = value
+        return np.asarray(values, dtype=dtype)
+    raise NotImplementedError(f"{kind.__name__} does not belong in a step log")
+
+
+class StepLogEncoder:
+    def __init__(self) -> None:
+        self._encoder = msgspec.json.Encoder(enc_hook=encode_array)
+
+    def line(self, record: msgspec.Struct) -> bytes:
+        return self._encoder.encode(record) + b"\n"
+
+
+def open_to_append(path: Path) -> int:
+    """The descriptor of a log that is new, or goes on: half a record, which a killed process left
+    at the end, is cut off. Raises OSError, and `StepLogError` for a file that is something else."""
+    header = StepLogEncoder().line(Header(FORMAT, VERSION))
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        size_bytes = os.fstat(file).st_size
+        begin = os.pread(file, len(header), 0)
+        if not header.startswith(begin):
+            raise StepLogError(f"{path}: not a step log of this version; name another file")
+        if len(begin) < len(header):
+            os.ftruncate(file, 0)
+            os.write(file, header)
+        else:
+            os.ftruncate(file, _end_of_last_line(file, size_bytes))
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _end_of_last_line(file: int, size_bytes: int) -> int:
+    end = size_bytes
+    while True:
+        start = max(0, end - _LOOK_BYTES)
+        found = os.pread(file, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+
+
+class StepLog(msgspec.Struct, frozen=True):
+    """`warning` says what was dropped from the end of the file, None where it was whole."""
+
+    events: tuple[AnyEvent, ...]
+    warning: str | None
+
+
+def read_step_log(path: str | Path) -> StepLog:
+    """Raises `StepLogError` naming the line, except for a last record that was cut short."""
+    header, *lines = Path(path).read_bytes().split(b"\n")
+    _check_header(path, header)
+    tail = lines.pop() if lines else b""  # b"" where the last record is whole
+    decoder = msgspec.json.Decoder(AnyEvent, dec_hook=decode_array)
+    events = []
+    for number, line in enumerate(lines, start=2):
+        try:
+            events.append(decoder.decode(line))
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            raise StepLogError(f"{path}, line {number}: damaged record ({error})") from error
+    warning = None
+    if tail:
+        warning = (
+            f"{path}: the last record is cut short after {len(tail)} bytes and was dropped; "
+            f"{len(events)} events before it are whole"
+        )
+    return StepLog(tuple(events), warning)
+
+
+def _check_header(path: str | Path, line: bytes) -> None:
+    try:
+        header = msgspec.json.decode(line, type=Header)
+    except msgspec.MsgspecError as error:
+        raise StepLogError(f"{path}: not a step log, its first line is no header") from error
+    if header != Header(FORMAT, VERSION):
+        raise StepLogError(
+            f"{path}: {header.format} version {header.version}; this reads {FORMAT} {VERSION}"
+        )
+
+
+def engines_of(events: Iterable[AnyEvent]) -> Iterator[list[AnyEvent]]:
+    """The log of each engine: a configuration begins one, the next ends it. Raises `StepLogError`
+    for events of none."""
+    engine: list[AnyEvent] = []
+    for event in events:
+        if isinstance(event, Configured) and engine:
+            yield engine
+            engine = []
+        if not engine and not isinstance(event, Configured):
+            raise StepLogError("events: the first is not the configuration")
+        engine.append(event)
+    if engine:
+        yield engine
+
+
+def replay(
+    events: Iterable[Event],
+    *,
+    on_plan: Callable[[StepPlan | None], None] | None = None,
+    on_commit: Callable[[Commit], None] | None = None,
+    log: Callable[[Event], None] | None = None,
+) -> Scheduler:
+    """A scheduler that was given these inputs, of one engine; the callbacks see what it decided on
+    the way."""
+    remaining = iter(events)
+    first = next(remaining, None)
+    if not isinstance(first, Configured):
+        raise StepLogError("events: the first is not the configuration")
+    scheduler = Scheduler(first.config, log)
+    for event in remaining:
+        match event:
+            case Planned(now_s):
+                plan = scheduler.plan(now_s)
+                if on_plan is not None:
+                    on_plan(plan)
+            case Committed(result, now_s):
+                commit = scheduler.commit(result, now_s)
+                if on_commit is not None:
+                    on_commit(commit)
+            case Added(request, now_s, output):
+                scheduler.add(request, now_s, output)
+            case Cancelled(request_id, now_s):
+                scheduler.cancel(request_id, now_s)
+            case TextFinished(request_id, keep_tokens, now_s):
+                scheduler.finish(request_id, keep_tokens, now_s)
+            case Failed(request_id, message, now_s):
+                scheduler.fail(request_id, message, now_s)
+            case ExecutorReset(now_s):
+                scheduler.executor_reset(now_s)
+            case _:
+                raise StepLogError(f"events: a second {type(event).__name__}")
+    return scheduler

@@ -1,0 +1,53 @@
+"""The machine and the versions a figure was measured with."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+_PACKAGES = ("cbatch", "llama-cpp-python", "numpy", "msgspec", "torch", "transformers", "triton")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores this process may use, load, memory, system."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "memory_gib": _memory_gib(),
+        "system": platform.platform(terse=True),
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Python and those of our packages that are installed; nothing is imported for it."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+    return round(total_bytes / 2**30, 1)

@@ -1,0 +1,183 @@
+"""From the tokens of one sequence to the text to show, as they arrive, up to a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tokenizers.decoders import DecodeStream
+
+from cbatch.text.tokenizer import TextTokenizer
+
+# Some decoders drop the space of a sequence's first token. The end of the prompt goes first, so
+# that the output's first token is not that one.
+PRIMING_TOKENS = 6
+PRIMING_WINDOW_TOKENS = 64  # where they are looked for
+MAX_CHARACTER_TOKENS = 4  # of bytes
+# Tokens that make no text yet are decoded again with each that follows; so many are no character.
+MAX_HELD_TOKENS = 32
+
+
+class TextDelta(NamedTuple):
+    """`text` may be shown now. `keep_tokens` is set when a stop string was completed: the number of
+    output tokens up to the one that completed it. Later ones are no output."""
+
+    text: str
+    keep_tokens: int | None
+
+
+class TextStream:
+    """Incremental text of one sequence: whole UTF-8 characters only, cut before a stop string.
+
+    What is shown, with `finish()` at the end, is the decoded output up to the stop string. Bytes
+    that are no UTF-8 appear as U+FFFD once it is certain that they are none. A character that the
+    prompt begins and the output completes is shown whole.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._matcher = StopMatcher(stop)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._held: list[int] = []  # tokens that the decoder took and has given no text for
+        self._open = ""  # what the prompt's own among them are where no output completes them
+        self._prime(prompt)
+        self._ended = False
+
+    def push(self, ids: Iterable[int]) -> TextDelta:
+        """Takes the next output tokens. After a stop string nothing may be pushed."""
+        if self._ended:
+            raise RuntimeError("the sequence has ended")
+        texts = [self._step(token_id) for token_id in ids]
+        whole = "".join(texts)
+        if not self._matcher.completes(whole):
+            self._num_tokens += len(texts)
+            return TextDelta(self._matcher.push(whole)[0], None)
+        shown: list[str] = []
+        for text in texts:
+            self._num_tokens += 1
+            part, stopped = self._matcher.push(text, may_stop=self._num_tokens >= self._min_tokens)
+            shown.append(part)
+            if stopped:
+                self._ended = True
+                return TextDelta("".join(shown), self._num_tokens)
+        return TextDelta("".join(shown), None)
+
+    def finish(self) -> str:
+        """The end of the text, once no token can follow: what was held back as a possible stop
+        string or as the beginning of a character. Empty after a stop string."""
+        if self._ended:
+            return ""
+        self._ended = True
+        rest = self._without_open(self._tokenizer.decode(self._held))
+        shown, _ = self._matcher.push(rest, may_stop=False)
+        return shown + self._matcher.flush()
+
+    def _prime(self, prompt: Sequence[int]) -> None:
+        """Takes the end of the prompt, without control tokens, which no text comes of."""
+        special_ids = self._tokenizer.special_ids
+        near = [i for i in prompt[-PRIMING_WINDOW_TOKENS:] if i not in special_ids]
+        start = self._character_start(near, len(near) - PRIMING_TOKENS)
+        for token_id in near[start:]:
+            self._step(token_id)
+        self._open = self._tokenizer.decode(self._held)
+
+    def _character_start(self, ids: Sequence[int], at: int) -> int:
+        """`at`, or the few tokens before it that its character begins with. Cut in half it would be
+        U+FFFD, and with byte tokens so would all be that stand behind it."""
+        first = max(at - MAX_CHARACTER_TOKENS + 1, 0)
+        starts = (i for i in range(at, first - 1, -1) if not self._tokenizer.continues(ids[i]))
+        return next(starts, max(at, 0))
+
+    def _step(self, token_id: int) -> str:
+        if token_id in self._tokenizer.special_ids:
+            return ""
+        self._held.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer.raw, token_id) or ""
+        except Exception:
+            # Byte tokens that are no UTF-8 can change how earlier ones decode, and the library then
+            # gives up. What was shown stands; decoding begins again at this token.
+            text = self._tokenizer.decode(self._held)
+            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream.step(self._tokenizer.raw, token_id)
+        if not text and len(self._held) > MAX_HELD_TOKENS:
+            return self._give_up_held()
+        if text:
+            self._held = []
+        return self._without_open(text) if self._open else text
+
+    def _give_up_held(self) -> str:
+        """Shows what it is as yet, but for a last character that may not be whole."""
+        at = self._character_start(self._held, len(self._held) - 1)
+        text, rest = self._tokenizer.decode(self._held[:at]), self._held[at:]
+        self._stream, self._held = DecodeStream(skip_special_tokens=True), []
+        return self._without_open(text) + "".join(map(self._step, rest))
+
+    def _without_open(self, text: str) -> str:
+        if not text:
+            return ""
+        opened, self._open = self._open, ""
+        return text.removeprefix(opened)
+
+
+class StopMatcher:
+    """Finds the stop string that is completed first; its result does not depend on how the text
+    is cut into pieces. Text that may yet become a stop string is held back.
+
+    Of several stop strings completed by the same character the longest counts, so that nothing of
+    it is shown.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._beginnings = frozenset(s[:n] for s in self._stops for n in range(1, len(s)))
+        self._longest = max(map(len, self._beginnings), default=0)
+        self._last_characters = frozenset(b[-1] for b in self._beginnings)
+        self._held = ""
+
+    def completes(self, text: str) -> bool:
+        """Whether `text` would complete a stop string, if it came next."""
+        buffer = self._held + text if self._held else text
+        return any(stop in buffer for stop in self._stops)
+
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
+        """(text to show, whether a stop string was completed). With `may_stop` False a stop string
+        completed here is text like any other (`min_tokens`), but one begun here still counts
+        later."""
+        if not self._stops:
+            return text, False
+        buffer = self._held + text
+        start = self._match(buffer) if may_stop else None
+        if start is not None:
+            self._held = ""
+            return buffer[:start], True
+        cut = len(buffer) - self._partial(buffer)
+        self._held = buffer[cut:]
+        return buffer[:cut], False
+
+    def flush(self) -> str:
+        """What was held back, once no more text can come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _match(self, buffer: str) -> int | None:
+        found = [(at + len(s), at) for s in self._stops if (at := buffer.find(s)) >= 0]
+        return min(found)[1] if found else None
+
+    def _partial(self, buffer: str) -> int:
+        """Length of the longest end of `buffer` that begins a stop string."""
+        if not buffer or buffer[-1] not in self._last_characters:
+            return 0
+        for length in range(min(self._longest, len(buffer)), 0, -1):
+            if buffer[-length:] in self._beginnings:
+                return length
+        return 0

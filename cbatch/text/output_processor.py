@@ -1,0 +1,184 @@
+"""A call's choices: the requests it becomes, and the text of each as its tokens come.
+
+`Engine` holds these beside the scheduler, a server in the process that owns its clients.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Sequence
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.logprobs import TokenLogprobs
+from cbatch.core.request.output import Ending, OutputRow
+from cbatch.core.request.request import FinishReason, Request, SamplingParams
+from cbatch.text import TextStream, TextTokenizer
+from cbatch.text.outputs import Choice, Output, Speculation, TokenLogprob, token_logprobs
+
+Prompt = str | Sequence[int]
+
+
+class Seeds:
+    """Seeds for requests without one; `seed` makes them reproducible."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._random = None if seed is None else random.Random(seed)
+
+    def of(self, params: SamplingParams) -> int:
+        """The request's own, or 53 drawn bits, so that it survives every JSON reader on its way
+        back."""
+        if params.seed is not None:
+            return params.seed
+        return secrets.randbits(53) if self._random is None else self._random.getrandbits(53)
+
+
+def token_ids(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[int, ...]:
+    """Raises `FieldError`."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise FieldError("prompt", "is text, but there is no tokenizer", "give token ids")
+        return tuple(tokenizer.encode(prompt))
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
+        raise FieldError("prompt", "holds something that is no token id", "give integers")
+    return tuple(prompt)
+
+
+def choice_requests(
+    request_id: str,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    *,
+    seed: int,
+    priority: int,
+    cache_salt: str | None,
+    drafters: Sequence[str],
+    has_text: bool,
+) -> list[Request]:
+    """One for each of the `n` choices; they share the prompt's KV. `drafters` are the names that a
+    request may ask for. Raises `FieldError`."""
+    if params.stop and not has_text:
+        raise FieldError("stop", "needs a tokenizer", "use stop_token_ids")
+    for name in params.drafter or ():
+        if name not in drafters:
+            held = f"use one of: {', '.join(drafters)}"
+            remedy = held if drafters else "leave it out, or start the engine with one"
+            raise FieldError("drafter", f"{name!r} is not loaded here", remedy)
+    return [
+        Request(
+            request_id=request_id if params.n == 1 else f"{request_id}#{choice}",
+            prompt=prompt,
+            params=params,
+            seed=seed,
+            choice=choice,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        for choice in range(params.n)
+    ]
+
+
+class LiveChoice:
+    """One choice on its way: from an engine's tokens to outputs with text. `request` is the core's,
+    `group_id` the caller's. Without `whole` nothing is kept of what its outputs have handed on, and
+    its `Choice` holds none of that."""
+
+    def __init__(
+        self,
+        request: Request,
+        group_id: str,
+        tokenizer: TextTokenizer | None,
+        *,
+        whole: bool = True,
+    ) -> None:
+        params = request.params
+        self.request, self.group_id = request, group_id
+        self.num_tokens = 0
+        self._whole = whole
+        self._tokens: list[int] = []
+        self._stream: TextStream | None = None
+        if tokenizer is not None:
+            self._stream = TextStream(
+                tokenizer, request.prompt, stop=params.stop, min_tokens=params.min_tokens
+            )
+        self._text: list[str] = []
+        self._speculation = Speculation()
+        self._wants_logprobs = params.logprobs is not None
+        self._logprobs: list[TokenLogprob] = []
+        self._entry: TokenLogprobs | None = None  # of the tokens that come next
+        self._prompt_logprobs: list[TokenLogprob | None] | None = None
+        if params.wants_prompt(request.choice):
+            self._prompt_logprobs = [None] * len(request.prompt)
+
+    def on_logprobs(self, entry: TokenLogprobs) -> None:
+        """Of the prompt, or of the tokens that come next. After a preemption or a restart those of
+        the prompt come again, and are the same."""
+        first, prompt = entry.first_position, self.request.prompt
+        if first >= len(prompt):
+            self._entry = entry
+        elif self._prompt_logprobs is not None:
+            tokens = prompt[first : first + len(entry.chosen)]
+            self._prompt_logprobs[first : first + len(tokens)] = token_logprobs(tokens, entry)
+
+    def extend(self, row: OutputRow, ending: Ending | None) -> Output:
+        """What a step added, and the end if it came with it. Where the choice has `finished`
+        without an `ending` its text did: the core is to keep `num_tokens` tokens."""
+        entry, self._entry, tokens = self._entry, None, row.tokens
+        if self.num_tokens:
+            self._speculation.observe(row.num_drafted, row.num_accepted)
+        text, keep_tokens = self._stream.push(tokens) if self._stream else ("", None)
+        if keep_tokens is not None:
+            tokens = tokens[: keep_tokens - self.num_tokens]
+        logprobs = prompt_logprobs = None
+        if self._wants_logprobs and entry is not None:
+            logprobs = tuple(token_logprobs(tokens, entry))
+        if self._prompt_logprobs is not None and not self.num_tokens:
+            prompt_logprobs = tuple(self._prompt_logprobs)
+        self.num_tokens += len(tokens)
+        if self._whole:
+            self._tokens += tokens
+            self._text.append(text)
+            self._logprobs += logprobs or ()
+        else:
+            self._prompt_logprobs = None
+        finished = None
+        if keep_tokens is not None:
+            finished = self._choice("", FinishReason.STOP)
+        elif ending is not None:
+            rest = self._rest()
+            text += rest
+            finished = self._choice(rest, ending.reason, ending.message)
+        return Output(
+            request_id=self.group_id,
+            index=self.request.choice,
+            text=text,
+            token_ids=tuple(tokens),
+            num_drafted=row.num_drafted,
+            num_accepted=row.num_accepted,
+            finished=finished,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def end(self, reason: FinishReason, error: str | None = None) -> Output:
+        """Its last output, where no tokens come with it."""
+        rest = self._rest()
+        choice = self._choice(rest, reason, error)
+        return Output(self.group_id, self.request.choice, rest, (), finished=choice)
+
+    def _rest(self) -> str:
+        """Text that was held back."""
+        return self._stream.finish() if self._stream else ""
+
+    def _choice(self, rest: str, reason: FinishReason, error: str | None = None) -> Choice:
+        tells, prompt_logprobs = self._whole and self._wants_logprobs, self._prompt_logprobs
+        return Choice(
+            index=self.request.choice,
+            text="".join([*self._text, rest]) if self._whole else "",
+            token_ids=tuple(self._tokens),
+            finish_reason=reason,
+            error=error,
+            speculation=self._speculation,
+            logprobs=tuple(self._logprobs) if tells else None,
+            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+        )

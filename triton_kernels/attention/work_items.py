@@ -1,0 +1,280 @@
+"""Which program attends to what: the work of a step, laid out on the device from its lengths.
+
+The tokens of a sequence are cut into blocks that fill a tile with (token, head) rows, and its keys
+into splits of `split_tokens` at absolute positions. Softmax over a split is computed alone and the
+splits are folded in order, so the bits of a row depend on neither the batch nor who computes what:
+
+- a *split* block has an item for each split; whoever finishes last folds their partial results;
+- a *whole* block is one item, whose program folds its splits one after the other.
+
+Short queries over several splits are split while memory for partial results lasts; everything else
+is whole. Running out costs time and never changes a bit. Items are ordered longest first, and their
+number stays on the device: nothing waits for the host, and a captured graph serves any mix.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_kernels.attention.kernel import (
+    FIRST_SPLIT,
+    ITEM_FIELDS,
+    PART,
+    PARTS,
+    POSITION,
+    ROW,
+    SEQUENCE,
+    SLOT,
+    STOP_SPLIT,
+    TOKENS,
+)
+from triton_kernels.build.check import check_tensor
+
+_MOST_SPLIT_BLOCKS = 8  # with more blocks a query keeps the device busy by itself
+_LANES = 128
+
+
+class Tile(NamedTuple):
+    """How one program works: `rows` (token, head) by `keys`; powers of two, at least 16. See
+    `table` for those that are shipped."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    programs: int = 1  # share a multiprocessor, so registers are bounded
+    descriptors: bool = False  # K and V through TMA: a page must hold whole tiles
+
+    @property
+    def most_registers(self) -> int:
+        """A thread's share of an NVIDIA multiprocessor's 65536, given out by eights."""
+        return min(65536 // (32 * self.num_warps * self.programs) // 8 * 8, 255)
+
+
+class Heads(NamedTuple):
+    kv_heads: int
+    group: int  # query heads of each KV head
+    head_dim: int
+
+
+class Partials(NamedTuple):
+    """Memory for the results of splits, shared by all layers; `arrived` is zero between launches.
+
+    sums fp32 [P, kv_heads, rows, head_dim]; stats fp32 [P, kv_heads, 2 (maximum, sum), rows];
+    arrived int32 [P, kv_heads].
+    """
+
+    sums: Tensor
+    stats: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def allocate(cls, count: int, heads: Heads, tile: Tile, device: torch.device | str) -> Partials:
+        """For `count` >= 1 (block, split) pairs at a time."""
+        shape = (count, heads.kv_heads)
+        return cls(
+            torch.empty(*shape, tile.rows, heads.head_dim, device=device),
+            torch.empty(*shape, 2, tile.rows, device=device),
+            torch.zeros(shape, dtype=torch.int32, device=device),
+        )
+
+
+class WorkList(NamedTuple):
+    """The work of a step for layers of one window; `plan` fills it, the kernel reads it."""
+
+    items: Tensor  # int32 [ITEM_FIELDS, capacity]
+    num_items: Tensor  # int32 [1]
+    heads: Heads
+    tile: Tile
+    split_tokens: int
+    window: int | None  # in tokens, the token itself included
+    partials: Partials
+    most_tokens: int
+    most_sequences: int
+
+    @classmethod
+    def allocate(
+        cls,
+        partials: Partials,
+        heads: Heads,
+        tile: Tile,
+        *,
+        most_tokens: int,
+        most_sequences: int,
+        split_tokens: int,
+        window: int | None = None,
+    ) -> WorkList:
+        """Room for any step of up to `most_tokens` tokens in `most_sequences` sequences."""
+        tokens = _block_tokens(heads, tile)
+        if split_tokens % tile.keys:
+            raise ValueError(f"split_tokens: give a multiple of the tile's {tile.keys} keys")
+        if partials.sums.shape[1:] != (heads.kv_heads, tile.rows, heads.head_dim):
+            raise ValueError("partials: allocate them for the same heads and tile")
+        capacity = len(partials.arrived) + most_sequences + -(-most_tokens // tokens)
+        device = partials.sums.device
+        items = torch.zeros(ITEM_FIELDS, capacity, dtype=torch.int32, device=device)
+        num_items = torch.zeros(1, dtype=torch.int32, device=device)
+        return cls(
+            items,
+            num_items,
+            heads,
+            tile,
+            split_tokens,
+            window,
+            partials,
+            most_tokens,
+            most_sequences,
+        )
+
+
+def _block_tokens(heads: Heads, tile: Tile) -> int:
+    tokens = tile.rows // heads.group
+    if tokens < 1:
+        raise ValueError(f"tile.rows: {tile.rows} cannot hold a group of {heads.group} heads")
+    return tokens
+
+
+def plan(query_starts: Tensor, context_lens: Tensor, work: WorkList) -> None:
+    """Fill `work` for a step.
+
+    query_starts int32 [B + 1]: flat row of the first token of each sequence, and the end; rows
+    without tokens are allowed. context_lens int32 [B]: the last token of a sequence stands at
+    position `context_lens[b] - 1`. Raises ValueError naming the argument that does not fit.
+    """
+    count = len(context_lens)
+    check_tensor("context_lens", context_lens, torch.int32, (count,))
+    check_tensor("query_starts", query_starts, torch.int32, (count + 1,))
+    if count > work.most_sequences:
+        raise ValueError(f"context_lens: {count} sequences, work for {work.most_sequences}")
+    plan_kernel[(count,)](
+        query_starts,
+        context_lens,
+        work.items,
+        work.num_items,
+        work.items.shape[1],
+        len(work.partials.arrived),
+        count,
+        BLOCK_SEQUENCES=max(16, triton.next_power_of_2(count)),
+        BLOCK_TOKENS=_block_tokens(work.heads, work.tile),
+        SPLIT=work.split_tokens,
+        WINDOW=work.window,
+        MOST_BLOCKS=_MOST_SPLIT_BLOCKS,
+        LANES=_LANES,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit
+def _first_split(position, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
+    """The split of the first key that a token at `position` sees."""
+    return position * 0 if WINDOW is None else tl.maximum(position - WINDOW + 1, 0) // SPLIT
+
+
+@triton.jit
+def plan_kernel(
+    query_starts_ptr,
+    context_lens_ptr,
+    items_ptr,
+    num_items_ptr,
+    capacity,
+    most_partials,
+    num_sequences,
+    BLOCK_SEQUENCES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """A program writes the items of one sequence; where they start, it counts for itself.
+
+    Three sections: whole blocks of several splits, then full splits, then the last split of every
+    block and blocks of a single one.
+    """
+    mine = tl.program_id(0)
+    every = tl.arange(0, BLOCK_SEQUENCES)
+    some = every < num_sequences
+    starts = tl.load(query_starts_ptr + every, mask=some, other=0)
+    queries = tl.load(query_starts_ptr + every + 1, mask=some, other=0) - starts
+    contexts = tl.load(context_lens_ptr + every, mask=some, other=0)
+    blocks = (queries + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    first_splits = _first_split(contexts - queries, SPLIT, WINDOW)
+    splits = (contexts + SPLIT - 1) // SPLIT - first_splits
+    wanted = tl.where((splits > 1) & (blocks <= MOST_BLOCKS), blocks * splits, 0)
+    ends = tl.cumsum(wanted, 0)
+    is_split = (wanted > 0) & (ends <= most_partials)
+    whole = tl.where((splits > 1) & (is_split == 0), blocks, 0)
+    full = tl.where(is_split, blocks * (splits - 1), 0)
+    last = blocks - whole
+    total_whole, total_full = tl.sum(whole, 0), tl.sum(full, 0)
+    if mine == 0:
+        tl.store(num_items_ptr, total_whole + total_full + tl.sum(last, 0))
+
+    before, me = every < mine, every == mine
+    places = (
+        tl.sum(tl.where(before, whole, 0), 0),
+        total_whole + tl.sum(tl.where(before, full, 0), 0),
+        total_whole + total_full + tl.sum(tl.where(before, last, 0), 0),
+        tl.sum(tl.where(me, ends - wanted, 0), 0),
+    )
+    query = tl.sum(tl.where(me, queries, 0), 0)
+    sequence = (
+        mine,
+        tl.sum(tl.where(me, starts, 0), 0),
+        query,
+        tl.sum(tl.where(me, contexts, 0), 0) - query,
+        tl.sum(tl.where(me, blocks, 0), 0),
+        tl.sum(tl.where(me, splits, 0), 0),
+        tl.sum(tl.where(me, first_splits, 0), 0),
+        tl.sum(tl.where(me & is_split, 1, 0), 0) > 0,
+    )
+    _write_items(items_ptr, capacity, sequence, places, BLOCK_TOKENS, SPLIT, WINDOW, LANES)
+
+
+@triton.jit
+def _write_items(
+    items_ptr,
+    capacity,
+    of_sequence,
+    places,
+    BLOCK_TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The items of one sequence. `places`: where its whole blocks, its full splits and the rest
+    begin, and its slots."""
+    sequence, row, query, position, num_blocks, splits, first_split, is_split = of_sequence
+    at_whole, at_full, at_last, slots = places
+    parts = tl.where(is_split, splits, 1)
+    for start in range(0, num_blocks * parts, LANES):
+        lane = start + tl.arange(0, LANES)
+        block, part = lane // parts, lane % parts
+        skipped = block * BLOCK_TOKENS
+        tokens = tl.minimum(query - skipped, BLOCK_TOKENS)
+        # A whole block passes over splits that none of its tokens sees; those would change nothing.
+        whole_first = _first_split(position + skipped, SPLIT, WINDOW)
+        whole_stop = (position + skipped + tokens + SPLIT - 1) // SPLIT
+        first = tl.where(is_split, first_split + part, whole_first)
+        stop = tl.where(is_split, first_split + part + 1, whole_stop)
+        # Of the whole blocks the last sees the most keys and goes first.
+        place = tl.where(splits > 1, at_whole + num_blocks - 1 - block, at_last + block)
+        shared = tl.where(part == parts - 1, at_last + block, at_full + lane - block)
+        item = items_ptr + tl.where(is_split, shared, place)
+        held = block < num_blocks
+        tl.store(item + SEQUENCE * capacity, sequence, mask=held)
+        tl.store(item + ROW * capacity, row + skipped, mask=held)
+        tl.store(item + TOKENS * capacity, tokens, mask=held)
+        tl.store(item + POSITION * capacity, position + skipped, mask=held)
+        tl.store(item + FIRST_SPLIT * capacity, first, mask=held)
+        tl.store(item + STOP_SPLIT * capacity, stop, mask=held)
+        tl.store(item + SLOT * capacity, slots + lane, mask=held)
+        tl.store(item + PART * capacity, part, mask=held)
+        tl.store(item + PARTS * capacity, parts, mask=held)

@@ -1,0 +1,30 @@
+"""Whether a launcher was given what its kernel takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int | None, ...]
+
+
+def check_fields(group: str, fields: Any, shapes: dict[str, tuple[torch.dtype, Shape]]) -> None:
+    """Raises ValueError naming the first field that is not of its type and shape."""
+    for name, (dtype, shape) in shapes.items():
+        check_tensor(f"{group}.{name}", getattr(fields, name), dtype, shape)
+
+
+def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: Shape) -> None:
+    """Raises ValueError if `tensor` is not contiguous, or another; a length None may be any."""
+    fits = tensor.shape == shape or (  # the first is the usual case, and a tenth of the time
+        tensor.dim() == len(shape)
+        and all(want in (None, have) for have, want in zip(tensor.shape, shape, strict=True))
+    )
+    if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
+        wanted = ["any" if length is None else length for length in shape]
+        raise ValueError(
+            f"{name}: {tensor.dtype} {list(tensor.shape)} does not fit; give {dtype} {wanted}, "
+            "contiguous"
+        )

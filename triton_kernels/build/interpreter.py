@@ -1,0 +1,130 @@
+"""Makes Triton's interpreter truthful about the floats that numpy lacks: bf16 and fp8.
+
+The interpreter keeps them as integers of their width. Loads, stores and selections are right; but
+arithmetic and `tl.dot` work on those integers, and narrowing casts truncate or carry wrongly. After
+`repair()` casts round to nearest even, a dot has exact products and an fp32 sum, and any other
+arithmetic raises: kernels convert to fp32 first, which costs nothing on a GPU. A value beyond the
+range of an fp8 type becomes NaN, as in torch, so that a missing clamp shows.
+
+For tests. `TRITON_INTERPRET=1` must be set before triton is first imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+_TORCH_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "fp8e4b8": torch.float8_e4m3fnuz,
+    "fp8e5b16": torch.float8_e5m2fnuz,
+}
+_ON_BITS = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
+_ELEMENTWISE = ("create_fma", "create_rsqrt", "create_erf", "create_fabs")
+
+
+def repair() -> None:
+    """Patch the interpreter, once; the kernels of this process are affected, compiled ones not."""
+    builder = InterpreterBuilder
+    if getattr(builder, "_repaired", False):
+        return
+    builder._repaired = True
+    builder.cast_impl = _cast(builder.cast_impl)
+    builder.create_fp_to_fp = _convert(builder.create_fp_to_fp)
+    builder.create_dot = _create_dot
+    builder.binary_op = _refusing(builder.binary_op, _ON_BITS)
+    builder.ternary_op = _refusing(builder.ternary_op, (np.where,))
+    builder.unary_op = _refusing(builder.unary_op, ())
+    for name in _ELEMENTWISE:
+        setattr(builder, name, _refusing(getattr(builder, name), ()))
+    reductions = interpreter.ReduceScanOpInterface
+    reductions.check_tensor = _refusing_tensors(reductions.check_tensor)
+
+
+def _is_odd(dtype: Any) -> bool:
+    return dtype.scalar.name in _TORCH_DTYPES
+
+
+def _widened(handle: TensorHandle) -> TensorHandle:
+    """The same values in fp32, if they are of an odd type."""
+    if not _is_odd(handle.dtype):
+        return handle
+    bits = torch.from_numpy(np.ascontiguousarray(handle.data))
+    values = bits.view(_TORCH_DTYPES[handle.dtype.scalar.name]).float().numpy()
+    return TensorHandle(values, tl.float32)
+
+
+def _narrowed(handle: TensorHandle, dtype: Any) -> TensorHandle:
+    """The nearest values of an odd type, ties to even."""
+    values = torch.from_numpy(np.ascontiguousarray(handle.data).astype(np.float32))
+    rounded = values.to(_TORCH_DTYPES[dtype.name])
+    unsigned = torch.uint16 if rounded.itemsize == 2 else torch.uint8
+    return TensorHandle(rounded.view(unsigned).numpy(), dtype)
+
+
+def _cast(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    def cast_impl(self: Any, source: TensorHandle, dtype: Any) -> TensorHandle:
+        wide = _widened(source)
+        if _is_odd(dtype):
+            return _narrowed(wide, dtype.scalar)
+        return original(self, wide, dtype)
+
+    return cast_impl
+
+
+def _convert(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    def create_fp_to_fp(self: Any, source: TensorHandle, dtype: Any, mode: Any) -> TensorHandle:
+        if _is_odd(source.dtype) or _is_odd(dtype):
+            return self.cast_impl(source, dtype)
+        return original(self, source, dtype, mode)
+
+    return create_fp_to_fp
+
+
+def _create_dot(
+    _: Any, a: TensorHandle, b: TensorHandle, added: TensorHandle, *__: Any
+) -> TensorHandle:
+    """Each element is one sum over the inner dimension in one order, as matrix units have it. In a
+    library's product its bits may depend on where in the tile its row stands."""
+    dtype = added.data.dtype
+    factors = (_widened(each).data.astype(dtype) for each in (a, b))
+    product = np.einsum("...ik,...kj->...ij", *factors, optimize=False)
+    return TensorHandle(product + added.data, added.dtype.scalar)
+
+
+def _refusing(
+    original: Callable[..., TensorHandle], allowed: tuple[object, ...]
+) -> Callable[..., TensorHandle]:
+    """`original`, but on odd types only with one of the `allowed` operations as last argument."""
+
+    def operation(self: Any, *args: Any) -> TensorHandle:
+        for arg in args:
+            if isinstance(arg, TensorHandle) and args[-1] not in allowed:
+                _refuse(arg.dtype)
+        return original(self, *args)
+
+    return operation
+
+
+def _refusing_tensors(original: Callable[..., None]) -> Callable[..., None]:
+    def check_tensor(self: Any, tensors: Any) -> None:
+        original(self, tensors)
+        for tensor in tensors:
+            _refuse(tensor.dtype)
+
+    return check_tensor
+
+
+def _refuse(dtype: Any) -> None:
+    if not isinstance(dtype, tl.pointer_type) and _is_odd(dtype):
+        raise TypeError(
+            f"{dtype.scalar.name} arithmetic would work on raw bits here; convert to fp32 first"
+        )

@@ -1,0 +1,1 @@
+"""Small kernels of a decoder layer: norm, activation, KV write."""

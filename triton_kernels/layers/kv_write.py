@@ -1,0 +1,223 @@
+"""From a fused projection to the KV pool in one kernel: norm of queries and keys, RoPE, write.
+
+A row of the projection is [kv_heads, group + 2, head_dim]: for each KV head its query heads, then
+its K, then its V, with the pairs that RoPE cos_sin side by side (`interleave_halves`). Queries are
+rotated where they stand; K and V go to their slot. Arithmetic is fp32 and elementwise but for the
+norm's sum over one head, so a row's bits depend on nothing but the row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_kernels.build.case import TARGETS, CaseLimits, KernelCase, case_of
+from triton_kernels.build.check import check_tensor
+
+_MOST_FP8 = {
+    dtype: torch.finfo(dtype).max
+    for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
+}
+
+
+@triton.jit
+def kv_write_kernel(
+    fused_ptr,
+    k_ptr,
+    v_ptr,
+    positions_ptr,
+    slots_ptr,
+    cos_sin_ptr,
+    weight_ptr,
+    eps,
+    k_scale,
+    v_scale,
+    stride_token,
+    stride_page,
+    stride_slot,
+    stride_kv_head,
+    GROUP: tl.constexpr,
+    ROLES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """One program a (token, KV head); `ROLES` is group + 2 rounded up to a power of two."""
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:  # a token of the padding goes nowhere
+        roles, dims = tl.arange(0, ROLES)[:, None], tl.arange(0, BLOCK_DIM)[None, :]
+        inside = dims < HEAD_DIM
+        row_ptr = fused_ptr + token * stride_token + kv_head * ((GROUP + 2) * HEAD_DIM)
+        held = inside & (roles < GROUP + 2)
+        x = tl.load(row_ptr + roles * HEAD_DIM + dims, mask=held, other=0.0).to(tl.float32)
+        rotated = roles <= GROUP
+        if weight_ptr is not None:
+            mean = tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM
+            weight_at = weight_ptr + roles * HEAD_DIM + dims
+            weight = tl.load(weight_at, mask=inside & rotated, other=1.0)
+            x = tl.where(rotated, x * (1.0 / tl.sqrt_rn(mean + eps)) * weight, x)
+        position = tl.load(positions_ptr + token)
+        rotation_at = cos_sin_ptr + position * HEAD_DIM + dims
+        rotation = tl.broadcast_to(tl.load(rotation_at, mask=inside, other=0.0), [ROLES, BLOCK_DIM])
+        cos, sin = tl.split(tl.reshape(rotation, [ROLES, BLOCK_DIM // 2, 2]))
+        a, b = tl.split(tl.reshape(x, [ROLES, BLOCK_DIM // 2, 2]))
+        real, imaginary = a * cos - b * sin, a * sin + b * cos
+        x = tl.where(rotated, tl.reshape(tl.join(real, imaginary), [ROLES, BLOCK_DIM]), x)
+
+        narrow = x.to(fused_ptr.dtype.element_ty)
+        tl.store(row_ptr + roles * HEAD_DIM + dims, narrow, mask=inside & (roles < GROUP))
+        if MOST is not None:
+            x = tl.where(roles == GROUP, x / k_scale, x / v_scale)
+            x = tl.minimum(tl.maximum(x, -MOST), MOST)
+        at = (slot // PAGE).to(tl.int64) * stride_page + (slot % PAGE) * stride_slot
+        at += kv_head * stride_kv_head
+        stored = x.to(k_ptr.dtype.element_ty)
+        tl.store(k_ptr + at + roles * 0 + dims, stored, mask=inside & (roles == GROUP))
+        tl.store(v_ptr + at + roles * 0 + dims, stored, mask=inside & (roles == GROUP + 1))
+
+
+def kv_write(
+    fused: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    qk_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Rotate the queries of `fused` in place; write its K and V to the pool.
+
+    fused [T, kv_heads, group + 2, head_dim], contiguous rows; positions and slots int32 [T]: slot
+    `page * page_tokens + offset`, -1 for a row of padding, which is left alone; cos_sin fp32
+    [positions, head_dim / 2, 2] by position (`RotaryTable.cos_sin`); k_pages and v_pages
+    [pages, page_tokens, kv_heads, head_dim] of the same strides, in the type of `fused` or fp8,
+    which holds K / `k_scale` and V / `v_scale`, bounded by its largest number. qk_weight fp32
+    [group + 1, head_dim]: RMSNorm of each query head and K before they are rotated. Raises
+    ValueError naming the argument that does not fit.
+    """
+    _check(fused, positions, slots, cos_sin, k_pages, v_pages, qk_weight)
+    num_tokens, kv_heads, roles, head_dim = fused.shape
+    kv_write_kernel[(num_tokens, kv_heads)](
+        fused,
+        k_pages,
+        v_pages,
+        positions,
+        slots,
+        cos_sin,
+        qk_weight,
+        eps,
+        k_scale,
+        v_scale,
+        fused.stride(0),
+        k_pages.stride(0),
+        k_pages.stride(1),
+        k_pages.stride(2),
+        GROUP=roles - 2,
+        ROLES=triton.next_power_of_2(roles),
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        PAGE=k_pages.shape[1],
+        MOST=_MOST_FP8.get(k_pages.dtype),
+        num_warps=2,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+
+
+def kv_write_reference(
+    fused: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    qk_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """`kv_write` in plain torch."""
+    held = slots >= 0
+    group, head_dim = fused.shape[2] - 2, fused.shape[3]
+    x = fused[held, :, : group + 1].float()
+    if qk_weight is not None:
+        x = F.rms_norm(x, (head_dim,), eps=eps) * qk_weight
+    rotation = torch.view_as_complex(cos_sin)[positions[held].long()][:, None, None]
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    x = torch.view_as_real(pairs * rotation).flatten(-2)
+    fused[held, :, :group] = x[:, :, :group].to(fused.dtype)
+    slot, page_tokens = slots[held].long(), k_pages.shape[1]
+    values = fused[held, :, group + 1].float()
+    for pages, rows, scale in ((k_pages, x[:, :, group], k_scale), (v_pages, values, v_scale)):
+        most = _MOST_FP8.get(pages.dtype)
+        rows = rows if most is None else (rows / scale).clamp(-most, most)
+        pages[slot // page_tokens, slot % page_tokens] = rows.to(pages.dtype)
+
+
+def _check(
+    fused: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    qk_weight: Tensor | None,
+) -> None:
+    if fused.dim() != 4 or fused.shape[2] < 3 or not fused[0].is_contiguous():
+        raise ValueError(
+            f"fused: {list(fused.shape)} does not fit; give [T, kv_heads, group + 2, head_dim]"
+        )
+    num_tokens, kv_heads, roles, head_dim = fused.shape
+    check_tensor("positions", positions, torch.int32, (num_tokens,))
+    check_tensor("slots", slots, torch.int32, (num_tokens,))
+    check_tensor("cos_sin", cos_sin, torch.float32, (None, head_dim // 2, 2))
+    if qk_weight is not None:
+        check_tensor("qk_weight", qk_weight, torch.float32, (roles - 1, head_dim))
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if pages.dim() != 4 or tuple(pages.shape[2:]) != (kv_heads, head_dim):
+            raise ValueError(
+                f"{name}: {list(pages.shape)} does not fit; give [pages, page_tokens, "
+                f"{kv_heads}, {head_dim}]"
+            )
+        if pages.stride() != k_pages.stride() or pages.stride(3) != 1:
+            raise ValueError(f"{name}: strides {pages.stride()}; give those of k_pages, the last 1")
+        if pages.dtype != k_pages.dtype or pages.dtype not in (fused.dtype, *_MOST_FP8):
+            raise ValueError(f"{name}: {pages.dtype}; give {fused.dtype} or an fp8 type")
+
+
+def cases() -> list[KernelCase]:
+    """Llama-3.1-8B and Qwen3-8B (norms), and a pool in fp8."""
+    return [
+        _case("bf16", None, False, TARGETS),
+        _case("bf16", None, True, TARGETS),
+        _case("bf16", "fp8e4nv", True, ("sm_90", "sm_100")),
+    ]
+
+
+def _case(dtype: str, kv: str | None, norm: bool, targets: tuple[str, ...]) -> KernelCase:
+    pointers = {"fused": dtype, "k": kv or dtype, "v": kv or dtype, "cos_sin": "fp32"}
+    pointers |= {"weight": "fp32"} if norm else {}
+    types = {f"{name}_ptr": f"*{pointee}" for name, pointee in pointers.items()}
+    constexprs: dict[str, object] = {} if norm else {"weight_ptr": None}
+    constexprs |= {"GROUP": 4, "ROLES": 8, "HEAD_DIM": 128, "BLOCK_DIM": 128, "PAGE": 16}
+    return case_of(
+        "kv_write",
+        f"{dtype}{f'/{kv}' if kv else ''} d128 g4{' norm' if norm else ''}",
+        kv_write_kernel,
+        constexprs | {"MOST": 448.0 if kv else None},
+        CaseLimits(registers=128, shared_bytes=16 << 10),
+        num_warps=2,
+        types=types | dict.fromkeys(("eps", "k_scale", "v_scale"), "fp32"),
+        divisible=("stride_token", "stride_page", "stride_slot", "stride_kv_head"),
+        targets=targets,
+    )

@@ -1,0 +1,125 @@
+"""RMSNorm, alone and with the addition that goes before it (Zhang, Sennrich 2019, "Root mean square
+layer normalization", equation 4). One program a row: its bits do not depend on the other rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_kernels.build.case import CaseLimits, KernelCase, case_of
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    width,
+    eps,
+    x_stride,
+    residual_stride,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        residual = residual_ptr + row * residual_stride + at
+        x += tl.load(residual, mask=inside, other=0.0).to(tl.float32)
+        # What is kept is what is normed.
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    y = (x * scale * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * width + at, y, mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """x / rms(x) * weight of [T, n]; with a `residual` [T, n], x is added to it in place first.
+
+    fp32, bf16 or fp16, each tensor its own; computed in fp32 and rounded once, to the type of `x`.
+    Rows may lie apart, their elements may not. Raises ValueError naming the argument.
+    """
+    _check(x, weight, residual)
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if rows:
+        block = triton.next_power_of_2(width)
+        _norm_kernel[(rows,)](
+            x,
+            residual,
+            weight,
+            out,
+            width,
+            eps,
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            ADDS=residual is not None,
+            BLOCK=block,
+            num_warps=num_warps(block),
+        )
+    return out
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor:
+    """`rms_norm` in plain torch."""
+    wide = x.float()
+    if residual is not None:
+        residual.copy_(wide + residual.float())
+        wide = residual.float()
+    scale = 1.0 / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def num_warps(block: int) -> int:
+    """About 16 elements a thread."""
+    return min(max(block // 512, 1), 16)
+
+
+def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+    for name, tensor, shape in (
+        ("x", x, (None, None)),
+        ("weight", weight, (x.shape[-1],)),
+        ("residual", residual, tuple(x.shape)),
+    ):
+        if tensor is None:
+            continue
+        fits = tensor.dim() == len(shape) and all(
+            want in (None, have) for have, want in zip(tensor.shape, shape, strict=True)
+        )
+        if not fits or tensor.dtype not in DTYPES or tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name}: {tensor.dtype} {list(tensor.shape)} does not fit; give "
+                f"{', '.join(DTYPES.values())} in the shape of x [T, n], elements side by side"
+            )
+
+
+def cases() -> list[KernelCase]:
+    """The widths of the models that are shipped for; the residual is kept in the same type."""
+    return [_case(width, adds) for width in (1024, 4096, 8192) for adds in (False, True)]
+
+
+def _case(width: int, adds: bool) -> KernelCase:
+    pointers = ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr")
+    return case_of(
+        "rms_norm",
+        f"n={width}{' add' if adds else ''}",
+        _norm_kernel,
+        {"ADDS": adds, "BLOCK": width},
+        CaseLimits(40, 1 << 10),
+        num_warps=num_warps(width),
+        types=dict.fromkeys(pointers, "*bf16") | {"eps": "fp32"},
+        divisible=("width", "x_stride", "residual_stride"),
+        wide_loads=True,
+    )

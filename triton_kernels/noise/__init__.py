@@ -1,0 +1,1 @@
+"""Counter-based noise, the same bits on either side: `host` and `device`."""

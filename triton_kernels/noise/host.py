@@ -1,0 +1,121 @@
+"""The noise of `cbatch/core/request/noise.py` in torch, bit for bit, on any device.
+
+int64 arithmetic stands in for unsigned words: a product of two 32-bit values wraps modulo 2**64,
+and masking after the shift recovers its high word exactly. The logarithm is the stated fp32
+polynomial, each operation a torch op of its own, so that nothing is fused.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+import torch
+from torch import Tensor
+
+# Streams; the same numbers as `cbatch.core.request.noise.Purpose`.
+DRAFT: Final = 0
+ACCEPT: Final = 1
+RESIDUAL: Final = 2
+BONUS: Final = 3
+COUPLED: Final = 4
+
+PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
+PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
+PHILOX_ROUNDS = 10
+MASK32 = 0xFFFFFFFF
+THREE_QUARTERS_BITS = 0x3F400000
+SMALL_DRAW = 1 << 30
+LN2_BITS = 0x3F317218
+LOG1P_COEFFICIENT_BITS = (
+    0x3F800000,
+    0xBF000000,
+    0x3EAAAAE3,
+    0xBE800019,
+    0x3E4CB0A4,
+    0xBE2A73FB,
+    0x3E146A90,
+    0xBE070E71,
+    0x3DD5E1C4,
+    0xBD36AE97,
+)
+
+
+@functools.cache
+def constants() -> tuple[float, tuple[float, ...]]:
+    """ln 2 and the polynomial, as Python floats that are exact in fp32."""
+    bits = [b - (1 << 32) if b >> 31 else b for b in (LN2_BITS, *LOG1P_COEFFICIENT_BITS)]
+    values = torch.tensor(bits, dtype=torch.int32).view(torch.float32).tolist()
+    return values[0], tuple(values[1:])
+
+
+def philox4x32(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Philox4x32-10 on int64 words below 2**32, lane first: `even` holds counter words (c0, c2),
+    `odd` (c1, c3), `keys` the two key words, each [2, ...]. Returns the same lanes."""
+    device = even.device
+    lanes_first = (2, *(1,) * (even.dim() - 1))
+    multiplier = torch.tensor((PHILOX_M0, PHILOX_M1), device=device).view(lanes_first)
+    weyl = torch.tensor((PHILOX_W0, PHILOX_W1), device=device).view(1, *lanes_first)
+    rounds = torch.arange(PHILOX_ROUNDS, device=device).view(-1, *(1,) * even.dim())
+    round_keys = (keys + rounds * weyl) & MASK32
+    for round_key in round_keys.unbind():
+        # High and low word of each product go to the other lane. Only the low 32 bits of `odd`
+        # count: it enters by xor, and what xor leaves is masked.
+        crossed = (even * multiplier).flip(0)
+        even = (crossed >> 32).bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(MASK32)
+        odd = crossed
+    return even, odd & MASK32
+
+
+def token_words(
+    keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor, vocab_size: int
+) -> Tensor:
+    """The word of every token id: int64 [N, vocab_size], each in [0, 2**32).
+
+    `keys` int64 [N, 2] (low and high word of the seed); the others int64 [N].
+    """
+    groups = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=keys.device)
+    return _blocks(keys, positions, choices, purposes, groups[None]).flatten(1)[:, :vocab_size]
+
+
+def words_of(
+    keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor, token_ids: Tensor
+) -> Tensor:
+    """The words of the tokens `token_ids` int64 [N, W] only: int64 [N, W]."""
+    blocks = _blocks(keys, positions, choices, purposes, token_ids >> 2)
+    return blocks.gather(-1, (token_ids & 3)[..., None]).squeeze(-1)
+
+
+def _blocks(
+    keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor, groups: Tensor
+) -> Tensor:
+    """All four words of the counters with first word `groups` ([N or 1, G]): [N, G, 4]."""
+    even = torch.stack(torch.broadcast_tensors(groups, choices[:, None]))
+    odd = torch.stack((positions, purposes))[:, :, None]
+    even, odd = philox4x32(even, odd, keys.t()[:, :, None])
+    return torch.stack((even[0], odd[0], even[1], odd[1]), dim=-1)
+
+
+def scalar_words(keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor) -> Tensor:
+    """One word a draw (that of token 0): int64 [N]."""
+    return token_words(keys, positions, choices, purposes, vocab_size=1)[:, 0]
+
+
+def uniform(words: Tensor) -> Tensor:
+    """u in (0, 1], fp32."""
+    return (words + 1).to(torch.float32) * 2.0**-32
+
+
+def exponential(words: Tensor) -> Tensor:
+    """E = -ln(1 - u) > 0, fp32; see the specification for the form."""
+    ln2, coefficients = constants()
+    bits = (MASK32 - words).clamp_(min=1).to(torch.float32).view(torch.int32)
+    exponent = (bits - THREE_QUARTERS_BITS) >> 23
+    fraction = (bits - (exponent << 23)).view(torch.float32)
+    small = words < SMALL_DRAW
+    r = torch.where(small, -uniform(words), fraction.sub_(1.0))
+    e = (32 - exponent).masked_fill_(small, 0).to(torch.float32)
+    poly = r * coefficients[-1]
+    for coefficient in coefficients[-2:0:-1]:
+        poly = poly.add_(coefficient).mul_(r)
+    return e.mul_(ln2).sub_(poly.add_(coefficients[0]).mul_(r))

@@ -1,0 +1,30 @@
+"""What the filters of a row allow. `limits`: top_k, top_p (infinite: none), the last key that min_p
+keeps, [ROWS] each, and the vocabulary size."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from triton_kernels.sampling import tiles
+from triton_kernels.sampling.tiles import FORBIDDEN
+
+
+@triton.jit
+def limits_of(top_k_ptr, top_p_ptr, min_p_ptr, requests, vocab):
+    min_p = tl.load(min_p_ptr + requests)
+    key = tiles.key_of(-tl.log(tl.where(min_p > 0.0, min_p, 1.0)))
+    last_key = tl.where(min_p > 0.0, key, FORBIDDEN)
+    return tl.load(top_k_ptr + requests), tl.load(top_p_ptr + requests), last_key, vocab
+
+
+@triton.jit
+def any_filter(limits):
+    top_k, top_p, last_key, vocab = limits
+    return (top_k < vocab) | (top_p < float("inf")) | (last_key < FORBIDDEN)
+
+
+@triton.jit
+def nucleus_of(limits, mass):
+    """The mass that must not be reached before a kept token; `mass` is what top_k leaves."""
+    return tl.where(limits[1] < float("inf"), mass * tl.minimum(limits[1], 1.0), float("inf"))

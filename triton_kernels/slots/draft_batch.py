@@ -1,0 +1,314 @@
+"""The draft model's passes of a step, laid out on the device: first a ragged one over what its KV
+lacks, then one token a row while any row goes deeper."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_kernels.build.case import KernelCase, case_of
+from triton_kernels.slots.state import LIMITS, Asked, SlotState
+from triton_kernels.slots.target_batch import LANES, NUM_WARPS, owners_of, store_tokens
+
+_NEW_TOKENS = tl.constexpr(Asked().num_new_tokens)
+_NUM_DRAFTS = tl.constexpr(Asked().num_drafts)
+_CATCH_UP = tl.constexpr(Asked().catch_up)
+_WANTS = tl.constexpr(Asked().wants_logits)
+_ROWS = 64
+_TAKE_WARPS = 2
+
+
+class DraftLayout(NamedTuple):
+    """Of S slots; up to R rows draft up to K tokens each. Row r of slot s: its drafts, and what
+    they were drawn from, lie from `starts[s]` = r K on. Rows of padding belong to the last slot."""
+
+    tokens: Tensor  # int32 [T]: ids, positions and KV slots of a pass; of all but the first, R
+    positions: Tensor  # int32 [T]
+    kv_slots: Tensor  # int32 [T]
+    query_starts: Tensor  # int32 [S + 1], of the first pass
+    contexts: Tensor  # int32 [S]
+    row_starts: Tensor  # int32 [S + 1], of the passes behind it
+    row_contexts: Tensor  # int32 [S]
+    row_slots: Tensor  # int32 [R]
+    row_tokens: Tensor  # int32 [R]: which of the T tokens is its last
+    depths: Tensor  # int32 [S]: how many tokens a slot drafts, fewer where its logits broke
+    starts: Tensor  # int32 [S]
+    broken: Tensor  # int32 [S]: 1 once its logits were not finite: its KV does not count
+    next_kv: Tensor  # int32 [S]: valid positions in the draft's KV afterwards
+    noise_positions: Tensor  # int64 [S]: number of known tokens
+    drafts: Tensor  # int32 [R K]
+    draft_slots: Tensor  # int32 [R K]: whose they are; the last slot where there is none
+    draft_depths: Tensor  # int32 [R K]
+
+    @classmethod
+    def allocate(
+        cls, slots: int, most_tokens: int, most_drafts: int, device: torch.device | str
+    ) -> DraftLayout:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        rows = slots - 1
+        return cls(
+            *(zeros(most_tokens) for _ in range(3)),
+            zeros(slots + 1),
+            zeros(slots),
+            zeros(slots + 1),
+            zeros(slots),
+            zeros(rows),
+            zeros(rows),
+            *(zeros(slots) for _ in range(4)),
+            zeros(slots, dtype=torch.int64),
+            *(zeros(rows * most_drafts) for _ in range(3)),
+        )
+
+
+@triton.jit
+def draft_batch_kernel(
+    asked_ptr,
+    num_tokens_ptr,
+    draft_kv_len_ptr,
+    max_total_ptr,
+    failed_ptr,
+    slot_tokens_ptr,
+    blocks_ptr,
+    tokens_ptr,
+    positions_ptr,
+    kv_slots_ptr,
+    query_starts_ptr,
+    contexts_ptr,
+    row_starts_ptr,
+    row_slots_ptr,
+    row_tokens_ptr,
+    depths_ptr,
+    starts_ptr,
+    broken_ptr,
+    next_kv_ptr,
+    noise_positions_ptr,
+    num_slots,
+    token_width,
+    block_width,
+    most_tokens,
+    most_rows,
+    most_drafts,
+    most_token,
+    context_tokens,
+    BLOCK_SLOTS: tl.constexpr,
+    PAGE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    every = tl.arange(0, BLOCK_SLOTS)
+    some = every < num_slots
+    new_tokens = tl.load(asked_ptr + _NEW_TOKENS * num_slots + every, mask=some, other=0)
+    planned = tl.load(asked_ptr + _NUM_DRAFTS * num_slots + every, mask=some, other=0)
+    catch_up = tl.load(asked_ptr + _CATCH_UP * num_slots + every, mask=some, other=0)
+    wants = tl.load(asked_ptr + _WANTS * num_slots + every, mask=some, other=0) != 0
+    known = tl.load(num_tokens_ptr + every, mask=some, other=0)
+    kv = tl.load(draft_kv_len_ptr + every, mask=some, other=0)
+    total = tl.load(max_total_ptr + every, mask=some, other=0)
+    failed = tl.load(failed_ptr + every, mask=some, other=0) != 0
+    works = (new_tokens > 0) & (failed == 0) & ((known < total) | (wants == 0))
+    # A sequence never passes `max_total`; where that leaves nothing of a plan, its catch-up goes.
+    allowed = tl.minimum(planned, tl.maximum(total - known - 1, 0))
+    catch_up = tl.where((planned > 0) & (allowed == 0), 0, catch_up)
+    missing = known - kv
+    # The last draft stands at position known + k - 1; its predecessor must fit the context.
+    depths = tl.minimum(allowed, context_tokens + 1 - known)
+    able = works & (missing <= catch_up + 1)
+    depths = tl.where(able, tl.maximum(depths, 0), 0)
+    slices = tl.maximum(tl.minimum(catch_up, missing - 1), 0)
+    slices = tl.where(works & (allowed == 0), slices, 0)
+    queries = tl.where(depths > 0, missing, slices)
+    drafts = (depths > 0).to(tl.int32)
+    ends, row_ends = tl.cumsum(queries, 0), tl.cumsum(drafts, 0)
+    rows, last = row_ends - drafts, ends - 1
+    if tl.program_id(0) == 0:
+        tl.store(query_starts_ptr + every, ends - queries, mask=some)
+        tl.store(query_starts_ptr + num_slots, tl.sum(queries, 0))
+        tl.store(contexts_ptr + every, tl.where(queries > 0, kv + queries, 0), mask=some)
+        tl.store(row_starts_ptr + every, rows, mask=some)
+        tl.store(row_starts_ptr + num_slots, tl.sum(drafts, 0))
+        tl.store(depths_ptr + every, depths, mask=some)
+        tl.store(starts_ptr + every, rows * drafts * most_drafts, mask=some)
+        tl.store(broken_ptr + every, every * 0, mask=some)
+        reached = tl.where(depths > 0, known - 1 + depths, kv + queries)
+        tl.store(next_kv_ptr + every, reached, mask=some)
+        tl.store(noise_positions_ptr + every, known.to(tl.int64), mask=some)
+
+    lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    owners = owners_of(ends, lanes, BLOCK_SLOTS)
+    positions = lanes + tl.gather(kv - ends + queries, owners, 0)
+    held = lanes < tl.sum(queries, 0)
+    store_tokens(
+        slot_tokens_ptr, blocks_ptr, tokens_ptr, positions_ptr, kv_slots_ptr, lanes, owners,
+        positions, held, token_width, block_width, most_tokens, most_token, PAGE,
+    )  # fmt: skip
+    owners = owners_of(row_ends, lanes, BLOCK_SLOTS)
+    held = lanes < tl.sum(drafts, 0)
+    inside = lanes < most_rows
+    tl.store(row_slots_ptr + lanes, tl.where(held, owners, num_slots - 1), mask=inside)
+    tl.store(row_tokens_ptr + lanes, tl.where(held, tl.gather(last, owners, 0), 0), mask=inside)
+
+
+def make_draft_batch(
+    state: SlotState,
+    layout: DraftLayout,
+    *,
+    block_size: int,
+    most_drafts: int,
+    most_token: int,
+    context_tokens: int,
+) -> None:
+    """Fill `layout` for the first pass. `most_drafts` is K of the layout, `most_token` the last id
+    that the draft model knows, `context_tokens` its context."""
+    slots = len(state.num_tokens)
+    if tuple(layout.query_starts.shape) != (slots + 1,):
+        raise ValueError(f"layout: allocate it for {slots} slots")
+    names = ("tokens", "positions", "kv_slots", "query_starts", "contexts", "row_starts")
+    names += ("row_slots", "row_tokens", "depths", "starts", "broken", "next_kv")
+    most = max(len(layout.tokens), len(layout.row_slots))
+    draft_batch_kernel[(triton.cdiv(most, LANES),)](
+        state.asked,
+        state.num_tokens,
+        state.draft_kv_len,
+        state.max_total,
+        state.failed,
+        state.tokens,
+        state.blocks,
+        *(getattr(layout, name) for name in names),
+        layout.noise_positions,
+        slots,
+        state.tokens.shape[1],
+        state.blocks.shape[1],
+        len(layout.tokens),
+        len(layout.row_slots),
+        most_drafts,
+        most_token,
+        context_tokens,
+        BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)),
+        PAGE=block_size,
+        LANES=LANES,
+        num_warps=NUM_WARPS,
+        num_stages=1,
+    )
+
+
+@triton.jit(do_not_specialize=["depth"])
+def take_drafts_kernel(
+    reduced_ptr,
+    num_tokens_ptr,
+    slot_tokens_ptr,
+    blocks_ptr,
+    tokens_ptr,
+    positions_ptr,
+    kv_slots_ptr,
+    row_contexts_ptr,
+    row_slots_ptr,
+    depths_ptr,
+    broken_ptr,
+    drafts_ptr,
+    draft_slots_ptr,
+    draft_depths_ptr,
+    num_rows,
+    num_slots,
+    depth,
+    token_width,
+    block_width,
+    most_drafts,
+    most_token,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < num_rows
+    slot = tl.load(row_slots_ptr + row, mask=live, other=num_slots - 1)
+    deep = tl.load(depths_ptr + slot, mask=slot < num_slots - 1, other=0)
+    known = tl.load(num_tokens_ptr + slot)
+    token = tl.load(reduced_ptr + 4 * row, mask=live, other=0)
+    sound = tl.load(reduced_ptr + 4 * row + 3, mask=live, other=1) != 0
+    decides = depth < deep
+    breaks = decides & (sound == 0)
+    # What was drawn before stands: dropped for what it led to, it would move the law.
+    tl.store(broken_ptr + slot, row * 0 + 1, mask=breaks)
+    tl.store(depths_ptr + slot, row * 0 + depth, mask=breaks)
+    stands = decides & sound
+    draft = row * most_drafts + depth
+    tl.store(drafts_ptr + draft, token, mask=live)
+    tl.store(draft_slots_ptr + draft, tl.where(stands, slot, num_slots - 1), mask=live)
+    tl.store(draft_depths_ptr + draft, row * 0 + depth, mask=live)
+    position = known + depth
+    slot = slot.to(tl.int64)
+    tl.store(slot_tokens_ptr + slot * token_width + position, token, mask=stands)
+    # The next pass; a row that goes no deeper looks at its first key and writes nothing.
+    goes = stands & (depth + 1 < deep)
+    block = tl.load(blocks_ptr + slot * block_width + position // PAGE, mask=goes, other=0)
+    kv_slot = tl.where(goes, block * PAGE + position % PAGE, -1)
+    tl.store(tokens_ptr + row, tl.where(goes, tl.minimum(token, most_token), 0), mask=live)
+    tl.store(positions_ptr + row, tl.where(goes, position, 0), mask=live)
+    tl.store(kv_slots_ptr + row, kv_slot, mask=live)
+    context = tl.where(goes, position + 1, 1)
+    tl.store(row_contexts_ptr + slot, context, mask=live & (slot < num_slots - 1))
+
+
+def take_drafts(
+    state: SlotState,
+    layout: DraftLayout,
+    reduced_ids: Tensor,
+    depth: int,
+    *,
+    block_size: int,
+    most_drafts: int,
+    most_token: int,
+) -> None:
+    """Draft number `depth` (from 0) of the first `len(reduced_ids)` rows, int32 [N, 4]: winner,
+    .., .., whether its logits were finite. Lays out the pass behind it."""
+    num_rows, slots = len(reduced_ids), len(state.num_tokens)
+    if reduced_ids.dtype != torch.int32 or reduced_ids.shape[1:] != (4,):
+        raise ValueError(
+            f"reduced_ids: {reduced_ids.dtype} {list(reduced_ids.shape)}; give int32 [N, 4]"
+        )
+    if num_rows > len(layout.row_slots):
+        raise ValueError(f"reduced_ids: {num_rows} rows, layout for {len(layout.row_slots)}")
+    names = ("tokens", "positions", "kv_slots", "row_contexts", "row_slots", "depths", "broken")
+    names += ("drafts", "draft_slots", "draft_depths")
+    take_drafts_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        reduced_ids,
+        state.num_tokens,
+        state.tokens,
+        state.blocks,
+        *(getattr(layout, name) for name in names),
+        num_rows,
+        slots,
+        depth,
+        state.tokens.shape[1],
+        state.blocks.shape[1],
+        most_drafts,
+        most_token,
+        PAGE=block_size,
+        ROWS=_ROWS,
+        num_warps=_TAKE_WARPS,
+        num_stages=1,
+    )
+
+
+def cases() -> list[KernelCase]:
+    types = {"noise_positions_ptr": "*i64"}
+    take = {"PAGE": 16, "ROWS": _ROWS}
+    found = [
+        case_of(
+            "slots_draft_batch",
+            f"{slots} slots",
+            draft_batch_kernel,
+            {"BLOCK_SLOTS": slots, "PAGE": 16, "LANES": LANES},
+            LIMITS,
+            num_warps=NUM_WARPS,
+            types=types,
+        )
+        for slots in (16, 64, 1024)
+    ]
+    config = f"{_ROWS} rows"
+    taken = case_of("slots_take", config, take_drafts_kernel, take, LIMITS, num_warps=_TAKE_WARPS)
+    return [*found, taken]

@@ -1,0 +1,374 @@
+"""Batched verification from logits: what `verify.py` defines on probabilities, without any tensor
+of them. Greedy, coupled and rejection requests of any k share one batch.
+
+`reduce` has left winners, masses and cuts of every row. One program then walks the drafts of many
+requests; requests of mode REJECTION draw one more token, from the residual of their first rejected
+row or from the row behind all accepted ones, and from no other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_kernels.build.case import KernelCase
+from triton_kernels.build.check import check_fields, check_tensor
+from triton_kernels.noise import device as noise_device
+from triton_kernels.noise import host as noise
+from triton_kernels.sampling import cut, launch, tiles
+from triton_kernels.sampling.inputs import LogitsBatch, Proposals
+from triton_kernels.sampling.launch import TILING, Reduced, Tiling
+from triton_kernels.sampling.tile_stats import REJECTION, source_of
+
+ACCEPT = tl.constexpr(noise.ACCEPT)
+RESIDUAL = tl.constexpr(noise.RESIDUAL)
+BONUS = tl.constexpr(noise.BONUS)
+REQUESTS_A_PROGRAM = 64
+ACCEPT_WARPS = 2
+
+
+class VerifyOutput(NamedTuple):
+    """Request b emits its first `num_accepted` drafts, then the next token, if it is `finite`."""
+
+    num_accepted: Tensor  # int32 [B]
+    next_tokens: Tensor  # int32 [B]: the target's own, the replacement, or the bonus
+    finite: Tensor  # int32 [B]: 1 if every logit of its rows was; otherwise the verdict is void
+
+
+@triton.jit
+def _chance(floats_ptr, ids_ptr, logits_ptr, rows, drafts, inverse, mask):
+    """The filtered probability of `drafts` in the rows that decide on them, fp32; 0 without."""
+    maxima = tl.load(floats_ptr + 2 * rows, mask=mask, other=0.0)
+    mass = tl.load(floats_ptr + 2 * rows + 1, mask=mask, other=1.0)
+    cut_key = tl.load(ids_ptr + 4 * rows + 1, mask=mask, other=0)
+    cut_id = tl.load(ids_ptr + 4 * rows + 2, mask=mask, other=0)
+    y = (maxima - tl.load(logits_ptr + rows, mask=mask, other=float("-inf"))) * inverse
+    key = tiles.key_of(y)
+    kept = mask & ((key < cut_key) | ((key == cut_key) & (drafts < cut_id)))
+    return tl.where(kept, tl.exp(-y) / tl.where(mass > 0.0, mass, 1.0), 0.0)
+
+
+@triton.jit
+def _accepts(threshold, p):
+    """u * q <= p with u in (0, 1]; p > 0 keeps a token that the target forbids out for good."""
+    return (p > 0.0) & (threshold <= p)
+
+
+@triton.jit
+def _residual(p, q):
+    """What replaces a rejected draft, not normalised (Leviathan et al. 2023, section 2.3)."""
+    return tl.maximum(p - q, 0.0)
+
+
+@triton.jit
+def _accept_kernel(
+    modes_ptr,
+    temperatures_ptr,
+    keys_ptr,
+    choices_ptr,
+    positions_ptr,
+    drafts_ptr,
+    draft_starts_ptr,
+    draft_counts_ptr,
+    starts_ptr,
+    certain_ptr,
+    row_floats_ptr,
+    row_ids_ptr,
+    drafted_logits_ptr,
+    q_floats_ptr,
+    q_ids_ptr,
+    q_logits_ptr,
+    accepted_ptr,
+    next_ptr,
+    finite_ptr,
+    num_requests,
+    PROPOSED: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
+    live = request < num_requests
+    request = tl.where(live, request, 0)
+    count = tl.load(draft_counts_ptr + request)
+    start, draft_start = tl.load(starts_ptr + request), tl.load(draft_starts_ptr + request)
+    ratio = tl.load(modes_ptr + request) == REJECTION
+    inverse = tiles.inverse(tl.load(temperatures_ptr + request))
+    seeds, choices = noise_device.load_seeds(keys_ptr, request), tl.load(choices_ptr + request)
+    position = tl.load(positions_ptr + request)
+    accepted = tl.zeros([REQUESTS], tl.int32)
+    finite = tl.load(row_ids_ptr + 4 * start + 3)
+    for j in range(tl.max(count, axis=0)):
+        there = j < count
+        row = tl.where(there, start + j, start)
+        finite &= tl.load(row_ids_ptr + 4 * tl.where(there, row + 1, start) + 3)
+        draft = tl.load(drafts_ptr + draft_start + j, mask=there, other=0)
+        own = tl.load(row_ids_ptr + 4 * row)
+        p = _chance(row_floats_ptr, row_ids_ptr, drafted_logits_ptr, row, draft, inverse, there)
+        purposes = tl.full([REQUESTS], ACCEPT, tl.int32)
+        words = noise_device.scalar_words(seeds, position + j, choices, purposes)
+        threshold = noise_device.uniform(words)
+        if PROPOSED:
+            unsure = there & ratio & (tl.load(certain_ptr + request) == 0)
+            row = draft_start + j
+            q = _chance(q_floats_ptr, q_ids_ptr, q_logits_ptr, row, draft, inverse, unsure)
+            threshold = tl.where(unsure, threshold * q, threshold)
+        passes = tl.where(ratio, _accepts(threshold, p), own == draft)
+        accepted += (there & passes & (accepted == j)).to(tl.int32)
+    tl.store(accepted_ptr + request, accepted, mask=live)
+    tl.store(next_ptr + request, tl.load(row_ids_ptr + 4 * (start + accepted)), mask=live)
+    tl.store(finite_ptr + request, finite, mask=live)
+
+
+@triton.jit
+def _law_of_tile(
+    view, shaping, floats_ptr, ids_ptr, rows, inverse, tile, num_dense, BLOCK: tl.constexpr,
+    SHAPED: tl.constexpr,
+):  # fmt: skip
+    """Ids and filtered probabilities of a tile of the given rows, [ROWS, BLOCK]."""
+    passes = (view, shaping, tl.load(floats_ptr + 2 * rows), inverse, num_dense, num_dense)
+    ids, keys, weights = cut.ordered_tile(passes, tile, BLOCK, SHAPED)
+    kept = tiles.before(keys, ids, tl.load(ids_ptr + 4 * rows + 1), tl.load(ids_ptr + 4 * rows + 2))
+    mass = tl.load(floats_ptr + 2 * rows + 1)
+    mass = tl.where(mass > 0.0, mass, 1.0)
+    return ids, tl.where(kept, weights / mass[:, None], 0.0)
+
+
+@triton.jit
+def _replace_kernel(
+    logits_ptr,
+    q_logits_ptr,
+    modes_ptr,
+    temperatures_ptr,
+    keys_ptr,
+    choices_ptr,
+    positions_ptr,
+    drafts_ptr,
+    draft_starts_ptr,
+    draft_counts_ptr,
+    starts_ptr,
+    certain_ptr,
+    plain_ptr,
+    listed_ptr,
+    num_listed_ptr,
+    bias_ptr,
+    counts_ptr,
+    marks_ptr,
+    penalties_ptr,
+    min_tokens_ptr,
+    row_floats_ptr,
+    row_ids_ptr,
+    q_floats_ptr,
+    q_ids_ptr,
+    accepted_ptr,
+    tile_scores_ptr,
+    tile_ids_ptr,
+    num_requests,
+    vocab,
+    stride,
+    q_stride,
+    list_width,
+    num_tiles,
+    PROPOSED: tl.constexpr,
+    SHAPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """tile_scores fp32 [B, tiles, 2] and tile_ids int32 [B, tiles, 2]: who wins the race of the
+    residual max(0, p - q), or of p behind accepted drafts, and who wins that of p in any case."""
+    tile = tl.program_id(1)
+    num_dense = tl.cdiv(vocab, BLOCK)
+    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = request < num_requests
+    request = tl.where(live, request, 0)
+    live = live & (tl.load(modes_ptr + request) == REJECTION)
+    if tl.max(live.to(tl.int32), axis=0) == 0:
+        return
+    shaping = (
+        plain_ptr, listed_ptr, num_listed_ptr, bias_ptr, counts_ptr, marks_ptr, penalties_ptr,
+        min_tokens_ptr, list_width,
+    )  # fmt: skip
+    if tile >= num_dense + tiles.num_sparse(shaping, request, BLOCK, SHAPED):
+        return
+    depth = tl.load(accepted_ptr + request)
+    draft_start = tl.load(draft_starts_ptr + request)
+    inverse = tiles.inverse(tl.load(temperatures_ptr + request))
+    row = tl.load(starts_ptr + request) + depth
+    view = (logits_ptr, vocab, row.to(tl.int64) * stride, request, depth, drafts_ptr, draft_start)
+    ids, p = _law_of_tile(
+        view, shaping, row_floats_ptr, row_ids_ptr, row, inverse, tile, num_dense, BLOCK, SHAPED
+    )
+    rejected = depth < tl.load(draft_counts_ptr + request)
+    draft = tl.load(drafts_ptr + draft_start + depth, mask=rejected, other=0)
+    q = (rejected[:, None] & (ids == draft[:, None])).to(tl.float32)
+    if PROPOSED:
+        unsure = live & rejected & (tl.load(certain_ptr + request) == 0)
+        if tl.max(unsure.to(tl.int32), axis=0) > 0:
+            row = tl.where(unsure, draft_start + depth, 0)
+            at = row.to(tl.int64) * q_stride
+            view = (q_logits_ptr, vocab, at, request, depth, drafts_ptr, draft_start)
+            _, drawn_from = _law_of_tile(
+                view, shaping, q_floats_ptr, q_ids_ptr, row, inverse, tile, num_dense, BLOCK, SHAPED
+            )
+            q = tl.where(unsure[:, None], drawn_from, q)
+    purposes = tl.where(rejected, RESIDUAL, BONUS)
+    source = source_of(keys_ptr, positions_ptr, choices_ptr, request, depth, purposes)
+    e = tiles.exponentials(source, ids, tile, num_dense, BLOCK, SHAPED)
+    best, winner = tiles.winners(_residual(p, q) / e, ids)
+    best_of_p, winner_of_p = tiles.winners(p / e, ids)
+    out = (request.to(tl.int64) * num_tiles + tile) * 2
+    tl.store(tile_scores_ptr + out, best, mask=live)
+    tl.store(tile_scores_ptr + out + 1, best_of_p, mask=live)
+    tl.store(tile_ids_ptr + out, winner, mask=live)
+    tl.store(tile_ids_ptr + out + 1, winner_of_p, mask=live)
+
+
+@triton.jit
+def _finish_kernel(
+    modes_ptr,
+    num_listed_ptr,
+    tile_scores_ptr,
+    tile_ids_ptr,
+    next_ptr,
+    num_requests,
+    vocab,
+    num_tiles,
+    SHAPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The next token of requests of mode REJECTION, from the tiles that `_replace_kernel` left."""
+    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = request < num_requests
+    request = tl.where(live, request, 0)
+    live = live & (tl.load(modes_ptr + request) == REJECTION)
+    used = tl.cdiv(vocab, BLOCK)
+    if SHAPED:
+        used += tl.cdiv(tl.max(tl.load(num_listed_ptr + request), axis=0), BLOCK)
+    tile = tl.arange(0, TILES)[None, :]
+    there = live[:, None] & (tile < used)
+    entry = (request[:, None].to(tl.int64) * num_tiles + tile) * 2
+    scores = tl.load(tile_scores_ptr + entry, mask=there, other=0.0)
+    best, winner = tiles.winners(scores, tl.load(tile_ids_ptr + entry, mask=there, other=0))
+    scores = tl.load(tile_scores_ptr + entry + 1, mask=there, other=0.0)
+    _, of_p = tiles.winners(scores, tl.load(tile_ids_ptr + entry + 1, mask=there, other=0))
+    # Round-off where p and q are nearly equal may leave no residual: then p itself is the law.
+    tl.store(next_ptr + request, tl.where(best > 0.0, winner, of_p), mask=live)
+
+
+def verify_logits(
+    batch: LogitsBatch, starts: Tensor, proposals: Proposals | None, tiling: Tiling = TILING
+) -> VerifyOutput:
+    """Verify the drafts of B requests, 1 + drafts.counts[b] rows of logits each, the first of them
+    `starts[b]` int32 [B] (see `rows_of`). Without `proposals` every draft was chosen with certainty
+    (greedy or n-gram drafts: q is one-hot). Raises ValueError naming the argument that is wrong.
+    """
+    count, device = len(batch.requests.modes), batch.logits.device
+    check_tensor("starts", starts, torch.int32, (count,))
+    reduced = launch.reduce_tiles(batch, None, tiling)
+    q = None if proposals is None else _reduce_proposals(batch, proposals, tiling)
+    decision = VerifyOutput(
+        *(torch.empty(count, dtype=torch.int32, device=device) for _ in VerifyOutput._fields)
+    )
+    if not count:
+        return decision
+    common = launch.arguments(batch) | {
+        "starts_ptr": starts,
+        "certain_ptr": None if proposals is None else proposals.certain,
+        "row_floats_ptr": reduced.floats,
+        "row_ids_ptr": reduced.ids,
+        "q_floats_ptr": None if q is None else q.floats,
+        "q_ids_ptr": None if q is None else q.ids,
+        "accepted_ptr": decision.num_accepted,
+        "num_requests": count,
+        "PROPOSED": proposals is not None,
+    }
+    _accept(common, reduced, q, decision)
+    _replace(common, batch, proposals, decision, tiling)
+    return decision
+
+
+def _reduce_proposals(batch: LogitsBatch, proposals: Proposals, tiling: Tiling) -> Reduced:
+    count, vocab = len(batch.requests.modes), batch.logits.shape[1]
+    check_fields("proposals", proposals, {"certain": (torch.int32, (count,))})
+    if proposals.logits.shape[-1] != vocab:
+        raise ValueError(
+            f"proposals.logits: {list(proposals.logits.shape)} does not fit; give [M, {vocab}]"
+        )
+    drawn_from = batch._replace(logits=proposals.logits, rows=proposals.rows)
+    return launch.reduce_tiles(drawn_from, None, tiling, of_drafts=True)
+
+
+def _accept(
+    common: dict[str, Any], reduced: Reduced, q: Reduced | None, decision: VerifyOutput
+) -> None:
+    names = set(_accept_kernel.arg_names)
+    blocks = triton.cdiv(common["num_requests"], REQUESTS_A_PROGRAM)
+    _accept_kernel[(blocks,)](
+        **{name: value for name, value in common.items() if name in names - {"q_logits_ptr"}},
+        drafted_logits_ptr=reduced.drafted_logits,
+        q_logits_ptr=None if q is None else q.drafted_logits,
+        next_ptr=decision.next_tokens,
+        finite_ptr=decision.finite,
+        REQUESTS=REQUESTS_A_PROGRAM,
+        num_warps=ACCEPT_WARPS,
+        num_stages=launch.NUM_STAGES,
+        enable_fp_fusion=False,
+    )
+
+
+def _replace(
+    common: dict[str, Any],
+    batch: LogitsBatch,
+    proposals: Proposals | None,
+    decision: VerifyOutput,
+    tiling: Tiling,
+) -> None:
+    count, num_tiles = common["num_requests"], launch.num_tiles_of(batch, tiling)
+    shape, device = (count, num_tiles, 2), batch.logits.device
+    scratch = {
+        "tile_scores_ptr": torch.empty(shape, dtype=torch.float32, device=device),
+        "tile_ids_ptr": torch.empty(shape, dtype=torch.int32, device=device),
+        "num_tiles": num_tiles,
+        **launch.shape(batch, tiling),
+    }
+    names = set(_replace_kernel.arg_names)
+    blocks = triton.cdiv(count, tiling.rows)
+    _replace_kernel[(blocks, num_tiles)](
+        **{name: value for name, value in common.items() if name in names},
+        q_logits_ptr=None if proposals is None else proposals.logits,
+        q_stride=0 if proposals is None else proposals.logits.stride(0),
+        **scratch,
+    )
+    _finish_kernel[(blocks,)](
+        modes_ptr=batch.requests.modes,
+        num_listed_ptr=common["num_listed_ptr"],
+        next_ptr=decision.next_tokens,
+        num_requests=count,
+        vocab=common["vocab"],
+        TILES=triton.next_power_of_2(num_tiles),
+        **scratch,
+    )
+
+
+def cases() -> list[KernelCase]:
+    """bf16 logits; with and without shaping, with and without proposals."""
+    found = []
+    for shaped, proposed in itertools.product((True, False), repeat=2):
+        constexprs = {"SHAPED": shaped, "ROWS": 1, "BLOCK": TILING.block}
+        config = f"{'shaped' if shaped else 'plain'} {'drawn' if proposed else 'certain'} drafts"
+        made = constexprs | {"PROPOSED": proposed}
+        found.append(launch.case_of("verify_replace", config, _replace_kernel, made))
+        if proposed:
+            made = constexprs | {"TILES": 64}
+            found.append(launch.case_of("verify_finish", config, _finish_kernel, made))
+    for proposed in (False, True):
+        made = {"PROPOSED": proposed, "REQUESTS": REQUESTS_A_PROGRAM}
+        config = f"{'drawn' if proposed else 'certain'} drafts"
+        case = launch.case_of("verify_accept", config, _accept_kernel, made)
+        found.append(case._replace(num_warps=ACCEPT_WARPS))
+    return found

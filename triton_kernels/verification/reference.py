@@ -1,0 +1,214 @@
+"""Batched verification of ragged drafts, in two modes. Each emitted token has the law p in both.
+
+*Rejection* (Leviathan, Kalman, Matias 2023, "Fast inference from transformers via speculative
+decoding", Algorithm 1): draft x ~ q is accepted with probability min(1, p(x) / q(x)); the first
+rejected one is replaced by a draw from norm(max(0, p - q)); after a full acceptance one more token
+comes from p. It accepts the most, 1 - TV(p, q), whatever q is.
+
+*Coupled* (Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant
+speculative decoding", arXiv 2408.07978): the target draws its own token at every position, with
+noise of that position alone; drafts are accepted while they equal it. What is emitted is what the
+target would have drawn without drafts. A draft drawn from q with the *same* noise is accepted with
+probability sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV).
+
+p and q are *filtered* distributions: what the request really asked for, and what the draft was
+really drawn from.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from triton_kernels.build.check import check_tensor
+from triton_kernels.noise import host as noise
+
+
+class NoiseRows(NamedTuple):
+    """Where B rows draw their noise: see `cbatch/core/request/noise.py`."""
+
+    keys: Tensor  # int64 [B, 2]: low and high word of the seed
+    choices: Tensor  # int64 [B]
+    positions: Tensor  # int64 [B]: absolute position of the first token that the row decides
+
+
+class Verdict(NamedTuple):
+    num_accepted: Tensor  # int64 [B]
+    next_tokens: Tensor  # int64 [B]: the replacement or the bonus
+
+
+def draw(probabilities: Tensor, rows: NoiseRows, purposes: Tensor | int) -> Tensor:
+    """One token a row by an exponential race: argmax of p_i / E_i, ties to the lowest id.
+
+    `probabilities` fp32 [B, V], not necessarily normalised; returns int64 [B].
+    """
+    if isinstance(purposes, int):
+        purposes = torch.full_like(rows.positions, purposes)
+    # Filters leave few tokens: then only their noise is computed. Ids ascend, for the ties.
+    width = max(1, int((probabilities > 0).sum(dim=-1).max()))  # a row of NaN has none
+    if width * 8 > probabilities.shape[1]:
+        words = noise.token_words(
+            rows.keys, rows.positions, rows.choices, purposes, probabilities.shape[1]
+        )
+        return (probabilities / noise.exponential(words)).argmax(dim=-1)
+    ids = probabilities.topk(width, dim=-1).indices.sort(dim=-1).values
+    words = noise.words_of(rows.keys, rows.positions, rows.choices, purposes, ids)
+    scores = probabilities.gather(1, ids) / noise.exponential(words)
+    return ids.gather(1, scores.argmax(dim=-1, keepdim=True)).squeeze(1)
+
+
+def rejection_verify(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    num_drafts: Tensor,
+    rows: NoiseRows,
+) -> Verdict:
+    """Verify the drafts of B rows, k_i = num_drafts[i] >= 0 each; rows lie one after the other.
+
+    target_probs fp32 [sum(k_i + 1), V]; draft_tokens int64 [sum(k_i)]; draft_probs fp32
+    [sum(k_i), V], or None where every draft was chosen with certainty (greedy or n-gram drafts:
+    q is one-hot); num_drafts int64 [B]. Raises ValueError naming the argument that does not fit.
+    """
+    _check(target_probs, draft_tokens, draft_probs, num_drafts, rows)
+    if draft_tokens.numel() == 0:
+        return Verdict(torch.zeros_like(num_drafts), draw(target_probs, rows, noise.BONUS))
+    target_starts = (num_drafts + 1).cumsum(0) - (num_drafts + 1)
+    draft_starts = num_drafts.cumsum(0) - num_drafts
+    num_accepted = _count_accepted(
+        target_probs, draft_tokens, draft_probs, num_drafts, rows, target_starts, draft_starts
+    )
+    weights = target_probs[target_starts + num_accepted]
+    rejected = num_accepted < num_drafts
+    hit = rejected.nonzero().squeeze(1)
+    if hit.numel():
+        at = draft_starts[hit] + num_accepted[hit]
+        q = None if draft_probs is None else draft_probs[at]
+        weights[hit] = _residual(weights[hit], q, draft_tokens[at])
+    purposes = torch.where(rejected, noise.RESIDUAL, noise.BONUS)
+    at_last = rows._replace(positions=rows.positions + num_accepted)
+    return Verdict(num_accepted, draw(weights, at_last, purposes))
+
+
+def expected_accepted(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    num_drafts: Tensor,
+    num_accepted: Tensor,
+) -> Tensor:
+    """What `rejection_verify` could be expected to accept of B rows where it accepted
+    `num_accepted`, int64 [B]: fp32 [B]. The other shapes are those of `rejection_verify`.
+
+    A draft is accepted with probability 1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al.
+    2023, Theorem 3.5), one that was chosen with certainty with p(draft). These are summed over the
+    positions that were tried, up to and including the first rejection. Whether a position is tried
+    is known before its coin falls, so count less sum is a martingale and both have the same mean
+    (Doob's optional stopping); without the coins the variance is lower. Positions further on must
+    stay out: the next step decides with their noise again.
+    """
+    row = torch.repeat_interleave(num_drafts)
+    flat = torch.arange(row.numel(), device=row.device)
+    depth = flat - (num_drafts.cumsum(0) - num_drafts)[row]
+    tried = (depth <= num_accepted[row]).nonzero().squeeze(1)
+    flat, row, depth = flat[tried], row[tried], depth[tried]
+    at = flat + row  # every earlier row has one more of p
+    if draft_probs is None:
+        chance = target_probs[at, draft_tokens[flat]]
+    else:
+        p = target_probs[at]
+        chance = torch.minimum(p, draft_probs[flat], out=p).sum(dim=-1).clamp_(max=1)
+    grid = chance.new_zeros(num_drafts.numel(), int(num_drafts.max()))
+    grid[row, depth] = chance
+    return grid.sum(dim=1)
+
+
+def _residual(p: Tensor, q: Tensor | None, rejected: Tensor) -> Tensor:
+    """What replaces `rejected` int64 [N]: max(0, p - q), fp32 [N, V] and not normalised.
+
+    Round-off where p and q are nearly equal may leave no mass: then p itself is the law."""
+    residual = p.scatter(1, rejected[:, None], 0.0) if q is None else (p - q).clamp_(min=0)
+    return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
+
+
+def _count_accepted(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    num_drafts: Tensor,
+    rows: NoiseRows,
+    target_starts: Tensor,
+    draft_starts: Tensor,
+) -> Tensor:
+    """Length of the leading run of accepted drafts of each row, int64 [B]."""
+    flat = torch.arange(draft_tokens.numel(), device=draft_tokens.device)
+    row = torch.repeat_interleave(num_drafts)
+    depth = flat - draft_starts[row]
+    p = target_probs[target_starts[row] + depth, draft_tokens]
+    words = noise.scalar_words(
+        rows.keys[row],
+        rows.positions[row] + depth,
+        rows.choices[row],
+        torch.full_like(depth, noise.ACCEPT),
+    )
+    threshold = noise.uniform(words)
+    if draft_probs is not None:
+        threshold = threshold * draft_probs[flat, draft_tokens]
+    # u * q <= p with u in (0, 1]; p > 0 keeps a token that the target forbids out for good.
+    return _leading_run((p > 0) & (threshold <= p), row, depth, num_drafts)
+
+
+def coupled_verify(
+    target_probs: Tensor, draft_tokens: Tensor, num_drafts: Tensor, rows: NoiseRows
+) -> Verdict:
+    """Verify the drafts of B rows by the target's own tokens, drawn with `noise.COUPLED`.
+
+    Shapes as for `rejection_verify`; how the drafts came about does not matter, though only drafts
+    drawn with the same noise (`draw(q, rows, noise.COUPLED)`) are accepted often. Raises ValueError
+    naming the argument that does not fit.
+    """
+    _check(target_probs, draft_tokens, None, num_drafts, rows)
+    if draft_tokens.numel() == 0:
+        return Verdict(torch.zeros_like(num_drafts), draw(target_probs, rows, noise.COUPLED))
+    lens = num_drafts + 1
+    starts = lens.cumsum(0) - lens
+    row = torch.repeat_interleave(lens)
+    depth = torch.arange(row.numel(), device=row.device) - starts[row]
+    each = NoiseRows(rows.keys[row], rows.choices[row], rows.positions[row] + depth)
+    own = draw(target_probs, each, noise.COUPLED)
+    drafted = depth < num_drafts[row]  # all but the last of each row
+    agrees = own[drafted] == draft_tokens
+    num_accepted = _leading_run(agrees, row[drafted], depth[drafted], num_drafts)
+    return Verdict(num_accepted, own[starts + num_accepted])
+
+
+def _leading_run(accepted: Tensor, row: Tensor, depth: Tensor, num_drafts: Tensor) -> Tensor:
+    """Drafts accepted before the first that is not, int64 [B]. `accepted` bool [sum(k_i)], of the
+    drafts at `depth` of `row`; at least one."""
+    shape = (num_drafts.numel(), int(num_drafts.max()))
+    grid = torch.zeros(shape, dtype=torch.int64, device=accepted.device)
+    grid[row, depth] = accepted.to(torch.int64)
+    return grid.cumprod(dim=1).sum(dim=1)
+
+
+def _check(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    num_drafts: Tensor,
+    rows: NoiseRows,
+) -> None:
+    batch, drafts, vocab = num_drafts.numel(), draft_tokens.numel(), target_probs.shape[-1]
+    for name, tensor, dtype, shape in (
+        ("num_drafts", num_drafts, torch.int64, (batch,)),
+        ("draft_tokens", draft_tokens, torch.int64, (drafts,)),
+        ("target_probs", target_probs, torch.float32, (batch + drafts, vocab)),
+        ("rows.keys", rows.keys, torch.int64, (batch, 2)),
+        ("rows.choices", rows.choices, torch.int64, (batch,)),
+        ("rows.positions", rows.positions, torch.int64, (batch,)),
+        ("draft_probs", draft_probs, torch.float32, (drafts, vocab)),
+    ):
+        if tensor is not None:
+            check_tensor(name, tensor, dtype, shape)

@@ -1,0 +1,69 @@
+"""Verification from a target's logits in plain torch: what the kernel is compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triton_kernels.sampling.inputs import (
+    COUPLED,
+    GREEDY,
+    REJECTION,
+    LogitsBatch,
+    Proposals,
+)
+from triton_kernels.sampling.reference import shaped_logits, weights_of
+from triton_kernels.verification import reference as verify
+
+
+def verify_reference(
+    batch: LogitsBatch, proposals: Proposals | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`triton_kernels.verification.kernel.verify_logits` by way of
+    `triton_kernels.verification.reference`: number of accepted drafts, next token, and whether
+    every logit was finite, int32 [B] each. No padding."""
+    logits, rows, requests, where, drafts, shaping = batch
+    x = shaped_logits(logits, rows, drafts, shaping)
+    p, q = normalised(weights_of(x, rows, requests)), None
+    if proposals is not None:
+        x_q = shaped_logits(proposals.logits, proposals.rows, drafts, shaping)
+        q = normalised(weights_of(x_q, proposals.rows, requests))
+        sure = proposals.certain[proposals.rows.requests.long()] > 0
+        q[sure] = torch.nn.functional.one_hot(drafts.tokens.long(), q.shape[1]).float()[sure]
+    of, counts = rows.requests.long(), drafts.counts.long()
+    greedy = torch.nn.functional.one_hot(x.argmax(dim=-1), x.shape[1]).float()
+    verdicts = {
+        mode: _verdict(mode, batch, greedy if mode == GREEDY else p, q, requests.modes == mode)
+        for mode in (GREEDY, COUPLED, REJECTION)
+    }
+    accepted, following = torch.zeros_like(counts), torch.zeros_like(counts)
+    for mode, verdict in verdicts.items():
+        accepted[requests.modes == mode], following[requests.modes == mode] = verdict
+    finite = torch.ones_like(counts).scatter_reduce_(
+        0, of, logits.isfinite().all(dim=-1).long(), "amin"
+    )
+    return accepted, following, finite
+
+
+def _verdict(
+    mode: int, batch: LogitsBatch, p: Tensor, q: Tensor | None, asked: Tensor
+) -> verify.Verdict:
+    """Of the requests `asked`, bool [B]; a greedy law is one-hot, and coupled like any other."""
+    counts = batch.drafts.counts.long()
+    drafted = asked[torch.repeat_interleave(counts)]
+    tokens = batch.drafts.tokens.long()[drafted]
+    p, where = p[asked[batch.rows.requests.long()]], batch.noise
+    rows = verify.NoiseRows(where.keys[asked], where.choices[asked], where.positions[asked])
+    if not asked.any():
+        return verify.Verdict(counts[asked], counts[asked])
+    if mode != REJECTION:
+        return verify.coupled_verify(p, tokens, counts[asked], rows)
+    return verify.rejection_verify(
+        p, tokens, None if q is None else q[drafted], counts[asked], rows
+    )
+
+
+def normalised(weights: Tensor) -> Tensor:
+    """fp32 [N, V] probabilities."""
+    mass = weights.sum(dim=-1, keepdim=True)
+    return weights / torch.where(mass > 0, mass, 1.0)
