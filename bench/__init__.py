@@ -1,1 +1,2 @@
-"""Benchmarks. Each prints a table, then one JSON line last."""
+"""Benchmarks, each a command: `bench/README.md` lists them. Imports anything; nothing imports
+it."""

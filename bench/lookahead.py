@@ -26,13 +26,14 @@ import numpy as np
 from rich.progress import Progress
 
 from bench.plot import save_lines
-from bench.report import print_report, rounded
+from bench.report import print_report, rounded, student95
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
-from cbatch.outputs import Output, Speculation
-from cbatch.runtime.drafter import DraftModel, DraftRows, Proposal
-from cbatch.stepwise import Engine
+from cbatch.engine.engine import Engine
+from cbatch.runtime.cpu.drafter import DraftRows, Proposal
+from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.text import load_tokenizer
+from cbatch.text.outputs import Output, Speculation
 
 WORKLOADS = ("fresh", "edit", "mix", "useless")
 _SPOILT = 0.87  # of the drafts of `useless`: acceptance comes out at about 0.1
@@ -47,7 +48,7 @@ _WARM_UP_TURNS = 4
 Prompts = list[list[int]]
 
 
-class Run(msgspec.Struct):
+class PolicyRun(msgspec.Struct):
     tokens: int
     seconds: float
     speculation: Speculation
@@ -56,13 +57,13 @@ class Run(msgspec.Struct):
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
-    def add(self, other: Run) -> None:
+    def add(self, other: PolicyRun) -> None:
         self.tokens += other.tokens
         self.seconds += other.seconds
         self.speculation.merge(other.speculation)
 
 
-class ClosedLoop:
+class EndlessLoop:
     """Keeps `concurrency` requests in flight for ever: one that ends makes room for the next.
 
     Outputs are half to one and a half times `output_tokens` long, so that requests do not end in
@@ -93,7 +94,7 @@ class ClosedLoop:
         while waiting:
             waiting -= {output.request_id for output in self._step(Speculation())}
 
-    def run(self, num_tokens: int) -> Run:
+    def run(self, num_tokens: int) -> PolicyRun:
         """Steps until so many more tokens have come out; what the last step brings beyond them
         counts for the next turn."""
         speculation, tokens = Speculation(), 0
@@ -102,7 +103,7 @@ class ClosedLoop:
         while tokens < wanted:
             tokens += sum(len(output.token_ids) for output in self._step(speculation))
         self._ahead_tokens = tokens - wanted
-        return Run(tokens, time.perf_counter() - started_s, speculation)
+        return PolicyRun(tokens, time.perf_counter() - started_s, speculation)
 
     def stop(self) -> None:
         for request_id in self._running:
@@ -160,24 +161,23 @@ def measure(
     concurrency: int,
     args: argparse.Namespace,
     advance: Callable[[], None],
-) -> dict[str, list[Run]]:
+) -> dict[str, list[PolicyRun]]:
     """Runs by policy, one a cycle. All loops stay full between their turns, and serve the same
     tokens in each: what differs between two policies in a cycle is their time."""
     loops = {
-        policy: ClosedLoop(engine, prompts, concurrency, args.output_tokens)
+        policy: EndlessLoop(engine, prompts, concurrency, args.output_tokens)
         for policy, engine in engines.items()
     }
     for loop in loops.values():
         loop.start()
-    tokens = max(args.turn_tokens, _TURN_STEPS * concurrency)
-    turns = num_turns(prompts, concurrency, args)
+    tokens, turns = turns_of(prompts, concurrency, args)
     gc.collect()
     for _ in range(_WARM_UP_TURNS):
         for loop in loops.values():
             loop.run(tokens)
-    runs: dict[str, list[Run]] = {policy: [] for policy in engines}
+    runs: dict[str, list[PolicyRun]] = {policy: [] for policy in engines}
     for _ in range(args.cycles):
-        cycle = {policy: Run(0, 0.0, Speculation()) for policy in engines}
+        cycle = {policy: PolicyRun(0, 0.0, Speculation()) for policy in engines}
         for turn in range(turns):
             for policy in engines if turn % 2 else reversed(engines):
                 cycle[policy].add(loops[policy].run(tokens))
@@ -189,13 +189,14 @@ def measure(
     return runs
 
 
-def num_turns(prompts: Prompts, concurrency: int, args: argparse.Namespace) -> int:
-    """Turns of a cycle: through all prompts, and everything in flight exchanged."""
+def turns_of(prompts: Prompts, concurrency: int, args: argparse.Namespace) -> tuple[int, int]:
+    """Tokens of a turn, and turns of a cycle: through all prompts, and everything in flight
+    exchanged."""
     tokens = max(args.turn_tokens, _TURN_STEPS * concurrency)
-    return -(-max(len(prompts), 2 * concurrency) * args.output_tokens // tokens)
+    return tokens, -(-max(len(prompts), 2 * concurrency) * args.output_tokens // tokens)
 
 
-def rows_of(workload: str, batch: int, runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
+def rows_of(workload: str, batch: int, runs: dict[str, list[PolicyRun]]) -> list[dict[str, Any]]:
     """A row a policy: speed over all cycles, and ratios of times for the same tokens with the ends
     of their 95 % intervals."""
     costs = {
@@ -208,21 +209,19 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[Run]]) -> list[dict[
         total = Speculation()
         for run in runs[policy]:
             total.merge(run.speculation)
-        speed, half = _ratio(np.ones_like(cost), cost)
+        speed, low = _ratio(np.ones_like(cost), cost)
         to_best, _ = _ratio(costs[best], cost) if best else (None, None)
-        to_off, off_half = _ratio(costs["off"], cost) if "off" in costs else (None, None)
+        to_off, off_low = _ratio(costs["off"], cost) if "off" in costs else (None, None)
         rows.append(
             {
                 "workload": workload,
                 "batch": batch,
                 "policy": policy,
                 "output_tokens_per_s": round(speed, 1),
-                "ci95": rounded(half),
+                "ci95": rounded(None if low is None else speed - low),
                 "ratio_to_best_fixed": rounded(to_best),
                 "ratio_to_off": rounded(to_off),
-                "ratio_to_off_low95": rounded(
-                    None if to_off is None or off_half is None else to_off - off_half
-                ),
+                "ratio_to_off_low95": rounded(off_low),
                 "steps_with_drafts": rounded(total.drafting_share),
                 "mean_accepted_tokens": rounded(total.mean_accepted_tokens),
                 "best_fixed": best,
@@ -231,12 +230,8 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[Run]]) -> list[dict[
     return rows
 
 
-# Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond the table the normal one.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
-
-
 def _ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float | None]:
-    """sum(above) / sum(below) of paired cycles, and half the width of its 95 % interval (jackknife
+    """sum(above) / sum(below) of paired cycles, and the low end of its 95 % interval (jackknife
     over cycles, Student's t); None for a single cycle."""
     count = len(above)
     ratio = float(above.sum() / below.sum())
@@ -244,8 +239,7 @@ def _ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float | None]:
         return ratio, None
     without = (above.sum() - above) / (below.sum() - below)
     deviation = np.sqrt((count - 1) / count * np.square(without - without.mean()).sum())
-    quantile = _T95[count - 2] if count - 1 <= len(_T95) else 1.96
-    return ratio, float(quantile * deviation)
+    return ratio, ratio - float(student95(count - 1) * deviation)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -282,23 +276,16 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     cells = [(w, b, make_prompts(w, model)) for w in args.workload for b in args.batch]
     with Progress() as progress:
-        total = args.cycles * sum(num_turns(prompts, batch, args) for _, batch, prompts in cells)
+        total = args.cycles * sum(turns_of(prompts, batch, args)[1] for _, batch, prompts in cells)
         task = progress.add_task("measuring", total=total)
         for workload, batch, prompts in cells:
             with spoilt_drafts() if workload == "useless" else contextlib.nullcontext():
                 runs = measure(engines, prompts, batch, args, lambda: progress.advance(task))
             rows += rows_of(workload, batch, runs)
-    series = {
-        workload: {
-            policy: [
-                (row["batch"], row["ratio_to_off"])
-                for row in rows
-                if row["workload"] == workload and row["policy"] == policy
-            ]
-            for policy in args.policy
-        }
-        for workload in args.workload
-    }
+    series: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        lines = series.setdefault(row["workload"], {})
+        lines.setdefault(row["policy"], []).append((row["batch"], row["ratio_to_off"]))
     save_lines(
         args.plot,
         series,

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.report import describe_machine, describe_versions, print_report
+from bench.report import print_report, rounded
+from cbatch.system.machine import describe_machine, describe_versions
 
 BASELINE = Path(__file__).parent / "baseline.json"
 SLOWER = 1.3  # beyond it a benchmark is named as slower
@@ -72,16 +73,9 @@ def rows_of(measured: dict[str, Any], baseline: dict[str, Any] | None) -> list[d
     speed = 1.0 if baseline is None else measured["yardstick_us"] / baseline["yardstick_us"]
     rows = []
     for name, quartile_us in measured["quartile_us"].items():
+        row = {"benchmark": name, "quartile_us": quartile_us, "baseline_us": past.get(name)}
         raw = quartile_us / past[name] if name in past else None
-        rows.append(
-            {
-                "benchmark": name,
-                "quartile_us": quartile_us,
-                "baseline_us": past.get(name),
-                "raw": None if raw is None else round(raw, 3),
-                "ratio": None if raw is None else round(raw / speed, 3),
-            }
-        )
+        rows.append(row | {"raw": rounded(raw), "ratio": rounded(raw and raw / speed)})
     return rows
 
 
@@ -100,15 +94,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = rows_of(measured, baseline)
     if args.save:
         args.baseline.write_text(json.dumps(measured, indent=1) + "\n")
-    print_report(
-        "micro-benchmarks",
-        rows,
-        notes=_notes(measured, baseline, rows),
-        extra={
-            "yardstick_us": measured["yardstick_us"],
-            "baseline_yardstick_us": None if baseline is None else baseline["yardstick_us"],
-        },
-    )
+    yardsticks = {
+        "yardstick_us": measured["yardstick_us"],
+        "baseline_yardstick_us": None if baseline is None else baseline["yardstick_us"],
+    }
+    notes = _notes(measured, baseline, rows)
+    print_report("micro-benchmarks", rows, notes=notes, extra=yardsticks)
 
 
 def _notes(

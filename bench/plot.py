@@ -51,31 +51,3 @@ def save_lines(
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-
-
-def save_bars(
-    path: Path,
-    series: Mapping[str, Mapping[str, float]],
-    *,
-    y_label: str,
-    highlight: str | None = None,
-) -> None:
-    """A PNG of grouped bars: a group for each key of any of the named `series`, in the order in
-    which they are met. The series named `highlight` is red; a grey line marks 1."""
-    groups = list(dict.fromkeys(key for values in series.values() for key in values))
-    figure, axis = pyplot.subplots(figsize=(max(6.0, 1.1 * len(groups)), 4.6))
-    axis.axhline(1, color="0.6", linewidth=1)
-    width, colors = 0.8 / len(series), pyplot.get_cmap("viridis")
-    for index, (name, values) in enumerate(series.items()):
-        at = [groups.index(key) + (index + 0.5) * width - 0.4 for key in values]
-        color = "crimson" if name == highlight else colors(index / len(series))
-        axis.bar(at, list(values.values()), width, label=name, color=color)
-    axis.set(ylabel=y_label, xticks=range(len(groups)))
-    axis.set_xticklabels(
-        [g if len(g) < 18 else f"{g[:16]}.." for g in groups], rotation=40, ha="right"
-    )
-    axis.legend(fontsize="small")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -3,60 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-_PACKAGES = ("cbatch", "llama-cpp-python", "numpy", "msgspec", "torch", "transformers", "triton")
-
-
-def describe_machine() -> dict[str, Any]:
-    """Processor, cores this process may use, load, memory, system."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "memory_gib": _memory_gib(),
-        "system": platform.platform(terse=True),
-    }
-
-
-def describe_versions() -> dict[str, str]:
-    """Python and those of our packages that are installed; nothing is imported for it."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float | None:
-    try:
-        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
-    return round(total_bytes / 2**30, 1)
+from cbatch.system.machine import describe_machine, describe_versions
 
 
 def print_report(
@@ -104,6 +58,18 @@ def print_table(
 def rounded(value: float | None) -> float | None:
     """To three decimals, as figures are reported."""
     return None if value is None else round(value, 3)
+
+
+# 97.5 % points of Student's t for 1, 2, ... degrees of freedom; with more the last, up to 6 % wide.
+_STUDENT = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
+
+
+def student95(degrees: int) -> float:
+    """Half the width of a 95 % interval, in standard errors."""
+    return _STUDENT[min(degrees, len(_STUDENT)) - 1]
 
 
 def _cell(value: Any) -> str:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from bench.report import print_report
-from cbatch.core.config import LookaheadConfig, SchedulerConfig
-from cbatch.core.plan import StepPlan, StepResult
-from cbatch.core.request import Request, SamplingParams
-from cbatch.core.scheduler import Scheduler
+from cbatch.core.request.request import Request, SamplingParams
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.speculation.config import LookaheadConfig
 
 BLOCK_SIZE_TOKENS = 16
 PROMPT_TOKENS = 128
@@ -31,10 +32,9 @@ LIMITS_US = {(8, 0): 20.0, (32, 4, True): 60.0, 256: 256.0, 1024: 1024.0}
 PEER = "vLLM 0.33, published by others on machines of this class: 8 to 16 us per running request"
 
 
-def limit_us(running: int, k: int, prefix_cache: bool) -> float | None:
+def limit_us(*cell: Any) -> float | None:
     """The stated limit for a cell; None where none is stated."""
-    keys: tuple[Any, ...] = (running, (running, k), (running, k, prefix_cache))
-    return next((LIMITS_US[key] for key in keys if key in LIMITS_US), None)
+    return next((LIMITS_US[key] for key in (cell[0], cell[:2], cell) if key in LIMITS_US), None)
 
 
 def build_scheduler(running: int, k: int, prefix_cache: bool) -> Scheduler:
@@ -149,17 +149,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="timed steps of a repeat")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    rows = [measure(*cell, arguments.steps, arguments.repeats) for cell in cells(arguments.running)]
+    steps, repeats = arguments.steps, arguments.repeats
     print_report(
         "scheduler: plan + commit, steady-state decode",
-        rows,
+        [measure(*cell, steps, repeats) for cell in cells(arguments.running)],
         notes=(
             f"acceptance {ACCEPTANCE}, prompts of {PROMPT_TOKENS} tokens, blocks of "
-            f"{BLOCK_SIZE_TOKENS}; {arguments.steps} steps, best median of {arguments.repeats} "
-            "repeats; garbage collector on, start-up objects frozen",
+            f"{BLOCK_SIZE_TOKENS}; {steps} steps, best median of {repeats} repeats; garbage "
+            "collector on, start-up objects frozen",
             PEER,
         ),
-        extra={"steps": arguments.steps, "repeats": arguments.repeats, "peer": PEER},
+        extra={"steps": steps, "repeats": repeats, "peer": PEER},
     )
 
 

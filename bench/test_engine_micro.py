@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.engine import build_cbatch, make_prompts, parse
-from bench.shapes import write_random_model
+from bench.engine.__main__ import parse
+from bench.engine.shapes import write_random_model
+from bench.engine.systems import build_cbatch, make_prompts
 
 OUTPUT_TOKENS = 16
 

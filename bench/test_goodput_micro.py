@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from cbatch.core.config import LookaheadConfig
-from cbatch.core.controller import LookaheadController, Room, StepCost
-from cbatch.core.cost import CostModel, CostProfile, StepLoad
-from cbatch.core.goodput import decide
-from cbatch.core.lookahead import survival
-from cbatch.core.regime import Due
+from cbatch.core.speculation.acceptance import survival
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.cost_model import CostProfile, OnlineCostModel
+from cbatch.core.speculation.draft_allocation import decide
+from cbatch.core.speculation.gate import Due
+from cbatch.core.speculation.goodput_policy import GoodputPolicy
+from cbatch.core.speculation.policy import StepBudget
+from cbatch.core.speculation.step_work import StepSample, StepWork
 
 ROWS, DEPTH = 256, 8
 TOKENS = ROWS * (1 + DEPTH)
@@ -42,36 +45,49 @@ def inputs(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return rng.beta(6, 3, rows) * trials, trials, np.full(rows, DEPTH, np.int32)
 
 
-def controller_of(kind: str, rows: int) -> LookaheadController:
-    """A controller that knows these rows."""
-    controller = LookaheadController(
+class Drafted(NamedTuple):
+    """A `policy.DraftedStep`."""
+
+    rows: slice
+    num_drafted: np.ndarray
+    num_accepted: np.ndarray
+    total_drafted: int
+    evidence: np.ndarray | None = None
+
+    def sample(self) -> StepSample:
+        return _sample(int(self.num_drafted.max()), int(self.num_drafted.sum()))
+
+
+def policy_of(kind: str, rows: int) -> GoodputPolicy:
+    """A policy that knows these rows."""
+    policy = GoodputPolicy(
         LookaheadConfig(policy="goodput", k=DEPTH),
         max_slots=rows,
         max_tokens=TOKENS,
         profile=PROFILES[kind],
     )
-    controller.statistics[:2] = inputs(rows)[:2]
-    return controller
+    policy.statistics[:2] = inputs(rows)[:2]
+    return policy
 
 
 @pytest.mark.parametrize("kind", PROFILES)
 def test_decide(benchmark, kind):
     accepted, trials, caps = inputs(ROWS)
     chances = survival(accepted, trials, DEPTH)
-    prices = CostModel(PROFILES[kind], max_tokens=TOKENS).prices(ROWS, ROWS, 0, ROWS * DEPTH)
-    market = None
+    prices = OnlineCostModel(PROFILES[kind], max_tokens=TOKENS).prices(ROWS, ROWS, 0, ROWS * DEPTH)
+    prices_then = None
     for _ in range(5):
-        market = decide(chances, caps, prices, market).market
-    decision = benchmark(decide, chances, caps, prices, market)
+        prices_then = decide(chances, caps, prices, prices_then).shadow_prices
+    decision = benchmark(decide, chances, caps, prices, prices_then)
     assert (decision.num_drafts.sum() > 0) == (kind != "steep")
 
 
 @pytest.mark.parametrize("rows", [1, 32, 256])
 def test_whole_choice(benchmark, rows):
     """Survival, prices, decision and probes, as a plan calls it; few rows decide seldom."""
-    controller, caps = controller_of("flat", rows), inputs(rows)[2]
-    lag, room = np.zeros(rows, np.int32), partial(Room, rows, 0)
-    k = benchmark(controller.choose, Due.DECISION, slice(0, rows), caps, lag, TOKENS, room)
+    policy, caps = policy_of("flat", rows), inputs(rows)[2]
+    lag, room = np.zeros(rows, np.int32), partial(StepBudget, rows, 0)
+    k = benchmark(policy.choose, Due.DECISION, slice(0, rows), caps, lag, TOKENS, room)
     assert k is not None and k.any()
 
 
@@ -82,36 +98,33 @@ def test_survival(benchmark):
 
 
 def test_a_step_while_off(benchmark):
-    """What k = 0 for everyone costs, drafts that are no good: all calls, decisions and canaries
+    """What k = 0 for everyone costs, drafts that are no good: all calls, decisions and probes
     included."""
-    controller, caps = controller_of("steep", ROWS), inputs(ROWS)[2]
-    controller.statistics[0] *= 0.1
+    policy, caps = policy_of("steep", ROWS), inputs(ROWS)[2]
+    policy.statistics[0] *= 0.1
     rows, zero, lag = slice(0, ROWS), np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)
-    room = partial(Room, ROWS, 0)
+    room = partial(StepBudget, ROWS, 0)
 
     def step() -> None:
-        due, k = controller.due(ROWS), None
+        due, k = policy.due(ROWS), None
         if due is not Due.NOTHING:
-            k = controller.choose(due, rows, caps, lag, TOKENS, room)
-        if controller.rests(num_rows=ROWS, drafted=k is not None):
-            return
-        cost = _cost(0, 0) if k is None else _cost(int(k.max()), int(k.sum()))
-        controller.learn(rows, zero if k is None else k, zero, cost)
+            k = policy.choose(due, rows, caps, lag, TOKENS, room)
+        policy.observe(Drafted(rows, zero if k is None else k, zero, k is not None))
 
     for _ in range(2000):
         step()
-    assert not controller.regime.on
+    assert not policy.gate.on
     benchmark.pedantic(step, rounds=20, iterations=640)
-    assert not controller.regime.on
+    assert not policy.gate.on
 
 
-def _cost(depth: int, drafts: int) -> StepCost:
-    load = StepLoad(
+def _sample(depth: int, drafts: int) -> StepSample:
+    work = StepWork(
         rows=ROWS,
         target_tokens=ROWS + drafts,
         logit_tokens=ROWS + drafts,
         context_tokens=0,
-        depth=depth,
+        draft_depth=depth,
         draft_tokens=drafts,
     )
-    return StepCost(load, 1e-3 * depth, 0.03 + 9e-5 * drafts)
+    return StepSample(work, 1e-3 * depth, 0.03 + 9e-5 * drafts)

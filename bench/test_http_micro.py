@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.server_overhead import BODIES, count_chunks, serving
+from bench.server.overhead import BODIES, read, serving
 
 CHUNKS = 20
 
@@ -15,6 +15,6 @@ CHUNKS = 20
 def test_streams(benchmark, path, streams):
     """Streams of 20 chunks of two tokens, opened, read and closed."""
     with serving(CHUNKS, 2, tick_s=0.0) as (port, _):
-        count_chunks(port, path, 1)  # the first call imports and compiles
-        chunks = benchmark(count_chunks, port, path, streams)
-    assert chunks >= streams * CHUNKS
+        read(port, path, 1)  # the first call imports and compiles
+        found = benchmark(read, port, path, streams)
+    assert found.chunks >= streams * CHUNKS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cbatch.core.pool import ROOT, BlockPool
+from cbatch.core.scheduler.block_pool import ROOT, BlockPool
 
 BLOCK_TOKENS, NUM_BLOCKS = 16, 65_536
 

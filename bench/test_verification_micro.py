@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from cbatch.runtime.rows import SlotTable
-from cbatch.runtime.verification import Wanted, verify
+from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.cpu.verify import Wanted, verify
 
 VOCAB_SIZE, BLOCK_TOKENS, PEAK = 4096, 16, 12.0
 
@@ -40,8 +40,8 @@ def test_verify(benchmark, mode, rows, k):
     assert (verified.num_accepted >= agreed).all()
 
 
-def _table(mode: str, rows: int) -> SlotTable:
-    table = SlotTable(rows, BLOCK_TOKENS, VOCAB_SIZE)
+def _table(mode: str, rows: int) -> InputBatch:
+    table = InputBatch(rows, BLOCK_TOKENS, VOCAB_SIZE)
     table.keys[:] = np.arange(2 * rows).reshape(rows, 2)
     table.greedy[:] = False
     getattr(table, mode)[:] = True

@@ -1,1 +1,1 @@
-"""The simulator: a virtual clock, an executor without a model, and what is built on the two."""
+"""The simulator: cbatch's own scheduler over a clock of costs. Imports `cbatch`, never `bench`."""

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu import summary, supervise
-from bench.gpu.cells import Budget, Cell, Journal, run_cells, shard
+from bench.gpu.cells import Cell, Journal, TimeBudget, run_cells, shard
 from bench.gpu.sweep import write_table
 from bench.gpu.world import Bench, World, describe, device_of, find_world
 
 _SHIPPED_TABLE = Path(__file__).parents[2] / "triton_kernels" / "attention" / "tiles.json"
 # Seconds of the whole run, and how sections share them; `limits` is always run, for the others. To
-# end what does not end by itself, and for tables and plots, there is a minute more.
+# end what does not end by itself, and for tables, there is a minute more.
 _WHOLE_S = 480.0
 _SHARES = {"limits": 15, "correctness": 120, "kernels": 130, "sweep": 70, "engine": 145}
 _SHARDED, _WARMED = ("correctness",), ("kernels", "sweep")
@@ -26,9 +26,9 @@ _MODULES = {"limits": "ceilings"}
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for tables, plots, JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for tables, JSON")
     parser.add_argument("--section", choices=_SHARES, action="append", help="default: all")
-    parser.add_argument("--peers", type=Path, help="folder with vllm/, flashinfer/, liger_kernel/")
+    parser.add_argument("--peers", type=Path, help="folder with vllm/")
     parser.add_argument(
         "--seconds", type=float, default=_WHOLE_S, help=f"of the whole run; default {_WHOLE_S:.0f}"
     )
@@ -53,7 +53,7 @@ def cells_of(section: str) -> Callable[[Bench], Iterable[Cell]]:
 
 def run_child(args: argparse.Namespace) -> None:
     """One process of one section."""
-    world, budget = find_world(), Budget(args.seconds)
+    world, budget = find_world(), TimeBudget(args.seconds)
     section, (index, count) = args.section[0], map(int, args.child.split("/"))
     bench = Bench(world, device_of(world), args.out, args.peers, budget.left_s, args.warming)
     cells = shard(cells_of(section)(bench), index, count)
@@ -68,7 +68,7 @@ def run_here(section: str, bench: Bench) -> None:
 
 def run_on_device(section: str, seconds: float, bench: Bench) -> None:
     shards = supervise.SHARDS if section in _SHARDED else 1
-    plan = supervise.Plan(section, seconds, shards, section in _WARMED)
+    plan = supervise.SectionPlan(section, seconds, shards, section in _WARMED)
     supervise.run_section(plan, bench.out, supervise.child_command(bench.out, bench.peers))
     missing = Journal(bench.out / f"{section}.missing.jsonl")
     missing.rows |= supervise.rows_of(bench.out, section)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             old.unlink()
     for section, seconds in sections.items():
         print(f"{section}: {seconds:.0f} s", flush=True)
-        bench = Bench(world, device_of(world), args.out, args.peers, Budget(seconds).left_s)
+        bench = Bench(world, device_of(world), args.out, args.peers, TimeBudget(seconds).left_s)
         if world is World.DEVICE:
             run_on_device(section, seconds, bench)
         else:
@@ -97,7 +97,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if "sweep" in found:
         source = f"swept on {summary.where(about)}, {about['date']}, commit {about['commit']}"
         write_table(found["sweep"], _SHIPPED_TABLE, source, args.out)
-    summary.save_plots(args.out, found)
     summary.print_sections(found, about)
     return summary.document(found, about)
 

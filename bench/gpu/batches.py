@@ -8,33 +8,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triton_kernels.sample import (
+from triton_kernels.sampling import (
     COUPLED,
     GREEDY,
     REJECTION,
-    Batch,
-    Drafts,
+    DraftTokens,
+    LogitsBatch,
+    LogitsShaping,
     Noise,
     Proposals,
     Requests,
     Rows,
-    Shaping,
     rows_of,
 )
-from triton_kernels.sample.rows import IN_PROMPT, IS_STOP
+from triton_kernels.sampling.inputs import IN_PROMPT, IS_STOP
 
 MODES = (GREEDY, COUPLED, REJECTION)
 
 
-class Case(NamedTuple):
+class VerifyCase(NamedTuple):
     """A step to verify. `starts` int32 [B]: the first row of logits of each request."""
 
-    batch: Batch
+    batch: LogitsBatch
     starts: Tensor
     proposals: Proposals | None
 
-    def to(self, device: torch.device) -> Case:
-        return Case(*(_moved(field, device) for field in self))
+    def to(self, device: torch.device) -> VerifyCase:
+        return VerifyCase(*(_moved(field, device) for field in self))
 
 
 def _moved(value: object, device: torch.device) -> object:
@@ -57,7 +57,7 @@ def make_case(
     shaped: bool = False,
     proposed: bool = False,
     seed: int = 0,
-) -> Case:
+) -> VerifyCase:
     """Requests with so many drafts each, in one mode or in all of them. Logits are random, drafts
     likely; with `proposed` the drafts' own logits are near the target's."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -71,8 +71,8 @@ def make_case(
     guessed = torch.rand(tokens.shape, generator=generator, device=device) < 0.3
     tokens = torch.where(guessed, other.to(torch.int32), tokens)
     draft_starts = counts.cumsum(0) - counts
-    drafts = Drafts(tokens, draft_starts.to(torch.int32), counts.to(torch.int32))
-    batch = Batch(
+    drafts = DraftTokens(tokens, draft_starts.to(torch.int32), counts.to(torch.int32))
+    batch = LogitsBatch(
         logits,
         rows,
         _requests(size, vocab, mode, filters, generator),
@@ -86,7 +86,7 @@ def make_case(
         certain = torch.zeros(size, dtype=torch.int32, device=device)
         of_drafts = Rows(*(field[drafted].contiguous() for field in rows))
         proposals = Proposals(near, of_drafts, certain)
-    return Case(batch, starts, proposals)
+    return VerifyCase(batch, starts, proposals)
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -119,7 +119,7 @@ def _noise(size: int, generator: torch.Generator) -> Noise:
     return Noise(keys, choices, positions)
 
 
-def _shaping(size: int, vocab: int, generator: torch.Generator, listed: int = 64) -> Shaping:
+def _shaping(size: int, vocab: int, generator: torch.Generator, listed: int = 64) -> LogitsShaping:
     """`listed` tokens a request: an eighth each banned, of the prompt and stop tokens."""
     device = generator.device
     listed = min(listed, vocab // 2)
@@ -134,7 +134,7 @@ def _shaping(size: int, vocab: int, generator: torch.Generator, listed: int = 64
     bits = (plain.view(size, -1, 32) << torch.arange(32, device=device)).sum(dim=-1)
     words = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)
     penalties = torch.tensor([1.2, 0.3, 0.1], device=device).repeat(size, 1)
-    return Shaping(
+    return LogitsShaping(
         words,
         ids.to(torch.int32),
         torch.full((size,), listed, dtype=torch.int32, device=device),

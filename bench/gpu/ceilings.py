@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu.cells import Cell, Journal, Row
 from bench.gpu.limits import Ceilings
-from bench.gpu.timing import time_calls
+from bench.gpu.timing import Timing, time_calls
 from bench.gpu.world import Bench
 
 SECTION = "limits"
@@ -30,23 +30,12 @@ def load_ceilings(out: Path) -> Ceilings | None:
     return Ceilings(*rates)
 
 
-def copy_rate(num_bytes: int, seconds: float) -> float:
-    """Bytes read and bytes written, a second."""
-    return 2 * num_bytes / seconds
-
-
-def matmul_rate(edge: int, seconds: float) -> float:
-    return 2 * edge**3 / seconds
-
-
 def _copy(bench: Bench) -> Row:
     count = _COPY_BYTES if bench.full else 1 << 12
     source = torch.randint(0, 256, (count,), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     timing = time_calls(bench, [lambda: target.copy_(source)])
-    if timing is None:
-        return _row("bytes, read and written", None, None)
-    return _row("bytes, read and written", copy_rate(count, timing.median_s), timing.samples)
+    return _row("bytes, read and written", 2 * count, timing)
 
 
 def _matmul(bench: Bench) -> Row:
@@ -54,12 +43,10 @@ def _matmul(bench: Bench) -> Row:
     a, b = (torch.randn(edge, edge, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     timing = time_calls(bench, [lambda: torch.mm(a, b, out=out)])
-    what = f"flop, bf16 {_EDGE}^3, random data"
+    return _row(f"flop, bf16 {_EDGE}^3, random data", 2 * edge**3, timing)
+
+
+def _row(unit: str, work: int, timing: Timing | None) -> Row:
     if timing is None:
-        return _row(what, None, None)
-    return _row(what, matmul_rate(edge, timing.median_s), timing.samples)
-
-
-def _row(unit: str, per_s: float | None, samples: int | None) -> Row:
-    status = {"status": "unmeasured"} if per_s is None else {}
-    return {"unit": unit, "per_s": per_s, "samples": samples} | status
+        return {"unit": unit, "per_s": None, "samples": None, "status": "unmeasured"}
+    return {"unit": unit, "per_s": work / timing.median_s, "samples": timing.samples}

@@ -30,7 +30,7 @@ class Cell(NamedTuple):
     run: Callable[[], Row]
 
 
-class Budget:
+class TimeBudget:
     """Seconds of a section. Counted from its making."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:

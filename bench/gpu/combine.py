@@ -6,6 +6,7 @@ compute-sanitizer --tool memcheck python -m bench.gpu.combine
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,9 @@ from collections.abc import Iterator
 import torch
 
 from bench.gpu.cells import Cell, Row
-from bench.gpu.grid import HEADS, workload
-from bench.gpu.steps import Pool, make_step, pages_of
-from bench.gpu.tiles import config_of, programs
-from bench.gpu.verdict import UNMEASURED, relative_error
+from bench.gpu.limits import HEADS, workload
+from bench.gpu.steps import Pool, config_of, make_step, pages_of, programs
+from bench.gpu.verdict import UNMEASURED, check, relative_error
 from bench.gpu.world import Bench
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -28,11 +28,7 @@ _WORKLOAD = "q3s5000_2q1s2100_q20s700"
 
 def cells(bench: Bench) -> Iterator[Cell]:
     for tool in TOOLS:
-        yield Cell(
-            f"compute-sanitizer {tool}",
-            {"kernel": "attention", "case": f"compute-sanitizer {tool}"},
-            lambda t=tool: sanitize(bench, t),
-        )
+        yield check(bench, "attention", f"compute-sanitizer {tool}", sanitize, tool)
 
 
 def sanitize(bench: Bench, tool: str) -> Row:
@@ -61,13 +57,10 @@ def sanitize(bench: Bench, tool: str) -> Row:
 
 def judge(exit_code: int, text: str) -> Row:
     """The verdict of the tool: `ERROR SUMMARY: 0 errors`, and of the program itself."""
-    summary = next((line for line in text.splitlines() if "ERROR SUMMARY" in line), None)
-    summary = summary or next(
-        (line for line in text.splitlines() if "RACECHECK SUMMARY" in line), None
-    )
-    if exit_code == 0 and summary is not None:
-        return {"what": summary.strip("= "), "status": "ok"}
     said = [line.strip("= ") for line in text.splitlines() if line.strip("= ")]
+    summary = next((line for line in said if re.search("(ERROR|RACECHECK) SUMMARY", line)), None)
+    if exit_code == 0 and summary is not None:
+        return {"what": summary, "status": "ok"}
     if exit_code == _ERROR_EXIT:
         return {"what": summary or " | ".join(said[:3])[:300], "status": "wrong"}
     return {"status": f"skipped: exit {exit_code}: {' | '.join(said[-2:])[:200]}"}

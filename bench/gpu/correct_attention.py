@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from bench.gpu.cells import Cell, Row
-from bench.gpu.grid import HEADS, TINY_HEADS, Shape, workload
-from bench.gpu.steps import Config, Pool, Step, make_step, pages_of, same_bits
-from bench.gpu.tiles import TINY, config_of, programs
-from bench.gpu.verdict import UNMEASURED, none_of, relative_error, within
+from bench.gpu.limits import HEADS, TINY_HEADS, workload
+from bench.gpu.steps import (
+    TINY,
+    Config,
+    Pool,
+    StepQueries,
+    config_of,
+    make_step,
+    pages_of,
+    programs,
+    same_bits,
+)
+from bench.gpu.verdict import check, none_of, relative_error, within
 from bench.gpu.world import Bench
 from triton_kernels.attention import kernel
 
@@ -25,19 +36,11 @@ def cells(bench: Bench) -> Iterator[Cell]:
     for dtype, kv_dtype, page, options in _grid(bench):
         name = f"{_short(dtype)}{f'/{_short(kv_dtype)}' if kv_dtype else ''} page {page}"
         name += "".join(f" {key} {value}" for key, value in options.items())
-        yield Cell(
-            f"attention {name}",
-            {"kernel": "attention", "case": name},
-            lambda d=dtype, k=kv_dtype, p=page, o=options: _against_reference(bench, d, k, p, o),
-        )
+        case = {"dtype": dtype, "kv_dtype": kv_dtype, "page": page}
+        yield check(bench, "attention", name, _against_reference, case, options)
     for heads in ("llama-1b", "qwen3-0.6b", "qwen2-7b") if bench.full else ():
-        yield Cell(
-            f"attention heads {heads}",
-            {"kernel": "attention", "case": f"heads of {heads}"},
-            lambda shape=HEADS[heads]: _against_reference(
-                bench, torch.bfloat16, None, 16, {}, shape
-            ),
-        )
+        name = f"heads of {heads}"
+        yield check(bench, "attention", name, _against_reference, {"heads": heads}, {})
     for name, run in (
         ("decode == verify, bitwise", _decode_is_verify),
         ("cuts of a chunk change no bit", _cuts),
@@ -45,9 +48,7 @@ def cells(bench: Bench) -> Iterator[Cell]:
         ("neighbours, programs and partials change no bit", _who_computes),
         ("combine in the kernel: the same bits every time", _stress),
     ):
-        yield Cell(
-            f"attention {name}", {"kernel": "attention", "case": name}, lambda r=run: r(bench)
-        )
+        yield check(bench, "attention", name, run)
 
 
 def _grid(bench: Bench) -> Iterator[tuple[torch.dtype, torch.dtype | None, int, dict[str, float]]]:
@@ -67,125 +68,104 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _step(
-    bench: Bench,
-    name: str,
-    shape: Shape,
-    *,
-    page: int = 16,
-    dtype: torch.dtype = torch.bfloat16,
-    kv_dtype: torch.dtype | None = None,
-) -> Step:
-    queries = workload(name)
-    pool = Pool.make(pages_of(queries, page) + 3, page, shape, kv_dtype or dtype, bench.device)
-    return make_step(queries, shape, pool, dtype)
+class _Case(NamedTuple):
+    """A step, and how it is launched."""
+
+    step: StepQueries
+    config: Config
+    programs: int
+
+    @classmethod
+    def make(
+        cls,
+        bench: Bench,
+        full: str,
+        tiny: str,
+        *,
+        heads: str = "llama-8b",
+        page: int = 16,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
+    ) -> _Case:
+        """Workloads at full size, and interpreted."""
+        shape = HEADS[heads] if bench.full else TINY_HEADS
+        queries = workload(full if bench.full else tiny)
+        pool = Pool.make(pages_of(queries, page) + 3, page, shape, kv_dtype or dtype, bench.device)
+        config = config_of(shape, page, bench.device, dtype, kv_dtype) if bench.full else TINY
+        step = make_step(queries, shape, pool, dtype)
+        return cls(step, config, programs(config, bench.device))
+
+    def run(self, **options: Any) -> Tensor:
+        return self.step.run(self.step.work(self.config), self.programs, **options)
+
+    def only(self, sequence: int, first: int, last: int) -> Tensor:
+        """The result of the tokens `first`..`last` of a sequence, computed alone."""
+        return self._replace(step=self.step.only(sequence, first, last)).run()
 
 
-def _config(
-    bench: Bench,
-    shape: Shape,
-    page: int = 16,
-    dtype: torch.dtype = torch.bfloat16,
-    kv_dtype: torch.dtype | None = None,
-) -> Config:
-    return config_of(shape, page, bench.device, dtype, kv_dtype) if bench.full else TINY
-
-
-def _against_reference(
-    bench: Bench,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype | None,
-    page: int,
-    options: dict[str, float],
-    shape: Shape = HEADS["llama-8b"],
-) -> Row:
-    shape = shape if bench.full else TINY_HEADS
-    name = _MIXED if bench.full else _TINY_MIXED
-    step = _step(bench, name, shape, page=page, dtype=dtype, kv_dtype=kv_dtype)
-    if not bench.world.runs:
-        return UNMEASURED
-    config = _config(bench, shape, page, dtype, kv_dtype)
+def _against_reference(bench: Bench, case: dict[str, Any], options: dict[str, float]) -> Row:
+    made = _Case.make(bench, _MIXED, _TINY_MIXED, **case)
     given = dict(options)
     window = given.pop("window", None)
-    work = step.work(config, window=None if window is None else int(window))
-    found = step.run(work, programs(config, bench.device), **given)
-    expected = step.reference(**options)
-    return within("relative error", relative_error(found, expected), _ALLOWED[dtype])
+    work = made.step.work(made.config, window=None if window is None else int(window))
+    found = made.step.run(work, made.programs, **given)
+    error = relative_error(found, made.step.reference(**options))
+    return within("relative error", error, _ALLOWED[case.get("dtype", torch.bfloat16)])
 
 
 def _decode_is_verify(bench: Bench) -> Row:
     """Every token of a verification, decoded alone; other lengths of query in between."""
-    shape = HEADS["llama-8b"] if bench.full else TINY_HEADS
-    step = _step(bench, "q8s3000_q40s2000_3q4s1025" if bench.full else "q4s60_q2s33", shape)
-    if not bench.world.runs:
-        return UNMEASURED
-    config = _config(bench, shape)
-    together = step.run(step.work(config), programs(config, bench.device))
+    case = _Case.make(bench, "q8s3000_q40s2000_3q4s1025", "q4s60_q2s33")
+    together = case.run()
     wrong = tried = 0
-    for b, query in enumerate(step.queries):
+    for b, query in enumerate(case.step.queries):
         for token in range(query.query_tokens):
-            alone = step.only(b, token, token)
-            found = alone.run(alone.work(config), programs(config, bench.device))
-            wrong += not same_bits(found[0], together[int(step.starts[b]) + token])
+            alone = case.only(b, token, token)
+            wrong += not same_bits(alone[0], together[int(case.step.starts[b]) + token])
             tried += 1
     return none_of("tokens whose bits differ", wrong, tried)
 
 
 def _cuts(bench: Bench) -> Row:
     """A chunk computed in pieces, cut anywhere."""
-    shape = HEADS["llama-8b"] if bench.full else TINY_HEADS
-    step = _step(bench, "q700s5000" if bench.full else "q9s40", shape)
-    if not bench.world.runs:
-        return UNMEASURED
-    config = _config(bench, shape)
-    whole = step.run(step.work(config), programs(config, bench.device))
-    count = step.queries[0].query_tokens
+    case = _Case.make(bench, "q700s5000", "q9s40")
+    whole, count = case.run(), case.step.queries[0].query_tokens
     wrong = tried = 0
     for cuts in ((count // 2,), (1, count // 3, count - 1)) if bench.full else ((1, 4),):
         edges = [0, *cuts, count]
         for first, stop in zip(edges, edges[1:], strict=False):
-            piece = step.only(0, first, stop - 1)
-            found = piece.run(piece.work(config), programs(config, bench.device))
-            wrong += not same_bits(found, whole[first:stop])
+            wrong += not same_bits(case.only(0, first, stop - 1), whole[first:stop])
             tried += 1
     return none_of("pieces whose bits differ", wrong, tried)
 
 
 def _descriptors(bench: Bench) -> Row:
     """Pages of 64 hold whole tiles of keys, and may be read by TMA."""
-    shape, page = (HEADS["llama-8b"], 64) if bench.full else (TINY_HEADS, 16)
-    step = _step(bench, _MIXED if bench.full else _TINY_MIXED, shape, page=page)
-    if not bench.world.runs:
-        return UNMEASURED
+    case = _Case.make(bench, _MIXED, _TINY_MIXED, page=64 if bench.full else 16)
     found = []
     for descriptors in (True, False):
-        config = _config(bench, shape, page)
-        config = config._replace(tile=config.tile._replace(descriptors=descriptors))
-        found.append(step.run(step.work(config), programs(config, bench.device)))
+        tile = case.config.tile._replace(descriptors=descriptors)
+        config = case.config._replace(tile=tile)
+        many = programs(config, bench.device)
+        found.append(case._replace(config=config, programs=many).run())
     differ = found[0] != found[1]
     return none_of("elements that differ", int(differ.sum()), differ.numel())
 
 
 def _who_computes(bench: Bench) -> Row:
     """Programs, memory for partial results, and the company of other sequences."""
-    shape = HEADS["llama-8b"] if bench.full else TINY_HEADS
-    step = _step(bench, _MIXED if bench.full else _TINY_MIXED, shape)
-    if not bench.world.runs:
-        return UNMEASURED
-    config = _config(bench, shape)
-    many = programs(config, bench.device)
-    expected = step.run(step.work(config), many)
+    case = _Case.make(bench, _MIXED, _TINY_MIXED)
+    step, many = case.step, case.programs
+    expected = case.run()
     wrong = tried = 0
     arrangements = ((1, many), (None, 1), (None, 3 * many + 1), (7, many))
     for most_partials, num_programs in arrangements if bench.full else arrangements[:1]:
-        found = step.run(step.work(config, most_partials=most_partials), num_programs)
+        found = step.run(step.work(case.config, most_partials=most_partials), num_programs)
         wrong += not same_bits(found, expected)
         tried += 1
     for b, query in enumerate(step.queries if bench.full else step.queries[:1]):
-        alone = step.only(b, 0, query.query_tokens - 1)
-        start = int(step.starts[b])
-        found = alone.run(alone.work(config), many)
-        wrong += not same_bits(found, expected[start : start + query.query_tokens])
+        rows = slice(int(step.starts[b]), int(step.starts[b]) + query.query_tokens)
+        wrong += not same_bits(case.only(b, 0, query.query_tokens - 1), expected[rows])
         tried += 1
     return none_of("arrangements whose bits differ", wrong, tried)
 
@@ -193,13 +173,9 @@ def _who_computes(bench: Bench) -> Row:
 def _stress(bench: Bench) -> Row:
     """Many parts of few results, so that programs race to be the last; one work list throughout,
     whose counters must be zero again after every launch."""
-    shape = HEADS["llama-8b"] if bench.full else TINY_HEADS
-    step = _step(bench, "2q8s40k_3q1s20k_40q1s2100" if bench.full else "q2s70_q1s40", shape)
-    if not bench.world.runs:
-        return UNMEASURED
-    config = _config(bench, shape)
-    work = step.work(config)
-    many = programs(config, bench.device)
+    case = _Case.make(bench, "2q8s40k_3q1s20k_40q1s2100", "q2s70_q1s40")
+    step, many = case.step, case.programs
+    work = step.work(case.config)
     expected = step.run(work, many)
     out = torch.empty_like(expected)
     differing = torch.zeros((), dtype=torch.int64, device=bench.device)
@@ -212,7 +188,6 @@ def _stress(bench: Bench) -> Row:
             launches = launch + 1
             break
     wrong = int(differing) + int(work.partials.arrived.count_nonzero())
-    split = int((work.items[kernel.PARTS.value, : int(work.num_items)] > 1).sum())
-    if split == 0:
+    if not int((work.items[kernel.PARTS.value, : int(work.num_items)] > 1).sum()):
         return none_of("nothing was split", 1, 1)
     return none_of("launches with other bits, counters left", wrong, launches)

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from bench.gpu.cells import Cell, Row
 from bench.gpu.correct_sampling import tiling_of
-from bench.gpu.laws import Chain, accept_z, chi_square_z, joint_z
-from bench.gpu.verdict import UNMEASURED, within
+from bench.gpu.laws import MarkovChain, accept_z, chi_square_z, joint_z
+from bench.gpu.verdict import check, within
 from bench.gpu.world import Bench
-from triton_kernels import noise
-from triton_kernels.sample import (
+from triton_kernels.noise import host as noise
+from triton_kernels.sampling import (
     COUPLED,
     REJECTION,
-    Batch,
-    Drafts,
+    DraftTokens,
+    LogitsBatch,
     Noise,
     Proposals,
     Requests,
@@ -30,7 +30,7 @@ from triton_kernels.sample import (
     rows_of,
     sample,
 )
-from triton_kernels.verify_logits import verify_logits
+from triton_kernels.verification.kernel import verify_logits
 
 DEEPEST = 3
 _BOUND, _POWER = 5.0, 10.0
@@ -44,16 +44,11 @@ def cells(bench: Bench) -> Iterator[Cell]:
     laws = (
         ("T2, three tokens together, each k", _three_tokens),
         (f"T1, a token of {_WIDE_VOCAB}", _wide_token),
-        ("T1, a token of 32", _one_token),
         ("T3, acceptance at each depth", _acceptance),
     )
     for at, (name, mode) in enumerate(_MODES.items()):
         for law, run in laws if bench.full else laws[at : at + 1]:
-            yield Cell(
-                f"law {law}, {name}",
-                {"kernel": "verify", "case": f"{law}, {name}"},
-                lambda r=run, m=mode: r(bench, m) if bench.world.runs else UNMEASURED,
-            )
+            yield check(bench, "verify", f"law {law}, {name}", run, mode)
 
 
 class Decoded(NamedTuple):
@@ -64,7 +59,7 @@ class Decoded(NamedTuple):
     accepted: np.ndarray
 
 
-def decode(chain: Chain, mode: int, length: int, at: Tensor, tiling: Tiling) -> Decoded:
+def decode(chain: MarkovChain, mode: int, length: int, at: Tensor, tiling: Tiling) -> Decoded:
     """The sequences numbered `at`, each with a key of its own, k = 0..`DEEPEST` in turn, all in one
     ragged batch a step."""
     device, count = at.device, len(at)
@@ -99,21 +94,25 @@ def plain_requests(count: int, vocab: int, mode: int, device: torch.device) -> R
     return Requests(modes, ones, torch.full_like(modes, vocab), ones * torch.inf, ones * 0)
 
 
+def _drawn(logits: Tensor, where: Noise, mode: int, tiling: Tiling) -> Tensor:
+    """A draft of each row of logits, int32."""
+    count, vocab = logits.shape
+    zeros = torch.zeros(count, dtype=torch.int32, device=logits.device)
+    rows = Rows(torch.arange(count, dtype=torch.int32, device=logits.device), zeros)
+    requests = plain_requests(count, vocab, mode, logits.device)
+    none = DraftTokens(zeros, zeros, zeros)
+    return sample(LogitsBatch(logits, rows, requests, where, none, None), noise.DRAFT, tiling)
+
+
 def _draft(
     draft: Tensor, state: Tensor, mode: int, where: Noise, tiling: Tiling
 ) -> tuple[Tensor, Tensor]:
     """States [N, DEEPEST + 1] behind j drafts, and the drafts [N, DEEPEST]."""
-    count, vocab = len(state), len(draft)
-    zeros = torch.zeros(count, dtype=torch.int32, device=draft.device)
-    rows = Rows(torch.arange(count, dtype=torch.int32, device=draft.device), zeros)
-    requests = plain_requests(count, vocab, mode, draft.device)
-    states, drafts = [state], []
+    states = [state]
     for depth in range(DEEPEST):
         here = where._replace(positions=where.positions + depth)
-        batch = Batch(draft[states[-1]], rows, requests, here, Drafts(zeros, zeros, zeros), None)
-        drafts.append(sample(batch, noise.DRAFT, tiling).long())
-        states.append(drafts[-1])
-    return torch.stack(states, dim=1), torch.stack(drafts, dim=1)
+        states.append(_drawn(draft[states[-1]], here, mode, tiling).long())
+    return torch.stack(states, dim=1), torch.stack(states[1:], dim=1)
 
 
 def _verify(
@@ -130,12 +129,12 @@ def _verify(
     of, depths = rows.requests.long(), rows.depths.long()
     drafted = depths < k[of]
     at = of[drafted], depths[drafted]
-    batch = Batch(
+    batch = LogitsBatch(
         target[states[of, depths]],
         rows,
         plain_requests(len(k), len(target), mode, target.device),
         where,
-        Drafts(*(x.to(torch.int32) for x in (drafts[at], k.cumsum(0) - k, k))),
+        DraftTokens(*(x.to(torch.int32) for x in (drafts[at], k.cumsum(0) - k, k))),
         None,
     )
     proposals = Proposals(
@@ -147,10 +146,9 @@ def _verify(
     return found.num_accepted.long(), found.next_tokens.long()
 
 
-def _run(bench: Bench, chain: Chain, mode: int, length: int) -> Decoded:
-    count = _COUNT if bench.full else _TINY_COUNT
-    tiling = tiling_of(bench)
-    parts = [decode(chain, mode, length, at, tiling) for at in _groups(bench, count)]
+def _run(bench: Bench, chain: MarkovChain, mode: int, length: int) -> Decoded:
+    tiling, groups = tiling_of(bench), _groups(bench, _COUNT if bench.full else _TINY_COUNT)
+    parts = [decode(chain, mode, length, at, tiling) for at in groups]
     return Decoded(*(np.concatenate(field) for field in zip(*parts, strict=True)))
 
 
@@ -166,16 +164,9 @@ def _verdict(bench: Bench, what: str, z: float, power: float, count: int) -> Row
     return row
 
 
-def _one_token(bench: Bench, mode: int) -> Row:
-    chain = Chain.make(32, seed=2)
-    tokens = _run(bench, chain, mode, 1).tokens
-    far = joint_z(tokens, chain.moved(_SHIFT))
-    return _verdict(bench, "z of 32 cells", joint_z(tokens, chain), far, len(tokens))
-
-
 def _three_tokens(bench: Bench, mode: int) -> Row:
     """Of the whole ragged batch, and of the sequences of each k."""
-    chain = Chain.make(5, seed=17)
+    chain = MarkovChain.make(5, seed=17)
     tokens = _run(bench, chain, mode, 3 if bench.full else 2).tokens
     parts = [tokens] + [tokens[k :: DEEPEST + 1] for k in range(DEEPEST + 1)]
     z = max((joint_z(part, chain) for part in parts), key=abs)
@@ -184,7 +175,7 @@ def _three_tokens(bench: Bench, mode: int) -> Row:
 
 
 def _acceptance(bench: Bench, mode: int) -> Row:
-    chain = Chain.make(5, seed=17)
+    chain = MarkovChain.make(5, seed=17)
     run = _run(bench, chain, mode, 1)
     coupled = mode == COUPLED
     z = accept_z(run.drafted, run.accepted, chain.accepted(coupled, DEEPEST))
@@ -216,17 +207,14 @@ def _wide_token(bench: Bench, mode: int) -> Row:
 
 def _first_tokens(target: Tensor, draft: Tensor, at: Tensor, mode: int, tiling: Tiling) -> Tensor:
     """The first token of each request `at`, int64, after a step with one draft."""
-    count, vocab, device = len(at), len(target), at.device
-    where, zeros = noise_of(at, torch.zeros_like(at)), torch.zeros_like(at)
-    ones, lines = zeros + 1, torch.arange(count, dtype=torch.int32, device=device)
-    rows, starts = rows_of(ones, 2 * count)
-    requests = plain_requests(count, vocab, mode, device)
-    narrow = Rows(lines, zeros.to(torch.int32))
-    none = Drafts(*(zeros.to(torch.int32) for _ in range(3)))
-    proposed = Batch(draft.expand(count, -1), narrow, requests, where, none, None)
-    drafts = sample(proposed, noise.DRAFT, tiling).contiguous()
-    given = Drafts(drafts, lines, ones.to(torch.int32))
-    batch = Batch(target.expand(2 * count, -1), rows, requests, where, given, None)
-    proposals = Proposals(draft.expand(count, -1), narrow, none.counts)
+    count, zeros = len(at), torch.zeros_like(at)
+    where, narrow = noise_of(at, zeros), zeros.to(torch.int32)
+    drafts = _drawn(draft.expand(count, -1), where, mode, tiling).contiguous()
+    lines = torch.arange(count, dtype=torch.int32, device=at.device)
+    rows, starts = rows_of(zeros + 1, 2 * count)
+    requests = plain_requests(count, len(target), mode, at.device)
+    given = DraftTokens(drafts, lines, narrow + 1)
+    batch = LogitsBatch(target.expand(2 * count, -1), rows, requests, where, given, None)
+    proposals = Proposals(draft.expand(count, -1), Rows(lines, narrow), narrow)
     found = verify_logits(batch, starts, proposals, tiling)
     return torch.where(found.num_accepted > 0, drafts, found.next_tokens).long()

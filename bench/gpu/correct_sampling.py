@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from bench.gpu.batches import MODES, make_case
+from bench.gpu.batches import MODES, VerifyCase, make_case
 from bench.gpu.cells import Cell, Row
-from bench.gpu.verdict import UNMEASURED, none_of, within
+from bench.gpu.verdict import check, none_of, within
 from bench.gpu.world import Bench
-from triton_kernels import noise
-from triton_kernels.sample import TILING, Batch, Tiling, sample
-from triton_kernels.sample.reference import sample_reference, verify_reference
-from triton_kernels.verify_logits import verify_logits
+from triton_kernels.noise import host as noise
+from triton_kernels.sampling import TILING, LogitsBatch, Tiling, sample
+from triton_kernels.sampling.reference import sample_reference
+from triton_kernels.verification.kernel import verify_logits
+from triton_kernels.verification.reference_of_logits import verify_reference
 
 TINY_TILING = Tiling(64, 64, 64, 1, 64)
 
@@ -28,24 +30,13 @@ def cells(bench: Bench) -> Iterator[Cell]:
         if not bench.full and not (vocab == 300 and shaped):
             continue
         name = f"vocabulary {vocab}{', filters' if filters else ''}{', shaped' if shaped else ''}"
-        given = (vocab, requests, filters, shaped)
-        yield Cell(
-            f"sample {name}",
-            {"kernel": "sample", "case": name},
-            lambda g=given: _sampled(bench, *g),
-        )
-        for proposed in (True, False):
-            case = f"{name}, {'drawn' if proposed else 'certain'} drafts"
-            yield Cell(
-                f"verify {case}",
-                {"kernel": "verify", "case": case},
-                lambda g=given, p=proposed: _verified(bench, *g, p),
-            )
-    yield Cell(
-        "verify rows",
-        {"kernel": "verify", "case": "a request alone, in another order: the same tokens"},
-        lambda: _alone(bench),
-    )
+        given = {"vocab": vocab, "requests": requests, "filters": filters, "shaped": shaped}
+        yield check(bench, "sample", name, _sampled, given)
+        for kind, proposed in (("drawn", True), ("certain", False)):
+            case = given | {"proposed": proposed}
+            yield check(bench, "verify", f"{name}, {kind} drafts", _verified, case)
+    same = "a request alone, in another order: the same tokens"
+    yield check(bench, "verify", same, _alone)
 
 
 def tiling_of(bench: Bench) -> Tiling:
@@ -58,37 +49,21 @@ def _allowed(bench: Bench) -> int:
     return 1 if bench.full else 0
 
 
-def _drafts(bench: Bench, requests: int) -> list[int]:
-    return [b % 4 for b in range(requests if bench.full else 5)]
+def _case(bench: Bench, *, vocab: int, requests: int, **kinds: bool) -> VerifyCase:
+    drafts = [b % 4 for b in range(requests if bench.full else 5)]
+    return make_case(drafts, vocab if bench.full else 45, device=bench.device, **kinds)
 
 
-def _sampled(bench: Bench, vocab: int, requests: int, filters: bool, shaped: bool) -> Row:
-    vocab = vocab if bench.full else 45
-    case = make_case(
-        _drafts(bench, requests), vocab, device=bench.device, filters=filters, shaped=shaped
-    )
-    if not bench.world.runs:
-        return UNMEASURED
+def _sampled(bench: Bench, given: dict[str, Any]) -> Row:
+    case = _case(bench, **given)
     found = sample(case.batch, noise.BONUS, tiling_of(bench)).cpu()
     wanted = sample_reference(*case.to(torch.device("cpu")).batch, noise.BONUS)
     wrong, tried = int((found != wanted).sum()), len(found)
     return within("rows with another token", wrong, _allowed(bench), tried=tried)
 
 
-def _verified(
-    bench: Bench, vocab: int, requests: int, filters: bool, shaped: bool, proposed: bool
-) -> Row:
-    vocab = vocab if bench.full else 45
-    case = make_case(
-        _drafts(bench, requests),
-        vocab,
-        device=bench.device,
-        filters=filters,
-        shaped=shaped,
-        proposed=proposed,
-    )
-    if not bench.world.runs:
-        return UNMEASURED
+def _verified(bench: Bench, given: dict[str, Any]) -> Row:
+    case = _case(bench, **given)
     found = verify_logits(*case, tiling_of(bench))
     host = case.to(torch.device("cpu"))
     wanted = verify_reference(host.batch, host.proposals)
@@ -106,10 +81,7 @@ def _verified(
 
 def _alone(bench: Bench) -> Row:
     """Requests drawn out of a batch and verified by themselves, the last first."""
-    vocab = 128_256 if bench.full else 45
-    case = make_case(_drafts(bench, 30), vocab, device=bench.device, filters=True)
-    if not bench.world.runs:
-        return UNMEASURED
+    case = _case(bench, vocab=128_256, requests=30, filters=True)
     together = verify_logits(*case, tiling_of(bench))
     wrong, count = 0, len(case.starts)
     for b in reversed(range(count if bench.full else 2)):
@@ -121,7 +93,7 @@ def _alone(bench: Bench) -> Row:
     return none_of("requests with another verdict", wrong, count if modes == len(MODES) else 0)
 
 
-def _request(batch: Batch, starts: torch.Tensor, b: int) -> tuple[Batch, torch.Tensor]:
+def _request(batch: LogitsBatch, starts: torch.Tensor, b: int) -> tuple[LogitsBatch, torch.Tensor]:
     """Request `b` as a batch of its own; the batch has no shaping."""
     count = int(batch.drafts.counts[b])
     rows = slice(int(starts[b]), int(starts[b]) + count + 1)
@@ -140,5 +112,5 @@ def _request(batch: Batch, starts: torch.Tensor, b: int) -> tuple[Batch, torch.T
         requests=torch.zeros_like(batch.rows.requests[rows]),
         depths=batch.rows.depths[rows].contiguous(),
     )
-    made = Batch(batch.logits[rows], of, requests, where, drafts, None)
+    made = LogitsBatch(batch.logits[rows], of, requests, where, drafts, None)
     return made, torch.zeros_like(starts[one])

@@ -9,8 +9,6 @@ from bench.gpu import combine, correct_attention, correct_laws, correct_rows, co
 from bench.gpu.cells import Cell
 from bench.gpu.world import Bench
 
-SECTION = "correctness"
-
 
 def cells(bench: Bench) -> Iterator[Cell]:
     parts = (correct_attention, correct_rows, correct_sampling, correct_laws, combine)

@@ -7,33 +7,36 @@ is drawn anew on the device, each with a chance of `ACCEPTANCE`. The text is non
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
-from bench.gpu import transformers_peer
 from bench.gpu.ceilings import load_ceilings
 from bench.gpu.cells import Absent, Cell, Row
-from bench.gpu.grid import BATCHES, DRAFTS, MODELS, TINY_MODEL, ModelShape, Query
-from bench.gpu.limits import Cost, fraction, step_cost
+from bench.gpu.limits import BATCHES, DRAFTS, MODELS, TINY_MODEL, Cost, GridModel, Query, step_cost
 from bench.gpu.world import Bench
+from bench.peers.transformers_peer import continuous
+from cbatch.core.request.request import SamplingParams
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.speculation.cost_model import CostProfile
+from cbatch.engine.engine import Engine
+from cbatch.engine.options import parse_lookahead
+from cbatch.engine.step_profile import profile_costs
+from cbatch.runtime.gpu import Decoder, GpuExecutor, target_pass
+from cbatch.runtime.model.config import parse_config
+from cbatch.text.outputs import Output
 
-if TYPE_CHECKING:
-    from cbatch.core.cost import CostProfile
-    from cbatch.outputs import Output
-    from cbatch.runtime.gpu import GpuExecutor
-    from cbatch.stepwise import Engine
-
-SECTION = "engine"
 OURS, PEER = "cbatch", "transformers, continuous batching"
 LOOKAHEADS = ("off", "fixed:4", "goodput")
 ACCEPTANCE = 0.7
@@ -42,9 +45,10 @@ _MOST_DRAFTS = 8
 _PROFILE_S = 2.0
 _TOKENS_A_STEP = 4  # of a sequence, more than its drafts' chances give on average
 _WEIGHT_STD = 0.02
+_SHORT_TOKENS, _LONG_TOKENS = 16, 80  # of output, of the peer
 
 
-class Sizes(NamedTuple):
+class EngineSizes(NamedTuple):
     batches: tuple[int, ...]
     prompt_tokens: int
     warm_steps: int
@@ -66,31 +70,27 @@ class Sizes(NamedTuple):
         return max(self.batches) * -(-(self.most_tokens + _MOST_DRAFTS + 1) // _PAGE_TOKENS)
 
 
-FULL = Sizes(BATCHES, 512, warm_steps=12, window_steps=10, windows=5, budget_tokens=8192)
-TINY = Sizes((2,), 6, warm_steps=1, window_steps=2, windows=1, budget_tokens=32)
+FULL = EngineSizes(BATCHES, 512, warm_steps=12, window_steps=10, windows=5, budget_tokens=8192)
+TINY = EngineSizes((2,), 6, warm_steps=1, window_steps=2, windows=1, budget_tokens=32)
+
+
+def sizes_of(bench: Bench) -> EngineSizes:
+    return FULL if bench.full else TINY
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
     """Model by model, since one is in memory at a time; the batch that has a target first, the peer
     last."""
-    models = MODELS if bench.full else {"tiny": TINY_MODEL}
-    sizes = FULL if bench.full else TINY
-    for model in models:
-        for batch in sizes.batches:
-            for lookahead in LOOKAHEADS:
-                run = functools.partial(measure, bench, model, batch, lookahead)
-                yield _cell(model, batch, lookahead, OURS, run)
-    for model in models:
-        for batch in sizes.batches:
-            yield _cell(model, batch, "off", PEER, functools.partial(_peer, bench, model, batch))
+    models, batches = MODELS if bench.full else ("tiny",), sizes_of(bench).batches
+    for system, run, lookaheads in ((OURS, measure, LOOKAHEADS), (PEER, _peer, ("off",))):
+        for each in itertools.product(models, batches, lookaheads):
+            labels = dict(zip(("model", "batch", "lookahead"), each, strict=True))
+            key = "{} batch {} {} {}".format(*each, system)
+            cell_run = functools.partial(run, bench, *each)
+            yield Cell(key, labels | {"implementation": system}, cell_run)
 
 
-def _cell(model: str, batch: int, lookahead: str, system: str, run: Any) -> Cell:
-    labels = {"model": model, "batch": batch, "lookahead": lookahead, "implementation": system}
-    return Cell(f"{model} batch {batch} {lookahead} {system}", labels, run)
-
-
-def shape_of(bench: Bench, model: str) -> tuple[ModelShape, ModelShape]:
+def shape_of(bench: Bench, model: str) -> tuple[GridModel, GridModel]:
     """Of the target and of its draft."""
     if not bench.full:
         return TINY_MODEL, TINY_MODEL._replace(layers=1)
@@ -101,7 +101,7 @@ def shape_of(bench: Bench, model: str) -> tuple[ModelShape, ModelShape]:
 
 
 def speculative_cost(
-    shape: ModelShape, draft: ModelShape, batch: int, context_tokens: int, drafted: float
+    shape: GridModel, draft: GridModel, batch: int, context_tokens: int, drafted: float
 ) -> Cost:
     """A step of `batch` rows that verifies `drafted` tokens a row on average: one pass of the
     target, and as many of the draft as the deepest row needs, each over all rows."""
@@ -133,7 +133,7 @@ class DeviceWeights:
         return drawn.normal_(0.0, _WEIGHT_STD, generator=self.generator)
 
 
-def config_of(shape: ModelShape) -> dict[str, Any]:
+def config_of(shape: GridModel) -> dict[str, Any]:
     """The fields of a config.json."""
     family = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[shape.family]
     return {
@@ -179,17 +179,13 @@ _loaded = _Loaded()
 
 
 def _load(bench: Bench, model: str) -> GpuExecutor:
-    from cbatch.runtime.config import parse_config
-    from cbatch.runtime.gpu import Decoder, GpuExecutor
-
-    dtype = torch.bfloat16 if bench.full else torch.float32
-    sizes = FULL if bench.full else TINY
+    dtype, sizes = torch.bfloat16 if bench.full else torch.float32, sizes_of(bench)
     source = DeviceWeights(bench.device, dtype)
     target, draft = (
         Decoder(parse_config(config_of(shape), Path(model)), source, dtype, bench.device)
         for shape in shape_of(bench, model)
     )
-    executor = GpuExecutor(
+    return GpuExecutor(
         target,
         num_blocks=sizes.num_blocks,
         block_size_tokens=_PAGE_TOKENS,
@@ -199,51 +195,29 @@ def _load(bench: Bench, model: str) -> GpuExecutor:
         draft=draft,
         max_drafts=_MOST_DRAFTS,
     )
-    return executor
 
 
-@contextlib.contextmanager
-def scripted(chance: float) -> Iterator[None]:
-    """Verdicts accept each draft with that chance, whatever it is."""
-    from cbatch.runtime.gpu import verifying
-
-    decide = verifying.verify_logits
+@functools.cache
+def script_verdicts() -> None:
+    """From here on each draft is accepted with a chance of `ACCEPTANCE`, whatever it is. Graphs
+    hold the verdict that was there at their capture: this comes before the first."""
+    decide = target_pass.verify_logits
 
     def scripted_verdict(batch: Any, *rest: Any) -> Any:
         decision = decide(batch, *rest)
         counts = batch.drafts.counts
-        lucky = torch.rand(len(counts), _MOST_DRAFTS, device=counts.device) < chance
+        lucky = torch.rand(len(counts), _MOST_DRAFTS, device=counts.device) < ACCEPTANCE
         run = lucky.to(torch.int32).cumprod(dim=1).sum(dim=1).to(torch.int32)
         decision.num_accepted.copy_(torch.minimum(counts, run))
         return decision
 
-    verifying.verify_logits = scripted_verdict
-    try:
-        yield
-    finally:
-        verifying.verify_logits = decide
-
-
-@functools.cache
-def _scripted_for_good() -> contextlib.ExitStack:
-    """Graphs hold the verdict that was there at their capture: it is scripted before the first."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(scripted(ACCEPTANCE))
-    return stack
+    target_pass.verify_logits = scripted_verdict
 
 
 def _engine(bench: Bench, model: str, lookahead: str) -> Engine:
-    from msgspec import structs
-
-    from cbatch.assembly import parse_lookahead
-    from cbatch.core.config import SchedulerConfig
-    from cbatch.core.scheduler import Scheduler
-    from cbatch.engine.profile import profile_costs
-    from cbatch.stepwise import Engine
-
-    _scripted_for_good()
+    script_verdicts()
     executor = _loaded.take(bench, model)
-    sizes, shape = FULL if bench.full else TINY, shape_of(bench, model)[0]
+    sizes, shape = sizes_of(bench), shape_of(bench, model)[0]
     config = SchedulerConfig(
         num_blocks=sizes.num_blocks,
         block_size_tokens=_PAGE_TOKENS,
@@ -268,10 +242,8 @@ def measure(bench: Bench, model: str, batch: int, lookahead: str) -> Row:
     shape, draft = shape_of(bench, model)
     if not bench.world.runs:
         return _figures(bench, [], shape, draft, batch)
-    from cbatch.params import SamplingParams
-
     engine = _engine(bench, model, lookahead)
-    sizes, rng = FULL if bench.full else TINY, np.random.default_rng(0)
+    sizes, rng = sizes_of(bench), np.random.default_rng(0)
     params = SamplingParams(
         temperature=0.0, max_tokens=sizes.most_tokens - sizes.prompt_tokens, ignore_eos=True
     )
@@ -298,7 +270,7 @@ def _advance(engine: Engine) -> list[Output]:
     return outputs
 
 
-class Window(NamedTuple):
+class TimedWindow(NamedTuple):
     seconds: float
     steps: int
     tokens: int
@@ -306,8 +278,8 @@ class Window(NamedTuple):
     context_tokens: float  # of a sequence, on average over the window
 
 
-def _window(bench: Bench, engine: Engine, batch: int) -> Window:
-    sizes, stats = FULL if bench.full else TINY, engine.scheduler.stats
+def _window(bench: Bench, engine: Engine, batch: int) -> TimedWindow:
+    sizes, stats = sizes_of(bench), engine.scheduler.stats
     before = stats.steps, stats.emitted_tokens, stats.drafted_tokens
     started_s = time.perf_counter()
     while stats.steps < before[0] + sizes.window_steps:
@@ -316,13 +288,13 @@ def _window(bench: Bench, engine: Engine, batch: int) -> Window:
     tokens = stats.emitted_tokens - before[1]
     context = sizes.prompt_tokens + (before[1] + tokens / 2) / batch
     drafted = stats.drafted_tokens - before[2]
-    return Window(seconds, stats.steps - before[0], tokens, drafted, context)
+    return TimedWindow(seconds, stats.steps - before[0], tokens, drafted, context)
 
 
 def _figures(
-    bench: Bench, windows: list[Window], shape: ModelShape, draft: ModelShape, batch: int
+    bench: Bench, windows: list[TimedWindow], shape: GridModel, draft: GridModel, batch: int
 ) -> Row:
-    sizes = FULL if bench.full else TINY
+    sizes = sizes_of(bench)
     context, drafted = float(sizes.prompt_tokens), 0.0
     if windows:
         context = statistics.fmean(w.context_tokens for w in windows)
@@ -338,22 +310,17 @@ def _figures(
     if not windows or not bench.full:
         return row | {"status": "unmeasured"}
     steps = sorted(w.seconds / w.steps for w in windows)
-    return row | {
+    row |= {
+        "step_ms": statistics.median(steps) * 1e3,
         "step_ms_low": steps[0] * 1e3,
         "step_ms_high": steps[-1] * 1e3,
         "tokens_per_s": statistics.median(w.tokens / w.seconds for w in windows),
         "tokens_a_row": statistics.fmean(w.tokens / w.steps / batch for w in windows),
-        **_held(bench, cost, statistics.median(steps)),
     }
-
-
-def _held(bench: Bench, cost: Cost, step_s: float) -> Row:
-    """A step against its limit, if ceilings were measured."""
-    row: Row = {"step_ms": step_s * 1e3}
     ceilings = load_ceilings(bench.out)
     if ceilings is not None:
         row["limit_ms"] = cost.limit_s(ceilings) * 1e3
-        row["over_limit"] = 1 / fraction(cost, ceilings, step_s)
+        row["over_limit"] = row["step_ms"] / row["limit_ms"]
     return row
 
 
@@ -363,25 +330,33 @@ MEASURED = (
 )  # fmt: skip
 
 
-def _peer(bench: Bench, model: str, batch: int) -> Row:
-    """The same shape in transformers; prompts are paid for, so two lengths are subtracted."""
+def _peer(bench: Bench, model: str, batch: int, _: str) -> Row:
+    """The same shape in transformers: a step is what more tokens cost, so that prompts cancel."""
     shape, draft = shape_of(bench, model)
-    row = _figures(bench, [], shape, draft, batch)
     if not bench.full:
-        return row
+        return _figures(bench, [], shape, draft, batch)
     _loaded.drop(bench)
+    rng, prompt_tokens = np.random.default_rng(0), FULL.prompt_tokens
+    prompts = [rng.integers(1, shape.vocab - 1, prompt_tokens).tolist() for _ in range(batch)]
     try:
-        step_s = transformers_peer.step_seconds(config_of(shape), batch, FULL.prompt_tokens)
+        system = continuous(_random_peer(model), most=batch, tokens=prompt_tokens + _LONG_TOKENS)
     except ImportError as error:
         raise Absent(str(error)) from None
-    context_tokens = FULL.prompt_tokens + transformers_peer.MEAN_TOKENS
-    cost = speculative_cost(shape, draft, batch, context_tokens, 0.0)
-    return row | {
-        "context_tokens": context_tokens,
-        "mbytes_a_step": cost.num_bytes / 1e6,
-        "gflop_a_step": cost.flop / 1e9,
-        "tokens_per_s": batch / step_s,
-        "tokens_a_row": 1.0,
-        **_held(bench, cost, step_s),
-        "status": "ok",
-    }
+    runs = [system.run(prompts, tokens) for tokens in (_SHORT_TOKENS, _SHORT_TOKENS, _LONG_TOKENS)]
+    if [run.tokens for run in runs[1:]] != [batch * _SHORT_TOKENS, batch * _LONG_TOKENS]:
+        raise RuntimeError("not every token came")
+    step_s = (runs[2].seconds - runs[1].seconds) / (_LONG_TOKENS - _SHORT_TOKENS)
+    context_tokens = prompt_tokens + (_SHORT_TOKENS + _LONG_TOKENS) // 2
+    window = TimedWindow(step_s, 1, batch, 0, context_tokens)
+    return _figures(bench, [window], shape, draft, batch)
+
+
+@functools.lru_cache(maxsize=1)
+def _random_peer(model: str) -> Any:
+    """Of that shape, in bf16 on the GPU."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = config_of(MODELS[model])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

@@ -11,14 +11,14 @@ from numpy.typing import ArrayLike, NDArray
 F64 = NDArray[np.float64]
 
 
-class Chain(NamedTuple):
+class MarkovChain(NamedTuple):
     """Laws by last token, float64 [V, V] each; a sequence begins behind token 0."""
 
     target: F64
     draft: F64
 
     @classmethod
-    def make(cls, vocab: int, seed: int) -> Chain:
+    def make(cls, vocab: int, seed: int) -> MarkovChain:
         """A draft that is 0.4 of the target and 0.6 of something else."""
         rng = np.random.default_rng(seed)
         target, other = (_softmax(rng.normal(size=(vocab, vocab)) * 1.5) for _ in range(2))
@@ -43,7 +43,7 @@ class Chain(NamedTuple):
             alive.append(float(state.sum()))
         return np.append(-np.diff(alive), alive[-1])
 
-    def moved(self, share: float) -> Chain:
+    def moved(self, share: float) -> MarkovChain:
         """Another world: that much of every target law goes to token 0."""
         target = self.target * (1 - share)
         target[:, 0] += share
@@ -82,7 +82,7 @@ def chi_square_z(counts: ArrayLike, law: ArrayLike) -> float:
     return float(((statistic / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5)
 
 
-def joint_z(tokens: NDArray[np.integer], chain: Chain) -> float:
+def joint_z(tokens: NDArray[np.integer], chain: MarkovChain) -> float:
     """Of sequences [N, length] against the joint law."""
     vocab, length = len(chain.target), tokens.shape[1]
     cells = tokens.astype(np.int64) @ vocab ** np.arange(length)[::-1]
@@ -91,7 +91,7 @@ def joint_z(tokens: NDArray[np.integer], chain: Chain) -> float:
 
 def accept_z(drafted: NDArray[np.integer], accepted: NDArray[np.integer], law: F64) -> float:
     """The farthest deviate of accepts at each depth, among rows that reached it (binomial), and of
-    the histogram of rows with the most drafts. `law` as `Chain.accepted` of the deepest."""
+    the histogram of rows with the most drafts. `law` as `MarkovChain.accepted` of the deepest."""
     deepest = len(law) - 1
     alive = law[::-1].cumsum()[::-1]
     found = [

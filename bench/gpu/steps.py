@@ -1,24 +1,32 @@
-"""Ragged attention steps on the device: scattered pages of a random pool, planned work."""
+"""Ragged attention steps on the device: scattered pages of a random pool, planned work, and the
+configurations of attention that are shipped or may be."""
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.gpu.grid import Query, Shape
+from bench.gpu.limits import GridHeads, Query
+from bench.gpu.timing import Call
+from bench.gpu.world import Bench
 from triton_kernels.attention import (
     Heads,
     Partials,
     Tile,
     WorkList,
+    arch_of,
     attention,
     attention_reference,
     plan,
+    resident_programs,
+    tile_for,
 )
+from triton_kernels.attention.cases import SPLIT_TOKENS
 
 TABLE_MULTIPLE = 16  # entries of a row: a stride that kernels know to be aligned
 
@@ -41,7 +49,7 @@ class Pool(NamedTuple):
         cls,
         num_pages: int,
         page_tokens: int,
-        shape: Shape,
+        shape: GridHeads,
         dtype: torch.dtype,
         device: torch.device,
         seed: int = 0,
@@ -57,10 +65,10 @@ class Pool(NamedTuple):
         return self.k_pages.shape[1]
 
 
-class Step(NamedTuple):
+class StepQueries(NamedTuple):
     """The queries of a step, and where their keys lie."""
 
-    shape: Shape
+    shape: GridHeads
     queries: tuple[Query, ...]
     pool: Pool
     q: Tensor  # [T, kv_heads, group, head_dim], as it stands in a fused projection
@@ -137,7 +145,7 @@ class Step(NamedTuple):
         )
         return found.flatten(1)
 
-    def only(self, sequence: int, first: int, last: int) -> Step:
+    def only(self, sequence: int, first: int, last: int) -> StepQueries:
         """The tokens `first`..`last` (rows of the sequence's query) as a step of their own."""
         query, row = self.queries[sequence], int(self.starts[sequence])
         context = query.context_tokens - query.query_tokens + last + 1
@@ -153,8 +161,8 @@ class Step(NamedTuple):
 
 
 def make_step(
-    queries: Sequence[Query], shape: Shape, pool: Pool, dtype: torch.dtype, seed: int = 0
-) -> Step:
+    queries: Sequence[Query], shape: GridHeads, pool: Pool, dtype: torch.dtype, seed: int = 0
+) -> StepQueries:
     """Pages of each sequence lie scattered over the pool; no two sequences share one. What is left
     over is NaN, and where the unused entries of tables lead. Raises ValueError if the pool has too
     few."""
@@ -184,7 +192,7 @@ def make_step(
         device=device,
         generator=generator,
     )
-    return Step(
+    return StepQueries(
         shape,
         tuple(queries),
         pool,
@@ -195,6 +203,16 @@ def make_step(
     )
 
 
+def make_steps(
+    queries: Sequence[Query], shape: GridHeads, page_tokens: int, device: torch.device, count: int
+) -> list[StepQueries]:
+    """So many in bf16 over parts of one pool, which share nothing."""
+    pages = pages_of(queries, page_tokens)
+    pool = Pool.make(count * pages, page_tokens, shape, torch.bfloat16, device)
+    parts = (Pool(*(half[i * pages : (i + 1) * pages] for half in pool)) for i in range(count))
+    return [make_step(queries, shape, part, torch.bfloat16, i) for i, part in enumerate(parts)]
+
+
 def pages_of(queries: Sequence[Query], page_tokens: int) -> int:
     return sum(-(-q.context_tokens // page_tokens) for q in queries)
 
@@ -202,3 +220,63 @@ def pages_of(queries: Sequence[Query], page_tokens: int) -> int:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """NaN is never the same."""
     return bool((a == b).all())
+
+
+TINY = Config(Tile(16, 16, 4, 2), 32)
+
+
+def config_of(
+    shape: GridHeads,
+    page_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+) -> Config:
+    """The shipped one: a tile for queries of every length, so that bits do not depend on it."""
+    arch = arch_of(device)
+    tile = tile_for(Heads(*shape), dtype, page_tokens, arch=arch, kv_dtype=kv_dtype)
+    return Config(tile, SPLIT_TOKENS)
+
+
+def programs(config: Config, device: torch.device) -> int:
+    """As many as run at a time."""
+    return resident_programs(config.tile, device) if device.type == "cuda" else 2
+
+
+def launches(bench: Bench, steps: Sequence[StepQueries], config: Config) -> list[Call]:
+    """Of steps of the same lengths, planned once for all: a plan is made once a step for all
+    layers, so its cost is not the kernel's. None where kernels do not run."""
+    if not bench.world.runs:
+        return []
+    work, many = steps[0].work(config), programs(config, bench.device)
+    outs = [step.q.new_empty(len(step.q), step.q[0].numel()) for step in steps]
+    pairs = zip(steps, outs, strict=True)
+    return [functools.partial(step.run, work, many, out=out) for step, out in pairs]
+
+
+def candidates(shape: GridHeads, page_tokens: int) -> Iterator[Config]:
+    """Likeliest first: time that runs out leaves the tail untried. The last two differ in the
+    length of a split only."""
+    for rows, keys, num_warps, num_stages, resident in (
+        (64, 64, 4, 3, 2),
+        (16, 64, 4, 3, 2),
+        (64, 64, 4, 3, 1),
+        (16, 64, 4, 3, 3),
+        (64, 128, 8, 3, 1),
+        (64, 32, 4, 3, 3),
+        (32, 64, 4, 3, 2),
+        (16, 128, 4, 3, 1),
+        (128, 64, 8, 3, 1),
+        (64, 64, 8, 3, 2),
+        (16, 32, 4, 3, 4),
+        (128, 128, 8, 3, 1),
+        (64, 64, 4, 4, 1),
+    ):
+        if rows < shape.group:
+            continue
+        tile = Tile(rows, keys, num_warps, num_stages, resident)
+        if page_tokens % keys == 0:
+            yield Config(tile._replace(descriptors=True), SPLIT_TOKENS)
+        yield Config(tile, SPLIT_TOKENS)
+    for split_tokens in (SPLIT_TOKENS // 2, 2 * SPLIT_TOKENS):
+        yield Config(Tile(64, 64, 4, 3, 2, page_tokens % 64 == 0), split_tokens)

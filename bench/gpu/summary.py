@@ -1,16 +1,90 @@
-"""Tables for people, plots, and one JSON document of everything."""
+"""What must hold on an H100 and whether it did, tables for people, and one JSON document of
+everything."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.gpu.cells import Row
-from bench.gpu.grid import ATTENTION
-from bench.gpu.targets import verdicts
+from bench.gpu.limits import CHUNK, DECODE, FEW_LONG, VERIFY
 from bench.report import print_table
+
+Rows = Mapping[str, Mapping[str, Any]]
+OURS, VLLM = "cbatch", "vllm triton"
+
+
+class TargetVerdict(NamedTuple):
+    """`met` is None where something that it needs was not measured."""
+
+    target: str
+    needed: str
+    found: float | None
+    met: bool | None
+
+
+def verdicts(correctness: Rows, kernels: Rows, engine: Rows) -> list[TargetVerdict]:
+    """`engine` may be empty, and so may any: what is missing is unmeasured."""
+
+    def of(name: str, field: str = "fraction_of_limit") -> float | None:
+        value = kernels.get(f"{name} {OURS}", {}).get(field)
+        return None if value is None else float(value)
+
+    decode, verify, chunk, few = (f"attention {n}" for n in (DECODE, VERIFY, CHUNK, FEW_LONG))
+    longer = _ratio(of(verify, "median_us"), of(decode, "median_us"))
+    step = engine.get("llama-3.1-8b batch 64 off cbatch", {}).get("over_limit")
+    return [
+        _all_right(correctness),
+        _at_least("decode attention, of copy bandwidth", 0.85, of(decode)),
+        _at_least("verify (k = 7), of copy bandwidth", 0.85, of(verify)),
+        _at_most("verify (k = 7) over decode", 1.08, longer),
+        _at_least("few long sequences, of copy bandwidth", 0.70, of(few)),
+        _at_least("prefill chunk of 2048, TFLOP/s", 400, of(chunk, "tflop_per_s")),
+        _at_least(
+            "verify sampling, 64 rows, of one read", 0.75, of("verify coupled 64 requests k 0")
+        ),
+        _ahead_of_vllm(kernels),
+        _at_most("engine step over its limit, 8B, batch 64", 1.15, step),
+    ]
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return None if above is None or below is None else above / below
+
+
+def _at_least(target: str, needed: float, found: float | None) -> TargetVerdict:
+    return TargetVerdict(target, f">= {needed}", found, None if found is None else found >= needed)
+
+
+def _at_most(target: str, needed: float, found: float | None) -> TargetVerdict:
+    return TargetVerdict(target, f"<= {needed}", found, None if found is None else found <= needed)
+
+
+def _all_right(correctness: Rows) -> TargetVerdict:
+    """Wrong, failed and crashed cells; those left out make it unknown, unless one is wrong."""
+    states = [str(row.get("status")) for row in correctness.values()]
+    bad = sum(state.startswith(("wrong", "failed", "crashed", "hung")) for state in states)
+    ran = sum(state == "ok" for state in states)
+    met = False if bad else (True if ran and ran == len(states) else None)
+    return TargetVerdict("correctness cells that are wrong", "0", bad if ran or bad else None, met)
+
+
+def _ahead_of_vllm(kernels: Rows) -> TargetVerdict:
+    """The worst ratio of vLLM's time to ours over all workloads of attention."""
+    ratios = []
+    for row in kernels.values():
+        if row.get("kernel") == "attention" and row.get("implementation") == VLLM:
+            ours = kernels.get(f"attention {row['workload']} {OURS}", {})
+            ratios.append(_ratio(row.get("median_us"), ours.get("median_us")))
+    known = [ratio for ratio in ratios if ratio is not None]
+    worst = min(known, default=None)
+    met = None  # unless it is behind somewhere, or ahead in every row
+    if worst is not None and (worst <= 1 or len(known) == len(ratios)):
+        met = worst > 1
+    return TargetVerdict("vLLM's Triton attention over ours, worst row", "> 1", worst, met)
+
 
 RESULTS = "results.json"
 Sections = Mapping[str, Mapping[str, Row]]  # rows of each section, by cell
@@ -69,51 +143,3 @@ def document(sections: Sections, about: Row) -> Row:
 
 def write_document(out: Path, found: Row) -> None:
     (out / RESULTS).write_text(json.dumps(found, indent=1) + "\n")
-
-
-def save_plots(out: Path, sections: Sections) -> list[Path]:
-    """Of whatever was measured: attention as fractions of the limit, the engine's speed. Without
-    matplotlib there are none."""
-    try:
-        from bench.plot import save_bars, save_lines
-    except ImportError:
-        return []
-    made = []
-    fractions = _fractions(sections.get("kernels", {}))
-    if fractions:
-        path = out / "attention.png"
-        save_bars(path, fractions, y_label="fraction of the limit", highlight="cbatch")
-        made.append(path)
-    speeds = _speeds(sections.get("engine", {}))
-    if speeds:
-        path = out / "engine.png"
-        save_lines(path, speeds, x_label="batch", y_label="tokens/s", highlight="goodput")
-        made.append(path)
-    return made
-
-
-def _fractions(kernels: Mapping[str, Row]) -> dict[str, dict[str, float]]:
-    """By implementation, then workload."""
-    found: dict[str, dict[str, float]] = {}
-    for row in kernels.values():
-        value = row.get("fraction_of_limit")
-        if row.get("kernel") == "attention" and value is not None:
-            found.setdefault(row["implementation"], {})[row["workload"]] = value
-    order = {name: at for at, name in enumerate(ATTENTION)}
-    return {
-        name: dict(sorted(values.items(), key=lambda pair: order.get(pair[0], len(order))))
-        for name, values in found.items()
-    }
-
-
-def _speeds(engine: Mapping[str, Row]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """By model, then lookahead or peer: (batch, tokens/s)."""
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in engine.values():
-        if row.get("tokens_per_s") is None:
-            continue
-        ours = row["implementation"] == "cbatch"
-        name = row["lookahead"] if ours else row["implementation"]
-        points = found.setdefault(row["model"], {}).setdefault(name, [])
-        points.append((row["batch"], row["tokens_per_s"]))
-    return {m: {n: sorted(points) for n, points in lines.items()} for m, lines in found.items()}

@@ -23,7 +23,7 @@ _MOST_RESTARTS = 6
 _START_S = 15.0  # a process is not worth starting for less
 
 
-class Plan(NamedTuple):
+class SectionPlan(NamedTuple):
     """How a section runs: many processes with shares of the cells, or one after many have compiled
     what it times."""
 
@@ -57,7 +57,7 @@ def child_command(out: Path, peers: Path | None) -> Command:
     return command
 
 
-def run_section(plan: Plan, out: Path, command: Command) -> None:
+def run_section(plan: SectionPlan, out: Path, command: Command) -> None:
     """Run it within its seconds, whatever its processes do. Rows are in the journals."""
     deadline_s = time.monotonic() + plan.seconds
     if plan.warms:
@@ -67,7 +67,7 @@ def run_section(plan: Plan, out: Path, command: Command) -> None:
     _watch(plan.section, shards, out, command, deadline_s)
 
 
-class _Child:
+class _SectionProcess:
     def __init__(
         self, section: str, shard: Shard, out: Path, command: Command, deadline_s: float
     ) -> None:
@@ -133,7 +133,7 @@ class _Child:
 def _watch(
     section: str, shards: Sequence[Shard], out: Path, command: Command, deadline_s: float
 ) -> None:
-    children = [_Child(section, shard, out, command, deadline_s) for shard in shards]
+    children = [_SectionProcess(section, shard, out, command, deadline_s) for shard in shards]
     try:
         while children:
             children = [child for child in children if child.poll()]

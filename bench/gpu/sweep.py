@@ -14,21 +14,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.gpu.ceilings import load_ceilings
 from bench.gpu.cells import Cell, Row
-from bench.gpu.grid import CHUNK, DECODE, HEADS, TINY, TINY_HEADS, VERIFY, Shape, workload
-from bench.gpu.limits import attention_cost
-from bench.gpu.steps import Config, Pool, make_step, pages_of
-from bench.gpu.tiles import TINY as TINY_CONFIG
-from bench.gpu.tiles import candidates, programs
+from bench.gpu.limits import (
+    CHUNK,
+    DECODE,
+    HEADS,
+    TINY,
+    TINY_HEADS,
+    VERIFY,
+    GridHeads,
+    attention_cost,
+    workload,
+)
+from bench.gpu.steps import TINY as TINY_CONFIG
+from bench.gpu.steps import Config, candidates, launches, make_steps
 from bench.gpu.timing import figures, input_sets, time_calls
 from bench.gpu.world import Bench
 from triton_kernels.attention import arch_of
 from triton_kernels.attention.cases import SPLIT_TOKENS
 
-SECTION = "sweep"
 TABLE = "tiles.json"
 # Of their times, in the geometric mean that is made least.
 WEIGHTS = {DECODE: 0.5, VERIFY: 0.35, CHUNK: 0.15}
@@ -55,7 +60,7 @@ def cells(bench: Bench) -> Iterator[Cell]:
 def _cell(
     bench: Bench,
     name: str,
-    shape: Shape,
+    shape: GridHeads,
     page: int,
     config: Config,
     names: tuple[str, ...],
@@ -70,27 +75,20 @@ def _cell(
     }
     tile = " ".join(str(int(field)) for field in config.tile)
     key = f"{name} page {page} tile {tile} split {config.split_tokens}"
-    run = functools.partial(_measure, bench, shape, page, config, names)
-    return Cell(key, labels, run)
+    return Cell(key, labels, functools.partial(_measure, bench, shape, page, config, names))
 
 
-def _measure(bench: Bench, shape: Shape, page: int, config: Config, names: tuple[str, ...]) -> Row:
+def _measure(
+    bench: Bench, shape: GridHeads, page: int, config: Config, names: tuple[str, ...]
+) -> Row:
     """Median and fraction of the limit of each workload, by its name."""
     row: Row = {"median_us": {}, "fraction_of_limit": {}}
     for name in names:
         queries = workload(name)
         cost = attention_cost(queries, shape)
         count = 1 if bench.warming else input_sets(cost.num_bytes, bench.device)
-        pages = pages_of(queries, page)
-        pool = Pool.make(count * pages, page, shape, torch.bfloat16, bench.device)
-        parts = (Pool(*(half[i * pages : (i + 1) * pages] for half in pool)) for i in range(count))
-        steps = [make_step(queries, shape, part, torch.bfloat16) for part in parts]
-        calls = []
-        if bench.world.runs:
-            work, many = steps[0].work(config), programs(config, bench.device)
-            out = torch.empty(len(steps[0].q), steps[0].q[0].numel(), dtype=steps[0].q.dtype)
-            out = out.to(bench.device)
-            calls = [functools.partial(step.run, work, many, out) for step in steps]
+        steps = make_steps(queries, shape, page, bench.device, count)
+        calls = launches(bench, steps, config)
         found = figures(time_calls(bench, calls, _SAMPLE_S), cost, load_ceilings(bench.out))
         row["median_us"][name] = found["median_us"]
         row["fraction_of_limit"][name] = found["fraction_of_limit"]

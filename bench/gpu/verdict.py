@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from bench.gpu.cells import Row
+from bench.gpu.cells import Cell, Row
+from bench.gpu.world import Bench
 
 UNMEASURED: Row = {"found": None, "allowed": None, "status": "unmeasured"}
+
+
+def check(bench: Bench, kernel: str, case: str, run: Callable[..., Row], *given: Any) -> Cell:
+    """A cell of correctness, `run(bench, *given)`, where kernels run at all."""
+
+    def checked() -> Row:
+        return run(bench, *given) if bench.world.runs else UNMEASURED
+
+    return Cell(f"{kernel} {case}", {"kernel": kernel, "case": case}, checked)
 
 
 def within(what: str, found: float, allowed: float, **more: object) -> Row:

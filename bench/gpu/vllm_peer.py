@@ -24,8 +24,6 @@ import triton.language as tl
 FILES = (
     "v1/attention/ops/triton_unified_attention.py",
     "v1/attention/ops/triton_attention_helpers.py",
-    "v1/sample/rejection_sampler.py",
-    "v1/sample/ops/topk_topp_triton.py",
     "v1/worker/gpu/spec_decode/rejection_sampler_utils.py",
     "v1/worker/gpu/sample/gumbel.py",
     "v1/worker/gpu/sample/watermark.py",
@@ -34,7 +32,7 @@ FILES = (
     "v1/spec_decode/fly.py",
     "utils/math_utils.py",
 )
-_REQUIRED = (FILES[0], FILES[2], FILES[4], FILES[5])
+_REQUIRED = FILES[0], FILES[2], FILES[3]
 
 
 class KVQuantMode(enum.IntEnum):
@@ -167,26 +165,23 @@ _GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
         "triton_kernel_dispatcher_with_warmup": _launching
     },
     "vllm.config.model": lambda: {"PROCESSED_LOGPROBS_MODES": ()},
-    "vllm.v1.sample.sampler": lambda: {"Sampler": type("Sampler", (), {})},
     "vllm.utils.torch_utils": lambda: {"async_tensor_h2d": lambda x, **_: torch.as_tensor(x)},
 }
 
 
 def load(root: Path) -> types.SimpleNamespace:
-    """`unified_attention`, `rejection_sample_v1`, `rejection_sample_v2`, `gumbel_sample`. Raises
-    FileNotFoundError naming what is missing."""
+    """`unified_attention` and `rejection_sample`. Raises FileNotFoundError naming what is
+    missing."""
     missing = [file for file in _REQUIRED if not (root / "vllm" / file).exists()]
     if missing:
         raise FileNotFoundError(f"vllm/{missing[0]} is not in {root.name}")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(root))
-    attention, v1, v2, gumbel = (
+    attention, rejection, _ = (
         importlib.import_module("vllm." + file.removesuffix(".py").replace("/", "."))
         for file in _REQUIRED
     )
     return types.SimpleNamespace(
         unified_attention=attention.unified_attention,
-        rejection_sample_v1=v1.rejection_sample,
-        rejection_sample_v2=v2.rejection_sample,
-        gumbel_sample=gumbel.gumbel_sample,
+        rejection_sample=rejection.rejection_sample,
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from triton import knobs
 
-from bench.report import describe_machine, describe_versions
+from cbatch.system.machine import describe_machine, describe_versions
 
 
 class World(enum.Enum):
@@ -44,7 +44,7 @@ class Bench(NamedTuple):
 def find_world() -> World:
     """Interpreted where that was asked for, else the GPU if there is one."""
     if knobs.runtime.interpret:
-        from triton_kernels import interpreter
+        from triton_kernels.build import interpreter
 
         interpreter.repair()
         return World.INTERPRETED

@@ -1,1 +1,1 @@
-"""The load tester: a client that knows neither engine nor server, in front of any OpenAI API."""
+"""The load tester, `cbatch bench`: `cli` imports `run`, which imports `client`."""

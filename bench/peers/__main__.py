@@ -11,7 +11,6 @@ Before anything is timed all complete a few prompts in float32, and their tokens
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -20,12 +19,21 @@ from typing import Any
 
 import torch
 
-from bench.engine import System, build_cbatch, build_transformers, make_prompts, measure
+from bench.engine.shapes import write_random_model
+from bench.engine.systems import (
+    EngineRun,
+    System,
+    build_cbatch,
+    build_transformers,
+    make_prompts,
+    measure,
+    median_speed,
+    ratio,
+)
 from bench.peers.agree import agreement, reference_logits
 from bench.peers.llama_cpp_peer import build_llama_cpp
 from bench.peers.transformers_peer import build_continuous
-from bench.report import print_report, print_table, rounded
-from bench.shapes import write_random_model
+from bench.report import print_report, print_table
 from cbatch.demo import demo_paths
 
 OURS, LLAMA_CPP = "cbatch", "llama.cpp"
@@ -85,12 +93,8 @@ def build(
         systems.append(build_continuous(model, args.dtype, most=most, tokens=tokens))
     if LLAMA_CPP in args.peer and has_llama_cpp():
         kept = "float16" if args.dtype == "bfloat16" else args.dtype
-        threads = torch.get_num_threads()
-        systems.append(
-            build_llama_cpp(
-                model, folder, kept, most=most, tokens=tokens, threads=threads, exact_kv=exact
-            )
-        )
+        sizes = {"most": most, "tokens": tokens, "threads": torch.get_num_threads()}
+        systems.append(build_llama_cpp(model, folder, kept, exact_kv=exact, **sizes))
     return systems
 
 
@@ -110,14 +114,12 @@ def compare(
 
 
 def rows_of(
-    name: str, batch: int, systems: list[System], speeds: list[list[float]]
+    name: str, batch: int, systems: list[System], runs: list[list[EngineRun]]
 ) -> list[dict[str, Any]]:
     """A row a system: its median, and medians of the ratios to the others within a repeat."""
-    ours = next(speed for s, speed in zip(systems, speeds, strict=True) if s.name == OURS)
-    llama = [speed for s, speed in zip(systems, speeds, strict=True) if s.name == LLAMA_CPP]
+    first = {s.name: found for s, found in reversed(list(zip(systems, runs, strict=True)))}
     rows = []
-    for system, speed in zip(systems, speeds, strict=True):
-        to_llama = _ratio(speed, llama[0]) if llama else None
+    for system, found in zip(systems, runs, strict=True):
         goals = GOALS.get((name, batch), (None, None)) if system.name == OURS else (None, None)
         rows.append(
             {
@@ -125,17 +127,13 @@ def rows_of(
                 "batch": batch,
                 "system": system.name,
                 "lookahead": system.lookahead,
-                "output_tokens_per_s": round(statistics.median(speed), 1),
-                "cbatch_off_to_it": rounded(_ratio(ours, speed)),
-                "to_llama_cpp": rounded(to_llama),
+                "output_tokens_per_s": median_speed(found),
+                "cbatch_off_to_it": ratio(first[OURS], found),
+                "to_llama_cpp": ratio(found, first.get(LLAMA_CPP)),
                 "goal": goals[0] if system.lookahead == "off" else goals[1],
             }
         )
     return rows
-
-
-def _ratio(of: list[float], to: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(of, to, strict=True))
 
 
 def time_them(
@@ -145,11 +143,8 @@ def time_them(
     systems = build(model, draft, folder, args)
     rows: list[dict[str, Any]] = []
     for batch in args.batch:
-        count = -(-max(batch, args.prompts) // batch) * batch
-        prompts = make_prompts(model, args.prompt_tokens, count, real=name == "demo")
-        runs = measure(systems, prompts, batch, args)
-        speeds = [[run.tokens / run.seconds for run in each] for each in runs]
-        rows += rows_of(name, batch, systems, speeds)
+        runs = measure(systems, model, batch, args, real=name == "demo")
+        rows += rows_of(name, batch, systems, runs)
         print(f"{name}, batch {batch} measured", flush=True)
     return rows
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.engine import Prompts, System
+from bench.engine.systems import Prompts, System
 from bench.report import rounded
 
 NEARLY_TIED = 1e-2  # logits; rounding of float32 moves them by 1e-5 or so

@@ -1,4 +1,4 @@
-"""transformers' continuous batching on the CPU, as its `generate_batch` runs it."""
+"""transformers' continuous batching, as its `generate_batch` runs it."""
 
 from __future__ import annotations
 
@@ -8,42 +8,52 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from bench.engine import Prompts, Run, System
+from bench.engine.systems import EngineRun, Prompts, System
 
 PAGE_TOKENS = 256  # its default
 PATIENCE_S = 300.0  # for the next sequence to end
 
 
 def build_continuous(model: Path, dtype: str, *, most: int, tokens: int) -> System:
-    """Up to `most` sequences of `tokens`. Its cache is sized for these: left to itself it takes
-    nine tenths of the machine's memory. Its thread runs during a batch alone (it would spin while
-    others are timed); starting it is not timed. A run raises RuntimeError if that thread dies."""
+    """A model of its own files, as `continuous` runs it."""
     import torch
-    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+    from transformers import AutoModelForCausalLM
+
+    peer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    return continuous(peer, most=most, tokens=tokens)
+
+
+def continuous(peer: Any, *, most: int, tokens: int) -> System:
+    """Up to `most` sequences of `tokens`. On a CPU its cache is sized for these: left to itself it
+    takes nine tenths of the machine's memory. Its thread runs during a batch alone (it would spin
+    while others are timed); starting it is not timed. A run raises RuntimeError if that thread
+    dies. Raises ImportError without transformers."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    peer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-    limits = ContinuousBatchingConfig(
-        page_size=PAGE_TOKENS,
-        num_blocks=most * -(-tokens // PAGE_TOKENS) + 1,
-        max_batch_tokens=max(1024, most * tokens),
-        max_requests_per_batch=most,
-        allow_block_sharing=False,  # the same prompts come again in every repeat
-        use_cuda_graph=False,
-    )
+    on_gpu = peer.device.type == "cuda"
+    sizes: dict[str, Any] = {
+        "page_size": PAGE_TOKENS,
+        "num_blocks": most * -(-tokens // PAGE_TOKENS) + 1,
+        "max_batch_tokens": max(1024, most * tokens),
+        "max_requests_per_batch": most,
+        "allow_block_sharing": False,  # the same prompts come again in every repeat
+        "use_cuda_graph": False,
+    }
+    limits = ContinuousBatchingConfig(**({} if on_gpu else sizes))
 
-    def run(prompts: Prompts, output_tokens: int) -> Run:
+    def run(prompts: Prompts, output_tokens: int) -> EngineRun:
         config = GenerationConfig(max_new_tokens=output_tokens, do_sample=False, eos_token_id=-1)
         with (
             warnings.catch_warnings(action="ignore"),
             peer.continuous_batching_context_manager(
-                config, continuous_batching_config=limits, timeout=5, warmup=False
+                config, continuous_batching_config=limits, timeout=5, warmup=on_gpu
             ) as manager,
         ):
             _complete(manager, prompts[:1], 1)  # once it answers, it has started
             started_s = time.perf_counter()
             outputs = _complete(manager, prompts, output_tokens)
-            return Run(time.perf_counter() - started_s, outputs)
+            return EngineRun(time.perf_counter() - started_s, outputs)
 
     return System("transformers continuous", "off", run)
 

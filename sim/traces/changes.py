@@ -10,7 +10,7 @@ from itertools import groupby
 import numpy as np
 from msgspec.structs import replace
 
-from cbatch.core.errors import FieldError
+from cbatch.core.request.errors import FieldError
 from sim.traces.request import TraceRequest
 
 

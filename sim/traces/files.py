@@ -45,7 +45,7 @@ def read_lines(path: Path) -> Lines:
         raise TraceError(path, None, "file", f"cannot be read ({error})", "name a file") from error
 
 
-class Row:
+class TraceRow:
     """One row of a trace: its named values, as text or from JSON."""
 
     def __init__(self, path: Path, line: int, values: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ class Row:
 
 def csv_rows(
     path: Path, lines: Lines, required: frozenset[str], optional: frozenset[str]
-) -> Iterator[Row]:
+) -> Iterator[TraceRow]:
     """Rows under a header. Raises `TraceError` where columns are missing or unknown."""
     numbers: list[int] = []
 
@@ -136,7 +136,7 @@ def csv_rows(
                     f"{len(cells)} cells under {len(header)} names",
                     "mend the row",
                 )
-            yield Row(path, numbers[0], dict(zip(header, map(str.strip, cells), strict=True)))
+            yield TraceRow(path, numbers[0], dict(zip(header, map(str.strip, cells), strict=True)))
     except csv.Error as error:
         line = numbers[0] if numbers else 1
         raise TraceError(path, line, "columns", f"not CSV ({error})", "mend the row") from error
@@ -144,11 +144,11 @@ def csv_rows(
 
 def json_rows(
     path: Path, lines: Lines, required: frozenset[str], optional: frozenset[str]
-) -> Iterator[Row]:
+) -> Iterator[TraceRow]:
     """An object a line."""
     known = required | optional
     for number, text in lines:
-        row = Row(path, number, json_object(path, number, text))
+        row = TraceRow(path, number, json_object(path, number, text))
         row.known_only(known)
         yield row
 

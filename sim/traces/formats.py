@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sim.traces.files import Lines, Row, csv_rows, json_object, json_rows
+from sim.traces.files import Lines, TraceRow, csv_rows, json_object, json_rows
 from sim.traces.request import TraceError, TraceRequest
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -33,15 +33,18 @@ class Raw(NamedTuple):
     more: dict[str, Any]  # other fields of `TraceRequest`
 
 
+Parse = Callable[[Iterator[TraceRow]], Iterator[Raw]]
+
+
 class Format(NamedTuple):
     name: str
     required: frozenset[str]  # columns, or fields of a line
     optional: frozenset[str]
     is_json: bool
-    parse: Callable[[Iterator[Row]], Iterator[Raw]]
+    parse: Parse
 
 
-def _azure(rows: Iterator[Row]) -> Iterator[Raw]:
+def _azure(rows: Iterator[TraceRow]) -> Iterator[Raw]:
     first: datetime | None = None
     for row in rows:
         text = row.text("TIMESTAMP")
@@ -57,12 +60,12 @@ def _azure(rows: Iterator[Row]) -> Iterator[Raw]:
         yield Raw(row.line, stamp_s, row.count("ContextTokens"), row.count("GeneratedTokens"), {})
 
 
-def _mooncake(rows: Iterator[Row]) -> Iterator[Raw]:
+def _mooncake(rows: Iterator[TraceRow]) -> Iterator[Raw]:
     for row in rows:
         yield Raw(row.line, row.stamp("timestamp") / 1e3, *_lengths(row, MOONCAKE_BLOCK_TOKENS))
 
 
-def _bailian(rows: Iterator[Row]) -> Iterator[Raw]:
+def _bailian(rows: Iterator[TraceRow]) -> Iterator[Raw]:
     roots: dict[int, int] = {}  # by chat: the first of its conversation
     for row in rows:
         chat, parent = int(row.number("chat_id")), int(row.number("parent_chat_id"))
@@ -72,7 +75,7 @@ def _bailian(rows: Iterator[Row]) -> Iterator[Raw]:
         yield Raw(row.line, row.stamp("timestamp"), prompt_tokens, output_tokens, more)
 
 
-def _lengths(row: Row, block_tokens: int) -> tuple[int, int, dict[str, Any]]:
+def _lengths(row: TraceRow, block_tokens: int) -> tuple[int, int, dict[str, Any]]:
     prompt_tokens = row.count("input_length")
     more: dict[str, Any] = {}
     if "hash_ids" in row.values:
@@ -81,32 +84,19 @@ def _lengths(row: Row, block_tokens: int) -> tuple[int, int, dict[str, Any]]:
     return prompt_tokens, row.count("output_length"), more
 
 
-def _burstgpt(rows: Iterator[Row]) -> Iterator[Raw]:
-    for row in rows:
-        session = row.values.get("Session ID") or None
-        lengths = row.count("Request tokens"), row.count("Response tokens")
-        yield Raw(row.line, row.stamp("Timestamp"), *lengths, {"session": session})
+def _plain(stamp: str, prompt: str, output: str, session: str | None = None) -> Parse:
+    """Of formats whose columns are what they seem."""
+
+    def parse(rows: Iterator[TraceRow]) -> Iterator[Raw]:
+        for row in rows:
+            lengths = row.count(prompt), row.count(output)
+            more = {} if session is None else {"session": row.values.get(session) or None}
+            yield Raw(row.line, row.stamp(stamp), *lengths, more)
+
+    return parse
 
 
-def _vidur(rows: Iterator[Row]) -> Iterator[Raw]:
-    for row in rows:
-        lengths = row.count("num_prefill_tokens"), row.count("num_decode_tokens")
-        yield Raw(row.line, row.stamp("arrived_at"), *lengths, {})
-
-
-def _servegen(rows: Iterator[Row]) -> Iterator[Raw]:
-    for row in rows:
-        lengths = row.count("input"), row.count("output")
-        yield Raw(row.line, row.stamp("arrival_s"), *lengths, {})
-
-
-def _vllm_run(rows: Iterator[Row]) -> Iterator[Raw]:
-    for row in rows:
-        lengths = row.count("input_toks"), row.count("output_toks")
-        yield Raw(row.line, row.stamp("arrival_time"), *lengths, {})
-
-
-def _log(rows: Iterator[Row]) -> Iterator[Raw]:
+def _log(rows: Iterator[TraceRow]) -> Iterator[Raw]:
     for row in rows:
         prompt_tokens = row.count("prompt_tokens")
         more: dict[str, Any] = {}
@@ -133,9 +123,7 @@ def _log(rows: Iterator[Row]) -> Iterator[Raw]:
         yield Raw(row.line, stamp_s, prompt_tokens, output_tokens, more)
 
 
-def _format(
-    name: str, required: str, optional: str, parse: Callable[[Iterator[Row]], Iterator[Raw]]
-) -> Format:
+def _format(name: str, required: str, optional: str, parse: Parse) -> Format:
     """Columns are divided by commas; JSON formats are named by a trailing brace."""
     columns = frozenset(required.split(",")), frozenset(filter(None, optional.split(",")))
     return Format(name.rstrip("}"), *columns, name.endswith("}"), parse)
@@ -152,15 +140,20 @@ FORMATS = (
         "burstgpt",
         "Timestamp,Request tokens,Response tokens",
         "Model,Total tokens,Log Type,Session ID,Elapsed time",
-        _burstgpt,
+        _plain("Timestamp", "Request tokens", "Response tokens", "Session ID"),
     ),
     _format(
         "vidur",
         "arrived_at,num_prefill_tokens,num_decode_tokens",
         "num_total_tokens,pd_ratio",
-        _vidur,
+        _plain("arrived_at", "num_prefill_tokens", "num_decode_tokens"),
     ),
-    _format("servegen-requests", "arrival_s,client,input,output", "reason_ratio", _servegen),
+    _format(
+        "servegen-requests",
+        "arrival_s,client,input,output",
+        "reason_ratio",
+        _plain("arrival_s", "input", "output"),
+    ),
     _format(
         "bailian}",
         "chat_id,parent_chat_id,timestamp,input_length,output_length",
@@ -172,7 +165,7 @@ FORMATS = (
         "vllm-run}",
         "input_toks,output_toks,arrival_time",
         "request_id,queued_ts,scheduled_ts,first_token_ts,last_token_ts",
-        _vllm_run,
+        _plain("arrival_time", "input_toks", "output_toks"),
     ),
 )
 BENCH = "vllm-bench"
@@ -256,6 +249,6 @@ def _bench(path: Path, lines: Lines, wanted: str | None) -> tuple[str, Iterator[
 def _bench_rows(path: Path, columns: list[list[Any]]) -> Iterator[Raw]:
     for start_s, prompt_tokens, output_tokens in zip(*columns, strict=True):
         values = {"start_times": start_s, "input_lens": prompt_tokens, "output_lens": output_tokens}
-        row = Row(path, 1, values)
+        row = TraceRow(path, 1, values)
         lengths = row.count("input_lens"), row.count("output_lens")
         yield Raw(1, row.stamp("start_times"), *lengths, {})

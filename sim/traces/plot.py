@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cbatch.core.errors import FieldError
+from cbatch.core.request.errors import FieldError
 from sim.traces.statistics import MINUTE_S, TraceSummary
 
 

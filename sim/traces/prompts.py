@@ -10,7 +10,7 @@ VOCAB_SIZE = 2**31 - 1
 _NOTHING = np.zeros(0, np.int64)
 
 
-class PromptMaker:
+class TracePrompts:
     """Prompts that share exactly what the trace says.
 
     Token j of a block named h is h * block + j. Tokens without a name are shared with nobody: they

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from cbatch.core.errors import FieldError
+from cbatch.core.request.errors import FieldError
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sim.report import weighted_percentiles
+from sim.report.report import weighted_percentiles
 from sim.traces.request import TraceRequest
 
 MINUTE_S = 60.0

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sim.arrivals import Law, unit_gaps
-from sim.traces.files import Row, json_object, read_lines
+from sim.distributions.arrivals import Law, unit_gaps
+from sim.traces.files import TraceRow, json_object, read_lines
 from sim.traces.formats import Raw
 from sim.traces.request import TraceError
 
@@ -88,7 +88,7 @@ def _windows(path: Path) -> Iterator[Window]:
             raise TraceError(
                 path, number, "columns", f"{len(cells)} cells", f"give {', '.join(_COLUMNS)}"
             )
-        row = Row(path, number, dict(zip(_COLUMNS, cells, strict=True)))
+        row = TraceRow(path, number, dict(zip(_COLUMNS, cells, strict=True)))
         if not cells[3] or row.stamp("rate") == 0:
             continue  # the client was silent
         law = _LAWS.get(cells[3])

@@ -1,0 +1,169 @@
+"""Engines under one face, the prompts they are given, and what a run of one measures."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bench.engine.shapes import SHAPES
+from bench.report import rounded
+from cbatch import LLM, SamplingParams
+from cbatch.demo import demo_prompts
+from cbatch.engine.model_files import tokenizer_of
+from cbatch.text.outputs import Speculation
+
+Prompts = list[list[int]]
+
+
+class EngineRun(msgspec.Struct):
+    """Timed batches, and how their lookahead went."""
+
+    seconds: float
+    outputs: list[list[int]]  # token ids, in order of the prompts
+    speculation: Speculation | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.outputs))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def accepted(self) -> float | None:
+        """Tokens a decoding step of a sequence, 1.0 without drafts."""
+        return self.speculation.mean_accepted_tokens if self.speculation else None
+
+    @property
+    def speculating_share(self) -> float | None:
+        """Of decoding steps: those that drafted."""
+        return self.speculation.drafting_share if self.speculation else None
+
+
+class System(msgspec.Struct):
+    """Something that completes a batch of prompts of equal length, greedily."""
+
+    name: str
+    lookahead: str
+    run: Callable[[Prompts, int], EngineRun]
+
+
+def build_cbatch(model: Path, draft: Path | None, lookahead: str, args: Any) -> tuple[System, LLM]:
+    most = max(args.batch)
+    llm = LLM(
+        model,
+        draft if lookahead != "off" else None,
+        dtype=args.dtype,
+        numerics=args.numerics,
+        lookahead=lookahead,
+        max_slots=most,
+        max_model_tokens=args.prompt_tokens + args.output_tokens,
+        step_budget_tokens=max(1024, most * args.prompt_tokens),
+        overlap=args.overlap,
+        prefix_cache=False,  # the same prompts come again in every repeat
+        tokenizer="none",
+    )
+
+    def run(prompts: Prompts, output_tokens: int) -> EngineRun:
+        params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        started_s = time.perf_counter()
+        completions = llm.generate(prompts, params)
+        seconds = time.perf_counter() - started_s
+        total = Speculation()
+        for completion in completions:
+            total.merge(completion.speculation)
+        return EngineRun(seconds, [list(completion.token_ids) for completion in completions], total)
+
+    return System("cbatch", lookahead, run), llm
+
+
+def build_transformers(model: Path, dtype: str) -> System:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    peer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    # As ours with `ignore_eos`: a minimum of tokens would forbid that id, which changes the text.
+    peer.generation_config.eos_token_id = None
+
+    def run(prompts: Prompts, output_tokens: int) -> EngineRun:
+        ids = torch.tensor(prompts)
+        started_s = time.perf_counter()
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = peer.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=output_tokens,
+                pad_token_id=0,
+            )
+        seconds = time.perf_counter() - started_s
+        return EngineRun(seconds, out[:, ids.shape[1] :].tolist())
+
+    return System("transformers", "off", run)
+
+
+def make_prompts(model: Path, tokens: int, count: int, real: bool) -> Prompts:
+    """`count` prompts of one length: the demo's (the last `tokens` of each), or random ids."""
+    if not real:
+        rng = np.random.default_rng(0)
+        vocab_size = min(shape["vocab_size"] for shape in SHAPES.values())
+        return [rng.integers(1, vocab_size - 1, tokens).tolist() for _ in range(count)]
+    tokenizer = tokenizer_of(model)
+    pool = [list(tokenizer.encode(prompt)) for prompt in demo_prompts()]
+    long_enough = [ids[-tokens:] for ids in pool if len(ids) >= tokens] or pool
+    shortest = min(len(ids) for ids in long_enough)
+    return [long_enough[i % len(long_enough)][-shortest:] for i in range(count)]
+
+
+def run_batches(system: System, prompts: Prompts, batch: int, output_tokens: int) -> EngineRun:
+    """One batch after the other; small batches take several, since prompts differ."""
+    runs = [
+        system.run(prompts[at : at + batch], output_tokens) for at in range(0, len(prompts), batch)
+    ]
+    outputs = [ids for run in runs for ids in run.outputs]
+    whole = EngineRun(sum(run.seconds for run in runs), outputs)
+    for run in runs:
+        if run.speculation is not None:
+            whole.speculation = whole.speculation or Speculation()
+            whole.speculation.merge(run.speculation)
+    return whole
+
+
+def measure(
+    systems: Sequence[System], model: Path, batch: int, args: Any, *, real: bool
+) -> list[list[EngineRun]]:
+    """Runs by system, in repeats; the order turns round from one repeat to the next."""
+    count = -(-max(batch, args.prompts) // batch) * batch
+    prompts = make_prompts(model, args.prompt_tokens, count, real)
+    for system in systems:
+        system.run(prompts[:batch], min(8, args.output_tokens))
+    runs: list[list[EngineRun]] = [[] for _ in systems]
+    gc.collect()
+    for repeat in range(args.repeats):
+        order = list(range(len(systems)))
+        for index in order if repeat % 2 == 0 else reversed(order):
+            run = run_batches(systems[index], prompts, batch, args.output_tokens)
+            runs[index].append(run)
+    return runs
+
+
+def ratio(of: Sequence[EngineRun], to: Sequence[EngineRun] | None) -> float | None:
+    """Of speeds, the median of those within a repeat; None without the other."""
+    if to is None:
+        return None
+    pairs = zip(of, to, strict=True)
+    return rounded(statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in pairs))
+
+
+def median_speed(runs: Sequence[EngineRun]) -> float:
+    return round(statistics.median(run.tokens_per_s for run in runs), 1)

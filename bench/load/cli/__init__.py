@@ -1,0 +1,1 @@
+"""The commands `cbatch bench` and `cbatch report`. Imports `run` and `client`."""

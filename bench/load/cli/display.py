@@ -1,0 +1,226 @@
+"""What `cbatch bench` shows: a line of figures while it runs, tables when it is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from bench.load.client.call import LiveTally
+from bench.load.run.report import Measured, ServerCounters
+from bench.load.run.runner import OfferedLoad
+from bench.load.run.sweep import Point, knee_of
+from sim.replay.capacity import Capacity
+from sim.report.report import Spread
+
+LINE_EVERY_S = 5.0  # without a terminal
+SPREADS = (
+    ("time to first token, ms", "ttft_s"),
+    ("  from the send itself, ms", "ttft_from_send_s"),
+    ("time per output token, ms", "tpot_s"),
+    ("between tokens, ms", "itl_s"),
+    ("between chunks, ms", "chunk_gap_s"),
+    ("end to end, ms", "e2e_s"),
+    ("end to end per token, ms", "normalised_s"),
+)
+
+
+class View:
+    """While runs go on: on a terminal figures that move, elsewhere a line now and then."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._shown = shown
+        self._moving = shown and self._console.is_terminal
+        self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+        self._what = self._load = ""
+        self._before = (0.0, 0, 0)  # seconds, tokens and chunks when rates were last taken
+        self._line_s = 0.0
+
+    def __enter__(self) -> View:
+        if self._moving:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._moving:
+            self._live.stop()
+
+    def begin(self, load: OfferedLoad) -> None:
+        self._load = load_name(load)
+
+    def announce(self, what: str) -> None:
+        self._what = what
+        self._before, self._line_s = (0.0, 0, 0), 0.0
+
+    def update(self, tally: LiveTally, now_s: float) -> None:
+        if not self._shown or (not self._moving and now_s - self._line_s < LINE_EVERY_S):
+            return
+        self._line_s = now_s
+        span_s = max(now_s - self._before[0], 1e-9)
+        tokens, chunks = tally.tokens - self._before[1], tally.chunks - self._before[2]
+        self._before = (now_s, tally.tokens, tally.chunks)
+        # A server that counts only at the end tells no tokens on the way.
+        rate = f"{tokens / span_s:,.0f} tokens/s" if tokens else f"{chunks / span_s:,.0f} chunks/s"
+        failed = f" · {tally.failed:,} failed" if tally.failed else ""
+        words = (
+            f"{self._load}, {self._what} · {now_s:,.1f} s · {tally.in_flight:,} in flight · "
+            f"{tally.done:,} done{failed} · {rate}"
+        )
+        if self._moving:
+            self._live.update(Text(words))
+        else:
+            self._console.print(words, soft_wrap=True)
+
+
+def load_name(load: OfferedLoad) -> str:
+    if load.rate_per_s is not None:
+        return f"{load.rate_per_s:g} requests/s"
+    return "trace" if load.concurrency is None else f"{load.concurrency} clients"
+
+
+def print_points(points: Sequence[Point], capacity: Capacity | None = None) -> None:
+    """For people; the last line is for programs: a report, or a list of them and the knee, and what
+    a search came to."""
+    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    for point in points if len(points) < 4 else ():
+        _print_report(console, load_name(point.load), point.report)
+    if len(points) == 1 and capacity is None:
+        print(json.dumps(_summary(points[0].report)), flush=True)
+        return
+    knee = knee_of(points)
+    console.print(_sweep_table(points, knee.load if knee is not None and knee.reached else None))
+    if knee is not None and knee.reached:
+        console.print(
+            f"knee at {knee.load:.3g}: beyond it latencies are those of a queue, at some "
+            f"{knee.plateau:,.0f} output tokens/s"
+        )
+    elif knee is not None:
+        console.print(f"no knee up to {points[-1].load.value:g}: the server takes more")
+    summary: dict[str, Any] = {"results": [_summary(point.report) for point in points]}
+    summary["knee"] = msgspec.to_builtins(knee)
+    if capacity is not None:
+        console.print(_verdict(capacity), soft_wrap=True)
+        summary["capacity"] = msgspec.to_builtins(capacity)
+    print(json.dumps(summary), flush=True)
+
+
+def _verdict(capacity: Capacity) -> str:
+    best = capacity.best
+    if best is None:
+        return f"even {capacity.tried[-1].rate:.3g} requests/s fail the objectives"
+    least = "at least " if capacity.ends == "highest meets" else ""
+    return (
+        f"objectives are kept up to {least}{best.rate:.3g} requests/s, "
+        f"{best.output_tokens_per_s or 0:,.0f} output tokens/s"
+    )
+
+
+def _print_report(console: Console, name: str, report: Measured) -> None:
+    table = Table(title=f"{name}, {report.kind}", title_justify="left")
+    for column in ("", "mean", "p50", "p90", "p99", "max"):
+        table.add_column(column, justify="right" if column else "left")
+    for words, field in SPREADS:
+        spread: Spread = getattr(report, field)
+        cells = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
+        table.add_row(words, *("-" if c is None else f"{c * 1e3:,.2f}" for c in cells))
+    console.print(table)
+    for line in _lines(report):
+        console.print(line, soft_wrap=True, markup=False)
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", soft_wrap=True, markup=False, style="bold yellow")
+
+
+def _lines(report: Measured) -> list[str]:
+    interrupted = " (interrupted)" if report.interrupted else ""
+    lines = [
+        f"{report.requests:,} of {report.sent:,} calls in {report.duration_s:,.2f} s"
+        f"{interrupted}, {report.requests_per_s or 0:.3g}/s, {report.mean_in_flight or 0:.1f} in "
+        f"flight, {report.peak_in_flight} at most",
+        f"{report.output_tokens:,} output tokens ({report.output_tokens_per_s or 0:,.0f}/s"
+        f"{_interval(report, 'output_tokens_per_s')}), {report.prompt_tokens:,} of prompts; "
+        f"counted by {report.token_source}",
+    ]
+    if report.tokens_per_chunk is not None:
+        lines.append(f"{report.chunks:,} chunks of {report.tokens_per_chunk:.2f} tokens")
+    if report.steady is not None:
+        steady = report.steady
+        lines.append(
+            f"steady from {steady.start_s:.1f} to {steady.end_s:.1f} s: "
+            f"{steady.output_tokens_per_s:,.0f} tokens/s, {steady.requests_per_s:.3g} calls/s"
+        )
+    if report.goodput is not None:
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in report.attainment.items())
+        lines.append(
+            f"goodput {report.goodput.requests_per_s:.3g} calls/s: {report.goodput.share:.1%} of "
+            f"what was sent met its objectives ({shares})"
+        )
+    if report.errors:
+        told = "; ".join(f"{count:,} {label}" for label, count in report.errors.items())
+        lines.append(f"failed: {told}")
+        lines += [f"  {label}: {why}" for label, why in report.error_examples.items()]
+    if report.cut_requests:
+        lines.append(f"{report.cut_requests:,} answers ended before their length")
+    lines += _of_server(report.server)
+    client, lag = report.client, report.client.send_lag_s
+    lines.append(
+        f"client: {client.cpu_share:.0%} of a core in {client.processes} process"
+        f"{'es' if client.processes > 1 else ''}, sends late by "
+        f"{(lag.p50 or 0) * 1e3:.2f} ms (p99 {(lag.p99 or 0) * 1e3:.2f})"
+    )
+    return lines
+
+
+def _of_server(server: ServerCounters | None) -> Iterator[str]:
+    if server is not None and server.acceptance is not None:
+        drafts = server.drafts or 0
+        shares = [count / drafts for count in server.accepted_by_position if drafts]
+        positions = ", ".join(f"{share:.0%}" for share in shares[:8])
+        yield (
+            f"server: {server.acceptance:.1%} of {server.drafted_tokens:,} drafts accepted, "
+            f"{server.accepted_length or 0:.2f} tokens a drafting step; by position {positions}"
+        )
+    if server is not None and server.preemptions is not None:
+        hits = server.prefix_hit_tokens or 0
+        yield f"server: {server.preemptions:,} preemptions, {hits:,} prompt tokens cached"
+
+
+def _interval(report: Measured, name: str) -> str:
+    found = report.confidence.get(name)
+    return "" if found is None else f", 95 % {found.low:,.0f} to {found.high:,.0f}"
+
+
+def _sweep_table(points: Sequence[Point], knee: float | None) -> Table:
+    table = Table(title="loads", title_justify="left")
+    columns = "load", "calls/s", "output tokens/s", "95 %", "TTFT p50", "TTFT p99", "TPOT p50"
+    for column in (*columns, "TPOT p99", "good", "failed", "knee"):
+        table.add_column(column, justify="right")
+    for load, _, report in points:
+        estimate = report.confidence.get("output_tokens_per_s")
+        spread = "" if estimate is None else f"±{estimate.high - estimate.mean:,.0f}"
+        good = "" if report.goodput is None else f"{report.goodput.share:.1%}"
+        latencies = (report.ttft_s.p50, report.ttft_s.p99, report.tpot_s.p50, report.tpot_s.p99)
+        beyond = knee is not None and load.value > knee * (1 + 1e-9)
+        table.add_row(
+            load_name(load),
+            f"{report.requests_per_s or 0:.3g}",
+            f"{report.output_tokens_per_s or 0:,.0f}",
+            spread,
+            *("-" if value is None else f"{value * 1e3:,.1f}" for value in latencies),
+            good,
+            f"{sum(report.errors.values()):,}",
+            "past" if beyond else "",
+        )
+    return table
+
+
+def _summary(report: Measured) -> dict[str, Any]:
+    """The report, with the number of refusals for their list."""
+    told: dict[str, Any] = msgspec.to_builtins(report)
+    return told | {"refused": len(report.refused)}

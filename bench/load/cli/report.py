@@ -1,0 +1,210 @@
+"""`cbatch report`: reports side by side, measured or simulated, as a table or as a page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cbatch.core.request.errors import FieldError
+from sim.cli.trace_options import require_place
+
+if TYPE_CHECKING:
+    from sim.report.page.view import RunView
+    from sim.report.report import Report
+
+RATES = (
+    ("requests that finished", "requests"),
+    ("duration, s", "duration_s"),
+    ("requests/s", "requests_per_s"),
+    ("output tokens/s", "output_tokens_per_s"),
+    ("prompt tokens/s", "prompt_tokens_per_s"),
+)
+SPREADS = (
+    ("time to first token, ms", "ttft_s"),
+    ("time per output token, ms", "tpot_s"),
+    ("between tokens, ms", "itl_s"),
+    ("between chunks, ms", "chunk_gap_s"),
+    ("end to end, ms", "e2e_s"),
+    ("in the queue, ms", "queue_s"),
+)
+CUTS = ("mean", "p50", "p90", "p99")
+Row = tuple[str, float | None, float | None]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("report", help="compare reports of cbatch bench and cbatch sim")
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    compare = actions.add_parser(
+        "compare",
+        help="two reports side by side, with their differences",
+        description="Two runs, or a run and its simulation; of sweeps, the loads that both have.",
+    )
+    compare.add_argument("first", type=Path, metavar="A")
+    compare.add_argument("second", type=Path, metavar="B")
+    compare.set_defaults(run=run)
+    page = actions.add_parser(
+        "page",
+        help="reports on one page, drawn over each other",
+        description="Of each report all loads; the first is what the others are compared with.",
+    )
+    page.add_argument("reports", nargs="+", type=Path, metavar="REPORT")
+    page.add_argument("--page", type=Path, required=True, metavar="FILE", help="an HTML page")
+    page.add_argument(
+        "--records",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="the records of each report, in their order: distributions and single requests",
+    )
+    page.set_defaults(run=run_page)
+
+
+def run(args: argparse.Namespace) -> int:
+    first, second = _read(args.first), _read(args.second)
+    # Single reports are compared whatever they are called; sweeps, load by load.
+    if len(first) == len(second) == 1:
+        pairs = [(*first.values(), *second.values())]
+    else:
+        pairs = [(first[name], second[name]) for name in first if name in second]
+    if not pairs:
+        raise FieldError("A and B", "have no load in common", "sweep over the same loads")
+    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    documents = []
+    for one, other in pairs:
+        rows = list(compare(one, other))
+        console.print(_table(args, one, other, rows))
+        documents.append(_document(one, other, rows))
+    print(json.dumps({"a": str(args.first), "b": str(args.second), "results": documents}))
+    return 0
+
+
+def run_page(args: argparse.Namespace) -> int:
+    """A run and its simulation on the same axes."""
+    from sim.report.page.view import write_page
+
+    reports = [_read(path) for path in args.reports]
+    require_place("--page", args.page)
+    if args.records and len(args.records) != len(args.reports):
+        many = f"{len(args.records)} for {len(args.reports)} reports"
+        raise FieldError("--records", many, "give each report its own, or none")
+    names = _names(args.reports)
+    views: list[RunView] = []
+    for index, found in enumerate(reports):
+        records = args.records[index] if args.records else None
+        if records is not None and len(found) > 1:
+            sweep = f"{names[index]} is a sweep, whose records do not tell their load"
+            raise FieldError("--records", sweep, "leave them out")
+        for load, report in found.items():
+            name = " ".join(filter(None, (names[index], load)))
+            views.append(_view(name, report, records))
+    write_page(args.page, " and ".join(names), views)
+    print(json.dumps({"page": str(args.page)}))
+    return 0
+
+
+def compare(first: Report, second: Report) -> Iterator[Row]:
+    """Measures that at least one of them has: name, and both values (milliseconds for times)."""
+    for name, field in RATES:
+        yield name, getattr(first, field), getattr(second, field)
+    for name, field in SPREADS:
+        for cut in CUTS:
+            one, other = (_ms(getattr(getattr(r, field), cut)) for r in (first, second))
+            if (one, other) != (None, None):
+                yield f"{name}, {cut}", one, other
+    shares = [None if r.goodput is None else r.goodput.share for r in (first, second)]
+    if shares != [None, None]:
+        yield "goodput, share of the sent", shares[0], shares[1]
+    drafts = [acceptance(r) for r in (first, second)]
+    if drafts != [None, None]:
+        yield "drafts accepted, share", drafts[0], drafts[1]
+
+
+def acceptance(report: Report) -> float | None:
+    """Of a simulation its own, of a measured run what the server told."""
+    if report.speculation is not None:
+        return report.speculation.acceptance
+    server = getattr(report, "server", None)
+    return None if server is None else server.acceptance
+
+
+def difference(first: float | None, second: float | None) -> float | None:
+    """Of B over A, less 1."""
+    return None if not first or second is None else second / first - 1
+
+
+def _read(path: Path) -> dict[str, Report]:
+    from bench.load.run.report import read_reports
+
+    try:
+        reports, names = read_reports(path.read_bytes())
+    except OSError as error:
+        raise FieldError(str(path), str(error), "name a report") from error
+    except ValueError as error:  # msgspec's are such
+        remedy = "write one with --json of cbatch bench or cbatch sim"
+        raise FieldError(str(path), f"is no report ({error})", remedy) from error
+    return dict(zip(names, reports, strict=True))
+
+
+def _ms(value_s: float | None) -> float | None:
+    return None if value_s is None else value_s * 1e3
+
+
+def _table(args: argparse.Namespace, first: Report, second: Report, rows: list[Row]) -> Table:
+    table = Table(title=_title(first, second), title_justify="left")
+    table.add_column("")
+    for report, path in ((first, args.first), (second, args.second)):
+        table.add_column(f"{path.name}\n{report.kind}", justify="right")
+    table.add_column("B over A", justify="right")
+    for name, one, other in rows:
+        change = difference(one, other)
+        cells = ("-" if value is None else f"{value:,.4g}" for value in (one, other))
+        table.add_row(name, *cells, "" if change is None else f"{change:+.1%}")
+    return table
+
+
+def _title(first: Report, second: Report) -> str:
+    """What was set differently."""
+    names = sorted({*first.settings, *second.settings})
+    told = [
+        f"{name}: {first.settings.get(name)} / {second.settings.get(name)}"
+        for name in names
+        if first.settings.get(name) != second.settings.get(name) and first.kind == second.kind
+    ]
+    return "; ".join(told) or f"{first.kind} and {second.kind}"
+
+
+def _document(first: Report, second: Report, rows: list[Row]) -> dict[str, Any]:
+    return {
+        "kinds": [first.kind, second.kind],
+        "measures": [
+            {"name": name, "a": one, "b": other, "difference": difference(one, other)}
+            for name, one, other in rows
+        ],
+    }
+
+
+def _view(name: str, report: Report, records: Path | None) -> RunView:
+    from bench.load.run.report import read_records
+    from sim.report.page.view import PageCollector
+
+    collector = PageCollector()
+    try:
+        for record in () if records is None else read_records(records):
+            collector(record)
+    except (OSError, ValueError) as error:
+        remedy = "name a file that --records of cbatch bench or cbatch sim wrote"
+        raise FieldError("--records", f"{records}: {error}", remedy) from error
+    return collector.view(f"{name}, {report.kind}", report)
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """File names, with their folders where they are the same."""
+    short = [path.stem for path in paths]
+    return short if len(set(short)) == len(short) else [str(path) for path in paths]

@@ -1,0 +1,108 @@
+"""What `cbatch bench` does once its options are known: runs, a report, files."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+
+from bench.load.cli.display import View, print_points
+from bench.load.cli.options import GOODPUT_SHARE
+from bench.load.cli.workload_options import Workload, parse_loads
+from bench.load.client.http import Endpoint, HttpClient
+from bench.load.run.measure import LoadRun, measure, records
+from bench.load.run.page import write_points
+from bench.load.run.processes import loop_of
+from bench.load.run.report import Measured
+from bench.load.run.runner import LoadSettings, OfferedLoad, Runner, find_model
+from bench.load.run.sweep import Point, find_rate, sweep, to_json
+from bench.load.run.table import write_csv
+from cbatch.cli.generate import INTERRUPTED
+from sim.replay.capacity import Capacity
+from sim.report.objectives import parse_objectives
+from sim.report.report import to_line
+
+FAILED_RUN = 1  # exit status where too many calls failed
+
+
+def bench(args: argparse.Namespace) -> int:
+    status: int = loop_of()(_bench(args))
+    return status
+
+
+async def _bench(args: argparse.Namespace) -> int:
+    objectives = parse_objectives(tuple(args.slo))
+    endpoint, loads, workload = Endpoint.of(args.url), parse_loads(args), Workload(args)
+    settings = await _settings(args, endpoint, workload)
+    words = {"url": endpoint.url, "model": settings.bodies.model} | workload.words()
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    with View(shown=not args.quiet) as view:
+        runner = Runner(
+            settings, workload.requests, stop=stop, watch=view.update, announce=view.announce
+        )
+
+        def report(load: OfferedLoad, runs: list[LoadRun]) -> Measured:
+            return measure(runs, settings=words | load.words(), objectives=objectives)
+
+        points: list[Point]
+        capacity: Capacity | None = None
+        if args.find_rate:
+            first, share = loads[0].value, args.goodput_share or GOODPUT_SHARE
+            points, capacity = await find_rate(runner, first, share, report, begin=view.begin)
+        else:
+            points = await sweep(runner, loads, report, doubling=args.sweep, begin=view.begin)
+    if not points:
+        print("cbatch: interrupted before anything was measured", file=sys.stderr)
+        return INTERRUPTED
+    _write(args, points, capacity)
+    print_points(points, capacity)
+    if stop.is_set():
+        return INTERRUPTED
+    if args.find_rate:  # that calls fail beyond the best rate is no fault
+        return 0 if capacity is not None and capacity.best is not None else FAILED_RUN
+    failed = sum(sum(point.report.errors.values()) for point in points)
+    share = failed / max(sum(point.report.sent for point in points), 1)
+    return FAILED_RUN if share > args.max_errors else 0
+
+
+async def _settings(
+    args: argparse.Namespace, endpoint: Endpoint, workload: Workload
+) -> LoadSettings:
+    """Asks the server for what is needed to write prompts to it."""
+    key = args.api_key or os.environ.get("CBATCH_API_KEY")
+    client = HttpClient(endpoint, key=key, timeout_s=60.0)
+    try:
+        model = args.model or await find_model(client)
+        bodies = await workload.bodies(client, model)
+    finally:
+        client.close()
+    return LoadSettings(
+        endpoint=endpoint,
+        bodies=bodies,
+        key=key,
+        timeout_s=args.timeout,
+        processes=args.processes,
+        duration_s=args.duration,
+        again=args.requests is None,
+        think_s=args.think or 0.0,
+        ramp_s=args.ramp or 0.0,
+        warmup=args.warmup,
+        repeats=args.repeats,
+        seed=args.seed,
+    )
+
+
+def _write(args: argparse.Namespace, points: list[Point], capacity: Capacity | None) -> None:
+    if args.json is not None:
+        args.json.write_bytes(to_json(points, capacity))
+    if args.csv is not None:
+        write_csv(args.csv, points)
+    if args.records is not None:
+        with args.records.open("wb") as file:
+            for record in (r for point in points for r in records(point.runs)):
+                file.write(to_line(record))
+    if args.page is not None:
+        write_points(args.page, args.url, points)

@@ -1,0 +1,115 @@
+"""What is sent: requests to bodies of calls, with conversations carried on by what was answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from bench.load.client.call import TimedCall
+from bench.load.client.text import PromptCutter, PromptText
+from sim.traces.request import TraceRequest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_encode = msgspec.json.Encoder().encode
+Messages = list[dict[str, Any]]
+
+
+class Item(msgspec.Struct, frozen=True):
+    """A prompt of the user's own; `fields` are those of its call alone."""
+
+    prompt: str | list[int] | None = None
+    messages: Messages | None = None
+    fields: dict[str, Any] = {}
+
+
+class BodySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`items` are gone through again and again; without any, prompts are cut from `corpus`. With
+    `conversations` the turns of a session go on from its answers."""
+
+    model: str
+    chat: bool
+    streamed: bool
+    fields: dict[str, Any]  # of every call
+    chunk_usage: bool = True  # ask for the usage of every chunk, else of the last
+    ignore_eos: bool = False
+    items: tuple[Item, ...] = ()
+    corpus: PromptText | None = None
+    conversations: bool = False
+    seed: int = 0
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    body: bytes
+    call: TimedCall
+    keep_text: bool
+
+
+class Bodies:
+    def __init__(self, settings: BodySettings) -> None:
+        self._settings = settings
+        self.path = CHAT if settings.chat else COMPLETIONS
+        self._common: dict[str, Any] = {"model": settings.model} | settings.fields
+        if settings.streamed:
+            usage = {"include_usage": True}
+            if settings.chunk_usage:
+                usage["continuous_usage_stats"] = True
+            self._common |= {"stream": True, "stream_options": usage}
+        if settings.ignore_eos:
+            self._common["ignore_eos"] = True
+        self._ids: PromptCutter | None = None
+        self._texts: PromptCutter | None = None
+        if (corpus := settings.corpus) is not None:
+            self._texts = PromptCutter(corpus, settings.seed, as_ids=False)
+            if corpus.ids is not None and not settings.chat:
+                self._ids = PromptCutter(corpus, settings.seed, as_ids=True)
+        # By session: what was said, and the tokens that this was planned to be.
+        self._said: dict[str, tuple[Messages, int]] = {}
+
+    def prepare(self, index: int, request: TraceRequest) -> Prepared:
+        fields = self._common | {"max_tokens": request.output_tokens}
+        session = request.session if self._settings.conversations else None
+        if self._settings.items:
+            item = self._settings.items[index % len(self._settings.items)]
+            fields |= item.fields
+            fields |= self._words(item.prompt, item.messages)
+        elif session is None:
+            prompts = self._ids or self._texts
+            assert prompts is not None
+            fields |= self._words(prompts.prompt(index, request))
+        else:
+            fields |= self._turn(index, request, session)
+        call = TimedCall(index, request.arrival_s, request.prompt_tokens, fields["max_tokens"])
+        call.wants_all = bool(fields.get("ignore_eos"))
+        call.session = request.session
+        call.slo_s = (request.ttft_slo_s, request.tpot_slo_s, request.e2e_slo_s)
+        return Prepared(_encode(fields), call, session is not None)
+
+    def answered(self, request: TraceRequest, text: str) -> None:
+        """The turn's answer, for the turns after it."""
+        if self._settings.conversations and request.session is not None:
+            self._said[request.session][0].append({"role": "assistant", "content": text})
+
+    # -- inside
+
+    def _words(
+        self, prompt: str | list[int] | None, messages: Messages | None = None
+    ) -> dict[str, Any]:
+        if self._settings.chat:
+            return {"messages": messages or [{"role": "user", "content": prompt}]}
+        return {"prompt": prompt}
+
+    def _turn(self, index: int, request: TraceRequest, session: str) -> dict[str, Any]:
+        """A later turn (one that says when it comes after the one before) goes on from what was
+        said; as text, since the answer came as text."""
+        assert self._texts is not None
+        said, planned_tokens = self._said.get(session, ([], 0))
+        if request.think_s is None or not said:
+            said, message = [], self._texts.prompt(index, request)
+        else:
+            message = self._texts.message(index, max(1, request.prompt_tokens - planned_tokens))
+        said.append({"role": "user", "content": message})
+        self._said[session] = said, request.prompt_tokens + request.output_tokens
+        if self._settings.chat:
+            return {"messages": list(said)}
+        return {"prompt": "".join(each["content"] for each in said)}

@@ -1,0 +1,1 @@
+"""Many calls: paced, spread over processes, measured and reported. Imports `client`."""

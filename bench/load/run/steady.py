@@ -1,0 +1,83 @@
+"""The part of a run in which the load was what it was meant to be, and whether calls piled up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from bench.load.client.call import TimedCall
+from bench.load.run.report import Steady
+from sim.report.report import Spread
+
+LEAST_CALLS = 20  # scheduled within the window
+PILED = 0.1
+START_SHARE = 0.1  # of an open loop's span: it begins with an empty server
+
+
+def steady_of(calls: Sequence[TimedCall], open_loop: bool, ramp_s: float) -> Steady | None:
+    """From the end of the ramp, and until the last call was sent: after that fewer are under way
+    than there should be. None if fewer than `LEAST_CALLS` are left or none of them succeeded."""
+    if not calls:
+        return None
+    sends_s = np.array([call.scheduled_s for call in calls])
+    end_s = float(sends_s.max())
+    start_s = float(sends_s.min()) + ramp_s
+    if open_loop:
+        start_s = max(start_s, float(sends_s.min()) + START_SHARE * (end_s - float(sends_s.min())))
+    else:
+        # Clients that begin together are answered together; the second round is their own.
+        firsts = [call.end_s for call in calls if call.scheduled_s <= start_s]
+        start_s = max([start_s, *firsts]) if firsts else start_s
+    inside = [call for call in calls if start_s <= call.scheduled_s < end_s]
+    good = [call for call in inside if call.error is None]
+    if len(inside) < LEAST_CALLS or not good:
+        return None
+    span_s = end_s - start_s
+    every = [call for call in calls if call.error is None]
+    return Steady(
+        start_s=start_s,
+        end_s=end_s,
+        requests_per_s=sum(start_s <= call.end_s < end_s for call in every) / span_s,
+        output_tokens_per_s=_tokens_between(every, start_s, end_s) / span_s,
+        ttft_s=Spread.of(np.array([call.ttft_s for call in good])),
+        tpot_s=Spread.of(np.array([t for call in good if (t := call.tpot_s) is not None])),
+        e2e_s=Spread.of(np.array([call.e2e_s for call in good])),
+    )
+
+
+def is_saturated(calls: Sequence[TimedCall], steady: Steady) -> bool:
+    """Of an open loop: whether calls piled up, that is whether fewer ended in the window than were
+    scheduled, by more than `PILED` of them and by more than chance (3 standard deviations of a
+    Poisson count)."""
+    window = steady.start_s, steady.end_s
+    sent = sum(window[0] <= call.scheduled_s < window[1] for call in calls)
+    ended = sum(window[0] <= call.end_s < window[1] for call in calls)
+    return sent - ended > max(PILED * sent, 3 * math.sqrt(sent))
+
+
+def in_flight(runs: Sequence[Sequence[TimedCall]], duration_s: float) -> tuple[float | None, int]:
+    """Calls under way, on average over the runs and at most (exact: both ends of each are known).
+    A call that ends when another is sent does not overlap it."""
+    peak, busy_s = 0, 0.0
+    for calls in runs:
+        times_s = np.array([(c.sent_s, c.end_s) for c in calls]).reshape(-1, 2)
+        busy_s += float((times_s[:, 1] - times_s[:, 0]).sum())
+        stamps_s = np.concatenate([times_s[:, 1], times_s[:, 0]])
+        steps = np.repeat([-1, 1], len(times_s))
+        order = np.argsort(stamps_s, kind="stable")  # ends come first where they tie
+        peak = max(peak, int(np.cumsum(steps[order]).max(initial=0)))
+    return (busy_s / duration_s if duration_s > 0 else None), peak
+
+
+def _tokens_between(calls: Sequence[TimedCall], start_s: float, end_s: float) -> int:
+    total = 0
+    for call in calls:
+        if not call.chunk_s:
+            total += call.output_tokens * (start_s <= call.end_s < end_s)
+            continue
+        stamps_s = np.asarray(call.chunk_s)
+        inside = (start_s <= stamps_s) & (stamps_s < end_s)
+        total += int(np.asarray(call.told_tokens())[inside].sum())
+    return total

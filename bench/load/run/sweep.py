@@ -1,0 +1,212 @@
+"""Several loads, one after the other: where more of it stops helping, and which is the highest that
+keeps its objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from msgspec.structs import replace
+
+from bench.load.run.measure import LoadRun
+from bench.load.run.report import Knee, Measured, Sweep, sweep_to_json
+from bench.load.run.runner import OfferedLoad, Runner
+from sim.replay.capacity import Capacity, Tried, search_rates
+from sim.report.report import to_json as report_to_json
+
+MOST_POINTS = 16  # of a sweep that doubles
+GAIN = 1.05  # a load that brings less than this over the best before it has brought nothing
+LEAST_POINTS = 3
+TOLERANCE = 0.05  # runs at the same rate differ by more than less would tell apart
+RANGE = 64.0  # times the first rate, and a part of it
+
+Result = TypeVar("Result")
+
+
+class Point(NamedTuple):
+    load: OfferedLoad
+    runs: list[LoadRun]
+    report: Measured
+
+
+Measure = Callable[[OfferedLoad, list[LoadRun]], Measured]
+Begin = Callable[[OfferedLoad], None]
+
+
+async def sweep(
+    runner: Runner,
+    loads: Sequence[OfferedLoad],
+    measure: Measure,
+    *,
+    doubling: bool = False,
+    begin: Begin | None = None,
+) -> list[Point]:
+    """Measures the loads in their order. With `doubling` it goes on from the last, twice the load
+    each time, until the last two brought nothing. What an interruption left is reported too."""
+    return (await measure_each(runner, _in_order(loads, doubling), measure, begin))[0]
+
+
+def _in_order(loads: Sequence[OfferedLoad], doubling: bool) -> Generator[OfferedLoad, Point, None]:
+    points: list[Point] = []
+    for load in loads:
+        points.append((yield load))
+    while doubling and len(points) < MOST_POINTS and not is_flat(throughputs(points)):
+        points.append((yield points[-1].load.doubled()))
+
+
+async def measure_each(
+    runner: Runner,
+    loads: Generator[OfferedLoad, Point, Result],
+    measure: Measure,
+    begin: Begin | None,
+) -> tuple[list[Point], Result | None]:
+    """The points of the loads that the generator names, which is told each before it names the
+    next, and what it returns; None if it was interrupted."""
+    points: list[Point] = []
+    try:
+        load = next(loads)
+        while True:
+            point = await _measured(runner, load, len(points), measure, begin)
+            if point is None:
+                return points, None
+            points.append(point)
+            if point.report.interrupted:
+                return points, None
+            load = loads.send(point)
+    except StopIteration as end:
+        return points, end.value
+
+
+async def _measured(
+    runner: Runner, load: OfferedLoad, number: int, measure: Measure, begin: Begin | None
+) -> Point | None:
+    """`number` is that of the load among those of a command. None: it was stopped before a call
+    was over."""
+    if begin is not None:
+        begin(load)
+    runs = [run for run in await runner.runs(load, number) if run.calls]
+    return Point(load, runs, measure(load, runs)) if runs else None
+
+
+async def find_rate(
+    runner: Runner,
+    first_per_s: float,
+    share: float,
+    measure: Measure,
+    *,
+    begin: Begin | None = None,
+) -> tuple[list[Point], Capacity | None]:
+    """The points in ascending order. A rate is met if so large a `share` of all that was sent met
+    every objective, and calls did not pile up. The capacity is None if the search was stopped."""
+    search = search_rates(
+        first_per_s,
+        lowest=first_per_s / RANGE,
+        highest=first_per_s * RANGE,
+        tolerance=TOLERANCE,
+    )
+    points, capacity = await measure_each(runner, _loads(search, share), measure, begin)
+    return sorted(points, key=lambda point: point.load.value), capacity
+
+
+def _loads(
+    search: Generator[float, Tried, Capacity], share: float
+) -> Generator[OfferedLoad, Point, Capacity]:
+    rate_per_s = next(search)
+    while True:
+        point = yield OfferedLoad(rate_per_s=rate_per_s)
+        try:
+            rate_per_s = search.send(tried(rate_per_s, point.report, share))
+        except StopIteration as end:
+            capacity: Capacity = end.value
+            return capacity
+
+
+def tried(rate_per_s: float, report: Measured, share: float) -> Tried:
+    # No goodput: not a single call succeeded.
+    reached = 0.0 if report.goodput is None else report.goodput.share
+    return Tried(
+        rate=rate_per_s,
+        meets=reached >= share and not report.saturated,
+        arrivals_per_s=report.sent / report.duration_s if report.duration_s else 0.0,
+        output_tokens_per_s=report.output_tokens_per_s,
+        ttft_s=None,
+        tpot_s=None,
+        e2e_s=None,
+        goodput_share=reached,
+    )
+
+
+def throughputs(points: Sequence[Point]) -> list[float]:
+    """Output tokens a second: of the steady windows where every point has one, which leaves out
+    ramps and drains, else of the whole runs."""
+    reports = [point.report for point in points]
+    windows = [report.steady for report in reports]
+    steady = [window.output_tokens_per_s for window in windows if window is not None]
+    return steady if len(steady) == len(reports) else [r.output_tokens_per_s or 0 for r in reports]
+
+
+def find_knee(loads: Sequence[float], throughputs: Sequence[float]) -> Knee | None:
+    """Fits min(slope x load, plateau), the two asymptotes of a closed system (Denning and Buzen
+    1978, section 4), to ascending loads by least squares of relative errors: for each way to part
+    the points in two. The knee is where they meet. None with fewer than three loads, or without any
+    throughput."""
+    x, y = np.asarray(loads, dtype=np.float64), np.asarray(throughputs, dtype=np.float64)
+    if len(x) < LEAST_POINTS or (y <= 0).any() or (x <= 0).any():
+        return None
+    best: tuple[float, float, float] | None = None
+    for rising in range(1, len(x) + 1):
+        # Of relative errors sum (f / y - 1)^2 the minimum is sum(u) / sum(u^2) with u = f / y.
+        u = x[:rising] / y[:rising]
+        slope = float(u.sum() / (u @ u))
+        flat = 1 / y[rising:]
+        plateau = float(flat.sum() / (flat @ flat)) if len(flat) else slope * float(x[-1])
+        fitted = np.minimum(slope * x, plateau)
+        error = float((((fitted - y) / y) ** 2).sum())
+        if best is None or error < best[0]:
+            best = error, slope, plateau
+    assert best is not None
+    _, slope, plateau = best
+    return Knee(
+        load=plateau / slope,
+        slope=slope,
+        plateau=plateau,
+        reached=plateau / slope < float(x[-1]),
+    )
+
+
+def is_flat(throughputs: Sequence[float]) -> bool:
+    """Whether the last two loads of a sweep brought nothing over the best before them."""
+    if len(throughputs) < LEAST_POINTS:
+        return False
+    best = max(throughputs[:-2])
+    return max(throughputs[-2:]) < GAIN * best
+
+
+def knee_of(points: Sequence[Point]) -> Knee | None:
+    """Of loads in ascending order; of others there is none. Rates are arrivals drawn by chance, of
+    which some runs have fewer: their knee is reached only if calls piled up."""
+    loads = [point.load.value for point in points]
+    if loads != sorted(set(loads)):
+        return None
+    knee = find_knee(loads, throughputs(points))
+    by_rate = points[0].load.rate_per_s is not None
+    if knee is not None and by_rate and not any(point.report.saturated for point in points):
+        return replace(knee, reached=False)
+    return knee
+
+
+def to_json(points: Sequence[Point], capacity: Capacity | None = None) -> bytes:
+    """A report, or a sweep of them; a search is one even if it tried a single rate."""
+    if len(points) == 1 and capacity is None:
+        return report_to_json(points[0].report)
+    by_rate = points[0].load.rate_per_s is not None
+    return sweep_to_json(
+        Sweep(
+            over="rate_per_s" if by_rate else "concurrency",
+            loads=tuple(point.load.value for point in points),
+            reports=tuple(point.report for point in points),
+            knee=knee_of(points),
+            capacity=capacity,
+        )
+    )

@@ -1,0 +1,202 @@
+"""The pictures of README and docs: `python -m bench.pictures`, or `make pictures`.
+
+`policies.png` is simulated, so it is the same on every machine. `live-page.png` is the page of the
+demo server under load, as a headless Chromium shows it; without that browser it is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.browser import CHROMIUM, Page, browsing
+from bench.plot import pyplot
+from bench.report import print_report, rounded
+from bench.server.started import started
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.engine.options import parse_lookahead
+from sim.cost.roofline import Roofline, RooflineConfig, load_gpu, load_shape
+from sim.distributions.arrivals import poisson
+from sim.distributions.lengths import lognormal
+from sim.executor.acceptance import parse_acceptance
+from sim.executor.modelled import ModelledExecutor
+from sim.replay.replay import replay
+from sim.workload.generate import generate
+from sim.workload.sources import ClosedLoop
+
+FOLDER = Path("docs/pictures")
+CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+REQUESTS = 300  # and six for each client: so many that the last ones count for little
+ACCEPTANCE = "beta:0.6,3"  # requests differ much: some drafters do well, some never
+COLORS = {"fixed:2": "#8fb8de", "fixed:4": "#5b8db8", "fixed:8": "#2f5d8a", "goodput": "#d4622a"}
+SERVER = "--max-slots 8 --num-blocks 480 --max-model-tokens 1024"
+PHASES = ((2, 1_500), (8, 15_000))  # clients, and tokens until there are others
+LONGEST_S = 90.0  # of a phase, on a machine with more to do
+WIDTH, HEIGHT, SCALE = 1400, 900, 1.4
+
+
+def simulated(policy: str, clients: int) -> float:
+    """Output tokens a second of Llama-3.1-8B with a 1B draft on an H100."""
+    hardware = RooflineConfig(
+        gpu=load_gpu("H100"), shape=load_shape("llama-3.1-8b"), draft=load_shape("llama-3.2-1b")
+    )
+    slots = max(CLIENTS)
+    config = SchedulerConfig(
+        num_blocks=hardware.num_blocks(16),
+        max_model_tokens=8192,
+        max_slots=slots,
+        step_budget_tokens=4096,
+        draft_context_tokens=8192,
+        lookahead=parse_lookahead(policy),
+    )
+    requests = generate(
+        lambda rng: poisson(1.0, rng),
+        lognormal(200, 0.5),
+        lognormal(200, 0.5),
+        requests=REQUESTS + 6 * clients,
+        seed=0,
+    )
+    executor = ModelledExecutor(
+        max_slots=slots,
+        cost=Roofline(hardware),
+        acceptance=parse_acceptance(ACCEPTANCE, max_slots=slots),
+    )
+    tokens_per_s = replay(ClosedLoop(requests, clients), config, executor).output_tokens_per_s
+    assert tokens_per_s is not None
+    return tokens_per_s
+
+
+def save_policies(path: Path) -> list[dict[str, Any]]:
+    """Draws them; returns the figures."""
+    off = {clients: simulated("off", clients) for clients in CLIENTS}
+    lines = {p: [simulated(p, c) / off[c] for c in CLIENTS] for p in COLORS}
+    figure, axis = pyplot.subplots(figsize=(8.4, 4.0))
+    axis.axhline(1, color="0.45", linewidth=1.2, linestyle=(0, (4, 3)))
+    for policy, ratios in lines.items():
+        strong = policy == "goodput"
+        width, mark = (3.0, 5.5) if strong else (1.8, 3.5)
+        axis.plot(
+            CLIENTS, ratios, "o-", color=COLORS[policy], lw=width, ms=mark, clip_on=False, zorder=3
+        )
+    # Names stand at the ends of their lines, pushed apart where these are near.
+    ends = {"no drafts": 1.0} | {policy: ratios[-1] for policy, ratios in lines.items()}
+    height = 0.0
+    for name, end in sorted(ends.items(), key=lambda item: item[1]):
+        height = max(end, height + 0.075)
+        color = COLORS.get(name, "0.35")
+        weight = "bold" if name == "goodput" else "normal"
+        axis.annotate(
+            f"{name} (default)" if name == "goodput" else name,
+            (CLIENTS[-1] * 1.12, height),
+            color=color,
+            weight=weight,
+            va="center",
+            annotation_clip=False,
+        )
+    axis.set(xscale="log", xlim=(1, CLIENTS[-1]), ylim=(0.4, 1.6))
+    axis.set_xticks(CLIENTS, [str(clients) for clients in CLIENTS])
+    axis.minorticks_off()
+    axis.set_yticks([0.5, 0.75, 1.0, 1.25, 1.5], ["0.5x", "0.75x", "1x", "1.25x", "1.5x"])
+    axis.grid(axis="y", color="0.92")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel("requests at once")
+    axis.set_title("Tokens a second, over those without drafts", loc="left", fontsize=12, pad=22)
+    what = "Simulated: Llama-3.1-8B with a 1B draft on one H100, requests whose acceptance differs"
+    axis.annotate(what, (0, 1.03), xycoords="axes fraction", color="0.35", fontsize=9.5)
+    figure.subplots_adjust(left=0.07, right=0.81, top=0.86, bottom=0.13)
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+    pyplot.close(figure)
+    return [
+        {"policy": policy} | {str(c): rounded(r) for c, r in zip(CLIENTS, ratios, strict=True)}
+        for policy, ratios in lines.items()
+    ]
+
+
+def save_live_page(path: Path) -> None:
+    # One thread: others wait by spinning, and browser and load want a core, too.
+    with started(SERVER.split(), {"OMP_NUM_THREADS": "1"}) as port, browsing() as page:
+        url = f"http://127.0.0.1:{port}"
+        page.look(WIDTH, HEIGHT, scale=SCALE)
+        page.call("Emulation.setScrollbarsHidden", hidden=True)
+        page.open(f"{url}/")
+        for clients, tokens in PHASES:
+            with _loaded(url, clients):
+                _wait_for(url, tokens)
+                if clients == PHASES[-1][0]:
+                    _shoot(page, path)
+    _shrink(path)
+
+
+@contextmanager
+def _loaded(url: str, clients: int) -> Iterator[None]:
+    words = f"bench {url} --concurrency {clients} --requests 5000 --prompts demo --quiet"
+    lengths = ["--output-tokens", "uniform:80:320"]
+    load = subprocess.Popen(
+        [sys.executable, "-m", "cbatch.cli.main", *words.split(), *lengths],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        load.terminate()
+        load.wait()
+
+
+def _wait_for(url: str, tokens: int) -> None:
+    """Until the server has made so many more."""
+    first, deadline_s = _generated(url), time.monotonic() + LONGEST_S
+    while _generated(url) < first + tokens and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+
+
+def _generated(url: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+        found = re.search(
+            r"^vllm:generation_tokens_total\{.*\} (.*)$", response.read().decode(), re.M
+        )
+    return float(found[1]) if found else 0.0
+
+
+def _shoot(page: Page, path: Path) -> None:
+    page.look(WIDTH, page.value("document.documentElement.scrollHeight"), scale=SCALE)
+    page.value("document.getElementById('prompt-form').requestSubmit()")
+    page.until("document.getElementById('answer').textContent.split('\\n').length > 5")
+    page.screenshot(path)
+
+
+def _shrink(path: Path) -> None:
+    """A page has few colours: as many are kept as nobody misses."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.pictures", description=__doc__)
+    parser.add_argument("--out", type=Path, default=FOLDER, help=f"a folder ({FOLDER})")
+    parser.add_argument("--only", choices=("policies", "live-page"), help="one of them")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    if args.only != "live-page":
+        rows = save_policies(args.out / "policies.png")
+    if args.only != "policies":
+        if CHROMIUM is None:
+            print("live-page.png: left out, there is no `chromium` here", file=sys.stderr)
+        else:
+            save_live_page(args.out / "live-page.png")
+    if rows:
+        print_report("tokens a second over no drafts, by clients; simulated", rows)
+
+
+if __name__ == "__main__":
+    main()

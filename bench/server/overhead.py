@@ -1,0 +1,198 @@
+"""What the server itself costs: processor time per chunk of a stream, without any engine.
+
+A stub in the engine's place hands one output to every open stream at each tick, as a step does. The
+client is a process of its own that reads raw sockets and notes when; its processor time is reported
+beside. How long a chunk took to it differs from one to the next: that is the jitter which the
+server adds to the time between tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import uvicorn
+
+from bench.report import print_report
+from bench.server.raw_client import elsewhere, read_streams
+from cbatch.core.request.request import FinishReason, SamplingParams
+from cbatch.demo import demo_paths
+from cbatch.server.http.app import create_app
+from cbatch.server.http.connections import ServerConfig
+from cbatch.server.http.limits import ConnectionLimits
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
+from cbatch.server.serving.call import OutputStream
+from cbatch.server.serving.service import EngineService
+from cbatch.system.heap import freeze_heap
+from cbatch.text import ChatTemplate, load_tokenizer
+from cbatch.text.outputs import Accepted, Choice, Output, Speculation
+
+TICK_S = 0.01
+LIMIT_US = 60.0
+PUT = re.compile(rb'" (\d+\.\d{6})"')
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x = 1"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x = 1"}]},
+}
+
+
+class Ticking:
+    """In the place of an `EngineService`: `num_chunks` outputs of `tokens` tokens per request, one
+    each `tick_s`."""
+
+    running = ready = True
+    num_requests = num_restarts = 0
+    stats = None
+
+    def __init__(self, num_chunks: int, tokens: int, tick_s: float = TICK_S) -> None:
+        self._tick_s = tick_s
+        self.queue = AdmissionQueue(Limits(), time.monotonic)
+        self._num_chunks, self._ids = num_chunks, tuple(range(100, 100 + tokens))
+        self._open: dict[str, tuple[OutputStream, int]] = {}
+        self._some = asyncio.Event()  # is open
+        self._ticks: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._ticks = asyncio.create_task(self._tick())
+
+    async def stop(self) -> None:
+        if self._ticks is not None:
+            self._ticks.cancel()
+
+    async def submit(
+        self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
+    ) -> OutputStream:
+        accepted = Accepted(request_id, (1, 2, 3), 1, 1)
+        stream = OutputStream(accepted, lambda: None)
+        self._open[request_id] = (stream, self._num_chunks)
+        self._some.set()
+        return stream
+
+    async def _tick(self) -> None:
+        while True:
+            if not self._open:
+                self._some.clear()
+                await self._some.wait()
+            await asyncio.sleep(self._tick_s)
+            for request_id, (stream, left) in list(self._open.items()):
+                stream.put(self._output(request_id, left))
+                self._open[request_id] = (stream, left - 1)
+                if left == 1:
+                    del self._open[request_id]
+
+    def _output(self, request_id: str, left: int) -> Output:
+        ended = Choice(0, "", (), FinishReason.LENGTH, None, Speculation()) if left == 1 else None
+        tokens = len(self._ids)
+        text = f" {time.monotonic():.6f}"  # so that the client can tell how long it took
+        return Output(request_id, 0, text, self._ids, tokens - 1, tokens - 1, ended)
+
+
+class ReadChunks(NamedTuple):
+    chunks: int
+    cpu_s: float
+    delays_s: list[list[float]]  # from the engine's output to the client, by stream
+
+
+def read(port: int, path: str, num_streams: int) -> ReadChunks:
+    """All streams to their ends; for a process of its own."""
+    received: list[list[tuple[float, bytes]]] = [[] for _ in range(num_streams)]
+
+    def note(place: int, content: bytes) -> None:
+        received[place].append((time.monotonic(), content))  # looked at once all is over
+
+    began_s = time.process_time()
+    chunks = read_streams(port, path, [BODIES[path]] * num_streams, note)
+    cpu_s = time.process_time() - began_s
+    delays_s = [
+        [now_s - float(put) for now_s, content in each for put in PUT.findall(content)]
+        for each in received
+    ]
+    return ReadChunks(chunks, cpu_s, delays_s)
+
+
+class Serving(NamedTuple):
+    port: int
+    cpu_s: Callable[[], float]  # of a processor, that the server's thread has used
+
+
+@contextmanager
+def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[Serving]:
+    """A server over `Ticking`, in a thread of this process."""
+    text = {
+        "tokenizer": load_tokenizer(demo_paths()[0]),
+        "chat_template": ChatTemplate("{{ messages[0].content }}", {}, "the benchmark"),
+    }
+    model = ServedModel("x", max_model_tokens=1024, vocab_size=4096, created_s=0, **text)
+    app = create_app(cast(EngineService, Ticking(num_chunks, tokens, tick_s)), model)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(ServerConfig(app, ConnectionLimits(), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    try:
+        yield Serving(listener.getsockname()[1], lambda: time.clock_gettime(clock))
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[str, Any]:
+    """One row of the report."""
+    with serving(num_chunks, tokens) as (port, cpu_s):
+        elsewhere(read, port, path, 1)  # the first call imports and compiles
+        freeze_heap()  # as a server does once it listens
+        began_s = cpu_s()
+        found: ReadChunks = elsewhere(read, port, path, num_streams)
+        us = (cpu_s() - began_s) / found.chunks * 1e6
+    # What the server adds to the time between two tokens: one delay less the one before.
+    added_s = np.concatenate([np.abs(np.diff(delays)) for delays in found.delays_s])
+    return {
+        "path": path,
+        "streams": num_streams,
+        "tokens_per_chunk": tokens,
+        "chunks": found.chunks,
+        "server_us_per_chunk": round(us, 1),
+        "of_limit": round(us / LIMIT_US, 3),
+        "client_us_per_chunk": round(found.cpu_s / found.chunks * 1e6, 1),
+        "delay_ms_p50": round(float(np.median(np.concatenate(found.delays_s))) * 1e3, 3),
+        "itl_jitter_ms_p99": round(float(np.percentile(added_s, 99)) * 1e3, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=[32, 256])
+    parser.add_argument("--chunks", type=int, default=300, help="of each stream")
+    parser.add_argument("--one-core", action="store_true", help="for server and client together")
+    arguments = parser.parse_args()
+    if arguments.one_core:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    rows = [
+        measure(path, num_streams, arguments.chunks, tokens)
+        for path in BODIES
+        for num_streams in arguments.streams
+        for tokens in (1, 3)
+    ]
+    notes = (
+        f"a tick every {TICK_S * 1e3:g} ms; the server's time includes the stub's, accepting the "
+        "calls and waking up for each tick",
+    )
+    print_report(
+        "server: processor time per chunk", rows, notes=notes, extra={"limit_us": LIMIT_US}
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""A client that costs little: raw sockets, and nothing parsed but what the caller looks at."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+
+def read_streams(
+    port: int,
+    path: str,
+    bodies: Sequence[dict[str, Any]],
+    note: Callable[[int, bytes], None] | None = None,
+) -> int:
+    """Opens a stream for each body and reads all to their ends; returns the number of chunks.
+    `note` is given whatever comes, with the place of its body."""
+    selector = selectors.DefaultSelector()
+    for place, body in enumerate(bodies):
+        raw = json.dumps(body | {"stream": True}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(head.encode() + raw)
+        selector.register(connection, selectors.EVENT_READ, place)
+    chunks = 0
+    while selector.get_map():
+        for key, _ in selector.select():
+            connection = cast(socket.socket, key.fileobj)
+            received = connection.recv(65536)
+            chunks += received.count(b"data: {")
+            if note is not None:
+                note(key.data, received)
+            if not received:
+                selector.unregister(connection)
+                connection.close()
+    selector.close()
+    return chunks
+
+
+class TimedRead(NamedTuple):
+    seconds: float  # from the first byte sent to the last one received
+    tokens: int
+    chunks: int
+    client_s: float  # of a processor
+
+
+def read_tokens(port: int, prompts: list[list[int]], output_tokens: int) -> TimedRead:
+    """For a process of its own. Raises RuntimeError if not every token came."""
+    body = {"max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
+    # Token ids, so that a step is a chunk without a tokenizer, too.
+    body |= {"stream_options": {"include_usage": True}, "return_token_ids": True}
+    ends = [b""] * len(prompts)
+
+    def note(place: int, received: bytes) -> None:
+        ends[place] = (ends[place] + received)[-4096:]
+
+    began_cpu_s, began_s = time.process_time(), time.perf_counter()
+    bodies = [body | {"prompt": prompt} for prompt in prompts]
+    chunks = read_streams(port, "/v1/completions", bodies, note)
+    seconds = time.perf_counter() - began_s
+    found = (re.search(rb'"completion_tokens":(\d+)', text) for text in ends)
+    tokens, due = sum(int(match[1]) for match in found if match), len(prompts) * output_tokens
+    if tokens != due:
+        raise RuntimeError(f"{tokens} tokens came, {due} were due")
+    return TimedRead(seconds, tokens, chunks, time.process_time() - began_cpu_s)
+
+
+def elsewhere(work: Callable[..., Any], *args: Any) -> Any:
+    """What `work(*args)` returns, in a process of its own, which a server does not wait for."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, args)

@@ -1,0 +1,41 @@
+"""The demo server as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
+
+
+@contextmanager
+def started(words: Sequence[str], more: Mapping[str, str] | None = None) -> Iterator[int]:
+    """`cbatch serve` on a free port, in an environment that has `more`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cbatch.cli.main", "serve", *words, "--port", "0"],
+        env=os.environ | dict(more or {}),
+        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            found = ADDRESS.search(line)
+            if found:
+                # What it says from now on must go somewhere, or it waits until somebody reads.
+                threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
+                yield int(found[1])
+                return
+        raise RuntimeError("the server did not start:\n" + "".join(lines))
+    finally:
+        process.terminate()
+        process.wait()

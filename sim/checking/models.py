@@ -1,0 +1,62 @@
+"""What stands in for a model: how often drafts are accepted, draft by draft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from sim.workload.tokens import ACCEPT, uniform
+
+
+class Acceptance(Protocol):
+    def num_accepted(
+        self, request_id: str, seed: int, choice: int, position: int, num_drafted: int
+    ) -> int:
+        """Leading drafts accepted, 0 to `num_drafted`; the first is for absolute `position`."""
+
+    def chance(self, request_id: str) -> float | None:
+        """With which each draft of the request is accepted; None: that is not known."""
+
+
+class ModelledAcceptance:
+    """Every draft of a request is accepted with its own probability, position by position: what
+    `sim.executor.acceptance.PositionAcceptance` of one chance says of all rows at once.
+
+    The noise is a function of (seed, choice, position): k and preemption do not move it. The
+    mapping is read at every use, so requests may be added to it later.
+    """
+
+    def __init__(self, default: float, by_request: Mapping[str, float] | None = None) -> None:
+        self._default = default
+        self._by_request = {} if by_request is None else by_request
+
+    def num_accepted(
+        self, request_id: str, seed: int, choice: int, position: int, num_drafted: int
+    ) -> int:
+        probability = self._by_request.get(request_id, self._default)
+        for j in range(num_drafted):
+            if uniform(seed, choice, position + j, ACCEPT) >= probability:
+                return j
+        return num_drafted
+
+    def chance(self, request_id: str) -> float | None:
+        return self._by_request.get(request_id, self._default)
+
+
+class ScriptedAcceptance:
+    """Accepted drafts by the request's n-th drafting step; the last entry repeats for ever."""
+
+    def __init__(self, by_request: Mapping[str, Sequence[int]]) -> None:
+        self._scripts = {name: list(script) for name, script in by_request.items()}
+        self._steps = dict.fromkeys(self._scripts, 0)
+
+    def num_accepted(
+        self, request_id: str, seed: int, choice: int, position: int, num_drafted: int
+    ) -> int:
+        script = self._scripts[request_id]
+        step = self._steps[request_id]
+        self._steps[request_id] = step + 1
+        return min(script[min(step, len(script) - 1)], num_drafted)
+
+    def chance(self, request_id: str) -> float | None:
+        return None

@@ -1,0 +1,1 @@
+"""The commands `cbatch sim`, `trace` and `calibrate`. Imports all the rest of `sim`."""

@@ -1,0 +1,93 @@
+"""`cbatch calibrate`: measure what steps of a model cost here, for `cbatch sim --cost`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from cbatch.cli.options import MODEL_HELP, add_engine_options, engine_options, model_paths
+from cbatch.core.request.errors import FieldError
+from sim.cli.trace_options import require_place
+
+if TYPE_CHECKING:
+    from cbatch.engine.engine import Engine
+    from cbatch.engine.info import EngineInfo
+    from sim.cost.calibrated import Accuracy, Calibration
+
+ROUNDS, STEPS = 2, 32
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure what steps cost here, for cbatch sim --cost",
+        description="Runs made-up batches of many sizes, lookaheads and lengths, fits prices to "
+        "their durations, and says how well these foretell other batches.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="through all batches")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a batch")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and of the batches' order")
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from cbatch.engine.build import load_engine
+    from sim.cost.calibrated import write_calibration
+
+    if args.overlap:
+        raise FieldError("--overlap", "the simulator's loop is serial", "leave it out")
+    for name in ("rounds", "steps"):
+        if getattr(args, name) < 1:
+            raise FieldError(f"--{name}", f"{getattr(args, name)} is not allowed", "give 1 or more")
+    require_place("--out", args.out)
+    console = Console(stderr=True, highlight=False)
+    options = msgspec.structs.replace(engine_options(args), tokenizer="none")
+    engine, info = load_engine(*model_paths(args.model, args.draft), options)
+    for line in info.lines():
+        console.print(line, soft_wrap=True)
+    found = calibrate(engine, info, args, console)
+    write_calibration(args.out, found)
+    console.print(f"fitted to {_words(found.fitted)}", soft_wrap=True)
+    console.print(f"held-out batches: {_words(found.held_out)}", soft_wrap=True)
+    row = msgspec.to_builtins({"fitted": found.fitted, "held_out": found.held_out})
+    document = {"results": [row], "machine": found.machine, "versions": found.versions}
+    print(json.dumps(document), flush=True)
+    return 0
+
+
+def calibrate(
+    engine: Engine, info: EngineInfo, args: argparse.Namespace, console: Console
+) -> Calibration:
+    """Leaves the engine without a state; it is to serve nobody meanwhile."""
+    from cbatch.engine.loop import Executor
+    from sim.cost.measure import Calibrator, calibration_of, designed
+
+    executor, config = engine.loop.executor, engine.scheduler.config
+    assert isinstance(executor, Executor)
+    fitted, held_out = designed(config)
+    calibrator = Calibrator(executor, config)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("measuring", total=args.rounds * len(fitted) + len(held_out))
+        measure = partial(
+            calibrator.measure, steps=args.steps, on_batch=lambda: progress.advance(task)
+        )
+        known = [s for i in range(args.rounds) for s in measure(fitted, seed=args.seed + i)]
+        others = measure(held_out, seed=args.seed + args.rounds)
+    return calibration_of(info, config, known, others)
+
+
+def _words(found: Accuracy) -> str:
+    return (
+        f"{found.steps:,} steps, {found.total:+.1%} in all; "
+        f"of a step {found.p50:.1%} (p50) and {found.p90:.1%} (p90)"
+    )

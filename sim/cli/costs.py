@@ -1,0 +1,105 @@
+"""The cost model that a scenario names, and what it says about the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cbatch.core.request.errors import FieldError
+from sim.cli.scenario import GPU, MODEL_SHAPE, USUAL, Scenario
+from sim.cost.base import ConstantCost, CostModel
+from sim.cost.calibrated import CalibratedCost, read_calibration
+from sim.cost.kernel_tables import KernelCost, read_kernel_tables
+from sim.cost.layer_profiles import LayerProfile
+from sim.cost.roofline import Roofline, RooflineConfig, gpu_within, load_gpu, load_shape
+
+
+class Priced(msgspec.Struct, kw_only=True):
+    """A cost model, and how far it goes."""
+
+    cost: CostModel
+    names: dict[str, Any]  # for the report
+    engine: dict[str, Any]  # fields of the scheduler's configuration that it suggests
+    most: dict[str, int | None] = {}  # of these fields, that was measured
+
+
+def priced(scenario: Scenario, policy: str) -> Priced:
+    """Raises `FieldError` naming the option at fault. `policy` is that of lookahead."""
+    drafts = policy != "off"
+    if scenario.step_seconds is not None:
+        cost = ConstantCost(step_duration_s=scenario.step_seconds)
+        names = {"cost": "constant", "step_duration_s": scenario.step_seconds}
+        return Priced(cost=cost, names=names, engine={})
+    if scenario.cost is not None:
+        return _calibrated(scenario.cost, policy)
+    if scenario.cost_table is None:
+        config, names, engine = _devices(scenario, scenario.gpu or GPU, drafts=drafts)
+        return Priced(cost=Roofline(config), names={"cost": "roofline"} | names, engine=engine)
+    if scenario.has_device:
+        return _kernels(scenario, scenario.cost_table, drafts=drafts)
+    return _layers(scenario.cost_table, scenario.model or MODEL_SHAPE, drafts=drafts)
+
+
+def _calibrated(path: str, policy: str) -> Priced:
+    found = read_calibration(Path(path))
+    if policy != "off" and found.draft is None:
+        raise FieldError("--lookahead", "no draft was measured", "calibrate with --draft")
+    names = {"cost": "calibrated", "model": found.model, "draft_model": found.draft}
+    return Priced(
+        cost=CalibratedCost(found.prices, controlled=policy == "goodput"),
+        names=names | {"held_out_total_error": found.held_out.total},
+        engine={"cost_profile": found.profile} | found.engine,
+        most={"max_slots": found.max_rows},
+    )
+
+
+def _layers(path: str, model: str, *, drafts: bool) -> Priced:
+    if drafts:
+        raise FieldError("--cost-table", "has no prices of drafts", "use --lookahead off")
+    shape = load_shape(model)
+    table = LayerProfile(Path(path), layers=shape.num_hidden_layers)
+    return Priced(
+        cost=table,
+        names={"cost": "table", "table": path, "model": model},
+        engine={"max_model_tokens": shape.max_position_embeddings},
+        most={"max_slots": table.most_rows, "step_budget_tokens": table.most_step_tokens},
+    )
+
+
+def _kernels(scenario: Scenario, path: str, *, drafts: bool) -> Priced:
+    tables = read_kernel_tables(path)
+    config, names, engine = _devices(scenario, gpu_within(tables.device), drafts=drafts)
+    cost = KernelCost(tables, config)
+    own = {"cost": "kernel table", "table": path, "kernels": tables.framework}
+    own["from_roofline"] = ", ".join(cost.from_roofline)
+    return Priced(
+        cost=cost,
+        names=own | names,
+        engine=engine,
+        most={"max_slots": cost.most_rows, "step_budget_tokens": cost.most_step_tokens},
+    )
+
+
+def _devices(
+    scenario: Scenario, gpu: str, *, drafts: bool
+) -> tuple[RooflineConfig, dict[str, Any], dict[str, Any]]:
+    """Models on devices, their names, and what these hold."""
+    model, parts = scenario.model or MODEL_SHAPE, 1 if scenario.tp is None else scenario.tp
+    draft = None if scenario.draft_model is None else load_shape(scenario.draft_model)
+    if draft is None and drafts:
+        raise FieldError("--draft-model", "is missing", "drafting has a price: name the draft")
+    config = RooflineConfig(
+        gpu=load_gpu(gpu), shape=load_shape(model), tensor_parallel=parts, draft=draft
+    )
+    given = scenario.block_size
+    block_tokens = USUAL["block_size_tokens"] if given is None else given
+    names = {"gpu": gpu, "model": model, "tensor_parallel": parts}
+    engine: dict[str, Any] = {
+        "num_blocks": scenario.num_blocks or config.num_blocks(block_tokens),
+        "max_model_tokens": config.shape.max_position_embeddings,
+    }
+    if draft is not None:
+        engine["catch_up_price"] = min(draft.weight_bytes / config.shape.weight_bytes, 1.0)
+    return config, names | {"draft_model": scenario.draft_model}, engine

@@ -1,0 +1,176 @@
+"""What is seen of a simulation: a bar while it runs, a table, files beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from sim.cli.trace_options import require_place
+from sim.replay.replay import Progress as ReplayProgress
+from sim.report.page.view import PageCollector, write_page
+from sim.report.perfetto import PerfettoTrace
+from sim.report.report import Record, Report, Spread, to_json, to_line
+from sim.report.timeline import Observer, Timeline
+
+PIPE_WIDTH = 120  # columns of text
+
+
+class Bar:
+    """Simulated time and requests, on a terminal alone."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.fields[words]}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=None, words="")
+        self.prefix = ""
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def update(self, at: ReplayProgress) -> None:
+        words = (
+            f"{self.prefix}{at.now_s:,.1f} s simulated · {at.finished:,} done · "
+            f"{at.running} running · {at.waiting} waiting · {at.steps:,} steps"
+        )
+        self._progress.update(self._task, words=words)
+
+
+class Files:
+    """What is written beside the report, as it goes; each only where it is asked for."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._open = ExitStack()
+        self.observers: list[Observer] = []
+        self._takers: list[Callable[[Record], Any]] = []
+        for name in ("json", "records", "page", "perfetto"):
+            if getattr(args, name) is not None:
+                require_place(f"--{name}", getattr(args, name))
+
+    def __enter__(self) -> Files:
+        args = self._args
+        if args.records is not None:
+            file = self._open.enter_context(args.records.open("wb"))
+            self._takers.append(lambda record: file.write(to_line(record)))
+        if args.page is not None:
+            self._collector, self._timeline = PageCollector(), Timeline()
+            self._takers.append(self._collector)
+            self.observers.append(self._timeline)
+        if args.perfetto is not None:
+            self.observers.append(self._open.enter_context(PerfettoTrace(args.perfetto)))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    @property
+    def on_record(self) -> Callable[[Record], None] | None:
+        return self._take if self._takers else None
+
+    def _take(self, record: Record) -> None:
+        for taker in self._takers:
+            taker(record)
+
+    def write(self, report: Report) -> None:
+        """What needs the report."""
+        args = self._args
+        if args.json is not None:
+            args.json.write_bytes(to_json(report))
+        if args.page is not None:
+            name = f"{report.settings['trace']}, lookahead {report.settings['lookahead']}"
+            view = self._collector.view(name, report, self._timeline.series())
+            write_page(args.page, name, [view])
+
+
+def wide_console() -> Console:
+    """For a table of many columns: a pipe has no width of its own to keep to."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def print_report(report: Report) -> None:
+    console = Console(highlight=False)
+    table = Table(title=f"{report.settings['trace']}, {report.kind}", title_justify="left")
+    for name in ("", "mean", "p50", "p90", "p99", "max"):
+        table.add_column(name, justify="right" if name else "left")
+    spreads: tuple[tuple[str, Spread], ...] = (
+        ("time to first token, ms", report.ttft_s),
+        ("time per output token, ms", report.tpot_s),
+        ("between tokens, ms", report.itl_s),
+        ("end to end, ms", report.e2e_s),
+        ("in the queue, ms", report.queue_s),
+    )
+    for name, spread in spreads:
+        cells = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
+        table.add_row(name, *("-" if c is None else f"{c * 1e3:,.2f}" for c in cells))
+    console.print(table)
+    for line in _lines(report):
+        console.print(line, soft_wrap=True)
+    print(json.dumps(_summary(report)), flush=True)
+
+
+def _lines(report: Report) -> list[str]:
+    running = "" if report.mean_running is None else f", {report.mean_running:.1f} running"
+    rate = "" if report.requests_per_s is None else f" ({report.requests_per_s:.3g}/s)"
+    lines = [
+        f"{report.requests:,} requests{rate} in {report.duration_s:,.1f} s, "
+        f"{report.steps:,} steps{running}, {report.preemptions:,} preemptions",
+        f"{report.output_tokens:,} output tokens ({report.output_tokens_per_s or 0:,.0f}/s), "
+        f"{report.prefix_hit_tokens:,} of {report.prompt_tokens:,} prompt tokens from the cache",
+    ]
+    if report.speculation is not None and report.speculation.acceptance is not None:
+        speculation = report.speculation
+        lines.append(
+            f"{speculation.acceptance:.1%} of {speculation.drafted_tokens:,} drafts accepted, "
+            f"{speculation.tokens_per_step or 0:.2f} tokens a row and step"
+        )
+    if report.goodput is not None:
+        lines.append(
+            f"goodput {report.goodput.requests_per_s:.3g} requests/s: "
+            f"{report.goodput.share:.1%} of all met their objectives"
+        )
+    for number, replica in enumerate(report.replicas or ()):
+        lines.append(
+            f"replica {number}: {replica.requests:,} requests, "
+            f"{replica.mean_running or 0:.1f} running, "
+            f"{replica.prefix_hit_tokens:,} of {replica.prompt_tokens:,} prompt tokens from the "
+            f"cache, {replica.preemptions:,} preemptions"
+        )
+    if "as_recorded" in report.settings:
+        lines.append(f"as the log was recorded: {', '.join(report.settings['as_recorded'])}")
+    if "from_roofline" in report.settings:
+        lines.append(f"not from the table but the roofline: {report.settings['from_roofline']}")
+    if report.cut_requests:
+        lines.append(f"{report.cut_requests:,} outputs cut at the end of context or pool")
+    if report.refused:
+        first = report.refused[0]
+        lines.append(
+            f"{len(report.refused):,} refused, the first: request {first.index}: {first.reason}"
+        )
+    return lines
+
+
+def _summary(report: Report) -> dict[str, Any]:
+    """The last line: the report, with the number of refusals for their list."""
+    document: dict[str, Any] = msgspec.to_builtins(report)
+    document["refused"] = len(report.refused)
+    return document

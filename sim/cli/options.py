@@ -1,0 +1,51 @@
+"""The options of commands that simulate: what is compared, and what is written about it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cbatch.core.request.errors import FieldError
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    out = parser.add_argument_group("report")
+    add_slo_option(out)
+    add_json_option(out)
+    out.add_argument("--records", type=Path, metavar="FILE", help="write a JSON line a request")
+    out.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page of plots")
+    out.add_argument("--perfetto", type=Path, metavar="FILE", help="write a trace of the steps")
+
+
+def add_slo_option(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--slo",
+        action="append",
+        default=[],
+        metavar="NAME=S",
+        help="ttft, tpot or e2e in seconds, for goodput; repeatable",
+    )
+
+
+def add_json_option(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the whole report")
+
+
+def add_comparison_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("comparison")
+    group.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=V1,V2",
+        help="run with each value of an option, on or off for one without a value; repeatable: all "
+        "combinations. Values with commas of their own are divided by semicolons",
+    )
+    group.add_argument(
+        "--processes", type=int, metavar="N", help="scenarios at once (default: the cores)"
+    )
+
+
+def refuse_processes_without_sweep(args: argparse.Namespace) -> None:
+    if args.processes is not None and not args.sweep:
+        raise FieldError("--processes", "would be ignored without --sweep", "leave it out")

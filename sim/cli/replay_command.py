@@ -1,0 +1,54 @@
+"""`cbatch sim`: replay a trace through the scheduler on a virtual clock."""
+
+from __future__ import annotations
+
+import argparse
+
+from cbatch.core.request.errors import FieldError
+from sim.cli.options import (
+    add_comparison_options,
+    add_report_options,
+    refuse_processes_without_sweep,
+)
+from sim.cli.scenario import Scenario, add_flags
+from sim.cli.trace_options import add_trace_argument
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "sim",
+        help="replay a trace through the scheduler on a virtual clock",
+        description="The scheduler is the engine's own; what a step takes comes from a cost model.",
+    )
+    add_trace_argument(parser)
+    add_flags(parser, Scenario)
+    add_comparison_options(parser)
+    add_report_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from sim.cli.display import Bar, Files, print_report
+    from sim.cli.simulation import build
+    from sim.cli.sweep import compare, variants
+
+    files = Files(args)
+    for option, given in (("--records", args.records), ("--perfetto", args.perfetto)):
+        if args.sweep and given is not None:
+            raise FieldError(option, "would be ignored with --sweep", "leave one of them out")
+    refuse_processes_without_sweep(args)
+    found = variants(args)
+    for option, given in (("--page", args.page), ("--perfetto", args.perfetto)):
+        if given is not None and any(variant.scenario.replicas > 1 for variant in found):
+            raise FieldError(option, "shows one engine", "leave out --replicas")
+    if args.sweep:
+        compare(args, found)
+        return 0
+    simulation = build(found[0].scenario)
+    with Bar() as bar, files:
+        report = simulation.run(
+            on_record=files.on_record, on_progress=bar.update, observers=files.observers
+        )
+    files.write(report)
+    print_report(report)
+    return 0

@@ -1,0 +1,181 @@
+"""A scenario becomes a simulation: checked, its trace open, every default filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.engine.options import lookahead_name, parse_lookahead
+from sim.cli.costs import Priced, priced
+from sim.cli.scenario import ACCEPTANCE, ROUTER, USUAL, Scenario, flag_of
+from sim.cli.trace_options import OpenedTrace
+from sim.cost.base import CostModel
+from sim.executor.acceptance import parse_acceptance
+from sim.executor.modelled import ModelledExecutor
+from sim.replay.replay import Progress, replay
+from sim.replay.routers import make_router
+from sim.report.objectives import parse_objectives
+from sim.report.report import Objectives, Record, Report
+from sim.report.timeline import Observer
+from sim.traces.changes import sample, scale
+from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
+
+# Options that are fields of the scheduler's configuration, and the fields.
+_SIZES = {
+    "num_blocks": "num_blocks",
+    "block_size": "block_size_tokens",
+    "max_slots": "max_slots",
+    "max_model_tokens": "max_model_tokens",
+    "step_budget": "step_budget_tokens",
+    "queue_policy": "queue_policy",
+}
+_CHANGES = ("skip_empty", "spread", "requests", "rate", "concurrency", "think", "latency")
+
+
+def refuse_ignored(*scenarios: Scenario) -> None:
+    """Raises `FieldError` for an option that none of them makes use of."""
+    first, *others = (scenario.ignored() for scenario in scenarios)
+    for option, why in first.items():
+        if all(option in other for other in others):
+            raise FieldError(option, f"would be ignored, since {why}", "leave one of them out")
+
+
+class Simulation(NamedTuple):
+    """A scenario that was checked, with its trace open."""
+
+    scenario: Scenario
+    trace: OpenedTrace
+    cost: CostModel
+    config: SchedulerConfig
+    objectives: Objectives | None
+    settings: dict[str, Any]  # of the report
+
+    def source(self) -> Source:
+        scenario, requests = self.scenario, self.trace.requests()
+        if scenario.requests is not None:
+            requests = sample(requests, most=scenario.requests)
+        if scenario.rate is not None:
+            requests = scale(requests, rate=scenario.rate)
+        source: Source = OpenLoop(requests)
+        if scenario.concurrency is not None:
+            source = ClosedLoop(requests, scenario.concurrency, think_s=scenario.think or 0.0)
+        return source if scenario.latency is None else Remote(source, scenario.latency)
+
+    def executor(self) -> ModelledExecutor:
+        slots, acceptance = self.config.max_slots, None
+        if "acceptance" in self.settings:
+            acceptance = parse_acceptance(self.settings["acceptance"], max_slots=slots)
+        return ModelledExecutor(max_slots=slots, cost=self.cost, acceptance=acceptance)
+
+    def run(
+        self,
+        *,
+        on_record: Callable[[Record], None] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> Report:
+        """`observers` are for one replica alone."""
+        replicas, router = self.scenario.replicas, self.settings["router"]
+        return replay(
+            self.source(),
+            self.config,
+            *(self.executor() for _ in range(replicas)),
+            router=make_router(router) if replicas > 1 else None,
+            seed=self.scenario.seed,
+            settings=self.settings,
+            objectives=self.objectives,
+            on_record=on_record,
+            on_progress=on_progress,
+            observers=observers,
+        )
+
+
+def build(scenario: Scenario) -> Simulation:
+    """Raises `FieldError` for whatever can be found wrong before it runs."""
+    objectives = parse_objectives(scenario.slo)
+    trace = OpenedTrace(scenario, scenario.seed)
+    settings = {"trace": trace.path.name, "format": trace.format, "seed": scenario.seed}
+    taken: list[str] = []
+    if trace.recorded is not None:
+        scenario, taken = _as_recorded(scenario, trace.recorded)
+    lookahead = parse_lookahead(scenario.lookahead)
+    prices = priced(scenario, lookahead.policy)
+    config = _scheduler(scenario, lookahead, prices, trace.recorded)
+    settings |= prices.names
+    settings |= {field: getattr(config, field) for field in (*_SIZES.values(), "prefix_cache")}
+    settings["lookahead"] = lookahead_name(lookahead)
+    if lookahead.policy != "off":
+        given = scenario.acceptance
+        settings["acceptance"] = ACCEPTANCE if given is None else given
+    settings |= {"replicas": scenario.replicas, "router": _router(scenario)}
+    settings |= {name: getattr(scenario, name) for name in _CHANGES}
+    if taken:
+        settings["as_recorded"] = taken
+    simulation = Simulation(scenario, trace, prices.cost, config, objectives, settings)
+    simulation.executor()  # raises for an acceptance that is no model
+    return simulation
+
+
+# -- inside
+
+
+def _as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario, list[str]]:
+    """The scenario with the recording engine's settings where no option says otherwise, and the
+    options that these stand for. The pool stays that of a device whose memory is known. Lookahead
+    and its prices are nothing that a log can answer for: they are options as ever."""
+    known = {option: getattr(config, field) for option, field in _SIZES.items()}
+    known["no_prefix_cache"] = not config.prefix_cache
+    if scenario.has_device:
+        del known["num_blocks"]
+    taken = {name: value for name, value in known.items() if getattr(scenario, name) is None}
+    return replace(scenario, **taken), sorted(taken)
+
+
+def _router(scenario: Scenario) -> str | None:
+    count, router = scenario.replicas, scenario.router
+    if count < 1:
+        raise FieldError("--replicas", f"{count} is not allowed", "use at least 1")
+    if count > 1:
+        router = router or ROUTER
+        make_router(router)
+    return router
+
+
+def _scheduler(
+    scenario: Scenario,
+    lookahead: LookaheadConfig,
+    prices: Priced,
+    recorded: SchedulerConfig | None,
+) -> SchedulerConfig:
+    """Sizes as given, else the cost model's, else the usual ones (which keep to what it has
+    measured); of a recording engine also the rules that no option names."""
+    given = {field: getattr(scenario, option) for option, field in _SIZES.items()}
+    given = {field: value for field, value in given.items() if value is not None}
+    found: dict[str, Any] = USUAL | prices.engine
+    measured = {field: most for field, most in prices.most.items() if most is not None}
+    for field, most in measured.items():
+        if field not in prices.engine:
+            found[field] = min(found[field], most)
+    found |= given
+    for option in ("num_blocks", "max_model_tokens"):
+        if option not in found:
+            problem = "is not known from this cost of a step"
+            raise FieldError(flag_of(option), problem, "give it")
+    for option, field in _SIZES.items():
+        if field in measured and found[field] > measured[field]:
+            problem = f"{found[field]} is more than was measured"
+            raise FieldError(flag_of(option), problem, f"use <= {measured[field]}")
+    found["draft_context_tokens"] = found.get("draft_context_tokens") or found["max_model_tokens"]
+    if lookahead.policy == "off":
+        found |= {"draft_context_tokens": None, "catch_up_price": 1.0, "cost_profile": None}
+    if recorded is not None:
+        found["decode_reserve_tokens"] = recorded.decode_reserve_tokens
+        if found["queue_policy"] == recorded.queue_policy:
+            found["ageing_per_s"] = recorded.ageing_per_s
+    prefix_cache = not scenario.no_prefix_cache
+    return SchedulerConfig(**found, prefix_cache=prefix_cache, lookahead=lookahead)

@@ -1,0 +1,184 @@
+"""`--sweep`: all combinations of options' values, on the same trace and the same noise."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.box import SIMPLE
+from rich.table import Table
+
+from cbatch.core.request.errors import FieldError
+from sim.cli.display import wide_console
+from sim.cli.processes import num_processes, run_scenarios
+from sim.cli.scenario import Scenario, add_flags, flag_of, scenario_of
+from sim.cli.simulation import build, refuse_ignored
+from sim.report.page.view import PageCollector, RunView, write_page
+from sim.report.report import Report
+from sim.report.timeline import Timeline
+
+_FIXED = ("trace", "slo")  # the same for all that are compared
+_SWITCHES = ("skip_empty", "no_prefix_cache")
+HEADINGS = {
+    "output_tokens_per_s": "tokens/s",
+    "ttft_p50_s": "TTFT\np50",
+    "ttft_p99_s": "\np99",
+    "tpot_p50_s": "TPOT\np50",
+    "tpot_p99_s": "\np99",
+    "e2e_p50_s": "E2E\np50",
+    "e2e_p99_s": "\np99",
+    "goodput_share": "goodput\nshare",
+    "goodput_requests_per_s": "\nper s",
+}
+
+
+class Variant(NamedTuple):
+    values: dict[str, str]  # of the swept options, as they were written
+    scenario: Scenario
+
+
+def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[Variant]:
+    """All combinations, the last option's values changing fastest; checked, so that nothing runs
+    before all can. Without `--sweep` the one that the other options make. `fixed` are fields that
+    no sweep may set. Raises `FieldError`."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    add_flags(parser, Scenario)
+    sweeps: dict[str, list[str]] = {}
+    for text in args.sweep:
+        name, values = _parse(text, (*_FIXED, *fixed))
+        if name in sweeps:
+            raise FieldError("--sweep", f"{name} is there twice", "give all its values at once")
+        sweeps[name] = values
+        if getattr(args, _field(name)) != parser.get_default(_field(name)):
+            raise FieldError(f"--{name}", "would be ignored: --sweep sets it", "leave it out")
+    found = []
+    for combination in itertools.product(*sweeps.values()):
+        chosen = dict(zip(sweeps, combination, strict=True))
+        changed = copy.copy(args)
+        for name, value in chosen.items():
+            _set(parser, changed, name, value)
+        found.append(Variant(chosen, scenario_of(changed)))
+    refuse_ignored(*(variant.scenario for variant in found))
+    for variant in found:
+        build(variant.scenario).source()
+    return found
+
+
+def compare(args: argparse.Namespace, found: list[Variant]) -> None:
+    """Runs them all; writes and prints what each came to."""
+    scenarios = [variant.scenario for variant in found]
+    processes = num_processes(args.processes, len(scenarios))
+    if args.page is None:
+        reports = run_scenarios(_report, scenarios, processes)
+    else:
+        views = run_scenarios(_view, scenarios, processes)
+        reports = [view.report for view in views]
+        _write_page(args.page, found, views)
+    if args.json is not None:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2) + b"\n")
+    rows = [figures(report) for report in reports]
+    _print(found, reports, rows)
+    told = [variant.values | row for variant, row in zip(found, rows, strict=True)]
+    print(json.dumps({"scenarios": told}), flush=True)
+
+
+def figures(report: Report) -> dict[str, float | None]:
+    shown: dict[str, float | None] = {"output_tokens_per_s": report.output_tokens_per_s}
+    for name in ("ttft", "tpot", "e2e"):
+        spread = getattr(report, f"{name}_s")
+        shown |= {f"{name}_p50_s": spread.p50, f"{name}_p99_s": spread.p99}
+    good = report.goodput
+    shown["goodput_share"] = None if good is None else good.share
+    shown["goodput_requests_per_s"] = None if good is None else good.requests_per_s
+    return shown
+
+
+# -- inside
+
+
+def _report(scenario: Scenario) -> Report:
+    return build(scenario).run()
+
+
+def _view(scenario: Scenario) -> RunView:
+    collector, timeline = PageCollector(), Timeline()
+    report = build(scenario).run(on_record=collector, observers=[timeline])
+    return collector.view("", report, timeline.series())
+
+
+def _write_page(path: Path, found: list[Variant], views: list[RunView]) -> None:
+    """A page of all; colours repeat after eight."""
+    names = (", ".join(f"{k} {v}" for k, v in variant.values.items()) for variant in found)
+    replace = msgspec.structs.replace
+    named = [replace(view, name=name) for name, view in zip(names, views, strict=True)]
+    write_page(path, str(views[0].report.settings["trace"]), named)
+
+
+def _print(
+    found: list[Variant], reports: list[Report], rows: list[dict[str, float | None]]
+) -> None:
+    """A row a scenario; below each figure its ratio to that of the first row."""
+    console = wide_console()
+    title = f"{reports[0].settings['trace']}, simulated; times in ms"
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in found[0].values:
+        table.add_column(name)
+    headings = {name: HEADINGS[name] for name in rows[0] if rows[0][name] is not None}
+    for heading in headings.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for variant, row in zip(found, rows, strict=True):
+        cells = (_cell(name, row[name], rows[0][name]) for name in headings)
+        table.add_row(*variant.values.values(), *cells)
+    console.print(table)
+    refused = [len(report.refused) for report in reports]
+    if any(refused):
+        console.print(f"refused, by row: {', '.join(map(str, refused))}")
+
+
+def _parse(text: str, fixed: tuple[str, ...]) -> tuple[str, list[str]]:
+    name, _, listed = text.partition("=")
+    name = name.removeprefix("--")
+    values = listed.split(";" if ";" in listed else ",")
+    if not name or not all(values):
+        raise FieldError("--sweep", f"{text!r} is no option and its values", "write gpu=L4,H100")
+    names = [flag_of(n).lstrip("-") for n in Scenario.__struct_fields__ if n not in fixed]
+    if name not in names:
+        remedy = f"use one of {', '.join(names)}"
+        raise FieldError("--sweep", f"{name!r} is no option of a scenario", remedy)
+    if len(set(values)) < len(values):
+        raise FieldError("--sweep", f"{text!r} has a value twice", "name each once")
+    return name, values
+
+
+def _set(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str, value: str) -> None:
+    """As if `--name value` were on the command line."""
+    if _field(name) in _SWITCHES:
+        if value not in ("on", "off"):
+            raise FieldError("--sweep", f"{name}={value} is no switch", "use on and off")
+        setattr(args, _field(name), value == "on")
+        return
+    try:
+        parser.parse_args([f"--{name}={value}"], args)
+    except argparse.ArgumentError as error:
+        raise FieldError("--sweep", f"{name}={value}: {error.message}", "mend the value") from error
+
+
+def _field(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _cell(name: str, value: float | None, first: float | None) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_share"):
+        shown = f"{value:.1%}"
+    elif name.endswith("_per_s"):
+        shown = f"{value:,.1f}" if value >= 100 else f"{value:.3f}"
+    else:
+        shown = f"{value * 1e3:,.2f}"
+    return f"{shown}\n[dim]×{value / first:.2f}[/dim]" if first else shown

@@ -1,0 +1,171 @@
+"""`cbatch trace`: look at traces of requests, and make others of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cbatch.core.request.errors import FieldError
+from sim.cli import trace_generate as tracegen
+from sim.cli.trace_options import (
+    OpenedTrace,
+    add_reading_options,
+    add_trace_argument,
+    require_no_seed,
+    write_trace,
+)
+from sim.traces.changes import sample, scale
+from sim.traces.plot import save_plot
+from sim.traces.reader import sort_requests
+from sim.traces.request import TraceRequest
+from sim.traces.statistics import summarise
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "trace",
+        help="look at traces of requests, convert, sample and scale them",
+        description="Azure, Mooncake, BurstGPT, Bailian, Vidur, ServeGen, vLLM bench results and "
+        "our own logs are read; what is written is our own request log, one JSON line a request.",
+    )
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    tracegen.add_parser(actions)
+    show = actions.add_parser("show", help="statistics and a plot")
+    add_trace_argument(show)
+    add_reading_options(show)
+    show.add_argument("--plot", type=Path, metavar="PNG", help="draw rate, lengths and gaps")
+    show.add_argument("--seed", type=int, help="of --spread and of ServeGen windows")
+    show.set_defaults(run=run_show)
+
+    convert = _writer(actions, "convert", "write it as our own request log", run_convert)
+    convert.add_argument("--sort", action="store_true", help="by arrival; holds it in memory")
+
+    some = _writer(actions, "sample", "keep some of its requests", run_sample)
+    some.add_argument("--share", type=float, default=1.0, help="keep this share, sessions whole")
+    some.add_argument("--requests", type=int, metavar="N", help="keep the first N (of the share)")
+    some.add_argument("--window", type=_window, default=(0.0, math.inf), metavar="START:END")
+
+    other = _writer(actions, "scale", "change its rate or its lengths", run_scale)
+    other.add_argument("--rate", type=float, default=1.0, help="times as many requests a second")
+    other.add_argument("--prompt", type=float, default=1.0, help="times as long prompts")
+    other.add_argument("--output", type=float, default=1.0, help="times as long outputs")
+
+
+def _writer(actions: Any, name: str, what: str, run: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=what)
+    add_trace_argument(parser)
+    add_reading_options(parser)
+    parser.add_argument("out", type=Path, metavar="OUT", help="a .jsonl or .jsonl.gz file")
+    parser.add_argument("--seed", type=int, help="of whatever is drawn (default: 0)")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _window(text: str) -> tuple[float, float]:
+    start, _, end = text.partition(":")
+    try:
+        return float(start or 0), float(end or math.inf)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: write START:END in seconds") from error
+
+
+def run_show(args: argparse.Namespace) -> int:
+    trace = _open(args)
+    summary = summarise(trace.requests())
+    if args.plot is not None:
+        save_plot(args.plot, trace.path.name, summary)
+    statistics = summary.statistics.to_dict()
+    console = Console(highlight=False)
+    console.print(_table(trace, statistics))
+    told = {"trace": trace.path.name, "format": trace.format, "skipped": trace.skipped}
+    print(json.dumps(told | statistics), flush=True)
+    return 0
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    trace = _open(args, in_order=not args.sort)
+    requests = trace.requests()
+    return _write(args, trace, sort_requests(requests) if args.sort else requests)
+
+
+def run_sample(args: argparse.Namespace) -> int:
+    if args.share == 1 and args.requests is None and args.window == (0.0, math.inf):
+        raise FieldError("sample", "keeps everything", "give --share, --requests or --window")
+    trace = _open(args, drawing=args.share < 1)
+    kept = sample(
+        trace.requests(),
+        share=args.share,
+        most=args.requests,
+        start_s=args.window[0],
+        end_s=args.window[1],
+        seed=args.seed or 0,
+    )
+    return _write(args, trace, kept)
+
+
+def run_scale(args: argparse.Namespace) -> int:
+    if args.rate == args.prompt == args.output == 1:
+        raise FieldError("scale", "changes nothing", "give --rate, --prompt or --output")
+    trace = _open(args)
+    changed = scale(trace.requests(), rate=args.rate, prompt=args.prompt, output=args.output)
+    return _write(args, trace, changed)
+
+
+# -- inside
+
+
+def _open(args: argparse.Namespace, *, in_order: bool = True, drawing: bool = False) -> OpenedTrace:
+    trace = OpenedTrace(args, args.seed or 0, in_order=in_order)
+    require_no_seed(args, drawing=drawing or trace.draws)
+    return trace
+
+
+def _write(args: argparse.Namespace, trace: OpenedTrace, requests: Iterable[TraceRequest]) -> int:
+    if args.out.exists() and args.out.samefile(trace.path):
+        raise FieldError("OUT", f"{args.out} is the trace itself", "write to another file")
+    return write_trace(args.out, requests, f"from {trace.format}", lambda: trace.skipped)
+
+
+def _table(trace: OpenedTrace, statistics: dict[str, Any]) -> Table:
+    table = Table(title=f"{trace.path.name} ({trace.format})", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    shared = statistics["shared_prefix_share"]
+    for name, value in (
+        ("requests", f"{statistics['requests']:,}"),
+        ("left out as empty", f"{trace.skipped:,}" if trace.skipped else None),
+        ("time span", _span(statistics["span_s"])),
+        ("requests/s", _number(statistics["rate_per_s"], ".3g")),
+        ("CV of gaps (Poisson: 1)", _number(statistics["gap_cv"], ".3g")),
+        ("same stamp as the one before", f"{statistics['same_stamp_share']:.1%}"),
+        ("busiest minute over mean", _number(statistics["peak_minute_ratio"], ".2f")),
+        ("minutes without a request", f"{statistics['empty_minutes']:,}"),
+        ("prompt tokens", _lengths(statistics["prompt_tokens"])),
+        ("output tokens", _lengths(statistics["output_tokens"])),
+        ("sessions", _number(statistics["sessions"], ",")),
+        ("prompt tokens shared with earlier ones", _number(shared, ".1%")),
+    ):
+        if value is not None:
+            table.add_row(name, value)
+    return table
+
+
+def _lengths(found: dict[str, float]) -> str:
+    cuts = "  ".join(f"{name} {found[name]:,.0f}" for name in ("p50", "p90", "p99", "max"))
+    return f"mean {found['mean']:,.0f}  {cuts}"
+
+
+def _span(seconds: float) -> str:
+    hours, rest = divmod(seconds, 3600)
+    return f"{hours:.0f} h {rest / 60:.0f} min" if hours else f"{seconds:.4g} s"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not told" if value is None else format(value, form)

@@ -1,0 +1,108 @@
+"""`cbatch trace generate`: a trace that is made up."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+from cbatch.core.request.errors import FieldError
+from sim.cli.distributions import (
+    ARRIVALS,
+    LENGTHS,
+    forms,
+    is_drawn,
+    parse_arrivals,
+    parse_lengths,
+)
+from sim.cli.scenario import flag_of
+from sim.cli.trace_options import require_no_seed, write_trace
+from sim.distributions.lengths import Lengths
+from sim.traces.request import TraceRequest
+from sim.workload.generate import Arrivals, Conversations, converse, generate
+
+THINK_S = 5.0
+
+
+def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = actions.add_parser(
+        "generate",
+        help="make one up",
+        description="Requests, or sessions of several turns, with arrivals and lengths drawn.",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="a .jsonl or .jsonl.gz file")
+    parser.add_argument(
+        "--arrivals", required=True, metavar="LAW", help=f"rates a second: {forms(ARRIVALS)}"
+    )
+    parser.add_argument(
+        "--prompt", required=True, metavar="LAW", help=f"tokens of a prompt: {forms(LENGTHS)}"
+    )
+    parser.add_argument("--output", required=True, metavar="LAW", help="tokens of an output")
+    parser.add_argument("--requests", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, help="of whatever is drawn (default: 0)")
+    group = parser.add_argument_group(
+        "sessions", "arrivals are those of sessions; a turn's prompt is all before it and --prompt"
+    )
+    group.add_argument("--sessions", type=int, metavar="N", help="instead of --requests")
+    group.add_argument("--turns", metavar="LAW", help="of a session, as lengths (default: fixed:1)")
+    group.add_argument(
+        "--think", type=float, metavar="SECONDS", help=f"before a turn, mean (default: {THINK_S})"
+    )
+    group.add_argument(
+        "--system-prompt", type=int, metavar="TOKENS", help="that sessions begin with"
+    )
+    group.add_argument(
+        "--system-prompts", type=int, metavar="N", help="different ones (default: 1)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `FieldError` before anything is written."""
+    if (args.requests is None) == (args.sessions is None):
+        raise FieldError("--requests", "or --sessions: one of the two", "say how many")
+    requests = _requests(args) if args.sessions is None else _sessions(args)
+    return write_trace(args.out, requests, "made up")
+
+
+# -- inside
+
+
+def _requests(args: argparse.Namespace) -> Iterable[TraceRequest]:
+    for option in ("turns", "think", "system_prompt", "system_prompts"):
+        if getattr(args, option) is not None:
+            problem = "would be ignored: there are no sessions"
+            raise FieldError(flag_of(option), problem, "give --sessions")
+    seed = require_no_seed(args, drawing=_draws(args))
+    return generate(*_laws(args), requests=args.requests, seed=seed)
+
+
+def _sessions(args: argparse.Namespace) -> Iterable[TraceRequest]:
+    if args.system_prompts is not None and args.system_prompt is None:
+        problem = "would be ignored: sessions begin with none"
+        raise FieldError("--system-prompts", problem, "give --system-prompt")
+    turns = args.turns or "fixed:1"
+    arrivals, messages, outputs = _laws(args)
+    conversations = Conversations(
+        turns=parse_lengths("--turns", turns, "prompt_tokens"),
+        messages=messages,
+        outputs=outputs,
+        system_prompts=1 if args.system_prompts is None else args.system_prompts,
+        system_prompt_tokens=args.system_prompt or 0,
+        think_s=THINK_S if args.think is None else args.think,
+    )
+    drawing = conversations.think_s > 0 or is_drawn(turns) or _draws(args)
+    seed = require_no_seed(args, drawing=drawing)
+    return converse(arrivals, conversations, sessions=args.sessions, seed=seed)
+
+
+def _laws(args: argparse.Namespace) -> tuple[Arrivals, Lengths, Lengths]:
+    return (
+        parse_arrivals("--arrivals", args.arrivals),
+        parse_lengths("--prompt", args.prompt, "prompt_tokens"),
+        parse_lengths("--output", args.output, "output_tokens"),
+    )
+
+
+def _draws(args: argparse.Namespace) -> bool:
+    return any(map(is_drawn, (args.arrivals, args.prompt, args.output)))

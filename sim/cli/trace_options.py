@@ -1,0 +1,107 @@
+"""Traces named on a command line: their options, and the engine's own step log read as one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.scheduler.config import SchedulerConfig
+from sim.cli.scenario import Reading, Scenario, add_flags
+from sim.traces.changes import spread
+from sim.traces.formats import FORMAT_NAMES
+from sim.traces.reader import WINDOWS, Trace, write_requests
+from sim.traces.request import TraceRequest
+from sim.traces.step_log import STEP_LOG, is_step_log, read_recording
+
+
+def add_trace_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", help="a file, plain or gzip, or ServeGen windows")
+
+
+def add_reading_options(parser: argparse._ActionsContainer) -> None:
+    add_flags(parser, Reading)
+
+
+class OpenedTrace:
+    """A trace and how it is read. Iterating reads it anew."""
+
+    def __init__(
+        self, args: argparse.Namespace | Scenario, seed: int, *, in_order: bool = True
+    ) -> None:
+        """`args` has the trace, and the options of `Reading`."""
+        self.path = Path(args.trace)
+        self._spread_s, self._seed = args.spread, seed
+        known = (*FORMAT_NAMES, WINDOWS, STEP_LOG)
+        if args.format not in (None, *known):
+            raise FieldError("--format", f"{args.format!r} is unknown", f"use {', '.join(known)}")
+        self._trace: Trace | None = None
+        self._from_log: list[TraceRequest] = []
+        self.recorded: SchedulerConfig | None = None  # of the last engine in a step log
+        if is_step_log(self.path):
+            if args.format not in (None, STEP_LOG) or args.skip_empty:
+                wrong = "--skip-empty" if args.skip_empty else "--format"
+                raise FieldError(wrong, f"{self.path} is a step log", "leave it out")
+            self._from_log, self.recorded = read_recording(self.path)
+            self.format = STEP_LOG
+        else:
+            self._trace = Trace(
+                self.path,
+                format=args.format,
+                skip_empty=args.skip_empty,
+                in_order=in_order,
+                seed=seed,
+            )
+            self.format = self._trace.format
+
+    @property
+    def draws(self) -> bool:
+        """Whether reading it draws random numbers."""
+        return self._spread_s is not None or self.format == WINDOWS
+
+    @property
+    def skipped(self) -> int:
+        return 0 if self._trace is None else self._trace.skipped
+
+    def requests(self) -> Iterable[TraceRequest]:
+        requests: Iterable[TraceRequest] = self._trace or self._from_log
+        if self._spread_s is None:
+            return requests
+        return spread(requests, self._spread_s, self._seed)
+
+
+def require_no_seed(args: argparse.Namespace, *, drawing: bool) -> int:
+    """The seed, 0 where none is given. Raises `FieldError` if it would be ignored."""
+    if args.seed is not None and not drawing:
+        raise FieldError("--seed", "nothing is drawn here", "leave it out")
+    return args.seed or 0
+
+
+def require_place(option: str, path: Path) -> None:
+    """Raises `FieldError` if no file can be there: before the work, not after it."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise FieldError(option, f"{path} cannot be a file", "name one in a folder that exists")
+
+
+def write_trace(
+    out: Path,
+    requests: Iterable[TraceRequest],
+    what: str,
+    skipped: Callable[[], int] = lambda: 0,
+) -> int:
+    """Writes our own request log, whole or not at all, and says so with `what` they are; `skipped`
+    is asked when all have been read. Raises `FieldError`."""
+    require_place("OUT", out)
+    partial = out.with_name(f"{out.name}.part{out.suffix}")
+    try:
+        count = write_requests(partial, requests)
+        if not count:
+            raise FieldError("OUT", "nothing is left of the trace", "keep more of it")
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"{out}: {count:,} requests, {what}")
+    print(json.dumps({"out": str(out), "requests": count, "skipped": skipped()}), flush=True)
+    return 0

@@ -1,0 +1,1 @@
+"""What a step costs: measured, modelled by a roofline, or looked up in tables."""

@@ -1,0 +1,248 @@
+"""Reader of layer profiles: kernels of one transformer layer, timed inside vLLM, as LLMServingSim's
+profiler writes them (Cho et al. 2025). A folder has
+
+- `dense.csv`: layer, tokens, time_us; layers are those of a Llama block, `embedding` and
+  `final_layernorm`,
+- `per_sequence.csv`: layer, sequences, time_us; `lm_head` and `sampler`,
+- `attention.csv`: prefill_chunk, kv_prefill, n_decode, kv_decode, time_us: one launch over a chunk
+  (with so much context before it) and so many decoding rows (of equal context),
+- `skew_fit.csv`, if there: for rows of unequal context, by what share attention goes from the time
+  of their mean towards the time of their longest, in buckets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.speculation.step_work import StepWork
+from sim.cost.tables import Curve, Grid
+from sim.traces.files import TraceRow, csv_rows, read_lines
+
+# How often a layer's kernel runs in a transformer block; the others run once in the model.
+_PER_BLOCK = {
+    "layernorm": 2,
+    "qkv_proj": 1,
+    "rotary_emb": 1,
+    "o_proj": 1,
+    "gate_up_proj": 1,
+    "act_fn": 1,
+    "down_proj": 1,
+}
+_ONCE = ("embedding", "final_layernorm")
+_PER_SEQUENCE = ("lm_head", "sampler")
+_POINT = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+_BUCKETS = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
+_LABEL = re.compile(r"[a-zA-Z]+(<=|>|=)(\d+)(k|%|)")
+
+
+class LayerProfile:
+    """The cost model (see `sim.cost.base`) of a target that decodes and prefills. Nothing is known
+    of drafters, nor of rows that verify: a step that does is refused. Of contexts longer than what
+    was measured attention reads on at a constant rate."""
+
+    def __init__(self, folder: Path, *, layers: int, step_host_s: float = 0.0) -> None:
+        """Of a model with so many layers. Raises `FieldError` naming file and line."""
+        dense = _curves(folder / "dense.csv", "tokens", (*_PER_BLOCK, *_ONCE))
+        heads = _curves(folder / "per_sequence.csv", "sequences", _PER_SEQUENCE)
+        per_block = [(times * layers, dense[name]) for name, times in _PER_BLOCK.items()]
+        self._tokens = Curve.total([*per_block, *((1, dense[name]) for name in _ONCE)])
+        self._logits = Curve.total([(1, heads[name]) for name in _PER_SEQUENCE])
+        self._attention, self._layers = ProfiledAttention(folder), layers
+        self._step_host_s = step_host_s
+        self.most_step_tokens = self._tokens.most
+        self.most_rows = min(self._attention.most_rows, self._logits.most)
+
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
+        if work.draft_depth or work.ingested_tokens:
+            raise FieldError("--cost-table", "has no prices of drafts", "use --lookahead off")
+        seconds = self._tokens(work.target_tokens)
+        if work.logit_tokens:
+            seconds += self._logits(work.logit_tokens)
+        seconds += self._layers * self._attention.layer_s(work)
+        return 0.0, seconds, self._step_host_s
+
+
+class ProfiledAttention:
+    """Decoding rows alone, and rows beside a chunk, are looked up in a lattice each: a batch that
+    holds both is one launch, which takes longer than two."""
+
+    def __init__(self, folder: Path) -> None:
+        found = _points(folder / "attention.csv")
+        decode: dict[tuple[int, ...], float] = {
+            (n, kv): s for (chunk, _, n, kv), s in found.items() if not chunk and n
+        }
+        rows, contexts = (sorted({point[i] for point in decode}) for i in (0, 1))
+        where = str(folder / "attention.csv")
+        self._decode = _lattice(where, {"n_decode": rows, "kv_decode": contexts}, decode)
+        self._mixed = _lattice(where, *_mixed(found))
+        mixed_rows = self._mixed.axes[2]
+        self.most_rows = int(min(rows[-1], mixed_rows[-1]))
+        skew_file = folder / "skew_fit.csv"
+        self._skew = Skew(skew_file) if skew_file.is_file() else None
+
+    def layer_s(self, work: StepWork) -> float:
+        rows = work.decode_rows
+        mean_tokens = work.decode_context_tokens / rows if rows else 0.0
+        chunk_tokens, history_tokens = 0.0, 0.0
+        if work.prefill_tokens:
+            chunk_tokens, history_tokens = same_pairs_tokens(work)
+
+        def uniform_s(context_tokens: float) -> float:
+            if work.prefill_tokens:
+                return self._mixed(chunk_tokens, history_tokens, rows, context_tokens)
+            return self._decode(rows, context_tokens)
+
+        seconds = uniform_s(mean_tokens)
+        longest, shortest = work.decode_longest_tokens, work.decode_shortest_tokens
+        if self._skew is not None and longest > shortest:
+            share = self._skew.share(
+                work.prefill_tokens,
+                rows,
+                (mean_tokens - shortest) / (longest - shortest),
+                longest,
+                history_tokens,
+            )
+            seconds += share * (uniform_s(longest) - seconds)
+        return max(seconds, 0.0)
+
+
+def same_pairs_tokens(work: StepWork) -> tuple[float, float]:
+    """The single chunk that stands for all chunks of a step: its tokens, and the tokens of context
+    before it. It has their query-key pairs; several prompts at once have fewer pairs than one chunk
+    of as many tokens, and are taken as a shorter one."""
+    tokens, pairs = work.prefill_tokens, work.prefill_pairs
+    history_tokens = (pairs - tokens * (tokens + 1) / 2) / tokens
+    if history_tokens >= 0:
+        return tokens, history_tokens
+    return (2.0 * pairs) ** 0.5, 0.0
+
+
+class Skew:
+    """Shares by bucket. A composition between profiled chunks takes the nearest one's; a bucket
+    without a measurement the mean, weighted by samples, of all buckets of its chunk."""
+
+    def __init__(self, path: Path) -> None:
+        self._shares: dict[tuple[float, ...], float] = {}
+        totals: defaultdict[int, float] = defaultdict(float)
+        samples: Counter[int] = Counter()
+        for row in _rows(path, ("pc", *_BUCKETS, "alpha", "n_samples")):
+            chunk, share, count = row.count("pc"), row.number("alpha"), row.count("n_samples")
+            self._shares[(chunk, *(_bound(row, name) for name in _BUCKETS))] = share
+            totals[chunk] += share * count
+            samples[chunk] += count
+        self._chunks = sorted(samples)
+        self._usual = {chunk: totals[chunk] / samples[chunk] for chunk in samples}
+        self._bounds = [sorted({key[i] for key in self._shares}) for i in range(1, 5)]
+
+    def share(
+        self,
+        chunk_tokens: float,
+        rows: float,
+        heavy_share: float,
+        longest_tokens: float,
+        history_tokens: float,
+    ) -> float:
+        """`heavy_share` is (mean - shortest) / (longest - shortest) of the rows' contexts."""
+        chunk = min(self._chunks, key=lambda known: abs(known - chunk_tokens))
+        values = (rows, 100 * heavy_share, longest_tokens, history_tokens)
+        bounds = zip(self._bounds, values, strict=True)
+        key = (chunk, *(axis[min(bisect_left(axis, x), len(axis) - 1)] for axis, x in bounds))
+        return self._shares.get(key, self._usual[chunk])
+
+
+def _mixed(
+    found: dict[tuple[int, ...], float],
+) -> tuple[dict[str, list[int]], dict[tuple[int, ...], float]]:
+    """Axes and values of the lattice of chunks with rows. A profile may join lattices of several
+    spacings: the one taken is that of the chunks which were measured to the shortest context, with
+    the values of each axis that all of them have. Without rows there is no context to read, without
+    a chunk no history."""
+    with_rows = {key for key in found if key[0] and key[2]}
+    shortest = min(key[3] for key in with_rows)
+    chunks = sorted({key[0] for key in with_rows if key[3] == shortest})
+    histories, rows, contexts = (
+        sorted(set.intersection(*({k[i] for k in with_rows if k[0] == c} for c in chunks)))
+        for i in (1, 2, 3)
+    )
+    axes = {
+        "prefill_chunk": [0, *chunks],
+        "kv_prefill": histories,
+        "n_decode": [0, *rows],
+        "kv_decode": contexts,
+    }
+    values: dict[tuple[int, ...], float] = {
+        (chunk, history, n, kv): found[key]
+        for chunk, history, n, kv in itertools.product(*axes.values())
+        if (key := (chunk, history if chunk else 0, n, kv if n else 0)) in found
+    }
+    values |= {(0, history, 0, kv): 0.0 for history in histories for kv in contexts}
+    return axes, values
+
+
+def _lattice(
+    where: str, axes: Mapping[str, Sequence[int]], found: Mapping[tuple[int, ...], float]
+) -> Grid:
+    """A grid of all combinations. Raises `FieldError` naming the first that was not measured."""
+    values = np.zeros([len(axis) for axis in axes.values()])
+    for index, point in zip(
+        np.ndindex(values.shape), itertools.product(*axes.values()), strict=True
+    ):
+        if point not in found:
+            words = ", ".join(f"{name} {x}" for name, x in zip(axes, point, strict=True))
+            raise FieldError("--cost-table", f"{where} lacks {words}", "measure that point too")
+        values[index] = found[point]
+    for name, axis in axes.items():
+        if len(axis) < 2:
+            raise FieldError("--cost-table", f"{where}: {name} has one value", "measure two")
+    return Grid(list(axes.values()), values)
+
+
+def _curves(path: Path, by: str, names: tuple[str, ...]) -> dict[str, Curve]:
+    """Raises `FieldError` unless the file has exactly these layers, with two points or more."""
+    points: dict[str, dict[int, float]] = {}
+    for row in _rows(path, ("layer", by, "time_us")):
+        name = row.text("layer")
+        if name not in names:
+            raise row.fail("layer", f"{name!r} is unknown", f"known are {', '.join(names)}")
+        points.setdefault(name, {})[row.count(by)] = _seconds(row)
+    for name in names:
+        if len(points.get(name, ())) < 2:
+            raise FieldError("--cost-table", f"{path}: too little of {name}", "measure two points")
+    return {name: Curve(list(found), list(found.values())) for name, found in points.items()}
+
+
+def _points(path: Path) -> dict[tuple[int, ...], float]:
+    return {
+        tuple(row.count(name) for name in _POINT): _seconds(row)
+        for row in _rows(path, (*_POINT, "time_us"))
+    }
+
+
+def _seconds(row: TraceRow) -> float:
+    microseconds = row.number("time_us")
+    if microseconds <= 0:
+        raise row.fail("time_us", f"{microseconds} is not positive", "measure it anew")
+    return microseconds * 1e-6
+
+
+def _bound(row: TraceRow, name: str) -> float:
+    """The upper end of a bucket: 4096 of `kvB<=4k`, 15 of `sr<=15%`; of an open one infinity."""
+    text = row.text(name)
+    match = _LABEL.fullmatch(text)
+    if match is None:
+        raise row.fail(name, f"{text!r} is no bucket", "write kvB<=4k, sr<=15%, n>256 or kp=0")
+    sign, number, unit = match.groups()
+    return math.inf if sign == ">" else float(number) * (1024 if unit == "k" else 1)
+
+
+def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[TraceRow]:
+    return csv_rows(path, read_lines(path), frozenset(columns), frozenset())

@@ -1,0 +1,273 @@
+"""Step times from data sheets: a group of operations takes as long as its arithmetic or its memory
+traffic, whichever is longer (Williams et al. 2009, the roofline model).
+
+Dense decoder-only transformers with gated MLPs and grouped-query attention, weights and KV in 16
+bit, tensor parallelism by a ring all-reduce after attention and MLP. Out of scope, and refused by
+name where a config.json says so: mixtures of experts, latent attention, quantised weights. What the
+roofline does not know (kernels below their limits, launch gaps, sampling) is in two efficiencies
+and two constants; a calibrated model needs none of them.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.speculation.step_work import StepWork
+
+VALUE_BYTES = 2  # bf16
+_UNSUPPORTED = {
+    "num_local_experts": "a mixture of experts",
+    "num_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "kv_lora_rank": "latent attention",
+    "quantization_config": "quantised weights",
+}
+
+
+class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Peaks of one device, per second; `link_bytes_per_s` is one way. `memory_bytes` is what its
+    driver reports where the source says so: ECC takes a sixteenth of some."""
+
+    bf16_flops: float
+    memory_bytes_per_s: float
+    memory_bytes: int
+    link_bytes_per_s: float
+    source: str
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a Hugging Face config.json that decide what a step costs."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    max_position_embeddings: int = 131072
+    head_dim: int | None = None
+    tie_word_embeddings: bool = False
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def layer_weights(self) -> int:
+        """Values in the matrices of all layers."""
+        hidden, head = self.hidden_size, self.head_size
+        attention = hidden * head * (2 * self.num_attention_heads + 2 * self.num_key_value_heads)
+        return self.num_hidden_layers * (attention + 3 * hidden * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        embeddings = self.head_weights * (1 if self.tie_word_embeddings else 2)
+        return VALUE_BYTES * (self.layer_weights + embeddings)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        heads = 2 * self.num_key_value_heads
+        return VALUE_BYTES * self.num_hidden_layers * heads * self.head_size
+
+
+def gpu_names() -> list[str]:
+    return sorted(_shipped("gpus.json"))
+
+
+def load_gpu(name: str) -> Gpu:
+    known = {key.lower(): value for key, value in _shipped("gpus.json").items()}
+    if name.lower() not in known:
+        raise FieldError("--gpu", f"{name!r} is unknown", f"use one of {', '.join(gpu_names())}")
+    return msgspec.convert(known[name.lower()], Gpu)
+
+
+def gpu_within(device: str) -> str:
+    """The shipped name that is a word of what a driver calls the device."""
+    names = [name for name in gpu_names() if name in device.split()]
+    if not names:
+        raise FieldError(
+            "--cost-table", f"{device!r} is unknown", f"known: {', '.join(gpu_names())}"
+        )
+    return names[0]
+
+
+def load_shape(model: str) -> ModelShape:
+    """`model` is the name of a shipped shape, a config.json, or the folder of one."""
+    shipped = _shipped("models.json")
+    if model.lower() in shipped:
+        return msgspec.convert(shipped[model.lower()], ModelShape)
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        for field, what in _UNSUPPORTED.items():
+            if config.get(field):
+                raise FieldError("--model", f"{path}: {field}: {what}", "give a dense 16-bit model")
+        config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+        return msgspec.convert(config, ModelShape)
+    except FieldError:
+        raise
+    except (OSError, ValueError, AttributeError) as error:
+        known = ", ".join(sorted(shipped))
+        raise FieldError(
+            "--model",
+            f"{model!r} is no shape that is shipped, and no config.json ({error})",
+            f"name one of {known}, or the folder of a model",
+        ) from error
+
+
+def _shipped(name: str) -> dict[str, Any]:
+    text = resources.files("sim").joinpath("specs", name).read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+class Rates(NamedTuple):
+    """Seconds of one model on its devices, by what it is given."""
+
+    token_s: float  # of arithmetic in the layers
+    weights_s: float  # to read them once
+    logit_s: float  # of arithmetic in the head
+    head_s: float  # to read it once
+    fixed_s: float
+    exchange_token_s: float
+    pair_s: float  # of arithmetic in attention
+    context_token_s: float  # to read the KV of a position
+
+    def step_s(
+        self, tokens: float, logit_tokens: float, pairs: float, context_tokens: float
+    ) -> float:
+        """One pass."""
+        return self.matrices_s(tokens, logit_tokens) + self.attention_s(pairs, context_tokens)
+
+    def attention_s(self, pairs: float, context_tokens: float) -> float:
+        return max(self.pair_s * pairs, self.context_token_s * context_tokens)
+
+    def matrices_s(self, tokens: float, logit_tokens: float) -> float:
+        """One pass but for its attention."""
+        seconds = self.fixed_s + (
+            max(self.token_s * tokens, self.weights_s) + self.exchange_token_s * tokens
+        )
+        if logit_tokens:
+            seconds += max(self.logit_s * logit_tokens, self.head_s)
+        return seconds
+
+
+class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`shape` on `tensor_parallel` of `gpu`, with a draft model beside it or none.
+
+    Efficiencies are the shares of the data sheet's peaks that good kernels reach; `layer_s` is what
+    a layer's small kernels add (norms, rotations, launches inside a captured graph)."""
+
+    gpu: Gpu
+    shape: ModelShape
+    tensor_parallel: int = 1
+    draft: ModelShape | None = None
+    compute_efficiency: float = 0.7
+    memory_efficiency: float = 0.8
+    layer_s: float = 8e-6
+    step_host_s: float = 5e-4  # scheduler, input preparation, sampling
+    request_host_s: float = 2e-4
+    link_latency_s: float = 1e-5
+
+    def __post_init__(self) -> None:
+        shape, parts = self.shape, self.tensor_parallel
+        if parts < 1 or shape.num_attention_heads % parts:
+            raise FieldError(
+                "--tp",
+                f"{parts} does not divide {shape.num_attention_heads} attention heads",
+                "use a divisor",
+            )
+        for field, value in (
+            ("compute_efficiency", self.compute_efficiency),
+            ("memory_efficiency", self.memory_efficiency),
+        ):
+            if not 0 < value <= 1:
+                raise FieldError(field, f"{value!r} is not allowed", "use a number in (0, 1]")
+
+    def num_blocks(self, block_size_tokens: int, memory_share: float = 0.9) -> int:
+        """KV blocks that fit beside the weights of target and draft on each device."""
+        shapes = [self.shape, *([self.draft] if self.draft else [])]
+        weight_bytes = sum(shape.weight_bytes for shape in shapes) / self.tensor_parallel
+        block_bytes = sum(self._kv_token_bytes(shape) for shape in shapes) * block_size_tokens
+        blocks = int((memory_share * self.gpu.memory_bytes - weight_bytes) // block_bytes)
+        if blocks < 1:
+            raise FieldError(
+                "--gpu",
+                f"{weight_bytes / 2**30:.1f} GiB of weights leave no room for KV",
+                "use more devices (--tp) or a larger one",
+            )
+        return blocks
+
+    def _kv_token_bytes(self, shape: ModelShape) -> float:
+        """Of one device: a KV head that has no other to itself is held by several."""
+        return shape.kv_token_bytes / min(self.tensor_parallel, shape.num_key_value_heads)
+
+    def rates(self, shape: ModelShape) -> Rates:
+        parts, layers = self.tensor_parallel, shape.num_hidden_layers
+        flop_s = 1 / (self.gpu.bf16_flops * self.compute_efficiency * parts)
+        byte_s = 1 / (self.gpu.memory_bytes_per_s * self.memory_efficiency)
+        width = shape.num_attention_heads * shape.head_size
+        fixed_s, exchange_token_s = self.layer_s * layers, 0.0
+        if parts > 1:  # two all-reduces a layer, each moves 2 (p - 1) / p of the activations
+            moved_bytes = 2 * (parts - 1) / parts * shape.hidden_size * VALUE_BYTES
+            exchange_token_s = 2 * layers * moved_bytes / self.gpu.link_bytes_per_s
+            fixed_s += 2 * layers * self.link_latency_s
+        return Rates(
+            token_s=2.0 * shape.layer_weights * flop_s,
+            weights_s=VALUE_BYTES * shape.layer_weights / parts * byte_s,
+            logit_s=2.0 * shape.head_weights * flop_s,
+            head_s=VALUE_BYTES * shape.head_weights / parts * byte_s,
+            fixed_s=fixed_s,
+            exchange_token_s=exchange_token_s,
+            pair_s=4.0 * layers * width * flop_s,  # scores, and the weighted sum of values
+            context_token_s=self._kv_token_bytes(shape) * byte_s,
+        )
+
+
+class Roofline:
+    """The cost model (see `sim.cost.base`)."""
+
+    def __init__(self, config: RooflineConfig) -> None:
+        self._config = config
+        self._target = config.rates(config.shape)
+        self._draft = None if config.draft is None else config.rates(config.draft)
+        # Of the latest step: most have as many tokens, and logits, as the one before.
+        self._tokens: tuple[int, int] | None = None
+        self._matrices_s = 0.0
+
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
+        target, host_s = self._target, self._config.step_host_s
+        tokens = work.target_tokens, work.logit_tokens
+        if tokens != self._tokens:
+            self._tokens, self._matrices_s = tokens, target.matrices_s(*tokens)
+        pairs_s = target.pair_s * work.decode_pairs
+        read_s = target.context_token_s * (work.context_tokens - work.prefill_context_tokens)
+        seconds = self._matrices_s + (pairs_s if pairs_s > read_s else read_s)
+        if work.prefill_tokens:  # its attention is another kernel's work, or as good as
+            seconds += target.attention_s(work.prefill_pairs, work.prefill_context_tokens)
+        if work.admitted:
+            host_s += self._config.request_host_s * work.admitted
+        if not (work.draft_depth or work.ingested_tokens):
+            return 0.0, seconds, host_s
+        return self._draft_s(work), seconds, host_s
+
+    def _draft_s(self, work: StepWork) -> float:
+        """Sequential passes; the first also ingests what the draft lacks. Rows that draft less than
+        the deepest leave early: a pass has on average `draft_tokens / depth` of them."""
+        if self._draft is None:
+            return 0.0
+        depth = max(work.draft_depth, 1)
+        rows, read_tokens = work.draft_tokens / depth, work.draft_context_tokens
+        seconds = self._draft.step_s(rows + work.ingested_tokens, rows, read_tokens, read_tokens)
+        return seconds + (depth - 1) * self._draft.step_s(rows, rows, read_tokens, read_tokens)

@@ -1,0 +1,90 @@
+"""Tables of measured durations: straight lines between points, on every axis.
+
+Beyond the last point the last line goes on: all that is measured here grows linearly once a device
+is full. Who builds a cost model of a table says how far it was measured, so that a long way beyond
+is refused before a run begins.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+
+class Curve:
+    """Seconds by a whole number, from points of it; a count below the first point costs as much as
+    the first."""
+
+    def __init__(self, counts: Sequence[float], seconds: Sequence[float]) -> None:
+        order = np.argsort(counts)
+        xs, ys = np.asarray(counts)[order], np.asarray(seconds)[order]
+        self.most = int(xs[-1])
+        self._slope_s = float((ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
+        self._seconds: list[float] = np.interp(np.arange(self.most + 1), xs, ys).tolist()
+
+    def __call__(self, count: int) -> float:
+        if count <= self.most:
+            return self._seconds[count]
+        return self._seconds[-1] + self._slope_s * (count - self.most)
+
+    @classmethod
+    def total(cls, curves: Sequence[tuple[int, Curve]]) -> Curve:
+        """The sum of curves, each so many times; to the last point of the shortest."""
+        most = min(curve.most for _, curve in curves)
+        counts = range(most + 1)
+        return cls(counts, [sum(times * curve(n) for times, curve in curves) for n in counts])
+
+
+class Grid:
+    """Multilinear interpolation in a full lattice: `values[i, j, ...]` at `axes[0][i], ...`; every
+    axis ascends and has two points or more."""
+
+    def __init__(self, axes: Sequence[Sequence[float]], values: np.ndarray) -> None:
+        self.axes = [list(axis) for axis in axes]
+        self._values = values
+
+    def __call__(self, *point: float) -> float:
+        slices, shares = [], []
+        for axis, x in zip(self.axes, point, strict=True):
+            low = min(max(bisect_right(axis, x) - 1, 0), len(axis) - 2)
+            slices.append(slice(low, low + 2))
+            shares.append((x - axis[low]) / (axis[low + 1] - axis[low]))
+        cell = self._values[tuple(slices)]
+        for share in shares:
+            cell = cell[0] + share * (cell[1] - cell[0])
+        return float(cell)
+
+
+class Lines:
+    """Seconds by two counts, of which the second was measured less far the larger the first is: a
+    line along the second for each value of the first, straight lines between and beyond."""
+
+    def __init__(self, points: Mapping[tuple[int, int], float]) -> None:
+        """Needs two values of the first count or more, and with each of them two of the second."""
+        self.firsts = sorted({first for first, _ in points})
+        self._lines = []
+        for at in self.firsts:
+            line = sorted((second, s) for (first, second), s in points.items() if first == at)
+            self._lines.append(([float(x) for x, _ in line], [s for _, s in line]))
+
+    @classmethod
+    def of(cls, points: Mapping[tuple[int, int], float] | None) -> Lines | None:
+        """None of too few points."""
+        counts = Counter(first for first, _ in points or ())
+        thin = [first for first, count in counts.items() if count < 2]
+        return cls(points) if points and len(counts) > 1 and not thin else None
+
+    def __call__(self, first: float, second: float) -> float:
+        low = min(max(bisect_right(self.firsts, first) - 1, 0), len(self.firsts) - 2)
+        share = (first - self.firsts[low]) / (self.firsts[low + 1] - self.firsts[low])
+        below, above = self._at(low, second), self._at(low + 1, second)
+        return below + share * (above - below)
+
+    def _at(self, line: int, second: float) -> float:
+        xs, seconds = self._lines[line]
+        low = min(max(bisect_right(xs, second) - 1, 0), len(xs) - 2)
+        slope_s = (seconds[low + 1] - seconds[low]) / (xs[low + 1] - xs[low])
+        return seconds[low] + (second - xs[low]) * slope_s

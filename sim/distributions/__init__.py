@@ -1,0 +1,1 @@
+"""Distributions of arrivals and of lengths. Imports nothing."""

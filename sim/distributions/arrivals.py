@@ -1,0 +1,122 @@
+"""Arrival processes: endless, ascending times in seconds from a generator that is passed in.
+
+Renewal processes draw independent gaps with a given rate and coefficient of variation (CV). The
+on/off process is a Poisson process that pauses; the diurnal one follows a sine, by thinning (Lewis
+and Shedler 1979). Times are made in chunks of `CHUNK` gaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from cbatch.core.request.errors import FieldError
+
+CHUNK = 4096
+Law = Literal["gamma", "weibull"]
+
+
+def constant(rate_per_s: float) -> Iterator[float]:
+    """One request every 1 / rate seconds, the first at 0."""
+    _check("rate_per_s", rate_per_s)
+    count = 0
+    while True:
+        yield count / rate_per_s
+        count += 1
+
+
+def poisson(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
+    """Exponential gaps."""
+    return gamma(rate_per_s, 1.0, rng)
+
+
+def gamma(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[float]:
+    """Gamma gaps of that CV: above 1 bursts, below 1 regular."""
+    _check("cv", cv)
+    return _renewal(rate_per_s, "gamma", 1 / cv**2, rng)
+
+
+def weibull(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[float]:
+    """Weibull gaps of that CV: a longer tail than gamma's above 1."""
+    return _renewal(rate_per_s, "weibull", weibull_shape(cv), rng)
+
+
+def on_off(
+    rate_per_s: float, on_s: float, off_s: float, rng: np.random.Generator
+) -> Iterator[float]:
+    """Poisson arrivals in phases that last `on_s` on average, none between them for `off_s` on
+    average, all exponential; `rate_per_s` is the mean over both. Begins with arrivals."""
+    for field, value in (("rate_per_s", rate_per_s), ("on_s", on_s), ("off_s", off_s)):
+        _check(field, value)
+    busy_rate_per_s = rate_per_s * (on_s + off_s) / on_s
+    start_s = 0.0
+    while True:
+        length_s = rng.exponential(on_s)
+        # Given their number, the points of a Poisson process are independent and uniform.
+        count = rng.poisson(busy_rate_per_s * length_s)
+        yield from (start_s + np.sort(rng.random(count)) * length_s).tolist()
+        start_s += length_s + rng.exponential(off_s)
+
+
+def diurnal(
+    rate_per_s: float, swing: float, period_s: float, rng: np.random.Generator
+) -> Iterator[float]:
+    """Rate `rate_per_s` (1 + swing sin(2 pi t / period)); the swing is in [0, 1]."""
+    _check("rate_per_s", rate_per_s)
+    _check("period_s", period_s)
+    if not 0 <= swing <= 1:
+        raise FieldError("swing", f"{swing} is not allowed", "use a number in [0, 1]")
+    peak = 1 + swing
+    start_s = 0.0
+    while True:
+        times_s = start_s + np.cumsum(rng.exponential(1 / (rate_per_s * peak), CHUNK))
+        rates = 1 + swing * np.sin(2 * math.pi * times_s / period_s)
+        yield from times_s[rng.random(CHUNK) * peak < rates].tolist()
+        start_s = float(times_s[-1])
+
+
+def unit_gaps(law: Law, shape: float, rng: np.random.Generator, count: int) -> np.ndarray:
+    """Gaps of mean 1, float64 [count]."""
+    if law == "gamma":
+        return rng.gamma(shape, 1 / shape, count)
+    gaps: np.ndarray = rng.weibull(shape, count) / math.gamma(1 + 1 / shape)
+    return gaps
+
+
+def weibull_shape(cv: float) -> float:
+    """The shape with CV^2 = Gamma(1 + 2/k) / Gamma(1 + 1/k)^2 - 1, by bisection (the CV falls as
+    the shape rises)."""
+    _check("cv", cv)
+    low, high = 0.05, 100.0
+    if not weibull_cv(high) < cv < weibull_cv(low):
+        raise FieldError("cv", f"{cv} is not allowed", "use a number from 0.013 to 1e5")
+    for _ in range(80):
+        middle = math.sqrt(low * high)
+        if weibull_cv(middle) > cv:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(low * high)
+
+
+def weibull_cv(shape: float) -> float:
+    return math.sqrt(math.expm1(math.lgamma(1 + 2 / shape) - 2 * math.lgamma(1 + 1 / shape)))
+
+
+def _renewal(
+    rate_per_s: float, law: Law, shape: float, rng: np.random.Generator
+) -> Iterator[float]:
+    _check("rate_per_s", rate_per_s)
+    reached_s = 0.0
+    while True:
+        times_s = reached_s + np.cumsum(unit_gaps(law, shape, rng, CHUNK) / rate_per_s)
+        yield from times_s.tolist()
+        reached_s = float(times_s[-1])
+
+
+def _check(field: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise FieldError(field, f"{value} is not allowed", "give a positive number")

@@ -1,0 +1,73 @@
+"""Lengths of prompts and outputs: functions of a generator and a count, in tokens, at least 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cbatch.core.request.errors import FieldError
+
+Lengths = Callable[[np.random.Generator, int], np.ndarray]  # -> int64 [count]
+
+
+def fixed(tokens: int) -> Lengths:
+    _check("tokens", tokens)
+    return lambda rng, count: np.full(count, tokens, dtype=np.int64)
+
+
+def uniform(low: int, high: int) -> Lengths:
+    """Every length from `low` to `high`, both included."""
+    _check("low", low)
+    _check_order(low, high)
+    return lambda rng, count: rng.integers(low, high, count, endpoint=True)
+
+
+def lognormal(mean: float, cv: float, *, high: int | None = None) -> Lengths:
+    """Of that mean and coefficient of variation, rounded; cut at `high`, which lowers the mean."""
+    _check("mean", mean)
+    if not 0 <= cv < math.inf:
+        raise FieldError("cv", f"{cv} is not allowed", "give 0 or more")
+    variance = math.log1p(cv**2)  # of the logarithm
+
+    def draw(rng: np.random.Generator, count: int) -> np.ndarray:
+        values = rng.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), count)
+        lengths: np.ndarray = np.clip(np.rint(values), 1, high).astype(np.int64)
+        return lengths
+
+    return draw
+
+
+def zipf(exponent: float, low: int, high: int) -> Lengths:
+    """Length l from `low` to `high` with a chance in proportion to l ** -exponent."""
+    _check("low", low)
+    _check_order(low, high)
+    if not 0 <= exponent < math.inf:
+        raise FieldError("exponent", f"{exponent} is not allowed", "give 0 or more")
+    lengths = np.arange(low, high + 1)
+    below = np.cumsum(lengths.astype(np.float64) ** -exponent)
+
+    def draw(rng: np.random.Generator, count: int) -> np.ndarray:
+        drawn: np.ndarray = lengths[np.searchsorted(below, rng.random(count) * below[-1], "right")]
+        return drawn
+
+    return draw
+
+
+def empirical(tokens: Sequence[int] | np.ndarray) -> Lengths:
+    """Drawn from these, each as likely as it is frequent among them."""
+    values = np.asarray(tokens, dtype=np.int64)
+    if not len(values) or values.min() < 1:
+        raise FieldError("tokens", "are none, or hold a 0", "give lengths of 1 token or more")
+    return lambda rng, count: rng.choice(values, count)
+
+
+def _check(field: str, value: float) -> None:
+    if not 1 <= value < math.inf:
+        raise FieldError(field, f"{value} is not allowed", "give 1 or more")
+
+
+def _check_order(low: int, high: int) -> None:
+    if high < low:
+        raise FieldError("high", f"{high} is below low, {low}", "give a larger number")

@@ -1,0 +1,1 @@
+"""The fast executor: answers plans from models of cost and of acceptance."""

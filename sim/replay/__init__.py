@@ -1,0 +1,1 @@
+"""Requests through one scheduler or many, on a clock of its own."""

@@ -1,0 +1,102 @@
+"""From a source to a scheduler: requests of a trace get their tokens, and some are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast, overload
+
+import numpy as np
+
+from cbatch.core.request.errors import RefusedError
+from cbatch.core.request.request import Request, SamplingParams
+from cbatch.core.scheduler.scheduler import Scheduler
+from sim.replay.metrics import MetricsRecorder
+from sim.report.report import Refused
+from sim.traces.prompts import TracePrompts
+from sim.traces.request import TraceRequest
+from sim.workload.sources import Source
+from sim.workload.tokens import mix
+
+
+class Ids(Sequence[int]):
+    """Stands in for the tuple of a prompt that is there as an array (int32): thousands of integers
+    are made only where somebody reads them, as a step log does."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> int | tuple[int, ...]:
+        found = self._tokens[at].tolist()
+        return tuple(found) if isinstance(at, slice) else cast("int", found)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._tokens, dtype)
+
+
+class Arrival(NamedTuple):
+    number: int  # in the trace, from 0
+    traced: TraceRequest
+    request: Request
+
+
+class Intake:
+    def __init__(self, source: Source, seed: int) -> None:
+        self._source, self._seed = source, seed
+        self._prompts = TracePrompts()
+        self._params: dict[int, SamplingParams] = {}  # by output tokens
+        self.refused: list[Refused] = []
+        self.num_arrived = 0
+        self.first_s: float | None = None
+
+    def take(self) -> Arrival:
+        """The next request of the source, whose time has come."""
+        number, traced = self._source.take()
+        self.num_arrived += 1
+        if self.first_s is None:
+            self.first_s = traced.arrival_s
+        tokens = self._prompts.prompt(traced)
+        count = traced.output_tokens
+        params = self._params.get(count)
+        if params is None:
+            params = self._params[count] = SamplingParams(
+                max_tokens=count, temperature=0.0, ignore_eos=True
+            )
+        request = Request(
+            request_id=str(number),
+            prompt=cast("tuple[int, ...]", Ids(tokens)),
+            params=params,
+            seed=mix(self._seed, number),
+            priority=traced.priority or 0,
+        )
+        return Arrival(number, traced, request)
+
+    def deliver(
+        self, arrival: Arrival, scheduler: Scheduler, recorder: MetricsRecorder, now_s: float
+    ) -> bool:
+        """Whether it was accepted; its time in the queue counts from its arrival in any case."""
+        number, traced, request = arrival
+        recorder.arrived(number, traced)
+        try:
+            scheduler.add(request, traced.arrival_s)
+        except RefusedError as error:
+            recorder.refused(request.request_id)
+            self.refused.append(
+                Refused(
+                    index=number,
+                    prompt_tokens=traced.prompt_tokens,
+                    output_tokens=traced.output_tokens,
+                    reason=str(error),
+                )
+            )
+            self._source.ended(traced, now_s)
+            return False
+        return True

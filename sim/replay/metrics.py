@@ -1,0 +1,252 @@
+"""What is measured while a replay runs: a few numbers a request, and every gap between tokens.
+
+A step in which the same rows as before decode one token each has one gap for all of them, and
+costs one append; whatever else happens is looked at row by row. Memory grows by some 60 bytes a
+request and 24 a step.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from cbatch.core.scheduler.plan import StepPlan
+from cbatch.core.scheduler.sequence import Commit
+from sim.report.report import Objectives, Record
+from sim.traces.request import TraceRequest
+
+_SERIES = ("ttft_s", "tpot_s", "e2e_s", "queue_s", "_gap_s", "_gap_chunks", "_gap_tokens")
+_COUNTS = (
+    "num_finished",
+    "num_good",
+    "num_cut",
+    "prompt_tokens",
+    "output_tokens",
+    "row_steps",
+    "running_s",
+)
+
+
+class _Open(msgspec.Struct, gc=False):
+    """A request that has not ended."""
+
+    index: int
+    request: TraceRequest
+    queue_s: float | None = None  # None: not admitted yet
+    first_s: float = math.nan
+    last_s: float | None = None  # of its last token, as of the moment it lost its slot
+    hit_tokens: int = 0
+    preemptions: int = 0
+    slot: int | None = None  # the latest that it had
+
+
+class MetricsRecorder:
+    """Told of every request, plan and commit, in order."""
+
+    def __init__(
+        self,
+        max_slots: int,
+        objectives: Objectives,
+        on_record: Callable[[Record], None] | None = None,
+        replica: int | None = None,
+    ) -> None:
+        self._replica = replica
+        self._objectives = objectives
+        self._on_record = on_record
+        self._open: dict[str, _Open] = {}
+        self._occupants: list[_Open | None] = [None] * max_slots
+        self._last_s: list[float | None] = [None] * max_slots  # of the last token of its request
+        self._steady: StepPlan | None = None  # all of its rows had their last token at _steady_s
+        self._steady_s = 0.0
+        self.ttft_s, self.tpot_s, self.e2e_s, self.queue_s = (array("d") for _ in range(4))
+        self._gap_s, self._gap_chunks, self._gap_tokens = array("d"), array("q"), array("q")
+        self.num_finished = self.num_good = self.num_cut = 0
+        self.prompt_tokens = self.output_tokens = 0
+        self.row_steps = 0  # rows that emitted, over all steps
+        self.running_s = 0.0  # integral of the running requests over time
+        self.end_s = 0.0
+
+    @classmethod
+    def total(cls, recorders: Sequence[MetricsRecorder]) -> MetricsRecorder:
+        """What all of them have measured together; not for recording more."""
+        if len(recorders) == 1:
+            return recorders[0]
+        total = cls(0, Objectives())
+        for one in recorders:
+            for name in _SERIES:
+                getattr(total, name).extend(getattr(one, name))
+            for name in _COUNTS:
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+            total.end_s = max(total.end_s, one.end_s)
+        return total
+
+    def arrived(self, index: int, request: TraceRequest) -> None:
+        self._open[str(index)] = _Open(index, request)
+
+    def refused(self, name: str) -> None:
+        del self._open[name]
+
+    def planned(self, plan: StepPlan, now_s: float) -> None:
+        for admission in plan.deltas.new_sequences:
+            slot, opened = admission.slot, self._open[admission.request_id]
+            if self._steady is not None:
+                self._settle(self._steady)
+            self._vacate(slot)
+            if opened.slot is not None:  # it was preempted, and nobody has its old slot yet
+                self._vacate(opened.slot)
+            opened.slot = slot
+            self._occupants[slot] = opened
+            self._last_s[slot] = opened.last_s
+            if opened.queue_s is None:
+                opened.queue_s = now_s - opened.request.arrival_s
+                opened.hit_tokens = admission.kv_len_tokens
+            else:
+                opened.preemptions += 1
+
+    def committed(self, plan: StepPlan, commit: Commit, started_s: float, end_s: float) -> None:
+        rows, steady = len(plan.slots), self._steady
+        self.running_s += rows * (end_s - started_s)
+        if steady is not None and not (
+            plan.slots is steady.slots and plan.query_lens is steady.query_lens
+        ):
+            self._settle(steady)
+            if self._all_of(steady, plan, commit):
+                self._steady = plan
+        if self._steady is None:
+            self._rows(plan, commit, end_s)
+            return
+        self._gap_s.append(end_s - self._steady_s)
+        self._gap_chunks.append(rows)
+        self._gap_tokens.append(rows)
+        self.row_steps += rows
+        self._steady_s = end_s
+
+    @property
+    def steady_slots(self) -> np.ndarray | None:
+        """If in the last step all rows emitted one token each: theirs."""
+        return None if self._steady is None else self._steady.slots
+
+    def skipped(self, rows: int, ends_s: list[float]) -> None:
+        """So many rows emitted one token each, as in the last step, in steps that ended then."""
+        last_s = self._steady_s
+        for end_s in ends_s:
+            self.running_s += rows * (end_s - last_s)
+            self._gap_s.append(end_s - last_s)
+            last_s = end_s
+        counts = [rows] * len(ends_s)
+        self._gap_chunks.fromlist(counts)
+        self._gap_tokens.fromlist(counts)
+        self.row_steps += rows * len(ends_s)
+        self._steady_s = last_s
+
+    def finished(self, name: str, num_tokens: int, now_s: float) -> TraceRequest:
+        """It ended with `num_tokens` of output, the last of them now."""
+        opened = self._open.pop(name)
+        request = opened.request
+        assert opened.queue_s is not None
+        ttft_s, e2e_s = opened.first_s - request.arrival_s, now_s - request.arrival_s
+        tpot_s = (now_s - opened.first_s) / (num_tokens - 1) if num_tokens > 1 else None
+        self.ttft_s.append(ttft_s)
+        self.e2e_s.append(e2e_s)
+        self.queue_s.append(opened.queue_s)
+        if tpot_s is not None:
+            self.tpot_s.append(tpot_s)
+        self.num_finished += 1
+        self.num_cut += num_tokens < request.output_tokens
+        self.num_good += self._meets(request, ttft_s, tpot_s, e2e_s)
+        self.prompt_tokens += request.prompt_tokens
+        self.output_tokens += num_tokens
+        self.end_s = now_s
+        if self._on_record is not None:
+            self._on_record(
+                Record(
+                    index=opened.index,
+                    arrival_s=request.arrival_s,
+                    prompt_tokens=request.prompt_tokens,
+                    output_tokens=num_tokens,
+                    queue_s=opened.queue_s,
+                    ttft_s=ttft_s,
+                    tpot_s=tpot_s,
+                    e2e_s=e2e_s,
+                    prefix_hit_tokens=opened.hit_tokens,
+                    preemptions=opened.preemptions,
+                    session=request.session,
+                    replica=self._replica,
+                )
+            )
+        return request
+
+    def gaps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds between tokens that came at different times (float64), how many requests waited
+        so long (int64), and how many tokens came after it in all (int64)."""
+        chunks, tokens = np.asarray(self._gap_chunks), np.asarray(self._gap_tokens)
+        return np.asarray(self._gap_s), chunks, tokens
+
+    # -- inside
+
+    def _vacate(self, slot: int) -> None:
+        leaver = self._occupants[slot]
+        if leaver is not None:
+            leaver.last_s, leaver.slot = self._last_s[slot], None
+            self._occupants[slot] = None
+
+    def _settle(self, steady: StepPlan) -> None:
+        for slot in steady.slots.tolist():
+            self._last_s[slot] = self._steady_s
+        self._steady = None
+
+    @staticmethod
+    def _all_of(steady: StepPlan, plan: StepPlan, commit: Commit) -> bool:
+        """Whether in `plan` rows of `steady`, and no others, emit one token each."""
+        return (
+            len(commit.tokens) == len(plan.slots)
+            and commit.counts.tolist().count(1) == len(plan.slots)
+            and set(plan.slots.tolist()) <= set(steady.slots.tolist())
+            and not any(plan.num_drafts.tolist())
+        )
+
+    def _rows(self, plan: StepPlan, commit: Commit, now_s: float) -> None:
+        """Row by row."""
+        counts = commit.counts
+        gaps_s: list[float] = []
+        tokens: list[int] = []
+        last_s, emitting = self._last_s, 0
+        for slot, count in zip(plan.slots.tolist(), counts.tolist(), strict=True):
+            if not count:
+                continue
+            emitting += 1
+            before_s, last_s[slot] = last_s[slot], now_s
+            if before_s is not None:
+                gaps_s.append(now_s - before_s)
+                tokens.append(count)
+            else:  # tokens that come together with the first one have no gap of their own
+                opened = self._occupants[slot]
+                assert opened is not None
+                opened.first_s = now_s
+        self.row_steps += emitting
+        self._gap_s.fromlist(gaps_s)
+        self._gap_chunks.fromlist([1] * len(gaps_s))
+        self._gap_tokens.fromlist(tokens)
+        one_each = len(commit.tokens) == emitting
+        if emitting == len(counts) and one_each and not any(plan.num_drafts.tolist()):
+            self._steady, self._steady_s = plan, now_s
+
+    def _meets(
+        self, request: TraceRequest, ttft_s: float, tpot_s: float | None, e2e_s: float
+    ) -> bool:
+        """With one token there is no time per token, and nothing to miss."""
+        usual = self._objectives
+        return (
+            _within(ttft_s, request.ttft_slo_s, usual.ttft_s)
+            and _within(tpot_s, request.tpot_slo_s, usual.tpot_s)
+            and _within(e2e_s, request.e2e_slo_s, usual.e2e_s)
+        )
+
+
+def _within(value_s: float | None, own_s: float | None, usual_s: float | None) -> bool:
+    most_s = usual_s if own_s is None else own_s
+    return value_s is None or most_s is None or value_s <= most_s

@@ -1,0 +1,110 @@
+"""The report of a replay, summed over the schedulers that served it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cbatch.core.scheduler.scheduler import Scheduler
+from sim.replay.intake import Intake
+from sim.replay.metrics import MetricsRecorder
+from sim.report.report import Goodput, Objectives, Replica, Report, SpeculationReport, Spread
+
+
+class Served(NamedTuple):
+    """A scheduler that is through with its work, and what was measured of it."""
+
+    scheduler: Scheduler
+    recorder: MetricsRecorder
+
+
+def report_of(
+    intake: Intake,
+    served: Sequence[Served],
+    objectives: Objectives | None,
+    settings: dict[str, Any],
+    *,
+    by_replica: bool = False,
+) -> Report:
+    recorder = MetricsRecorder.total([each.recorder for each in served])
+    stats = [each.scheduler.stats for each in served]
+    gap_s, chunks, tokens = recorder.gaps()
+    duration_s = max(recorder.end_s - (intake.first_s or 0.0), 0.0)
+
+    def rate(count: float) -> float | None:
+        return count / duration_s if duration_s > 0 else None
+
+    return Report(
+        kind="simulated",
+        settings=settings,
+        requests=recorder.num_finished,
+        cut_requests=recorder.num_cut,
+        refused=tuple(intake.refused),
+        duration_s=duration_s,
+        prompt_tokens=recorder.prompt_tokens,
+        output_tokens=recorder.output_tokens,
+        requests_per_s=rate(recorder.num_finished),
+        prompt_tokens_per_s=rate(recorder.prompt_tokens),
+        output_tokens_per_s=rate(recorder.output_tokens),
+        ttft_s=Spread.of(np.asarray(recorder.ttft_s)),
+        tpot_s=Spread.of(np.asarray(recorder.tpot_s)),
+        itl_s=Spread.of(gap_s * chunks / np.maximum(tokens, 1), tokens),
+        chunk_gap_s=Spread.of(gap_s, chunks),
+        e2e_s=Spread.of(np.asarray(recorder.e2e_s)),
+        queue_s=Spread.of(np.asarray(recorder.queue_s)),
+        goodput=_goodput(recorder, objectives, intake.num_arrived, rate(recorder.num_good)),
+        speculation=_speculation(served, recorder),
+        steps=sum(s.steps for s in stats),
+        mean_running=rate(recorder.running_s),
+        preemptions=sum(s.preemptions for s in stats),
+        prefix_hit_tokens=sum(s.prefix_hit_tokens for s in stats),
+        replicas=tuple(_replica(each, rate(each.recorder.running_s)) for each in served)
+        if by_replica
+        else None,
+    )
+
+
+def _replica(served: Served, mean_running: float | None) -> Replica:
+    recorder, stats = served.recorder, served.scheduler.stats
+    return Replica(
+        requests=recorder.num_finished,
+        prompt_tokens=recorder.prompt_tokens,
+        output_tokens=recorder.output_tokens,
+        ttft_s=Spread.of(np.asarray(recorder.ttft_s)),
+        steps=stats.steps,
+        mean_running=mean_running,
+        preemptions=stats.preemptions,
+        prefix_hit_tokens=stats.prefix_hit_tokens,
+    )
+
+
+def _goodput(
+    recorder: MetricsRecorder,
+    objectives: Objectives | None,
+    num_arrived: int,
+    requests_per_s: float | None,
+) -> Goodput | None:
+    if objectives is None or requests_per_s is None:
+        return None
+    return Goodput(
+        objectives=objectives,
+        requests=recorder.num_good,
+        share=recorder.num_good / num_arrived,
+        requests_per_s=requests_per_s,
+    )
+
+
+def _speculation(served: Sequence[Served], recorder: MetricsRecorder) -> SpeculationReport | None:
+    if not served[0].scheduler.state.policy.max_depth:
+        return None
+    stats = [each.scheduler.stats for each in served]
+    drafted, accepted = sum(s.drafted_tokens for s in stats), sum(s.accepted_tokens for s in stats)
+    emitted = sum(s.emitted_tokens for s in stats)
+    return SpeculationReport(
+        drafted_tokens=drafted,
+        accepted_tokens=accepted,
+        acceptance=accepted / drafted if drafted else None,
+        tokens_per_step=emitted / recorder.row_steps if recorder.row_steps else None,
+    )

@@ -1,0 +1,263 @@
+"""A trace through the real scheduler, or several of them behind a router, on one virtual clock.
+
+    arrivals -> router -> inbox of a replica, until its step ends
+             -> scheduler.plan(now) -> executor.run -> now += duration -> scheduler.commit
+
+Each replica has a scheduler, an executor and a pool of its own, and steps of its own length; what
+happens at one time happens in this order: steps end (by replica), requests arrive and are routed,
+replicas that run no step begin one. Loops are serial (overlap depth 0).
+
+Nothing here reads a clock or draws a number that does not come from `seed`: the same inputs give
+the same report, byte for byte.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.events import Event
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.scheduler.sequence import Finished
+from sim.replay.intake import Arrival, Intake
+from sim.replay.metrics import MetricsRecorder
+from sim.replay.outcome import Served, report_of
+from sim.replay.routers import ReplicaLoad, RoundRobin, Router
+from sim.report.report import Objectives, Record, Report
+from sim.report.timeline import Observer, TimelineStep
+from sim.traces.request import TraceRequest
+from sim.workload.sources import Source
+
+PROGRESS_STEPS = 512  # between two reports of progress, at least
+
+
+# What steps emit, int32 [steps, rows], the target's seconds in each, and when each ends.
+StepsAhead = tuple[np.ndarray, list[float], list[float]]
+
+
+class StepExecutor(Protocol):
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def run_ahead(self, slots: np.ndarray, most: int, now_s: float, until_s: float) -> StepsAhead:
+        """At most so many of the scheduler's `steps_ahead`, up to the first that does not end
+        before `until_s`; none, if it cannot tell."""
+
+    def idle(self, seconds: float) -> None:
+        """Nothing has run for so long, before the next step."""
+
+    @property
+    def host_s(self) -> float:
+        """What the loop around the executor took for the last step: not in its result, whose
+        durations are those that a real executor measures."""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    now_s: float
+    finished: int
+    running: int
+    waiting: int
+    steps: int
+
+
+def replay(
+    source: Source,
+    config: SchedulerConfig,
+    *executors: StepExecutor,
+    router: Router | None = None,
+    seed: int = 0,
+    settings: dict[str, Any] | None = None,
+    objectives: Objectives | None = None,
+    on_record: Callable[[Record], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    observers: Sequence[Observer] = (),
+    log: Callable[[Event], None] | None = None,
+) -> Report:
+    """Serve everything that `source` brings. A request that can never run is reported as refused,
+    and the others go on. `settings` are for the report; `objectives` also decide its goodput.
+
+    With a `router` there is a replica for each executor, and the report tells them apart; `config`
+    is that of each. `observers` and `log` are for one alone."""
+    if len(executors) != 1 and (router is None or observers or log is not None):
+        raise ValueError("executors: several need a router, and nobody who watches one engine")
+    intake, usual = Intake(source, seed), objectives or Objectives()
+    replicas = [
+        _Replica(
+            Scheduler(config, log),
+            executor,
+            MetricsRecorder(config.max_slots, usual, on_record, None if router is None else i),
+            observers,
+        )
+        for i, executor in enumerate(executors)
+    ]
+    _Loop(source, intake, replicas, router or RoundRobin()).run(on_progress)
+    served = [Served(replica.scheduler, replica.recorder) for replica in replicas]
+    return report_of(intake, served, objectives, settings or {}, by_replica=router is not None)
+
+
+class _Replica:
+    """One scheduler, its executor, and the step that it runs, if any."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: StepExecutor,
+        recorder: MetricsRecorder,
+        observers: Sequence[Observer],
+    ) -> None:
+        self.scheduler, self.recorder = scheduler, recorder
+        self.inbox: list[Arrival] = []
+        self._executor, self._observers = executor, observers
+        self._step: tuple[StepPlan, StepResult, float] | None = None  # and when it began
+        self._ahead: StepsAhead | None = None  # or many
+        self._ended_s = 0.0  # the last step
+        self.num_steps = 0  # that have ended
+
+    @property
+    def is_idle(self) -> bool:
+        return self._step is None and self._ahead is None
+
+    def begin(self, now_s: float, until_s: float) -> float | None:
+        """When the step that begins now will end; None: it has nothing to do. Steps in which
+        nothing can happen are one here, up to the first that does not end before `until_s`."""
+        steady = self.recorder.steady_slots
+        if steady is not None and now_s == self._ended_s and not self._observers:
+            slots, most = self.scheduler.steps_ahead()
+            if most and slots is steady:
+                ahead = self._executor.run_ahead(slots, most, now_s, until_s)
+                if ahead[2]:
+                    self._ahead = ahead
+                    return ahead[2][-1]
+        plan = self.scheduler.plan(now_s)
+        if plan is None:
+            return None
+        if now_s > self._ended_s:
+            self._executor.idle(now_s - self._ended_s)
+        if plan.deltas.new_sequences:
+            self.recorder.planned(plan, now_s)
+        result = self._executor.run(plan)
+        self._step = plan, result, now_s
+        return now_s + (result.draft_s + result.target_s + self._executor.host_s)
+
+    def end(self, now_s: float) -> list[TraceRequest]:
+        """Returns the requests that ended with the step."""
+        self._ended_s = now_s
+        if self._ahead is not None:
+            (tokens, targets_s, ends_s), self._ahead = self._ahead, None
+            self.scheduler.skip_steps(tokens, targets_s, now_s)
+            self.recorder.skipped(tokens.shape[1], ends_s)
+            self.num_steps += len(ends_s)
+            return self._finished(self.scheduler.take_finished(), now_s)
+        assert self._step is not None
+        (plan, result, started_s), self._step = self._step, None
+        self.num_steps += 1
+        commit = self.scheduler.commit(result, now_s)
+        self.recorder.committed(plan, commit, started_s, now_s)
+        for observer in self._observers:
+            observer.step(TimelineStep(started_s, now_s, plan, result, commit, self.scheduler))
+        return self._finished(commit.finished, now_s)
+
+    def _finished(self, ended: Sequence[Finished], now_s: float) -> list[TraceRequest]:
+        finished = self.recorder.finished
+        return [finished(e.request_id, len(e.output), now_s) for e in ended]
+
+
+class _Loop:
+    def __init__(
+        self, source: Source, intake: Intake, replicas: Sequence[_Replica], router: Router
+    ) -> None:
+        self._source, self._intake, self._router = source, intake, router
+        self._replicas = replicas
+        self._load = ReplicaLoad(len(replicas))
+        self._ends: list[tuple[float, int]] = []  # a heap: when which replica's step ends
+
+    def run(self, on_progress: Callable[[Progress], None] | None) -> None:
+        ends, replicas, now_s, told = self._ends, self._replicas, 0.0, PROGRESS_STEPS
+        arrival_s = self._source.next_arrival_s()
+        while ends or arrival_s is not None:
+            now_s = max(now_s, self._next_s(arrival_s))
+            free = self._end_steps(now_s)
+            arrival_s = self._source.next_arrival_s()
+            arrives = arrival_s is not None and arrival_s <= now_s
+            if arrives or any(replicas[i].inbox for i in free):
+                free |= self._take_in(now_s, free)
+                arrival_s = self._source.next_arrival_s()
+            for i in sorted(free):
+                until_s = now_s if len(free) > 1 else self._next_s(arrival_s)
+                begun_until_s = replicas[i].begin(now_s, until_s)
+                if begun_until_s is None:
+                    continue
+                heapq.heappush(ends, (begun_until_s, i))
+            if on_progress is not None and (steps := self._num_steps) >= told:
+                told = steps + PROGRESS_STEPS
+                on_progress(self._progress(now_s))
+        if any(replica.scheduler.has_work for replica in replicas):
+            raise RuntimeError("a scheduler holds requests that it will not run")
+        if on_progress is not None:
+            on_progress(self._progress(now_s))
+
+    def _next_s(self, arrival_s: float | None) -> float:
+        """When something happens next, but for what a replica that begins a step now may do."""
+        end_s = self._ends[0][0] if self._ends else math.inf
+        return end_s if arrival_s is None else min(end_s, arrival_s)
+
+    def _end_steps(self, now_s: float) -> set[int]:
+        """Returns whose steps have ended."""
+        ended: set[int] = set()
+        while self._ends and self._ends[0][0] <= now_s:
+            _, i = heapq.heappop(self._ends)
+            ended.add(i)
+            for request in self._replicas[i].end(now_s):
+                self._load.remove(i, request.prompt_tokens)
+                self._source.ended(request, now_s)
+        return ended
+
+    def _take_in(self, now_s: float, ended: set[int]) -> set[int]:
+        """Routes what has arrived, and hands it, with what came during the steps that have ended,
+        to the replicas that run none; a refusal may let another request come at once. Returns who
+        was given something."""
+        given: set[int] = set()
+        source, load, replicas = self._source, self._load, self._replicas
+        waiting = set(ended)  # an idle replica that was left alone has nothing in its inbox
+        while True:
+            while (arrival_s := source.next_arrival_s()) is not None and arrival_s <= now_s:
+                arrival = self._intake.take()
+                i = self._router.route(arrival.request.prompt_array(), load)
+                load.add(i, arrival.traced.prompt_tokens)
+                replicas[i].inbox.append(arrival)
+                waiting.add(i)
+            for i in sorted(waiting):
+                if replicas[i].inbox and replicas[i].is_idle:
+                    given.add(i)
+                    self._deliver(i, now_s)
+            waiting.clear()
+            arrival_s = source.next_arrival_s()
+            if arrival_s is None or arrival_s > now_s:
+                return given
+
+    def _deliver(self, i: int, now_s: float) -> None:
+        replica = self._replicas[i]
+        arrivals, replica.inbox = replica.inbox, []
+        for arrival in arrivals:
+            if not self._intake.deliver(arrival, replica.scheduler, replica.recorder, now_s):
+                self._load.remove(i, arrival.traced.prompt_tokens)
+
+    @property
+    def _num_steps(self) -> int:
+        return sum(replica.num_steps for replica in self._replicas)
+
+    def _progress(self, now_s: float) -> Progress:
+        schedulers = [replica.scheduler for replica in self._replicas]
+        return Progress(
+            now_s,
+            sum(replica.recorder.num_finished for replica in self._replicas),
+            sum(scheduler.num_running for scheduler in schedulers),
+            sum(s.num_waiting for s in schedulers) + sum(len(r.inbox) for r in self._replicas),
+            self._num_steps,
+        )

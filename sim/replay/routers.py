@@ -1,0 +1,138 @@
+"""Routers before a fleet: which replica a request goes to.
+
+A router knows what a gateway knows: which requests it sent where and which of them have ended,
+their prompts, and nothing of what goes on inside a replica. It is not told how long an output will
+be. Ties go to the next replica in turn.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from cbatch.core.request.errors import FieldError
+
+BLOCK_TOKENS = 64  # of the prefixes that are remembered
+MAX_PREFIXES = 2**18  # remembered, of the latest use
+# A replica that knows the prefix is passed over if it has more open requests than the least loaded
+# one by more than both: so many, and such a share of what that one has.
+MAX_EXCESS_REQUESTS = 8
+MAX_EXCESS_SHARE = 0.5
+
+
+class ReplicaLoad:
+    """What each replica was sent and has not answered."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.requests = [0] * num_replicas
+        self.prompt_tokens = [0] * num_replicas
+
+    def add(self, replica: int, prompt_tokens: int) -> None:
+        self.requests[replica] += 1
+        self.prompt_tokens[replica] += prompt_tokens
+
+    def remove(self, replica: int, prompt_tokens: int) -> None:
+        self.requests[replica] -= 1
+        self.prompt_tokens[replica] -= prompt_tokens
+
+
+class Router(Protocol):
+    def route(self, prompt: np.ndarray, load: ReplicaLoad) -> int:
+        """The replica that gets the request with this prompt (int32), which is not in `load`."""
+
+
+class RoundRobin:
+    """Each in turn, whatever they have to do."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def route(self, prompt: np.ndarray, load: ReplicaLoad) -> int:
+        chosen = self._next
+        self._next = (chosen + 1) % len(load.requests)
+        return chosen
+
+
+class LeastLoaded:
+    """Fewest open requests, of these fewest tokens in their prompts."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def route(self, prompt: np.ndarray, load: ReplicaLoad) -> int:
+        chosen = _least_loaded(load, self._next)
+        self._next = chosen + 1
+        return chosen
+
+
+class PrefixAffine:
+    """To the replica that was sent the longest prefix of the prompt, in whole blocks, unless it has
+    much more to do than the least loaded one, which also gets what nobody knows."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._sent: OrderedDict[bytes, int] = OrderedDict()  # by prefix: a bit for each replica
+
+    def route(self, prompt: np.ndarray, load: ReplicaLoad) -> int:
+        prefixes = _prefixes(prompt)
+        chosen = _least_loaded(load, self._next)
+        least = load.requests[chosen]
+        longest = 0
+        for replica, length in enumerate(self._known(prefixes, len(load.requests))):
+            excess = load.requests[replica] - least
+            if length > longest and excess <= max(MAX_EXCESS_REQUESTS, MAX_EXCESS_SHARE * least):
+                chosen, longest = replica, length
+        self._next = chosen + 1
+        self._remember(prefixes, chosen)
+        return chosen
+
+    def _known(self, prefixes: list[bytes], num_replicas: int) -> list[int]:
+        """By replica: the leading blocks that it was sent."""
+        lengths, everybody = [0] * num_replicas, (1 << num_replicas) - 1
+        for length, prefix in enumerate(prefixes, 1):
+            everybody &= self._sent.get(prefix, 0)
+            if not everybody:
+                break
+            for replica in range(num_replicas):
+                if everybody >> replica & 1:
+                    lengths[replica] = length
+        return lengths
+
+    def _remember(self, prefixes: list[bytes], replica: int) -> None:
+        for prefix in prefixes:
+            self._sent[prefix] = self._sent.pop(prefix, 0) | 1 << replica
+        while len(self._sent) > MAX_PREFIXES:
+            self._sent.popitem(last=False)
+
+
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "prefix-affine": PrefixAffine,
+}
+
+
+def make_router(name: str) -> Router:
+    if name not in ROUTERS:
+        raise FieldError("--router", f"{name!r} is unknown", f"use one of {', '.join(ROUTERS)}")
+    return ROUTERS[name]()
+
+
+def _least_loaded(load: ReplicaLoad, first: int) -> int:
+    """Of equals the one that comes first in turn, counted from `first`."""
+    count = len(load.requests)
+    in_turn = ((first + i) % count for i in range(count))
+    return min(in_turn, key=lambda i: (load.requests[i], load.prompt_tokens[i]))
+
+
+def _prefixes(prompt: np.ndarray) -> list[bytes]:
+    """A name for every prefix of whole blocks."""
+    names = [b""]
+    for start, end in pairwise(range(0, len(prompt) + 1, BLOCK_TOKENS)):
+        names.append(blake2b(names[-1] + prompt[start:end].tobytes(), digest_size=16).digest())
+    return names[1:]

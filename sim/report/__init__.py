@@ -1,0 +1,1 @@
+"""What a simulation came to: percentiles, timeline, page. Imports nothing of the simulator's."""

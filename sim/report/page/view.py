@@ -1,0 +1,125 @@
+"""What the page shows of a run: its report, and enough of its requests and its time to draw."""
+
+from __future__ import annotations
+
+from array import array
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from sim.report.report import Record, Report
+from sim.report.timeline import Series
+
+QUANTILES = 201
+MOST_POINTS = 2_000  # of requests drawn one by one
+
+_PLACE = "/*data*/"
+
+
+class Points(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests, evenly picked if there are very many; columns of equal length, in seconds."""
+
+    of: int  # that finished
+    arrival_s: list[float]
+    prompt_tokens: list[int]
+    output_tokens: list[int]
+    queue_s: list[float]
+    ttft_s: list[float]
+    tpot_s: list[float | None]
+    e2e_s: list[float]
+
+
+class RunView(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    report: Report
+    quantiles: dict[str, list[float]]  # by measure, at equal steps from 0 to 1
+    points: Points | None
+    series: Series | None
+
+
+class PageCollector:
+    """Takes the records of a run as it goes on: five numbers a request."""
+
+    def __init__(self) -> None:
+        self._columns = {
+            name: array("d")
+            for name in (
+                "arrival_s",
+                "prompt_tokens",
+                "output_tokens",
+                "queue_s",
+                "ttft_s",
+                "tpot_s",
+                "e2e_s",
+            )
+        }
+
+    def __call__(self, record: Record) -> None:
+        for name, column in self._columns.items():
+            value = getattr(record, name)
+            column.append(np.nan if value is None else value)
+
+    def view(self, name: str, report: Report, series: Series | None = None) -> RunView:
+        columns = {name: np.asarray(column) for name, column in self._columns.items()}
+        return RunView(
+            name=name,
+            report=report,
+            quantiles={
+                measure: quantiles_of(columns[measure])
+                for measure in ("ttft_s", "tpot_s", "e2e_s", "queue_s")
+            },
+            points=_points(columns),
+            series=series,
+        )
+
+
+def quantiles_of(values: np.ndarray) -> list[float]:
+    """At `QUANTILES` equal steps; NaN counts as absent. Empty if nothing is there."""
+    present = values[~np.isnan(values)]
+    if not len(present):
+        return []
+    return [_short(cut) for cut in np.quantile(present, np.linspace(0, 1, QUANTILES)).tolist()]
+
+
+def write_page(path: Path, title: str, runs: list[RunView]) -> None:
+    """The first run is what the others are compared with."""
+    path.write_text(page(title, runs), encoding="utf-8")
+
+
+def page(title: str, runs: list[RunView]) -> str:
+    def text(name: str) -> str:
+        return resources.files("sim.report.page").joinpath(name).read_text(encoding="utf-8")
+
+    data = msgspec.json.encode({"title": title, "runs": runs}).decode()
+    # Inside a script only "</" and "<!--" could end it, and both begin with "<".
+    data = data.replace("<", "\\u003c")
+    script = text("page.js").replace(_PLACE, data)
+    return text("page.html").replace("/*style*/", text("page.css")).replace("/*script*/", script)
+
+
+def _points(columns: dict[str, np.ndarray]) -> Points | None:
+    count = len(columns["arrival_s"])
+    if not count:
+        return None
+    picked = np.unique(np.linspace(0, count - 1, min(count, MOST_POINTS)).round().astype(np.intp))
+    order = picked[np.argsort(columns["arrival_s"][picked], kind="stable")]
+
+    def floats(name: str) -> list[float]:
+        return [_short(value) for value in columns[name][order].tolist()]
+
+    return Points(
+        of=count,
+        arrival_s=floats("arrival_s"),
+        prompt_tokens=columns["prompt_tokens"][order].astype(int).tolist(),
+        output_tokens=columns["output_tokens"][order].astype(int).tolist(),
+        queue_s=floats("queue_s"),
+        ttft_s=floats("ttft_s"),
+        tpot_s=[None if np.isnan(value) else _short(value) for value in columns["tpot_s"][order]],
+        e2e_s=floats("e2e_s"),
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

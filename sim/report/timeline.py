@@ -1,0 +1,134 @@
+"""What a run looked like over time, in at most so many intervals of equal length.
+
+The length doubles, and neighbours are merged, whenever the run outgrows them: memory and the cost
+of a step do not depend on how long it is, and neither does the page that shows it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.scheduler.sequence import Commit
+
+INTERVALS = 240
+_FIRST_LENGTH_S = 1 / 16
+
+
+class Observer(Protocol):
+    """Told of every step of a replay, once it has committed."""
+
+    def step(self, step: TimelineStep) -> None: ...
+
+
+class TimelineStep(msgspec.Struct, frozen=True, eq=False):
+    started_s: float
+    ended_s: float
+    plan: StepPlan
+    result: StepResult
+    commit: Commit
+    scheduler: Scheduler  # as it is after the commit, for reading
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Of prompts; the last single token of one is not told from a decoded one."""
+        plan = self.plan
+        return int(plan.query_lens[plan.query_lens > 1 + plan.num_drafts].sum())
+
+    @property
+    def blocks_used(self) -> int:
+        pool = self.scheduler.state.pool
+        return pool.num_blocks - pool.num_available
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """One value for each interval of `length_s` since `first_s`; None where nothing ran."""
+
+    first_s: float
+    length_s: float
+    running: list[float | None]
+    waiting: list[float | None]
+    kv_share: list[float | None]
+    output_tokens_per_s: list[float | None]
+    prompt_tokens_per_s: list[float | None]
+    step_s: list[float | None]
+    drafted_per_row: list[float | None]  # mean k of the rows that emitted
+    acceptance: list[float | None]
+
+
+_SUMS = (
+    "steps",
+    "busy_s",
+    "running",  # times seconds, as the next two
+    "waiting",
+    "blocks",
+    "output_tokens",
+    "prompt_tokens",
+    "rows",
+    "drafted",
+    "accepted",
+)
+
+
+class Timeline:
+    """An `Observer`. A step counts where it ended."""
+
+    def __init__(self, intervals: int = INTERVALS) -> None:
+        self._sums = np.zeros((intervals, len(_SUMS)))
+        self._first_s: float | None = None
+        self._length_s = _FIRST_LENGTH_S
+        self._num_blocks = 1
+
+    def step(self, step: TimelineStep) -> None:
+        if self._first_s is None:
+            self._first_s, self._num_blocks = step.started_s, step.scheduler.state.pool.num_blocks
+        at = int((step.ended_s - self._first_s) / self._length_s)
+        while at >= len(self._sums):
+            self._merge()
+            at = int((step.ended_s - self._first_s) / self._length_s)
+        seconds = step.ended_s - step.started_s
+        result, scheduler = step.result, step.scheduler
+        self._sums[at] += (
+            1,
+            seconds,
+            len(step.plan.slots) * seconds,
+            scheduler.num_waiting * seconds,
+            step.blocks_used * seconds,
+            step.commit.counts.sum(),
+            step.chunk_tokens,
+            np.count_nonzero(step.commit.counts),
+            result.num_drafted.sum(),
+            result.num_accepted.sum(),
+        )
+
+    def series(self) -> Series:
+        used = self._sums[:, 0].nonzero()[0]
+        sums = dict(zip(_SUMS, self._sums[: used[-1] + 1 if len(used) else 0].T, strict=True))
+        length_s, busy_s = self._length_s, sums["busy_s"]
+        return Series(
+            first_s=self._first_s or 0.0,
+            length_s=length_s,
+            running=_over(sums["running"], busy_s),
+            waiting=_over(sums["waiting"], busy_s),
+            kv_share=_over(sums["blocks"], busy_s * self._num_blocks),
+            output_tokens_per_s=_over(sums["output_tokens"], length_s * (busy_s > 0)),
+            prompt_tokens_per_s=_over(sums["prompt_tokens"], length_s * (busy_s > 0)),
+            step_s=_over(busy_s, sums["steps"]),
+            drafted_per_row=_over(sums["drafted"], sums["rows"]),
+            acceptance=_over(sums["accepted"], sums["drafted"]),
+        )
+
+    def _merge(self) -> None:
+        half = len(self._sums) // 2  # their number is even
+        self._sums[:half] = self._sums[0::2] + self._sums[1::2]
+        self._sums[half:] = 0.0
+        self._length_s *= 2
+
+
+def _over(sums: np.ndarray, by: Any) -> list[float | None]:
+    values = np.divide(sums, by, out=np.full(len(sums), np.nan), where=by > 0)
+    return [None if np.isnan(value) else float(f"{value:.5g}") for value in values.tolist()]

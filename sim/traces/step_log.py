@@ -1,0 +1,141 @@
+"""Requests out of a step log: what an engine served, to be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import Request
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.events import Added, Cancelled, Configured, Failed, TextFinished
+from cbatch.core.scheduler.sequence import Commit
+from cbatch.steplog.step_log import (
+    AnyEvent,
+    StepLogError,
+    engines_of,
+    read_step_log,
+    replay,
+)
+from sim.traces.reader import sort_requests
+from sim.traces.request import TraceRequest
+
+STEP_LOG = "cbatch-step-log"
+
+
+def is_step_log(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return STEP_LOG.encode() in file.readline(200)
+
+
+def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
+    """The requests that engines recorded, with the output that each had, and the last engine's
+    configuration. Requests that ended without a token are left out, and prompts share what their
+    leading blocks share. Reads the log as a whole."""
+    try:
+        log = read_step_log(path)
+        recorded = recorded_requests(log.events)
+    except StepLogError as error:
+        raise FieldError("step log", str(error), "record it anew") from error
+    configs = [event.config for event in log.events if isinstance(event, Configured)]
+    size = configs[0].block_size_tokens if configs else 1
+    names = _BlockNames(size)
+    found = [
+        TraceRequest(
+            arrival_s=each.arrival_s,
+            prompt_tokens=len(each.request.prompt),
+            output_tokens=each.output_tokens,
+            hash_ids=names.of(each.request.prompt, each.request.cache_salt),
+            hash_block_tokens=size,
+            priority=each.request.priority or None,
+        )
+        for each in recorded
+        if each.output_tokens
+    ]
+    if not found:
+        raise FieldError("step log", f"{path} has no request with output", "record it anew")
+    return sort_requests(found), configs[-1]
+
+
+@dataclass
+class Recorded:
+    """A request in a step log. `output_tokens` is how many it had at its end."""
+
+    request: Request
+    arrival_s: float
+    output_tokens: int = 0
+    ended: bool = False
+
+
+def recorded_requests(events: Sequence[AnyEvent]) -> list[Recorded]:
+    """In order of arrival. A request that was open when its engine died goes on in the next one's
+    log, under another name: it is one. Time goes on where a clock begins anew (the machine was
+    started again). Raises `StepLogError`."""
+    found: list[Recorded] = []
+    shift_s = last_s = 0.0
+    for engine in engines_of(events):
+        times_s = [event.now_s for event in engine if not isinstance(event, Configured)]
+        if not times_s:
+            continue
+        shift_s = max(shift_s, last_s - times_s[0])
+        last_s = times_s[-1] + shift_s
+        orphans = [each for each in found if not each.ended]
+        found += _recorded_by(engine, orphans, shift_s)
+    return found
+
+
+def _recorded_by(
+    engine: Sequence[AnyEvent], orphans: list[Recorded], shift_s: float
+) -> list[Recorded]:
+    """The requests that are new with this engine; what it says of `orphans` is noted there."""
+    running: dict[str, Recorded] = {}
+    new: list[Recorded] = []
+    for event in engine:
+        if not isinstance(event, Added):
+            continue
+        name = event.request.request_id
+        nameless = replace(event.request, request_id="")
+        resumed = next((each for each in orphans if each.request == nameless), None)
+        if resumed is None:
+            resumed = Recorded(nameless, event.now_s + shift_s)
+            new.append(resumed)
+        else:
+            orphans.remove(resumed)
+        resumed.output_tokens = len(event.output)
+        running[name] = resumed
+
+    def count(commit: Commit) -> None:
+        for row in commit.updates():
+            running[row.request_id].output_tokens += len(row.tokens)
+        for end in commit.finished:
+            running[end.request_id].ended = True
+
+    replay(engine, on_commit=count)
+    for event in engine:
+        if isinstance(event, TextFinished | Cancelled | Failed) and event.request_id in running:
+            running[event.request_id].ended = True
+        if isinstance(event, TextFinished):
+            running[event.request_id].output_tokens = event.keep_tokens
+    return new
+
+
+class _BlockNames:
+    """A number for every different prefix of whole blocks, of each salt."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._names: dict[tuple[int | str | None, tuple[int, ...]], int] = {}
+
+    def of(self, prompt: tuple[int, ...], salt: str | None) -> tuple[int, ...]:
+        names: list[int] = []
+        cuts = range(0, len(prompt) + 1, self._block_tokens)
+        for start, end in pairwise(cuts):
+            key = (names[-1] if names else salt, prompt[start:end])
+            names.append(self._names.setdefault(key, len(self._names)))
+        return tuple(names)

@@ -1,0 +1,1 @@
+"""Requests to replay: generated, or of a trace, in the order they come."""
