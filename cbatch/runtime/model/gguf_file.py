@@ -1,0 +1,275 @@
+"""GGUF files: their metadata and their tensors, mapped. Nothing of torch is loaded to read one.
+
+Every size, count and offset is checked against the file before it is used: what a file says of
+itself is no reason to read beyond its end, to allocate what it does not hold, or to take long.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.runtime.model.config import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MOST_ENTRIES = 1 << 16  # keys, or tensors
+_MOST_NAME_BYTES = 1 << 10
+_MOST_DIMS = 4
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
+_SCALARS[12] = "d"
+_STRING, _ARRAY = 8, 9
+_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class BlockType(NamedTuple):
+    """How values are stored: `elements` of a row at a time take `bytes`."""
+
+    name: str
+    elements: int
+    bytes: int
+
+
+TYPES = {
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    8: BlockType("Q8_0", 32, 34),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    20: BlockType("IQ4_NL", 32, 18),
+    23: BlockType("IQ4_XS", 256, 136),
+    30: BlockType("BF16", 1, 2),
+}
+_UNSUPPORTED = dict(
+    [(10, "Q2_K"), (11, "Q3_K"), (16, "IQ2_XXS"), (17, "IQ2_XS"), (18, "IQ3_XXS"), (19, "IQ1_S")]
+    + [(21, "IQ3_S"), (22, "IQ2_S"), (24, "I8"), (25, "I16"), (26, "I32"), (27, "I64"), (28, "F64")]
+    + [(29, "IQ1_M"), (34, "TQ1_0"), (35, "TQ2_0"), (39, "MXFP4"), (40, "NVFP4")]
+)
+
+
+class GgufTensor(NamedTuple):
+    """A tensor as it is stored. `raw` holds the bytes of all rows, blocks whole, one after the
+    other; `shape` is [rows, columns] as torch has it."""
+
+    name: str
+    type: BlockType
+    shape: tuple[int, ...]
+    raw: NDArray[np.uint8]
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        from cbatch.runtime.model.gguf_blocks import dequantised
+
+        blocks = self.raw.reshape(-1, self.type.bytes)
+        return dequantised(self.type.name, blocks, dtype).view(self.shape)
+
+
+class Gguf(NamedTuple):
+    """One file, or all parts of a split one. Arrays of numbers in `metadata` are numpy's, those of
+    strings are lists."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    def error(self, field: str, problem: str) -> ModelError:
+        return ModelError(f"{self.path}: {field}: {problem}")
+
+
+def is_gguf(path: Path) -> bool:
+    """By its name: whether there is such a file is told where it is read."""
+    return path.suffix == SUFFIX and not path.is_dir()
+
+
+def read_gguf(path: Path) -> Gguf:
+    """Raises ModelError naming the file, and the field or tensor, for whatever is wrong with it."""
+    first = _Reader(path).read()
+    count = first.metadata.get("split.count", 0)
+    if not isinstance(count, int):
+        raise first.error("split.count", "must be a number")
+    if count in (0, 1):
+        return first
+    name = _SPLIT_NAME.fullmatch(path.name)
+    if name is None or int(name[3]) != count:
+        raise first.error(
+            "split.count", f"{count} does not go with the file's name; it ends in -00001-of-00002"
+        )
+    parts = [path.with_name(f"{name[1]}-{i + 1:05}-of-{name[3]}.gguf") for i in range(count)]
+    if path != parts[0]:
+        raise first.error("split.no", f"this is a part; name the first, {parts[0].name}")
+    for number, part in enumerate(parts[1:], 1):
+        more = _Reader(part).read()
+        if more.metadata.get("split.no") != number:
+            raise more.error(
+                "split.no", f"must be {number}, got {more.metadata.get('split.no')!r:.40}"
+            )
+        for tensor in more.tensors:
+            if tensor in first.tensors:
+                raise more.error(f"tensor {tensor}", "is in an earlier part already")
+        first.tensors.update(more.tensors)
+    return first
+
+
+class _Reader:
+    """One pass over a file's head. `at` never goes beyond `size`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.at = path, 0
+        try:
+            with path.open("rb") as file:
+                self.size = file.seek(0, 2)
+                # Private and writable, as torch wants memory to be; nobody writes to it.
+                self.data = (
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else b""
+                )
+        except OSError as err:
+            raise ModelError(f"{path}: cannot be read ({err.strerror or err})") from None
+
+    def read(self) -> Gguf:
+        if self.data[:4] != _MAGIC:
+            raise self._error("magic", "is not GGUF; the file is of another kind, or damaged")
+        self.at = 4
+        version = self._scalar("I", "version")
+        if version not in _VERSIONS:
+            other = " (of a big-endian machine)" if version >> 16 else ""
+            raise self._error("version", f"{version}{other} is not supported; supported: 2, 3")
+        num_tensors = self._count("number of tensors", 24)
+        num_keys = self._count("number of keys", 13)
+        metadata: dict[str, Any] = {}
+        for i in range(num_keys):
+            key = self._name(f"key {i + 1} of {num_keys}")
+            if key in metadata:
+                raise self._error(key, "stands twice")
+            metadata[key] = self._value(self._scalar("I", key), key)
+        heads = [self._head(f"tensor {i + 1} of {num_tensors}") for i in range(num_tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        return Gguf(self.path, metadata, self._tensors(heads, alignment))
+
+    def _error(self, field: str, problem: str) -> ModelError:
+        return ModelError(f"{self.path}: {field}: {problem}")
+
+    def _take(self, count: int, field: str) -> int:
+        """Where the next `count` bytes are, which it steps over."""
+        start = self.at
+        if count > self.size - start:
+            problem = f"the file ends at byte {self.size}, {start + count} are needed"
+            raise self._error(field, f"{problem}; the download may be cut")
+        self.at += count
+        return start
+
+    def _scalar(self, form: str, field: str) -> Any:
+        start = self._take(struct.calcsize(form), field)
+        return struct.unpack_from(f"<{form}", self.data, start)[0]
+
+    def _count(self, field: str, least_bytes: int) -> int:
+        count = self._scalar("Q", field)
+        if count > min(_MOST_ENTRIES, (self.size - self.at) // least_bytes):
+            raise self._error(field, f"{count} are more than the file can hold")
+        return int(count)
+
+    def _name(self, field: str) -> str:
+        length = self._scalar("Q", field)
+        if not 0 < length <= _MOST_NAME_BYTES:
+            raise self._error(field, f"its name has {length} bytes, 1 to {_MOST_NAME_BYTES} may be")
+        start = self._take(length, field)
+        name = self.data[start : self.at]
+        if not name.isascii() or not (text := name.decode("ascii")).isprintable():
+            raise self._error(field, f"its name {name[:40]!r} is not printable ASCII")
+        return text
+
+    def _value(self, kind: int, field: str) -> Any:
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind], field)
+        if kind == _STRING:
+            return self._strings(1, field)[0]
+        if kind != _ARRAY:
+            raise self._error(field, f"its type {kind} is not known")
+        kind, count = self._scalar("I", field), self._scalar("Q", field)
+        if kind == _STRING:
+            return self._strings(count, field)
+        if kind not in _SCALARS:
+            raise self._error(field, f"an array of type {kind} is not supported")
+        dtype = np.dtype(_SCALARS[kind]).newbyteorder("<")
+        start = self._take(count * dtype.itemsize, field)
+        return np.frombuffer(self.data, dtype, count, start)
+
+    def _strings(self, count: int, field: str) -> list[str]:
+        if count > (self.size - self.at) // 8:
+            raise self._error(field, f"{count} strings are more than the file can hold")
+        data, at, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
+        found = []
+        try:
+            for _ in range(count):  # vocabularies have 100,000s: no calls in here
+                start = at + 8
+                at = start + length_at(data, at)[0]
+                if at > self.size:
+                    self.at = start
+                    self._take(at - start, field)
+                found.append(data[start:at].decode())
+        except struct.error:
+            self.at = self.size
+            self._take(8, field)
+        except UnicodeDecodeError as err:
+            raise self._error(field, f"string {len(found)} is not UTF-8 ({err.reason})") from None
+        self.at = at
+        return found
+
+    def _head(self, field: str) -> tuple[str, BlockType, tuple[int, ...], int]:
+        """Name, type, shape and offset into the data."""
+        name = self._name(field)
+        field = f"tensor {name}"
+        dims = self._scalar("I", field)
+        if not 1 <= dims <= _MOST_DIMS:
+            raise self._error(field, f"has {dims} dimensions, 1 to {_MOST_DIMS} may be")
+        shape = tuple(self._scalar("Q", field) for _ in range(dims))[::-1]
+        kind, offset = self._scalar("I", field), self._scalar("Q", field)
+        if kind not in TYPES:
+            known = ", ".join(each.name for each in TYPES.values())
+            raise self._error(
+                field, f"type {_UNSUPPORTED.get(kind, kind)} is not supported; supported: {known}"
+            )
+        if not all(shape) or shape[-1] % TYPES[kind].elements:
+            problem = f"shape {list(shape)} does not go with type {TYPES[kind].name}"
+            raise self._error(field, problem)
+        return name, TYPES[kind], shape, offset
+
+    def _tensors(
+        self, heads: list[tuple[str, BlockType, tuple[int, ...], int]], alignment: Any
+    ) -> dict[str, GgufTensor]:
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self._error("general.alignment", f"must be a power of 2, got {alignment!r:.40}")
+        base = -(-self.at // alignment) * alignment
+        found: dict[str, GgufTensor] = {}
+        spans = []
+        for name, kind, shape, offset in heads:
+            field, num_bytes = f"tensor {name}", math.prod(shape) // kind.elements * kind.bytes
+            if name in found:
+                raise self._error(field, "stands twice")
+            if offset % alignment:
+                raise self._error(field, f"offset {offset} is no multiple of {alignment}")
+            self.at = base + offset
+            start = self._take(num_bytes, field)
+            found[name] = GgufTensor(
+                name, kind, shape, np.frombuffer(self.data, np.uint8, num_bytes, start)
+            )
+            spans.append((start, self.at, name))
+        for (_, stop, one), (start, _, other) in pairwise(sorted(spans)):
+            if start < stop:
+                raise self._error(f"tensor {other}", f"its data lie within those of {one}")
+        return found

@@ -1,0 +1,275 @@
+"""The config and the weights of a GGUF file, by the names that Hugging Face's files have."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.runtime.model.config import ModelConfig, RopeConfig, parse_config
+from cbatch.runtime.model.gguf_file import Gguf, GgufTensor
+
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# Fields of config.json and their keys, below the name of the architecture.
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "rope_scaling.rope_type": "rope.scaling.type",
+    "rope_scaling.factor": "rope.scaling.factor",
+    "rope_scaling.original_max_position_embeddings": "rope.scaling.original_context_length",
+    "rope_scaling.attention_factor": "rope.scaling.attn_factor",
+    "rope_scaling.beta_fast": "rope.scaling.yarn_beta_fast",
+    "rope_scaling.beta_slow": "rope.scaling.yarn_beta_slow",
+}
+# What the arithmetic here has one value for.
+_FIXED = {
+    "attention.causal": True,
+    "attention.scale": 0.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
+# Tokens that end a text, where a file names one of them at most; those that llama.cpp looks for.
+_END_TOKENS = frozenset(
+    ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"]
+    + ["</s>", "<EOT>", "_<EOT>", "<end_of_turn>", "<｜end▁of▁sentence｜>"]
+)
+_CONTROL = 3  # a token's type
+_MOST_CHARS = 64  # of a name among the metadata
+_EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
+_WHOLE = {
+    "model.embed_tokens.weight": _EMBEDDING,
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def config_of(file: Gguf) -> ModelConfig:
+    """Raises ModelError naming the file and the key, or the tensor that does not go with it."""
+    arch, tensors = _one(file, "general.architecture"), file.tensors
+    if arch not in _ARCHITECTURES:
+        problem = f"{arch!r} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+        raise file.error("general.architecture", problem)
+    for key, allowed in _FIXED.items():
+        value = _one(file, f"{arch}.{key}", allowed)
+        if value != allowed:
+            raise file.error(f"{arch}.{key}", f"{value!r} is not supported; supported: {allowed!r}")
+    if _EMBEDDING not in tensors:
+        raise file.error(f"tensor {_EMBEDDING}", "is missing")
+    names = {field: f"{arch}.{key}" for field, key in _KEYS.items()}
+    values = {field: _one(file, key) for field, key in names.items()}
+    if values["rms_norm_eps"] is None:
+        raise file.error(names["rms_norm_eps"], "is missing")
+    layers = values["num_hidden_layers"]
+    if isinstance(layers, int) and layers > len(tensors):
+        raise file.error(names["num_hidden_layers"], f"{layers} for {len(tensors)} tensors")
+    head_dim = values["head_dim"] = values["head_dim"] or _one(file, f"{arch}.rope.dimension_count")
+    for key in (f"{arch}.rope.dimension_count", f"{arch}.attention.value_length"):
+        if _one(file, key, head_dim) != head_dim and head_dim is not None:
+            raise file.error(key, f"{_one(file, key)!r} is not supported; a key has {head_dim!r}")
+    window = values["sliding_window"] or None
+    values |= {
+        "model_type": "mistral" if arch == "llama" and window else arch,
+        "sliding_window": window,
+        "num_experts": values["num_experts"] or None,
+        "rope_scaling": _rope_scaling(file, arch, values),
+        "vocab_size": tensors[_EMBEDDING].shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": _one(file, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _end_ids(file),
+        "torch_dtype": _dtype(file),
+    }
+    names |= {f"{each}_token_id": f"tokenizer.ggml.{each}_token_id" for each in ("bos", "eos")}
+    config = msgspec.structs.replace(
+        parse_config(values, file.path, names),
+        attention_bias="blk.0.attn_q.bias" in tensors,
+        attention_out_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_up.bias" in tensors,
+    )
+    for name, ids in (("bos", [config.bos_token_id]), ("eos", config.eos_token_ids)):
+        for token in ids:
+            if token is not None and token >= config.vocab_size:
+                problem = f"{token} is no token of {config.vocab_size}"
+                raise file.error(names[f"{name}_token_id"], problem)
+    _check_tensors(file, config)
+    if _ROPE_FACTORS not in tensors:
+        return config
+    return msgspec.structs.replace(config, rope=_with_factors(file, config))
+
+
+def _one(file: Gguf, key: str, default: Any = None) -> Any:
+    """A value that holds for all layers. A file may give every layer its own."""
+    value = file.metadata.get(key, default)
+    if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+        return value[0].item()
+    if isinstance(value, np.ndarray | list):
+        raise file.error(key, f"an array of {len(value)} values; one for all layers is supported")
+    if isinstance(value, str) and len(value) > _MOST_CHARS:
+        raise file.error(key, f"{value[:_MOST_CHARS]!r} and more is no name")
+    return value
+
+
+def _each(file: Gguf, key: str) -> Any:
+    """An array, empty where there is none."""
+    value = file.metadata.get(key, [])
+    if not isinstance(value, np.ndarray | list):
+        raise file.error(key, f"must be an array, got {value!r:.40}")
+    return value
+
+
+def _rope_scaling(file: Gguf, arch: str, values: dict[str, Any]) -> dict[str, Any] | None:
+    """As config.json has it; takes its fields out of `values`."""
+    prefix = "rope_scaling."
+    scaling = {
+        field.removeprefix(prefix): values.pop(field)
+        for field in list(values)
+        if field.startswith(prefix)
+    }
+    factor = scaling["factor"] or _one(file, f"{arch}.rope.scale_linear")
+    scaling["factor"] = factor
+    kind = scaling["rope_type"] = scaling["rope_type"] or "linear"
+    if kind == "none" or (kind == "linear" and not factor):
+        return None
+    given = scaling["attention_factor"] or 1.0
+    if kind == "yarn" and isinstance(factor, float) and factor > 1 and isinstance(given, float):
+        # Here it stands beside what the factor of the lengths asks for, there in place of that.
+        scaling["attention_factor"] = given * (0.1 * math.log(factor) + 1)
+    return scaling
+
+
+def _end_ids(file: Gguf) -> list[Any]:
+    """The tokens that a text ends with: those that are named, and those that tell by their text."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    ids = [_one(file, key) for key in keys if key in file.metadata]
+    tokens, types = (_each(file, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    ends = zip(range(len(tokens)), tokens, types, strict=False)
+    ids += [i for i, text, kind in ends if kind == _CONTROL and text in _END_TOKENS]
+    return list(dict.fromkeys(ids))
+
+
+def _dtype(file: Gguf) -> str:
+    """What most values are stored in; bf16 for those that are quantised."""
+    counts: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        counts[tensor.type.name] += math.prod(tensor.shape)
+    most = counts.most_common(1)[0][0]
+    return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
+
+
+def _check_tensors(file: Gguf, config: ModelConfig) -> None:
+    """Raises ModelError unless the tensors are those of the config, to the shape: one that nobody
+    asks for would mean other arithmetic."""
+    shapes = _shapes(config)
+    for name, shape in shapes.items():
+        tensor = file.tensors.get(name)
+        if tensor is None:
+            raise file.error(f"tensor {name}", "is missing")
+        if tensor.shape != shape:
+            problem = f"has shape {list(tensor.shape)}, the metadata ask for {list(shape)}"
+            raise file.error(f"tensor {name}", problem)
+        if len(shape) == 1 and tensor.type.elements > 1:
+            raise file.error(f"tensor {name}", f"type {tensor.type.name} is for matrices alone")
+    for name in file.tensors.keys() - shapes.keys() - {_ROPE_FACTORS}:
+        raise file.error(f"tensor {name}", f"is none of a {config.family} model; not supported")
+
+
+def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, wide = c.hidden_size, c.intermediate_size
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (hidden,),
+        "attn_q.weight": (q, hidden),
+        "attn_k.weight": (kv, hidden),
+        "attn_v.weight": (kv, hidden),
+        "attn_output.weight": (hidden, q),
+        "ffn_norm.weight": (hidden,),
+        "ffn_gate.weight": (wide, hidden),
+        "ffn_up.weight": (wide, hidden),
+        "ffn_down.weight": (hidden, wide),
+    }
+    if c.attention_bias:
+        layer |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
+    if c.attention_out_bias:
+        layer |= {"attn_output.bias": (hidden,)}
+    if c.mlp_bias:
+        layer |= {"ffn_gate.bias": (wide,), "ffn_up.bias": (wide,), "ffn_down.bias": (hidden,)}
+    if c.qk_norm:
+        layer |= {"attn_q_norm.weight": (c.head_dim,), "attn_k_norm.weight": (c.head_dim,)}
+    found = {_EMBEDDING: (c.vocab_size, hidden), "output_norm.weight": (hidden,)}
+    if not c.tie_embeddings:
+        found["output.weight"] = (c.vocab_size, hidden)
+    for i in range(c.num_layers):
+        found |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+    return found
+
+
+def _with_factors(file: Gguf, config: ModelConfig) -> RopeConfig:
+    """With what each frequency is divided by: so Llama 3's scaling is written here."""
+    tensor = file.tensors[_ROPE_FACTORS]
+    factors = tensor.dequantised(torch.float32)
+    if tensor.shape != (config.head_dim // 2,) or not (factors > 0).all():
+        problem = f"must hold {config.head_dim // 2} positive numbers"
+        raise file.error(f"tensor {_ROPE_FACTORS}", problem)
+    return msgspec.structs.replace(config.rope, divisors=tuple(factors.tolist()))
+
+
+class GgufWeights:
+    """A file's tensors by their names in Hugging Face's files, values in `dtype`."""
+
+    def __init__(self, file: Gguf, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._file, self._config, self._dtype = file, config, dtype
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.stored(name)
+        if tensor.shape != shape:
+            problem = f"has shape {list(tensor.shape)}, not {list(shape)}"
+            raise self._file.error(f"tensor {tensor.name}", problem)
+        return tensor.dequantised(self._dtype)
+
+    def stored(self, name: str) -> GgufTensor:
+        """Blocks as they are, rows in the order of Hugging Face's files: in a llama's file the rows
+        of a head's queries and keys alternate between its halves."""
+        gguf_name = _gguf_name(name)
+        tensor = self._file.tensors.get(gguf_name)
+        if tensor is None:
+            raise self._file.error(f"tensor {gguf_name}", "is missing")
+        c = self._config
+        heads = {"attn_q": c.num_heads, "attn_k": c.num_kv_heads}.get(gguf_name.split(".")[-2])
+        if heads is None or c.family not in ("llama", "mistral"):
+            return tensor
+        rows = tensor.raw.reshape(heads, c.head_dim // 2, 2, -1)
+        return tensor._replace(raw=rows.swapaxes(1, 2).reshape(-1))
+
+
+def _gguf_name(name: str) -> str:
+    if name in _WHOLE:
+        return _WHOLE[name]
+    _, _, layer, rest = name.split(".", 3)
+    part, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{_LAYER[part]}.{kind}"

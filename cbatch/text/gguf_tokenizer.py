@@ -1,0 +1,229 @@
+"""Tokenizers and chat templates rebuilt from the metadata of a GGUF file, by llama.cpp's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from cbatch.text.tokenizer import TextTokenizer, TokenizerError
+
+_PREFIX = "tokenizer.ggml."
+_SPACE = "\u2581"
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # types of tokens
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# All ways to cut a token in two are looked at, at a price of its length squared.
+_MOST_CUTTING = 200_000_000
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WORDS = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# What a text is cut at, one after the other, by the names in `tokenizer.ggml.pre`.
+_CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"): (
+        _WORDS % "{1,3}",
+    ),
+    ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"): (_WORDS % "",),
+    ("qwen35",): (_QWEN35,),
+    ("tekken",): (_CASED % ("", "", ""),),
+    ("gpt-4o", "llama4"): (_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}"),),
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): (
+        r"\p{N}",
+        _GPT2,
+    ),
+    ("gpt-2", "mpt", "olmo", "jais", "phi-2", "trillion"): (_GPT2,),
+    ("deepseek-coder",): (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+}
+_CUTS_OF = {name: cuts for names, cuts in _CUTS.items() for name in names}
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+_BEGINS = _WHOLE_WORDS  # where a file is silent, a text begins with BOS
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
+    """Raises `TokenizerError` naming `source` and the key."""
+    keys = _Keys(metadata, source)
+    kind, pre = keys.get("model"), keys.get("pre")
+    if not isinstance(kind, str) or kind not in _MODELS:
+        problem = f"{kind!r:.40} is not supported; supported: {', '.join(_MODELS)}"
+        raise keys.error("model", problem)
+    try:
+        raw = _MODELS[kind](keys)
+        for types, special in (((_UNKNOWN, _CONTROL), True), ((_USER_DEFINED,), False)):
+            texts = [text for text, i in keys.vocab.items() if keys.types[i] in types]
+            raw.add_tokens([AddedToken(text, normalized=False, special=special) for text in texts])
+    except TokenizerError:
+        raise
+    except Exception as error:  # the library raises bare Exception for what it cannot build
+        raise TokenizerError(f"tokenizer: {source} cannot be rebuilt ({error})") from error
+    ends = {
+        "bos": keys.flag("add_bos_token", kind == "llama" or pre in _BEGINS),
+        "eos": keys.flag("add_eos_token", False),
+    }
+    around = {name: keys.special(name) for name, wanted in ends.items() if wanted}
+    if around:
+        raw.post_processor = processors.TemplateProcessing(
+            single=[each for each in (around.get("bos"), "$A", around.get("eos")) if each],
+            special_tokens=[(text, keys.vocab[text]) for text in set(around.values())],
+        )
+    return TextTokenizer(raw, source)
+
+
+def gguf_tokenizer_config(metadata: Mapping[str, Any], source: str) -> dict[str, str]:
+    """What a `tokenizer_config.json` says to chat templates. Raises `TokenizerError`."""
+    keys = _Keys(metadata, source)
+    found = {
+        name: keys.special(key)
+        for name, key in _SPECIAL.items()
+        if keys.get(f"{key}_token_id") is not None
+    }
+    template = metadata.get("tokenizer.chat_template")
+    return found | ({"chat_template": template} if isinstance(template, str) else {})
+
+
+class _Keys:
+    """The metadata's part on the tokenizer, whose every complaint names the file and the key."""
+
+    def __init__(self, metadata: Mapping[str, Any], source: str) -> None:
+        self._metadata, self._source = metadata, source
+
+    def error(self, key: str, problem: str) -> TokenizerError:
+        return TokenizerError(f"tokenizer: {self._source}: {_PREFIX}{key}: {problem}")
+
+    def get(self, key: str) -> Any:
+        return self._metadata.get(_PREFIX + key)
+
+    def strings(self, key: str) -> list[str]:
+        found = self.get(key)
+        if not isinstance(found, list) or not found:
+            raise self.error(key, "missing, or no array of strings")
+        return found
+
+    def numbers(self, key: str) -> list[Any] | None:
+        """One for each token; None where there are none at all."""
+        found, wanted = self.get(key), len(self.tokens)
+        if found is None:
+            return None
+        if not hasattr(found, "tolist") or len(found) != wanted:
+            raise self.error(key, f"must be an array of {wanted} numbers, one for each token")
+        numbers: list[Any] = found.tolist()
+        return numbers
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        return [text or f"[EMPTY_{i}]" for i, text in enumerate(self.strings("tokens"))]
+
+    @cached_property
+    def types(self) -> list[Any]:
+        return self.numbers("token_type") or [0] * len(self.tokens)
+
+    @cached_property
+    def vocab(self) -> dict[str, int]:
+        """Without ids that only fill the vocabulary up."""
+        found = {text: i for i, text in enumerate(self.tokens) if self.types[i] != _UNUSED}
+        if len(found) + self.types.count(_UNUSED) != len(self.tokens):
+            raise self.error("tokens", "a token stands twice")
+        return found
+
+    def flag(self, key: str, default: bool) -> bool:
+        found = self.get(key)
+        if found is not None and not isinstance(found, bool):
+            raise self.error(key, f"must be true or false, got {found!r:.40}")
+        return default if found is None else found
+
+    def special(self, name: str, default: int | None = None) -> str:
+        """The text of the token for `name`."""
+        found = self.get(f"{name}_token_id")
+        found = default if found is None else found
+        if (
+            isinstance(found, int)
+            and 0 <= found < len(self.tokens)
+            and self.types[found] != _UNUSED
+        ):
+            return self.tokens[found]
+        problem = f"must be one of {len(self.tokens)} tokens, got {found!r:.40}"
+        raise self.error(f"{name}_token_id", problem)
+
+
+def _byte_level(keys: _Keys) -> Tokenizer:
+    """GPT-2's BPE over bytes; families differ in how a text is cut into words first."""
+    vocab, pre = keys.vocab, keys.get("pre")
+    cuts = _CUTS_OF.get(pre) if isinstance(pre, str) else None
+    if cuts is None:
+        raise keys.error("pre", f"{pre!r:.40} is not known; known: {', '.join(_CUTS_OF)}")
+    merges = []
+    for i, merge in enumerate(keys.strings("merges")):
+        left, _, right = merge.partition(" ")
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise keys.error("merges", f"entry {i}, {merge!r:.80}, is no pair of tokens")
+        merges.append((left, right))
+    whole = pre in _WHOLE_WORDS
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole))
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in cuts),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    raw.decoder = decoders.ByteLevel()
+    return raw
+
+
+def _sentence_piece(keys: _Keys) -> Tokenizer:
+    """SentencePiece's BPE: of two neighbours the pair of the highest score is joined first."""
+    vocab, scores = keys.vocab, keys.numbers("scores")
+    if scores is None:
+        raise keys.error("scores", "missing")
+    if sum(len(text) ** 2 for text in vocab) > _MOST_CUTTING:
+        raise keys.error("tokens", "too long to be words")
+    merges = []
+    for text, token in vocab.items():
+        halves = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        known = [(a, b) for a, b in halves if a in vocab and b in vocab]
+        known.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        merges += [(-scores[token], pair) for pair in known]
+    merges.sort(key=lambda each: each[0])
+    raw = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=[pair for _, pair in merges],
+            unk_token=keys.special("unknown", 0),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = normalizers.Replace(" ", _SPACE)
+    prefixed = keys.flag("add_space_prefix", True)
+    raw.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(_SPACE), spaces] if prefixed else [spaces]
+    )
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        + ([decoders.Strip(" ", 1, 0)] if prefixed else [])
+    )
+    return raw
+
+
+_MODELS = {"gpt2": _byte_level, "llama": _sentence_piece}

