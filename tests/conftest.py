@@ -48,7 +48,7 @@ settings.load_profile("cbatch")
 @pytest.fixture(scope="session", autouse=True)
 def short_profiles() -> Iterator[None]:
     """Engines measure their steps once each before they serve, not for three seconds."""
-    from cbatch.engine.profile import profile_costs  # numpy, which reads the settings above
+    from cbatch.engine.step_profile import profile_costs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(profile_costs.__kwdefaults__, "budget_s", 0.0)

@@ -6,34 +6,75 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from cbatch.core.config import LookaheadConfig, SchedulerConfig
-from cbatch.core.cost import StepLoad
-from cbatch.core.events import Event
-from cbatch.core.plan import StepPlan
-from cbatch.core.request import FinishReason, Request, SamplingParams
-from cbatch.core.scheduler import Scheduler
-from cbatch.core.sequence import Commit, Finished
+from cbatch.core.request.request import FinishReason, Request, SamplingParams
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.events import Event
+from cbatch.core.scheduler.plan import StepPlan
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.scheduler.sequence import Commit, Finished
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.step_work import StepSample, StepWork
 from cbatch.engine.loop import StepLoop
-from sim.clock import VirtualClock
-from sim.executor import SimExecutor
-from sim.models import ModelledAcceptance
-from sim.tokens import reference_output
+from sim.checking.clock import VirtualClock
+from sim.checking.executor import SimExecutor
+from sim.checking.models import ModelledAcceptance
+from sim.workload.tokens import reference_output
 
 VOCAB_SIZE = 1000
 
 
-def decode_load(rows: int, drafts: int, depth: int, context_tokens: int = 0) -> StepLoad:
-    """A step of decoding rows alone, with so many drafts in all."""
-    return StepLoad(
-        rows=rows,
-        target_tokens=rows + drafts,
-        logit_tokens=rows + drafts,
-        context_tokens=context_tokens,
-        depth=depth,
-        draft_tokens=drafts,
-    )
+def decoding(
+    rows: int, context_tokens: int = 0, *, depth: int = 0, drafts: int | None = None, **more: int
+) -> StepWork:
+    """A step of decoding rows alone, which read so much in all and draft `depth` tokens each, or so
+    many in all."""
+    drafts = rows * depth if drafts is None else drafts
+    fields = {
+        "rows": rows,
+        "decode_rows": rows,
+        "target_tokens": rows + drafts,
+        "logit_tokens": rows + drafts,
+        "context_tokens": context_tokens,
+        "decode_pairs": context_tokens,
+        "draft_depth": depth,
+        "draft_tokens": drafts,
+    }
+    return StepWork(**(fields | more))
+
+
+def prefilling(chunks: int, tokens: int, history: int = 0, **more: int) -> StepWork:
+    """A step of equal chunks, each of so many tokens after so many."""
+    fields = {
+        "rows": chunks,
+        "target_tokens": chunks * tokens,
+        "prefill_tokens": chunks * tokens,
+        "logit_tokens": chunks,
+        "context_tokens": chunks * (history + tokens),
+        "prefill_context_tokens": chunks * (history + tokens),
+        "prefill_pairs": chunks * (history * tokens + tokens * (tokens + 1) // 2),
+    }
+    return StepWork(**(fields | more))
+
+
+class DraftedRows(msgspec.Struct):
+    """A `policy.DraftedStep`."""
+
+    rows: slice | np.ndarray
+    num_drafted: np.ndarray
+    num_accepted: np.ndarray
+    measured: StepSample | None = None
+    evidence: np.ndarray | None = None
+
+    @property
+    def total_drafted(self) -> int:
+        return int(self.num_drafted.sum())
+
+    def sample(self) -> StepSample:
+        assert self.measured is not None
+        return self.measured
 
 
 def make_config(**overrides: Any) -> SchedulerConfig:
@@ -63,7 +104,7 @@ def make_request(
     if isinstance(prompt, int):
         rng = np.random.default_rng([ord(c) for c in name])
         prompt = rng.integers(0, VOCAB_SIZE, prompt).tolist()
-    priority = params.pop("priority", 0)
+    priority, cache_salt = params.pop("priority", 0), params.pop("cache_salt", None)
     return Request(
         request_id=name,
         prompt=tuple(prompt),
@@ -71,6 +112,7 @@ def make_request(
         seed=seed,
         choice=choice,
         priority=priority,
+        cache_salt=cache_salt,
     )
 
 
@@ -132,10 +174,10 @@ class World:
         self.scheduler.check()
         if commit is not None:
             self.commits.append(commit)
-            for name, tokens, drafted, accepted in commit.updates():
-                assert name not in self.finished, f"{name} added tokens after its end"
-                assert 0 <= accepted <= drafted
-                self.shown[name].extend(tokens.tolist())
+            for row in commit.updates():
+                assert row.request_id not in self.finished, f"{row.request_id}: after its end"
+                assert 0 <= row.num_accepted <= row.num_drafted
+                self.shown[row.request_id].extend(row.tokens)
             self._end(commit.finished)
         self._end(self.scheduler.take_finished())
         return commit
@@ -184,7 +226,7 @@ def rows_of(world: World, plan: StepPlan) -> dict[str, dict[str, int]]:
     """The rows of a recorded plan by request id; every admission so far must be recorded too."""
     names: dict[int, str] = {}
     for earlier in world.plans:
-        for admission in earlier.deltas.admitted:
+        for admission in earlier.deltas.new_sequences:
             names[admission.generation * world.config.max_slots + admission.slot] = (
                 admission.request_id
             )

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cbatch import LLM, SamplingParams
-from cbatch.runtime import drafter
+from cbatch.runtime.drafting import draft_model as drafter
 
 pytestmark = pytest.mark.statistics
 

@@ -23,23 +23,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.drafter import DraftModel, DraftRows, Proposal
-from cbatch.runtime.executor import TorchExecutor
+from cbatch.runtime.cpu.drafter import DraftRows, Proposal
+from cbatch.runtime.cpu.executor import TorchExecutor
+from cbatch.runtime.drafting.draft_model import DraftModel
 from tests.runtime import test_executor
 from tests.runtime.test_statistics import FILTERS, VOCAB, Z_BOUND, sample, z_against
-from triton_kernels import noise, verify
-from triton_kernels.verify import NoiseRows
+from triton_kernels.noise import host as noise
+from triton_kernels.verification import reference as verify
+from triton_kernels.verification.reference import NoiseRows
 
 
 def keeps_rejected(self: TorchExecutor, rows: Any, verified: Any) -> Any:
     """A1: behind a rejection the history goes on from the draft; the replacement is only shown."""
     drafted = self.table.tokens[rows.slots].copy()
-    tokens, counts = ADVANCE(self, rows, verified)
-    if rows.num_drafts is not None and rows.all_want:
+    tokens, counts, kv_lens = ADVANCE(self, rows, verified)
+    if rows.wants.all():
         rejected = (counts <= rows.num_drafts).nonzero()[0]
         last = self.table.num_tokens[rows.slots[rejected]] - 1
         self.table.tokens[rows.slots[rejected], last] = drafted[rejected, last]
-    return tokens, counts
+    return tokens, counts, kv_lens
 
 
 class _MadeUpQ(DraftModel):
@@ -82,15 +84,15 @@ def zero_for_want_of_a_bonus(weights: Tensor, rows: NoiseRows, purpose: Any) -> 
 ADVANCE, DRAW = TorchExecutor._advance, verify.draw
 FLAWS: dict[str, tuple[tuple[str, Any], ...]] = {
     "A1 rollback keeps the rejected token": (
-        ("cbatch.runtime.executor.TorchExecutor._advance", keeps_rejected),
+        ("cbatch.runtime.cpu.executor.TorchExecutor._advance", keeps_rejected),
     ),
     "B1 threshold for a coin, p for the residual": (
-        ("triton_kernels.verify._count_accepted", above_threshold),
-        ("triton_kernels.verify._residual", lambda p, q, rejected: p),
+        ("triton_kernels.verification.reference._count_accepted", above_threshold),
+        ("triton_kernels.verification.reference._residual", lambda p, q, rejected: p),
     ),
     "C1 q of 1 / V": (("tests.runtime.engines.DraftModel", _MadeUpQ),),
-    "D1 argmax match": (("triton_kernels.verify._count_accepted", best_or_none),),
-    "D1 token 0": (("triton_kernels.verify.draw", zero_for_want_of_a_bonus),),
+    "D1 argmax match": (("triton_kernels.verification.reference._count_accepted", best_or_none),),
+    "D1 token 0": (("triton_kernels.verification.reference.draw", zero_for_want_of_a_bonus),),
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from cbatch import LLM, EngineOptions, FieldError, FinishReason, LookaheadConfig, SamplingParams
-from cbatch.assembly import parse_lookahead
+from cbatch.engine.options import parse_lookahead
 from cbatch.llm import as_batch
+from cbatch.runtime.model.config import ModelError
 from cbatch.text import TokenizerError
 from tests.text.toy_tokenizers import byte_level, printable
 
@@ -194,6 +197,61 @@ def test_bad_options_are_named(pair: tuple[Path, Path]) -> None:
         EngineOptions(colour=1)  # type: ignore[call-arg]
     with pytest.raises(FieldError, match="params: 1 for 2 prompts"):
         make(pair).generate(["a", "b"], [SamplingParams()])
+
+
+@pytest.fixture
+def with_generation_config(pair: tuple[Path, Path], tmp_path: Path) -> Callable[..., LLM]:
+    """The target alone, with such a file beside it."""
+
+    def load(values: dict[str, Any], **options: Any) -> LLM:
+        for file in pair[0].iterdir():
+            shutil.copy(file, tmp_path)
+        (tmp_path / "generation_config.json").write_text(json.dumps(values))
+        return make((tmp_path, pair[1]), draft=False, **options)
+
+    return load
+
+
+def test_every_eos_id_of_the_generation_config_ends_a_text(
+    llm: LLM, with_generation_config: Callable[..., LLM]
+) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0)
+    (whole,) = llm.generate(PROMPTS[0], params)
+    end = whole.token_ids[7]
+    for setting in ("auto", "none"):
+        found = with_generation_config({"eos_token_id": [0, end]}, generation_config=setting)
+        (cut,) = found.generate(PROMPTS[0], params)
+        assert cut.token_ids == whole.token_ids[: whole.token_ids.index(end) + 1]
+        assert cut.finish_reason is FinishReason.STOP
+
+
+def test_the_models_defaults_are_for_who_gives_no_parameters(
+    with_generation_config: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    own = {"temperature": 0.0, "max_new_tokens": 3, "do_sample": True}
+    told = "defaults of calls, by generation_config.json: temperature 0.0, max_tokens 3"
+    with caplog.at_level(logging.INFO, logger="cbatch"):
+        llm = with_generation_config(own)
+    assert told in caplog.messages and told in llm.info.lines()
+    (greedy,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0))
+    assert len(greedy.token_ids) == 16
+    mixed = llm.generate([PROMPTS[0]] * 2, [None, SamplingParams(max_tokens=5)])
+    for completion in (*llm.generate(PROMPTS[0]), mixed[0]):
+        assert completion.token_ids == greedy.token_ids[:3]
+    assert len(mixed[1].token_ids) == 5
+    plain = with_generation_config(own, generation_config="none")
+    assert plain.engine.default_params == SamplingParams()
+    assert not any("generation_config" in line for line in plain.info.lines())
+
+
+def test_a_generation_config_that_cannot_be_followed_is_told(
+    with_generation_config: Callable[..., LLM],
+) -> None:
+    with pytest.raises(ModelError, match=r"generation_config\.json: top_p: 1\.5 is not allowed"):
+        with_generation_config({"top_p": 1.5})
+    assert with_generation_config({"top_p": 1.5}, generation_config="none").info.draft is None
+    with pytest.raises(FieldError, match="generation_config: 'vllm' is not known"):
+        with_generation_config({}, generation_config="vllm")
 
 
 def test_lookahead_by_name() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from cbatch.core.scheduler import Scheduler
-from cbatch.stepwise import Engine
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.engine.engine import Engine
 from cbatch.text import TextTokenizer
-from sim.clock import VirtualClock
-from sim.executor import SimExecutor
-from sim.models import ModelledAcceptance
+from sim.checking.clock import VirtualClock
+from sim.checking.executor import SimExecutor
+from sim.checking.models import ModelledAcceptance
 from tests.helpers import make_config
 from tests.text.toy_tokenizers import printable
 

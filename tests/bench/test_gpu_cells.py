@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import supervise
-from bench.gpu.cells import FAULT_EXIT, Absent, Budget, Cell, Journal, Row, run_cells, shard
-from bench.gpu.supervise import Plan, Shard, rows_of, run_section
+from bench.gpu.cells import FAULT_EXIT, Absent, Cell, Journal, Row, TimeBudget, run_cells, shard
+from bench.gpu.supervise import SectionPlan, Shard, rows_of, run_section
 
 
 def cell(key: str, outcome: Row | Exception) -> Cell:
@@ -61,11 +61,8 @@ def test_what_time_does_not_reach_is_named(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "s.jsonl")
     left_s = iter([1.0, 0.0, -1.0])
     run_cells([cell(k, {}) for k in "abc"], journal, lambda: next(left_s))
-    assert [row["status"].split(":")[0] for row in journal.rows.values()] == [
-        "ok",
-        "skipped",
-        "skipped",
-    ]
+    states = [row["status"].split(":")[0] for row in journal.rows.values()]
+    assert states == ["ok", "skipped", "skipped"]
 
 
 def test_a_journal_survives_a_line_cut_in_two(tmp_path: Path) -> None:
@@ -82,7 +79,7 @@ def test_a_journal_survives_a_line_cut_in_two(tmp_path: Path) -> None:
 
 def test_budgets_run_down_and_shards_share() -> None:
     now = [10.0]
-    budget = Budget(5.0, clock=lambda: now[0])
+    budget = TimeBudget(5.0, clock=lambda: now[0])
     now[0] = 12.0
     assert budget.left_s() == 3.0
     cells = [cell(k, {}) for k in "abcde"]
@@ -95,8 +92,7 @@ def test_budgets_run_down_and_shards_share() -> None:
 CHILD = """
 import json, os, sys, time
 path, names = sys.argv[1], sys.argv[2].split()
-lines = [json.loads(x) for x in open(path)] if os.path.exists(path) else []
-done = {x["key"] for x in lines if "key" in x}
+done = {json.loads(x).get("key") for x in open(path)} if os.path.exists(path) else ()
 out = open(path, "a")
 def say(entry):
     out.write(json.dumps(entry) + "\\n"); out.flush()
@@ -108,10 +104,10 @@ for name in names:
         os.abort()
     if name.startswith("hang"):
         time.sleep(60)
-    if name.startswith("fault"):
-        say({"key": name, "row": {"name": name, "status": "failed: CUDA error"}})
+    fault = name.startswith("fault")
+    say({"key": name, "row": {"name": name, "status": "failed: CUDA error" if fault else "ok"}})
+    if fault:
         sys.exit(70)
-    say({"key": name, "row": {"name": name, "status": "ok"}})
 """
 
 
@@ -120,37 +116,26 @@ def run_children(
 ) -> dict[str, Row]:
     def command(section: str, part: Shard, left_s: float) -> list[str]:
         chosen = " ".join(names.split(",")[part.index :: part.count])
-        return [sys.executable, "-S", "-c", CHILD, str(part.journal(out, section)), chosen]
+        child = CHILD if names else "raise SystemExit(3)"
+        return [sys.executable, "-S", "-c", child, str(part.journal(out, section)), chosen]
 
-    run_section(Plan("s", seconds, shards, warms), out, command)
+    run_section(SectionPlan("s", seconds, shards, warms), out, command)
     return rows_of(out, "s")
 
 
-def test_a_crash_costs_its_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "_START_S", 0.0)
-    rows = run_children(tmp_path, "a,crash1,b,crash2,c")
-    assert {name: row["status"] for name, row in rows.items()} == {
-        "a": "ok",
-        "crash1": "crashed: SIGABRT",
-        "b": "ok",
-        "crash2": "crashed: SIGABRT",
-        "c": "ok",
-    }
-
-
-def test_faults_cost_their_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "_START_S", 0.0)
-    rows = run_children(tmp_path, "fault1,a,fault2,fault3,b")
-    assert rows["a"]["status"] == rows["b"]["status"] == "ok"
-    assert {rows[f"fault{i}"]["status"] for i in (1, 2, 3)} == {"failed: CUDA error"}
-
-
-def test_what_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_crashes_faults_or_hangs_costs_its_own_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervise, "_START_S", 0.0)
     monkeypatch.setattr(supervise, "_CELL_S", 1.5)
-    rows = run_children(tmp_path, "a,hang,b")
-    assert rows["hang"]["status"].startswith("hung")
-    assert rows["a"]["status"] == rows["b"]["status"] == "ok"
+    rows = run_children(tmp_path, "a,crash1,b,crash2,fault1,fault2,c,hang,d")
+    assert {name: row["status"].split(":")[0] for name, row in rows.items()} == {
+        **dict.fromkeys(("a", "b", "c", "d"), "ok"),
+        **dict.fromkeys(("crash1", "crash2"), "crashed"),
+        **dict.fromkeys(("fault1", "fault2"), "failed"),
+        "hang": "hung",
+    }
+    assert rows["crash1"]["status"] == "crashed: SIGABRT"
 
 
 def test_a_section_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +157,6 @@ def test_shards_and_warming_processes(tmp_path: Path) -> None:
 
 
 def test_a_child_that_cannot_start_is_given_up(tmp_path: Path) -> None:
-    def command(section: str, part: Shard, left_s: float) -> list[str]:
-        return [sys.executable, "-S", "-c", "raise SystemExit(3)"]
-
     started_s = time.monotonic()
-    run_section(Plan("s", 60.0), tmp_path, command)
-    assert time.monotonic() - started_s < 30 and rows_of(tmp_path, "s") == {}
+    assert run_children(tmp_path, "", seconds=60.0) == {}
+    assert time.monotonic() - started_s < 30

@@ -10,12 +10,10 @@ import torch
 
 from bench.gpu import __main__ as command
 from bench.gpu import combine, summary
-from bench.gpu.batches import make_case
 from bench.gpu.cells import Row
-from bench.gpu.grid import CHUNK, DECODE, VERIFY
+from bench.gpu.limits import CHUNK, DECODE, VERIFY
+from bench.gpu.summary import verdicts
 from bench.gpu.sweep import best_tiles, score, table_of, write_table
-from bench.gpu.targets import verdicts
-from bench.gpu.timing import summarize
 from bench.gpu.world import Bench, World
 
 
@@ -36,7 +34,6 @@ def test_the_dry_run_ends_with_a_document_of_nulls(
     assert all(row.get("median_us") is None for row in found["kernels"])
     assert all(row["mbytes_a_step"] > 0 and row["step_ms"] is None for row in found["engine"])
     assert {target["met"] for target in found["targets"]} == {None}
-    assert not list(tmp_path.glob("*.png"))
 
 
 def test_a_section_runs_in_a_process_of_its_own(
@@ -65,7 +62,7 @@ def test_every_cell_of_a_device_can_be_named(tmp_path: Path) -> None:
         json.dumps([cell.labels for cell in cells])
 
 
-SECTIONS = {"limits": 2, "correctness": 45, "kernels": 120, "sweep": 100, "engine": 48}
+SECTIONS = {"limits": 2, "correctness": 45, "kernels": 100, "sweep": 100, "engine": 48}
 
 
 @pytest.mark.slow
@@ -81,14 +78,6 @@ def test_time_is_shared_out_among_the_sections_asked_for() -> None:
     assert sum(shares.values()) == pytest.approx(240.0)
     assert shares["kernels"] == 240.0 * 130 / (15 + 130 + 70)
     assert sum(command.seconds_of([], 540.0).values()) == pytest.approx(540.0)
-
-
-def test_medians_have_a_spread() -> None:
-    timing = summarize([float(i) for i in range(11)], "graph")
-    assert timing[:4] == (5.0, 1.0, 9.0, 11)
-
-
-# --- verdicts -------------------------------------------------------------------------------------
 
 
 def attention(workload: str, implementation: str, us: float, **more: float) -> dict[str, Row]:
@@ -142,22 +131,12 @@ def test_the_sanitizer_is_understood(exit_code: int, text: str, status: str) -> 
     assert combine.judge(exit_code, text)["status"].split(":")[0] == status
 
 
-# --- the table of the sweep -----------------------------------------------------------------------
-
-
 def swept(heads: str, rows: int, us: tuple[float, float, float] | None, split: int = 1024) -> Row:
-    times = dict.fromkeys((DECODE, VERIFY, CHUNK)) if us is None else None
-    return {
-        "heads": heads,
-        "kv_heads": 8,
-        "group": 4,
-        "head_dim": 128,
-        "page_tokens": 16,
-        "arch": "sm_90",
-        "tile": {"rows": rows, "keys": 64, "num_warps": 4, "num_stages": 3},
-        "split_tokens": split,
-        "median_us": times or dict(zip((DECODE, VERIFY, CHUNK), us or (), strict=True)),
-    }
+    names = (DECODE, VERIFY, CHUNK)
+    labels = {"heads": heads, "kv_heads": 8, "group": 4, "head_dim": 128, "page_tokens": 16}
+    tile = {"rows": rows, "keys": 64, "num_warps": 4, "num_stages": 3}
+    times = dict.fromkeys(names) if us is None else dict(zip(names, us, strict=True))
+    return labels | {"arch": "sm_90", "tile": tile, "split_tokens": split, "median_us": times}
 
 
 def test_the_best_tile_is_best_over_all_workloads(tmp_path: Path) -> None:
@@ -184,17 +163,3 @@ def test_the_best_tile_is_best_over_all_workloads(tmp_path: Path) -> None:
     written = write_table(rows, path, "swept on X", tmp_path / "..")
     assert written is not None and json.loads(written.read_text()) == table
     assert write_table({}, path, "nothing", tmp_path) is None
-
-
-def test_random_requests_are_of_every_kind() -> None:
-    case = make_case(
-        [0, 1, 2, 3, 4, 0], 50, device=torch.device("cpu"), filters=True, shaped=True, proposed=True
-    )
-    batch, starts, proposals = case
-    assert starts.tolist() == [0, 1, 3, 6, 10, 15] and len(batch.logits) == 16
-    assert len(batch.drafts.tokens) == 10 and proposals is not None and len(proposals.logits) == 10
-    assert batch.shaping is not None and batch.shaping.bias.isinf().any()
-    assert set(batch.requests.modes.tolist()) == {0, 1, 2}
-    plain = int(batch.shaping.plain[0, 0]) & 0xFFFFFFFF
-    listed = [i for i in batch.shaping.listed[0].tolist() if i < 32]
-    assert plain == 0xFFFFFFFF & ~sum(1 << i for i in listed)

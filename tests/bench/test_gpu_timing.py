@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,33 +20,23 @@ from bench.gpu.world import Bench, World
 class FakeCuda:
     """Stands for `torch.cuda`. Calls advance `now_s`, unless they are being captured."""
 
-    def __init__(self, refusal: str | None = None) -> None:
-        self.now_s, self.refusal = 0.0, refusal
+    def __init__(self) -> None:
+        self.now_s, self.refusal = 0.0, ""
         self.capturing: list[Callable[[], None]] | None = None
-        cuda = self
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                self.at_s = cuda.now_s
-
-            def synchronize(self) -> None:
-                assert self.at_s == cuda.now_s
-
-            def elapsed_time(self, end: Any) -> float:
-                return (end.at_s - self.at_s) * 1e3
-
-        class CUDAGraph:
-            def replay(self) -> None:
-                for call in self.calls:
-                    call()
-
         stream = SimpleNamespace(wait_stream=lambda other: None)
-        self.Event, self.CUDAGraph = Event, CUDAGraph
         self.Stream = self.current_stream = lambda: stream
-        self.synchronize = lambda: None
+        self.stream, self.synchronize = (lambda stream: nullcontext()), lambda: None
+
+    def Event(self, enable_timing: bool) -> Any:  # noqa: N802 - torch's name
+        event = SimpleNamespace(synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at_s", self.now_s)
+        event.elapsed_time = lambda end: (end.at_s - event.at_s) * 1e3
+        return event
+
+    def CUDAGraph(self) -> Any:  # noqa: N802 - torch's name
+        graph = SimpleNamespace(calls=[])
+        graph.replay = lambda: [call() for call in graph.calls]
+        return graph
 
     def call(self, seconds: float) -> Callable[[], None]:
         def run() -> None:
@@ -58,18 +48,19 @@ class FakeCuda:
         return run
 
     @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        yield
-
-    @contextmanager
     def graph(self, graph: Any) -> Iterator[None]:
         if self.refusal:
             raise RuntimeError(self.refusal)
-        self.capturing = graph.calls = []
-        try:
-            yield
-        finally:
-            self.capturing = None
+        self.capturing = graph.calls
+        yield
+        self.capturing = None
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    made = FakeCuda()
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=made))
+    return made
 
 
 @pytest.fixture
@@ -77,56 +68,37 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(World.DEVICE, torch.device("cuda"), tmp_path, None, lambda: 100.0)
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, refusal: str | None = None) -> FakeCuda:
-    cuda = FakeCuda(refusal)
-    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda))
-    return cuda
+def test_launches_are_timed_in_a_graph_or_as_they_are(bench: Bench, cuda: FakeCuda) -> None:
+    for refusal, method in (
+        ("", "graph"),
+        ("CUDA error: operation not permitted when stream is capturing", "eager"),
+    ):
+        cuda.refusal = refusal
+        found = time_calls(bench, [cuda.call(10e-6), cuda.call(30e-6)])
+        assert found is not None and (found.method, found.samples) == (method, MOST_SAMPLES)
+        assert (found.low_s, found.median_s) == pytest.approx((20e-6, 20e-6))
+    cuda.refusal = "CUDA error: an illegal memory access was encountered"
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        time_calls(bench, [cuda.call(10e-6)])
 
 
-def test_a_launch_is_timed_in_a_graph(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = fake(monkeypatch)
-    found = time_calls(bench, [cuda.call(10e-6), cuda.call(30e-6)])
-    assert found is not None and found.method == "graph"
-    assert found.median_s == pytest.approx(20e-6)
-    assert found.low_s == pytest.approx(20e-6) and found.samples == MOST_SAMPLES
-
-
-def test_long_launches_get_fewer_samples(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = fake(monkeypatch)
+def test_long_launches_get_fewer_samples_and_warming_ones_none(
+    bench: Bench, cuda: FakeCuda
+) -> None:
     found = time_calls(bench, [cuda.call(0.5)])
     assert found is not None and found.samples == FEWEST_SAMPLES
     spent_s = cuda.now_s
     found = time_calls(bench._replace(left_s=lambda: 0.0), [cuda.call(0.01)])
     assert found is not None and found.samples == FEWEST_SAMPLES and cuda.now_s - spent_s < 0.2
-
-
-def test_what_cannot_be_captured_is_timed_as_it_is(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda = fake(monkeypatch, "CUDA error: operation not permitted when stream is capturing")
-    found = time_calls(bench, [cuda.call(10e-6)])
-    assert found is not None and found.method == "eager"
-    assert found.median_s == pytest.approx(10e-6)
-
-
-def test_a_fault_is_not_taken_for_a_refusal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = fake(monkeypatch, "CUDA error: an illegal memory access was encountered")
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        time_calls(bench, [cuda.call(10e-6)])
-
-
-def test_warming_only_calls(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = fake(monkeypatch)
+    spent_s = cuda.now_s
     assert time_calls(bench._replace(warming=True), [cuda.call(1.0)] * 3) is None
-    assert cuda.now_s == 3.0
+    assert cuda.now_s - spent_s == 3.0
 
 
 def test_inputs_go_round_until_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "l2_bytes", lambda device: 50 << 20)
     device = torch.device("cuda")
-    assert input_sets(1 << 30, device) == 1
-    assert input_sets(4 << 20, device) == 50
-    assert input_sets(1, device) == 64
+    assert [input_sets(n, device) for n in (1 << 30, 4 << 20, 1)] == [1, 50, 64]
 
 
 def test_figures_of_a_launch() -> None:

@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from bench.engine import Run, System, build_transformers, make_prompts
+from bench.engine.shapes import write_random_model
+from bench.engine.systems import EngineRun, System, build_transformers, make_prompts
 from bench.peers import __main__ as peers
 from bench.peers.agree import agreement, first_gap, reference_logits
-from bench.peers.gguf_file import write_gguf
-from bench.shapes import write_random_model
+from bench.peers.llama_cpp_peer import write_gguf
 
 HEADS = {"q_proj": 4, "k_proj": 2}
 
@@ -80,7 +80,7 @@ def test_a_gap_is_that_of_the_first_difference() -> None:
 
 
 def _says(ids: list[int]) -> System:
-    return System("fixed", "off", lambda prompts, _: Run(1.0, [ids for _ in prompts]))
+    return System("fixed", "off", lambda prompts, _: EngineRun(1.0, [ids for _ in prompts]))
 
 
 def test_the_file_holds_every_weight(model: Path, tmp_path: Path) -> None:
@@ -112,11 +112,10 @@ def test_the_file_holds_every_weight(model: Path, tmp_path: Path) -> None:
 def _turns_alike(halves: np.ndarray, neighbours: np.ndarray, heads: int) -> None:
     """Rotating both, each by its own pairing, gives the same numbers in another order."""
     x = np.random.default_rng(0).normal(size=halves.shape[1])
-    dim = len(halves) // heads
-    turns = np.exp(1j * np.linspace(0.1, 2.0, dim // 2))
-    h, n = ((matrix.astype(np.float64) @ x).reshape(heads, dim) for matrix in (halves, neighbours))
-    turned = (h[:, : dim // 2] + 1j * h[:, dim // 2 :]) * turns
-    assert np.allclose(turned, (n[:, 0::2] + 1j * n[:, 1::2]) * turns)
+    turns = np.exp(1j * np.linspace(0.1, 2.0, len(halves) // heads // 2))
+    h, n = ((m.astype(np.float64) @ x).reshape(heads, -1) for m in (halves, neighbours))
+    first, second = np.split(h, 2, axis=1)
+    assert np.allclose((first + 1j * second) * turns, (n[:, 0::2] + 1j * n[:, 1::2]) * turns)
     assert not np.allclose(h, n), "the two orders are the same: nothing was shown"
 
 

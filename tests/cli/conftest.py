@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cbatch.assembly import EngineOptions
 from cbatch.cli.main import main
-from cbatch.info import EngineInfo
-from cbatch.stepwise import Engine
+from cbatch.engine.engine import Engine
+from cbatch.engine.info import EngineInfo
+from cbatch.engine.options import EngineOptions
 from tests.toy_engine import make_engine
 
 INFO = EngineInfo(

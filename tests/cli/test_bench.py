@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from bench.load.drive import drive
-from bench.load.selftest import measure_client, plan_of, unpaced_server
+from bench.load.run.drive import drive
+from bench.load.run.selftest import measure_client, plan_of
+from bench.load.run.stub import stub_server
 from cbatch import LLM
 from cbatch.cli.main import main
 from cbatch.demo import demo_paths
-from sim.report import from_json
+from sim.report.report import from_json
 from sim.traces.reader import write_requests
 from sim.traces.request import TraceRequest
 from tests.cli.conftest import Run
@@ -54,7 +55,7 @@ def bench(
     return run
 
 
-TEXT = ("--text", str(ROOT / "cbatch/cli/sim.py"))
+TEXT = ("--text", str(ROOT / "sim/cli/replay_command.py"))
 SHORT = (*TEXT, "--prompt-tokens", "20", "--output-tokens", "uniform:3:12", "--requests", "24")
 
 
@@ -110,7 +111,7 @@ def test_a_sweep_with_repeats_and_a_comparison(
 def test_the_server_is_looked_at_while_it_runs(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("bench.load.scrape.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("bench.load.run.scrape.LOOK_EVERY_S", 0.01)
     table = tmp_path / "loads.csv"
     run, document, _ = bench("--concurrency", "4", *SHORT, "--requests", "96", "--csv", table)
     assert run.status == 0
@@ -323,7 +324,7 @@ def answered(toy: Client) -> float:
 
 
 def test_the_self_test_reads_everything() -> None:
-    with unpaced_server() as endpoint:
+    with stub_server() as endpoint:
         row = asyncio.run(measure_client(endpoint, 32, rounds=3))
         assert row["chunks"] == 32 * 3 * 200 and row["failed"] == 0
         assert row["of_needed"] == pytest.approx(row["chunks_per_s_per_core"] / 50_000, abs=1e-3)

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from cbatch import Output, SamplingParams
 from cbatch.cli.lanes import Lanes
-from cbatch.cli.progress import ProgressBar
 from cbatch.demo import demo_prompts
-from cbatch.stepwise import Engine
+from cbatch.engine.engine import Engine
+from cbatch.engine.progress import ProgressBar
 from tests.cli.conftest import Run
 from tests.toy_engine import make_engine
 
@@ -68,7 +68,7 @@ def test_lanes_show_each_sequence_with_its_own_lookahead() -> None:
 def test_progress_without_a_terminal_says_a_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cbatch.cli.progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("cbatch.engine.progress.LINE_EVERY_S", 0.0)
     with ProgressBar(2) as bar:
         bar.update([Output("a", 0, "x", (1, 2))])
     assert "0 of 2 sequences" in capsys.readouterr().err

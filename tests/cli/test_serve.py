@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +20,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 from cbatch.cli.serve import LOST
-from cbatch.server.run import EngineLostError
+from cbatch.demo import demo_paths
+from cbatch.server.http.run import EngineLostError
 from tests.cli.conftest import Run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -50,12 +53,15 @@ def test_it_serves_the_demo_pair_until_it_is_told_to_stop(tmp_path: Path) -> Non
     (tmp_path / "keys").write_text("# of the web shop\nthird\n")
     (tmp_path / "serve.toml").write_text(
         f'num_blocks = 64\napi_key = ["none"]\napi_key_file = "{tmp_path / "keys"}"\n'
+        "open_metrics = true\nmax_connections = 2\n"
     )
     with serve(
-        *("--port", "0", "--max-slots", "2", "--config", tmp_path / "serve.toml"),
-        environment={"CBATCH_API_KEY": "first,second", "CBATCH_LOOKAHEAD": "off"},
+        *("--port", "0", "--max-slots", "2", "--lookahead", "off"),
+        *("--config", tmp_path / "serve.toml"),
+        environment={"CBATCH_API_KEY": "first,second", "CBATCH_REQUEST_TIMEOUT": "3"},
     ) as (process, where, told):
         assert "row_invariant" in told and "KV: 64 blocks of 16 tokens" in told
+        assert "connections: 2 at most" in told
         assert "lookahead off" in told and re.search(
             r"weights: \d+ MiB; engine threads: \d+ of \d+\n", told
         )
@@ -70,8 +76,30 @@ def test_it_serves_the_demo_pair_until_it_is_told_to_stop(tmp_path: Path) -> Non
         assert texts == {answer["choices"][0]["message"]["content"]}, "the demo pair's own template"
         with pytest.raises(HTTPError, match="401"):
             post(f"{where}/v1/completions", body, "none")
+        with urlopen(f"{where}/metrics", timeout=60) as metrics:
+            assert metrics.status == 200
+        address = ("127.0.0.1", int(where.rpartition(":")[2]))
+        with socket.create_connection(address) as one, socket.create_connection(address) as two:
+            with pytest.raises(HTTPError, match="503"):
+                post(f"{where}/v1/completions", body, "first")
+            assert one.recv(1) == two.recv(1) == b"", "they have had their time"
+        with urlopen(f"{where}/ready", timeout=60) as ready:
+            assert ready.status == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 0
+
+
+def test_the_models_own_defaults_hold_for_calls_that_leave_a_field_out(tmp_path: Path) -> None:
+    model = shutil.copytree(demo_paths()[0], tmp_path / "model")
+    (model / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 9}')
+    with serve(model, "--port", "0", environment={"CBATCH_LOOKAHEAD": "off"}) as (_, where, told):
+        assert "defaults of calls, by generation_config.json: temperature 0.0, max_tokens 9" in told
+        texts = set()
+        for asked in ({}, {}, {"temperature": 0, "max_tokens": 9}):
+            chat = {"messages": [{"role": "user", "content": "def add(a, b):"}]}
+            (choice,) = post(f"{where}/v1/chat/completions", chat | asked, "-")["choices"]
+            texts.add(choice["message"]["content"])
+        assert len(texts) == 1
 
 
 def post(url: str, body: dict[str, Any], key: str) -> Any:
@@ -79,24 +107,6 @@ def post(url: str, body: dict[str, Any], key: str) -> Any:
     request = Request(url, json.dumps(body).encode(), headers)
     with urlopen(request, timeout=120) as response:
         return json.loads(response.read())
-
-
-def test_a_template_that_is_not_there_is_told_before_an_engine_starts(
-    cbatch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr("cbatch.engine.process.EngineProcess.__init__", started.append)
-    run = cbatch("serve", "--chat-template", tmp_path / "none")
-    assert run.status == 2 and "none cannot be read" in run.err and not started
-
-
-def test_what_cannot_be_served_is_said_in_a_line(
-    cbatch: Callable[..., Run], tmp_path: Path
-) -> None:
-    run = cbatch("serve", tmp_path / "nothing")
-    assert run.status == 2 and str(tmp_path / "nothing") in run.err
-    run = cbatch("serve", "--grace", "1", "--timeout", "-1")
-    assert run.status == 2 and "--timeout: -1.0 is not allowed" in run.err
 
 
 def test_an_engine_that_is_lost_is_the_last_line_and_a_status(

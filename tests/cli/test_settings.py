@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from cbatch.cli.main import make_parser
-from cbatch.cli.options import NAMES as ENGINE_NAMES
-from cbatch.cli.serve import NAMES, ServeSettings
+from cbatch.cli.options import add_engine_options, engine_options
+from cbatch.cli.serve import ServeSettings
 from cbatch.cli.settings import Settings, read_settings, unknown_variables
-from cbatch.core.errors import FieldError
+from cbatch.core.request.errors import FieldError
+from cbatch.engine.options import EngineOptions
+from cbatch.server.serving.admission_queue import Limits
 from tests.cli.conftest import Run
 
 FILE = 'max_slots = 5\nport = 7\ndrafter = ["ngram"]\nno_prefix_cache = true\nqueue_timeout = 2\n'
@@ -36,9 +38,10 @@ def test_a_flag_counts_more_than_a_variable_that_more_than_the_file(tmp_path: Pa
     variables = {"CBATCH_PORT": "8", "CBATCH_DRAFTER": "suffix, ngram", "CBATCH_OVERLAP": "1"}
     settings = read(tmp_path, FILE, variables, "--drafter", "suffix", "DIR", "--ageing", "0.5")
     found = settings.values
-    assert (found.max_slots, found.port, found.drafter) == (5, 8, ("suffix",))
-    assert found.no_prefix_cache and found.overlap == 1 and found.queue_timeout == 2.0
-    assert (found.model, found.ageing, found.host) == ("DIR", 0.5, "127.0.0.1")
+    engine = found.engine
+    assert (engine.max_slots, found.port, engine.drafter) == (5, 8, ("suffix",))
+    assert not engine.prefix_cache and engine.overlap == 1 and found.limits.queue_timeout_s == 2.0
+    assert (found.model, engine.ageing_per_s, found.host) == ("DIR", 0.5, "127.0.0.1")
     origins = [settings.origin(name) for name in ("drafter", "port", "max_slots", "host")]
     assert origins == [
         "--drafter",
@@ -46,18 +49,33 @@ def test_a_flag_counts_more_than_a_variable_that_more_than_the_file(tmp_path: Pa
         f"{tmp_path / 'serve.toml'}: max_slots",
         "--host",
     ]
-    assert read(tmp_path, "", variables).values.drafter == ("suffix", "ngram")
+    assert read(tmp_path, "", variables).values.engine.drafter == ("suffix", "ngram")
 
 
-def test_defaults_are_those_of_the_engine_and_every_one_can_be_set() -> None:
-    from cbatch.assembly import EngineOptions
+def test_how_calls_sample_is_the_servers_setting_alone(tmp_path: Path) -> None:
+    """Other commands say it by their own flags, so the model's defaults stay out of them."""
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    assert engine_options(parser.parse_args([])) == EngineOptions(generation_config="none")
+    flags = ("--generation-config", "none")
+    for text, variables, given, found in (
+        ("", {}, (), "auto"),
+        ("", {}, flags, "none"),
+        ('generation_config = "none"', {}, (), "none"),
+        ('generation_config = "none"', {"CBATCH_GENERATION_CONFIG": "auto"}, (), "auto"),
+    ):
+        assert read(tmp_path, text, variables, *given).values.generation_config == found
+    with pytest.raises(FieldError, match="--generation-config: 'vllm' is not allowed"):
+        read(tmp_path, "", {}, "--generation-config", "vllm")
 
-    assert ServeSettings().engine_options() == EngineOptions()
+
+def test_every_part_has_its_own_defaults_and_can_be_set() -> None:
+    found = ServeSettings()
+    assert read_settings(ServeSettings, arguments()).values == found
+    assert (found.engine, found.limits) == (EngineOptions(), Limits())
     changed = arguments("--max-slots", "3", "--kv-memory", "0.5", "--no-prefix-cache")
-    options = read_settings(ServeSettings, changed).values.engine_options()
+    options = read_settings(ServeSettings, changed).values.engine
     assert (options.max_slots, options.kv_memory_bytes, options.prefix_cache) == (3, 2**29, False)
-    assert set(ENGINE_NAMES) <= set(EngineOptions.__struct_fields__)
-    assert set(NAMES.values()) <= set(ServeSettings.__struct_fields__)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +114,11 @@ def test_what_the_engine_finds_wrong_has_the_operators_name(tmp_path: Path) -> N
     ):
         settings = read(tmp_path, text, variables, *flags)
         error = FieldError("kv_memory_bytes", "holds no block", "give more")
-        assert settings.named(error, NAMES).field.endswith(origin)
+        assert settings.named(error).field.endswith(origin)
     stranger = FieldError("chat_template", "x", "y")
-    assert settings.named(stranger, NAMES).field == "--chat-template"
-    assert settings.named(FieldError("config.json", "x", "y"), NAMES).field == "config.json"
-    assert settings.named(FieldError("lookahead.k", "x", "y"), NAMES).field == "--lookahead"
+    assert settings.named(stranger).field == "--chat-template"
+    assert settings.named(FieldError("config.json", "x", "y")).field == "config.json"
+    assert settings.named(FieldError("lookahead.k", "x", "y")).field == "--lookahead"
 
 
 def test_variables_that_nobody_reads_are_found_but_for_those_of_kubernetes(tmp_path: Path) -> None:
@@ -116,7 +134,7 @@ def test_errors_at_start_say_what_to_do(
 ) -> None:
     """None of these starts an engine."""
     started: list[Any] = []
-    monkeypatch.setattr("cbatch.engine.process.EngineProcess.__init__", started.append)
+    monkeypatch.setattr("cbatch.process.server.EngineProcess.__init__", started.append)
     (tmp_path / "notes").write_text("mine")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -129,6 +147,11 @@ def test_errors_at_start_say_what_to_do(
             (("--max-requests-per-key", "2"), "--max-requests-per-key: there are no keys"),
             (("--api-key-file", tmp_path / "none"), "--api-key-file: "),
             (("--config", tmp_path / "none"), "none: cannot be read"),
+            (("--chat-template", tmp_path / "none"), "none cannot be read"),
+            ((tmp_path / "nothing",), str(tmp_path / "nothing")),
+            (("--grace", "1", "--timeout", "-1"), "--timeout: -1.0 is not allowed"),
+            (("--max-connections", 2**40), f"--max-connections: {2**40} need"),
+            (("--max-connections", 0), "--max-connections: 0 is not allowed"),
         ):
             run = cbatch("serve", *flags)
             assert run.status == 2 and told in run.err, run.err

@@ -65,6 +65,9 @@ def test_ends_of_the_range_are_told(cbatch: Command, trace: Path) -> None:
     assert low.status == 0 and "even 0.01562 times the rate fails" in low.out
     high = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=99", "--rates", "1:4")
     assert high.status == 0 and "capacity: at least 4 times the rate" in high.out
+    above = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=99", "--rates", "3:5")
+    tried = above.lines[-1]["scenarios"][0]["tried"]
+    assert [one["rate"] for one in tried] == [3, 5], "it begins where the range does"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,11 @@ def test_ends_of_the_range_are_told(cbatch: Command, trace: Path) -> None:
     [
         ((), "--slo: is missing"),
         (("--slo", "ttft=1", "--percentile", 101), "--percentile: 101.0"),
+        (("--slo", "ttft=1", "--percentile", 0), "--percentile: 0.0"),
+        (("--slo", "ttft=1", "--percentile", "nan"), "--percentile: nan"),
         (("--slo", "ttft=1", "--goodput-share", 0), "--goodput-share: 0.0"),
+        (("--slo", "ttft=1", "--goodput-share", 1.5), "--goodput-share: 1.5"),
+        (("--slo", "ttft=1", "--rates", "0:1"), "--rates: 0.0:1.0"),
         (("--slo", "ttft=1", "--rates", "2:1"), "--rates: 2.0:1.0"),
         (("--slo", "ttft=1", "--sweep", "rate=1,2"), "'rate' is no option"),
         (("--slo", "ttft=1", "--sweep", "concurrency=1,2"), "'concurrency' is no option"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.core.errors import FieldError, RefusedError
+from cbatch.core.request.errors import FieldError, RefusedError
 from sim.traces.reader import write_requests
 from sim.traces.request import TraceError, TraceRequest
 from tests.cli.conftest import Run
@@ -107,7 +107,7 @@ def test_bad_sweeps_are_refused_before_anything_runs(
     def never(*args: Any, **more: Any) -> None:
         raise AssertionError("it ran")
 
-    monkeypatch.setattr("sim.replay.replay", never)
+    monkeypatch.setattr("sim.cli.simulation.replay", never)
     out = trace.parent / "out"
     run = cbatch("sim", trace, *CONSTANT, *(str(a).format(out=out) for a in argv))
     assert run.status == 2 and words in run.err, run.err

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.simulate import recorded
-from cbatch.engine.steplog import StepLogWriter
+from cbatch.steplog.recorder import StepRecorder
+from sim.cli.scenario import Scenario, add_flags
+from sim.cli.simulation import build
 from sim.traces.reader import Trace, write_requests
 from sim.traces.request import TraceRequest
 from tests.cli.conftest import Run
@@ -84,32 +85,23 @@ def test_bad_commands_say_what_is_wrong(
     assert trace.read_bytes() == before and not places["out"].exists()
 
 
-def test_sim_prints_a_table_and_writes_the_report(cbatch: Command, trace: Path) -> None:
-    files = [trace.parent / name for name in ("a.json", "b.json")]
-    records = trace.parent / "records.jsonl"
-    for file in files:
-        more = ("--slo", "ttft=0.015", "--json", file, "--records", records)
-        run = cbatch("sim", trace, *SMALL, *more)
+def test_sim_prints_a_table_and_writes_what_it_is_asked_for(cbatch: Command, trace: Path) -> None:
+    names = ("records.jsonl", "page.html", "steps.json", "a.json", "b.json")
+    records, page, steps, *reports = (trace.parent / name for name in names)
+    files = ("--records", records, "--page", page, "--perfetto", steps)
+    for file in reports:
+        run = cbatch("sim", trace, *SMALL, "--slo", "ttft=0.015", "--json", file, *files)
     assert run.status == 0 and "time to first token" in run.out
-    assert files[0].read_bytes() == files[1].read_bytes()
-    report = json.loads(files[0].read_bytes())
-    assert report["requests"] == 30 and report["settings"]["cost"] == "constant"
+    assert reports[0].read_bytes() == reports[1].read_bytes()
+    report, last = json.loads(reports[0].read_bytes()), run.lines[-1]
+    assert report["requests"] == last["requests"] == 30
+    assert report["settings"]["cost"] == "constant" and report["goodput"]["share"] <= 1
     assert report["tpot_s"]["mean"] == pytest.approx(0.01)
-    assert report["goodput"]["share"] <= 1
-    assert json.loads(run.out.splitlines()[-1])["requests"] == 30
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert len(lines) == 30 and {"ttft_s", "tpot_s", "e2e_s", "queue_s"} <= set(lines[0])
-
-
-def test_sim_writes_records_a_page_and_a_trace_of_steps(cbatch: Command, trace: Path) -> None:
-    names = ("report.json", "records.jsonl", "page.html", "steps.json")
-    report, records, page, steps = (trace.parent / name for name in names)
-    files = ("--json", report, "--records", records, "--page", page, "--perfetto", steps)
-    last = cbatch("sim", trace, *SMALL, *files).lines[-1]
-    assert len(records.read_text().splitlines()) == last["requests"] == 30
-    assert json.loads(report.read_text())["steps"] == last["steps"]
     events = json.loads(steps.read_text())
-    assert sum(event["ph"] == "X" and event["tid"] == 1 for event in events) == last["steps"]
+    num_steps = sum(event["ph"] == "X" and event["tid"] == 1 for event in events)
+    assert num_steps == report["steps"] == last["steps"]
     assert "trace.jsonl, lookahead off" in page.read_text()
     nowhere = cbatch("sim", trace, *SMALL, "--page", trace / "page.html")
     assert nowhere.status == 2 and "--page" in nowhere.err
@@ -174,6 +166,7 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--rate", -1), "--rate"),
         (("--requests", 0), "--requests"),
         (("--concurrency", 0), "concurrency"),
+        (("--concurrency", 1, "--think", -1), "think_s"),
         (("--replicas", 0), "--replicas: 0 is not allowed"),
         (("--replicas", 2, "--router", "random"), "--router: 'random' is unknown"),
         (("--router", "least-loaded"), "--router: would be ignored"),
@@ -192,7 +185,7 @@ def test_bad_options_say_what_is_wrong(
 def test_a_step_log_is_a_trace(cbatch: Command, tmp_path: Path) -> None:
     """What an engine recorded comes back: arrivals, lengths, outputs, and shared prefixes."""
     path = tmp_path / "steps.jsonl"
-    with StepLogWriter(path) as log:
+    with StepRecorder(path) as log:
         world = World(make_config(eos_ids=(3,)), log=log)
         for i in range(12):
             prompt = [*range(10, 22), i] if i % 2 else 9
@@ -215,13 +208,22 @@ def test_a_step_log_is_a_trace(cbatch: Command, tmp_path: Path) -> None:
     assert refused.status == 2 and "--skip-empty" in refused.err
 
 
+def run_as_recorded(path: Path, *argv: str) -> tuple[int, float | None]:
+    """The rules that no option names, as the simulated engine has them."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Scenario)
+    args = parser.parse_args(["--step-seconds", "0.01", *argv])
+    config = build(Scenario(**vars(args) | {"trace": str(path)})).config
+    return config.decode_reserve_tokens, config.ageing_per_s
+
+
 def test_a_step_log_brings_its_engines_settings(cbatch: Command, tmp_path: Path) -> None:
     """Without a size on the command line, as its engine was; with one, as it says. The pool of a
     device is its own."""
     path = tmp_path / "steps.jsonl"
     rules = {"queue_policy": "shortest", "ageing_per_s": 7.0, "decode_reserve_tokens": 3}
     config = make_config(max_slots=3, prefix_cache=False, **rules)
-    with StepLogWriter(path) as log:
+    with StepRecorder(path) as log:
         world = World(config, log=log)
         for i in range(4):
             world.add(make_request(f"r{i}", 9, seed=i, max_tokens=30))
@@ -243,10 +245,8 @@ def test_a_step_log_brings_its_engines_settings(cbatch: Command, tmp_path: Path)
     assert "max_slots" not in changed["as_recorded"] and "num_blocks" in changed["as_recorded"]
     on_device = settings("--gpu", "L4", "--model", "llama-3.2-1b")
     assert on_device["num_blocks"] > 10_000 and on_device["max_slots"] == 3
-    scenario = argparse.Namespace(queue_policy="shortest")
-    assert rules.items() >= recorded.rules(scenario, config).items()  # type: ignore[arg-type]
-    scenario.queue_policy = "fcfs"
-    assert recorded.rules(scenario, config) == {"decode_reserve_tokens": 3}  # type: ignore[arg-type]
+    assert run_as_recorded(path) == (3, 7.0)
+    assert run_as_recorded(path, "--queue-policy", "fcfs") == (3, None)
 
 
 @pytest.fixture(scope="module")

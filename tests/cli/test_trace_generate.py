@@ -1,4 +1,4 @@
-"""`cbatch trace generate` writes what `sim.workload` makes, and what the readers know."""
+"""`cbatch trace generate` writes what `sim.workload.generate` makes, and what the readers know."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from sim.arrivals import gamma, poisson
-from sim.lengths import fixed, lognormal, uniform
+from sim.distributions.arrivals import gamma, poisson
+from sim.distributions.lengths import fixed, lognormal, uniform
 from sim.traces.reader import Trace
-from sim.workload import Conversations, converse, generate
+from sim.workload.generate import Conversations, converse, generate
 from tests.cli.conftest import Run
 
 Command = Callable[..., Run]

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from cbatch.core import noise
-from cbatch.core.noise import Purpose
+from cbatch.core.request import noise
+from cbatch.core.request.noise import Purpose
 
-# Random123's published known-answer vectors of Philox4x32-10: counter, key, output.
+# Random123's num_cached_tokens known-answer vectors of Philox4x32-10: counter, key, output.
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     (

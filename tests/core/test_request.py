@@ -7,9 +7,9 @@ import math
 import msgspec
 import pytest
 
-from cbatch.core.config import SchedulerConfig
-from cbatch.core.errors import FieldError
-from cbatch.core.request import SamplingParams
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import SamplingParams
+from cbatch.core.scheduler.config import SchedulerConfig
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,19 @@ def test_ids_beyond_the_vocabulary_and_no_token_left(params, stop_ids, field) ->
         SamplingParams(**params).require_vocabulary(10, ())
     if params.pop("min_tokens", None):  # without it the stop id may be chosen
         SamplingParams(**params).require_vocabulary(8, stop_ids)
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "banned_token_ids"])
+def test_lists_are_no_longer_than_the_vocabulary(field: str) -> None:
+    def given(count: int) -> SamplingParams:
+        return SamplingParams(**{field: (3,) * count})  # type: ignore[arg-type]
+
+    given(8).require_vocabulary(8, ())
+    with pytest.raises(FieldError, match=f"^{field}: has 100000 ids; the vocabulary has 8"):
+        given(100_000).require_vocabulary(8, ())
+    with pytest.raises(FieldError) as caught:
+        SamplingParams(**{field: (*range(100_000), -1)})  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 300, "a million ids are not repeated to their sender"
 
 
 def test_stop_ids_beyond_the_vocabulary_take_no_choice_away() -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-from cbatch.core.committer import Committer
-from cbatch.core.config import LookaheadConfig, SchedulerConfig
-from cbatch.core.controller import LookaheadController
-from cbatch.core.errors import FieldError
-from cbatch.core.plan import RowStatus, ShadowEvidence
-from cbatch.core.regime import Due
-from sim.executor import Faults
-from sim.models import ModelledAcceptance
-from sim.shadow import ContractBreachError
+from cbatch.core.request.errors import FieldError
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.plan import ShadowEvidence
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.gate import Due
+from cbatch.core.speculation.goodput_policy import GoodputPolicy
+from cbatch.core.speculation.policies import EmaPolicy
+from sim.checking.kv import ContractBreachError
+from sim.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request, rows_of
 
 CHAINS: dict[str, tuple[str, ...] | None] = {
@@ -63,12 +62,6 @@ def test_every_chain_at_once_and_prefix_hits_after_them(lookahead, depth):
     assert world.executor.stats.num_rejections and world.executor.stats.num_full_acceptances
 
 
-def test_preemption():
-    world = serve(mixed_world(num_blocks=30), twice=False)
-    assert world.scheduler.stats.preemptions > 0
-    assert world.executor.stats.rows_by_drafter["suffix"] > 10
-
-
 def test_blocks_that_a_lookup_drafted_are_not_draft_valid():
     lookups = mixed_world(drafter=("suffix",), draft_context_tokens=128)
     lookups.add(make_request("a", max_tokens=60))
@@ -81,22 +74,18 @@ def test_blocks_that_a_lookup_drafted_are_not_draft_valid():
         prompt = (*world.requests["a"].prompt, *world.output("a"))
         world.add(make_request("b", prompt, max_tokens=4))
         world.step()
-        (admission,) = world.plans[-1].deltas.admitted
+        (admission,) = world.plans[-1].deltas.new_sequences
         assert admission.kv_len_tokens > 50
         assert admission.draft_kv_len_tokens >= 4 * valid
         assert bool(admission.draft_kv_len_tokens) == bool(valid)
 
 
-def test_a_scheduler_that_takes_every_draft_for_the_models_is_caught(monkeypatch):
-    advance = Committer._advance_draft
-
-    def credulous(self: Committer, step: Any) -> None:
-        step.result = structs.replace(step.result, draft_kv_lens=None)
-        advance(self, step)
-
-    monkeypatch.setattr(Committer, "_advance_draft", credulous)
+def test_a_scheduler_that_takes_every_draft_for_the_models_is_caught():
+    world = mixed_world(num_blocks=200)
+    run = world.executor.run
+    world.executor.run = lambda plan: structs.replace(run(plan), draft_kv_lens=None)
     with pytest.raises(ContractBreachError, match="draft"):
-        serve(mixed_world(num_blocks=200))
+        serve(world)
 
 
 def test_only_rows_of_the_model_plan_catch_up():
@@ -137,25 +126,6 @@ def test_past_the_drafts_context_the_model_alone_stops(chain):
     assert bool(sum(beyond)) == (chain != ("model",))
 
 
-def test_a_broken_draft_beside_lookups():
-    faults = Faults(draft_non_finite_at={n: frozenset({9, 20}) for n in CHAINS})
-    config = make_config(lookahead="fixed:3", drafter=("suffix", "model"))
-    world = World(config, faults=faults)
-    seen = []
-    world.executor.run = _watch(world.executor.run, seen)
-    serve(world, twice=False)
-    assert sum(seen) >= 2
-
-
-def _watch(run: Any, seen: list[int]) -> Any:
-    def watched(plan: Any) -> Any:
-        result = run(plan)
-        seen.append(int((result.status == RowStatus.DRAFT_NON_FINITE).sum()))
-        return result
-
-    return watched
-
-
 def test_names_are_checked():
     for drafter in ((), ("model", "model"), ("eagle",)):
         with pytest.raises(FieldError, match="drafter"):
@@ -170,7 +140,7 @@ def test_names_are_checked():
 @pytest.mark.parametrize("policy", ["ema", "goodput"])
 def test_shadow_evidence_raises_k_from_0_for_a_request_that_begins_to_copy(policy, monkeypatch):
     """Acceptance is 0 at first, then 1. Told of what it would have scored, the policy drafts again
-    sooner than by drift to the prior, probes and canaries alone."""
+    sooner than by drift to the prior, and probes alone."""
 
     def steps_until_drafting() -> tuple[int, int]:
         acceptance = {"a": 0.0}
@@ -194,41 +164,45 @@ def test_shadow_evidence_raises_k_from_0_for_a_request_that_begins_to_copy(polic
 
     informed, scores = steps_until_drafting()
     assert scores > 5
-    monkeypatch.setattr(Committer, "_overhear", lambda *_: None)
+    for each in (EmaPolicy, GoodputPolicy):
+        monkeypatch.setattr(each, "observe_shadow", lambda *_: None)
     deaf, _ = steps_until_drafting()
-    print(policy, informed, deaf)
     assert informed < 60 and deaf > 1.5 * informed
 
 
 def test_evidence_of_rows_that_left_is_dropped():
     """Whoever has their slot by now has not earned it."""
     world = mixed_world("ema:4", drafter=("suffix",), draft_context_tokens=None)
-    estimate = world.scheduler.state.table.estimate
-    estimate[:] = [[3.0], [6.0]]
-    flight = SimpleNamespace(plan=SimpleNamespace(slots=np.arange(2, 5)), void_slots=[3])
-    columns = np.arange(3, dtype=np.int32), np.full(3, 4, np.int32), np.full(3, 4, np.int32)
-    Committer(world.scheduler.state)._overhear(ShadowEvidence(*columns), flight)
-    rose = estimate[0] / estimate[1] > 0.5
-    assert np.flatnonzero(rose).tolist() == [2, 4]
+    world.add(*(make_request(name, max_tokens=30) for name in "abc"))
+    world.step()
+    scheduler, policy, slots = world.scheduler, world.scheduler.state.policy, np.arange(3)
+    before = policy.estimated_acceptance(slots)
+    plan = scheduler.plan(0.0)
+    assert scheduler.cancel("b", 0.0)
+    columns = np.arange(3, dtype=np.int32), np.full(3, 40, np.int32), np.full(3, 40, np.int32)
+    result = structs.replace(world.executor.run(plan), shadow=ShadowEvidence(*columns))
+    scheduler.commit(result, 0.0)
+    after = policy.estimated_acceptance(slots)
+    assert [b > 0.9 for b in after] == [True, False, True] and max(before) < 0.9
 
 
 def test_the_controller_hears_of_a_fleet_that_got_better():
     """While off, good news of enough rows calls for a decision; old news does not."""
-    controller = LookaheadController(
+    policy = GoodputPolicy(
         LookaheadConfig(policy="goodput", k=4, prior_acceptance=0.1), max_slots=8, max_tokens=64
     )
     for slot in range(8):
-        controller.enter(slot)
-    controller.regime.on, controller.regime.newcomers = False, 0
-    controller.regime.canary_in, controller.regime.rows_judged = 500, 8
+        policy.enter(slot, None)
+    policy.gate.on, policy.gate.newcomers = False, 0
+    policy.gate.probe_in, policy.gate.rows_judged = 500, 8
     slots, trials = np.arange(8, dtype=np.int32), np.full(8, 12, np.int32)
-    controller.overhear(slots, trials, np.zeros(8, np.int32))
-    assert controller.due(8) is Due.NOTHING
-    before = controller.estimate[0] / controller.estimate[1]
-    controller.overhear(slots, trials, np.full(8, 11, np.int32))
-    after = controller.estimate[0] / controller.estimate[1]
+    policy.observe_shadow(slots, trials, np.zeros(8, np.int32))
+    assert policy.due(8) is Due.NOTHING
+    before = policy.estimate[0] / policy.estimate[1]
+    policy.observe_shadow(slots, trials, np.full(8, 11, np.int32))
+    after = policy.estimate[0] / policy.estimate[1]
     assert (after > before + 0.3).all()
-    assert controller.due(8) is Due.DECISION
-    prior = controller.prior
-    controller.leave(0)
-    assert controller.prior[0] / controller.prior[1] > prior[0] / prior[1]
+    assert policy.due(8) is Due.DECISION
+    prior = policy.prior
+    policy.leave(0)
+    assert policy.prior[0] / policy.prior[1] > prior[0] / prior[1]

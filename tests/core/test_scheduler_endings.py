@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec import structs
 
-from cbatch.core.errors import FieldError, RefusedError
-from cbatch.core.plan import StepResult
-from cbatch.core.request import FinishReason
-from cbatch.core.scheduler import Scheduler
-from sim.executor import Faults
-from sim.models import ModelledAcceptance
+from cbatch.core.request.errors import FieldError, RefusedError
+from cbatch.core.request.request import FinishReason
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.plan import StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
+from sim.checking.executor import Faults
+from sim.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -19,30 +21,6 @@ ALWAYS = ModelledAcceptance(1.0)
 
 def crowd():
     return [make_request(f"r{i}", 5 + 9 * i, seed=i, max_tokens=12) for i in range(4)]
-
-
-@DEPTHS
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-@pytest.mark.parametrize("steps", range(0, 12, 2))
-@pytest.mark.parametrize("num_blocks", [16, 64])
-def test_cancel_at_any_moment(depth, lookahead, steps, num_blocks):
-    config = make_config(lookahead=lookahead, step_budget_tokens=16, num_blocks=num_blocks)
-    world = World(config, depth=depth)
-    world.add(*crowd())
-    for _ in range(steps):
-        world.step()
-    ended = "r2" in world.finished
-    assert world.scheduler.cancel("r2", world.clock()) is not ended
-    assert not world.scheduler.cancel("r2", world.clock())
-    world.scheduler.check()
-    world.run()
-    world.assert_reference("r0", "r1", "r3")
-    end = world.finished["r2"]
-    assert end.output.tolist() == world.shown["r2"][: len(end.output)]
-    expected, _ = world.reference("r2")
-    assert end.output.tolist() == expected[: len(end.output)]
-    if not ended:
-        assert end.reason is FinishReason.CANCELLED
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
@@ -61,10 +39,6 @@ def test_a_row_ends_in_time_if_only_some_plans_overlap(lookahead, max_tokens):
             ended += scheduler.commit(executor.wait(), 0.0).finished
             scheduler.check()
     assert [end.output.tolist() for end in ended] == [world.reference("a")[0]]
-
-
-def test_cancel_of_an_unknown_request_is_false():
-    assert not World().scheduler.cancel("nobody", 0.0)
 
 
 @DEPTHS
@@ -218,20 +192,13 @@ def test_a_request_id_is_free_again_once_its_request_has_ended(depth):
 @DEPTHS
 @pytest.mark.parametrize("steps", [1, 3, 6])
 def test_an_executor_reset_forgets_the_cache_and_keeps_the_tokens(depth, steps):
-    world = World(make_config(lookahead="fixed:2"), depth=depth)
+    faults = Faults(raise_at_runs=frozenset({steps}))
+    world = World(make_config(lookahead="fixed:2"), depth=depth, faults=faults)
     world.add(*crowd())
-    for _ in range(steps):
-        world.step()
-    world.executor.reset()
-    world.loop._in_flight = None
-    world.scheduler.executor_reset(world.clock())
-    world.scheduler.check()
-    before = len(world.plans)
     world.run()
     world.assert_reference()
-    assert world.plans[before].deltas.reset
-    first_back = world.plans[before].deltas.admitted
-    assert first_back and all(a.kv_len_tokens == 0 for a in first_back)
+    again = [plan.deltas for plan in world.plans if plan.deltas.reset][1].new_sequences
+    assert again and all(a.kv_len_tokens == 0 for a in again)
 
 
 def test_blocks_of_a_row_that_was_cancelled_while_it_failed_are_zeroed():
@@ -275,3 +242,22 @@ def test_commit_itself_cuts_at_a_stop_id_but_not_before_min_tokens(min_tokens, k
     assert end.output.tolist() == [5, 7, 6, 7, 6, 6][:kept]
     assert end.reason is FinishReason.STOP
     scheduler.check()
+
+
+def test_the_parameters_of_a_call_are_looked_through_once(monkeypatch):
+    """They may name as many ids as there are, for each of its choices."""
+    checked = []
+    check = SchedulerConfig.check_params
+    monkeypatch.setattr(
+        SchedulerConfig, "check_params", lambda *args: checked.append(args) or check(*args)
+    )
+    world = World(make_config())
+    first = make_request("r0", max_tokens=2)
+    world.add(*(structs.replace(first, request_id=f"r{i}", choice=i) for i in range(9)))
+    world.add(make_request("other", max_tokens=2))
+    assert len(checked) == 2
+    bad = make_request("bad", banned_token_ids=(10**6,))
+    for name in ("bad", "again"):
+        with pytest.raises(FieldError, match="banned_token_ids"):
+            world.add(structs.replace(bad, request_id=name))
+    world.run()

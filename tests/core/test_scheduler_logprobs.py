@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from cbatch.core.plan import StepPlan, StepResult, TokenLogprobs
-from sim.executor import SimExecutor
+from cbatch.core.request.logprobs import TokenLogprobs
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from sim.checking.executor import SimExecutor
 from tests.helpers import World, make_config, make_request
 
 
@@ -80,7 +81,7 @@ def test_a_wanted_prompt_is_computed_from_its_beginning() -> None:
     world.add(make_request("choice", prompt, max_tokens=2, prompt_logprobs=0, choice=1))
     world.add(make_request("plain", prompt, max_tokens=2))
     world.run()
-    admitted = {a.request_id: a for plan in world.plans for a in plan.deltas.admitted}
+    admitted = {a.request_id: a for plan in world.plans for a in plan.deltas.new_sequences}
     assert admitted["wants"].kv_len_tokens == 0 and admitted["wants"].computes_prompt
     for name in ("choice", "plain"):
         assert admitted[name].kv_len_tokens == 16 and not admitted[name].computes_prompt
@@ -93,6 +94,6 @@ def test_a_preempted_output_needs_its_prompt_no_more() -> None:
     world.add(*requests)
     world.run()
     assert world.scheduler.stats.preemptions > 0
-    again = [a for plan in world.plans for a in plan.deltas.admitted][2:]
+    again = [a for plan in world.plans for a in plan.deltas.new_sequences][2:]
     assert again and all(not a.computes_prompt for a in again)
     assert any(a.kv_len_tokens > 0 for a in again)

@@ -64,7 +64,7 @@ def test_every_array_of_a_plan_has_the_type_that_the_contract_names(depth, looka
     world.run()
     assert sum(len(plan.deltas.append_blocks) for plan in world.plans) > 10
     for plan in world.plans:
-        parts = [plan, plan.deltas, *plan.deltas.admitted]
+        parts = [plan, plan.deltas, *plan.deltas.new_sequences]
         fields = [(name, getattr(part, name)) for part in parts for name in part.__struct_fields__]
         types = {name: array.dtype for name, array in fields if isinstance(array, np.ndarray)}
         assert types.pop("wants_logits") == np.bool_

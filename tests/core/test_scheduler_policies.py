@@ -6,34 +6,28 @@ from tests.helpers import World, make_config, make_request
 
 
 def served(world):
-    return [a.request_id for plan in world.plans for a in plan.deltas.admitted]
+    return [a.request_id for plan in world.plans for a in plan.deltas.new_sequences]
 
 
 def one_at_a_time(policy, **settings):
     return World(make_config(max_slots=1, queue_policy=policy, **settings))
 
 
-def test_fcfs_serves_in_order_of_arrival():
-    world = one_at_a_time("fcfs")
-    world.add(*(make_request(f"r{i}", 20 - 3 * i, priority=-i, max_tokens=3) for i in range(5)))
+@pytest.mark.parametrize(
+    ("policy", "arrivals", "order"),
+    [
+        ("fcfs", {"a": (20, 3, 0), "b": (5, 3, -5), "c": (9, 1, 2)}, "abc"),
+        ("priority", {"c": (8, 3, 2), "a": (8, 3, 0), "d": (8, 3, 2), "b": (8, 3, 1)}, "abcd"),
+        ("shortest", {"c": (30, 3, 0), "a": (5, 3, 0), "d": (4, 40, 0), "b": (6, 9, 0)}, "abcd"),
+    ],
+)
+def test_who_is_served_first(policy, arrivals, order):
+    """By arrival; by level and then arrival; by prompt and output together."""
+    world = one_at_a_time(policy)
+    for name, (prompt_tokens, max_tokens, priority) in arrivals.items():
+        world.add(make_request(name, prompt_tokens, max_tokens=max_tokens, priority=priority))
     world.run()
-    assert served(world) == [f"r{i}" for i in range(5)]
-
-
-def test_priority_serves_small_numbers_first_and_ties_in_order():
-    world = one_at_a_time("priority")
-    for name, priority in (("c", 2), ("a", 0), ("d", 2), ("b", 1)):
-        world.add(make_request(name, priority=priority, max_tokens=3))
-    world.run()
-    assert served(world) == ["a", "b", "c", "d"]
-
-
-def test_shortest_serves_the_least_work_first():
-    world = one_at_a_time("shortest")
-    for name, prompt_tokens, max_tokens in (("c", 30, 3), ("a", 5, 3), ("d", 4, 40), ("b", 6, 9)):
-        world.add(make_request(name, prompt_tokens, max_tokens=max_tokens))
-    world.run()
-    assert served(world) == ["a", "b", "c", "d"]
+    assert served(world) == list(order)
 
 
 def arrivals_until_served(world, favoured, patient, limit=200):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from cbatch.core.request.errors import FieldError
+from sim.checking.executor import Faults
 from tests.helpers import World, make_config, make_request
 
 SYSTEM = tuple(range(500, 532))  # 8 blocks of 4
+SALTS = (None, "a", "b")
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
@@ -15,7 +18,7 @@ def chat(name, *question, **params):
 
 
 def admissions(world, name):
-    return [a for plan in world.plans for a in plan.deltas.admitted if a.request_id == name]
+    return [a for plan in world.plans for a in plan.deltas.new_sequences if a.request_id == name]
 
 
 @DEPTHS
@@ -31,22 +34,12 @@ def test_a_burst_with_one_system_prompt_prefills_it_once(depth, budget_tokens):
     assert world.scheduler.stats.prefix_hit_tokens == 5 * len(SYSTEM)
 
 
-@DEPTHS
-def test_the_choices_of_one_request_prefill_once(depth):
-    world = World(depth=depth)
-    world.add(*(make_request(f"c{i}", SYSTEM + (1,), choice=i, max_tokens=6) for i in range(4)))
-    world.run()
-    world.assert_reference()
-    assert world.executor.stats.prefill_tokens == len(SYSTEM)
-    assert len({tuple(world.output(f"c{i}")) for i in range(4)}) == 4
-
-
 def test_others_pass_a_request_that_waits_for_a_prefix():
     world = World()
     world.add(chat("first", 1), chat("waits", 2), make_request("other", 4))
     world.run()
     world.assert_reference()
-    admitted = [[a.request_id for a in plan.deltas.admitted] for plan in world.plans]
+    admitted = [[a.request_id for a in plan.deltas.new_sequences] for plan in world.plans]
     assert admitted[:2] == [["first", "other"], ["waits"]]
 
 
@@ -62,14 +55,6 @@ def test_waiters_go_on_when_the_one_they_wait_for_is_cancelled(depth, steps):
     world.assert_reference("a", "b")
 
 
-def test_without_the_cache_everyone_prefills():
-    world = World(make_config(prefix_cache=False))
-    world.add(*(chat(f"r{i}", i) for i in range(3)))
-    world.run()
-    world.assert_reference()
-    assert world.executor.stats.prefill_tokens == 3 * len(SYSTEM)
-
-
 def test_a_hit_never_covers_the_whole_prompt():
     world = World()
     for name in ("a", "b"):
@@ -77,6 +62,51 @@ def test_a_hit_never_covers_the_whole_prompt():
         world.run()
     world.assert_reference()
     assert admissions(world, "b")[0].kv_len_tokens == len(SYSTEM) - 4
+
+
+@DEPTHS
+def test_a_prefix_is_shared_by_requests_of_one_salt_alone(depth):
+    """Whoever asks, and with what others before it: one of its own salt finds it, no other."""
+    world = World(depth=depth)
+    world.add(*(chat(f"{salt} {i}", i, cache_salt=salt) for i in range(2) for salt in SALTS))
+    world.run()
+    world.assert_reference()
+    # Each salt's first computes the system prompt, its second waits for it, whatever the others do.
+    assert world.executor.stats.prefill_tokens == len(SALTS) * len(SYSTEM)
+    assert world.scheduler.stats.prefix_hit_tokens == len(SALTS) * len(SYSTEM)
+    world.add(chat("of none of them", 1, cache_salt="b "))
+    world.run()
+    assert admissions(world, "of none of them")[0].kv_len_tokens == 0
+
+
+@DEPTHS
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
+def test_a_salt_outlives_preemptions_and_executors(depth, lookahead):
+    """Every hit is in blocks that a request of the same salt computed; the tokens do not move."""
+    config = make_config(num_blocks=40, max_slots=6, lookahead=lookahead)
+    world = World(config, depth=depth, faults=Faults(raise_at_runs=frozenset({9, 25})))
+    salts = {f"r{i}": SALTS[i % len(SALTS)] for i in range(24)}
+    for i, (name, salt) in enumerate(salts.items()):
+        world.add(chat(name, i % 2, cache_salt=salt, max_tokens=24))
+    world.run()
+    world.assert_reference()
+    stats = world.scheduler.stats
+    assert stats.preemptions and stats.executor_resets == 2 and stats.prefix_hit_tokens
+    wrote, holders = {}, {}  # by block, and by slot: the salt
+    for deltas in (plan.deltas for plan in world.plans):
+        for a in deltas.new_sequences:
+            hits = a.kv_len_tokens // config.block_size_tokens
+            assert {wrote[block] for block in a.blocks[:hits].tolist()} <= {salts[a.request_id]}
+            holders[a.slot] = salts[a.request_id]
+            wrote |= dict.fromkeys(a.blocks[hits:].tolist(), holders[a.slot])
+        for slot, block in zip(deltas.append_slots, deltas.append_blocks, strict=True):
+            wrote[int(block)] = holders[int(slot)]
+
+
+@pytest.mark.parametrize("salt", ["", "s" * 257])
+def test_a_salt_that_is_none_is_refused(salt):
+    with pytest.raises(FieldError, match="cache_salt"):
+        World().add(chat("a", 1, cache_salt=salt))
 
 
 @DEPTHS

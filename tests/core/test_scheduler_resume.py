@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.core.errors import FieldError
-from cbatch.engine.steplog import replay
+from cbatch.core.request.errors import FieldError
+from cbatch.steplog.step_log import replay
 from tests.helpers import World, make_config, make_request
 
 
@@ -46,7 +46,7 @@ def test_a_resumed_request_goes_before_those_that_wait():
     world.add(make_request("waits", max_tokens=3))
     world.scheduler.add(make_request("begun", max_tokens=9), 0.0, (1, 2))
     world.loop.step()
-    assert world.plans[0].deltas.admitted[0].request_id == "begun"
+    assert world.plans[0].deltas.new_sequences[0].request_id == "begun"
 
 
 def test_a_replay_resumes_too():
@@ -55,7 +55,7 @@ def test_a_replay_resumes_too():
     world.loop.step()
     plans = []
     replay(world.events, on_plan=plans.append)
-    assert plans[0].deltas.admitted[0].tokens.tolist()[-2:] == [1, 2]
+    assert plans[0].deltas.new_sequences[0].tokens.tolist()[-2:] == [1, 2]
 
 
 @pytest.mark.parametrize("output", [(1, 2, 3), (10**6,), (-1,)])

@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from cbatch.core.config import LookaheadConfig, SchedulerConfig
-from cbatch.core.errors import RefusedError
-from cbatch.core.request import FinishReason
-from sim.executor import Faults
-from sim.models import ModelledAcceptance
+from cbatch.core.request.errors import RefusedError
+from cbatch.core.request.request import FinishReason
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.config import LookaheadConfig
+from sim.checking.executor import Faults
+from sim.checking.models import ModelledAcceptance
 from tests.helpers import World, make_request
 
 HAPPENED: Counter[str] = Counter()  # over all examples

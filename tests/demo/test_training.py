@@ -6,17 +6,17 @@ import math
 import pytest
 import torch
 
-import cbatch.demo.draft as draft_module
-import cbatch.demo.lessons as lessons_module
-import cbatch.demo.target as target_module
-from cbatch.demo.batches import Streams, draw
-from cbatch.demo.draft import Distillation, distillation_loss
-from cbatch.demo.evaluate import agreements, fresh_hits, tokens_per_step, total_nats
-from cbatch.demo.lessons import build_lessons, read_lesson
-from cbatch.demo.loop import Budget
-from cbatch.demo.nets import TARGET, Llama
-from cbatch.demo.parallel import Workers
-from cbatch.demo.target import TargetTraining, grow
+import cbatch.demo.training.draft as draft_module
+import cbatch.demo.training.lessons as lessons_module
+import cbatch.demo.training.target as target_module
+from cbatch.demo.training.batches import Streams, draw
+from cbatch.demo.training.draft import Distillation
+from cbatch.demo.training.evaluate import fresh_hits, tokens_per_step, total_nats
+from cbatch.demo.training.lessons import build_lessons, read_lesson
+from cbatch.demo.training.loop import TrainingBudget
+from cbatch.demo.training.nets import TARGET, Llama
+from cbatch.demo.training.parallel import Workers
+from cbatch.demo.training.target import TargetTraining, grow
 
 SMALL = dataclasses.replace(
     TARGET,
@@ -67,7 +67,7 @@ def test_growing_changes_no_logits_and_the_new_layers_learn():
 
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, streams, small_target):
     """Interrupted after the growth: the restart reads depth, momentum and step back."""
-    budget = Budget(1e9, steps=6)
+    budget = TrainingBudget(1e9, steps=6)
     whole = TargetTraining(tmp_path / "a", streams, "cpu", 1, Workers(2))
     (tmp_path / "a").mkdir()
     whole.run(budget)
@@ -117,17 +117,6 @@ def test_distillation_learns_what_the_target_says(tmp_path, streams, monkeypatch
     assert training.losses(everything)[0].item() < 0.9 * before
 
 
-def test_distillation_loss_of_equal_logits():
-    logits = torch.randn(2, 5, 11)
-    top = logits.topk(11)
-    loss, agreement = distillation_loss(logits, top.indices, top.values)
-    log_chances = torch.log_softmax(logits, -1)
-    entropy = -(log_chances.exp() * log_chances).sum(-1).mean()
-    greedy = -log_chances.max(-1).values.mean()
-    assert agreement == 1
-    assert loss.item() == pytest.approx(0.5 * (entropy + greedy).item(), rel=1e-4)
-
-
 @pytest.mark.parametrize("count", [2, 256, 257, 512, 513, 700, 1300])
 def test_every_token_is_scored_once(count):
     net = small_net()
@@ -135,17 +124,6 @@ def test_every_token_is_scored_once(count):
         net.model.norm.weight.zero_()
     expected = (count - 1) * math.log(SMALL.vocab_size)
     assert total_nats(net, [7] * count) == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_net_agrees_with_itself_and_stops_at_the_end_token():
-    net = small_net(2)
-    prompts = [[5, 6, 7], [8, 9]]
-    hits, kept = agreements(net, net, prompts, end=127)
-    assert [len(row) for row in hits] == [len(row) for row in kept]
-    assert all(all(row) for row in hits)
-    end = kept[0][10]
-    _, cut = agreements(net, net, prompts, end=end)
-    assert cut[0] == kept[0][: kept[0].index(end) + 1]
 
 
 def test_tokens_per_step():

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.core.request import FinishReason
+from cbatch.core.request.request import FinishReason
 from cbatch.engine.loop import MAX_CONSECUTIVE_FAULTS, StepLoop
-from sim.clock import VirtualClock
-from sim.executor import Faults, ScriptedFault
-from sim.models import ModelledAcceptance
-from sim.shadow import ContractBreachError
+from sim.checking.clock import VirtualClock
+from sim.checking.executor import Faults, ScriptedFault
+from sim.checking.kv import ContractBreachError
+from sim.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])

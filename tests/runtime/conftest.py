@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cbatch.runtime.compiled.decoder import CompiledDecoder
+from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
 from tests.runtime.marks import has_compiler
 
 

@@ -11,17 +11,20 @@ import pytest
 from msgspec import structs
 from torch import Tensor
 
-from cbatch.core.config import LookaheadConfig, SchedulerConfig
-from cbatch.core.plan import StepPlan, StepResult
-from cbatch.core.request import FinishReason, Request, SamplingParams
-from cbatch.core.scheduler import Scheduler
+from cbatch.core.request.request import FinishReason, Request, SamplingParams
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.loop import StepLoop
-from cbatch.runtime import executor as executor_module
-from cbatch.runtime.drafter import DraftModel
-from cbatch.runtime.executor import TorchExecutor
-from cbatch.runtime.model import Model
-from cbatch.runtime.threaded import ThreadedExecutor
-from cbatch.runtime.verification import Verified, Wanted, verify
+from cbatch.runtime.cpu import executor as executor_module
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.drafter import Drafter
+from cbatch.runtime.cpu.executor import TorchExecutor
+from cbatch.runtime.cpu.threaded import ThreadedExecutor
+from cbatch.runtime.cpu.verify import Verified, Wanted, verify
+from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.sampling.structured import GrammarSource
 
 LogitBits = dict[tuple[str, int], bytes]
 
@@ -39,7 +42,7 @@ class RecordingExecutor(TorchExecutor):
         self.row_of_request: dict[str, list[tuple[int, int, int]]] = {}  # slot, drafted, accepted
 
     def run(self, plan: StepPlan) -> StepResult:
-        for a in plan.deltas.admitted:
+        for a in plan.deltas.new_sequences:
             self.owner[a.slot] = a.request_id
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(executor_module, "verify", self._verify)
@@ -121,12 +124,16 @@ def run_engine(
     block_size_tokens: int = 4,
     max_slots: int = 8,
     arrivals: Sequence[int] | None = None,
+    held: Drafter | None = None,
+    grammars: GrammarSource | None = None,
+    kind: type[RecordingExecutor] | None = None,
     executor: RecordingExecutor | None = None,
     num_faults: int = 0,
     check: bool = True,
     **settings: Any,
 ) -> Run:
-    """Run `requests` to their ends; request i enters before step `arrivals[i]` (default: 0)."""
+    """Run `requests` to their ends; request i enters before step `arrivals[i]` (default: 0).
+    `held` drafts, or `draft` alone; `kind` is the executor's class, unless it is given."""
     config = SchedulerConfig(
         num_blocks=num_blocks,
         block_size_tokens=block_size_tokens,
@@ -139,15 +146,13 @@ def run_engine(
     )
     scheduler = Scheduler(config)
     if executor is None:
-        # Real durations would make what `goodput` decides another thing in every run.
-        kind = PricedExecutor if config.lookahead.policy == "goodput" else RecordingExecutor
-        executor = kind(
-            target,
-            num_blocks=num_blocks,
-            block_size_tokens=block_size_tokens,
-            max_slots=max_slots,
-            drafter=None if draft is None else DraftModel(draft),
-        )
+        if kind is None:
+            # Real durations would make what `goodput` decides another thing in every run.
+            kind = PricedExecutor if config.lookahead.policy == "goodput" else RecordingExecutor
+        if held is None and draft is not None:
+            held = DraftModel(draft)
+        sizes = {"block_size_tokens": block_size_tokens, "max_slots": max_slots}
+        executor = kind(target, drafter=held, grammars=grammars, num_blocks=num_blocks, **sizes)
     threaded = ThreadedExecutor(executor)
     loop = StepLoop(scheduler, threaded if depth else executor, clock=time.monotonic, depth=depth)
     run, step = Run(scheduler, executor), 0
@@ -179,4 +184,32 @@ def make_request(name: str, prompt: Sequence[int], **params: Any) -> Request:
         params=SamplingParams(**settings),
         seed=seed,
         choice=choice,
+    )
+
+
+def admission(
+    slot: int,
+    tokens: Sequence[int],
+    *,
+    max_total: int = 64,
+    blocks: Sequence[int] = (),
+    num_prompt_tokens: int | None = None,
+    stop_ids: tuple[int, ...] = (),
+    **params: Any,
+) -> NewSequence:
+    """A sequence of which nothing is in KV, as it enters a slot."""
+    return NewSequence(
+        slot=slot,
+        generation=1,
+        request_id=f"r{slot}",
+        seed=5,
+        choice=0,
+        params=SamplingParams(**params),
+        stop_ids=stop_ids,
+        tokens=np.array(tokens, dtype=np.int32),
+        num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
+        max_total_tokens=max_total,
+        kv_len_tokens=0,
+        draft_kv_len_tokens=0,
+        blocks=np.array(blocks, dtype=np.int32),
     )

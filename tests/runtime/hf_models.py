@@ -13,8 +13,8 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.kv import KVCache
-from cbatch.runtime.model import Model, RaggedBatch
+from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.model.kv_cache import KVCache
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -6,8 +6,8 @@ import platform
 
 import pytest
 
-from cbatch.runtime.compiled import find_compiler
-from cbatch.runtime.products import packing_available
+from cbatch.runtime.cpu.compiled import find_compiler
+from cbatch.runtime.cpu.products import packing_available
 
 needs_packing = pytest.mark.skipif(
     not packing_available(), reason="this build of torch has no packed products"

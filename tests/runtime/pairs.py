@@ -7,9 +7,9 @@ import zlib
 import torch
 from torch import Tensor
 
-from cbatch.runtime.config import ModelConfig, RopeConfig
-from cbatch.runtime.model import Model
-from cbatch.runtime.numerics import Numerics
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.numerics import Numerics
+from cbatch.runtime.model.config import ModelConfig, RopeConfig
 
 VOCAB = 64
 
@@ -40,10 +40,10 @@ class NoisyWeights:
     """Random weights of order 1 / sqrt(fan-in), each moved by `noise` of its own size.
 
     A row of embedding or head depends on its token alone, so models of different vocabulary sizes
-    agree on the tokens they share."""
+    agree on the tokens they share. The embedding of the token `poison` is not a number."""
 
-    def __init__(self, seed: int, noise: float = 0.0) -> None:
-        self.seed, self.noise = seed, noise
+    def __init__(self, seed: int, noise: float = 0.0, poison: int | None = None) -> None:
+        self.seed, self.noise, self.poison = seed, noise, poison
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith("norm.weight"):
@@ -54,6 +54,8 @@ class NoisyWeights:
         if self.noise:
             generator.manual_seed(self.seed + 1 + zlib.crc32(name.encode()))
             weight = weight + self.noise * self._normal(shape, generator)
+        if self.poison is not None and "embed" in name:
+            weight[self.poison] = torch.nan
         return weight * (scale / shape[-1] if "lm_head" not in name else scale / shape[-1] ** 0.5)
 
     @staticmethod
@@ -69,8 +71,9 @@ def tiny_model(
     dtype: torch.dtype = torch.float32,
     vocab_size: int = VOCAB,
     context: int = 256,
+    poison: int | None = None,
 ) -> Model:
     config = tiny_config(vocab_size, context)
-    source = NoisyWeights(seed, noise)
-    numerics = Numerics(mode="invariant", may_pack=True, cost={})
-    return Model(config, source, dtype, torch.device("cpu"), numerics)
+    source = NoisyWeights(seed, noise, poison)
+    numerics = Numerics(mode="invariant", may_pack=True)
+    return Model(config, source, dtype, numerics)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from cbatch.runtime.kv import KVCache
-from cbatch.runtime.model import Model, RaggedBatch
+from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.model.kv_cache import KVCache
 
 
 def slow_filter(

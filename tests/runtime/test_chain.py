@@ -8,30 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from cbatch.core.errors import FieldError
-from cbatch.core.plan import Admission
-from cbatch.core.request import SamplingParams
-from cbatch.runtime import chain as chain_module
-from cbatch.runtime.chain import ChainDrafter
-from cbatch.runtime.drafter import DraftModel, DraftRows, Proposal
-from cbatch.runtime.lookup import LookupDrafter, NgramIndex
-from cbatch.runtime.rows import SlotTable
-from cbatch.runtime.suffix import SuffixIndex
-from tests.runtime.engines import Run, make_request, run_engine
-from tests.runtime.pairs import tiny_model
-from tests.runtime.test_drafter import CheckedDraftModel
+from cbatch.core.request.errors import FieldError
+from cbatch.core.scheduler.plan import NewSequence
+from cbatch.runtime.cpu.drafter import DraftRows, Proposal
+from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.drafting import chain as chain_module
+from cbatch.runtime.drafting.chain import ChainDrafter
+from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.drafting.ngram import LookupDrafter, NgramIndex
+from tests.runtime.engines import admission
 from tests.runtime.test_statistics import FILTERS, Z_BOUND, sample, z_against
-from triton_kernels.verify import NoiseRows, rejection_verify
+from triton_kernels.verification.reference import NoiseRows, rejection_verify
 
 VOCAB, NOISE = 12, 0.08
-CHAINS: tuple[tuple[str, ...] | None, ...] = (
-    None,
-    ("ngram", "model"),
-    ("suffix",),
-    ("model",),
-    ("suffix", "ngram", "model"),
-    ("model", "ngram"),
-)
 
 
 class Scripted:
@@ -55,7 +44,7 @@ class ScriptedModel(DraftModel):
         self.asked: list[DraftRows] = []
         self.q: list[torch.Tensor] = []
 
-    def bind(self, table: SlotTable, num_blocks: int, device: torch.device) -> None:
+    def bind(self, table: InputBatch, num_blocks: int) -> None:
         self.table, self.kv_len = table, np.zeros(table.max_slots, dtype=np.int64)
 
     def propose(self, rows: DraftRows) -> Proposal:
@@ -68,15 +57,15 @@ class ScriptedModel(DraftModel):
         return Proposal(tokens, drafted, self.q[-1] if num_q else None, broken)
 
 
-def scripted(model: ScriptedModel | None = None, **chains: Any) -> tuple[ChainDrafter, SlotTable]:
+def scripted(model: ScriptedModel | None = None, **chains: Any) -> tuple[ChainDrafter, InputBatch]:
     """Slots 0, 1, ... with those chains and parameters; `ngram` is mute, `suffix` says 9."""
     lookups = {
         "ngram": LookupDrafter(lambda: Scripted(None)),
         "suffix": LookupDrafter(lambda: Scripted(9)),
     }
     chain = ChainDrafter(model=model, lookups=lookups, default=("ngram", "suffix"))
-    table = SlotTable(8, 4, VOCAB)
-    chain.bind(table, 16, torch.device("cpu"))
+    table = InputBatch(8, 4, VOCAB)
+    chain.bind(table, 16)
     for slot, (names, temperature) in enumerate(chains["slots"]):
         admission = admit(slot, names, temperature)
         table.admit(admission)
@@ -84,25 +73,11 @@ def scripted(model: ScriptedModel | None = None, **chains: Any) -> tuple[ChainDr
     return chain, table
 
 
-def admit(slot: int, names: tuple[str, ...] | None, temperature: float = 0.0) -> Admission:
-    return Admission(
-        slot=slot,
-        generation=1,
-        request_id=f"r{slot}",
-        seed=1,
-        choice=0,
-        params=SamplingParams(drafter=names, temperature=temperature),
-        stop_ids=(),
-        tokens=np.arange(5, dtype=np.int32),
-        num_prompt_tokens=5,
-        max_total_tokens=200,
-        kv_len_tokens=0,
-        draft_kv_len_tokens=0,
-        blocks=np.zeros(0, dtype=np.int32),
-    )
+def admit(slot: int, names: tuple[str, ...] | None, temperature: float = 0.0) -> NewSequence:
+    return admission(slot, range(5), max_total=200, drafter=names, temperature=temperature)
 
 
-def ask(chain: ChainDrafter, table: SlotTable, depths: list[int], catch_up: int = 4) -> Proposal:
+def ask(chain: ChainDrafter, table: InputBatch, depths: list[int], catch_up: int = 4) -> Proposal:
     slots = np.arange(len(depths), dtype=np.int32)
     owed = np.full(len(depths), catch_up, dtype=np.int32)
     return chain.propose(DraftRows(slots, table.num_tokens[slots], np.array(depths), owed))
@@ -203,102 +178,17 @@ def test_shadow_evidence_is_of_the_first_of_the_chain_and_none_of_a_model():
 
 
 def test_the_model_makes_up_for_others_at_once_or_in_slices():
-    model = ScriptedModel(context_tokens=2 * chain_module.SETTLE_TOKENS)
+    model = ScriptedModel(context_tokens=2 * chain_module.CATCH_UP_TOKENS)
     chain, table = scripted(model, slots=[(("model", "suffix"), 0.0), (("model",), 0.0)])
-    table.num_tokens[:2] = [chain_module.SETTLE_TOKENS + 20, 60]
+    table.num_tokens[:2] = [chain_module.CATCH_UP_TOKENS + 20, 60]
     assert drafts(ask(chain, table, [1, 2], catch_up=1)) == [[9], [3, 3]]
     (rows,) = model.asked
     assert rows.num_drafts.tolist() == [0, 2]
-    assert rows.catch_up.tolist() == [chain_module.SETTLE_TOKENS, 59]
-    model.kv_len[0] = chain_module.SETTLE_TOKENS
+    assert rows.catch_up.tolist() == [chain_module.CATCH_UP_TOKENS, 59]
+    model.kv_len[0] = chain_module.CATCH_UP_TOKENS
     assert drafts(ask(chain, table, [1, 2], catch_up=1)) == [[3], [3, 3]]
     ask(chain, table, [0, 0], catch_up=7)  # a slice that was planned
     assert model.asked[-1].catch_up.tolist() == [7, 7]
-
-
-def chain_run(requests: Any, model: Any = None, index: Any = NgramIndex, **settings: Any) -> Run:
-    """An engine whose drafter is a chain, over a target whose output soon repeats."""
-    target = tiny_model(vocab_size=VOCAB, dtype=torch.bfloat16)
-    draft = tiny_model(vocab_size=VOCAB, noise=NOISE, dtype=torch.bfloat16)
-
-    def make(draft_model: Any) -> ChainDrafter:
-        lookups = {"ngram": LookupDrafter(index), "suffix": LookupDrafter(SuffixIndex)}
-        chosen = model or DraftModel(draft_model)
-        return ChainDrafter(model=chosen, lookups=lookups, default=("suffix", "model"))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.runtime.engines.DraftModel", make)
-        return run_engine(requests, target, draft, drafter=("suffix", "model"), **settings)
-
-
-def chain_requests(chains: Any = CHAINS, max_tokens: int = 50, **params: Any) -> list[Any]:
-    rng = np.random.default_rng(2)
-    return [
-        make_request(
-            f"r{i}",
-            rng.integers(0, VOCAB, rng.integers(2, 40)).tolist(),
-            max_tokens=max_tokens,
-            drafter=names,
-            **params,
-        )
-        for i, names in enumerate(chains)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("depth", "params"), [(1, {}), (0, {"temperature": 0.4, "verification": "coupled"})]
-)
-def test_output_is_that_of_plain_decoding(depth, params):
-    """Greedy and coupled, every chain at once, with preemptions and slots that are used again."""
-    requests = chain_requests(CHAINS * 2, **params)
-    settings = {"num_blocks": 60, "max_slots": 5, "step_budget_tokens": 40, "depth": depth}
-    plain = run_engine(requests, tiny_model(vocab_size=VOCAB, dtype=torch.bfloat16))
-    run = chain_run(requests, lookahead="ema", **settings)
-    assert run.outputs == plain.outputs
-    ks = run.drafted
-    assert {0, 1, 2, 3} <= set(ks.tolist()) and run.scheduler.stats.preemptions > 0
-    assert (run.accepted < ks).any() and (run.accepted[ks >= 2] == ks[ks >= 2]).any()
-    for rows in run.executor.row_of_request.values():
-        assert any(drafted for _, drafted, _ in rows)
-
-
-class CountedDraftModel(CheckedDraftModel):
-    """Also counts the rows it was asked to draft for, did draft for, and only let catch up."""
-
-    asked = drafted = slices = 0
-
-    def propose(self, rows: DraftRows) -> Proposal:
-        proposal = super().propose(rows)
-        self.asked += np.count_nonzero(rows.num_drafts)
-        self.drafted += np.count_nonzero(proposal.num_drafted)
-        self.slices += np.count_nonzero((rows.num_drafts == 0) & (rows.catch_up > 0))
-        return proposal
-
-
-def run_counted() -> CountedDraftModel:
-    """Slots in which lookups draft for a while, then the model, beside slots of the model alone."""
-    models = [tiny_model(vocab_size=VOCAB, noise=NOISE, dtype=torch.bfloat16) for _ in range(2)]
-    counted = CountedDraftModel(*models)
-    requests = chain_requests([("ngram", "model"), ("model",), ("suffix", "model")] * 2)
-    run = chain_run(requests, counted, lookahead="fixed:3")
-    plain = run_engine(requests, tiny_model(vocab_size=VOCAB, dtype=torch.bfloat16))
-    assert run.outputs == plain.outputs
-    return counted
-
-
-def test_drafts_of_the_model_equal_a_cold_ones_after_others_drafted(monkeypatch):
-    model = run_counted()
-    assert model.drafted == model.asked and model.slices == 0
-    assert {0, 1, 2, 3, 5, 7} <= set(model.lags)
-    monkeypatch.setattr(chain_module, "SETTLE_TOKENS", 3)
-    slow = run_counted()
-    assert slow.drafted == slow.asked and slow.slices > 0
-
-
-def test_a_model_that_makes_up_for_nothing_would_starve(monkeypatch):
-    monkeypatch.setattr(ChainDrafter, "_settle", lambda self, at, rows: (at, rows))
-    model = run_counted()
-    assert model.drafted < 0.8 * model.asked
 
 
 def test_the_law_of_sampled_tokens_is_kept_by_a_chain(monkeypatch):

@@ -10,13 +10,13 @@ import pytest
 import torch
 from msgspec import structs
 
-from cbatch.core import lookahead as lookahead_module
-from cbatch.core.committer import Committer
-from cbatch.core.plan import StepPlan, StepResult
-from cbatch.core.request import Request
-from cbatch.runtime.chain import ChainDrafter
-from cbatch.runtime.lookup import LookupDrafter, NgramIndex
-from cbatch.runtime.suffix import SuffixIndex
+from cbatch.core.request.request import Request
+from cbatch.core.scheduler.committer import Committer
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.speculation.policies import FixedPolicy
+from cbatch.runtime.drafting.chain import ChainDrafter
+from cbatch.runtime.drafting.ngram import LookupDrafter, NgramIndex
+from cbatch.runtime.drafting.suffix import SuffixIndex
 from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
 from tests.runtime.pairs import tiny_model
 from tests.runtime.test_drafter import CheckedDraftModel
@@ -38,7 +38,7 @@ class WatchedExecutor(RecordingExecutor):
         self.hits: list[tuple[int, int]] = []  # target's and draft's positions of an admission
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.hits += [(a.kv_len_tokens, a.draft_kv_len_tokens) for a in plan.deltas.admitted]
+        self.hits += [(a.kv_len_tokens, a.draft_kv_len_tokens) for a in plan.deltas.new_sequences]
         result = super().run(plan)
         self.kv_lens.append(result.draft_kv_lens)
         self.num_scores += 0 if result.shadow is None else len(result.shadow.rows)
@@ -77,25 +77,20 @@ def run_chains(ours: list[Request], *, model: bool = True, **settings: Any) -> R
         lookups={"ngram": LookupDrafter(NgramIndex), "suffix": LookupDrafter(SuffixIndex)},
         default=default,
     )
-    sizes = {"num_blocks": 256, "block_size_tokens": 4, "max_slots": 8} | {
-        k: v for k, v in settings.items() if k in ("num_blocks", "max_slots")
-    }
-    executor = WatchedExecutor(target(), drafter=chain, **sizes)
-    draft = drafts[0] if model else None
-    settings = {"lookahead": "fixed:3"} | settings
-    return run_engine(ours, target(), draft, executor=executor, **settings)
+    settings = {"lookahead": "fixed:3", "held": chain, "kind": WatchedExecutor} | settings
+    return run_engine(ours, target(), drafts[0] if model else None, **settings)
 
 
 def pause_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     """k is 3, then 0 for a while, then 3."""
     calls = 0
 
-    def choose(config: Any, estimate: Any, rows: Any, caps: np.ndarray) -> np.ndarray:
+    def choose(policy: Any, due: Any, rows: Any, caps: np.ndarray, *_: Any) -> np.ndarray:
         nonlocal calls
         calls += 1
         return caps * (calls % 24 < 8)
 
-    monkeypatch.setattr(lookahead_module, "choose_lookahead", choose)
+    monkeypatch.setattr(FixedPolicy, "choose", choose)
 
 
 @pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])

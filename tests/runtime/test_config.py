@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cbatch.runtime.config import ModelError, load_config
+from cbatch.runtime.model.config import ModelError, load_config
 from tests.runtime.hf_models import FAMILY, ROPE, build, use_old_rope_spelling
 
 LLAMA: dict[str, Any] = {
@@ -58,6 +59,39 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path: Path, family: str, rope:
     assert new.rope.type == ROPE[rope]["rope_type"]
     if rope == "yarn_mscale":
         assert 1.0 < new.rope.attention_factor < 1.1
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "default"}, 512),
+        ({"rope_type": "linear", "factor": 2.5}, 1280),
+        (YARN | {"original_max_position_embeddings": 512}, 2048),
+        (YARN | {"original_max_position_embeddings": 128}, 512),
+        (YARN | {"original_max_position_embeddings": 300}, 1200),
+        (YARN, 2048),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 93}, 512),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            512,
+        ),
+    ],
+)
+def test_the_context_of_a_stretched_rope(
+    tmp_path: Path, rope: dict[str, Any], context: int
+) -> None:
+    """As in vLLM: yarn from the original length, linear from what the configuration says; whoever
+    trained with llama3 says the length after."""
+    assert load_config(write(tmp_path, rope_scaling=rope)).max_position_tokens == context
 
 
 @pytest.mark.parametrize(
@@ -120,6 +154,7 @@ def test_sliding_window_by_layer(
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}},
             ["rope_parameters.low_freq_factor", "missing"],
         ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}}, ["rope_theta"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     ],
 )
@@ -139,4 +174,32 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         load_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="JSON object"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "eos_ids"),
+    [({"eos_token_id": 9}, (2, 7, 9)), ({"eos_token_id": [7, 11, 2]}, (2, 7, 11)), ({}, (2, 7))],
+)
+def test_eos_ids_of_the_generation_config_count_too(
+    tmp_path: Path, more: dict[str, Any], eos_ids: tuple[int, ...]
+) -> None:
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(more | {"temperature": "odd"}))
+    assert load_config(tmp_path).eos_token_ids == eos_ids
+    assert load_config(tmp_path / "config.json").eos_token_ids == eos_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"eos_token_id": ', "cannot be read as JSON"),
+        ("[2]", "must hold a JSON object, got list"),
+        ('{"eos_token_id": [2, "</s>"]}', "eos_token_id: must be a token id or a list of them"),
+    ],
+)
+def test_a_damaged_generation_config_is_named(tmp_path: Path, text: str, words: str) -> None:
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=rf"generation_config\.json: {re.escape(words)}"):
         load_config(tmp_path)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from cbatch.core import lookahead as lookahead_module
-from cbatch.runtime.drafter import DraftModel, DraftRows, Proposal
-from cbatch.runtime.model import Model
+from cbatch.core.speculation.policies import FixedPolicy
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.drafter import DraftRows, Proposal
+from cbatch.runtime.drafting.draft_model import DraftModel
 from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
 from tests.runtime.pairs import VOCAB, tiny_model
 
@@ -30,7 +31,7 @@ class CheckedDraftModel(DraftModel):
         self.lags += lag[rows.num_drafts > 0].tolist()
         proposal = super().propose(rows)
         cold = DraftModel(self.fresh)
-        cold.bind(self.table, self.kv.num_blocks, self.fresh.device)
+        cold.bind(self.table, self.kv.num_blocks)
         patient = rows._replace(catch_up=rows.num_tokens.astype(np.int32))
         expected = cold.propose(patient._replace(num_drafts=proposal.num_drafted))
         # A slice to catch up is not the cold one's business: it drafts nothing there.
@@ -45,14 +46,9 @@ class CheckedDraftModel(DraftModel):
 
 def checked_run(requests: Any, *, draft: Model | None = None, **settings: Any) -> Run:
     """A run whose drafts are all checked against a cold draft model."""
-    target = tiny_model(dtype=torch.bfloat16)
     draft = draft or tiny_model(noise=NOISE, dtype=torch.bfloat16)
-    sizes = {"num_blocks": 256, "block_size_tokens": 4, "max_slots": 8} | {
-        k: v for k, v in settings.items() if k in ("num_blocks", "block_size_tokens", "max_slots")
-    }
-    drafter = CheckedDraftModel(draft, tiny_model(noise=NOISE, dtype=torch.bfloat16))
-    executor = RecordingExecutor(target, drafter=drafter, **sizes)
-    return run_engine(requests, target, draft, executor=executor, **settings)
+    held = CheckedDraftModel(draft, tiny_model(noise=NOISE, dtype=torch.bfloat16))
+    return run_engine(requests, tiny_model(dtype=torch.bfloat16), draft, held=held, **settings)
 
 
 def prompts(count: int, seed: int = 1, low: int = 2, high: int = 40) -> list[list[int]]:
@@ -64,9 +60,9 @@ def test_drafts_equal_those_of_a_cold_draft_whatever_its_kv_went_through(monkeyp
     """k varies by step and row; preemptions, prefix hits, full acceptances, slices."""
     rng = np.random.default_rng(3)
     monkeypatch.setattr(
-        lookahead_module,
-        "choose_lookahead",
-        lambda config, estimate, rows, caps: np.minimum(
+        FixedPolicy,
+        "choose",
+        lambda self, due, rows, caps, *_: np.minimum(
             caps, rng.integers(0, 5, len(caps)).astype(np.int32)
         ),
     )
@@ -90,14 +86,14 @@ def test_acceptance_recovers_after_k_was_zero(monkeypatch):
     if it had never paused."""
     steps = {"n": 0}
 
-    def choose(config: Any, estimate: Any, rows: Any, caps: np.ndarray) -> np.ndarray:
+    def choose(policy: Any, due: Any, rows: Any, caps: np.ndarray, *_: Any) -> np.ndarray:
         steps["n"] += 1
         k = 0 if 15 <= steps["n"] < 45 else 3
         return np.minimum(caps, np.int32(k))
 
     requests = [make_request(f"r{i}", p, max_tokens=120) for i, p in enumerate(prompts(6))]
     steady = checked_run(requests, lookahead="fixed:3")
-    monkeypatch.setattr(lookahead_module, "choose_lookahead", choose)
+    monkeypatch.setattr(FixedPolicy, "choose", choose)
     run = checked_run(requests, lookahead="fixed:3")
     assert run.outputs == steady.outputs
     drafted = [int(rows.sum()) for rows in run.executor.drafted]
@@ -167,6 +163,10 @@ class _PoisonDraft(RecordingExecutor):
 
     poisoned_step = 12
 
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.statuses = []
+
     def run(self, plan):
         if plan.step_id == self.poisoned_step:
             block = int(self.table.blocks[1, 0])
@@ -179,15 +179,12 @@ class _PoisonDraft(RecordingExecutor):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_broken_draft_row_costs_its_drafts_of_that_step_only(temperature):
     target, draft = tiny_model(), tiny_model(noise=NOISE)
-    executor = _PoisonDraft(
-        target, num_blocks=256, block_size_tokens=4, max_slots=8, drafter=DraftModel(draft)
-    )
-    executor.statuses = []
     requests = [
         make_request(f"r{i}", p, max_tokens=60, temperature=temperature)
         for i, p in enumerate(prompts(3))
     ]
-    run = run_engine(requests, target, draft, lookahead="fixed:3", executor=executor)
+    run = run_engine(requests, target, draft, lookahead="fixed:3", kind=_PoisonDraft)
+    executor = run.executor
     if temperature == 0:
         assert run.outputs == run_engine(requests, target).outputs
     assert all(len(tokens) == 60 for tokens in run.outputs.values())

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from cbatch.core.plan import Admission, Deltas, RowStatus, StepPlan, StepResult
-from cbatch.core.request import FinishReason, SamplingParams
-from cbatch.runtime.drafter import DraftModel
-from cbatch.runtime.executor import TorchExecutor
-from cbatch.runtime.model import Model
-from cbatch.runtime.threaded import ThreadedExecutor, VoidedStepError
-from tests.runtime.engines import RecordingExecutor, make_request, run_engine
+from cbatch.core.request.request import FinishReason
+from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan, StepResult
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.executor import TorchExecutor
+from cbatch.runtime.cpu.threaded import ThreadedExecutor, VoidedStepError
+from cbatch.runtime.drafting.chain import ChainDrafter
+from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.drafting.ngram import LookupDrafter, NgramIndex
+from tests.runtime.engines import RecordingExecutor, admission, make_request, run_engine
 from tests.runtime.pairs import VOCAB, tiny_model
 
 NOISE = 0.08
@@ -30,30 +32,17 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def admit(slot: int, prompt: list[int], *, max_total: int = 64, **params: Any) -> Admission:
-    settings = {"temperature": 0.0, "max_tokens": 64} | params
-    return Admission(
-        slot=slot,
-        generation=1,
-        request_id=f"r{slot}",
-        seed=5,
-        choice=0,
-        params=SamplingParams(**settings),
-        stop_ids=(),
-        tokens=np.array(prompt, dtype=np.int32),
-        num_prompt_tokens=len(prompt),
-        max_total_tokens=max_total,
-        kv_len_tokens=0,
-        draft_kv_len_tokens=0,
-        blocks=np.arange(slot * 16, slot * 16 + 16, dtype=np.int32),
-    )
+def admit(slot: int, prompt: list[int], **settings: Any) -> NewSequence:
+    blocks = range(slot * 16, slot * 16 + 16)
+    settings = {"temperature": 0.0, "max_tokens": 64, "blocks": blocks} | settings
+    return admission(slot, prompt, **settings)
 
 
 def make_plan(
     step_id: int,
     rows: list[tuple[int, int, int, int, bool]],
     *,
-    admitted: tuple[Admission, ...] = (),
+    admitted: tuple[NewSequence, ...] = (),
     released: np.ndarray | None = None,
 ) -> StepPlan:
     """`rows`: (slot, query_len, num_drafts, catch_up, wants_logits)."""
@@ -96,6 +85,25 @@ def test_result_of_a_ragged_step():
     table = executor.table
     assert table.kv_len[:4].tolist() == [6 + int(result.num_accepted[0]), 6, 6, 4]
     assert table.num_tokens[:4].tolist() == [7 + int(result.num_accepted[0]), 7, 9, 5]
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_step_tells_that_it_goes_on(chain: bool):
+    """Of the target and of the draft, also in a chain."""
+    draft = tiny_model(noise=NOISE)
+    drafter = DraftModel(draft)
+    if chain:
+        drafter = ChainDrafter(
+            model=drafter, lookups={"ngram": LookupDrafter(NgramIndex)}, default=("model",)
+        )
+    executor = TorchExecutor(tiny_model(), drafter=drafter, **SIZES)
+    counter = np.zeros(1, dtype=np.int64)
+    executor.report_progress(counter)
+    executor.run(make_plan(0, [(0, 5, 0, 0, True)], admitted=(admit(0, [1, 2, 3, 4, 5]),)))
+    alone = int(counter[0])
+    assert alone >= executor.model.config.num_layers
+    executor.run(make_plan(1, [(0, 4, 3, 5, True)]))
+    assert counter[0] >= alone + 4 * draft.config.num_layers, "three drafts and a verification"
 
 
 def test_a_plan_that_does_not_fit_is_refused():
@@ -141,7 +149,7 @@ def test_plain_steps_touch_neither_draft_nor_sampler(monkeypatch):
     draft = tiny_model(noise=NOISE)
     monkeypatch.setattr(draft, "forward", lambda *_: pytest.fail("the draft ran"))
     monkeypatch.setattr(
-        "cbatch.runtime.verification.rejection_verify", lambda *_: pytest.fail("sampled")
+        "cbatch.runtime.cpu.verify.rejection_verify", lambda *_: pytest.fail("sampled")
     )
     executor = executor_with(draft)
     executor.run(make_plan(0, [(0, 5, 0, 0, True)], admitted=(admit(0, [1, 2, 3, 4, 5]),)))
@@ -162,7 +170,7 @@ class _KvChecker(RecordingExecutor):
         self.emitted: dict[int, list[int]] = {}  # prompt and output by slot, as results tell it
 
     def run(self, plan: StepPlan) -> StepResult:
-        for a in plan.deltas.admitted:
+        for a in plan.deltas.new_sequences:
             self.emitted[a.slot] = a.tokens.tolist()
         result = super().run(plan)
         table, size = self.table, self.table.block_size_tokens
@@ -173,15 +181,11 @@ class _KvChecker(RecordingExecutor):
             fresh = TorchExecutor(self.model, num_blocks=64, block_size_tokens=size, max_slots=1)
             tokens = self.emitted[slot][: length + 1]
             # One position more is known than is in KV: exactly the last one.
-            one = admit(0, tokens, max_total=len(tokens) + 1)
-            one = Admission(
-                **{f: getattr(one, f) for f in one.__struct_fields__}
-                | {"blocks": np.arange(64, dtype=np.int32)}
-            )
+            one = admit(0, tokens, max_total=len(tokens) + 1, blocks=range(64))
             fresh.run(make_plan(0, [(0, length, 0, 0, False)], admitted=(one,)))
             for position in range(length):
-                ours = self.kv.block_view(0, int(table.blocks[slot, position // size]))
-                theirs = fresh.kv.block_view(0, position // size)
+                ours = self.kv.data[0, :, :, int(table.blocks[slot, position // size])]
+                theirs = fresh.kv.data[0, :, :, position // size]
                 assert torch.equal(ours[:, :, position % size], theirs[:, :, position % size])
             self.checks += 1
         return result
@@ -191,57 +195,16 @@ class _KvChecker(RecordingExecutor):
 def test_flaw_a1_kv_is_that_of_the_emitted_tokens(temperature):
     target = tiny_model(dtype=torch.bfloat16)
     draft = tiny_model(noise=NOISE, dtype=torch.bfloat16)
-    executor = _KvChecker(target, drafter=DraftModel(draft), **SIZES)
     requests = [
         make_request(f"r{i}", p, max_tokens=16, temperature=temperature, seed=i)
         for i, p in enumerate(prompts(3, high=12))
     ]
-    run = run_engine(requests, target, draft, lookahead="fixed:3", executor=executor)
-    assert executor.checks > 20
+    run = run_engine(requests, target, draft, lookahead="fixed:3", kind=_KvChecker)
+    assert run.executor.checks > 20
     assert (run.accepted < run.drafted).any() and run.accepted.any()
 
 
 # --- sampling through the engine -----------------------------------------------------------------
-
-
-def test_sampled_tokens_depend_on_the_request_alone_without_drafts():
-    requests = [
-        make_request(f"r{i}", p, temperature=0.9, top_k=20, top_p=0.9, seed=i, choice=i % 2)
-        for i, p in enumerate(prompts(6))
-    ]
-    alone = run_engine(requests, tiny_model(dtype=torch.bfloat16), max_slots=1)
-    varied = run_engine(
-        requests,
-        tiny_model(dtype=torch.bfloat16),
-        num_blocks=40,
-        step_budget_tokens=20,
-        arrivals=[0, 0, 3, 3, 9, 15],
-    )
-    assert varied.scheduler.stats.preemptions > 0
-    assert varied.outputs == alone.outputs
-    reseeded = [make_request("r0", requests[0].prompt, temperature=0.9, seed=99)]
-    assert run_engine(reseeded, tiny_model()).outputs["r0"] != alone.outputs["r0"]
-
-
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_stop_ids_are_banned_before_min_tokens(lookahead, temperature):
-    """Every second id stops; none may come early, in target or draft, at any depth."""
-    stops = tuple(range(0, VOCAB, 2))
-    requests = [
-        make_request(
-            f"r{i}", p, temperature=temperature, stop_token_ids=stops, min_tokens=10, seed=i
-        )
-        for i, p in enumerate(prompts(6))
-    ]
-    run = run_engine(requests, tiny_model(), tiny_model(noise=NOISE), lookahead=lookahead)
-    for output in run.outputs.values():
-        assert len(output) > 10 and all(token % 2 for token in output[:10])
-    assert any(len(output) < 32 for output in run.outputs.values())
-    if temperature == 0:
-        assert run.outputs == run_engine(requests, tiny_model()).outputs
-    if lookahead != "off":
-        assert run.acceptance > 0.2
 
 
 # --- broken numbers and faults -------------------------------------------------------------------
@@ -259,7 +222,7 @@ class _PoisonTarget(RecordingExecutor):
             slot = next(s for s, name in self.owner.items() if name == self.victim)
             self.poisoned = int(self.table.blocks[slot, 0])
             self.kv.data[:, :, :, self.poisoned] = torch.nan
-        for a in plan.deltas.admitted:
+        for a in plan.deltas.new_sequences:
             if self.poisoned is not None and self.poisoned in a.blocks:
                 self.reused_by = a.request_id
         if self.poisoned is not None and self.poisoned in plan.deltas.zeroed_blocks:
@@ -273,7 +236,6 @@ def test_non_finite_logits_end_one_request_and_its_blocks_are_clean_for_a_neighb
     depth, lookahead
 ):
     target, draft = tiny_model(), tiny_model(noise=NOISE)
-    executor = _PoisonTarget(target, drafter=DraftModel(draft), **(SIZES | {"num_blocks": 40}))
     requests = [
         make_request(f"r{i}", p, max_tokens=30)
         for i, p in enumerate(prompts(6, seed=2, low=20, high=30))
@@ -286,14 +248,14 @@ def test_non_finite_logits_end_one_request_and_its_blocks_are_clean_for_a_neighb
         lookahead=lookahead,
         depth=depth,
         num_blocks=40,
-        executor=executor,
+        kind=_PoisonTarget,
     )
     clean = run_engine(requests, target)
     assert run.reasons.pop("r1") is FinishReason.ERROR and "finite" in (run.messages["r1"] or "")
     lost = run.outputs.pop("r1")
     assert lost == clean.outputs.pop("r1")[: len(lost)]
     assert run.outputs == clean.outputs and set(run.reasons.values()) == {FinishReason.LENGTH}
-    assert executor.was_zeroed and executor.reused_by is not None
+    assert run.executor.was_zeroed and run.executor.reused_by is not None
 
 
 class _Faulty(RecordingExecutor):
@@ -308,10 +270,9 @@ class _Faulty(RecordingExecutor):
 def test_requests_survive_faults_of_the_executor(depth):
     target = tiny_model(dtype=torch.bfloat16)
     draft = tiny_model(noise=NOISE, dtype=torch.bfloat16)
-    executor = _Faulty(target, drafter=DraftModel(draft), **SIZES)
     requests = [make_request(f"r{i}", p) for i, p in enumerate(prompts(4))]
     run = run_engine(
-        requests, target, draft, lookahead="fixed:3", depth=depth, executor=executor, num_faults=2
+        requests, target, draft, lookahead="fixed:3", depth=depth, kind=_Faulty, num_faults=2
     )
     assert run.scheduler.stats.executor_resets == 2
     assert run.outputs == run_engine(requests, target).outputs

@@ -13,56 +13,21 @@ import pytest
 import torch
 from msgspec import structs
 
-from cbatch.backends import executor_for, held_drafters, refuse_unserved, serves_grammars
-from cbatch.core.config import LookaheadConfig, SchedulerConfig
-from cbatch.core.errors import FieldError
-from cbatch.core.plan import Admission, Deltas, StepPlan
-from cbatch.core.request import SamplingParams, StructuredOutputs
-from cbatch.runtime.executor import TorchExecutor
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import StructuredOutputs
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.engine.backends import executor_for, held_drafters, refuse_unserved, serves_grammars
+from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.gpu import Decoder, GpuExecutor
 from cbatch.runtime.gpu.buckets import bucket, depth_bucket, depth_ladder, ladder
-from cbatch.runtime.gpu.message import Message
-from cbatch.runtime.gpu.shaping import neutral, shapes_logits, sparse_of
+from cbatch.runtime.gpu.logits_processors import neutral, shapes_logits, sparse_of
+from tests.runtime import engines
 from tests.runtime.pairs import NoisyWeights, tiny_config, tiny_model
-from triton_kernels.slots.state import Arena, Sizes, apply_reference
 
 I32 = np.int32
 NONE = np.zeros(0, dtype=I32)
-SIZES = Sizes(slots=4, tokens=10000, blocks=16, vocab=70, listed=70)
-
-
-def sent(message: Message, arena: Arena) -> None:
-    words = np.full(message.num_words() + 5, -9, dtype=I32)
-    message.write(words)
-    assert (words[-5:] == -9).all()
-    first, second = message.num_runs()
-    apply_reference(torch.from_numpy(words), arena.words, 0, first)
-    apply_reference(torch.from_numpy(words), arena.words, first, second)
-
-
-def test_a_message_reaches_its_places_and_no_others() -> None:
-    arena = Arena.allocate(SIZES, "cpu")
-    message = Message(arena.places)
-    tokens = np.arange(9000, dtype=I32)  # several runs
-    message.put("tokens", 1, tokens)
-    message.put("keys", 2, np.array([2**40 + 1, 7]))
-    message.put("top_p", 0, np.array([0.25], dtype=np.float32))
-    message.put_all("asked", np.arange(20, dtype=I32).reshape(5, 4))
-    message.put("blocks", 3, np.array([1, 2, 3], dtype=I32))
-    slots, indices = np.array([3, 3, 1], dtype=I32), np.array([2, 2, 0], dtype=I32)
-    message.scatter("blocks", slots, indices, np.array([8, 9, 4], dtype=I32))
-    sent(message, arena)
-    state = arena.state
-    assert state.tokens[1, :9000].tolist() == tokens.tolist()
-    assert state.keys.tolist() == [[0, 0], [0, 0], [2**40 + 1, 7], [0, 0]]
-    assert state.top_p.tolist() == [0.25, 0, 0, 0]
-    assert state.asked.tolist() == np.arange(20).reshape(5, 4).tolist()
-    assert state.blocks[3, :4].tolist() == [1, 2, 9, 0]  # the last of two for one place
-    assert state.blocks[1, :2].tolist() == [4, 0]
-    untouched = Arena.allocate(SIZES, "cpu").state
-    for name in set(state._fields) - {"tokens", "keys", "top_p", "asked", "blocks"}:
-        assert torch.equal(getattr(state, name), getattr(untouched, name)), name
-    assert not state.tokens[[0, 2, 3]].any()
 
 
 def test_buckets_hold_what_they_are_for() -> None:
@@ -77,22 +42,10 @@ def test_buckets_hold_what_they_are_for() -> None:
         assert max(found) == most
 
 
-def admission(**params: Any) -> Admission:
-    return Admission(
-        slot=0,
-        generation=1,
-        request_id="a",
-        seed=3,
-        choice=0,
-        params=SamplingParams(**params),
-        stop_ids=(5, 99),
-        tokens=np.array([1, 2, 2, 6, 6], dtype=I32),
-        num_prompt_tokens=3,
-        max_total_tokens=12,
-        kv_len_tokens=0,
-        draft_kv_len_tokens=0,
-        blocks=np.zeros(1, dtype=I32),
-    )
+def admission(**params: Any) -> NewSequence:
+    """Three tokens of a prompt and two of an output."""
+    settings = {"max_total": 12, "blocks": (0,), "num_prompt_tokens": 3, "stop_ids": (5, 99)}
+    return engines.admission(0, [1, 2, 2, 6, 6], **settings, **params)
 
 
 def test_lists_hold_what_a_request_asks_for() -> None:
@@ -128,7 +81,7 @@ def executor(**settings: Any) -> GpuExecutor:
     return GpuExecutor(decoder(), **sizes | budget | settings)
 
 
-def plan(*admitted: Admission, generation: int = 1, query_len: int = 5) -> StepPlan:
+def plan(*admitted: NewSequence, generation: int = 1, query_len: int = 5) -> StepPlan:
     one = np.ones(1, dtype=I32)
     return StepPlan(
         step_id=4,
@@ -143,14 +96,11 @@ def plan(*admitted: Admission, generation: int = 1, query_len: int = 5) -> StepP
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    for size in (8, 24):
-        with pytest.raises(FieldError, match=f"block_size_tokens: {size}"):
-            executor(block_size_tokens=size)
     with pytest.raises(ValueError, match="do not hold the planned generations"):
         executor().submit(plan(admission(), generation=2))
     with pytest.raises(ValueError, match="query_lens: 17 is more than the 16"):
         executor().submit(plan(admission(), query_len=17))
-    with pytest.raises(ValueError, match="admission of 'a'"):
+    with pytest.raises(ValueError, match="admission of 'r0'"):
         executor(max_sequence_tokens=16).submit(
             plan(structs.replace(admission(), max_total_tokens=17))
         )
@@ -189,7 +139,7 @@ def test_the_cpu_keeps_its_executor() -> None:
 
 def test_nothing_of_the_gpu_is_imported_elsewhere() -> None:
     code = (
-        "import sys, cbatch, cbatch.assembly, cbatch.runtime.executor; "
+        "import sys, cbatch, cbatch.engine.build, cbatch.runtime.cpu.executor; "
         "assert not [m for m in sys.modules if m.startswith(('cbatch.runtime.gpu', 'triton.'))]"
     )
     root = Path(__file__).parents[2]

@@ -1,161 +1,164 @@
-"""Greedy tokens and logit bits do not depend on how the engine came to them.
+"""Tokens do not depend on how the engine came to them: greedy ones have the same bits of logits at
+every position, coupled ones the same noise.
 
 Each variant runs the same requests as one plain run (no speculation, one sequence at a time, whole
-prompts, no cache) and must give the same tokens, from the same bits of logits at every position.
-Each test also asserts that what it varies did happen.
+prompts, no cache), and asserts that what it varies did happen.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cbatch.core.request import Request
+from cbatch.core.request.request import Request
 from tests.runtime.engines import Run, make_request, run_engine
 from tests.runtime.pairs import VOCAB, tiny_model
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-DRAFT_NOISE = 0.08  # moves the draft's weights so far that about half of its tokens are accepted
+NOISE = 0.08  # moves the draft's weights so far that about half of its tokens are accepted
+COUPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    {"temperature": 1.3, "min_p": 0.05, "choice": 1},
+    {"temperature": 0.9, "repetition_penalty": 1.3, "top_p": 0.8},
+    {"temperature": 1.0, "presence_penalty": 0.8, "frequency_penalty": 0.4, "top_k": 30},
+    {"temperature": 0.7, "logit_bias": {3: 1.5}, "banned_token_ids": (4, 5), "min_tokens": 9},
+    {"temperature": 1.1, "allowed_token_ids": tuple(range(4, 60, 3))},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "coupled": torch.float32}
 
 
 @functools.cache
-def requests() -> tuple[Request, ...]:
-    """Prompts of 3 to 70 tokens; two pairs share their first 24."""
+def requests(verification: str | None = None) -> tuple[Request, ...]:
+    """Greedy ones, or those of `COUPLED`. Prompts of 9 to 60 tokens; the second four repeat the
+    beginning of the first four."""
     rng = np.random.default_rng(4)
-    shared = [rng.integers(0, VOCAB, 24).tolist() for _ in range(2)]
-    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (3, 9, 17, 70)]
-    for prefix in shared:
-        prompts += [prefix + rng.integers(0, VOCAB, n).tolist() for n in (2, 6)]
+    first = [rng.integers(0, VOCAB, n).tolist() for n in (9, 26, 40, 60)]
+    second = [prompt[:-3] + rng.integers(0, VOCAB, 5).tolist() for prompt in first]
+    params: list[dict[str, Any]] = [{}] * len(COUPLED)
+    if verification is not None:
+        params = [p | {"verification": verification} for p in COUPLED]
     return tuple(
-        make_request(f"r{i}", prompt, max_tokens=28 + i) for i, prompt in enumerate(prompts)
+        make_request(f"r{i}", prompt, max_tokens=26 + i, seed=2**40 + i, **params[i])
+        for i, prompt in enumerate(first + second)
     )
+
+
+def run(kind: str, **settings: Any) -> Run:
+    noise, dtype = settings.pop("noise", NOISE), DTYPES[kind]
+    speculates = settings.get("lookahead", "off") != "off"
+    draft = tiny_model(noise=noise, dtype=dtype) if speculates else None
+    asked = requests("coupled" if kind == "coupled" else None)
+    return run_engine(asked, tiny_model(dtype=dtype), draft, **settings)
 
 
 @functools.cache
-def plain(dtype: str, decoder_pass: str) -> Run:
-    return run_engine(requests(), tiny_model(dtype=DTYPES[dtype]), max_slots=1, prefix_cache=False)
+def plain(kind: str, decoder_pass: str = "compiled") -> Run:
+    return run(kind, max_slots=1, prefix_cache=False)
 
 
-def assert_same(run: Run, base: Run) -> None:
-    assert run.outputs == base.outputs
-    ours, theirs = run.executor.bits, base.executor.bits
-    assert theirs.keys() <= ours.keys()
-    differing = [key for key, bits in theirs.items() if ours[key] != bits]
-    assert differing == []
+def assert_same(found: Run, base: Run, *, bits: bool = True) -> None:
+    assert found.outputs == base.outputs
+    if bits:
+        ours, theirs = found.executor.bits, base.executor.bits
+        assert theirs.keys() <= ours.keys()
+        assert [key for key in theirs if ours[key] != theirs[key]] == []
 
 
-@pytest.fixture
-def base(dtype: str, decoder_pass: str) -> Run:
-    return plain(dtype, decoder_pass)
+def batch_sizes(found: Run) -> set[int]:
+    return {len(step) for step in found.executor.drafted}
 
 
-def run_variant(dtype: str, base: Run, *, lookahead: str = "off", **settings: Any) -> Run:
-    target = tiny_model(dtype=DTYPES[dtype])
-    draft = tiny_model(noise=DRAFT_NOISE, dtype=DTYPES[dtype]) if lookahead != "off" else None
-    run = run_engine(requests(), target, draft, lookahead=lookahead, **settings)
-    assert_same(run, base)
-    return run
+def mixed_steps(found: Run) -> int:
+    """In which a chunk that was not the last ran beside rows that decoded."""
+    return sum(bool(chunks and deciding) for chunks, deciding in found.executor.chunk_steps)
 
 
-def assert_speculated(run: Run) -> None:
-    full = (run.accepted == run.drafted) & (run.drafted > 0)
-    assert 0.2 <= run.acceptance <= 0.95
-    assert full.any() and (run.accepted < run.drafted).any()
+def ragged(found: Run) -> bool:
+    return len(np.unique(found.drafted)) >= 3
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_batch_composition(dtype, base):
-    together = run_variant(dtype, base)
-    assert max(len(step) for step in together.executor.drafted) == len(requests())
-    staggered = run_variant(dtype, base, max_slots=3, arrivals=[0, 0, 5, 9, 9, 30, 31, 60])
-    sizes = {len(step) for step in staggered.executor.drafted}
-    assert {1, 2, 3} <= sizes
+Happened = Callable[[Run], bool]
+VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
+    "together": ({}, lambda r: max(batch_sizes(r)) == len(COUPLED)),
+    "staggered": (
+        {"max_slots": 3, "arrivals": [0, 0, 3, 3, 8, 15, 15, 60], "lookahead": "fixed:4"},
+        lambda r: {1, 2, 3} <= batch_sizes(r),
+    ),
+    **{
+        f"k = {k}": ({"lookahead": f"fixed:{k}"}, lambda r, k=k: r.drafted.max() == k)
+        for k in (1, 2, 5, 8)
+    },
+    "a bad draft": ({"lookahead": "fixed:3", "noise": 0.5}, lambda r: r.acceptance < 0.4),
+    "ema": ({"lookahead": "ema:6"}, ragged),
+    "goodput": ({"lookahead": "goodput:6"}, ragged),
+    "tiny chunks": (
+        {"lookahead": "fixed:2", "step_budget_tokens": 12},
+        lambda r: mixed_steps(r) >= 4,
+    ),
+    "chunks": ({"lookahead": "fixed:2", "step_budget_tokens": 40}, lambda r: mixed_steps(r) >= 1),
+    "prefix hits": (
+        {"lookahead": "fixed:3", "max_slots": 4},
+        lambda r: r.scheduler.stats.prefix_hit_tokens >= 60,
+    ),
+    "preemptions": (
+        {"lookahead": "fixed:3", "num_blocks": 34, "prefix_cache": False},
+        lambda r: r.scheduler.stats.preemptions >= 2,
+    ),
+    "overlap": ({"lookahead": "fixed:3", "depth": 1}, lambda r: True),
+    "everything": (
+        {
+            "lookahead": "ema:6",
+            "depth": 1,
+            "num_blocks": 40,
+            "step_budget_tokens": 32,
+            "arrivals": [0, 2, 2, 2, 9, 9, 14, 20],
+        },
+        lambda r: r.scheduler.stats.preemptions >= 1 and r.scheduler.stats.prefix_hit_tokens > 0,
+    ),
+}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", range(1, 9))
-def test_fixed_lookahead(dtype, base, k):
-    run = run_variant(dtype, base, lookahead=f"fixed:{k}")
-    assert_speculated(run)
-    assert run.drafted.max() == k and (run.drafted == 0).any()  # k = 0: prompts and last tokens
+def check(found: Run, base: Run, variant: str, *, bits: bool) -> None:
+    settings, happened = VARIANTS[variant]
+    assert_same(found, base, bits=bits)
+    assert happened(found)
+    if "lookahead" in settings:
+        drafted, accepted = found.drafted, found.accepted
+        full = (accepted == drafted) & (drafted > 0)
+        assert full.any() and (accepted < drafted).any() and (drafted == 0).any()
+        assert (drafted >= 2).any() == (settings["lookahead"] != "fixed:1")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_ema_lookahead(dtype, base):
-    run = run_variant(dtype, base, lookahead="ema:6")
-    assert_speculated(run)
-    assert (run.drafted >= 2).any() and (run.drafted == 0).any()
-    assert len(np.unique(run.drafted)) >= 3
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", DTYPES)
+def test_tokens_and_bits(kind: str, variant: str) -> None:
+    check(run(kind, **VARIANTS[variant][0]), plain(kind), variant, bits=kind != "coupled")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_goodput_lookahead(dtype, base):
-    run = run_variant(dtype, base, lookahead="goodput:6")
-    assert_speculated(run)
-    assert (run.drafted >= 2).any() and (run.drafted == 0).any()
-    assert len(np.unique(run.drafted)) >= 3
+@pytest.mark.usefixtures("torch_pass")
+@pytest.mark.parametrize("variant", ["together", "k = 2", "tiny chunks", "everything"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_passes_by_torch(kind: str, variant: str) -> None:
+    check(run(kind, **VARIANTS[variant][0]), plain(kind, "torch"), variant, bits=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("budget", [11, 20, 40])
-def test_chunk_sizes(dtype, base, budget):
-    run = run_variant(dtype, base, lookahead="fixed:2", step_budget_tokens=budget)
-    assert_speculated(run)
-    # Steps in which a chunk that was not the last ran beside rows that decoded.
-    steps = [rows for rows in run.executor.chunk_steps if rows[0] and rows[1]]
-    assert len(steps) >= (4 if budget < 40 else 1)
+def test_sampled_tokens_without_drafts() -> None:
+    """In rejection mode, too, nothing but the request has a say while nobody drafts."""
+    asked = requests("rejection")
+    alone = run_engine(asked, tiny_model(), max_slots=1, prefix_cache=False)
+    varied = {"num_blocks": 40, "step_budget_tokens": 20, "arrivals": [0, 0, 3, 3, 9, 15, 15, 15]}
+    found = run_engine(asked, tiny_model(), **varied)
+    assert found.outputs == alone.outputs and found.scheduler.stats.preemptions > 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-def test_prefix_hits(dtype, base, lookahead):
-    run = run_variant(dtype, base, lookahead=lookahead, max_slots=2)
-    assert run.scheduler.stats.prefix_hit_tokens >= 2 * 24
-    if lookahead != "off":
-        assert_speculated(run)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-def test_forced_preemptions(dtype, base, lookahead):
-    run = run_variant(dtype, base, lookahead=lookahead, num_blocks=40, prefix_cache=False)
-    assert run.scheduler.stats.preemptions >= 2
-    if lookahead != "off":
-        assert_speculated(run)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3", "ema:6"])
-def test_overlap(dtype, base, lookahead):
-    run = run_variant(dtype, base, lookahead=lookahead, depth=1)
-    if lookahead != "off":
-        assert_speculated(run)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_everything_at_once(dtype, base):
-    run = run_variant(
-        dtype,
-        base,
-        lookahead="ema:6",
-        depth=1,
-        num_blocks=36,
-        step_budget_tokens=24,
-        arrivals=[0, 2, 2, 2, 9, 9, 14, 20],
-    )
-    assert_speculated(run)
-    stats = run.scheduler.stats
-    assert stats.preemptions >= 1 and stats.prefix_hit_tokens > 0
-    assert (run.drafted >= 2).any() and (run.drafted == 0).any()
-
-
-@pytest.mark.parametrize("dtype", ["fp32"])
-def test_a_wrong_bit_is_noticed(base):
-    """The comparison has power: another model's run differs in bits, a shifted one in tokens."""
+def test_a_wrong_bit_is_noticed() -> None:
+    """The comparison has power: another model's run differs in bits."""
     other = run_engine(requests(), tiny_model(noise=1e-4), max_slots=1, prefix_cache=False)
     with pytest.raises(AssertionError):
-        assert_same(other, base)
+        assert_same(other, plain("fp32"))

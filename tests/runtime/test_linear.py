@@ -1,3 +1,7 @@
+"""Products with constant weights: what each kind computes, whose bits hold, and which one computes.
+
+That our own are chosen by rule is told of machines that this one is not."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -6,131 +10,133 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime import linear
-from cbatch.runtime.linear import NO_PADDING, Linear, Plan, RowPadding, find_padding, make_plan
-from cbatch.runtime.products import Kind
+from cbatch.runtime.cpu import linear
+from cbatch.runtime.cpu.compiled import CompiledProduct, compiles
+from cbatch.runtime.cpu.linear import (
+    NO_PADDING,
+    Linear,
+    Machine,
+    ProductPlan,
+    RowPadding,
+    find_padding,
+    kinds_for,
+    make_plan,
+)
+from cbatch.runtime.cpu.products import Kind
 from tests.runtime.marks import needs_compiler, needs_packing
 
-CPU = torch.device("cpu")
 PACKED = pytest.param(Kind.PACKED, marks=needs_packing)
 COMPILED = pytest.param(Kind.COMPILED, marks=needs_compiler)
-
-
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    y = (x if scale is None else x * scale).double() @ weight.double().T
-    return y if bias is None else y + bias.double()
+EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 @pytest.mark.parametrize("kind", [Kind.NATIVE, PACKED, COMPILED])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("padding", [NO_PADDING, RowPadding(8, 8)])
-def test_values(kind: Kind, dtype: torch.dtype, padding: RowPadding) -> None:
-    torch.manual_seed(0)
-    weight, bias = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
-    scale = torch.rand(64) + 0.5
-    product = Linear(weight, bias, scale, Plan.of_one(kind, padding, True))
-    for rows in (1, 2, 9, 33):
-        x = torch.randn(rows, 64)
-        y = product(x)
-        tolerance = 0.2 if kind is Kind.NATIVE and dtype == torch.bfloat16 else 1e-4
-        assert y.shape == (rows, 96) and y.dtype == torch.float32
-        torch.testing.assert_close(
-            y.double(), reference(x, weight, bias, scale), rtol=0, atol=tolerance
-        )
+@pytest.mark.parametrize("shape", [(1, 1), (47, 96), (49, 31), (5000, 47)])
+@EVERY_DTYPE
+def test_values(kind: Kind, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """With every number of rows that a tile has, with and without a scale, a bias and padding."""
+    gen = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=gen).to(dtype)
+    rounds = kind is Kind.NATIVE and dtype == torch.bfloat16
+    for bias, scale, padding in (
+        (None, None, NO_PADDING),
+        (torch.randn(shape[0], generator=gen).to(dtype), None, RowPadding(8, 8)),
+        (torch.randn(shape[0], generator=gen).to(dtype), torch.rand(shape[1]) + 0.5, NO_PADDING),
+    ):
+        product = Linear(weight, bias, scale, ProductPlan(kind, padding, True))
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 23, 64):
+            x = torch.randn(rows, shape[1], generator=gen)
+            expected = (x if scale is None else x * scale).double() @ weight.double().T
+            expected = expected if bias is None else expected + bias.double()
+            found = product(x)
+            assert found.shape == (rows, shape[0]) and found.dtype == torch.float32
+            atol = 0.3 if rounds else 2e-4
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
 
 
 @needs_packing
-@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 96)])
-def test_single_rows_may_read_transposed_weights(bias: Tensor | None) -> None:
-    torch.manual_seed(0)
-    weight, scale = torch.randn(96, 64).bfloat16(), torch.rand(64) + 0.5
-    bias = None if bias is None else bias.bfloat16()
-    plan = Plan(Kind.TRANSPOSED, 1, Kind.PACKED, NO_PADDING, False)
-    product = Linear(weight, bias, scale, plan)
-    for rows, tolerance in ((1, 0.2), (5, 1e-4)):
-        x = torch.randn(rows, 64)
-        expected = reference(x, weight, bias, scale)
-        torch.testing.assert_close(product(x).double(), expected, rtol=0, atol=tolerance)
-
-
-def test_transposed_weights_are_for_single_rows_only() -> None:
-    native, packed, compiled = Kind.NATIVE, Kind.PACKED, Kind.COMPILED
-    wins_once = {native: (1.0, 3.0, 3.0, 3.0), packed: (2.0, 2.0, 2.0, 2.0)}
-    assert linear._fast_plan(wins_once, 0.5)[:3] == (Kind.TRANSPOSED, 1, packed)
-    assert linear._fast_plan(wins_once, 1.5)[:3] == (native, 1, packed)
-    wins_twice = {native: (1.0, 1.0, 3.0, 3.0), packed: (2.0, 2.0, 2.0, 2.0)}
-    assert linear._fast_plan(wins_twice, 0.5)[:3] == (native, 2, packed)
-    never = {compiled: (3.0,) * 4, packed: (2.0,) * 4}
-    assert linear._fast_plan(never, 0.5)[:3] == (Kind.TRANSPOSED, 1, packed)
-    assert linear._fast_plan(never, 2.5).most_few == 0
-
-
-@needs_packing
+@pytest.mark.parametrize("ours", [pytest.param(True, marks=needs_compiler), False])
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(192, 64), (64, 96), (128, 128), (199, 64)])
+@pytest.mark.parametrize("shape", [(192, 64), (64, 96), (199, 63), (203, 256)])
+@EVERY_DTYPE
 def test_invariant_plans_keep_their_word(
-    threads: int, dtype: torch.dtype, shape: tuple[int, int]
+    ours: bool,
+    threads: int,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A row's bits depend neither on how many rows there are, nor on its place, nor on threads."""
+    if not ours:
+        monkeypatch.setattr(linear, "compiles", lambda dtype: False)
     torch.set_num_threads(threads)
-    plan = make_plan(shape, dtype, CPU, invariant=True, may_pack=True)
-    assert plan.invariant and plan.most_few == 0
+    plan = make_plan(shape, dtype, invariant=True, may_pack=True)
+    assert plan.invariant
     torch.manual_seed(1)
     product = Linear(torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype), None, plan)
     x = torch.randn(200, shape[1])
     whole = product(x)
-    for start in (0, 1, 7):
-        for rows in [*range(1, 41), 64, 150]:
-            assert torch.equal(product(x[start : start + rows]), whole[start : start + rows])
+    for count in (threads, 3 - threads) if ours else (threads,):
+        torch.set_num_threads(count)
+        for start in (0, 1, 7):
+            for rows in [*range(1, 34), 64, 150]:
+                some = x[start : start + rows].contiguous()
+                assert torch.equal(product(some), whole[start : start + rows])
+
+
+def test_what_our_own_does_not_compute() -> None:
+    assert not compiles(torch.float16)
+    with pytest.raises(ValueError, match="weight"):
+        CompiledProduct(torch.zeros(8, 48, dtype=torch.float16), None, None)
 
 
 def test_the_least_padding_that_holds_is_found() -> None:
-    """A product whose bits change below 5 rows, and one that changes at all but multiples of 8."""
+    """Of products whose bits change nowhere, below 5 rows, but at multiples of 8, and always."""
 
     def wrong_if(bad: Callable[[int], bool]) -> Callable[[Tensor], Tensor]:
         return lambda x: x + float(bad(len(x)))
 
-    assert find_padding(wrong_if(lambda n: False), (4, 4), CPU) == NO_PADDING
-    assert find_padding(wrong_if(lambda n: n < 5), (4, 4), CPU) == RowPadding(8, 1)
-    assert find_padding(wrong_if(lambda n: n % 8 != 0), (4, 4), CPU) == RowPadding(8, 8)
-
-
-def test_no_padding_is_said_so() -> None:
+    assert find_padding(wrong_if(lambda n: False), (4, 4)) == NO_PADDING
+    assert find_padding(wrong_if(lambda n: n < 5), (4, 4)) == RowPadding(8, 1)
+    assert find_padding(wrong_if(lambda n: n % 8 != 0), (4, 4)) == RowPadding(8, 8)
     calls = iter(range(10**6))
-    assert find_padding(lambda x: x + float(next(calls)), (4, 4), CPU) is None
-
-
-def test_rows_are_padded_to_the_minimum_then_to_multiples() -> None:
-    assert [RowPadding(2, 1).rows(n) for n in (1, 2, 3)] == [2, 2, 3]
+    assert find_padding(lambda x: x + float(next(calls)), (4, 4)) is None
     assert [RowPadding(8, 8).rows(n) for n in (1, 8, 9)] == [8, 8, 16]
 
 
-def test_fast_plans_take_the_fastest_at_each_row_count() -> None:
-    native, packed, compiled = Kind.NATIVE, Kind.PACKED, Kind.COMPILED
-    times = {
-        compiled: (1.0, 1.1, 2.0, 9.0),
-        packed: (4.0, 4.0, 4.0, 4.0),
-        native: (0.9, 3.0, 6.0, 12.0),
-    }
-    plan = linear._fast_plan(times, float("inf"))
-    assert plan[:3] == (compiled, 8, packed) and plan.times_s == (1.0, 1.1, 2.0, 4.0)
-    plan = linear._fast_plan({compiled: (1.0,) * 4, native: (2.0,) * 4}, float("inf"))
-    assert plan[:3] == (compiled, 0, compiled)
+ALL = Machine(compiles=True, packs=True, bf16=True, tiles=True)
+PACKS = Machine(compiles=False, packs=True, bf16=False, tiles=False)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
-@needs_packing
-def test_plans_are_timed() -> None:
-    plan = make_plan((64, 64), torch.bfloat16, CPU, invariant=False, may_pack=True)
-    assert len(plan.times_s) == len(linear.TIMED_ROWS)
+@pytest.mark.parametrize(
+    ("machine", "dtypes", "kind"),
+    [
+        (ALL._replace(tiles=False), (FP32, BF16), Kind.COMPILED),
+        (ALL._replace(tiles=False, bf16=False, packs=False), (FP32, BF16), Kind.COMPILED),
+        (ALL, (FP32,), Kind.COMPILED),
+        (PACKS, (FP32, BF16, FP16), Kind.PACKED),
+        (PACKS._replace(bf16=True), (FP32, FP16), Kind.PACKED),
+        (PACKS._replace(packs=False), (FP32, BF16, FP16), Kind.NATIVE),
+    ],
+)
+def test_which_kind_is_preferred(
+    machine: Machine, dtypes: tuple[torch.dtype, ...], kind: Kind
+) -> None:
+    for dtype in dtypes:
+        for invariant in (False, True):
+            assert kinds_for(dtype, machine, invariant=invariant)[0] is kind
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_without_memory_for_a_copy_nothing_is_packed(invariant: bool) -> None:
-    plan = make_plan((64, 64), torch.float32, CPU, invariant=invariant, may_pack=False)
-    assert Kind.PACKED not in (plan.few, plan.many)
+@pytest.mark.parametrize("machine", [ALL, PACKS._replace(bf16=True)])
+def test_speed_alone_prefers_what_rounds(machine: Machine) -> None:
+    """bf16 in tiles, or in vectors where nothing of ours is compiled."""
+    assert kinds_for(BF16, machine, invariant=False) == [Kind.NATIVE]
+    assert kinds_for(BF16, machine, invariant=True)[0] is not Kind.NATIVE
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_an_odd_number_of_columns_is_not_compiled(invariant: bool) -> None:
-    plan = make_plan((64, 47), torch.float32, CPU, invariant=invariant, may_pack=False)
-    assert (plan.few, plan.many) == (Kind.NATIVE, Kind.NATIVE)
+def test_without_memory_for_a_copy_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "compiles", lambda dtype: False)
+    for invariant in (False, True):
+        plan = make_plan((64, 64), torch.float32, invariant=invariant, may_pack=False)
+        assert plan.kind is Kind.NATIVE

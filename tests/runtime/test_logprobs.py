@@ -11,22 +11,21 @@ import pytest
 import torch
 from msgspec import structs
 
-from cbatch.core.config import SchedulerConfig
-from cbatch.core.request import SamplingParams
-from cbatch.core.scheduler import Scheduler
+from cbatch.core.request.request import SamplingParams
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.engine.engine import Engine
 from cbatch.llm import complete_all
-from cbatch.outputs import Completion, TokenLogprob
-from cbatch.runtime import executor as executor_module
-from cbatch.runtime import verification
-from cbatch.runtime.drafter import DraftModel
-from cbatch.runtime.logprobs import describe
-from cbatch.runtime.threaded import ThreadedExecutor
-from cbatch.stepwise import Engine
+from cbatch.runtime.cpu import verify as verification
+from cbatch.runtime.cpu.threaded import ThreadedExecutor
+from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.sampling.logprobs import describe
+from cbatch.text.outputs import Completion, TokenLogprob
 from tests.runtime.engines import RecordingExecutor, parse_lookahead
 from tests.runtime.pairs import VOCAB, tiny_model
 from tests.runtime.reference import next_logits, slow_filter
 from tests.runtime.test_executor import admit
-from tests.runtime.test_processors import slow_shape
+from tests.runtime.test_logits_processors import slow_shape
 
 NOISE = 0.06
 TOP = 4
@@ -259,22 +258,6 @@ def test_an_admission_that_would_lose_some_is_refused():
 # --- what would be noticed -----------------------------------------------------------------------
 
 
-def test_logprobs_of_shaped_logits_are_noticed(monkeypatch):
-    monkeypatch.setattr(
-        verification,
-        "_asking",
-        lambda logits, slots, starts, lens, table: [
-            entry._replace(raw=logits[entry.start : entry.start + int(lens[entry.row])])
-            for entry in _real_asking(logits, slots, starts, lens, table)
-        ],
-    )
-    with pytest.raises(AssertionError):
-        check_raw(World().complete())
-
-
-_real_asking = verification._asking
-
-
 def test_the_first_rows_numbers_for_a_whole_run_are_noticed(monkeypatch):
     """What an engine reports that knows one row of logits a step."""
 
@@ -284,14 +267,3 @@ def test_the_first_rows_numbers_for_a_whole_run_are_noticed(monkeypatch):
     monkeypatch.setattr(verification, "describe", first_row)
     assert numbers(World().complete()) == numbers(plain())
     assert numbers(World(lookahead="fixed:3").complete()) != numbers(plain())
-
-
-def test_nobody_pays_who_does_not_ask(monkeypatch):
-    for module, name in (
-        (verification, "_asking"),
-        (verification, "describe"),
-        (executor_module, "describe"),
-        (executor_module, "split_prompt_rows"),
-    ):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("log probabilities"))
-    World(lookahead="fixed:3").complete(logprobs=None)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime import linear, numerics
-from cbatch.runtime.config import load_config
-from cbatch.runtime.kv import KVCache
-from cbatch.runtime.linear import NO_PADDING, Linear, Plan
-from cbatch.runtime.model import Model, load_model
-from cbatch.runtime.numerics import probe_row_invariance, resolve_numerics
-from cbatch.runtime.products import Kind, packing_available
+from cbatch.runtime.cpu import linear, numerics
+from cbatch.runtime.cpu.compiled import version
+from cbatch.runtime.cpu.decoder import Model, load_model
+from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.cpu.linear import NO_PADDING, Linear, Machine, ProductPlan
+from cbatch.runtime.cpu.numerics import resolve_numerics
+from cbatch.runtime.cpu.products import Kind, packing_available
+from cbatch.runtime.model.config import load_config
+from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime.hf_models import build, paged, run_all, step, tokens_of
 from tests.runtime.marks import needs_compiler
 
@@ -50,8 +57,8 @@ def cache(model: Model, block_size: int = 16) -> KVCache:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str) -> None:
-    """Past a segment of values (256) and past windows (70 and 90); query lengths on both sides of
-    every cut. Few tokens at a time, each sequence goes past some of them."""
+    """Past two segments of values (128) and past windows (70 and 90); query lengths on both sides
+    of every cut. Few tokens at a time, each sequence goes past some of them."""
     model = loaded(tmp_path, shape, dtype)
     sequences = [tokens_of(i, n) for i, n in enumerate((150, 37, 301))]
     expected: Tensor | None = None
@@ -118,7 +125,9 @@ def test_long_contexts_among_short_ones(tmp_path: Path) -> None:
 def test_the_probe_says_yes(tmp_path: Path) -> None:
     model = loaded(tmp_path, "llama", "float32")
     report = probe_row_invariance(model)
-    assert report.row_invariant and str(report).startswith("row_invariant: yes")
+    computes = model.head.plan.kind.value
+    told = f"row_invariant: yes (numerics=invariant; products: {computes})"
+    assert report.row_invariant and str(report) == told
     assert set(report.shapes) == set(numerics.weight_shapes(model.config))
 
 
@@ -134,7 +143,7 @@ class _Fickle(Linear):
 def test_the_probe_catches_a_product_that_differs_by_row_count(tmp_path: Path) -> None:
     model = loaded(tmp_path, "llama", "float32")
     weight = torch.randn(model.layers[1].down.shape)
-    model.layers[1].down = _Fickle(weight, None, None, Plan.of_one(Kind.NATIVE, NO_PADDING, True))
+    model.layers[1].down = _Fickle(weight, None, None, ProductPlan(Kind.NATIVE, NO_PADDING, True))
     model.layers[0].down = model.layers[2].down = model.layers[1].down
     report = probe_row_invariance(model)
     shape = model.layers[1].down.shape
@@ -143,57 +152,92 @@ def test_the_probe_catches_a_product_that_differs_by_row_count(tmp_path: Path) -
 
 
 @pytest.fixture
-def forgotten() -> Iterator[None]:
-    """No plan is known of before, or remembered."""
-    linear._measured_plan.cache_clear()
-    yield
-    linear._measured_plan.cache_clear()
+def clockless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may ask what time it is."""
+    for clock in ("perf_counter", "monotonic", "process_time", "thread_time", "time"):
+        for name in (clock, f"{clock}_ns"):
+            monkeypatch.setattr(time, name, None)
 
 
-@pytest.fixture
-def raced(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
-    """Products compete, also where our own would take all of them."""
-    for module in (linear, numerics):
-        monkeypatch.setattr(module, "is_compiled", lambda *args: False)
-
-
-@pytest.mark.usefixtures("raced")
-def test_auto_is_invariant_where_that_is_cheap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build(tmp_path, "llama")
-    config, cpu = load_config(tmp_path), torch.device("cpu")
-    for cost, mode in (({1: 0.04, 8: 0.0}, "invariant"), ({1: 0.0, 8: 0.2}, "fast"), ({}, "fast")):
-        monkeypatch.setattr(numerics, "_invariance_cost", lambda *args, cost=cost: cost)
-        assert resolve_numerics("auto", config, torch.float32, cpu).mode == mode
-        assert resolve_numerics("invariant", config, torch.float32, cpu).mode == "invariant"
-        assert resolve_numerics("fast", config, torch.float32, cpu).mode == "fast"
+NOBODY = Machine(compiles=False, packs=False, bf16=False, tiles=False)
+MACHINES = {
+    "ours": NOBODY._replace(compiles=True, packs=True, bf16=True),
+    "tiles": NOBODY._replace(compiles=True, packs=True, bf16=True, tiles=True),
+    "packed": NOBODY._replace(packs=True),
+    "bare": NOBODY,
+}
 
 
 @needs_compiler
-@pytest.mark.usefixtures("forgotten")
-def test_auto_is_invariant_where_the_pass_is_compiled(
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("mode", ["auto", "invariant", "fast"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_clock_has_a_say_in_what_computes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    machine: str,
+    mode: str,
+    dtype: str,
+) -> None:
+    """On any machine, with widths that are odd and none, all modes serve."""
+    offered = MACHINES[machine]
+    build(tmp_path, "llama", intermediate_size=47)
+    monkeypatch.setattr(linear, "Machine", lambda **found: offered)
+    request.getfixturevalue("clockless")
+    model = load_model(tmp_path, dtype=dtype, numerics=mode)
+    native = mode == "fast" and machine == "tiles" and dtype == "bfloat16"
+    kind = {"packed": "packed", "bare": "native"}.get(machine, "compiled")
+    products = [linear for layer in model.layers for linear in layer.products()]
+    computing = {product.plan.kind.value for product in (*products, model.head)}
+    assert computing == {"native" if native else kind}
+    if machine != "bare":
+        assert model.numerics == ("invariant" if mode == "auto" else mode)
+    kv = cache(model)
+    logits = run_all(model, kv, paged(kv, [tokens_of(0, 60)]), [50, 1])
+    assert logits.isfinite().all()
+
+
+def test_auto_is_invariant_where_every_product_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No timing has a say: it could come out otherwise after a restart, and bits with it. (Where a
-    processor has instructions for bf16, their products compete.)"""
-    monkeypatch.setattr(linear, "_race", None)
-    monkeypatch.setattr(linear, "_has_bf16", lambda: False)
     build(tmp_path, "llama")
-    for dtype in ("float32", "bfloat16"):
-        for mode in ("auto", "invariant"):
-            model = load_model(tmp_path, dtype=dtype, numerics=mode)
-            assert (model.numerics, model.invariance_cost) == ("invariant", {})
-            assert model._compiled is not None
+    config = load_config(tmp_path)
+    invariant = dict.fromkeys(numerics.weight_shapes(config), True)
+
+    def plan(shape: tuple[int, int], *where: object, **settings: object) -> ProductPlan:
+        return ProductPlan(Kind.NATIVE, NO_PADDING, invariant[shape])
+
+    monkeypatch.setattr(numerics, "make_plan", plan)
+    assert resolve_numerics("auto", config, torch.float32).mode == "invariant"
+    invariant[min(invariant)] = False
+    assert resolve_numerics("auto", config, torch.float32).mode == "fast"
+    for mode in ("invariant", "fast"):
+        assert resolve_numerics(mode, config, torch.float32).mode == mode
 
 
-@pytest.mark.usefixtures("raced")
-def test_fast_computes_the_same_up_to_rounding(tmp_path: Path) -> None:
+STARTS = 10
+
+
+@pytest.mark.slow
+def test_a_restart_changes_no_bit(tmp_path: Path) -> None:
+    """Fresh processes, two at a time beside one that never rests: the same logits, to the bit, of a
+    tiny model and of the demo's."""
     build(tmp_path, "llama")
-    found = []
-    for mode in ("fast", "invariant"):
-        model = load_model(tmp_path, numerics=mode)
-        assert model.numerics == mode and set(model.invariance_cost) == {1, 2, 8, 32}
-        kv = cache(model)
-        found.append(run_all(model, kv, paged(kv, [tokens_of(0, 60)]), [50, 1]))
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-3)
+    version()  # the kernels are compiled once
+    command = [sys.executable, "-m", "tests.runtime.logit_bits", str(tmp_path)]
+    # With several threads, these would mostly wait for each other.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(_: int) -> str:
+        return subprocess.check_output(command, text=True, env=environment)
+
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            told = Counter(pool.map(start, range(STARTS)))
+    finally:
+        busy.kill()
+        busy.wait()
+    assert len(told) == 1, told
+    assert len(next(iter(told)).splitlines()) == 8

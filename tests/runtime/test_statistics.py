@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cbatch.core.request import SamplingParams
-from cbatch.runtime.drafter import DraftModel, DraftRows, Proposal
+from cbatch.core.request.request import SamplingParams
+from cbatch.runtime.cpu.drafter import DraftRows, Proposal
+from cbatch.runtime.drafting.draft_model import DraftModel, _Drafting
 from tests.chi_square import chi_square_z
 from tests.runtime.engines import Run, make_request, run_engine
 from tests.runtime.pairs import tiny_model
 from tests.runtime.reference import joint_law
-from tests.runtime.test_processors import slow_shape
+from tests.runtime.test_logits_processors import slow_shape
 
 VOCAB, COUNT, PROMPT = 6, 1200, (1, 4, 2)
 Z_BOUND = 5.0
@@ -31,8 +32,14 @@ def exact_law(temperature: float) -> np.ndarray:
     return joint_law(tiny_model(vocab_size=VOCAB), PROMPT, 3, (temperature, *FILTERS[1:]))
 
 
-def sample(params: dict[str, Any] | None = None, **settings: Any) -> Run:
-    """`COUNT` requests of one prompt with different seeds; the first tokens of their outputs."""
+def sample(
+    params: dict[str, Any] | None = None,
+    *,
+    count: int = COUNT,
+    poison: int | None = None,
+    **settings: Any,
+) -> Run:
+    """Requests of one prompt with different seeds; the first tokens of their outputs."""
     temperature, top_k, top_p, min_p = FILTERS
     requests = [
         make_request(
@@ -47,12 +54,12 @@ def sample(params: dict[str, Any] | None = None, **settings: Any) -> Run:
             choice=i % 2,
             **(params or {}),
         )
-        for i in range(COUNT)
+        for i in range(count)
     ]
     return run_engine(
         requests,
         tiny_model(vocab_size=VOCAB),
-        tiny_model(vocab_size=VOCAB, noise=0.15),
+        tiny_model(vocab_size=VOCAB, noise=0.15, poison=poison),
         max_slots=96,
         num_blocks=512,
         step_budget_tokens=2048,
@@ -131,3 +138,26 @@ def test_drafts_chosen_with_certainty_keep_the_law(monkeypatch):
     monkeypatch.setattr("tests.runtime.engines.DraftModel", _Certain)
     run = sample(lookahead="fixed:3")
     assert abs(z_against(run, FILTERS[0])) < Z_BOUND and run.acceptance > 0.1
+
+
+CHOOSE = _Drafting.choose
+
+
+def drop_what_broke(drafting: Any, *args: Any) -> Any:
+    """Drafts go for what they led to."""
+    chosen = CHOOSE(drafting, *args)
+    drafting.depths[drafting.non_finite] = 0
+    return chosen
+
+
+@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+def test_a_draft_that_breaks_on_what_it_drew_keeps_the_law(verification, monkeypatch):
+    """Whether its numbers are finite tells of the tokens drawn, so these stay offered. Token 3, on
+    which it breaks, is in no prompt, and never the first of an output."""
+    asked = {"params": {"verification": verification}, "count": 3 * COUNT, "poison": 3}
+    run = sample(**asked, lookahead="fixed:3")
+    assert abs(z_against(run, FILTERS[0])) < Z_BOUND
+    assert run.acceptance > 0.2
+    if verification == "rejection":
+        monkeypatch.setattr(_Drafting, "choose", drop_what_broke)
+        assert z_against(sample(**asked, lookahead="fixed:3"), FILTERS[0]) > 2 * Z_BOUND

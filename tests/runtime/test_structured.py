@@ -17,19 +17,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.core.errors import FieldError
-from cbatch.core.request import FinishReason, SamplingParams, StructuredOutputs
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import FinishReason, SamplingParams, StructuredOutputs
 from cbatch.grammars import Grammars
-from cbatch.runtime import processors
-from cbatch.runtime.chain import ChainDrafter
-from cbatch.runtime.drafter import Drafter, DraftModel, _Drafting
-from cbatch.runtime.lookup import LookupDrafter, NgramIndex
-from cbatch.runtime.model import Model
-from cbatch.runtime.structured import Structured
-from cbatch.runtime.suffix import SuffixIndex
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.drafter import Drafter
+from cbatch.runtime.drafting.chain import ChainDrafter
+from cbatch.runtime.drafting.draft_model import DraftModel, _Drafting
+from cbatch.runtime.drafting.ngram import LookupDrafter, NgramIndex
+from cbatch.runtime.drafting.suffix import SuffixIndex
+from cbatch.runtime.sampling import logits_processors as processors
+from cbatch.runtime.sampling.structured import Structured
 from cbatch.text import TextTokenizer
 from tests.chi_square import chi_square_z
-from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
+from tests.runtime.engines import Run, make_request, run_engine
 from tests.runtime.pairs import tiny_model
 from tests.runtime.reference import next_logits, slow_filter
 from tests.text.toy_tokenizers import printable
@@ -119,37 +120,6 @@ def check_allowed(structured: Structured, output: list[int]) -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_what_may_follow_is_its_definition(moves):
     walk(moves)
-
-
-class _ShowsEverything(Structured):
-    """The matcher sees EOS as well, and is told to go back over it."""
-
-    def advance(self, token: int) -> None:
-        if self._matcher.try_consume_tokens([token]) == 1:
-            self._taken.append(token)
-        else:
-            self._behind += 1
-
-
-class _ForgetsForbidden(Structured):
-    """A forbidden draft leaves no trace, so a rollback takes one too many back."""
-
-    def advance(self, token: int) -> None:
-        if self._take(token):
-            self._taken.append(token)
-
-
-class _NeverGoesBack(Structured):
-    def rollback(self, count: int) -> None:
-        pass
-
-
-@pytest.mark.parametrize("broken", [_ShowsEverything, _ForgetsForbidden, _NeverGoesBack])
-def test_a_processor_that_loses_its_place_is_noticed(monkeypatch, broken):
-    monkeypatch.setitem(globals(), "Structured", broken)
-    with pytest.raises(AssertionError):
-        for ending in ([("back", 1)], [("back", 2)], [("any", 77), ("back", 1)]):
-            walk([("allowed", n) for n in (0, 0, 0, 0, 0)] + ending)
 
 
 class _Tired:
@@ -256,13 +226,10 @@ def requests(**extra: Any) -> list[Any]:
 
 
 def run(asked: list[Any], drafter: Drafter | None = None, **options: Any) -> Run:
-    sizes = {"num_blocks": 256, "block_size_tokens": 4, "max_slots": 8} | {
-        name: options.pop(name) for name in ("num_blocks", "max_slots") if name in options
-    }
-    executor = RecordingExecutor(target(), drafter=drafter, grammars=GRAMMARS, **sizes)
     # The scheduler is told of a draft wherever somebody drafts.
     model = draft().model if drafter is not None else None
-    return run_engine(asked, target(), model, executor=executor, eos_ids=(EOS,), **sizes, **options)
+    settings = {"held": drafter, "grammars": GRAMMARS, "eos_ids": (EOS,)}
+    return run_engine(asked, target(), model, **settings, **options)
 
 
 def lookups() -> ChainDrafter:
@@ -309,24 +276,6 @@ def test_nor_do_preemptions(sampled):
     assert done.outputs == plain(sampled).outputs
 
 
-def test_nor_does_a_resume_from_the_transcript():
-    """As after the death of an engine: the first tokens are known, and the matcher is at its
-    beginning."""
-    for request, done in zip(requests(), plain().outputs.values(), strict=True):
-        for cut in (1, len(done) // 2, len(done) - 1):
-            structured = request.params.structured_outputs
-            if structured is None or not cut:
-                continue
-            rebuilt, grown = (Structured(GRAMMARS, structured, PADDED) for _ in range(2))
-            for n, token in enumerate(done[:cut]):
-                grown.advance(token)
-                grown.advance(done[n + 1])
-                grown.rollback(1)
-            for token in done[:cut]:
-                rebuilt.advance(token)
-            assert allowed_by(grown) == allowed_by(rebuilt) and done[cut] in allowed_by(grown)
-
-
 def test_lookups_are_cut_where_the_grammar_forbids_them(monkeypatch):
     """Prompts that repeat what is not allowed: guesses of it are not even verified."""
     again = encode("f(abc,xyz) f(abc,xyz) f(abc,xyz) ")
@@ -334,7 +283,7 @@ def test_lookups_are_cut_where_the_grammar_forbids_them(monkeypatch):
     base = run(asked)
     done = run(asked, lookups(), lookahead="fixed:6")
     assert done.outputs == base.outputs and done.executor.drafted
-    monkeypatch.setattr(processors.Shaping, "num_allowed", lambda *args: len(args[2]))
+    monkeypatch.setattr(processors.LogitsProcessors, "num_allowed", lambda *args: len(args[2]))
     blind = run(asked, lookups(), lookahead="fixed:6")
     assert blind.outputs == base.outputs
 
@@ -347,32 +296,6 @@ def test_lookups_are_cut_where_the_grammar_forbids_them(monkeypatch):
 
 def _asked(index: int, **extra: Any) -> dict[str, Any]:
     return {"max_tokens": 40, "ignore_eos": False, "structured_outputs": ASKED[index]} | extra
-
-
-def _stale_prefix(self: Any, logits: Any, slots: Any, starts: Any, num_drafted: Any, _: Any):
-    """Shapes every row of a run as if no draft stood before it."""
-    for i in self.active[slots].nonzero()[0].tolist():
-        for j in range(int(num_drafted[i]) + 1):
-            self._chains[int(slots[i])].shape(logits[int(starts[i]) + j])
-    return {}
-
-
-@pytest.mark.parametrize("broken", [("shape_runs", _stale_prefix), ("rollback", lambda *_: None)])
-def test_masks_of_another_position_are_noticed(monkeypatch, broken):
-    monkeypatch.setattr(processors.Shaping, *broken)
-    done = run(requests(), draft(), lookahead="fixed:4")
-    assert done.outputs != plain().outputs and done.outputs["r5"] == plain().outputs["r5"]
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_drafts_follow_the_grammar_too(monkeypatch, sampled):
-    """A draft that does not guesses worse."""
-    asked = requests(**({"temperature": 1.0} if sampled else {}))[:-1]
-    done = run(asked, draft(0.02), lookahead="fixed:3")
-    monkeypatch.setattr(processors.Shaping, "shape_each", lambda *_: None)
-    blind = run(asked, draft(0.02), lookahead="fixed:3")
-    assert done.acceptance > blind.acceptance + 0.2
-    assert sampled or done.outputs == blind.outputs
 
 
 # --- the law under rejection ---------------------------------------------------------------------
@@ -452,21 +375,6 @@ def test_drafts_that_are_taken_as_they_are_would_be_noticed(monkeypatch):
 
 
 # --- ends ----------------------------------------------------------------------------------------
-
-
-def test_where_nothing_may_follow_the_request_ends_with_an_error_and_others_go_on():
-    banned = tuple(i for i in range(1, VOCAB) if "g" in TOKENS[i])
-    asked = requests()
-    asked[3] = make_request("r3", asked[3].prompt, **_asked(3, banned_token_ids=banned))
-    for drafter, lookahead in ((None, "off"), (draft(), "fixed:4")):
-        done = run(asked, drafter, lookahead=lookahead)
-        text = slow_text(done.outputs["r3"])
-        if done.reasons["r3"] is FinishReason.STOP:  # it went another way
-            assert text == "a cab has a bed"
-        else:
-            assert (done.messages["r3"] or "").startswith("structured_outputs: no token may follow")
-        for name in ("r0", "r1", "r2", "r4", "r5"):
-            assert done.outputs[name] == plain().outputs[name]
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:4"])

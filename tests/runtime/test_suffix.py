@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.runtime.suffix import SuffixIndex
+from cbatch.runtime.drafting.suffix import SuffixIndex
 
 texts = st.lists(st.integers(0, 2), max_size=40)
 shapes = st.tuples(
@@ -63,66 +63,6 @@ def test_drafts_are_those_of_the_definition(text, shape, depth):
         assert index.propose(depth) == by_definition(text[:end], depth, *shape)
         if end < len(text):
             index.append(text[end])
-
-
-def forgets_at_a_split(self, state, token, target):
-    short = split(self, state, token, target)
-    self._count[short] = 0
-    return short
-
-
-def counts_once_per_state(self, state, token):
-    """Several states may lead to one: each would count the occurrence again."""
-    count_occurrence(self, state, token)
-    while state:
-        self._count[self._next[state][token]] += 1
-        state = self._link[state]
-
-
-def does_not_notice_a_split(self, state):
-    return state
-
-
-split, count_occurrence = SuffixIndex._split, SuffixIndex._count_occurrence
-
-
-@pytest.mark.parametrize(
-    ("name", "broken"),
-    [
-        ("_split", forgets_at_a_split),
-        ("_count_occurrence", counts_once_per_state),
-        ("_cut", does_not_notice_a_split),
-    ],
-)
-def test_the_definition_notices_wrong_counts_and_contexts(monkeypatch, name, broken):
-    rng = np.random.default_rng(0)
-    samples = [rng.integers(0, 3, 40).tolist() for _ in range(20)]
-    shape = (1, 4, 2.5, 0.2)
-
-    def agree() -> bool:
-        return all(built(t, *shape).propose(4) == by_definition(t, 4, *shape) for t in samples)
-
-    assert agree()
-    monkeypatch.setattr(SuffixIndex, name, broken)
-    assert not agree()
-
-
-def test_frequency_decides_and_the_latest_breaks_a_tie():
-    assert built([1, 2, 7, 1, 2, 8, 1, 2, 8, 1, 2, 7, 1, 2, 7, 1, 2]).propose(1) == [7]
-    assert built([1, 2, 7, 1, 2, 8, 1, 2]).propose(1) == [8]
-
-
-def test_no_more_drafts_than_the_factor_allows_for_the_match():
-    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3]
-    assert built(text).propose(8) == [4, 5, 6, 7, 8, 9]
-    assert built(text, 2, 24, 1.0).propose(8) == [4, 5, 6]
-    assert built(text, 4).propose(8) == []
-
-
-def test_drafts_stop_where_the_text_went_on_in_many_ways():
-    text = [t for end in range(3, 10) for t in (1, 2, end)] + [1, 2]
-    assert built(text, 2, 24, 1.0, 0.1).propose(1) == [9]
-    assert built(text, 2, 24, 1.0, 0.2).propose(1) == []
 
 
 @settings(max_examples=50, deadline=None)

@@ -8,24 +8,29 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
 import uvicorn
+import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from cbatch.engine.client import EngineClient
-from cbatch.engine.wire import Ready
-from cbatch.server.admission import Limits
-from cbatch.server.app import create_app
-from cbatch.server.model import ServedModel
-from cbatch.server.service import EngineService
-from cbatch.server.tools_auto import ToolParser
-from cbatch.stepwise import Engine
+from cbatch.engine.engine import Engine
+from cbatch.process.client import EngineClient
+from cbatch.process.messages import Ready
+from cbatch.server.http.app import create_app
+from cbatch.server.http.connections import ServerConfig
+from cbatch.server.http.limits import ConnectionLimits
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.tool_parsers import ToolParser
+from cbatch.server.serving.admission_queue import Limits
+from cbatch.server.serving.service import EngineService
 from cbatch.text import ChatTemplate, TextTokenizer
-from tests.engine.threads import EngineThread
+from tests.process.threads import EngineThread
+from tests.toy_engine import TOKENIZER
 
 MODEL = "toy"
 JSON = {"Content-Type": "application/json"}
@@ -43,10 +48,26 @@ def events_of(response: http.client.HTTPResponse) -> list[dict[str, Any]]:
 
 
 class Client:
-    """Each call opens a connection of its own."""
+    """Each call opens a connection of its own. `server` and its `loop` are there where it runs in a
+    thread."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(
+        self,
+        port: int,
+        server: uvicorn.Server | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.port, self.server, self._loop = port, server, loop
+
+    @property
+    def num_connections(self) -> int:
+        assert self.server is not None
+        return len(self.server.server_state.connections)
+
+    def run(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        """On the server's event loop."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def post(
         self, body: dict[str, Any] | bytes, path: str = COMPLETIONS
@@ -111,7 +132,7 @@ def call(
 def serving(engine: Engine, limits: Limits | None = None, **options: Any) -> Iterator[Client]:
     """Serves what the engine would run, in a thread, until the block ends. `options` are those of
     `serving_service`."""
-    held = {"drafters": engine.drafters, "follows_grammars": engine.grammars is not None}
+    held = {"drafters": engine.drafters, "grammars": engine.grammars}
     client = EngineClient(partial(EngineThread, engine.scheduler, engine.loop, **held))
     service = EngineService(client, engine.tokenizer, limits=limits)
     with serving_service(service, engine.tokenizer, **options) as served:
@@ -125,26 +146,30 @@ def serving_service(
     *,
     chat_template: ChatTemplate | None = None,
     tool_parser: ToolParser | None = None,
+    connections: ConnectionLimits | None = None,
     **options: Any,
 ) -> Iterator[Client]:
     """HTTP on a free port, in a thread. `options` are those of the app."""
+    limits = connections or ConnectionLimits()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     servers: list[uvicorn.Server] = []
+    loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:
         engine = await service.start()
         model = served_model(engine, tokenizer, chat_template, tool_parser)
-        app = create_app(service, model, **options)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+        app = create_app(service, model, limits=limits, **options)
+        config = ServerConfig(app, limits, log_level="warning", timeout_graceful_shutdown=5)
+        loops.append(asyncio.get_running_loop())
         servers.append(uvicorn.Server(config))
         await servers[0].serve(sockets=[listener])
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+    thread = threading.Thread(target=uvloop.run, args=(serve(),), daemon=True)
     thread.start()
     try:
         wait_until(lambda: bool(servers) and servers[0].started, limit_s=60)
-        yield Client(listener.getsockname()[1])
+        yield Client(listener.getsockname()[1], servers[0], loops[0])
     finally:
         for server in servers:
             server.should_exit = True
@@ -162,11 +187,19 @@ def served_model(
     return ServedModel(
         MODEL,
         max_model_tokens=engine.config.max_model_tokens,
+        vocab_size=engine.config.vocab_size,
         created_s=int(time.time()),
         tokenizer=tokenizer,
         chat_template=chat_template,
         tool_parser=tool_parser,
     )
+
+
+def toy_model(template: str = "{{ messages[0].content }}", **options: Any) -> ServedModel:
+    """Of no engine, with the toy tokenizer unless another is given."""
+    given = {"max_model_tokens": 256, "vocab_size": TOKENIZER.vocab_size, "created_s": 0}
+    given |= {"name": MODEL, "tokenizer": TOKENIZER}
+    return ServedModel(chat_template=ChatTemplate(template, {}, "the test"), **(given | options))
 
 
 def sample(client: Client, name: str, **labels: str) -> float:

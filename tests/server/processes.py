@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cbatch.engine.client import EngineClient
-from cbatch.engine.process import EngineProcess, Factory
-from cbatch.server.admission import Limits
-from cbatch.server.service import EngineService
+from cbatch.process.client import EngineClient
+from cbatch.process.server import EngineProcess, Factory
+from cbatch.server.serving.admission_queue import Limits
+from cbatch.server.serving.service import EngineService
 from cbatch.text import TextTokenizer
 from tests.server.http_client import Client, serving_service
 from tests.server.sim_server import Settings

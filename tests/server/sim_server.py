@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from functools import partial
 
 import msgspec
-import uvicorn
+import uvloop
 
-from cbatch.engine import client as client_module
-from cbatch.engine.client import EngineClient
-from cbatch.engine.process import EngineProcess
-from cbatch.server.app import create_app
-from cbatch.server.run import DrainingServer
-from cbatch.server.service import EngineService
-from tests.engine.factories import SimFactory
+from cbatch.process import client as client_module
+from cbatch.process.client import EngineClient
+from cbatch.process.server import EngineProcess
+from cbatch.server.http.app import create_app
+from cbatch.server.http.connections import ServerConfig
+from cbatch.server.http.limits import ConnectionLimits
+from cbatch.server.http.run import DrainingServer
+from cbatch.server.serving.service import EngineService
+from tests.process.factories import SimFactory
 from tests.server.http_client import served_model
 from tests.toy_engine import TOKENIZER
 
@@ -26,13 +27,16 @@ class Settings(msgspec.Struct, frozen=True):
     factory: SimFactory
     grace_s: float
     max_deaths: int = client_module.MAX_BARREN_DEATHS
+    connections: ConnectionLimits = ConnectionLimits()
 
 
 async def serve(settings: Settings) -> None:
     client_module.MAX_BARREN_DEATHS = settings.max_deaths
     service = EngineService(EngineClient(partial(EngineProcess, settings.factory)), TOKENIZER)
     model = served_model(await service.start(), TOKENIZER)
-    config = uvicorn.Config(create_app(service, model), port=0, log_level="warning")
+    limits = settings.connections
+    app = create_app(service, model, limits=limits)
+    config = ServerConfig(app, limits, port=0, log_level="warning")
     server = DrainingServer(
         config,
         service,
@@ -43,4 +47,4 @@ async def serve(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Settings)))
+    uvloop.run(serve(msgspec.json.decode(sys.argv[1], type=Settings)))

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from cbatch import FinishReason, SamplingParams
-from cbatch.core.plan import StepPlan, StepResult
+from cbatch import SamplingParams
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.engine.engine import Engine
 from cbatch.llm import complete_all
-from cbatch.stepwise import Engine
-from sim.executor import Faults, SimExecutor
-from tests.server.http_client import MODEL, Client, events_of, serving, wait_until
+from sim.checking.executor import Faults, SimExecutor
+from tests.server.http_client import Client, events_of, serving
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"
@@ -49,41 +46,6 @@ class SlowEngine:
 
         monkeypatch.setattr(SimExecutor, "run", slow)
         self.engine: Engine = make_engine(**(ROOMY | overrides))
-
-
-def test_a_whole_completion(client: Client) -> None:
-    status, answer, headers = client.post({"prompt": PROMPT, "max_tokens": 12, "seed": 5, "n": 2})
-    assert status == 200
-    assert answer["object"] == "text_completion" and answer["model"] == MODEL
-    assert [c["text"] for c in answer["choices"]] == expected(max_tokens=12, seed=5, n=2)
-    assert [c["index"] for c in answer["choices"]] == [0, 1]
-    assert {c["finish_reason"] for c in answer["choices"]} == {"length"}
-    prompt_tokens = len(TOKENIZER.encode(PROMPT))
-    assert answer["usage"] == {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": 24,
-        "total_tokens": prompt_tokens + 24,
-    }
-    assert "x-cbatch-ignored-fields" not in headers
-
-
-def test_a_stream_adds_up_to_the_whole(client: Client) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 20, "seed": 5, "n": 3}
-    events = client.stream(body | {"stream_options": {"include_usage": True}})
-    usage = events.pop()
-    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 60
-    texts = ["", "", ""]
-    reasons: dict[int, str] = {}
-    for event in events:
-        (choice,) = event["choices"]
-        assert event["usage"] is None and event["id"] == usage["id"]
-        texts[choice["index"]] += choice["text"]
-        if choice["finish_reason"]:
-            assert choice["index"] not in reasons
-            reasons[choice["index"]] = choice["finish_reason"]
-    assert texts == expected(max_tokens=20, seed=5, n=3)
-    assert reasons == {0: "length", 1: "length", 2: "length"}
-    assert len(events) > 6, "it did not stream"
 
 
 def test_a_stop_string_is_never_shown_nor_billed(client: Client) -> None:
@@ -175,12 +137,6 @@ def test_bad_values_are_refused_by_name(client: Client, change: dict[str, Any], 
         assert answer["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff", b'{"temperature": NaN}'])
-def test_a_body_that_is_no_object_is_refused(client: Client, body: bytes) -> None:
-    status, answer, _ = client.post(body)
-    assert (status, answer["error"]["param"]) == (400, "body")
-
-
 def test_unknown_fields_are_ignored_and_told(client: Client) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "seed": 1, "user": "me", "colour": 1, "a\r\nb": 2}
     status, answer, headers = client.post(body)
@@ -189,54 +145,10 @@ def test_unknown_fields_are_ignored_and_told(client: Client) -> None:
     assert answer["choices"][0]["text"] == expected(max_tokens=4, seed=1)[0]
 
 
-def test_models_and_health(client: Client) -> None:
-    status, answer = client.get("/v1/models")
-    assert status == 200 and [m["id"] for m in answer["data"]] == [MODEL]
-    assert client.get("/health")[0] == 200
-
-
 def test_embeddings_are_refused_by_name(client: Client) -> None:
     with client.open({"input": "x"}, "/v1/embeddings") as response:
         assert response.status == 501
         assert "embeddings are not supported yet" in response.read().decode()
-
-
-def test_many_clients_at_once_get_their_own_text(client: Client) -> None:
-    texts: dict[int, str] = {}
-
-    def call(seed: int) -> None:
-        events = client.stream({"prompt": PROMPT, "max_tokens": 25, "seed": seed})
-        texts[seed] = "".join(c["text"] for e in events for c in e["choices"])
-
-    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(24)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts == {seed: expected(max_tokens=25, seed=seed)[0] for seed in range(24)}
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slots(
-    stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = SlowEngine(monkeypatch).engine
-    scheduler = engine.scheduler
-    with serving(engine) as client:
-        body = json.dumps({"prompt": PROMPT, "max_tokens": 8000, "n": 3, "stream": stream})
-        connection = socket.create_connection(("127.0.0.1", client.port))
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            + f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
-        )
-        wait_until(lambda: scheduler.num_running == 3)
-        if stream:
-            assert connection.recv(15) == b"HTTP/1.1 200 OK"
-        connection.close()
-        wait_until(lambda: not scheduler.has_work and not scheduler.num_in_flight)
-        assert scheduler.stats.emitted_tokens < 3 * 8000, "it was completed instead"
-        status, answer, _ = client.post({"prompt": PROMPT, "max_tokens": 5})
-        assert status == 200 and answer["usage"]["completion_tokens"] == 5
 
 
 def test_a_request_that_fails_says_so_and_the_others_go_on() -> None:
@@ -266,41 +178,3 @@ def test_a_request_that_fails_says_so_and_the_others_go_on() -> None:
             assert "not finite" in events_of(response)[-1]["error"]["message"]
         status, answer, _ = client.post({"prompt": PROMPT, "max_tokens": 8})
         assert status == 200 and answer["usage"]["completion_tokens"] == 8
-
-
-def test_an_engine_that_dies_answers_everyone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = SlowEngine(monkeypatch).engine
-    monkeypatch.setattr("cbatch.engine.client._LONGEST_PAUSE_S", 0.01)
-    with serving(engine) as client:
-        results: list[Any] = []
-        thread = threading.Thread(
-            target=lambda: results.append(
-                client.post({"prompt": PROMPT, "max_tokens": 8000, "n": 2})
-            )
-        )
-        thread.start()
-        wait_until(lambda: engine.scheduler.num_running == 2)
-
-        def broken() -> None:
-            raise RuntimeError("broken on purpose")
-
-        monkeypatch.setattr(engine.loop, "step", broken)
-        thread.join(timeout=30)
-        assert results[0][0] == 503
-        assert client.post({"prompt": PROMPT})[0] == 503
-        assert client.get("/health")[0] == 503
-    assert "broken on purpose" in caplog.text and "keeper failed" not in caplog.text
-
-
-def test_shutdown_ends_open_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SlowEngine(monkeypatch).engine
-    body = {"prompt": PROMPT, "max_tokens": 30, "stream": True, "seed": 1}
-    with ExitStack() as open_stream:
-        with serving(engine) as client:
-            response = open_stream.enter_context(client.open(body))
-            wait_until(lambda: engine.scheduler.num_running == 1)
-        events = response.read().decode()
-    assert events.endswith("data: [DONE]\n\n"), "a stop signal lets open streams finish"
-    assert FinishReason.LENGTH.value in events

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, normalizers
 
-from cbatch import SamplingParams
+from cbatch import FieldError, SamplingParams
 from cbatch.llm import complete_all
-from cbatch.text import ChatTemplate
-from tests.server.http_client import CHAT, MODEL, Client, serving
+from cbatch.text import ChatTemplate, TextTokenizer
+from tests.server.http_client import CHAT, Client, serving, toy_model
 from tests.toy_engine import TOKENIZER, make_engine
 
 TEMPLATE = ChatTemplate(
@@ -42,22 +43,6 @@ def whole(client: Client, **change: Any) -> dict[str, Any]:
     status, answer, _ = client.post(BODY | change, CHAT)
     assert status == 200, answer
     return answer
-
-
-def test_a_whole_answer(client: Client) -> None:
-    answer = whole(client, n=2)
-    assert answer["object"] == "chat.completion" and answer["model"] == MODEL
-    assert answer["id"].startswith("chatcmpl-")
-    messages = [choice["message"] for choice in answer["choices"]]
-    assert [m["content"] for m in messages] == expected(n=2)
-    assert all(m["role"] == "assistant" and m["refusal"] is None for m in messages)
-    assert [c["finish_reason"] for c in answer["choices"]] == ["length", "length"]
-    prompt_tokens = len(TOKENIZER.encode(TEXT))
-    assert answer["usage"] == {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": 40,
-        "total_tokens": prompt_tokens + 40,
-    }
 
 
 def test_a_stream_adds_up_and_begins_with_its_role(client: Client) -> None:
@@ -169,6 +154,18 @@ def test_a_control_token_would_have_ended_the_turn(client: Client) -> None:
     ids = TOKENIZER.encode("a<|endoftext|>b")
     assert 0 in ids and TOKENIZER.special_tokens == ("<|endoftext|>",)
     assert client.post({"prompt": "a<|endoftext|>b", "max_tokens": 2})[0] == 200
+
+
+def test_nor_does_one_pass_that_the_normaliser_makes() -> None:
+    raw = Tokenizer.from_str(TOKENIZER.raw.to_str())
+    raw.normalizer = normalizers.NFKC()
+    raw.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=True)])
+    tokenizer, wide = TextTokenizer(raw, "toy"), "a＜|im_end|＞b"
+    assert raw.token_to_id("<|im_end|>") in tokenizer.encode(wide)
+    model = toy_model(tokenizer=tokenizer)
+    assert model.render([{"role": "user", "content": "ａ b"}]) == "ａ b"
+    with pytest.raises(FieldError, match=r"messages\[0\]: holds the control token '<\|im_end\|>'"):
+        model.render([{"role": "user", "content": wide}])
 
 
 def test_neutral_fields_and_nulls_ask_for_nothing(client: Client) -> None:

@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 
 from cbatch import LLM, SamplingParams
-from cbatch.assembly import EngineFactory, EngineOptions, load_tokenizers
-from cbatch.engine.heap import freeze_heap
+from cbatch.core.request.from_json import sampling_from_json
+from cbatch.engine.build import load_tokenizers
+from cbatch.engine.options import EngineOptions
 from cbatch.llm import complete_all
-from cbatch.params import sampling_from_json
-from cbatch.server.admission import Limits
-from tests.engine.factories import SimFactory
+from cbatch.process.factory import EngineFactory
+from cbatch.server.serving.admission_queue import Limits
+from cbatch.system.heap import freeze_heap
+from tests.process.factories import SimFactory
 from tests.server.http_client import sample, wait_until
 from tests.server.processes import Answer, Served, call, server_process, serving_process
 from tests.server.sim_server import Settings
@@ -237,6 +239,8 @@ def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
     tokenizer = load_tokenizers(target, draft, options)
     assert tokenizer is not None
     with serving_process(EngineFactory(target, draft, options), tokenizer=tokenizer) as served:
+        # So that none of the calls waits for the first grammar's compiler to start.
+        asyncio.run(call(served.client.port, bodies[6] | {"max_tokens": 1}))
         answers = asyncio.run(scene(served))
         assert served.engine.num_starts == rounds + 1
         assert sample(served.client, "cbatch:engine_restarts_total") == rounds

@@ -10,34 +10,18 @@ import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis.checks import not_a_server_error
-from schemathesis.core.failures import FailureGroup
-from schemathesis.specs.openapi import checks
 
-from cbatch import LLM, SamplingParams
-from cbatch.server.openapi import document
-from cbatch.server.service import EngineService
-from cbatch.server.stream import OutputStream
+from cbatch import LLM
 from cbatch.text import ChatTemplate
+from tests.server.contract import CHECKS, OPERATIONS
 from tests.server.http_client import Client, serving
 from tests.test_llm import write_model
-from tests.toy_engine import make_engine
 
 TEMPLATE = ChatTemplate("{{ messages[0].content }}", {}, "the test")
-CHECKS: list[Any] = [
-    not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_schema_conformance,
-]
-OPERATIONS = [
-    found.ok() for found in schemathesis.openapi.from_dict(document()).get_all_operations()
-]
 MODES = list(schemathesis.GenerationMode)
 # Made up cases of chat take the longest to make up.
 NUM_CASES = {"/v1/completions": 12, "/v1/chat/completions": 5, "/tokenize": 12, "/detokenize": 19}
 LIMIT_S = 20.0  # a call that takes longer hangs
-submit = EngineService.submit
 
 
 @pytest.fixture(scope="module")
@@ -100,18 +84,3 @@ def test_two_thousand_calls(client: Client, session: requests.Session) -> None:
     assert sum(statuses.values()) >= 2000
     assert statuses[200] > 150 and statuses[400] > 600, statuses
     assert client.get("/health")[0] == 200
-
-
-async def fails_at_times(
-    service: EngineService, prompt: Any, params: SamplingParams, **options: Any
-) -> OutputStream:
-    if params != SamplingParams():
-        raise ZeroDivisionError("as if nobody had thought of it")
-    return await submit(service, prompt, params, **options)
-
-
-def test_a_fault_would_be_found(session: requests.Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineService, "submit", fails_at_times)
-    engine = make_engine(max_slots=8)
-    with serving(engine, chat_template=TEMPLATE) as client, pytest.raises(FailureGroup):
-        fuzz(client, session, OPERATIONS[0], MODES[0], 100)

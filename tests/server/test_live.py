@@ -16,22 +16,22 @@ from typing import Any
 
 import pytest
 
-import cbatch.server
-from cbatch.engine import process
-from cbatch.engine.lens import Lens
-from cbatch.engine.wire import BlockMap, EngineStats, Sight
-from cbatch.server import live as live_module
-from cbatch.server.keys import KeyRing
-from cbatch.server.live import MOST_UNREAD, LiveFeed
-from cbatch.server.metrics import Metrics
-from cbatch.server.pages import PAGE_PATHS
-from tests.engine.factories import SimFactory
+import cbatch.server.http
+from cbatch.process import server as process
+from cbatch.process.messages import BlockMap, EngineMetrics, Snapshot
+from cbatch.process.monitor import Monitor
+from cbatch.server.http.keys import KeyRing
+from cbatch.server.http.pages import PAGE_PATHS
+from cbatch.server.serving import live_feed as live_module
+from cbatch.server.serving.live_feed import MOST_UNREAD, LiveFeed
+from cbatch.server.serving.metrics import Metrics
+from tests.process.factories import SimFactory
 from tests.server.http_client import Client, serving, wait_until
 from tests.server.processes import serving_process
 from tests.server.test_app import PROMPT, SlowEngine
 from tests.toy_engine import TOKENIZER, make_engine
 
-FOLDER = Path(cbatch.server.__file__).parent / "page"
+FOLDER = Path(cbatch.server.http.__file__).parent / "page"
 LONG = {"prompt": PROMPT, "max_tokens": 400, "stream": True, "seed": 3, "ignore_eos": True}
 OUTSIDE = re.compile(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)[\w.-]+\.\w+")
 
@@ -124,13 +124,13 @@ def test_a_stream_is_seen_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_nobody_looks_unless_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, rows = [0], Lens.rows
+    looks, rows = [0], Monitor.rows
 
-    def counted(lens: Lens) -> Any:
+    def counted(monitor: Monitor) -> Any:
         looks[0] += 1
-        return rows(lens)
+        return rows(monitor)
 
-    monkeypatch.setattr(Lens, "rows", counted)
+    monkeypatch.setattr(Monitor, "rows", counted)
     slow = SlowEngine(monkeypatch)
     with serving(slow.engine) as client:
         client.post(LONG | {"stream": False, "max_tokens": 60})
@@ -184,19 +184,19 @@ class Stub:
         num_requests = 0
 
     def __init__(self) -> None:
-        self.on_sight: Any = None
+        self.on_snapshot: Any = None
         self.config = make_engine().scheduler.config
 
-    def watch(self, on_sight: Any) -> None:
-        self.on_sight = on_sight
+    def watch(self, on_snapshot: Any) -> None:
+        self.on_snapshot = on_snapshot
 
     def request_id(self, wire_id: str) -> str | None:
         return {"1": "cmpl-0123456789abcdef-0"}.get(wire_id)
 
 
-def sight(num_steps: int) -> Sight:
-    stats = EngineStats(1, 0, 8, 4, 2, 0.0, 0.0, 0.0, make_engine().scheduler.stats, None)
-    return Sight((), (), num_steps, BlockMap(1, [0] * 8, [0] * 8), stats)
+def snapshot(num_steps: int) -> Snapshot:
+    stats = EngineMetrics(1, 0, 8, 4, 2, 0.0, 0.0, 0.0, make_engine().scheduler.stats, None)
+    return Snapshot((), (), num_steps, BlockMap(1, [0] * 8, [0] * 8), stats)
 
 
 def test_who_does_not_read_is_sent_the_latest_until_the_server_ends() -> None:
@@ -208,14 +208,14 @@ def test_who_does_not_read_is_sent_the_latest_until_the_server_ends() -> None:
         assert await anext(watcher) == b""
         await anext(watcher), await anext(watcher)
         for number in range(100):
-            service.on_sight(sight(number))
+            service.on_snapshot(snapshot(number))
         kept = [json.loads((await anext(watcher))[6:])["look"]["num_steps"] for _ in range(2)]
         assert kept == [98, 99] and MOST_UNREAD == 2
-        assert service.on_sight is not None
+        assert service.on_snapshot is not None
         service.over = True
         with pytest.raises(StopAsyncIteration):
             await anext(watcher)
-        assert service.on_sight is None
+        assert service.on_snapshot is None
 
     asyncio.run(scenario())
 

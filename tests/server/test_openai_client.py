@@ -91,13 +91,6 @@ def test_chat_stream(sdk: openai.OpenAI, expected: Completion) -> None:
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected.text
 
 
-def test_stop(sdk: openai.OpenAI, expected: Completion) -> None:
-    stop = expected.text[6:9]
-    whole = sdk.completions.create(prompt=PROMPT, stop=[stop], **OPTIONS)
-    assert whole.choices[0].text == expected.text[: expected.text.index(stop)]
-    assert whole.choices[0].finish_reason == "stop"
-
-
 def test_extensions_through_extra_body(sdk: openai.OpenAI) -> None:
     extra = {"top_k": 1, "min_tokens": 4, "ignore_eos": True, "max_lookahead": 0, "colour": 1}
     options = {**OPTIONS, "seed": 1}

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 
-from cbatch import SamplingParams
-from cbatch.engine.client import EngineClient
-from cbatch.outputs import Accepted, Output
-from cbatch.server.admission import Limits
-from cbatch.server.errors import OverloadedError, SlowReaderError
-from cbatch.server.model import ServedModel
-from cbatch.server.service import EngineService
-from cbatch.server.stream import OutputStream, joined
+from cbatch.process.client import EngineClient
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.serving.admission_queue import Limits
+from cbatch.server.serving.service import EngineService
 from cbatch.text import ChatTemplate
-from tests.engine.factories import SimFactory
-from tests.engine.threads import EngineThread
-from tests.server.http_client import (
-    CHAT,
-    Client,
-    sample,
-    serving,
-    serving_service,
-    wait_until,
-)
-from tests.toy_engine import TOKENIZER, make_engine
+from tests.process.factories import SimFactory
+from tests.process.threads import EngineThread
+from tests.server.http_client import CHAT, Client, sample, serving_service, wait_until
+from tests.toy_engine import TOKENIZER
 
 PROMPT = "def add(a, b):"
 TEMPLATE = ChatTemplate("[{{ messages[0].content }}]", {}, "the test")
@@ -52,18 +39,6 @@ def one_slot(limits: Limits, step_s: float = 0.004) -> Iterator[Scene]:
     service = EngineService(link, TOKENIZER, limits=limits)
     with serving_service(service, TOKENIZER, chat_template=TEMPLATE) as client:
         yield Scene(client, service)
-
-
-def test_a_full_queue_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(*_: Any, **__: Any) -> None:
-        raise OverloadedError("64 requests wait", retry_after_s=3)
-
-    monkeypatch.setattr(EngineService, "submit", full)
-    with serving(make_engine()) as client:
-        for stream in (False, True):
-            status, answer, headers = client.post(BODY | {"stream": stream})
-            assert (status, headers["retry-after"]) == (503, "3")
-            assert answer["error"]["type"] == "overloaded"
 
 
 def test_what_the_queue_refuses_is_counted_by_why() -> None:
@@ -105,6 +80,7 @@ def test_no_time_is_spent_on_a_prompt_before_it_has_its_place(
             for path, body in ((CHAT, chat), ("/v1/completions", cut)):
                 assert client.post(body, path)[0] == 503
         assert not made
+        wait_until(lambda: not service.queue.num_requests)
         for path, body in ((CHAT, chat), ("/v1/completions", cut)):
             assert client.post(body, path)[0] == 200
         assert len(made) == 2 and min(made) >= 200, "made, but not in a place of its own"
@@ -156,7 +132,7 @@ def test_the_servers_own_time() -> None:
 
 def test_a_stopping_server_says_when_its_successor_may_be_there() -> None:
     with one_slot(Limits()) as (client, service), client.open(LONG) as first:
-        draining = asyncio.run_coroutine_threadsafe(service.drain(7), service_loop(service))
+        draining = client.run(service.drain(7))
         wait_until(lambda: not service.ready)
         for stream in (False, True):
             status, answer, headers = client.post(BODY | {"stream": stream})
@@ -166,79 +142,5 @@ def test_a_stopping_server_says_when_its_successor_may_be_there() -> None:
         draining.result(timeout=30)
 
 
-def service_loop(service: EngineService) -> asyncio.AbstractEventLoop:
-    task = service._client._task
-    assert task is not None
-    return task.get_loop()
-
-
 def chat_of(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]}
-
-
-def test_the_prompts_of_a_call_share_what_may_be_left_unread() -> None:
-    async def scene(num_prompts: int) -> list[int]:
-        """Of each prompt, the unread tokens that ended it; nothing was read."""
-        sizes = {"max_model_tokens": 2048, "num_blocks": 4096}
-        parts = SimFactory(vocab_size=TOKENIZER.vocab_size, sizes=sizes)()
-        link = EngineClient(partial(EngineThread, parts.scheduler, parts.loop))
-        service = EngineService(link, TOKENIZER, limits=Limits(max_unread_tokens=300))
-        await service.start()
-        params = SamplingParams(max_tokens=1500, seed=1)
-        streams = [
-            await service.submit(PROMPT, params, request_id=str(at), num_prompts=num_prompts)
-            for at in range(num_prompts)
-        ]
-        while service.num_requests:
-            await asyncio.sleep(0)
-        unread = []
-        for stream in streams:
-            assert not stream.unread_tokens, "what was unread is dropped"
-            with pytest.raises(SlowReaderError) as raised:
-                [output async for output in stream]
-            unread += map(int, re.findall(r"left (\d+) tokens", str(raised.value)))
-        await service.stop()
-        return unread
-
-    for num_prompts, share in ((1, 300), (3, 100)):
-        unread = asyncio.run(scene(num_prompts))
-        assert len(unread) == num_prompts
-        assert all(share < each <= share + 4 for each in unread), unread
-
-
-def test_joined_streams_keep_what_is_unread_where_it_is_bounded() -> None:
-    """A reader that stands still takes nothing from the streams that it joins."""
-
-    async def scene() -> tuple[list[int], list[int]]:
-        streams = [OutputStream(Accepted("r", (1,), 1, 2), lambda: None) for _ in range(2)]
-        for stream in streams:
-            stream.put(Output("r", 0, "", (1, 2)))
-        reading = joined(streams)
-        first = await anext(reading)
-        for stream in streams:
-            stream.put(Output("r", 1, "", (3, 4, 5)))
-        await asyncio.sleep(0.01)
-        unread = [stream.unread_tokens for stream in streams]
-        streams[1].fail(SlowReaderError("on purpose"))
-        rest = await anext(reading)
-        with pytest.raises(SlowReaderError):
-            await anext(reading)
-        return unread, [at for at, _ in first + rest]
-
-    assert asyncio.run(scene()) == ([3, 3], [0, 1, 0, 1])
-
-
-def test_a_step_that_brings_much_at_once_is_no_slow_reader() -> None:
-    async def scene() -> int:
-        sizes = {"max_slots": 32, "num_blocks": 4096}
-        parts = SimFactory(vocab_size=TOKENIZER.vocab_size, sizes=sizes, lookahead="fixed:8")()
-        link = EngineClient(partial(EngineThread, parts.scheduler, parts.loop))
-        service = EngineService(link, TOKENIZER, limits=Limits(max_unread_tokens=8))
-        await service.start()
-        params = SamplingParams(max_tokens=40, n=32, seed=1)
-        stream = await service.submit(PROMPT, params, request_id="r")
-        tokens = sum([len(output.token_ids) async for output in stream])
-        await service.stop()
-        return tokens
-
-    assert asyncio.run(scene()) == 32 * 40

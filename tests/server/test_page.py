@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from cbatch.server.keys import KeyRing
-from tests.engine.factories import SimFactory
-from tests.server.browser import CHROMIUM, Page, browsing
+from bench.browser import CHROMIUM, Page, browsing
+from cbatch.server.http.keys import KeyRing
+from tests.process.factories import SimFactory
 from tests.server.http_client import Client, serving, wait_until
 from tests.server.processes import serving_process
 from tests.server.test_app import PROMPT, ROOMY, SlowEngine

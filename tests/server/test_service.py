@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,20 +12,15 @@ from typing import Any
 import pytest
 
 from cbatch import FieldError, FinishReason, Output, SamplingParams
-from cbatch.engine.client import EngineClient
-from cbatch.server import calls
-from cbatch.server.admission import Limits
-from cbatch.server.errors import (
-    DeadlineError,
-    OverloadedError,
-    ServiceDownError,
-    ServiceError,
-    SlowReaderError,
-)
-from cbatch.server.service import EngineService
-from cbatch.server.stream import OutputStream
-from tests.engine.factories import SimFactory
-from tests.engine.threads import EngineThread
+from cbatch.process.client import EngineClient
+from cbatch.server.protocol.errors import ServiceError, SlowReaderError
+from cbatch.server.serving import call as calls
+from cbatch.server.serving.admission_queue import Limits
+from cbatch.server.serving.call import OutputStream, joined
+from cbatch.server.serving.service import EngineService
+from cbatch.text.outputs import Accepted
+from tests.process.factories import SimFactory
+from tests.process.threads import EngineThread
 from tests.toy_engine import TOKENIZER
 
 PROMPT = "def add(a, b):"
@@ -33,9 +29,14 @@ LONG = SamplingParams(max_tokens=450, seed=1)
 
 @asynccontextmanager
 async def service(
-    limits: Limits | None = None, step_s: float = 0.002, **sizes: Any
+    limits: Limits | None = None,
+    *,
+    step_s: float = 0.002,
+    lookahead: str = "fixed:3",
+    **sizes: Any,
 ) -> AsyncIterator[EngineService]:
-    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=step_s, sizes=sizes)
+    vocab_size = TOKENIZER.vocab_size
+    factory = SimFactory(vocab_size=vocab_size, step_s=step_s, lookahead=lookahead, sizes=sizes)
     parts = factory()
     client = EngineClient(partial(EngineThread, parts.scheduler, parts.loop))
     made = EngineService(client, TOKENIZER, limits=limits)
@@ -54,68 +55,6 @@ async def idle(made: EngineService) -> None:
     while made.stats is None or made.stats.num_running or made.stats.num_waiting:
         await asyncio.sleep(0.002)
     assert made.num_requests == made.queue.num_requests == made.queue.num_prompt_tokens == 0
-
-
-def test_a_deadline_ends_a_request_after_what_it_has_got() -> None:
-    async def scene(timeout_s: float | None) -> None:
-        async with service(Limits(timeout_s=0.3)) as made:
-            stream = await made.submit(PROMPT, LONG, request_id="r", timeout_s=timeout_s)
-            outputs = []
-            with pytest.raises(DeadlineError, match=f"{min(timeout_s or 9, 0.3):g} s is over"):
-                async for output in stream:
-                    outputs.append(output)
-            assert outputs and outputs[-1].finished is None
-            await idle(made)
-
-    asyncio.run(scene(None))
-    asyncio.run(scene(0.2))
-
-
-def test_who_waits_too_long_for_a_slot_is_refused() -> None:
-    async def scene() -> None:
-        async with service(Limits(queue_timeout_s=0.3), max_slots=1) as made:
-            first = await made.submit(PROMPT, LONG, request_id="first")
-            waits = await made.submit(PROMPT, LONG, request_id="waits")
-            with pytest.raises(OverloadedError, match="no slot became free") as caught:
-                await read(waits)
-            assert caught.value.retry_after_s >= 1
-            assert made.queue.rejections == {"queue_timeout": 1}
-            assert (await read(first))[-1].finished is not None, "a slot has no such deadline"
-
-    asyncio.run(scene())
-
-
-def test_a_slow_reader_holds_no_memory_and_no_slot() -> None:
-    async def scene() -> None:
-        async with service(Limits(max_unread_tokens=40)) as made:
-            stream = await made.submit(PROMPT, LONG, request_id="slow")
-            quick = await made.submit(PROMPT, LONG, request_id="quick")
-            outputs = await read(quick)
-            assert outputs[-1].finished is not None
-            await idle(made)
-            assert stream.unread_tokens == 0
-            with pytest.raises(SlowReaderError, match="tokens unread"):
-                await read(stream)
-
-    asyncio.run(scene())
-
-
-def test_draining_lets_the_accepted_finish_and_accepts_no_more() -> None:
-    async def scene() -> None:
-        async with service() as made:
-            assert made.ready
-            stream = await made.submit(PROMPT, SamplingParams(max_tokens=40), request_id="r")
-            draining = asyncio.create_task(made.drain(30))
-            await asyncio.sleep(0)
-            assert made.running and not made.ready
-            with pytest.raises(ServiceDownError, match="stopping"):
-                await made.submit(PROMPT, LONG, request_id="late")
-            await draining
-            outputs = await read(stream)
-            assert outputs[-1].finished is not None
-            assert outputs[-1].finished.finish_reason is FinishReason.LENGTH
-
-    asyncio.run(scene())
 
 
 def test_draining_waits_for_a_prompt_that_is_being_tokenised() -> None:
@@ -150,13 +89,13 @@ def test_a_refused_request_gives_its_place_back() -> None:
 
 
 def test_a_text_that_cannot_be_decoded_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(calls.LiveChoice):
+    class Broken(calls.ServedChoice):
         def extend(self, *args: Any) -> Output:
             if self.group_id == "broken":
                 raise RuntimeError("on purpose")
             return super().extend(*args)
 
-    monkeypatch.setattr(calls, "LiveChoice", Broken)
+    monkeypatch.setattr(calls, "ServedChoice", Broken)
 
     async def scene() -> None:
         async with service() as made:
@@ -169,12 +108,72 @@ def test_a_text_that_cannot_be_decoded_ends_alone(monkeypatch: pytest.MonkeyPatc
     asyncio.run(scene())
 
 
-def test_several_tokens_of_a_step_are_one_output() -> None:
-    async def scene() -> None:
+def test_what_is_read_as_it_comes_is_not_kept_for_the_end() -> None:
+    async def scene(whole: bool) -> None:
         async with service() as made:
-            outputs = await read(await made.submit(PROMPT, LONG, request_id="r"))
-            assert max(len(output.token_ids) for output in outputs) > 1
-            assert sum(len(output.token_ids) for output in outputs) == 450
-            assert outputs[-1].token_ids and outputs[-1].finished, "the end comes with its tokens"
+            asked = SamplingParams(max_tokens=40, seed=1, logprobs=0)
+            *_, last = outputs = await read(
+                await made.submit(PROMPT, asked, request_id="r", whole=whole)
+            )
+            assert sum(len(output.token_ids) for output in outputs) == 40
+            choice, text = last.finished, "".join(output.text for output in outputs)
+            assert choice is not None and choice.finish_reason is FinishReason.LENGTH
+            assert (choice.text, len(choice.token_ids)) == ((text, 40) if whole else ("", 0))
+
+    asyncio.run(scene(True))
+    asyncio.run(scene(False))
+
+
+@pytest.mark.parametrize(("num_prompts", "share"), [(1, 300), (3, 100)])
+def test_the_prompts_of_a_call_share_what_may_be_left_unread(num_prompts: int, share: int) -> None:
+    """Nothing is read: each ends with its share, and what was unread is dropped."""
+
+    async def scene() -> None:
+        sizes = {"max_model_tokens": 2048, "num_blocks": 4096}
+        params = SamplingParams(max_tokens=1500, seed=1)
+        async with service(Limits(max_unread_tokens=300), step_s=0.0, **sizes) as made:
+            streams = [
+                await made.submit(PROMPT, params, request_id=str(at), num_prompts=num_prompts)
+                for at in range(num_prompts)
+            ]
+            await idle(made)
+            for stream in streams:
+                assert not stream.unread_tokens
+                with pytest.raises(SlowReaderError, match=r"left \d+ tokens") as raised:
+                    await read(stream)
+                (unread,) = map(int, re.findall(r"left (\d+) tokens", str(raised.value)))
+                assert share < unread <= share + 4
+
+    asyncio.run(scene())
+
+
+def test_joined_streams_keep_what_is_unread_where_it_is_bounded() -> None:
+    """A reader that stands still takes nothing from the streams that it joins."""
+
+    async def scene() -> tuple[list[int], list[int]]:
+        streams = [OutputStream(Accepted("r", (1,), 1, 2), lambda: None) for _ in range(2)]
+        for stream in streams:
+            stream.put(Output("r", 0, "", (1, 2)))
+        reading = joined(streams)
+        first = await anext(reading)
+        for stream in streams:
+            stream.put(Output("r", 1, "", (3, 4, 5)))
+        await asyncio.sleep(0.01)
+        unread = [stream.unread_tokens for stream in streams]
+        streams[1].fail(SlowReaderError("on purpose"))
+        rest = await anext(reading)
+        with pytest.raises(SlowReaderError):
+            await anext(reading)
+        return unread, [at for at, _ in first + rest]
+
+    assert asyncio.run(scene()) == ([3, 3], [0, 1, 0, 1])
+
+
+def test_a_step_that_brings_much_at_once_is_no_slow_reader() -> None:
+    async def scene() -> None:
+        limits, params = Limits(max_unread_tokens=8), SamplingParams(max_tokens=40, n=32, seed=1)
+        async with service(limits, step_s=0.0, lookahead="fixed:8", num_blocks=4096) as made:
+            outputs = await read(await made.submit(PROMPT, params, request_id="r"))
+            assert sum(len(output.token_ids) for output in outputs) == 32 * 40
 
     asyncio.run(scene())

@@ -11,17 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.core.request import FinishReason
-from cbatch.outputs import Accepted, Choice, Output, Speculation
-from cbatch.server.answer import Answer, ChatAnswer, CompletionAnswer
-from cbatch.server.bodies import parse_chat, parse_completion
-from cbatch.server.errors import SlowReaderError
-from cbatch.server.metrics import Meter, Metrics
-from cbatch.server.model import ServedModel
-from cbatch.server.stream import OutputStream
-from cbatch.server.streaming import gather
-from cbatch.text import ChatTemplate
-from tests.toy_engine import TOKENIZER
+from cbatch.core.request.request import FinishReason
+from cbatch.server.http.streaming import gather
+from cbatch.server.protocol.errors import SlowReaderError
+from cbatch.server.protocol.requests import parse_chat, parse_completion
+from cbatch.server.serving.answer import Answer, ChatAnswer, CompletionAnswer
+from cbatch.server.serving.call import OutputStream
+from cbatch.server.serving.metrics import Meter, Metrics
+from cbatch.text.outputs import Accepted, Choice, Output, Speculation
+from tests.server.http_client import toy_model
 
 
 def test_one_that_fails_leaves_nobody_waiting_for_the_others() -> None:
@@ -37,13 +35,7 @@ def test_one_that_fails_leaves_nobody_waiting_for_the_others() -> None:
     assert asyncio.run(scene()) == 1
 
 
-MODEL = ServedModel(
-    '"":""',  # what an event's frame must not be cut at
-    max_model_tokens=99,
-    created_s=0,
-    tokenizer=TOKENIZER,
-    chat_template=ChatTemplate("{{ messages[0].content }}", {}, "the test"),
-)
+MODEL = toy_model(name='"":""')  # what an event's frame must not be cut at
 KINDS: dict[Any, tuple[Any, dict[str, Any]]] = {
     CompletionAnswer: (parse_completion, {"prompt": "x"}),
     ChatAnswer: (parse_chat, {"messages": [{"role": "user", "content": "x"}]}),
@@ -85,17 +77,3 @@ def test_an_event_in_a_frame_is_what_it_would_be_made_anew(
     kind: Any, asked: dict[str, Any], texts: list[str]
 ) -> None:
     assert events(kind, asked, texts, whole=False) == events(kind, asked, texts, whole=True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_frame_of_a_first_event_would_be_seen(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = Answer._frame
-
-    def early(answer: Any, progress: Any, output: Output) -> tuple[bytes, bytes]:
-        progress.index += 1
-        progress.begun = False
-        return frame(answer, progress, output)
-
-    monkeypatch.setattr(Answer, "_frame", early)
-    texts = ["a", "b"]
-    assert events(kind, {}, texts, whole=False) != events(kind, {}, texts, whole=True)

@@ -8,20 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema_rs
-import msgspec
 import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch import LLM, FieldError, SamplingParams, StructuredOutputs
-from cbatch.server.bodies import parse_chat
-from cbatch.server.model import ServedModel
-from cbatch.server.openapi import document
-from cbatch.server.prompts import PendingPrompt
-from cbatch.server.tools import CallPart, CallReader, NamedChoice, Tool, forced_call
-from cbatch.text import ChatTemplate
-from tests.server.http_client import CHAT, MODEL, Client, serving
+from cbatch.server.protocol.forced_tools import CallReader
+from cbatch.server.protocol.requests import PendingPrompt, parse_chat
+from tests.grammars.test_guard import HOSTILE
+from tests.server.http_client import CHAT, MODEL, Client, serving, toy_model
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):\n"
@@ -179,6 +175,34 @@ def test_what_cannot_be_followed_is_refused_by_name(
     assert message.startswith(field) and words in message and len(message) < 1000, message
 
 
+@pytest.mark.parametrize("way", ["structured_outputs", "response_format", "tools"])
+def test_integers_of_any_size_in_a_schema(demo_client: Client, way: str) -> None:
+    """uint256 bounds are ordinary. More calls than a queue has places: each gives its own back."""
+    schema = {"type": "integer", "minimum": 0, "maximum": 2**256 - 1}
+    object_ = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+    asked = {
+        "structured_outputs": {"structured_outputs": {"json": schema}},
+        "response_format": _schema(schema),
+        "tools": _named(object_),
+    }[way]
+    for seed in range(3):
+        body = {"messages": MESSAGES, "max_tokens": 100, "seed": seed} | asked
+        status, answer, _ = demo_client.post(body, CHAT)
+        assert status == 200, answer
+        (choice,) = answer["choices"]
+        if choice["finish_reason"] == "stop":
+            assert 0 <= int(choice["message"]["content"]) < 2**256
+    assert demo_client.get("/health")[1]["requests"] == 0
+
+
+@pytest.mark.parametrize("name", ["rules", "references", "options", "groups"])
+def test_what_would_kill_its_compiler_is_served_or_refused(demo_client: Client, name: str) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "structured_outputs": HOSTILE[name]}
+    status, answer, _ = demo_client.post(body)
+    assert status == 200 or (status, answer["error"]["param"]) == (400, "structured_outputs")
+    assert demo_client.post({"prompt": PROMPT, "max_tokens": 1})[0] == 200
+
+
 def test_an_engine_that_follows_no_grammar_says_so() -> None:
     with serving(make_engine()) as client:
         body = {"prompt": PROMPT, "response_format": {"type": "json_object"}}
@@ -235,14 +259,6 @@ def test_forced_calls_whole_and_streamed(sdk: openai.OpenAI, choice: Any) -> Non
     ]
 
 
-def test_the_packages_own_stream_of_a_call(sdk: openai.OpenAI) -> None:
-    asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": NAMED, **OPTIONS}
-    with sdk.chat.completions.stream(**asked) as stream:
-        message = stream.get_final_completion().choices[0].message
-    assert not message.content
-    check_calls(message.tool_calls, {"weather"})
-
-
 def test_one_call_alone_and_none(sdk: openai.OpenAI) -> None:
     create = sdk.chat.completions.create
     options = {**OPTIONS, "max_tokens": 20}
@@ -260,10 +276,7 @@ def test_templates_get_tools_and_earlier_calls() -> None:
         "{% for m in messages %}[{{ m.content }}]{% for c in m.tool_calls or [] %}"
         "{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %}{% endfor %}"
     )
-    template = ChatTemplate(text, {}, "the test")
-    model = ServedModel(
-        MODEL, max_model_tokens=256, created_s=0, tokenizer=TOKENIZER, chat_template=template
-    )
+    model = toy_model(text)
     call = {"id": "1", "type": "function"}
     call |= {"function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
@@ -324,52 +337,3 @@ def check_reader(cuts: list[int]) -> None:
 @settings(max_examples=60)
 def test_calls_are_read_however_the_text_is_cut(cuts: list[int]) -> None:
     check_reader(cuts)
-
-
-class _BlindToStrings(CallReader):
-    def _end_of_arguments(self, text: str) -> int:
-        self._in_string = False
-        return super()._end_of_arguments(text.replace('"', " "))
-
-
-class _Forgetful(CallReader):
-    """Of the beginning of a head that the rest of the text completes."""
-
-    def _read_head(self, text: str, parts: list[CallPart]) -> str:
-        self._head = ""
-        return super()._read_head(text, parts)
-
-
-@pytest.mark.parametrize("broken", [_BlindToStrings, _Forgetful])
-def test_a_reader_that_misreads_is_noticed(monkeypatch: pytest.MonkeyPatch, broken: Any) -> None:
-    monkeypatch.setitem(globals(), "CallReader", broken)
-    with pytest.raises((AssertionError, ValueError, IndexError)):
-        check_reader([3, 30, 80])
-
-
-def test_forced_is_a_grammar_of_every_tool() -> None:
-    tools = msgspec.convert(TOOLS, list[Tool])
-    named = msgspec.convert(NAMED, NamedChoice)
-    assert forced_call(tools, named, parallel=True) == (
-        "weather",
-        StructuredOutputs(json=PLACE),
-    )
-    assert forced_call([], "auto", parallel=True) is None
-    many, single = (forced_call(tools, "required", parallel=each) for each in (True, False))
-    assert many is not None and single is not None and many.name is None
-    assert "{0,15}" in str(many.output.grammar) and "{0,15}" not in str(single.output.grammar)
-
-
-def test_the_document_has_them() -> None:
-    found = document()["components"]["schemas"]
-    chat, completion = (found[name]["properties"] for name in ("ChatFields", "CompletionFields"))
-    assert {"tools", "tool_choice", "parallel_tool_calls"} <= chat.keys() - completion.keys()
-    assert {"response_format", "structured_outputs"} <= chat.keys() & completion.keys()
-    assert set(found["StructuredOutputs"]["properties"]) == {
-        "json",
-        "json_object",
-        "regex",
-        "choice",
-        "grammar",
-    }
-    assert "tool_calls" in found["ChatMessage"]["properties"]

@@ -9,16 +9,9 @@ from typing import Any
 import pytest
 
 from cbatch import SamplingParams
-from cbatch.server.service import EngineService
+from cbatch.server.serving.service import EngineService
 from cbatch.text import ChatTemplate
-from tests.server.http_client import (
-    CHAT,
-    JSON,
-    MODEL,
-    Client,
-    call,
-    serving,
-)
+from tests.server.http_client import CHAT, JSON, MODEL, Client, call, serving
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"
@@ -74,6 +67,19 @@ def test_texts_to_tokens_and_back(client: Client) -> None:
     ):
         status, found, _ = client.post(wrong, path)
         assert (status, found["error"]["param"]) == (400, field)
+
+
+def test_no_more_is_tokenised_than_has_a_use(client: Client) -> None:
+    """Longer than any context here, as load testers' texts are; and far longer."""
+    some = client.post({"prompt": "a" * 200_000}, "/tokenize")[1]
+    assert some["count"] == len(TOKENIZER.encode("a" * 200_000)) > 128
+    assert client.post({"tokens": some["tokens"]}, "/detokenize")[1]["prompt"] == "a" * 200_000
+    for body, path, field in (
+        ({"prompt": "a" * 300_000}, "/tokenize", "prompt"),
+        ({"tokens": some["tokens"] * 3}, "/detokenize", "tokens"),
+    ):
+        status, answer, _ = client.post(body, path)
+        assert (status, answer["error"]["param"]) == (400, field), answer
 
 
 def test_probes(client: Client) -> None:
@@ -136,6 +142,15 @@ def test_no_json(client: Client, path: str, body: bytes) -> None:
     assert (status, answer["error"]["param"]) == (400, "body")
 
 
+def test_a_body_of_millions_of_lists_is_not_made_into_them(client: Client) -> None:
+    few, many = (b'{"prompt":"a","max_tokens":1,"x":[' + b"[]," * n + b"1]}" for n in (9, 300_000))
+    assert client.post(few)[0] == 200
+    status, answer, _ = client.post(many)
+    assert (status, answer["error"]["param"]) == (400, "body"), answer
+    brackets = {"prompt": "[]{}" * 30, "max_tokens": 1}
+    assert client.post(brackets)[0] == 200, "they are a text"
+
+
 def test_deep_but_readable_json(client: Client) -> None:
     nested = json.loads("[" * 400 + "]" * 400)
     message = {"role": "user", "content": "a", "extra": nested}
@@ -187,6 +202,11 @@ def test_long_bodies(client: Client) -> None:
         ({"prompt": [[1], [[2]]]}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"model": 3}, "model"),
+        *(
+            ({name: [5] * 100_000}, name)
+            for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids")
+        ),
+        ({"logit_bias": dict.fromkeys(range(100_000), 1)}, "logit_bias"),
     ],
 )
 def test_types_are_strict(client: Client, change: dict[str, Any], field: str) -> None:

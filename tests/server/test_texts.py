@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-from cbatch import LLM, Completion, Output, SamplingParams
-from cbatch.llm import complete_all
-from cbatch.server.answer import CompletionAnswer
+from cbatch import LLM, Completion, SamplingParams
 from cbatch.text import TextTokenizer
 from tests.server.http_client import Client, serving
 from tests.test_llm import write_model
-from tests.text.toy_tokenizers import byte_level, printable
-from tests.toy_engine import make_engine
+from tests.text.toy_tokenizers import byte_level
 
 SCRIPTS = [
     "def f(x):\n    return",
@@ -90,24 +87,6 @@ def test_two_hundred_prompts(tmp_path: Path) -> None:
     whole = sum(any(ord(c) > 127 and c != "\ufffd" for c in each.text) for each in wanted)
     assert broken > 50 and whole > 20, (broken, whole)
     assert sum(c.speculation.accepted_tokens for c in wanted) > 20
-
-
-def test_a_lost_chunk_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    event = CompletionAnswer.event
-
-    def forgetful(answer: CompletionAnswer, position: int, output: Output) -> bytes:
-        told = event(answer, position, output)
-        return told if output.finished or not output.num_accepted else b""
-
-    def generate(prompts: list[str], params: list[SamplingParams]) -> list[Completion]:
-        return complete_all(make_engine(tokenizer=tokenizer), prompts, params)
-
-    tokenizer = TextTokenizer(printable(), "toy")
-    with serving(make_engine(tokenizer=tokenizer)) as client:
-        check_three_ways(client, generate, tokenizer, 20, ["def", "class"])
-        monkeypatch.setattr(CompletionAnswer, "event", forgetful)
-        with pytest.raises(AssertionError):
-            check_three_ways(client, generate, tokenizer, 20, ["def", "class"])
 
 
 @pytest.mark.statistics

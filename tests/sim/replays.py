@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cbatch.core.config import LookaheadConfig, SchedulerConfig
-from sim.acceptance import BernoulliAcceptance
-from sim.costs import CostModel, LinearCost
-from sim.modelled import ModelledExecutor
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.config import LookaheadConfig
+from sim.cost.base import CostModel, LinearCost
+from sim.executor.acceptance import PositionAcceptance
+from sim.executor.modelled import ModelledExecutor
 
 
 def config_for(**overrides: Any) -> SchedulerConfig:
@@ -27,7 +28,7 @@ def speculating(k: int) -> dict[str, Any]:
 
 
 def executor_for(config: SchedulerConfig, cost: CostModel | None = None) -> ModelledExecutor:
-    acceptance = BernoulliAcceptance(0.6, max_slots=config.max_slots)
+    acceptance = PositionAcceptance([0.6], max_slots=config.max_slots)
     return ModelledExecutor(
         max_slots=config.max_slots, cost=cost or LinearCost(), acceptance=acceptance
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cbatch.core.plan import Admission, Deltas, RowStatus, StepPlan
-from cbatch.core.request import SamplingParams
-from sim.clock import VirtualClock
-from sim.executor import Faults, ScriptedFault, SimExecutor
-from sim.models import ScriptedAcceptance, StepCost
-from sim.shadow import ContractBreachError
-from sim.tokens import reference_output
+from cbatch.core.request.request import SamplingParams
+from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan
+from sim.checking.clock import VirtualClock
+from sim.checking.executor import Faults, ScriptedFault, SimExecutor
+from sim.checking.kv import ContractBreachError
+from sim.checking.models import ModelledAcceptance, ScriptedAcceptance
+from sim.cost.base import LinearCost
+from sim.workload.tokens import reference_output
 from tests.helpers import make_request
 
 NONE = np.zeros(0, np.int32)
@@ -39,7 +40,7 @@ def admit(name="a", slot=0, generation=0, prompt=(1, 2, 3, 4, 5), blocks=(0, 1, 
         "kv_len_tokens": 0,
         "draft_kv_len_tokens": 0,
     }
-    return Admission(
+    return NewSequence(
         slot=slot, generation=generation, request_id=name, blocks=ints(*blocks), **(base | settings)
     )
 
@@ -213,9 +214,19 @@ def test_non_finite_draft_keeps_the_token_of_the_target():
         fake.run(plan((0, 0, 2, 1, 0, 1)))
 
 
+def test_a_draft_that_is_not_finite_later_keeps_what_it_drew_before():
+    faults = Faults(draft_non_finite_at={"a": frozenset({2})})
+    fake, _ = prefilled(faults=faults, acceptance=ModelledAcceptance(1.0))
+    result = fake.run(plan((0, 0, 3, 2, 5, 1)))
+    assert result.status.tolist() == [RowStatus.DRAFT_NON_FINITE]
+    assert (result.num_drafted.tolist(), result.num_accepted.tolist()) == ([1], [1])
+    with pytest.raises(ContractBreachError, match="the draft lags 7"):
+        fake.run(plan((0, 0, 2, 1, 0, 1)))
+
+
 def test_steps_take_their_modelled_time_one_after_the_other():
     clock = VirtualClock()
-    cost = StepCost(target_base_s=1.0, target_token_s=0.1, target_context_token_s=0.01, row_s=0.001)
+    cost = LinearCost(base_s=1.0, token_s=0.1, context_token_s=0.01, row_s=0.001)
     fake = executor(clock=clock, cost=cost)
     fake.submit(plan(PREFILL, changes=deltas(admit())))
     fake.submit(plan((0, 0, 1, 0, 0, 1)))

@@ -1,26 +1,22 @@
-"""A fleet is its replicas: one is a plain replay, several are the replays of what each was sent."""
+"""A fleet is its replicas: each is the replay of what it was sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from cbatch.core.errors import FieldError
-from sim import routers
-from sim.arrivals import poisson
-from sim.fleet import _Replica, replay_fleet
-from sim.intake import Arrival
-from sim.lengths import fixed, uniform
-from sim.replay import Progress, replay
-from sim.report import Objectives, Record, Report, to_json
-from sim.routers import LeastLoaded, Load, PrefixAffine, RoundRobin, make_router
-from sim.sources import ClosedLoop, OpenLoop, Source
+from sim.distributions.arrivals import poisson
+from sim.distributions.lengths import fixed, uniform
+from sim.replay import routers
+from sim.replay.replay import replay
+from sim.replay.routers import LeastLoaded, PrefixAffine, ReplicaLoad, RoundRobin, make_router
+from sim.report.report import Record, Report, to_json
 from sim.traces.request import TraceRequest
-from sim.workload import Conversations, converse, generate
+from sim.workload.generate import Conversations, converse, generate
+from sim.workload.sources import ClosedLoop, OpenLoop, Source
 from tests.sim.replays import config_for, executor_for, speculating
 
 SPECULATING = speculating(3)
@@ -31,7 +27,7 @@ def fleet(
 ) -> Report:
     config = config or config_for()
     executors = [executor_for(config) for _ in range(replicas)]
-    return replay_fleet(source, config, executors, make_router(router), **more)
+    return replay(source, config, *executors, router=make_router(router), **more)
 
 
 def workload(count: int = 80, rate: float = 25.0) -> list[TraceRequest]:
@@ -50,72 +46,6 @@ def too_long(requests: list[TraceRequest]) -> list[TraceRequest]:
     """Every fifth is refused."""
     replace = msgspec.structs.replace
     return [replace(r, prompt_tokens=1990) if i % 5 == 2 else r for i, r in enumerate(requests)]
-
-
-SOURCES: dict[str, tuple[Callable[[], Source], dict[str, Any]]] = {
-    "open": (lambda: OpenLoop(workload()), {}),
-    "drafting": (lambda: OpenLoop(workload()), SPECULATING),
-    "preempting": (lambda: OpenLoop(workload()), {"num_blocks": 60}),
-    "sessions": (lambda: OpenLoop(sessions()), {}),
-    "clients": (lambda: ClosedLoop(workload(), 5, think_s=0.01), {}),
-    "refusing": (lambda: ClosedLoop(too_long(workload()), 5), {"num_blocks": 60}),
-}
-
-
-def both(name: str) -> tuple[bytes, bytes, Report]:
-    """Bytes of a replay and of a fleet of one, records and progress included."""
-    make, more = SOURCES[name]
-    config = config_for(**more)
-    plain_records: list[Record] = []
-    fleet_records: list[Record] = []
-    seen: list[list[Progress]] = [[], []]
-    common: dict[str, Any] = {"seed": 3, "objectives": Objectives(ttft_s=0.1)}
-    plain = replay(
-        make(),
-        config,
-        executor_for(config),
-        on_record=plain_records.append,
-        on_progress=seen[0].append,
-        **common,
-    )
-    one = fleet(
-        make(),
-        1,
-        config=config,
-        on_record=fleet_records.append,
-        on_progress=seen[1].append,
-        **common,
-    )
-    assert one.replicas is not None and one.replicas[0].requests == one.requests
-    again = [msgspec.structs.replace(record, replica=None) for record in fleet_records]
-    encode = msgspec.json.encode
-    bare = msgspec.structs.replace(one, replicas=None)
-    one_bytes = to_json(bare) + encode((again, seen[1][-1]))
-    return to_json(plain) + encode((plain_records, seen[0][-1])), one_bytes, plain
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_one_replica_is_a_plain_replay_to_the_byte(name: str) -> None:
-    plain, one, report = both(name)
-    assert plain == one
-    # What each case is there for has happened.
-    assert bool(report.preemptions) == (name == "preempting")
-    assert bool(report.refused) == (name == "refusing")
-    assert bool(report.prefix_hit_tokens) == (name in ("sessions", "preempting"))
-    assert (report.speculation is not None) == (name == "drafting")
-
-
-def test_a_fleet_that_mixes_up_its_inbox_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: of those that come during a step, the last is delivered first."""
-    deliver = _Replica.deliver
-
-    def reversing(self: _Replica, now_s: float) -> list[Arrival]:
-        self.inbox.reverse()
-        return deliver(self, now_s)
-
-    monkeypatch.setattr(_Replica, "deliver", reversing)
-    plain, one, _ = both("open")
-    assert plain != one
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -199,7 +129,7 @@ def prompt(*blocks: int, more: int = 5) -> np.ndarray:
 
 
 def test_turns_and_least_loads() -> None:
-    load = Load(3)
+    load = ReplicaLoad(3)
     in_turn = RoundRobin()
     assert [in_turn.route(prompt(), load) for _ in range(5)] == [0, 1, 2, 0, 1]
     least = LeastLoaded()
@@ -216,7 +146,7 @@ def test_turns_and_least_loads() -> None:
 def test_the_longest_known_prefix_wins_unless_it_is_overloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    load, router = Load(3), PrefixAffine()
+    load, router = ReplicaLoad(3), PrefixAffine()
     assert [router.route(prompt(*b), load) for b in ((1,), (2, 3), (4,))] == [0, 1, 2]
     assert router.route(prompt(2, 3, 5), load) == 1
     assert router.route(prompt(2, 9), load) == 1
@@ -230,9 +160,4 @@ def test_the_longest_known_prefix_wins_unless_it_is_overloaded(
     assert router.route(prompt(2, 3, 5), load) == elsewhere, "now it knows the prefix as well"
     monkeypatch.setattr(routers, "MAX_PREFIXES", 2)
     router.route(prompt(6, 7), load)
-    assert len(router._sent) == 2, "the oldest are forgotten"
-
-
-def test_an_unknown_router_is_refused() -> None:
-    with pytest.raises(FieldError, match=r"--router: 'random' is unknown; use one of round-robin"):
-        make_router("random")
+    assert router.route(prompt(1), ReplicaLoad(3)) != 0, "the oldest are forgotten"

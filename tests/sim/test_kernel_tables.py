@@ -10,13 +10,14 @@ import math
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from cbatch.core.errors import FieldError
-from sim.costs import StepWork
-from sim.kernel_tables import KernelCost, KernelTables, holds_kernel_tables, read_kernel_tables
-from sim.roofline import ModelShape, Roofline, RooflineConfig, gpu_within, load_gpu, load_shape
-from sim.tables import Lines
+from cbatch.core.request.errors import FieldError
+from cbatch.core.speculation.step_work import StepWork
+from sim.cost.kernel_tables import KernelCost, KernelTables, holds_kernel_tables, read_kernel_tables
+from sim.cost.roofline import ModelShape, Roofline, RooflineConfig, gpu_within, load_gpu, load_shape
+from tests.helpers import decoding, prefilling
 
 H100 = Path(__file__).parents[3] / "shared" / "data" / "measured" / "h100_kernels"
 SHAPE = ModelShape(
@@ -38,7 +39,7 @@ def product_s(m: int, n: float, k: float) -> float:
 def tables(*, attention: bool = True) -> KernelTables:
     widths = (32, 64, 128, 512)
     batches = (1, 4, 16)
-    return KernelTables(
+    found = KernelTables(
         device="NVIDIA H100 80GB HBM3",
         framework="made up",
         products={
@@ -46,13 +47,10 @@ def tables(*, attention: bool = True) -> KernelTables:
             for n, k in itertools.product(widths, widths)
         },
         # The larger the batch, the less far each row was measured.
-        decodes={HEADS: {(b, i // b): 1e-6 * (i // b) * b for b in batches for i in (64, 1024)}}
-        if attention
-        else {},
-        prefills={HEADS: {(b, s): 1e-9 * b * s * s for b in batches for s in (8, 16, 64)}}
-        if attention
-        else {},
+        decodes={HEADS: {(b, i // b): 1e-6 * (i // b) * b for b in batches for i in (64, 1024)}},
+        prefills={HEADS: {(b, s): 1e-9 * b * s * s for b in batches for s in (8, 16, 64)}},
     )
+    return found if attention else msgspec.structs.replace(found, decodes={}, prefills={})
 
 
 def config(**changes: object) -> RooflineConfig:
@@ -70,49 +68,29 @@ def layers_s(tokens: int, parts: int = 1) -> float:
     return 3 * sum(product_s(tokens, n, k) for n, k in block)
 
 
-def decoding(rows: int, context: int, k: int = 0) -> StepWork:
-    return StepWork(
-        rows=rows,
-        decode_rows=rows,
-        decode_tokens=rows * (1 + k),
-        logit_tokens=rows * (1 + k),
-        decode_context_tokens=rows * context,
+def verifying(rows: int, context: int, k: int = 0) -> StepWork:
+    return decoding(
+        rows,
+        rows * context,
+        depth=k,
         decode_pairs=rows * context * (1 + k),
-        draft_depth=k,
-        draft_tokens=rows * k,
         draft_context_tokens=rows * context if k else 0,
     )
 
 
-def prefilling(chunks: int, tokens: int, history: int = 0) -> StepWork:
-    return StepWork(
-        rows=chunks,
-        prefill_tokens=chunks * tokens,
-        logit_tokens=chunks,
-        prefill_context_tokens=chunks * (history + tokens),
-        prefill_pairs=chunks * (history * tokens + tokens * (tokens + 1) // 2),
-    )
-
-
-def test_a_decode_is_its_products_and_its_attention() -> None:
+def test_steps_are_products_and_attention() -> None:
     cost, given = KernelCost(tables(), config()), config()
-    draft_s, target_s, host_s = cost.step_s(decoding(4, 100))
+    assert cost.from_roofline == ["small kernels", "launches", "host"]
+    draft_s, target_s, host_s = cost.step_s(verifying(4, 100))
     head_s = 2 * product_s(4, 500, 96)  # wider than what was measured: two of half the width
-    attention_s = 3 * 1e-6 * 4 * 100
-    expected = layers_s(4) + head_s + attention_s + 3 * given.layer_s
-    assert target_s == pytest.approx(expected)
+    small_s, attention_s = 3 * given.layer_s, 3 * 1e-6 * 4 * 100
+    assert target_s == pytest.approx(layers_s(4) + head_s + attention_s + small_s)
     assert (draft_s, host_s) == (0.0, given.step_host_s)
-
-
-def test_a_chunk_is_the_prompt_with_as_many_pairs() -> None:
-    cost, given = KernelCost(tables(), config()), config()
+    # A chunk is the prompt with as many pairs; between 16 and 64 tokens the square is a chord.
     work = prefilling(4, 8, history=16)
-    pairs = work.prefill_pairs / 4
-    # Between 16 and 64 the square is a chord.
-    length = math.sqrt(2 * pairs)
-    chord = 16**2 + (length - 16) / 48 * (64**2 - 16**2)
-    expected = layers_s(32) + product_s(4, 1000, 96) + 3 * 4e-9 * chord + 3 * given.layer_s
-    assert cost.step_s(work)[1] == pytest.approx(expected)
+    chord = 16**2 + (math.sqrt(2 * work.prefill_pairs / 4) - 16) / 48 * (64**2 - 16**2)
+    expected_s = layers_s(32) + product_s(4, 1000, 96) + 3 * 4e-9 * chord + small_s
+    assert cost.step_s(work)[1] == pytest.approx(expected_s)
 
 
 def test_a_rank_has_its_part_of_the_products() -> None:
@@ -123,17 +101,17 @@ def test_a_rank_has_its_part_of_the_products() -> None:
     attention_s = max(rates.context_token_s * 400, rates.pair_s * 400)
     rest_s = rates.fixed_s + rates.exchange_token_s * 4 + attention_s
     expected = layers_s(4, parts=2) + product_s(4, 500, 96) + rest_s
-    assert cost.step_s(decoding(4, 100))[1] == pytest.approx(expected)
+    assert cost.step_s(verifying(4, 100))[1] == pytest.approx(expected)
 
 
 def test_drafts_are_passes_of_the_draft() -> None:
     """Three passes at four rows each cost three plain decodes of that model, logits included."""
     cost = KernelCost(tables(), config(draft=SHAPE))
-    drafted_s, target_s, _ = cost.step_s(decoding(4, 100, k=3))
-    plain_s = cost.step_s(decoding(4, 100))[1]
+    drafted_s, target_s, _ = cost.step_s(verifying(4, 100, k=3))
+    plain_s = cost.step_s(verifying(4, 100))[1]
     assert drafted_s == pytest.approx(3 * plain_s)
     assert plain_s < target_s < 4 * plain_s
-    ingest = decoding(4, 100)
+    ingest = verifying(4, 100)
     ingest.ingested_tokens = 8
     # It may ingest without drafting: products alone, no logits.
     assert cost.step_s(ingest)[0] == pytest.approx(layers_s(8) + 3 * config().layer_s)
@@ -142,34 +120,20 @@ def test_drafts_are_passes_of_the_draft() -> None:
 def test_attention_that_was_not_measured_is_the_rooflines() -> None:
     cost, roofline = KernelCost(tables(attention=False), config()), Roofline(config())
     assert {"attention of decodes", "attention of prompts"} < set(cost.from_roofline)
-    assert KernelCost(tables(), config()).from_roofline == ["small kernels", "launches", "host"]
-    for make in (decoding, prefilling):
-        more, less = make(4, 200), make(4, 100)
-        if make is prefilling:  # the same products, and more context
-            more, less = prefilling(4, 8, history=900), prefilling(4, 8)
+    # The same products, and more context.
+    for more, less in (
+        (verifying(4, 200), verifying(4, 100)),
+        (prefilling(4, 8, history=900), prefilling(4, 8)),
+    ):
         ours, theirs = (c.step_s(more)[1] - c.step_s(less)[1] for c in (cost, roofline))
         assert ours == pytest.approx(theirs) and ours > 0
 
 
-def test_lines_run_on_where_others_were_measured_less_far() -> None:
-    lines = Lines({(1, 10): 1.0, (1, 100): 10.0, (2, 10): 2.0, (2, 20): 4.0})
-    at = [(1, 55), (2, 15), (1.5, 15), (2, 100), (1.5, 100), (3, 10), (1, 0)]
-    assert [lines(*point) for point in at] == pytest.approx([5.5, 3, 2.25, 20, 15, 3, 0])
-    assert Lines.of({(1, 10): 1.0, (2, 10): 2.0}) is None and Lines.of(None) is None
-
-
 def test_a_product_that_is_missing_is_named() -> None:
-    holed = tables()
-    thinner = {shape: by_m for shape, by_m in holed.products.items() if shape != (128, 64)}
-    broken = KernelTables(
-        device=holed.device,
-        framework="",
-        products=thinner,
-        decodes=holed.decodes,
-        prefills=holed.prefills,
-    )
+    given = tables()
+    fewer = {shape: by_m for shape, by_m in given.products.items() if shape != (128, 64)}
     with pytest.raises(FieldError, match="lacks n 128, k 64"):
-        KernelCost(broken, config())
+        KernelCost(msgspec.structs.replace(given, products=fewer), config())
 
 
 def test_devices_are_known_by_a_word() -> None:
@@ -222,6 +186,6 @@ def test_an_h100_is_near_its_roofline() -> None:
     pytest.importorskip("pyarrow", reason="pyarrow, of the extra `tables`, is absent")
     given = RooflineConfig(gpu=load_gpu("H100"), shape=load_shape("llama-3.1-8b"))
     cost, roofline = KernelCost(read_kernel_tables(H100), given), Roofline(given)
-    works = [decoding(1, 1024), decoding(32, 1024), decoding(128, 4096), prefilling(1, 2048)]
+    works = [verifying(1, 1024), verifying(32, 1024), verifying(128, 4096), prefilling(1, 2048)]
     for work in (*works, prefilling(1, 2048, history=16_384)):
         assert cost.step_s(work)[1] == pytest.approx(roofline.step_s(work)[1], rel=0.15)

@@ -8,11 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from cbatch.core.errors import FieldError
-from sim import lengths
+from sim.distributions import lengths
 from tests.chi_square import chi_square_z
 
 COUNT = 20_000
+UNIFORM = np.array([0] * 5 + [1] * 11) / 11
+ZIPF = np.concatenate([[0, 0], np.arange(2.0, 51) ** -1.1])
+EMPIRICAL = np.array([0, 0, 0.75, 0, 0, 0, 0.25])
 
 
 def draw(law: lengths.Lengths) -> np.ndarray:
@@ -22,73 +24,46 @@ def draw(law: lengths.Lengths) -> np.ndarray:
     return found
 
 
-def check_law(law: lengths.Lengths, shares: np.ndarray) -> None:
+@pytest.mark.parametrize(
+    ("law", "shares", "right"),
+    [
+        (lengths.uniform(5, 15), UNIFORM, True),
+        (lengths.uniform(5, 14), UNIFORM, False),
+        (lengths.zipf(1.1, 2, 50), ZIPF / ZIPF.sum(), True),
+        (lengths.zipf(1.0, 2, 50), ZIPF / ZIPF.sum(), False),
+        (lengths.empirical([2, 6, 2, 2]), EMPIRICAL, True),
+        (lengths.empirical([2, 6]), EMPIRICAL, False),
+        (lengths.fixed(3), np.array([0, 0, 0, 1.0]), True),
+    ],
+)
+def test_a_law_has_its_shares_and_another_has_not(
+    law: lengths.Lengths, shares: np.ndarray, right: bool
+) -> None:
     """`shares[i]` is the chance of length i."""
     counts = np.bincount(draw(law), minlength=len(shares))
-    assert len(counts) == len(shares) and chi_square_z(counts, shares) < 5
-
-
-def test_fixed() -> None:
-    assert set(draw(lengths.fixed(12)).tolist()) == {12}
-
-
-def test_uniform_has_both_ends() -> None:
-    shares = np.array([0] * 5 + [1] * 11)
-    check_law(lengths.uniform(5, 15), shares / 11)
-    with pytest.raises(AssertionError):
-        check_law(lengths.uniform(5, 14), shares / 11)
-
-
-def test_zipf() -> None:
-    shares = np.arange(51, dtype=float)
-    shares[2:] **= -1.1
-    shares[:2] = 0
-    shares /= shares.sum()
-    check_law(lengths.zipf(1.1, 2, 50), shares)
-    with pytest.raises(AssertionError):
-        check_law(lengths.zipf(1.0, 2, 50), shares)
-
-
-def check_lognormal(law: lengths.Lengths, mean: float, cv: float) -> None:
-    """Kurtosis of a lognormal: w^4 + 2 w^3 + 3 w^2 - 3 with w = 1 + CV^2; skewness CV (w + 2)."""
-    found, w = draw(law), 1 + cv**2
-    assert abs(found.mean() - mean) < 5 * mean * cv / math.sqrt(COUNT) + 0.01, "mean"
-    kurtosis, skew = w**4 + 2 * w**3 + 3 * w**2 - 3, cv * (w + 2)
-    error = cv * math.sqrt(((kurtosis - 1) / 4 + w - 1 - cv * skew) / COUNT)
-    assert abs(found.std() / found.mean() - cv) < 5 * error, "CV"
-
-
-def test_lognormal_mean_and_cv() -> None:
-    check_lognormal(lengths.lognormal(800, 0.7), 800, 0.7)
-    with pytest.raises(AssertionError, match="mean"):  # the median for the mean
-        check_lognormal(lengths.lognormal(800 * math.sqrt(1 + 0.7**2), 0.7), 800, 0.7)
-    with pytest.raises(AssertionError, match="CV"):  # the CV for the sigma of the logarithm
-        wrong = math.sqrt(math.expm1(0.7**2))
-        check_lognormal(lengths.lognormal(800, wrong), 800, 0.7)
-    assert draw(lengths.lognormal(800, 0.7, high=900)).max() == 900
-    assert set(draw(lengths.lognormal(5, 0)).tolist()) == {5}
-
-
-def test_empirical() -> None:
-    shares = np.array([0, 0, 0.75, 0, 0, 0, 0.25])
-    check_law(lengths.empirical([2, 6, 2, 2]), shares)
-    with pytest.raises(AssertionError):
-        check_law(lengths.empirical([2, 6]), shares)
+    fits = len(counts) == len(shares) and chi_square_z(counts, shares) < 5
+    assert fits == right
 
 
 @pytest.mark.parametrize(
-    ("make", "field"),
+    ("mean", "cv", "wrong"),
     [
-        (lambda: lengths.fixed(0), "tokens"),
-        (lambda: lengths.uniform(5, 4), "high"),
-        (lambda: lengths.lognormal(math.nan, 1), "mean"),
-        (lambda: lengths.lognormal(3, -1), "cv"),
-        (lambda: lengths.zipf(-1, 1, 2), "exponent"),
-        (lambda: lengths.empirical([]), "tokens"),
-        (lambda: lengths.empirical([3, 0]), "tokens"),
+        (800, 0.7, None),
+        (800 * math.sqrt(1 + 0.7**2), 0.7, "mean"),  # the median for the mean
+        (800, math.sqrt(math.expm1(0.7**2)), "CV"),  # the CV for the sigma of the logarithm
     ],
 )
-def test_bad_values_name_their_field(make, field: str) -> None:
-    with pytest.raises(FieldError) as caught:
-        make()
-    assert caught.value.field == field
+def test_lognormal_mean_and_cv(mean: float, cv: float, wrong: str | None) -> None:
+    """Of 800 and 0.7. Kurtosis of a lognormal: w^4 + 2 w^3 + 3 w^2 - 3 with w = 1 + CV^2; skewness
+    CV (w + 2)."""
+    found, w = draw(lengths.lognormal(mean, cv)), 1 + 0.7**2
+    mean_fits = abs(found.mean() - 800) < 5 * 800 * 0.7 / math.sqrt(COUNT) + 0.01
+    kurtosis, skew = w**4 + 2 * w**3 + 3 * w**2 - 3, 0.7 * (w + 2)
+    error = 0.7 * math.sqrt(((kurtosis - 1) / 4 + w - 1 - 0.7 * skew) / COUNT)
+    cv_fits = abs(found.std() / found.mean() - 0.7) < 5 * error
+    assert (bool(mean_fits), bool(cv_fits)) == (wrong != "mean", wrong != "CV")
+
+
+def test_lognormal_is_cut_and_may_be_certain() -> None:
+    assert draw(lengths.lognormal(800, 0.7, high=900)).max() == 900
+    assert set(draw(lengths.lognormal(5, 0)).tolist()) == {5}

@@ -3,22 +3,21 @@ makes the same plans."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-import sim.acceptance
-from cbatch.core.plan import StepPlan, StepResult
-from cbatch.core.scheduler import Scheduler
-from cbatch.core.sequence import SchedulerStats
-from sim.acceptance import BernoulliAcceptance
-from sim.costs import LinearCost, StepWork
-from sim.executor import SimExecutor
-from sim.modelled import ModelledExecutor
-from sim.models import ModelledAcceptance
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.scheduler.sequence import SchedulerStats
+from cbatch.core.speculation.step_work import StepWork
+from sim.checking.executor import SimExecutor
+from sim.checking.models import ModelledAcceptance
+from sim.cost.base import LinearCost
+from sim.executor.acceptance import PositionAcceptance
+from sim.executor.modelled import ModelledExecutor
 from tests.helpers import make_config, make_request
 
 ACCEPTANCE = 0.6
@@ -65,7 +64,7 @@ def serve(executor: Any, config: Any) -> tuple[list[StepPlan], list[StepResult],
 
 def columns(plan: StepPlan) -> list[Any]:
     arrays = (plan.slots, plan.query_lens, plan.num_drafts, plan.catch_up, plan.wants_logits)
-    admitted = [(a.request_id, a.slot, a.kv_len_tokens) for a in plan.deltas.admitted]
+    admitted = [(a.request_id, a.slot, a.kv_len_tokens) for a in plan.deltas.new_sequences]
     return [*(array.tolist() for array in arrays), admitted]
 
 
@@ -93,7 +92,7 @@ def fast(config: Any, cost: Any = None) -> ModelledExecutor:
     return ModelledExecutor(
         max_slots=config.max_slots,
         cost=cost or LinearCost(),
-        acceptance=BernoulliAcceptance(ACCEPTANCE, max_slots=config.max_slots),
+        acceptance=PositionAcceptance([ACCEPTANCE], max_slots=config.max_slots),
     )
 
 
@@ -124,19 +123,6 @@ def test_durations_are_those_of_the_checking_executor() -> None:
         assert one.target_s == pytest.approx(other.target_s, rel=1e-9)
 
 
-def test_a_lost_steady_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above can fail: an executor that forgets how far a quiet run came."""
-
-    def forget(self: ModelledExecutor, steady: Any) -> None:
-        self._steady = None
-
-    monkeypatch.setattr(ModelledExecutor, "_leave_steady", forget)
-    config = config_for("off")
-    _, theirs, _ = serve(checked(config), config)
-    _, ours, _ = serve(fast(config), config)
-    assert [r.target_s for r in ours] != pytest.approx([r.target_s for r in theirs])
-
-
 class Watching:
     """A cost model that keeps what it was asked."""
 
@@ -156,10 +142,10 @@ def test_composition_of_a_step(lookahead: str) -> None:
     state: dict[int, list[int]] = {}  # by slot: tokens known, in KV
     verified = since_prefill = 0
     for plan, result, work in zip(plans, results, cost.works, strict=True):
-        for a in plan.deltas.admitted:
+        for a in plan.deltas.new_sequences:
             state[a.slot] = [len(a.tokens), a.kv_len_tokens]
         expected = dict.fromkeys(work, 0)
-        expected |= {"rows": plan.num_rows, "admitted": len(plan.deltas.admitted)}
+        expected |= {"rows": plan.num_rows, "admitted": len(plan.deltas.new_sequences)}
         expected["draft_depth"] = int(plan.num_drafts.max())
         contexts: list[int] = []
         for i, slot in enumerate(plan.slots.tolist()):
@@ -167,8 +153,11 @@ def test_composition_of_a_step(lookahead: str) -> None:
             query, drafts = int(plan.query_lens[i]), int(plan.num_drafts[i])
             kind = "decode" if known - kv_len == 1 else "prefill"
             expected["decode_rows"] += kind == "decode"
-            expected[f"{kind}_tokens"] += query
-            expected[f"{kind}_context_tokens"] += kv_len + query
+            expected["target_tokens"] += query
+            expected["context_tokens"] += kv_len + query
+            if kind == "prefill":
+                expected["prefill_tokens"] += query
+                expected["prefill_context_tokens"] += kv_len + query
             if kind == "decode":
                 contexts.append(kv_len + query)
             expected[f"{kind}_pairs"] += sum(kv_len + q + 1 for q in range(query))
@@ -188,35 +177,8 @@ def test_composition_of_a_step(lookahead: str) -> None:
     assert (verified > 0) is (lookahead != "off")
 
 
-def test_noise_of_acceptance_is_that_of_the_scalar_model() -> None:
-    fast_model, scalar = BernoulliAcceptance(0.5, max_slots=3), ModelledAcceptance(0.5)
-    seeds = {0: (2**64 - 1, 0), 1: (7, 0), 2: (7, 3)}
-    for slot, (seed, choice) in seeds.items():
-        fast_model.admit(SimpleNamespace(slot=slot, seed=seed, choice=choice))
-    rng = np.random.default_rng(0)
-    slots = np.array([0, 1, 2])
-    seen = set()
-    for _ in range(100):
-        positions, drafted = rng.integers(0, 10**6, 3), rng.integers(0, 6, 3)
-        found = fast_model.num_accepted(slots, positions, drafted).tolist()
-        for slot in range(3):
-            seed, choice = seeds[slot]
-            args = ("x", seed, choice, int(positions[slot]), int(drafted[slot]))
-            assert found[slot] == scalar.num_accepted(*args)
-        seen.update(found)
-    assert seen == {0, 1, 2, 3, 4, 5}
-
-
 def test_drafts_without_a_model_of_acceptance_are_refused() -> None:
     config = config_for("fixed:3")
     executor = ModelledExecutor(max_slots=config.max_slots, cost=LinearCost())
     with pytest.raises(ValueError, match="acceptance"):
         serve(executor, config)
-
-
-def test_mixing_arrays_is_mixing_numbers() -> None:
-    from sim.tokens import mix
-
-    states = np.array([0, 1, 2**64 - 1], np.uint64)
-    mixed = sim.acceptance.mix_arrays(states, np.uint64(12345))
-    assert mixed.tolist() == [mix(int(state), 12345) for state in states]

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sim.page.view import MOST_POINTS, Collector, page, quantiles_of, write_page
-from sim.report import Record, Report
-from sim.timeline import Timeline
+from sim.report.page.view import MOST_POINTS, PageCollector, page, quantiles_of, write_page
+from sim.report.report import Record, Report
+from sim.report.timeline import Timeline
 from tests.sim.test_timeline import run
 
 CHROMIUM = shutil.which("chromium")
@@ -51,7 +51,7 @@ def test_it_holds_reports_quantiles_and_no_more_points_than_can_be_drawn(
     report, timeline = seen
     rng = np.random.default_rng(1)
     times_s = rng.exponential(1.0, 3 * MOST_POINTS)
-    collector = Collector()
+    collector = PageCollector()
     for index, time_s in enumerate(times_s.tolist()):
         collector(record(index, time_s, None if index % 3 else 0.01))
     view = collector.view("a", report, timeline.series())
@@ -66,14 +66,14 @@ def test_it_holds_reports_quantiles_and_no_more_points_than_can_be_drawn(
 
 
 def test_nothing_measured_is_nothing_drawn(seen: tuple[Report, Timeline]) -> None:
-    view = Collector().view("empty", seen[0])
+    view = PageCollector().view("empty", seen[0])
     assert view.points is None and view.quantiles["ttft_s"] == []
     assert quantiles_of(np.array([np.nan])) == []
 
 
 def test_a_name_cannot_leave_the_script(seen: tuple[Report, Timeline]) -> None:
     evil = "</script><script>alert(1)</script><!--"
-    html = page(evil, [Collector().view(evil, seen[0])])
+    html = page(evil, [PageCollector().view(evil, seen[0])])
     assert html.count("</script>") == 1 and document(html)["title"] == evil
 
 
@@ -82,7 +82,7 @@ def test_a_browser_draws_it(seen: tuple[Report, Timeline], tmp_path: Path) -> No
     report, timeline = seen
     views = []
     for name in ("first", "second", "third"):
-        collector = Collector()
+        collector = PageCollector()
         for index in range(40):
             collector(record(index, 0.1 + index / 100, 0.01 + index / 1e4))
         views.append(collector.view(name, report, timeline.series()))

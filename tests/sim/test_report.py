@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from sim.report import Spread, weighted_percentiles
+from sim.report.report import Spread, weighted_percentiles
 from tests.sim import test_replay
 
 

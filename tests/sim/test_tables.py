@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import csv
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-import sim.layer_profiles
-from bench import simulator_vllm
-from cbatch.core.errors import FieldError
-from sim.costs import StepWork
-from sim.layer_profiles import Skew, read_layer_profiles
-from sim.tables import Curve, Grid, require_lattice, same_pairs_tokens
+import sim.cost.layer_profiles
+from bench.simulator import against_vllm as simulator_vllm
+from cbatch.core.request.errors import FieldError
+from cbatch.core.speculation.step_work import StepWork
+from sim.cost.layer_profiles import LayerProfile
+from sim.cost.tables import Curve, Grid, Lines
+from tests.helpers import decoding, prefilling
 
 MEASURED = Path(__file__).parents[3] / "shared" / "data" / "measured"
 LAYERS = 3
 CHUNKS, HISTORIES, ROWS, CONTEXTS = (16, 64), (0, 32), (1, 4), (16, 64, 256)
+SKEW = ("pc", "n_label", "skew_rate_label", "kv_big_label", "kp_label", "alpha", "n_samples")
 
 
 def write(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -29,7 +31,7 @@ def write(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
         csv.writer(file).writerows([columns, *rows])
 
 
-def attention_us(chunk: int, history: int, rows: int, context: int) -> float:
+def attention_us(chunk: float, history: float, rows: float, context: float) -> float:
     """Linear on every axis but for the product of rows and context, as interpolation is: and a
     batch that holds both costs 7 more."""
     both = 7.0 if chunk and rows else 0.0
@@ -55,27 +57,38 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def dense_s(tokens: int, logits: int) -> float:
-    return (LAYERS * 8 * (1 + tokens) + 200 + 20 * logits) * 1e-6
+def step_s(tokens: int, logits: int, attention_us: float) -> float:
+    return (LAYERS * 8 * (1 + tokens) + 200 + 20 * logits + LAYERS * attention_us) * 1e-6
 
 
-def decoding(rows: int, contexts: Sequence[int]) -> StepWork:
-    return StepWork(
-        rows=rows,
-        decode_rows=rows,
-        decode_tokens=rows,
-        logit_tokens=rows,
-        decode_context_tokens=sum(contexts),
+def uneven(*contexts: int) -> StepWork:
+    """Rows that decode, each with its own context."""
+    return decoding(
+        len(contexts),
+        sum(contexts),
         decode_longest_tokens=max(contexts),
         decode_shortest_tokens=min(contexts),
     )
 
 
-def test_curves_run_straight_between_points_and_on_beyond() -> None:
+def beside(chunk: StepWork, decodes: StepWork) -> StepWork:
+    """Both in one step."""
+    summed = {
+        name: getattr(chunk, name) + getattr(decodes, name) for name in chunk.__struct_fields__
+    }
+    return msgspec.structs.replace(decodes, **summed)
+
+
+def test_curves_and_lines_run_straight_between_points_and_on_beyond() -> None:
     curve = Curve([8, 1, 4], [16.0, 2.0, 4.0])
     assert [curve(n) for n in (0, 1, 2, 4, 6, 8, 10)] == pytest.approx([2, 2, 8 / 3, 4, 10, 16, 22])
     total = Curve.total([(2, curve), (1, Curve([1, 5], [1.0, 5.0]))])
     assert total.most == 5 and total(3) == pytest.approx(2 * (10 / 3) + 3)
+    # Some lines were measured less far than others.
+    lines = Lines({(1, 10): 1.0, (1, 100): 10.0, (2, 10): 2.0, (2, 20): 4.0})
+    at = [(1, 55), (2, 15), (1.5, 15), (2, 100), (1.5, 100), (3, 10), (1, 0)]
+    assert [lines(*point) for point in at] == pytest.approx([5.5, 3, 2.25, 20, 15, 3, 0])
+    assert Lines.of({(1, 10): 1.0, (2, 10): 2.0}) is None and Lines.of(None) is None
 
 
 def test_grids_are_exact_for_multilinear_functions() -> None:
@@ -89,82 +102,49 @@ def test_grids_are_exact_for_multilinear_functions() -> None:
         assert grid(x, y, z) == pytest.approx(f(x, y, z))
 
 
-def test_a_lattice_with_a_hole_is_refused() -> None:
-    axes = {"rows": [1, 2], "context": [16, 32]}
-    full = {(r, c): 1.0 for r in (1, 2) for c in (16, 32)}
-    require_lattice("t", axes, full)
-    del full[(2, 16)]
-    with pytest.raises(FieldError, match="t lacks rows 2, context 16"):
-        require_lattice("t", axes, full)
-    with pytest.raises(FieldError, match="rows has one value"):
-        require_lattice("t", {"rows": [1]}, {(1,): 1.0})
-
-
-def test_steps_are_sums_of_their_kernels(folder: Path) -> None:
-    cost = read_layer_profiles(folder, layers=LAYERS, step_host_s=1.0, request_host_s=0.5)
-    draft_s, found_s, host_s = cost.step_s(decoding(2, (40, 100)))
-    expected_s = dense_s(2, 2) + LAYERS * attention_us(0, 0, 2, 70) * 1e-6
-    assert (draft_s, host_s) == (0.0, 1.0) and found_s == pytest.approx(expected_s)
-    chunk = StepWork(
-        rows=1,
-        prefill_tokens=40,
-        logit_tokens=1,
-        prefill_context_tokens=60,
-        prefill_pairs=40 * 20 + 40 * 41 // 2,
-        admitted=1,
-    )
-    _, found_s, host_s = cost.step_s(chunk)
-    expected_s = dense_s(40, 1) + LAYERS * attention_us(40, 20, 0, 0) * 1e-6
-    assert host_s == 1.5 and found_s == pytest.approx(expected_s)
-
-
-def test_a_chunk_beside_decoding_rows_is_one_launch(folder: Path) -> None:
-    mixed = StepWork(
-        rows=4,
-        decode_rows=3,
-        decode_tokens=3,
-        prefill_tokens=40,
-        logit_tokens=4,
-        decode_context_tokens=3 * 50,
-        decode_longest_tokens=50,
-        decode_shortest_tokens=50,
-        prefill_pairs=40 * 20 + 40 * 41 // 2,
-    )
-    found_s = read_layer_profiles(folder, layers=LAYERS).step_s(mixed)[1]
-    expected_s = dense_s(43, 4) + LAYERS * attention_us(40, 20, 3, 50) * 1e-6
-    assert found_s == pytest.approx(expected_s)
-
-
-def test_several_prompts_are_one_chunk_of_as_many_pairs() -> None:
-    work = StepWork(prefill_tokens=100, prefill_pairs=4 * 25 * 26 // 2)
-    tokens, history_tokens = same_pairs_tokens(work)
-    assert history_tokens == 0 and tokens**2 / 2 == pytest.approx(work.prefill_pairs)
-    assert same_pairs_tokens(StepWork(prefill_tokens=10, prefill_pairs=10 * 7 + 55)) == (10, 7)
+@pytest.mark.parametrize(
+    ("work", "tokens", "logits", "attention"),
+    [
+        (uneven(40, 100), 2, 2, (0, 0, 2, 70)),
+        (prefilling(1, 40, history=20), 40, 1, (40, 20, 0, 0)),
+        # A chunk beside decoding rows is one launch.
+        (beside(prefilling(1, 40, history=20), uneven(50, 50, 50)), 43, 4, (40, 20, 3, 50)),
+        # Several prompts are one chunk of as many pairs.
+        (prefilling(4, 25), 100, 4, ((4 * 25 * 26) ** 0.5, 0, 0, 0)),
+    ],
+    ids=["decodes", "chunk", "both", "prompts"],
+)
+def test_steps_are_sums_of_their_kernels(
+    folder: Path, work: StepWork, tokens: int, logits: int, attention: tuple[float, ...]
+) -> None:
+    cost = LayerProfile(folder, layers=LAYERS, step_host_s=1.0)
+    expected_s = step_s(tokens, logits, attention_us(*attention))
+    assert cost.step_s(work) == (0.0, pytest.approx(expected_s), 1.0)
 
 
 def test_uneven_contexts_cost_what_the_skew_says(folder: Path) -> None:
-    columns = ("pc", "n_label", "skew_rate_label", "kv_big_label", "kp_label", "alpha", "n_samples")
-    buckets = [(0, "n<=4", "sr<=50%", "kvB<=1k", "kp=0", 0.25, 3),
-               (0, "n<=4", "sr>50%", "kvB<=1k", "kp=0", 0.75, 1)]  # fmt: skip
-    write(folder / "skew_fit.csv", columns, buckets)
-    cost = read_layer_profiles(folder, layers=LAYERS)
-    for contexts, share in (((20, 20, 20, 200), 0.25), ((20, 200, 200, 200), 0.75)):
+    buckets = [
+        (0, "n<=4", "sr<=50%", "kvB<=1k", "kp=0", 0.25, 3),
+        (0, "n<=4", "sr>50%", "kvB<=1k", "kp=0", 0.75, 1),
+        (0, "n>4", "sr>50%", "kvB>1k", "kp>0", 1, 4),
+    ]
+    write(folder / "skew_fit.csv", SKEW, buckets)
+    cost = LayerProfile(folder, layers=LAYERS)
+    for contexts, share in (
+        ((20, 20, 20, 200), 0.25),
+        ((20, 200, 200, 200), 0.75),
+        ((50, 50, 50, 50), 0.0),
+        # A bucket that nobody measured: the mean of its chunk's, by samples.
+        ((20, 20, 20, 2000), 5.5 / 8),
+    ):
         mean_us, most_us = (attention_us(0, 0, 4, c) for c in (sum(contexts) / 4, max(contexts)))
-        expected_s = dense_s(4, 4) + LAYERS * (mean_us + share * (most_us - mean_us)) * 1e-6
-        assert cost.step_s(decoding(4, contexts))[1] == pytest.approx(expected_s)
-    even = cost.step_s(decoding(4, (50, 50, 50, 50)))[1]
-    assert even == pytest.approx(dense_s(4, 4) + LAYERS * attention_us(0, 0, 4, 50) * 1e-6)
-    # A bucket that nobody measured: the mean of its chunk's, by samples.
-    assert Skew(folder / "skew_fit.csv").share(0, 1, 0.9, 99, 5000) == 0.75
-    write(
-        folder / "skew_fit.csv", columns, [*buckets, (0, "n>4", "sr>50%", "kvB>1k", "kp>0", 1, 4)]
-    )
-    assert Skew(folder / "skew_fit.csv").share(3, 1, 0.1, 9999, 0) == pytest.approx(5.5 / 8)
+        expected_s = step_s(4, 4, mean_us + share * (most_us - mean_us))
+        assert cost.step_s(uneven(*contexts))[1] == pytest.approx(expected_s)
 
 
 def test_drafts_have_no_price(folder: Path) -> None:
     with pytest.raises(FieldError, match="--cost-table"):
-        read_layer_profiles(folder, layers=1).step_s(StepWork(rows=1, draft_depth=1))
+        LayerProfile(folder, layers=1).step_s(StepWork(rows=1, draft_depth=1))
 
 
 def _edit(name: str, old: str, new: str) -> Callable[[Path], None]:
@@ -185,8 +165,14 @@ def _edit(name: str, old: str, new: str) -> Callable[[Path], None]:
         (_edit("dense.csv", "act_fn,8,9.0", "act_fn,8,0"), "is not positive"),
         (_edit("dense.csv", "act_fn,8,9.0", "act_fn,8,nan"), "not a finite number"),
         (_edit("per_sequence.csv", "sampler,8,80.0\n", ""), "too little of sampler"),
-        (_edit("attention.csv", "0,0,4,64,", "0,0,4,65,"), "attention.csv lacks"),
+        (_edit("attention.csv", "0,0,4,64,", "0,0,4,65,"), "lacks n_decode 1, kv_decode 65"),
         (_edit("attention.csv", "16,32,4,64,", "16,32,5,64,"), "attention.csv lacks"),
+        (
+            lambda f: write(
+                f / "skew_fit.csv", SKEW, [(0, "few", "sr<=5%", "kvB<=1k", "kp=0", 0.1, 1)]
+            ),
+            "line 2: n_label: 'few' is no bucket",
+        ),
     ],
 )
 def test_bad_profiles_name_their_place(
@@ -194,14 +180,7 @@ def test_bad_profiles_name_their_place(
 ) -> None:
     change(folder)
     with pytest.raises(FieldError, match=words):
-        read_layer_profiles(folder, layers=1)
-
-
-def test_labels_that_are_no_bucket_are_refused(folder: Path) -> None:
-    columns = ("pc", "n_label", "skew_rate_label", "kv_big_label", "kp_label", "alpha", "n_samples")
-    write(folder / "skew_fit.csv", columns, [(0, "few", "sr<=5%", "kvB<=1k", "kp=0", 0.1, 1)])
-    with pytest.raises(FieldError, match="line 2: n_label: 'few' is no bucket"):
-        read_layer_profiles(folder, layers=1)
+        LayerProfile(folder, layers=1)
 
 
 # -- a real run
@@ -225,7 +204,7 @@ def test_a_real_vllm_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
     found = errors()
     assert all(abs(found[name]) <= bound for name, bound in bounds.items())
     assert errors(6000)["ttft_ms"] > 0.5
-    monkeypatch.setattr(sim.layer_profiles.Skew, "share", lambda *_: 0.0)
+    monkeypatch.setattr(sim.cost.layer_profiles.Skew, "share", lambda *_: 0.0)
     assert abs(errors()["tpot_ms"]) > bounds["tpot_ms"]
 
 
@@ -234,9 +213,5 @@ def test_comparison_by_hand() -> None:
     ours = {name: values * 1.025 for name, values in real.items()}
     rows = {(r["measure"], r["cut"]): r for r in simulator_vllm.compare(real, ours)}
     assert rows["ttft_ms", "mean"]["vllm"] == 2000 and rows["ttft_ms", "mean"]["error"] == 0.025
-    assert [rows[f"{m}_ms", "mean"]["within"] for m in ("ttft", "tpot", "e2e")] == [
-        True, False, True,
-    ]  # fmt: skip
-    assert rows["tpot_ms", "p99"]["within"] is None and not math.isnan(
-        rows["e2e_ms", "p90"]["vllm"]
-    )
+    within = [rows[f"{m}_ms", "mean"]["within"] for m in ("ttft", "tpot", "e2e")]
+    assert within == [True, False, True] and rows["tpot_ms", "p99"]["within"] is None

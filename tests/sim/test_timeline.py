@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cbatch.core.config import LookaheadConfig, SchedulerConfig
-from sim.acceptance import BernoulliAcceptance
-from sim.arrivals import poisson
-from sim.costs import ConstantCost
-from sim.lengths import uniform
-from sim.modelled import ModelledExecutor
-from sim.perfetto import PerfettoTrace
-from sim.replay import replay
-from sim.report import Report
-from sim.sources import OpenLoop
-from sim.timeline import Observer, Step, Timeline
-from sim.workload import generate
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.config import LookaheadConfig
+from sim.cost.base import ConstantCost
+from sim.distributions.arrivals import poisson
+from sim.distributions.lengths import uniform
+from sim.executor.acceptance import PositionAcceptance
+from sim.executor.modelled import ModelledExecutor
+from sim.replay.replay import replay
+from sim.report.perfetto import PerfettoTrace
+from sim.report.report import Report
+from sim.report.timeline import Observer, Timeline, TimelineStep
+from sim.workload.generate import generate
+from sim.workload.sources import OpenLoop
 
 SLOTS = 4
 
@@ -41,7 +42,7 @@ def run(*observers: Observer, num_blocks: int = 60) -> Report:
     executor = ModelledExecutor(
         max_slots=SLOTS,
         cost=ConstantCost(step_duration_s=0.02),
-        acceptance=BernoulliAcceptance(0.6, max_slots=SLOTS),
+        acceptance=PositionAcceptance([0.6], max_slots=SLOTS),
     )
     return replay(OpenLoop(requests), config, executor, observers=observers)
 
@@ -50,7 +51,7 @@ class Steps:
     def __init__(self) -> None:
         self.rows: list[tuple[float, ...]] = []
 
-    def step(self, step: Step) -> None:
+    def step(self, step: TimelineStep) -> None:
         self.rows.append(
             (
                 step.started_s,

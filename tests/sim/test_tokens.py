@@ -2,17 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.core.request import FinishReason
-from sim.tokens import EMPTY_PREFIX, extend_hash, next_token, prefix_hash, reference_output, uniform
+from cbatch.core.request.request import FinishReason
+from sim.workload.tokens import (
+    EMPTY_PREFIX,
+    next_token,
+    reference_output,
+)
 from tests.helpers import make_request
 
 ALONE = {"vocab_size": 50, "eos_ids": (), "max_model_tokens": 100}
-
-
-def test_prefix_hash_is_incremental_and_depends_on_order():
-    assert prefix_hash([1, 2]) == extend_hash(extend_hash(EMPTY_PREFIX, 1), 2)
-    assert prefix_hash([1, 2]) != prefix_hash([2, 1])
-    assert prefix_hash([0]) != prefix_hash([0, 0]) != EMPTY_PREFIX
 
 
 def test_a_token_depends_on_seed_choice_and_prefix():
@@ -51,10 +49,3 @@ def test_reference_stops_at_eos_but_not_before_min_tokens():
 def test_reference_stops_at_the_end_of_the_context():
     output, reason = reference_output(make_request("a", 95, max_tokens=90), **ALONE)
     assert (len(output), reason) == (5, FinishReason.LENGTH)
-
-
-def test_noise_is_uniform_and_repeatable():
-    values = [uniform(3, 0, position, 1) for position in range(4000)]
-    assert values == [uniform(3, 0, position, 1) for position in range(4000)]
-    assert abs(sum(values) / 4000 - 0.5) < 5 * (1 / 12 / 4000) ** 0.5
-    assert min(values) >= 0 and max(values) < 1

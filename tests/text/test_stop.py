@@ -36,25 +36,6 @@ def test_any_split_gives_the_same_text(stops: list[str], text: str, data: st.Dat
     assert run(stops, pieces) == reference(stops, text)
 
 
-def test_every_split_of_a_stop_string_hides_all_of_it() -> None:
-    stop = "\n\ndef"
-    for cut in range(len(stop) + 1):
-        matcher = StopMatcher([stop])
-        first, stopped = matcher.push("x = 1" + stop[:cut])
-        if not stopped:
-            assert first == "x = 1", "a partial match must be held back"
-            second, stopped = matcher.push(stop[cut:] + " later")
-            assert (second, stopped) == ("", True)
-
-
-def test_a_partial_match_that_fails_is_shown() -> None:
-    matcher = StopMatcher(["STOP"])
-    assert matcher.push("aST") == ("a", False)
-    assert matcher.push("x") == ("STx", False)
-    assert matcher.push("S") == ("", False)
-    assert matcher.flush() == "S"
-
-
 def test_before_min_tokens_a_stop_string_is_text() -> None:
     matcher = StopMatcher(["ab"])
     assert matcher.push("xab", may_stop=False) == ("xab", False)

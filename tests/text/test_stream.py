@@ -1,14 +1,27 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from cbatch.text import TextStream, TextTokenizer
-from tests.text.toy_tokenizers import byte_fallback, byte_level
+from tests.text.toy_tokenizers import byte_fallback, byte_level, word_ends, word_pieces
+
+
+def _name_of(tokenizer: TextTokenizer) -> str:
+    return tokenizer.source
+
 
 BYTES = TextTokenizer(byte_level(), "byte level")
 FALLBACK = TextTokenizer(byte_fallback(), "byte fallback")
+PIECES = TextTokenizer(word_pieces(), "word pieces")
+ENDS = TextTokenizer(word_ends(), "word ends")
+TOKENIZERS = pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK, PIECES, ENDS], ids=_name_of)
+TEXTS = st.text(alphabet="ab hello.é日本語😀🦀\ufffd") | st.text()
 IDS = st.lists(st.integers(0, 299), max_size=40)
 
 
@@ -21,13 +34,71 @@ def test_streamed_text_is_the_decoded_output(ids: list[int]) -> None:
     assert "".join(pieces_of(TextStream(BYTES), ids)) == BYTES.decode(ids)
 
 
-@given(st.text(alphabet="abc hélo日", max_size=20))
-def test_the_same_for_byte_fallback_after_a_prompt(text: str) -> None:
-    prompt = [1, 259, 259]
-    # The normaliser prepends a word border: the text that follows a prompt begins with a space.
-    pieces = pieces_of(TextStream(FALLBACK, prompt), FALLBACK.encode(text))
-    assert "".join(pieces) == (" " + text if text else "")
-    assert not any("\ufffd" in piece for piece in pieces)
+def is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@TOKENIZERS
+@given(data=st.data(), text=TEXTS, num_controls=st.integers(0, 9), joins=st.booleans())
+def test_what_follows_a_prompt_is_shown_as_if_decoded_with_it(
+    tokenizer: TextTokenizer, data: st.DataObject, text: str, num_controls: int, joins: bool
+) -> None:
+    """Wherever the prompt ends between two characters, control tokens behind it or not."""
+    ids = tokenizer.encode(text)
+    pieces = [tokenizer.token_bytes(i) for i in ids]
+    ends = [at for at in range(len(ids) + 1) if is_text(b"".join(pieces[:at]))]
+    at = data.draw(st.sampled_from(ends))
+    control = tokenizer.raw.token_to_id(tokenizer.special_tokens[-1])
+    prompt, output = ids[:at] + [control] * num_controls, ids[at:]
+    stream = TextStream(tokenizer, prompt)
+    shown = stream.push(output).text if joins else "".join(stream.push([i]).text for i in output)
+    assert shown + stream.finish() == tokenizer.decode(ids)[len(tokenizer.decode(prompt)) :]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=_name_of)
+@pytest.mark.parametrize("num_missing", [1, 2])
+def test_a_character_that_the_prompt_begins(tokenizer: TextTokenizer, num_missing: int) -> None:
+    """It is shown whole where the output completes it, and is nothing of the output's where not."""
+    ids = tokenizer.encode("a😀🦀")
+    prompt, rest = ids[:-num_missing], ids[-num_missing:]
+    assert not is_text(b"".join(map(tokenizer.token_bytes, prompt)))
+    (more,) = tokenizer.encode("ab")[-1:]
+    assert "".join(pieces_of(TextStream(tokenizer, prompt), [*rest, more])) == "🦀b"
+    assert "".join(pieces_of(TextStream(tokenizer, prompt), [more])) == "b"
+    assert pieces_of(TextStream(tokenizer, prompt), []) == [""]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=_name_of)
+def test_tokens_without_text_are_not_kept_waiting_for_some(tokenizer: TextTokenizer) -> None:
+    """Each would otherwise be decoded with all before it, again and again."""
+    (broken,) = [i for i in tokenizer.encode("é") if tokenizer.token_bytes(i) == b"\xa9"]
+    stream = TextStream(tokenizer)
+    shown = stream.push([broken] * 500).text
+    assert len(shown) > 400
+    assert shown + stream.finish() == "\ufffd" * 500
+
+
+def test_control_tokens_are_not_decoded_again_with_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[int] = []
+
+    class Recorded:
+        def __init__(self, **settings: Any) -> None:
+            self._stream = DecodeStream(**settings)
+
+        def step(self, tokenizer: Tokenizer, token_id: int) -> str | None:
+            steps.append(token_id)
+            return self._stream.step(tokenizer, token_id)
+
+    monkeypatch.setattr("cbatch.text.detokenizer.DecodeStream", Recorded)
+    (x,) = BYTES.encode("x")
+    assert TextStream(BYTES, [x, 0, 0]).push([*[0] * 500, x]).text == "x"
+    assert steps == [x, x]
 
 
 @given(st.lists(st.integers(0, FALLBACK.vocab_size - 1), max_size=30))
@@ -50,12 +121,6 @@ def test_valid_text_never_flashes_a_replacement_character(text: str) -> None:
     assert "".join(pieces) == text
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
-
-
-def test_a_character_over_several_tokens_is_shown_whole() -> None:
-    ids = BYTES.encode("🦊")
-    assert len(ids) > 1, "the test needs a character of several tokens"
-    assert pieces_of(TextStream(BYTES), ids) == [""] * (len(ids) - 1) + ["🦊", ""]
 
 
 def test_keep_tokens_counts_to_the_token_that_completes_the_stop_string() -> None:

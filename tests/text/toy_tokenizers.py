@@ -1,4 +1,5 @@
-"""Small tokenizers built in memory: byte-level BPE, and sentencepiece with byte fallback."""
+"""Small tokenizers built in memory: byte-level BPE, sentencepiece with byte fallback, WordPiece,
+and BPE that marks the ends of words."""
 
 from __future__ import annotations
 
@@ -51,6 +52,37 @@ def byte_fallback() -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
+    return tokenizer
+
+
+@lru_cache
+def word_pieces() -> Tokenizer:
+    """Words and "##" for what goes on with one; nothing else is known."""
+    letters = "abcdehlo日本語"
+    pieces = ["[UNK]", "hello", "##llo", *letters, *(f"##{letter}" for letter in letters), ".", ","]
+    model = models.WordPiece({piece: at for at, piece in enumerate(pieces)}, unk_token="[UNK]")
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["[SEP]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=True)
+    return tokenizer
+
+
+@lru_cache
+def word_ends() -> Tokenizer:
+    """BPE of characters, with "</w>" where a word ends."""
+    letters = "abcdehlo日本語é"
+    vocab = ["<unk>", *letters, *(f"{letter}</w>" for letter in letters)]
+    model = models.BPE(
+        {name: at for at, name in enumerate(vocab)},
+        [],
+        unk_token="<unk>",
+        end_of_word_suffix="</w>",
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.BPEDecoder("</w>")
     return tokenizer
 
 

@@ -14,8 +14,14 @@ from torch import Tensor
 
 from tests.chi_square import chi_square_z
 from tests.triton_kernels.worlds import World, exact, joint
-from triton_kernels import noise
-from triton_kernels.verify import NoiseRows, Verdict, coupled_verify, draw, rejection_verify
+from triton_kernels.noise import host as noise
+from triton_kernels.verification.reference import (
+    NoiseRows,
+    Verdict,
+    coupled_verify,
+    draw,
+    rejection_verify,
+)
 
 DEEPEST = 3  # drafts a step
 Z_BOUND = 5.0  # |z| beyond it by chance: 6 in 10 million tests; seeds are fixed

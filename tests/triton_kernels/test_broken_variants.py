@@ -25,8 +25,9 @@ from tests.triton_kernels.decoding import (
     joint_z,
 )
 from tests.triton_kernels.worlds import ShapedWorld, World, chain_world
-from triton_kernels import noise, verify
-from triton_kernels.verify import NoiseRows, rejection_verify
+from triton_kernels.noise import host as noise
+from triton_kernels.verification import reference as verify
+from triton_kernels.verification.reference import NoiseRows, rejection_verify
 
 COUNT = 15_000
 CAUGHT = 2 * Z_BOUND

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels import compile_check
-from triton_kernels.case import Case, Limits
+from triton_kernels.build.case import CaseLimits, KernelCase
 from triton_kernels.compile_check import Findings, all_cases, check, main
 
 SHIPPED = list({(c.name, c.wgmma, c.tma): c for c in all_cases() if "sm_90" in c.limits}.values())
@@ -24,9 +24,9 @@ def product_kernel(a_ptr, b_ptr, out_ptr, stride, ROWS: tl.constexpr, SIZE: tl.c
     tl.store(out_ptr + row + column, tl.dot(a, b))
 
 
-def product(rows: int = 64, num_warps: int = 4) -> Case:
+def product(rows: int = 64, num_warps: int = 4) -> KernelCase:
     """A small product that passes the check."""
-    return Case(
+    return KernelCase(
         name="product",
         config=f"rows={rows}",
         kernel=product_kernel,
@@ -35,7 +35,7 @@ def product(rows: int = 64, num_warps: int = 4) -> Case:
         divisible=("a_ptr", "b_ptr", "out_ptr", "stride"),
         num_warps=num_warps,
         num_stages=1,
-        limits={"sm_90": Limits(128, 64 << 10)},
+        limits={"sm_90": CaseLimits(128, 64 << 10)},
         wgmma=True,
         wide_loads=True,
     )
@@ -48,7 +48,7 @@ def small_product() -> Findings:
 
 
 @pytest.mark.parametrize("case", SHIPPED, ids=lambda case: f"{case.name} {case.config}")
-def test_shipped_kernels_pass(case: Case) -> None:
+def test_shipped_kernels_pass(case: KernelCase) -> None:
     assert check(case, "sm_90").faults() == []
 
 
@@ -67,7 +67,7 @@ def test_a_stride_of_any_size_makes_loads_narrow() -> None:
 
 
 def test_a_sum_too_large_for_its_threads_spills() -> None:
-    limits = {"sm_90": Limits(255, 64 << 10)}
+    limits = {"sm_90": CaseLimits(255, 64 << 10)}
     case = product(rows=256, num_warps=1)._replace(limits=limits, wgmma=False)
     (fault,) = check(case, "sm_90").faults()
     assert fault.startswith("spills")
@@ -86,7 +86,7 @@ def test_a_shorter_pipeline_is_seen() -> None:
 
 
 def test_limits_hold() -> None:
-    case = product()._replace(limits={"sm_90": Limits(8, 8)})
+    case = product()._replace(limits={"sm_90": CaseLimits(8, 8)})
     registers, shared = small_product()._replace(case=case).faults()
     assert "registers, 8 allowed" in registers
     assert "bytes shared, 8 allowed" in shared
@@ -96,7 +96,7 @@ def test_limits_hold() -> None:
 def test_the_command_ends_with_one_line_of_json(
     registers: int, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = product()._replace(limits={"sm_90": Limits(registers, 64 << 10)})
+    case = product()._replace(limits={"sm_90": CaseLimits(registers, 64 << 10)})
     monkeypatch.setattr(compile_check, "all_cases", lambda families: [case])
     monkeypatch.setattr(compile_check, "check", lambda *_: small_product()._replace(case=case))
     assert main([]) == status

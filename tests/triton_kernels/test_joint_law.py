@@ -25,7 +25,7 @@ from tests.triton_kernels.decoding import (
     overlap_of,
 )
 from tests.triton_kernels.worlds import ShapedWorld, World, chain_world, exact, joint, survival
-from triton_kernels.verify import NoiseRows
+from triton_kernels.verification.reference import NoiseRows
 
 COUNT = 40_000
 BOTH = pytest.mark.parametrize("mode", list(MODES))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cbatch.core import noise as spec
-from cbatch.core.noise import Purpose
-from triton_kernels import noise
+from cbatch.core.request import noise as spec
+from cbatch.core.request.noise import Purpose
+from triton_kernels.noise import host as noise
 
 
 def test_constants_are_those_of_the_specification():

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from triton_kernels import noise_device
+from triton_kernels.noise import device as noise_device
 
 
 @triton.jit

@@ -11,20 +11,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.core import estimator, goodput, lookahead
-from cbatch.core.config import LookaheadConfig
-from cbatch.core.cost import StepPrices
+from cbatch.core.speculation import acceptance as estimator
+from cbatch.core.speculation import draft_allocation
+from cbatch.core.speculation.build import build_policy
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.cost_model import StepPrices
+from cbatch.core.speculation.gate import Due
+from cbatch.core.speculation.policy import StepBudget
+from tests.helpers import DraftedRows
 from tests.triton_kernels.decoding import DEEPEST, MODES, Z_BOUND, Decoder, Policy, Step, joint_z
 from tests.triton_kernels.worlds import ShapedWorld, World, chain_world, exact
-from triton_kernels import noise
-from triton_kernels.verify import expected_accepted
+from triton_kernels.noise import host as noise
+from triton_kernels.verification.reference import expected_accepted
 
 COUNT = 60_000
 CAUGHT = 2 * Z_BOUND
 
 
 class Shipped(Policy):
-    """The functions that the scheduler calls, with caps that differ from row to row."""
+    """The policy that the scheduler has, with caps that differ from row to row."""
 
     def __init__(self, policy: str) -> None:
         self.config = LookaheadConfig(
@@ -32,22 +37,20 @@ class Shipped(Policy):
         )
 
     def begin(self, count: int, world: World) -> None:
-        trials = np.full(count, self.config.prior_trials)
-        self.estimate = np.stack([trials * self.config.prior_acceptance, trials])
+        self.policy = build_policy(self.config, max_slots=count, max_tokens=1, profile=None)
+        for slot in range(count):
+            self.policy.enter(slot, None)
 
     def choose(self, at: Tensor) -> Tensor:
         caps = (DEEPEST - (at % 5 == 0).to(torch.int64)).numpy().astype(np.int32)
-        k = lookahead.choose_lookahead(self.config, self.estimate, at.numpy(), caps)
+        k = self.policy.choose(Due.DECISION, at.numpy(), caps, caps, 0, lambda: StepBudget(0, 0))
+        assert k is not None
         return torch.from_numpy(k.astype(np.int64))
 
     def observe(self, step: Step) -> None:
-        rows = step.at.numpy()
-        drafted, accepted = (
-            x.numpy().astype(np.int32) for x in (step.num_drafts, step.verdict.num_accepted)
-        )
-        self.estimate[:, rows] = lookahead.observe(
-            self.config, self.estimate[:, rows], drafted, accepted
-        )
+        counts = step.num_drafts, step.verdict.num_accepted
+        drafted, accepted = (x.numpy().astype(np.int32) for x in counts)
+        self.policy.observe(DraftedRows(step.at.numpy(), drafted, accepted))
 
 
 class Goodput(Policy):
@@ -65,9 +68,9 @@ class Goodput(Policy):
 
     def choose(self, at: Tensor) -> Tensor:
         known = self.statistics[:, at.numpy()]
-        survival = lookahead.survival(known[estimator.ACCEPTED], known[estimator.TRIALS], DEEPEST)
+        survival = estimator.survival(known[estimator.ACCEPTED], known[estimator.TRIALS], DEEPEST)
         prices = StepPrices(1.0 + 0.25 * np.arange(len(at) * DEEPEST + 1) / len(at), 0.02)
-        decision = goodput.decide(survival, np.full(len(at), DEEPEST, np.int32), prices)
+        decision = draft_allocation.decide(survival, np.full(len(at), DEEPEST, np.int32), prices)
         return torch.from_numpy(decision.num_drafts.astype(np.int64))
 
     def observe(self, step: Step) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,10 +12,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from bench.load.bodies import BodySettings, Item
-from bench.load.call import Call
-from bench.load.drive import Part, Plan, drive
-from bench.load.http import Endpoint
+from bench.load.client.bodies import BodySettings, Item
+from bench.load.client.call import TimedCall
+from bench.load.client.http import Endpoint
+from bench.load.run.drive import Part, PartPlan, drive
 from sim.traces.request import TraceRequest
 
 Script = Callable[["Exchange"], Awaitable[None]]
@@ -73,11 +74,8 @@ def scripted(script: Script) -> Iterator[Scripted]:
         try:
             while not writer.is_closing():
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = 0
-                for line in head.decode().lower().split("\r\n"):
-                    if line.startswith("content-length:"):
-                        length = int(line.split(":")[1])
-                body = json.loads(await reader.readexactly(length) or b"{}")
+                length = re.search(rb"content-length: *(\d+)", head.lower())
+                body = json.loads(await reader.readexactly(int(length[1])) if length else b"{}")
                 served[0].bodies.append(body)
                 await script(Exchange(body, len(served[0].bodies) - 1, place, writer))
                 place += 1
@@ -141,19 +139,15 @@ def plan(
     streamed: bool = True,
     timeout_s: float = 30.0,
     **more: Any,
-) -> Plan:
+) -> PartPlan:
     """`count` calls of a closed loop, or calls at those times."""
     times_s = [0.0] * count if arrivals_s is None else arrivals_s
-    requests = tuple(
-        TraceRequest(arrival_s=at_s, prompt_tokens=5, output_tokens=3) for at_s in times_s
-    )
-    bodies = BodySettings(
-        model="m", chat=False, streamed=streamed, fields={}, items=(Item(prompt="x"),)
-    )
-    return Plan(
+    requests = [TraceRequest(arrival_s=at, prompt_tokens=5, output_tokens=3) for at in times_s]
+    items = (Item(prompt="x"),)
+    return PartPlan(
         endpoint=endpoint,
-        bodies=bodies,
-        requests=requests,
+        bodies=BodySettings(model="m", chat=False, streamed=streamed, fields={}, items=items),
+        requests=tuple(requests),
         indices=tuple(range(len(requests))),
         total=len(requests),
         concurrency=None if arrivals_s is not None else concurrency,
@@ -162,12 +156,12 @@ def plan(
     )
 
 
-def run_plan(made: Plan) -> Part:
+def run_plan(made: PartPlan) -> Part:
     async def run() -> Part:
         return await drive(made, start_s=time.monotonic(), stop=asyncio.Event())
 
     return asyncio.run(run())
 
 
-def calls_of(made: Plan) -> list[Call]:
+def calls_of(made: PartPlan) -> list[TimedCall]:
     return sorted(run_plan(made).calls, key=lambda call: call.index)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from bench.load.call import Call
-from bench.load.http import Endpoint
-from cbatch.core.errors import FieldError
+from bench.load.client.call import TimedCall
+from bench.load.client.http import Endpoint
+from cbatch.core.request.errors import FieldError
 from tests.bench.load.scripted import (
     DONE,
     STREAM_HEAD,
@@ -32,7 +32,7 @@ WHOLE = {
 }
 
 
-def one(script: Script, **more: Any) -> Call:
+def one(script: Script, **more: Any) -> TimedCall:
     with scripted(script) as server:
         (call,) = calls_of(plan(server.endpoint, **more))
     return call
@@ -144,21 +144,14 @@ def test_a_call_on_a_kept_connection_that_has_begun_is_not_sent_again() -> None:
         assert labels == [None, "cut", None] and len(server.bodies) == 3
 
 
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("http://a:8000", ("a", 8000, False, "")),
-        ("a:8000", ("a", 8000, False, "")),
-        ("https://a/v1/", ("a", 443, True, "")),
-        ("http://[::1]:9/x/v1", ("::1", 9, False, "/x")),
-    ],
-)
-def test_urls(url: str, expected: tuple[str, int, bool, str]) -> None:
-    found = Endpoint.of(url)
-    assert (found.host, found.port, found.tls, found.prefix) == expected
-
-
-@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:port", "http://a:99999"])
-def test_what_is_no_url(url: str) -> None:
-    with pytest.raises(FieldError, match="URL"):
-        Endpoint.of(url)
+def test_urls() -> None:
+    for url, expected in {
+        "http://a:8000": Endpoint("a", 8000, False, ""),
+        "a:8000": Endpoint("a", 8000, False, ""),
+        "https://a/v1/": Endpoint("a", 443, True, ""),
+        "http://[::1]:9/x/v1": Endpoint("::1", 9, False, "/x"),
+    }.items():
+        assert Endpoint.of(url) == expected
+    for url in ("ftp://a", "http://", "http://a:port", "http://a:99999"):
+        with pytest.raises(FieldError, match="URL"):
+            Endpoint.of(url)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.load.call import Call, CallError, Failure
-from bench.load.page import series_of
-from bench.load.report import ServerSample
+from bench.load.client.call import CallError, Failure, TimedCall
+from bench.load.run.page import series_of
+from bench.load.run.report import ServerSample
 
 
-def call(sent_s: float, reads: list[tuple[float, int]]) -> Call:
-    made = Call(0, sent_s, 4, 8)
+def call(sent_s: float, reads: list[tuple[float, int]]) -> TimedCall:
+    made = TimedCall(0, sent_s, 4, 8)
     made.output_tokens, made.per_chunk_usage = sum(n for _, n in reads), True
     for at_s, tokens in reads:
         made.chunk_s.append(at_s)
@@ -23,9 +23,9 @@ def call(sent_s: float, reads: list[tuple[float, int]]) -> Call:
 def test_tokens_and_calls_under_way_add_up() -> None:
     """A server that stands still from 2 s to 6 s is seen to."""
     calls = [call(0.0, [(1.0, 3), (2.0, 2), (6.0, 1)]), call(1.0, [(1.5, 1), (8.0, 4)])]
-    whole = Call(2, 3.0, 4, 8)  # that was not streamed
+    whole = TimedCall(2, 3.0, 4, 8)  # that was not streamed
     whole.end_s, whole.output_tokens = 7.0, 5
-    failed = Call(3, 2.0, 4, 8)
+    failed = TimedCall(3, 2.0, 4, 8)
     failed.end_s, failed.error = 4.0, CallError(Failure.CUT, "")
     series = series_of([*calls, whole, failed])
     assert series is not None and series.first_s == 0.0
@@ -40,23 +40,15 @@ def test_tokens_and_calls_under_way_add_up() -> None:
 
 
 def test_nothing_that_came_is_nothing_drawn() -> None:
-    failed = Call(0, 0.0, 4, 8)
+    failed = TimedCall(0, 0.0, 4, 8)
     failed.error = CallError(Failure.EMPTY, "")
     assert series_of([failed]) is None and series_of([]) is None
 
 
 def look(at_s: float, waiting: float, drafted: int, accepted: int | None) -> ServerSample:
-    return ServerSample(
-        at_s=at_s,
-        running=1.0,
-        waiting=waiting,
-        kv_share=0.5,
-        prompt_tokens=round(10 * at_s),
-        output_tokens=None,
-        drafted_tokens=drafted,
-        accepted_tokens=accepted,
-        steps=None,
-    )
+    told = {"running": 1.0, "kv_share": 0.5, "output_tokens": None, "steps": None}
+    told |= {"waiting": waiting, "prompt_tokens": round(10 * at_s)}
+    return ServerSample(at_s=at_s, drafted_tokens=drafted, accepted_tokens=accepted, **told)
 
 
 def test_what_the_server_told_is_drawn_beside() -> None:

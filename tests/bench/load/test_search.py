@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from bench.load.call import CallError, Failure
-from bench.load.measure import Run, measure
-from bench.load.report import Measured
-from bench.load.runner import Load
-from bench.load.search import RANGE, TOLERANCE, find_rate, tried
-from bench.load.sweep import Point, to_json
-from sim.capacity import Capacity
-from sim.report import Objectives
+from bench.load.client.call import CallError, Failure
+from bench.load.run.measure import LoadRun, measure
+from bench.load.run.report import Measured
+from bench.load.run.runner import OfferedLoad
+from bench.load.run.sweep import RANGE, TOLERANCE, Point, find_rate, to_json, tried
+from sim.replay.capacity import Capacity
+from sim.report.report import Objectives
 from tests.bench.load.test_measure import run_of, steady_calls
 
 SERVED_PER_S = 37.0
@@ -27,7 +26,7 @@ class Queue:
         self.rates: list[float] = []
         self._refuses_from_per_s, self._stops_after = refuses_from_per_s, stops_after
 
-    async def runs(self, load: Load, number: int) -> list[Run]:
+    async def runs(self, load: OfferedLoad, number: int) -> list[LoadRun]:
         assert number == len(self.rates) and load.rate_per_s is not None
         self.rates.append(load.rate_per_s)
         # So long that a queue which grows by a hundredth is late in the end.
@@ -41,7 +40,7 @@ class Queue:
 def searched(
     queue: Any, first_per_s: float, share: float = 0.99, e2e_s: float = 0.2
 ) -> tuple[list[Point], Capacity | None]:
-    def report(load: Load, runs: list[Run]) -> Measured:
+    def report(load: OfferedLoad, runs: list[LoadRun]) -> Measured:
         return measure(runs, settings={}, objectives=Objectives(e2e_s=e2e_s))
 
     return asyncio.run(find_rate(queue, first_per_s, share, report))
@@ -69,15 +68,11 @@ def test_refused_calls_have_kept_nothing() -> None:
 
 
 def test_calls_that_pile_up_are_no_success_though_the_run_was_short() -> None:
-    report = measure(
-        [run_of(steady_calls(20, 15), open_loop=True)], settings={}, objectives=Objectives(e2e_s=60)
-    )
-    assert report.goodput is not None and report.goodput.share == 1.0 and report.saturated
-    assert not tried(20.0, report, 0.99).meets
-    fine = measure(
-        [run_of(steady_calls(20, 40), open_loop=True)], settings={}, objectives=Objectives(e2e_s=60)
-    )
-    assert tried(20.0, fine, 0.99).meets
+    for served_per_s, meets in ((15, False), (40, True)):
+        run = run_of(steady_calls(20, served_per_s), open_loop=True)
+        report = measure([run], settings={}, objectives=Objectives(e2e_s=60))
+        assert report.goodput is not None and report.goodput.share == 1.0
+        assert report.saturated is not meets and tried(20.0, report, 0.99).meets is meets
 
 
 def test_the_range_has_ends_and_a_search_can_be_stopped() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cbatch.core.errors import FieldError
+from cbatch.core.request.errors import FieldError
 from sim.traces.changes import sample, scale, spread
 from sim.traces.reader import Trace
 from sim.traces.request import TraceError, TraceRequest

@@ -8,25 +8,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.core.request import SamplingParams
-from triton_kernels import noise
-from triton_kernels.sample.launch import Settled, Tiling
-from triton_kernels.sample.reference import sample_reference
-from triton_kernels.sample.rows import (
+from cbatch.core.request.request import SamplingParams
+from triton_kernels.noise import host as noise
+from triton_kernels.sampling.inputs import (
     COUPLED,
     GREEDY,
     IN_PROMPT,
     IS_STOP,
     REJECTION,
-    Batch,
-    Drafts,
+    DraftTokens,
+    LogitsBatch,
+    LogitsShaping,
     Noise,
     Proposals,
     Requests,
     Rows,
-    Shaping,
     rows_of,
 )
+from triton_kernels.sampling.launch import Reduced, Tiling
+from triton_kernels.sampling.reference import sample_reference
 
 MANY_ROWS = Tiling(1024, 64, 64, 1, 64)
 
@@ -78,7 +78,7 @@ def random_request(rng: np.random.Generator, vocab: int, *, filters: bool, shape
     return Asked(params, rng.integers(0, vocab, 6).tolist(), output, list(ids(2)))
 
 
-def shaping_of(asked: list[Asked], vocab: int) -> Shaping:
+def shaping_of(asked: list[Asked], vocab: int) -> LogitsShaping:
     """The device state of `asked`, as an executor keeps it."""
     entries = [_entries(each, vocab) for each in asked]
     width = max(1, *(len(e) for e in entries))
@@ -96,7 +96,7 @@ def shaping_of(asked: list[Asked], vocab: int) -> Shaping:
     bits = np.packbits(plain, axis=1, bitorder="little").view(np.int32)
     triples = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
     left = [each.params.min_tokens - len(each.output) for each in asked]
-    return Shaping(
+    return LogitsShaping(
         torch.from_numpy(bits),
         listed,
         torch.tensor([len(e) for e in entries], dtype=torch.int32),
@@ -160,7 +160,7 @@ def random_batch(
     shaped: bool = True,
     most_drafts: int = 5,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Batch, list[Asked]]:
+) -> tuple[LogitsBatch, list[Asked]]:
     """`count` requests of ragged k in 0..most_drafts. Logits have ties, and so have filters' edges.
     Drafts are likely tokens."""
     asked = [random_request(rng, vocab, filters=filters, shaped=shaped) for _ in range(count)]
@@ -173,15 +173,15 @@ def random_batch(
     tokens = likely.gather(1, rank[:, None]).squeeze(1)
     drafted = rows.depths < num_drafts[rows.requests.long()]
     draft_starts = starts - torch.arange(count)
-    drafts = Drafts(
+    drafts = DraftTokens(
         tokens[drafted].to(torch.int32), draft_starts.to(torch.int32), num_drafts.to(torch.int32)
     )
     shaping = shaping_of(asked, vocab) if shaped else None
     where = noise_of(rng, count)
-    return Batch(logits, rows, requests_of(asked, vocab), where, drafts, shaping), asked
+    return LogitsBatch(logits, rows, requests_of(asked, vocab), where, drafts, shaping), asked
 
 
-def proposals_for(rng: np.random.Generator, batch: Batch) -> tuple[Batch, Proposals]:
+def proposals_for(rng: np.random.Generator, batch: LogitsBatch) -> tuple[LogitsBatch, Proposals]:
     """`batch` with drafts really drawn from the proposals: near the target, filtered and shaped as
     requests ask, one after the other; every fourth request's are certain."""
     drafted = batch.rows.depths < batch.drafts.counts[batch.rows.requests.long()]
@@ -201,7 +201,7 @@ def proposals_for(rng: np.random.Generator, batch: Batch) -> tuple[Batch, Propos
     return batch, Proposals(logits, rows, certain)
 
 
-def kept_by(result: Settled, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
+def kept_by(result: Reduced, batch: LogitsBatch, x: Tensor) -> tuple[Tensor, Tensor]:
     """y of shaped logits `x`, and what the cuts of `result` keep, bool; both [N, V]."""
     inverse = (1.0 / batch.requests.temperatures)[batch.rows.requests.long()]
     y = (x.amax(dim=-1, keepdim=True) - x) * inverse[:, None]

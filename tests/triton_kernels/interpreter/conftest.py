@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from triton_kernels import interpreter
+    from triton_kernels.build import interpreter
 
     interpreter.repair()
 else:

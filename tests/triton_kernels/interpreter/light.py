@@ -11,15 +11,19 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
-from cbatch.runtime.gpu import attend, decoder, drafting, verifying
-from triton_kernels.activation import silu_mul_reference
+from cbatch.runtime.gpu import attention as attend
+from cbatch.runtime.gpu import decoder
+from cbatch.runtime.gpu import draft_pass as drafting
+from cbatch.runtime.gpu import target_pass as verifying
 from triton_kernels.attention import WorkList, attention_reference
-from triton_kernels.kv_write import kv_write_reference
-from triton_kernels.norm import rms_norm_reference
-from triton_kernels.sample.launch import Settled
-from triton_kernels.sample.reference import sample_reference, verify_reference
-from triton_kernels.sample.rows import Batch, Drafts, Proposals, Rows
-from triton_kernels.verify_logits import Decision
+from triton_kernels.layers.activation import silu_mul_reference
+from triton_kernels.layers.kv_write import kv_write_reference
+from triton_kernels.layers.norm import rms_norm_reference
+from triton_kernels.sampling.inputs import DraftTokens, LogitsBatch, Proposals, Rows
+from triton_kernels.sampling.launch import Reduced
+from triton_kernels.sampling.reference import sample_reference
+from triton_kernels.verification.kernel import VerifyOutput
+from triton_kernels.verification.reference_of_logits import verify_reference
 
 
 def without_overflow_checks(patch: pytest.MonkeyPatch) -> None:
@@ -60,22 +64,22 @@ def use_references(patch: pytest.MonkeyPatch) -> None:
 
 def use_reference_verdicts(patch: pytest.MonkeyPatch) -> None:
     """The same for the kernels that draw and verify."""
-    patch.setattr(drafting, "settle", _settle)
+    patch.setattr(drafting, "reduce_tiles", _reduce)
     patch.setattr(verifying, "verify_logits", _verify)
 
 
-def _settle(batch: Batch, purpose: int) -> Settled:
+def _reduce(batch: LogitsBatch, purpose: int) -> Reduced:
     ids = torch.zeros(len(batch.logits), 4, dtype=torch.int32)
     ids[:, 0] = sample_reference(*batch, purpose)
     ids[:, 3] = batch.logits.isfinite().all(dim=-1)
     empty = torch.zeros(0)
-    return Settled(empty, ids, empty)
+    return Reduced(empty, ids, empty)
 
 
-def _verify(batch: Batch, starts: Tensor, proposals: Proposals | None) -> Decision:
+def _verify(batch: LogitsBatch, starts: Tensor, proposals: Proposals | None) -> VerifyOutput:
     """`verify_reference` knows neither slots without logits nor rows of padding."""
     deciding = torch.unique(batch.rows.requests[: _num_rows(batch)]).long()
-    decision = Decision(*(torch.zeros(len(starts), dtype=torch.int32) for _ in range(3)))
+    decision = VerifyOutput(*(torch.zeros(len(starts), dtype=torch.int32) for _ in range(3)))
     if not len(deciding):
         return decision
     renumbered = torch.zeros(len(starts), dtype=torch.int32)
@@ -94,12 +98,12 @@ def _verify(batch: Batch, starts: Tensor, proposals: Proposals | None) -> Decisi
     tokens = batch.drafts.tokens[where]
     rows = _num_rows(batch)
     owners = renumbered[batch.rows.requests[:rows].long()]
-    compact = Batch(
+    compact = LogitsBatch(
         batch.logits[:rows],
         Rows(owners, batch.rows.depths[:rows]),
         own(batch.requests),
         own(batch.noise),
-        Drafts(tokens, (counts.cumsum(0) - counts).int(), counts),
+        DraftTokens(tokens, (counts.cumsum(0) - counts).int(), counts),
         None if batch.shaping is None else own(batch.shaping),
     )
     drawn = None
@@ -115,6 +119,6 @@ def _verify(batch: Batch, starts: Tensor, proposals: Proposals | None) -> Decisi
     return decision
 
 
-def _num_rows(batch: Batch) -> int:
+def _num_rows(batch: LogitsBatch) -> int:
     """Rows of padding belong to the last request."""
     return int((batch.rows.requests < len(batch.requests.modes) - 1).sum())

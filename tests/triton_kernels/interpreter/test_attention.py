@@ -1,8 +1,7 @@
-"""Attention in the interpreter against the reference, and bit for bit against itself."""
+"""Attention in the interpreter against the reference, over a grid of types, pages, windows and
+caps, and bit for bit against itself."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -47,21 +46,6 @@ def test_window(window: int) -> None:
         table[: max(context - starts - window + 1, 0) // 16] = freed
     assert error(step.run(step.work(window=window)), expected) < TOLERANCE[torch.float32]
     assert error(expected, step.reference(window=window + 1)) != 0
-
-
-@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
-def test_soft_cap(soft_cap: float) -> None:
-    step = Step.make(MIXED[:3], SMALL)
-    found = step.run(step.work(), soft_cap=soft_cap)
-    assert error(found, step.reference(soft_cap=soft_cap)) < TOLERANCE[torch.float32]
-    assert error(found, step.reference()) > 1e-3
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp8(kv_dtype: torch.dtype) -> None:
-    step = Step.make(MIXED[:3], SMALL, dtype=torch.bfloat16, kv_dtype=kv_dtype)
-    scales = {"k_scale": 0.7, "v_scale": 1.9}
-    assert error(step.run(step.work(), **scales), step.reference(**scales)) < 4e-2
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -110,43 +94,57 @@ def test_split_points_that_move_change_bits() -> None:
     assert not torch.equal(apart, together)
 
 
-def test_folding_in_another_order_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step.make([(1, 100)], SMALL)
-    expected = step.run(step.work())
-    work = step.work()
-    at = int(work.num_items)
-    work.items[kernel.FIRST_SPLIT.value, :at] = work.items[kernel.FIRST_SPLIT.value, :at].flip(0)
-    work.items[kernel.STOP_SPLIT.value, :at] = work.items[kernel.STOP_SPLIT.value, :at].flip(0)
-    found = step.run(work)
-    assert not torch.equal(found, expected)
-    assert error(found, step.reference()) < TOLERANCE[torch.float32]
+HEADS = Heads(kv_heads=1, group=2, head_dim=16)
+# A decode over several splits, a verification that ends at one, a chunk; lengths around 64.
+QUERIES = [(1, 130), (3, 64), (9, 40)]
+TYPES = {
+    (torch.float32, None): 2e-6,
+    (torch.float16, None): 2e-3,
+    (torch.bfloat16, None): 1.5e-2,
+    (torch.bfloat16, torch.float8_e4m3fn): 4e-2,
+    (torch.float16, torch.float8_e5m2): 4e-2,
+}
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+POINTERS, DESCRIPTORS = (Tile(16, 32, 4, 3, 1, descriptors) for descriptors in (False, True))
 
 
-@pytest.mark.parametrize(
-    "field, change",
-    [
-        (kernel.POSITION, 1),  # a token sees its successor
-        (kernel.FIRST_SPLIT, 1),  # keys are lost
-        (kernel.STOP_SPLIT, -1),
-        (kernel.PART, 1),  # counted with another block
-        (kernel.TOKENS, -1),
-        (kernel.SEQUENCE, -1),  # keys of another
-    ],
-)
-def test_every_field_of_an_item_counts(field: Any, change: int) -> None:
-    step = Step.make([(1, 20), (2, 60), (3, 40)], SMALL)
-    work = step.work()
-    last = int(work.num_items) - 1
-    work.items[field.value, last] += change
-    expected = step.reference()
-    assert not error(step.run(work, check=False), expected) < 1e-3
+@pytest.mark.parametrize("page_tokens", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype, kv_dtype", list(TYPES))
+def test_window_and_cap_over_every_page(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None, page_tokens: int
+) -> None:
+    """Pages that belong to no one, tails of pages and every output hold NaN before."""
+    step = Step.make(QUERIES, HEADS, page_tokens=page_tokens, dtype=dtype, kv_dtype=kv_dtype)
+    expected = step.reference(window=33, soft_cap=5.0)
+    work = step.work(tile=POINTERS, split_tokens=64, window=33)
+    found = step.run(work, num_programs=3, soft_cap=5.0).float()
+    assert (found - expected).abs().max() < TYPES[dtype, kv_dtype]
+    if page_tokens % POINTERS.keys == 0:
+        described = work._replace(tile=DESCRIPTORS)
+        again = bounded(step).run(described, num_programs=3, soft_cap=5.0)
+        assert torch.equal(again.float(), found)
 
 
-def test_an_item_left_out_leaves_poison() -> None:
-    step = Step.make([(12, 40)], SMALL)
-    work = step.work()
-    work.num_items.sub_(1)
-    assert step.run(work, check=False).isnan().any()
+def bounded(step: Step) -> Step:
+    """The poison of the pool replaced by large numbers: descriptors read it, and must not care."""
+    pools = (p.float().nan_to_num(nan=200.0).to(p.dtype) for p in (step.k_pages, step.v_pages))
+    return step._replace(**dict(zip(("k_pages", "v_pages"), pools, strict=True)))
+
+
+def test_descriptors_give_the_bits_of_pointers() -> None:
+    """Where a head is no power of two, a page holds several tiles, and results are combined."""
+    step = Step.make(QUERIES, Heads(2, 3, 48), page_tokens=64)
+    work = step.work(tile=POINTERS, split_tokens=32)
+    expected = step.run(work)
+    assert torch.equal(bounded(step).run(work._replace(tile=DESCRIPTORS)), expected)
+    assert int(work.items[kernel.PARTS.value, : int(work.num_items)].max()) > 2
+
+
+def test_descriptors_want_whole_tiles_in_a_page() -> None:
+    step = Step.make(QUERIES, HEADS, page_tokens=16)
+    with pytest.raises(ValueError, match=r"^k_pages: pages of 16 tokens; give multiples of 32"):
+        step.run(step.work(tile=DESCRIPTORS, split_tokens=64))
 
 
 def test_arguments_that_do_not_fit_are_named() -> None:

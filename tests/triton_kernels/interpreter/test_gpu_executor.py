@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.core.request import Request
-from cbatch.runtime.gpu import drafting, verifying
-from cbatch.runtime.gpu.attend import Tuning
+from cbatch.core.request.request import Request
+from cbatch.runtime.gpu import draft_pass as drafting
+from cbatch.runtime.gpu import target_pass as verifying
+from cbatch.runtime.gpu.attention import Tuning
 from tests.runtime.engines import make_request
 from tests.triton_kernels.interpreter.light import (
     use_reference_verdicts,
@@ -22,7 +23,7 @@ from tests.triton_kernels.interpreter.light import (
 )
 from tests.triton_kernels.interpreter.twins import Differs, Pair, run_twins
 from triton_kernels.attention import Tile
-from triton_kernels.sample.rows import COUPLED, REJECTION, Batch
+from triton_kernels.sampling.inputs import COUPLED, REJECTION, LogitsBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
@@ -189,6 +190,20 @@ def test_values_that_are_not_finite(depth: int) -> None:
 
 
 @pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_draft_that_breaks_on_what_it_drew(depth: int) -> None:
+    """Tokens drawn before count; the KV behind them does not."""
+    requests = [
+        make_request(f"r{i}", range(5 + i, 10 + i), max_tokens=7, temperature=temperature)
+        for i, temperature in enumerate([0.0, 0.9, 1.2, 0.0])
+    ]
+    _, seen = run_twins(
+        requests, Pair(), Pair(noise=0.05, poison=46), lookahead="fixed:3", depth=depth
+    )
+    happened(seen, "draft not finite", "drafts before a break", "accepted", "rejected")
+
+
+@pytest.mark.usefixtures("light")
 def test_log_probabilities() -> None:
     requests = [
         make_request("raw", range(4, 10), max_tokens=4, logprobs=3),
@@ -225,7 +240,7 @@ def nothing_counted(real: Any, *arguments: Any, shaped: bool) -> None:
     real(*arguments, shaped=False)
 
 
-def noise_of_its_own(real: Any, batch: Batch, purpose: int) -> Any:
+def noise_of_its_own(real: Any, batch: LogitsBatch, purpose: int) -> Any:
     """Coupled requests draft with another noise than that with which they are verified."""
     modes = torch.where(batch.requests.modes == COUPLED, REJECTION, batch.requests.modes)
     return real(batch._replace(requests=batch.requests._replace(modes=modes)), purpose)
@@ -243,8 +258,8 @@ def one_more_in_kv(real: Any, state: Any, layout: Any, **settings: Any) -> None:
     [
         (verifying, "advance", all_accepted),
         (verifying, "advance", nothing_counted),
-        (drafting, "settle", noise_of_its_own),
-        (drafting, "lay_out_drafts", one_more_in_kv),
+        (drafting, "reduce_tiles", noise_of_its_own),
+        (drafting, "make_draft_batch", one_more_in_kv),
     ],
 )
 def test_broken_executors_are_caught(

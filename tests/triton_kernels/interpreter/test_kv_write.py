@@ -6,27 +6,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from cbatch.runtime.config import RopeConfig
-from cbatch.runtime.rope import RotaryTable
-from triton_kernels.kv_write import kv_write, kv_write_reference
+from cbatch.runtime.model.config import RopeConfig
+from cbatch.runtime.model.rope import RotaryTable
+from triton_kernels.layers.kv_write import kv_write, kv_write_reference
 
 TOKENS, KV_HEADS, NUM_PAGES, LONGEST = 7, 2, 4, 600
-ROPES = [
-    RopeConfig(),
-    RopeConfig(type="linear", factor=4.0),
-    RopeConfig(
-        type="llama3",
-        theta=5e5,
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_tokens=128,
-    ),
-    RopeConfig(type="yarn", factor=4.0, original_max_position_tokens=150, attention_factor=1.1386),
-]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
 
 
@@ -36,7 +22,7 @@ class Write(NamedTuple):
     fused: Tensor
     positions: Tensor
     slots: Tensor
-    turns: Tensor
+    cos_sin: Tensor
     k_pages: Tensor
     v_pages: Tensor
 
@@ -49,7 +35,6 @@ class Write(NamedTuple):
         page_tokens: int = 16,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
-        rope: RopeConfig = ROPES[0],
     ) -> Write:
         gen = torch.Generator().manual_seed(0)
         slots = torch.randperm(NUM_PAGES * page_tokens, generator=gen)[:TOKENS].int()
@@ -58,8 +43,8 @@ class Write(NamedTuple):
         k_pages, v_pages = pool.to(kv_dtype or dtype).permute(3, 1, 2, 0, 4)
         fused = torch.randn(TOKENS, KV_HEADS, group + 2, head_dim, generator=gen) * 3
         positions = torch.randint(LONGEST, (TOKENS,), generator=gen).int()
-        table = RotaryTable(rope, head_dim, KV_HEADS, group, LONGEST, torch.device("cpu"))
-        return cls(fused.to(dtype), positions, slots, table.turns(LONGEST), k_pages, v_pages)
+        table = RotaryTable(RopeConfig(), head_dim, KV_HEADS, group, torch.device("cpu"))
+        return cls(fused.to(dtype), positions, slots, table.cos_sin(LONGEST), k_pages, v_pages)
 
     def both(self, **options: Any) -> tuple[Write, Write]:
         """After the kernel, and after the reference."""
@@ -115,29 +100,6 @@ def test_fp8_is_bounded(kv_dtype: torch.dtype, dtype: torch.dtype, page_tokens: 
     assert stored[~stored.isnan()].abs().max() == torch.finfo(kv_dtype).max
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.type)
-def test_against_the_cpu_runtime(rope: RopeConfig) -> None:
-    """Every scaling, as `Model._project` computes it: one complex product a row."""
-    group, head_dim = 2, 16
-    write = Write.make(group=group, head_dim=head_dim, rope=rope)
-    weight = weight_of(group, head_dim)
-    found, _ = write.both(qk_weight=weight)
-    rows = write.fused.clone()
-    rows[:, :, : group + 1] = F.rms_norm(rows[:, :, : group + 1], (head_dim,), eps=1e-6) * weight
-    table = RotaryTable(rope, head_dim, KV_HEADS, group, LONGEST, torch.device("cpu"))
-    turn = table.rows(write.positions.long(), LONGEST - 1)
-    turned = torch.view_as_real(torch.view_as_complex(rows.view(TOKENS, -1, 2)) * turn)
-    turned = turned.reshape(rows.shape)
-    for token, slot in enumerate(write.slots.tolist()):
-        if slot < 0:
-            continue
-        k, v = (p[slot // 16, slot % 16] for p in (found.k_pages, found.v_pages))
-        assert torch.allclose(k, turned[token, :, group], rtol=1e-6, atol=1e-6)
-        assert torch.equal(v, turned[token, :, group + 1])
-        q = found.fused[token, :, :group] * head_dim**-0.5
-        assert torch.allclose(q, turned[token, :, :group], rtol=1e-6, atol=1e-6)
-
-
 def test_bits_of_a_row_are_its_own() -> None:
     write = Write.make()
     together, _ = write.both(qk_weight=weight_of(2, 16))
@@ -155,31 +117,13 @@ def test_bits_of_a_row_are_its_own() -> None:
             assert torch.equal(found.k_pages[page, offset], together.k_pages[page, offset])
 
 
-def test_broken_variants_are_seen() -> None:
-    """A position too far, the norm left out, a slot beside its own, padding that is written."""
-    write, weight = Write.make(), weight_of(2, 16)
-    _, expected = write.both(qk_weight=weight)
-    beside, padded = write.slots.clone(), write.slots.clone()
-    beside[0] = (beside[0] + 1) % 64
-    padded[3] = next(slot for slot in range(64) if slot not in write.slots)
-    moved = (write.positions + 1) % LONGEST
-    broken: list[tuple[Write, dict[str, Tensor]]] = [
-        (write._replace(positions=moved), {"qk_weight": weight}),
-        (write, {}),
-        (write._replace(slots=beside), {"qk_weight": weight}),
-        (write._replace(slots=padded), {"qk_weight": weight}),
-    ]
-    for wrong, options in broken:
-        assert differ(wrong.both(**options)[0], expected, 1e-5)
-
-
 def test_arguments_that_do_not_fit_are_named() -> None:
     write = Write.make()
     bad: dict[str, Write] = {
         "fused": write._replace(fused=write.fused.flatten(1)),
         "positions": write._replace(positions=write.positions.long()),
         "slots": write._replace(slots=write.slots[:-1]),
-        "turns": write._replace(turns=write.turns[:, :4]),
+        "cos_sin": write._replace(cos_sin=write.cos_sin[:, :4]),
         "k_pages": write._replace(k_pages=write.k_pages[..., :8]),
         "v_pages": write._replace(v_pages=write.v_pages.clone().contiguous()),
     }

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_kernels.activation import silu_mul, silu_mul_reference
-from triton_kernels.norm import rms_norm, rms_norm_reference
+from triton_kernels.layers.activation import silu_mul, silu_mul_reference
+from triton_kernels.layers.norm import rms_norm, rms_norm_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -9,21 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.runtime.processors import processors_of
-from cbatch.runtime.sampling import Filters, filtered_probs
-from tests.triton_kernels.interpreter.batches import (
-    Asked,
-    Batch,
-    kept_by,
-    random_batch,
-)
-from triton_kernels import noise
-from triton_kernels.sample import cut, settle, tiles
-from triton_kernels.sample.launch import Tiling, sample
-from triton_kernels.sample.launch import settle as settled
-from triton_kernels.sample.reference import sample_reference, shaped_logits
-from triton_kernels.sample.rows import COUPLED, GREEDY, REJECTION
-from triton_kernels.verify import NoiseRows, draw
+from cbatch.runtime.cpu.filters import Filters, filtered_probs
+from cbatch.runtime.sampling.logits_processors import processors_of
+from tests.triton_kernels.interpreter.batches import Asked, kept_by, random_batch
+from triton_kernels.noise import host as noise
+from triton_kernels.sampling import reduce, tiles
+from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION, LogitsBatch
+from triton_kernels.sampling.launch import Tiling, reduce_tiles, sample
+from triton_kernels.sampling.reference import sample_reference, shaped_logits
+from triton_kernels.verification.reference import NoiseRows, draw
 
 SMALL = Tiling(256, 16, 16, 2, 64)
 TILING = Tiling(256, 64, 64, 1, 64)
@@ -31,12 +25,12 @@ TILING = Tiling(256, 64, 64, 1, 64)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-def reference_tokens(batch: Batch) -> Tensor:
+def reference_tokens(batch: LogitsBatch) -> Tensor:
     logits, rows, requests, where, drafts, shaping = batch
     return sample_reference(logits, rows, requests, where, drafts, shaping, noise.BONUS)
 
 
-def runtime_tokens(batch: Batch, asked: list[Asked], vocab: int) -> tuple[Tensor, Tensor]:
+def runtime_tokens(batch: LogitsBatch, asked: list[Asked], vocab: int) -> tuple[Tensor, Tensor]:
     """The tokens and laws of `cbatch.runtime`: processors, filters, then the draw."""
     of = batch.rows.requests.long()
     rows = []
@@ -74,7 +68,7 @@ def test_unfiltered_tokens_are_those_of_the_cpu_runtime(dtype: torch.dtype, shap
 
 
 @pytest.fixture(scope="module")
-def everything() -> tuple[Batch, list[Asked]]:
+def everything() -> tuple[LogitsBatch, list[Asked]]:
     """Every parameter in use, tiles of 16 tokens, lists longer than a tile."""
     batch, asked = random_batch(np.random.default_rng(3), 40, 36)
     assert int(batch.shaping.num_listed.max()) > SMALL.block
@@ -84,7 +78,7 @@ def everything() -> tuple[Batch, list[Asked]]:
 
 
 def test_filtered_tokens_are_those_of_the_cpu_runtime(
-    everything: tuple[Batch, list[Asked]],
+    everything: tuple[LogitsBatch, list[Asked]],
 ) -> None:
     batch, asked = everything
     found = sample(batch, noise.BONUS, SMALL)
@@ -100,7 +94,7 @@ def test_filtered_tokens_are_those_of_the_cpu_runtime(
 
 
 def test_cuts_and_masses_are_those_of_the_cpu_runtime(
-    everything: tuple[Batch, list[Asked]],
+    everything: tuple[LogitsBatch, list[Asked]],
 ) -> None:
     """What rows of the ratio test keep, ties at the edge included; the mass within 1e-6."""
     batch, asked = everything
@@ -113,34 +107,11 @@ def test_cuts_and_masses_are_those_of_the_cpu_runtime(
     torch.testing.assert_close(mass[ratio], wanted[ratio], rtol=1e-6, atol=0)
 
 
-def cuts_of(batch: Batch, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
+def cuts_of(batch: LogitsBatch, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
     """y of every token and whether it is kept, [N, V], and the kept mass of each row."""
     x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
-    result = settled(batch, None, tiling)
+    result = reduce_tiles(batch, None, tiling)
     return (*kept_by(result, batch, x), result.floats[:, 1])
-
-
-@triton.jit
-def all_ties(
-    passes,
-    within,
-    asks,
-    edge,
-    limit,
-    BY_COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHAPED: tl.constexpr,
-):
-    return edge * 0 + tiles.NO_ID
-
-
-def test_ties_that_all_stay_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, asked = random_batch(np.random.default_rng(11), 40, 36, shaped=False)
-    _, probs = runtime_tokens(batch, asked, 36)
-    ratio = batch.requests.modes[batch.rows.requests.long()] == REJECTION
-    assert torch.equal(cuts_of(batch, TILING)[1][ratio], (probs > 0)[ratio])
-    monkeypatch.setattr(cut, "_first_id_out", all_ties)
-    assert not torch.equal(cuts_of(batch, TILING)[1][ratio], (probs > 0)[ratio])
 
 
 def test_a_row_depends_on_itself_and_not_on_the_tiling() -> None:
@@ -170,13 +141,13 @@ def test_ties_go_to_the_lowest_id_also_across_tiles() -> None:
 
 def test_rows_that_are_not_finite_are_reported_and_harm_nobody() -> None:
     batch, _ = random_batch(np.random.default_rng(7), 30, 40, shaped=False)
-    before = settled(batch, noise.BONUS, TILING)
+    before = reduce_tiles(batch, noise.BONUS, TILING)
     broken = batch._replace(logits=batch.logits.clone())
     broken.logits[0, 3] = torch.nan
     broken.logits[2, :] = torch.nan
     broken.logits[5, 39] = torch.inf
     broken.logits[7, 0] = -torch.inf
-    after = settled(broken, noise.BONUS, TILING)
+    after = reduce_tiles(broken, noise.BONUS, TILING)
     bad = torch.tensor([0, 2, 5, 7])
     finite = torch.ones_like(after.ids[:, 3])
     finite[bad] = 0
@@ -211,7 +182,7 @@ def unfiltered(
     [
         (tiles, "before", without_ties),
         (tiles, "exponentials", noise_by_row),
-        (settle, "_race_until_kept", unfiltered),
+        (reduce, "_race_until_kept", unfiltered),
     ],
 )
 def test_broken_draws_are_caught(

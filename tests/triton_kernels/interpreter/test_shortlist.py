@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.triton_kernels.interpreter.batches import Batch, kept_by, random_batch
-from triton_kernels.sample import launch, shortlist, tiles
-from triton_kernels.sample.launch import Settled, Tiling
-from triton_kernels.sample.reference import shaped_logits
-from triton_kernels.sample.rows import REJECTION
+from tests.triton_kernels.interpreter.batches import kept_by, random_batch
+from triton_kernels.sampling import launch, shortlist, tiles
+from triton_kernels.sampling.inputs import REJECTION, LogitsBatch
+from triton_kernels.sampling.launch import Reduced, Tiling
+from triton_kernels.sampling.reference import shaped_logits
 
 VOCAB = 45
 LISTS = Tiling(256, 64, 32, 2, 24)  # two tiles, the last of them not full
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 
 
 @pytest.fixture(scope="module")
-def batch() -> Batch:
+def batch() -> LogitsBatch:
     return random_batch(np.random.default_rng(12), 60, VOCAB, shaped=False)[0]
 
 
-def settle_with_lens(batch: Batch, tiling: Tiling) -> tuple[Settled, Tensor]:
+def reduce_with_lens(batch: LogitsBatch, tiling: Tiling) -> tuple[Reduced, Tensor]:
     """And the lengths of the lists that were made."""
     seen: list[Tensor] = []
     original = launch._launch
@@ -42,26 +42,26 @@ def settle_with_lens(batch: Batch, tiling: Tiling) -> tuple[Settled, Tensor]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_launch", spy)
-        settled = launch.settle(batch, None, tiling)
-    return settled, seen[0]
+        reduced = launch.reduce_tiles(batch, None, tiling)
+    return reduced, seen[0]
 
 
 @pytest.fixture(scope="module")
-def listed(batch: Batch) -> tuple[Settled, Tensor]:
-    return settle_with_lens(batch, LISTS)
+def listed(batch: LogitsBatch) -> tuple[Reduced, Tensor]:
+    return reduce_with_lens(batch, LISTS)
 
 
-def kept_sets(batch: Batch, result: Settled) -> Tensor:
+def kept_sets(batch: LogitsBatch, result: Reduced) -> Tensor:
     """What rows of the ratio test keep, bool [N, V]; nothing elsewhere."""
     x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
     ratio = batch.requests.modes[batch.rows.requests.long()] == REJECTION
     return kept_by(result, batch, x)[1] & ratio[:, None]
 
 
-def test_lists_and_walks_agree(batch: Batch, listed: tuple[Settled, Tensor]) -> None:
+def test_lists_and_walks_agree(batch: LogitsBatch, listed: tuple[Reduced, Tensor]) -> None:
     """Tokens, kept sets and maxima to the bit; masses are summed in another order, within 1e-6."""
     found, lens = listed
-    walked, no_lens = settle_with_lens(batch, WALKS)
+    walked, no_lens = reduce_with_lens(batch, WALKS)
     assert torch.equal(found.ids[:, 0], walked.ids[:, 0])
     assert torch.equal(kept_sets(batch, found), kept_sets(batch, walked))
     assert torch.equal(found.floats[:, 0], walked.floats[:, 0])
@@ -70,7 +70,7 @@ def test_lists_and_walks_agree(batch: Batch, listed: tuple[Settled, Tensor]) -> 
     assert (lens == 0).sum() > 20  # not filtered, or a list would be too long
 
 
-def test_lists_hold_what_is_kept(batch: Batch, listed: tuple[Settled, Tensor]) -> None:
+def test_lists_hold_what_is_kept(batch: LogitsBatch, listed: tuple[Reduced, Tensor]) -> None:
     """And no shorter ones would: some are exactly as long."""
     found, lens = listed
     kept = kept_sets(batch, found).sum(dim=1)
@@ -94,19 +94,19 @@ right_choice = shortlist._choose
 
 @pytest.mark.parametrize("name, broken", [("_decides", first_end), ("_choose", one_place)])
 def test_broken_lists_are_seen(
-    batch: Batch,
-    listed: tuple[Settled, Tensor],
+    batch: LogitsBatch,
+    listed: tuple[Reduced, Tensor],
     name: str,
     broken: object,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shortlist, name, broken)
-    found = launch.settle(batch, None, LISTS)
+    found = launch.reduce_tiles(batch, None, LISTS)
     assert not torch.equal(kept_sets(batch, found), kept_sets(batch, listed[0]))
 
 
 def test_memory_holds_poison_before_and_margins_stay(
-    batch: Batch, listed: tuple[Settled, Tensor], monkeypatch: pytest.MonkeyPatch
+    batch: LogitsBatch, listed: tuple[Reduced, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers = []
 
@@ -118,7 +118,7 @@ def test_memory_holds_poison_before_and_margins_stay(
 
     with monkeypatch.context() as patch:
         patch.setattr(launch.torch, "empty", poisoned)
-        found = launch.settle(batch, None, LISTS)
+        found = launch.reduce_tiles(batch, None, LISTS)
     assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, listed[0], strict=True))
     margins = torch.cat([torch.cat((b[:MARGIN], b[-MARGIN:])).double() for b in buffers])
     assert (margins.isnan() | (margins == -(1 << 30))).all()

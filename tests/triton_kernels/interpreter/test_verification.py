@@ -14,23 +14,24 @@ from torch import Tensor
 
 from tests.triton_kernels.interpreter.batches import MANY_ROWS, proposals_for, random_batch
 from tests.triton_kernels.worlds import World, exact, joint, random_laws
-from triton_kernels import noise_device, verify_logits
-from triton_kernels.sample import filters, tiles
-from triton_kernels.sample.launch import Tiling
-from triton_kernels.sample.reference import verify_reference
-from triton_kernels.sample.rows import (
+from triton_kernels.noise import device as noise_device
+from triton_kernels.sampling import filters, tiles
+from triton_kernels.sampling.inputs import (
     COUPLED,
     REJECTION,
-    Batch,
-    Drafts,
+    DraftTokens,
+    LogitsBatch,
     Noise,
     Proposals,
     Requests,
     Rows,
     rows_of,
 )
-from triton_kernels.verify_logits import Decision
-from triton_kernels.verify_logits import verify_logits as verify
+from triton_kernels.sampling.launch import Tiling
+from triton_kernels.verification import kernel as verify_logits
+from triton_kernels.verification.kernel import VerifyOutput
+from triton_kernels.verification.kernel import verify_logits as verify
+from triton_kernels.verification.reference_of_logits import verify_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -38,12 +39,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 FEW_ROWS = Tiling(256, 32, 32, 2, 32)
 
 
-def decide(batch: Batch, proposals: Proposals | None, tiling: Tiling = FEW_ROWS) -> Decision:
+def decide(
+    batch: LogitsBatch, proposals: Proposals | None, tiling: Tiling = FEW_ROWS
+) -> VerifyOutput:
     starts = rows_of(batch.drafts.counts.long(), len(batch.logits))[1]
     return verify(batch, starts, proposals, tiling)
 
 
-def differing(batch: Batch, proposals: Proposals | None) -> int:
+def differing(batch: LogitsBatch, proposals: Proposals | None) -> int:
     """Requests whose verdict is not that of the reference."""
     pairs = zip(decide(batch, proposals), verify_reference(batch, proposals), strict=True)
     return int(torch.stack([found != wanted for found, wanted in pairs]).any(dim=0).sum())
@@ -188,7 +191,7 @@ def row_zero(count: int) -> Rows:
 
 def plain_batch(
     logits: Tensor, tokens: Tensor, counts: Tensor, keys: Tensor, mode: int = REJECTION
-) -> Batch:
+) -> LogitsBatch:
     """Nothing but logits, drafts and keys."""
     size = len(counts)
     ones = torch.ones(size)
@@ -201,9 +204,9 @@ def plain_batch(
     )
     zeros = torch.zeros(size, dtype=torch.int64)
     starts = counts.cumsum(0) - counts
-    drafts = Drafts(*(x.to(torch.int32) for x in (tokens, starts, counts)))
+    drafts = DraftTokens(*(x.to(torch.int32) for x in (tokens, starts, counts)))
     rows, _ = rows_of(counts, len(logits))
-    return Batch(logits, rows, requests, Noise(keys, zeros, zeros), drafts, None)
+    return LogitsBatch(logits, rows, requests, Noise(keys, zeros, zeros), drafts, None)
 
 
 @triton.jit

@@ -13,19 +13,19 @@ import pytest
 import torch
 from msgspec import structs
 
-from cbatch.core.config import SchedulerConfig
-from cbatch.core.plan import RowStatus, StepPlan, StepResult
-from cbatch.core.request import Request
-from cbatch.core.scheduler import Scheduler
+from cbatch.core.request.request import Request
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.plan import RowStatus, StepPlan, StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
-from cbatch.runtime.config import ModelConfig
-from cbatch.runtime.drafter import DraftModel
-from cbatch.runtime.executor import TorchExecutor
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.executor import TorchExecutor
+from cbatch.runtime.cpu.numerics import Numerics
+from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.runtime.gpu import Decoder, GpuExecutor
 from cbatch.runtime.gpu import executor as executor_module
-from cbatch.runtime.gpu.device import CpuDevice
-from cbatch.runtime.model import Model
-from cbatch.runtime.numerics import Numerics
+from cbatch.runtime.gpu.device import Device
+from cbatch.runtime.model.config import ModelConfig
 from tests.runtime.engines import parse_lookahead
 from tests.runtime.pairs import NoisyWeights, tiny_config
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 
 
-class ReplayingDevice(CpuDevice):
+class ReplayingDevice(Device):
     """As graphs do, runs for a key what was queued when it was first met, and nothing else."""
 
     def __init__(self) -> None:
@@ -50,24 +50,11 @@ class Pair:
         self, *, seed: int = 1, noise: float = 0.0, poison: int | None = None, **changes: Any
     ) -> None:
         config: ModelConfig = structs.replace(tiny_config(), head_dim=16, **changes)
-        source = _Poisoned(NoisyWeights(seed, noise), poison)
+        source = NoisyWeights(seed, noise, poison)
         self.config = config
-        numerics = Numerics(mode="fast", may_pack=False, cost={})
-        self.model = Model(config, source, torch.float32, CPU, numerics)
+        numerics = Numerics(mode="fast", may_pack=False)
+        self.model = Model(config, source, torch.float32, numerics)
         self.decoder = Decoder(config, source, torch.float32, CPU)
-
-
-class _Poisoned:
-    """Weights in which the embedding of one token is not a number."""
-
-    def __init__(self, source: NoisyWeights, token: int | None) -> None:
-        self._source, self._token = source, token
-
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        weight = self._source.get(name, shape)
-        if self._token is not None and "embed" in name:
-            weight[self._token] = torch.nan
-        return weight
 
 
 class Differs(BaseException):
@@ -166,7 +153,7 @@ class Twins:
     def _notice(self, plan: StepPlan) -> None:
         drafts, chunks = plan.num_drafts, plan.query_lens - plan.num_drafts > 1
         self.seen["blocks zeroed"] += len(plan.deltas.zeroed_blocks)
-        for a in plan.deltas.admitted:
+        for a in plan.deltas.new_sequences:
             self.seen["slots used again"] += a.slot in self._held
             self._held.add(a.slot)
             self.seen["resumed"] += len(a.tokens) > a.num_prompt_tokens
@@ -186,7 +173,9 @@ class Twins:
         self.seen["rejected"] += int((accepted < drafted).sum())
         self.seen["drafted fewer"] += int((drafted < plan.num_drafts).sum())
         self.seen["target not finite"] += int((found.status == RowStatus.NON_FINITE).sum())
-        self.seen["draft not finite"] += int((found.status == RowStatus.DRAFT_NON_FINITE).sum())
+        broken = found.status == RowStatus.DRAFT_NON_FINITE
+        self.seen["draft not finite"] += int(broken.sum())
+        self.seen["drafts before a break"] += int(drafted[broken].sum())
         self.seen["log probabilities"] += sum(len(entry.chosen) for entry in found.logprobs)
         emitted = np.diff(found.row_splits)
         self.seen["void rows"] += int(((emitted == 0) & plan.wants_logits).sum())

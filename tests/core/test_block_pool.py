@@ -1,0 +1,243 @@
+"""The block pool: counts, sharing, eviction order, promises, tainted blocks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.core.scheduler.block_pool import ROOT, BlockPool, Match, Node, root_of
+
+SIZE = 4
+ROOTS = (ROOT, root_of("a"), root_of("b"))
+HAPPENED: Counter[str] = Counter()
+
+
+def tokens(*blocks: int) -> np.ndarray:
+    """One block of equal tokens per argument."""
+    return np.repeat(np.asarray(blocks, dtype=np.int32), SIZE)
+
+
+def compute(pool: BlockPool, sequence: np.ndarray, root: Node = ROOT) -> np.ndarray:
+    """Allocate, name and complete every block of a sequence."""
+    blocks = pool.allocate(len(sequence) // SIZE)
+    pool.name_chain(blocks, root, sequence, 0)
+    pool.mark_ready(blocks)
+    return blocks
+
+
+def test_a_prefix_is_shared_without_copies() -> None:
+    pool = BlockPool(8, SIZE)
+    blocks = compute(pool, tokens(1, 2, 3))
+    match = pool.match(tokens(1, 2, 9), 3)
+    assert match.blocks == blocks[:2].tolist() and not match.promised
+    pool.acquire(match.blocks)
+    assert pool.ref_counts[blocks].tolist() == [2, 2, 1]
+    pool.release(blocks)
+    pool.check()
+    assert pool.num_cached == 1  # only the block that nobody else holds
+
+
+def test_a_salt_has_a_trie_of_its_own() -> None:
+    """Nothing is found under another one, no promise either; and a salt leaves nothing behind."""
+    pool = BlockPool(8, SIZE)
+    found = {}
+    for root in ROOTS:
+        assert pool.match(tokens(1, 7), 2, root) == Match([], root, promised=False)
+        found[root] = compute(pool, tokens(1, 7), root).tolist()
+    for root in ROOTS:
+        assert pool.match(tokens(1, 7), 2, root).blocks == found[root]
+    assert len({*map(tuple, found.values())}) == 3 == len({*ROOTS})
+    pool.check()
+    for blocks in found.values():
+        pool.release(np.array(blocks))
+    pool.allocate(8)
+    pool.check()
+    assert not pool._index
+
+
+def test_a_promised_block_is_waited_for_until_its_holder_leaves() -> None:
+    pool = BlockPool(8, SIZE)
+    sequence = tokens(1, 2)
+    blocks = pool.allocate(2)
+    first = pool.name_chain(blocks[:1], ROOT, sequence, 0)
+    pool.name_chain(blocks[1:], first, sequence, 1)
+    assert pool.match(sequence, 2).promised
+    pool.mark_ready(blocks[:1])
+    match = pool.match(sequence, 2)
+    assert match.promised and match.blocks == [blocks[0]]
+    pool.release(blocks)
+    match = pool.match(sequence, 2)
+    assert not match.promised and match.blocks == [blocks[0]]
+    pool.check()
+
+
+def test_eviction_takes_the_least_recently_used_and_the_tail_of_a_chain_first() -> None:
+    pool = BlockPool(4, SIZE)
+    old, new = tokens(1, 2), tokens(3, 4)
+    pool.release(compute(pool, old))
+    pool.release(compute(pool, new))
+    pool.acquire(pool.match(old, 2).blocks)  # used again: now the most recent
+    pool.release(np.asarray(pool.match(old, 2).blocks, dtype=np.int32))
+    pool.allocate(1)
+    assert len(pool.match(old, 2).blocks) == 2
+    assert len(pool.match(new, 2).blocks) == 1  # its tail went
+    pool.check()
+
+
+def test_tainted_blocks_leave_the_cache_and_are_zeroed_when_handed_out() -> None:
+    pool = BlockPool(2, SIZE)
+    blocks = compute(pool, tokens(1, 2))
+    pool.taint(blocks)
+    assert pool.match(tokens(1, 2), 2).blocks == []
+    pool.release(blocks)
+    assert pool.num_free == 2
+    again = pool.allocate(2)
+    assert sorted(pool.take_to_zero().tolist()) == sorted(again.tolist())
+    pool.release(again)
+    pool.allocate(2)
+    assert len(pool.take_to_zero()) == 0  # once is enough
+
+
+def test_fresh_blocks_are_not_draft_valid() -> None:
+    pool = BlockPool(2, SIZE)
+    blocks = pool.allocate(2)
+    pool.draft_valid[blocks] = True
+    pool.release(blocks)
+    assert not pool.draft_valid[pool.allocate(2)].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_counts_hold_under_any_order_of_calls(data: st.DataObject) -> None:
+    pool = BlockPool(data.draw(st.integers(1, 12)), SIZE)
+    held: list[np.ndarray] = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        sequence = tokens(*data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4)))
+        root = data.draw(st.sampled_from(ROOTS))
+        action = data.draw(st.sampled_from(["compute", "hit", "release", "taint", "clear"]))
+        if action == "compute" and len(sequence) // SIZE <= pool.num_available:
+            held.append(compute(pool, sequence, root))
+        elif action == "hit":
+            match = pool.match(sequence, len(sequence) // SIZE, root)
+            pool.acquire(match.blocks)
+            held.append(np.asarray(match.blocks, dtype=np.int32))
+        elif action == "release" and held:
+            pool.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
+        elif action == "taint" and held:
+            pool.taint(held[-1])
+        elif action == "clear":
+            pool.clear_cache()
+            assert pool.num_cached == 0
+        pool.check()
+    for blocks in held:
+        pool.release(blocks)
+    pool.check()
+    assert pool.num_available == pool.num_blocks
+
+
+class Beside(BlockPool):
+    """A pool beside the plainest trie there is: every node under its parent's uid and its tokens.
+    Both are told the same and asked the same."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, SIZE)
+        self.nodes: dict[tuple[int, bytes], tuple[int, int]] = {}  # uid, block
+
+    def path(self, sequence: np.ndarray, root: Node) -> list[tuple[int, int]]:
+        """The nodes along a sequence: uid and block of each."""
+        uid, found = root.uid, list[tuple[int, int]]()
+        for row in sequence.reshape(-1, SIZE):
+            node = self.nodes.get((uid, row.tobytes()))
+            if node is None:
+                break
+            found.append(node)
+            uid = node[0]
+        return found
+
+    def name_chain(
+        self, blocks: np.ndarray, parent: Node, tokens: np.ndarray, first_index: int
+    ) -> Node:
+        uid, next_uid = parent.uid, self._next_uid
+        rows = tokens.reshape(-1, SIZE)[first_index:]
+        for block, row in zip(blocks.tolist(), rows, strict=False):
+            uid, _ = self.nodes.setdefault((uid, row.tobytes()), (next_uid, block))
+            next_uid += uid == next_uid
+        last = super().name_chain(blocks, parent, tokens, first_index)
+        assert last.uid == uid
+        return last
+
+    def _forget(self, blocks: np.ndarray) -> None:
+        gone = set(blocks.tolist())
+        self.nodes = {key: node for key, node in self.nodes.items() if node[1] not in gone}
+        super()._forget(blocks)
+
+    def match(self, tokens: np.ndarray, max_blocks: int, root: Node = ROOT) -> Match:
+        match = super().match(tokens, max_blocks, root)
+        path = self.path(tokens[: max_blocks * SIZE], root)
+        hits = list(itertools.takewhile(lambda node: self._ready[node[1]], path))
+        HAPPENED["hits"] += len(hits)
+        assert match.blocks == [block for _, block in hits]
+        assert match.node == Node(*hits[-1]) if hits else match.node == root
+        assert match.promised == (len(path) > len(hits))
+        return match
+
+
+def serve(rng: random.Random) -> None:
+    """Sequences as the scheduler has them: a prompt that is named on the way in, more that is named
+    on the way out, and in between others that share all or some of it."""
+    pool = Beside(rng.randint(6, 16))
+    running: list[tuple[np.ndarray, np.ndarray, Node, int]] = []
+    for _ in range(60):
+        sequence = tokens(*(rng.choice((0, 0, 0, 1)) for _ in range(rng.randint(2, 6))))
+        count = len(sequence) // SIZE
+        match = pool.match(sequence, rng.randint(1, count), rng.choice(ROOTS[:2]))
+        fresh, hits = count - len(match.blocks), len(match.blocks)
+        if fresh + pool.count_unreferenced(match.blocks) <= pool.num_available:
+            pool.acquire(match.blocks)
+            HAPPENED["evictions"] += fresh > pool.num_free
+            blocks = np.append(np.array(match.blocks, dtype=np.intp), pool.allocate(fresh))
+            named = rng.randint(hits, count)
+            end = pool.name_chain(blocks[hits:named], match.node, sequence, hits)
+            HAPPENED["found named"] += end.uid != match.node.uid and end.block not in blocks
+            running.append((sequence, blocks, end, named))
+        while running and (len(running) > 2 or rng.random() < 0.4):
+            sequence, blocks, end, named = running.pop(rng.randrange(len(running)))
+            if rng.random() < 0.9:
+                if rng.random() < 0.1:
+                    pool.taint(blocks[:1])
+                    HAPPENED["taints"] += 1
+                elif end.block is None or pool._uids[end.block] == end.uid:
+                    # Else nobody will find it.
+                    pool.name_chain(blocks[named:], end, sequence, named)
+                    pool.mark_ready(blocks)
+            pool.release(blocks)
+        pool.check()
+
+
+def test_the_trie_finds_what_the_plainest_finds() -> None:
+    for seed in range(40):
+        serve(random.Random(seed))
+    for what in ("hits", "evictions", "found named", "taints"):
+        assert HAPPENED[what] > 40, what
+
+
+def test_the_map_says_of_each_block_what_it_is() -> None:
+    pool = BlockPool(10, SIZE)
+    cached = compute(pool, tokens(1, 2, 3))
+    pool.release(cached)
+    pool.acquire(pool.match(tokens(1), 1).blocks)  # held again, though it is still in the cache
+    private = pool.allocate(2)
+    for most_cells, size in ((10, 1), (4, 3), (3, 4), (1, 10)):
+        cell_blocks, used, kept = pool.occupancy(most_cells)
+        assert cell_blocks == size and len(used) == len(kept) == -(-10 // size) <= most_cells
+        for cell in range(len(used)):
+            blocks = range(cell * size, min((cell + 1) * size, 10))
+            assert used[cell] == sum(block in {cached[0], *private} for block in blocks)
+            assert kept[cell] == sum(block in cached[1:] for block in blocks)
+        assert kept.sum() == pool.num_cached
+        assert used.sum() == 10 - pool.num_cached - pool.num_free

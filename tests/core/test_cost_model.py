@@ -1,0 +1,117 @@
+"""The price list: a profile gives its shape, the durations of real steps correct it."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.speculation.cost_model import CostProfile, OnlineCostModel
+from cbatch.core.speculation.step_work import StepSample, StepWork
+from tests.helpers import decoding
+
+PROFILE = CostProfile(
+    tokens=(1, 8, 9, 16, 64, 512),
+    target_s=(5e-3, 5e-3, 6e-3, 6e-3, 5.9e-3, 15e-3),  # a stair at 8, and a fall that is noise
+    context_token_s=1e-7,
+    row_s=1e-5,
+    draft_pass_s=4e-4,
+    draft_token_s=5e-6,
+)
+
+
+def truth(work: StepWork, scale: float = 1.0) -> tuple[float, float]:
+    """Seconds of a machine that the profile does not describe: a straight line."""
+    draft_s = 8e-4 * work.draft_depth + 1e-5 * work.draft_tokens
+    target_s = 4e-3 + 5e-5 * work.target_tokens + 2e-7 * work.context_tokens
+    return scale * draft_s, scale * target_s
+
+
+def sample(rng: np.random.Generator, *, noise: float = 0.0, scale: float = 1.0) -> StepSample:
+    work = decoding(16, int(rng.integers(2000, 9000)), depth=int(rng.integers(0, 5)))
+    return StepSample(work, *(np.exp(noise * rng.standard_normal(2)) * truth(work, scale)).tolist())
+
+
+def errors(model: OnlineCostModel, scale: float = 1.0) -> np.ndarray:
+    """Relative errors of whole steps of 16 rows and 0 to 4 drafts a row."""
+    prices = model.prices(16, 16, 5000, 64)
+    found = [prices.step_s[16 * d] + prices.pass_s * d for d in range(5)]
+    works = [decoding(16, 5000, depth=d) for d in range(5)]
+    return np.abs(np.array(found) / [sum(truth(work, scale)) for work in works] - 1)
+
+
+def test_a_profile_is_priced_as_measured_and_linear_beyond() -> None:
+    prices = OnlineCostModel(PROFILE, max_tokens=600).prices(4, 4, 10_000, 508)
+    fixed_s = 10_000 * 1e-7 + 4e-5
+    expected = np.interp(np.arange(4, 513), [1, 8, 9, 64, 512], [5e-3, 5e-3, 6e-3, 6e-3, 15e-3])
+    assert prices.step_s == pytest.approx(expected + fixed_s + 5e-6 * np.arange(509))
+    assert prices.pass_s == pytest.approx(4e-4)
+    table = PROFILE.table(1024)
+    assert table[1024] == pytest.approx(15e-3 + 512 * (15e-3 - 6e-3) / 448)
+    assert (np.diff(table) >= 0).all()
+    with pytest.raises(IndexError, match="max_tokens"):
+        OnlineCostModel(PROFILE, max_tokens=100).prices(8, 90, 0, 11)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "name"),
+    [
+        ("tokens", (1,), "tokens"),
+        ("tokens", (8, 4, 9, 16, 64, 512), "tokens"),
+        ("target_s", (1e-3, 2e-3), "target_s"),
+        ("target_s", (0.0, 1.0, 1.0, 1.0, 1.0, 1.0), "target_s"),
+        ("draft_pass_s", -1.0, "slopes"),
+        ("row_s", float("nan"), "slopes"),
+    ],
+)
+def test_a_bad_profile_names_its_field(field: str, value: object, name: str) -> None:
+    with pytest.raises(FieldError, match=f"cost_profile.{name}"):
+        msgspec.structs.replace(PROFILE, **{field: value})
+
+
+@pytest.mark.parametrize("profile", [None, PROFILE], ids=["no profile", "wrong profile"])
+def test_durations_correct_the_prices(profile: CostProfile | None) -> None:
+    """Of a machine that becomes half as fast, too; one step in fifty takes 40 times as long, and
+    moves them little."""
+    rng, model = np.random.default_rng(0), OnlineCostModel(profile, max_tokens=600)
+    if profile is not None:
+        assert errors(model).max() > 0.1, "corrections are needed"
+    worst = 0.0
+    for step in range(600):
+        measured = sample(rng, noise=0.03)
+        if step > 200 and step % 50 == 0:
+            times_s = 40 * measured.draft_s, 40 * measured.target_s
+            measured = StepSample(measured.work, *times_s)
+        model.observe(measured)
+        worst = max(worst, errors(model).max()) if step > 200 else worst
+    assert worst < 0.1 and errors(model).max() < 0.05
+    for _ in range(250):
+        model.observe(sample(rng, scale=2.0))
+    assert errors(model, scale=2.0).max() < 0.05 < errors(model).max()
+
+
+def test_without_drafts_and_profile_a_draft_looks_cheap_and_is_tried() -> None:
+    model = OnlineCostModel(max_tokens=600)
+    assert (model.prices(8, 8, 3000, 32).step_s > 0).all(), "a price before anything is known"
+    work = decoding(8, 3000)
+    for _ in range(50):
+        model.observe(StepSample(work, *truth(work)))
+    prices = model.prices(8, 8, 3000, 32)
+    assert prices.step_s[0] == pytest.approx(truth(work)[1], rel=0.02)
+    assert prices.step_s[32] + 4 * prices.pass_s < 1.3 * prices.step_s[0]
+
+
+def test_what_steady_steps_do_not_excite_stays_as_profiled() -> None:
+    """Thousands of equal steps; recursive least squares with forgetting would lose the slope. Those
+    that were not measured are no evidence at all."""
+    model, rng = OnlineCostModel(PROFILE, max_tokens=600), np.random.default_rng(1)
+    before = model.prices(16, 16, 5000, 64)
+    for _ in range(50):
+        model.observe(StepSample(decoding(16, 5000, depth=2), 0.0, 0.0))
+    after = model.prices(16, 16, 5000, 64)
+    assert np.array_equal(before.step_s, after.step_s) and before.pass_s == after.pass_s
+    for _ in range(3000):
+        target_s = before.step_s[0] * np.exp(0.03 * rng.standard_normal())
+        model.observe(StepSample(decoding(16, 5000), 0.0, float(target_s)))
+    assert model.prices(16, 16, 5000, 64).step_s == pytest.approx(before.step_s, rel=0.05)

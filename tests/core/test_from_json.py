@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from cbatch import FieldError, SamplingParams, StructuredOutputs
+from cbatch.core.request.from_json import SAMPLING_FIELDS, sampling_from_json, sampling_to_json
+
+
+def test_json_over_defaults_and_back() -> None:
+    defaults = SamplingParams(max_tokens=5, temperature=0.5)
+    params = sampling_from_json({"temperature": 0, "stop": "x", "stop_token_ids": [1]}, defaults)
+    assert params == SamplingParams(max_tokens=5, temperature=0, stop=("x",), stop_token_ids=(1,))
+    assert sampling_from_json(sampling_to_json(params)) == params
+    assert sampling_to_json(SamplingParams()) == {}
+
+
+def test_every_field_survives_a_round_trip_through_json() -> None:
+    params = SamplingParams(
+        max_tokens=5,
+        min_tokens=2,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        seed=4,
+        n=2,
+        stop=("x",),
+        stop_token_ids=(1,),
+        ignore_eos=True,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={3: 1.5, 12: -2.0},
+        allowed_token_ids=(3, 12, 13),
+        banned_token_ids=(13,),
+        structured_outputs=StructuredOutputs(json={"enum": [1, "b"]}),
+        logprobs=0,
+        prompt_logprobs=2,
+        logprobs_mode="processed",
+        max_lookahead=3,
+        drafter=("suffix", "model"),
+        verification="coupled",
+    )
+    plain = sampling_to_json(params)
+    assert set(plain) == set(SAMPLING_FIELDS)  # none is left at its default
+    assert msgspec.convert(json.loads(json.dumps(plain)), SamplingParams, str_keys=True) == params
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("colour", 1),
+        ("temperature", "hot"),
+        ("temperature", float("nan")),
+        ("temperature", None),
+        ("top_k", 1.5),
+        ("n", True),
+        ("stop", [1]),
+        ("seed", 2**64),
+        ("ignore_eos", 1),
+    ],
+)
+def test_errors_name_the_field(field: str, value: object) -> None:
+    with pytest.raises(FieldError) as caught:
+        sampling_from_json({field: value})
+    assert caught.value.field == field

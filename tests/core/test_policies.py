@@ -1,0 +1,73 @@
+"""The policies without prices. Bounds of the estimator: |bias| <= 0.005, RMSE <= 0.075."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.speculation.acceptance import survival
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.gate import Due
+from cbatch.core.speculation.policies import EmaPolicy
+from tests.helpers import DraftedRows
+
+EMA = LookaheadConfig(policy="ema", k=8)
+CAPS = np.full(3, 8, dtype=np.int32)
+
+
+def policy_of(*carried: tuple[float, float] | None) -> EmaPolicy:
+    policy = EmaPolicy(EMA, max_slots=len(carried))
+    for slot, sums in enumerate(carried):
+        policy.enter(slot, sums)
+    return policy
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.95])
+def test_the_estimate_is_unbiased_and_as_sharp_for_every_k(alpha: float) -> None:
+    """Trap 3 (accepted / k is biased, and more so the larger k is)."""
+    errors, rows = {}, 4000
+    for k in (1, 2, 4, 8):
+        rng, drafted = np.random.default_rng(k), np.full(rows, k, dtype=np.int32)
+        policy = policy_of(*[None] * rows)
+        for _ in range(300):
+            coins = rng.random((rows, k)) < alpha
+            accepted = np.cumprod(coins, axis=1).sum(axis=1).astype(np.int32)
+            policy.observe(DraftedRows(slice(0, rows), drafted, accepted))
+        found = np.array(policy.estimated_acceptance(np.arange(rows)))
+        assert abs(found.mean() - alpha) <= 0.005
+        errors[k] = float(np.sqrt(np.mean((found - alpha) ** 2)))
+    assert max(errors.values()) <= 0.075
+    assert max(errors.values()) <= 1.1 * min(errors.values())
+
+
+def test_positions_after_the_first_rejection_are_no_trials() -> None:
+    policy = policy_of((4.0, 6.0))
+    policy.observe(DraftedRows(slice(0, 1), np.array([8], np.int32), np.array([2], np.int32)))
+    assert policy.leave(0) == pytest.approx((4 * EMA.decay**3 + 2, 6 * EMA.decay**3 + 3))
+
+
+def test_survival_is_the_beta_moment_and_never_rises_along_a_row() -> None:
+    estimate = np.array([[7.0, 1.0], [10.0, 10.0]])
+    s = survival(estimate[0], estimate[1], 6)
+    assert s[0, 0] == pytest.approx(0.7)
+    assert s[0, 1] == pytest.approx(0.7 * 8 / 11)
+    assert (np.diff(s, axis=1) <= 0).all()
+    assert (s[0] >= 0.7 ** np.arange(1, 7)).all()  # Jensen: mild optimism
+
+
+def test_k_follows_acceptance_and_zero_is_not_absorbing() -> None:
+    """Trap 4 (k = 0 absorbs)."""
+    policy, zero = policy_of((30.0, 31.0), (20.0, 31.0), (2.0, 31.0)), np.zeros(3, np.int32)
+    k = policy.choose(Due.DECISION, slice(0, 3), CAPS)
+    assert k is not None and k[0] == 8 and 2 <= k[1] <= 4 and k[2] == 0
+    for _ in range(500):
+        policy.observe(DraftedRows(slice(0, 3), zero, zero))
+    k = policy.choose(Due.DECISION, slice(0, 3), CAPS)
+    assert k is not None and (k >= 2).all()
+
+
+@pytest.mark.parametrize("field", ["k", "decay", "prior_acceptance", "min_survival"])
+def test_bad_configuration_names_its_field(field: str) -> None:
+    with pytest.raises(FieldError, match=f"lookahead.{field}"):
+        LookaheadConfig(**{field: 0})

@@ -1,0 +1,131 @@
+"""Every field of `SamplingParams` does something or is refused by name, with drafts and without."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch import LLM, Completion, FieldError, SamplingParams, StructuredOutputs
+from cbatch.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_options,
+    sampling_params,
+)
+from cbatch.core.request.from_json import SAMPLING_FIELDS, sampling_to_json
+from tests.test_llm import write_model
+
+PROMPT = "def add(a, b):"
+EVEN = tuple(range(0, 90, 2))
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+
+
+def tokens(done: Completion) -> object:
+    assert done.error is None, done.error
+    return done.token_ids
+
+
+def logprobs(done: Completion) -> object:
+    return done.logprobs
+
+
+# Field: what is asked without it, its value, and where the difference shows.
+CASES: dict[str, tuple[dict[str, Any], Any, Callable[[Completion], object]]] = {
+    "max_tokens": ({}, 9, tokens),
+    "min_tokens": ({"stop_token_ids": EVEN}, 12, tokens),
+    "temperature": ({"seed": 5}, 1.0, tokens),
+    "top_k": (SAMPLED, 1, tokens),
+    "top_p": (SAMPLED, 0.02, tokens),
+    "min_p": (SAMPLED, 1.0, tokens),
+    "seed": (SAMPLED, 6, tokens),
+    "n": (SAMPLED, 2, lambda done: len(done.choices)),
+    "stop": ({}, None, lambda done: done.finish_reason),  # the value is taken from the output
+    "stop_token_ids": ({}, None, lambda done: done.finish_reason),
+    "ignore_eos": ({"logit_bias": {0: 40.0}}, True, tokens),
+    "repetition_penalty": ({}, 8.0, tokens),
+    "presence_penalty": ({}, 2.0, tokens),
+    "frequency_penalty": ({}, 2.0, tokens),
+    "logit_bias": ({}, {7: 40.0}, tokens),
+    "allowed_token_ids": ({}, (7, 8, 9), tokens),
+    "banned_token_ids": ({}, None, tokens),
+    "structured_outputs": ({}, StructuredOutputs(regex="(ab|cd){3,9}"), tokens),
+    "logprobs": ({}, 1, logprobs),
+    "prompt_logprobs": ({}, 1, lambda done: done.prompt_logprobs),
+    "logprobs_mode": (SAMPLED | {"logprobs": 0, "top_k": 2}, "processed", logprobs),
+    "max_lookahead": ({}, 0, lambda done: done.speculation.drafted_tokens),
+    "drafter": ({}, ("ngram",), lambda done: (done.error, done.speculation)),
+    "verification": (SAMPLED, "rejection", tokens),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return write_model(folder / "target"), write_model(folder / "draft", layers=1)
+
+
+@pytest.fixture(scope="module", params=["off", "fixed:3"])
+def llm(request: pytest.FixtureRequest, models: tuple[Path, Path]) -> LLM:
+    draft = None if request.param == "off" else models[1]
+    options: dict[str, Any] = {"max_slots": 4, "random_weights_seed": 0, "numerics": "invariant"}
+    return LLM(models[0], draft, lookahead=request.param, **options)
+
+
+def test_the_cases_are_all_fields() -> None:
+    assert set(CASES) == set(SAMPLING_FIELDS)
+
+
+@pytest.mark.parametrize("field", CASES)
+def test_a_field_does_something(llm: LLM, field: str) -> None:
+    speculates = llm.info.lookahead != "off"
+    if field == "max_lookahead" and not speculates:
+        return  # there is nothing to cap
+    without, value, look = CASES[field]
+    base = {"max_tokens": 24, "temperature": 0.0} | without
+    (plain,) = llm.generate(PROMPT, SamplingParams(**base))
+    if value is None:
+        value = {
+            "stop": (plain.text[3:5],),
+            "stop_token_ids": (plain.token_ids[4],),
+            "banned_token_ids": (plain.token_ids[0],),
+        }[field]
+    (asked,) = llm.generate(PROMPT, SamplingParams(**(base | {field: value})))
+    assert look(asked) != look(plain), field
+    if field == "drafter" and not speculates:
+        assert (asked.error or "").startswith("drafter: 'ngram' is not loaded here")
+    elif speculates and field != "max_lookahead":
+        assert asked.speculation.drafted_tokens > 0 or len(asked.token_ids) < 4, "drafts were off"
+
+
+def test_a_drafter_that_is_held_may_be_named(llm: LLM) -> None:
+    (done,) = llm.generate(PROMPT, SamplingParams(drafter=("model",)))
+    assert (done.error is None) == (llm.info.lookahead != "off")
+
+
+def test_the_command_line_has_every_field() -> None:
+    parser = argparse.ArgumentParser()
+    add_sampling_options(parser)
+    flags = """--max-tokens 5 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1
+        --seed 4 -n 2 --stop x --stop-token-id 1 --ignore-eos --repetition-penalty 1.1
+        --presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 3=1.5 --logit-bias 12=-2
+        --allowed-token-id 3 --allowed-token-id 12 --banned-token-id 13 --logprobs 0
+        --prompt-logprobs 2 --logprobs-mode processed --max-lookahead 3
+        --verification coupled --structured-outputs {"regex":"a+"}"""
+    params = sampling_params(parser.parse_args(flags.split()))
+    # `drafter` is an option of the engine: it loads what all prompts then use.
+    assert set(sampling_to_json(params)) == set(SAMPLING_FIELDS) - {"drafter"}
+    assert params.logit_bias == {3: 1.5, 12: -2.0}
+    assert params.structured_outputs == StructuredOutputs(regex="a+")
+    with pytest.raises(FieldError, match="--structured-outputs: cannot be read"):
+        sampling_params(parser.parse_args(["--structured-outputs", "a+"]))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--logit-bias", "3"])
+    engine = argparse.ArgumentParser()
+    add_engine_options(engine)
+    named = engine.parse_args(["--drafter", "suffix", "--drafter", "model"])
+    assert engine_options(named).drafter == ("suffix", "model")
+    assert engine_options(engine.parse_args([])).drafter is None

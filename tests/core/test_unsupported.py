@@ -1,0 +1,96 @@
+"""What is not served yet is refused by name, and the README says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch import LLM, FieldError
+from cbatch.core.request.unsupported import (
+    FIELDS,
+    OPTIONS,
+    refuse_model_files,
+    without_neutral_fields,
+)
+from cbatch.runtime.model.config import ModelError, parse_config
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}
+
+
+def test_the_table_names_what_is_missing() -> None:
+    table = README.split("## Not yet")[1].split("\n## ")[0].lower()
+    for name in (
+        "tool calls",
+        "quantised weights",
+        "gguf",
+        "lora",
+        "mixture of experts",
+        "tensor parallelism",
+        "eagle",
+        "mtp",
+        "medusa",
+        "kv offload",
+        "embeddings",
+        "multimodal",
+    ):
+        assert name in table, name
+
+
+@pytest.mark.parametrize("option", sorted(OPTIONS))
+def test_options_of_other_engines(option: str) -> None:
+    with pytest.raises(FieldError, match=f"^{option}: .* is not supported yet"):
+        LLM("/nowhere", **{option: 2})
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS))
+def test_fields_of_requests(field: str) -> None:
+    with pytest.raises(FieldError, match=f"^{field}: .* is not supported yet"):
+        without_neutral_fields({field: {"anything": 2}})
+    for neutral in (None, *FIELDS[field][1]):
+        assert without_neutral_fields({field: neutral, "n": 2}) == {"n": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
+        ({"num_local_experts": 8}, "mixtures of experts are not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are not supported"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3 is not supported"),
+        ({"architectures": None, "model_type": "medusa"}, "'medusa' is not supported"),
+        ({"architectures": ["BertModel"]}, "BertModel is not supported"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "Llava.* is not supported"),
+    ],
+)
+def test_models(change: dict[str, Any], words: str) -> None:
+    parse_config(LLAMA, Path("config.json"))
+    with pytest.raises(ModelError, match=words):
+        parse_config(LLAMA | change, Path("config.json"))
+
+
+def test_model_files(tmp_path: Path) -> None:
+    refuse_model_files(tmp_path, "model")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({}))
+    with pytest.raises(FieldError, match="draft: LoRA"):
+        refuse_model_files(tmp_path, "draft")
+    (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / "weights-q4.gguf").touch()
+    with pytest.raises(FieldError, match="folder of GGUF files; name one, say .*weights-q4.gguf"):
+        refuse_model_files(tmp_path, "model")
+
+
+def test_a_model_that_is_not_there() -> None:
+    with pytest.raises(ModelError, match="no such directory"):
+        LLM("/nowhere/at/all")

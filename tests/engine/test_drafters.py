@@ -1,0 +1,116 @@
+"""Who drafts, chosen when an engine is loaded and by each request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cbatch import LLM, EngineOptions, FieldError, SamplingParams
+from cbatch.core.speculation.cost_model import CostProfile
+from tests.test_llm import PROMPTS, make, write_model
+
+REPEATING = [prompt * 4 for prompt in PROMPTS]
+# So small a model says one token for ever, unless it is kept from it a little.
+FREE = {"max_tokens": 48, "ignore_eos": True}
+GREEDY = SamplingParams(temperature=0, frequency_penalty=0.05, **FREE)
+COUPLED = SamplingParams(temperature=0.1, top_k=4, seed=5, **FREE)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return write_model(folder / "target"), write_model(folder / "draft", layers=1)
+
+
+@pytest.fixture(scope="module")
+def plain(pair: tuple[Path, Path]) -> list[list[tuple[int, ...]]]:
+    llm = make(pair, draft=False)
+    return [tokens(llm, params) for params in (GREEDY, COUPLED)]
+
+
+def tokens(llm: LLM, params: Any) -> list[tuple[int, ...]]:
+    done = llm.generate(REPEATING, params)
+    assert all(c.error is None for c in done), done
+    return [c.token_ids for c in done]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "draft", "options"),
+    [
+        (("ngram",), False, {"lookahead": "ema"}),
+        (("suffix",), False, {"lookahead": "fixed:3", "overlap": 1}),
+        (("suffix", "ngram"), False, {"num_blocks": 14, "lookahead": "fixed:4"}),
+        (("suffix", "model"), True, {"max_slots": 3, "lookahead": "ema"}),
+        (("model", "ngram"), True, {"overlap": 1, "lookahead": "ema"}),
+        (("ngram",), True, {"lookahead": "fixed:2"}),
+    ],
+)
+def test_tokens_do_not_depend_on_who_drafts(pair, plain, drafter, draft, options):
+    llm = make(pair, draft=draft, drafter=drafter, **options)
+    assert [tokens(llm, params) for params in (GREEDY, COUPLED)] == plain
+    speculation = llm.engine.stats.speculation
+    assert speculation.accepted_tokens > 40 and speculation.rejections > 10
+    assert llm.info.drafter == drafter
+    assert "lookahead " + llm.info.lookahead + " by " + ", ".join(drafter) in llm.info.lines()[0]
+
+
+def test_goodput_without_a_draft_model(pair, plain, tmp_path, monkeypatch):
+    """Its prices are measured too, and are those of the lookup itself: it has no passes that follow
+    one another, so a deeper draft costs it hardly more."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    llm = make(pair, draft=False, drafter=("ngram",), lookahead="goodput:4")
+    # Whether drafts pay is the machine's to say: where a step is short none does.
+    assert tokens(llm, GREEDY) == plain[0]
+    model = make(pair, lookahead="goodput:4")
+    profiles: list[CostProfile] = []
+    for each in (llm, model):
+        profile = each.engine.scheduler.config.cost_profile
+        assert profile is not None
+        profiles.append(profile)
+    # Of a step in which a row drafts one token, and eight.
+    (one, eight), (model_one, model_eight) = (
+        [p.draft_setup_s + k * (p.draft_pass_s + p.draft_token_s) for k in (1, 8)] for p in profiles
+    )
+    assert 0 < one <= eight and 0 < model_one < model_eight
+    assert eight - one < model_eight - model_one
+
+
+def test_each_request_may_choose(pair, plain):
+    llm = make(pair, drafter=("suffix", "model"), lookahead="fixed:3")
+    assert llm.engine.drafters == ("model", "ngram", "suffix")
+    chains = [("ngram",), ("model", "suffix"), ("suffix",), None]
+    params = [msgspec.structs.replace(GREEDY, drafter=chain) for chain in chains]
+    assert tokens(llm, params) == plain[0]
+    out = SamplingParams(max_tokens=9, temperature=0, drafter=("ngram",), max_lookahead=0)
+    (done,) = llm.generate(REPEATING[0], out)
+    assert done.speculation.drafted_tokens == 0
+
+
+def test_lookups_beside_a_draft_are_held_without_being_asked_for(pair, plain):
+    llm = make(pair, lookahead="fixed:3")
+    assert llm.info.drafter == ("model",)
+    params = msgspec.structs.replace(GREEDY, drafter=("suffix",))
+    assert tokens(llm, params) == plain[0]
+    assert llm.engine.stats.speculation.accepted_tokens > 20
+
+
+def test_without_drafters_nobody_drafts_and_a_request_is_told_so(pair):
+    llm = make(pair, draft=False)
+    assert llm.engine.drafters == llm.info.drafter == ()
+    (done,) = llm.generate("abc", SamplingParams(drafter=("ngram",)))
+    assert "start the engine with one" in (done.error or "")
+    (done,) = make(pair, draft=False, drafter=("suffix",)).generate(
+        "abc", SamplingParams(drafter=("model",))
+    )
+    assert "'model' is not loaded here" in (done.error or "") and "ngram, suffix" in done.error
+
+
+def test_names_are_checked_before_anything_loads(pair):
+    for drafter in (("eagle",), (), ("ngram", "ngram"), "ngram"):
+        with pytest.raises(FieldError, match=r"^drafter: .* name one or more of model, ngram"):
+            EngineOptions(drafter=drafter)
+    with pytest.raises(FieldError, match="^drafter: 'model' needs a draft; give a draft, or use"):
+        make(pair, draft=False, drafter=("suffix", "model"))

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.engine.build import sampling_defaults
+from cbatch.runtime.model.config import ModelError
+
+
+def write(folder: Path, **values: Any) -> Path:
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_a_model_may_say_nothing(tmp_path: Path) -> None:
+    assert sampling_defaults(tmp_path) == {}
+    assert sampling_defaults(write(tmp_path)) == {}
+
+
+def test_what_vllm_heeds_counts_and_nothing_else(tmp_path: Path) -> None:
+    sampling = {"temperature": 1, "top_k": 20, "top_p": 0.8, "min_p": 0.05}
+    ignored = {"do_sample": False, "eos_token_id": [1, 2], "num_beams": 4, "from_the_future": "x"}
+    model = write(tmp_path, repetition_penalty=1.05, max_new_tokens=2048, **sampling, **ignored)
+    want = sampling | {"repetition_penalty": 1.05, "max_tokens": 2048}
+    assert sampling_defaults(model) == want
+
+
+@pytest.mark.parametrize("value", [0, -1, None])
+def test_no_top_k_has_three_names(tmp_path: Path, value: int | None) -> None:
+    assert sampling_defaults(write(tmp_path, top_k=value, top_p=None)) == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("temperature", -0.5, "use 0 (greedy) or a finite positive number"),
+        ("temperature", "hot", "Expected `float`"),
+        ("top_k", -2, "use at least 1"),
+        ("top_p", 0.0, "use a number in (0, 1]"),
+        ("min_p", 1.5, "use a number in [0, 1]"),
+        ("repetition_penalty", 0.0, "use a number from 0.001 to 1000.0"),
+        ("max_new_tokens", 0, "ask for at least 1"),
+        ("max_new_tokens", True, "Expected `int`"),
+    ],
+)
+def test_what_is_wrong_is_told_with_file_and_field(
+    tmp_path: Path, field: str, value: Any, remedy: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        sampling_defaults(write(tmp_path, **{field: value}))
+    told = str(caught.value)
+    assert told.startswith(f"{tmp_path / 'generation_config.json'}: {field}: {value!r} is not")
+    assert remedy in told and 'generation_config="none"' in told

@@ -1,0 +1,113 @@
+"""Step costs measured at start-up: the fit, the steps behind it, the file it is kept in."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.cost_model import CostProfile
+from cbatch.core.speculation.step_work import StepWork
+from cbatch.engine.kept_prices import cached_profile
+from cbatch.engine.step_profile import profile_costs, shapes_for
+from cbatch.runtime.drafting.draft_model import DraftModel
+from sim.cost.base import LinearCost
+from sim.executor.acceptance import PositionAcceptance
+from sim.executor.modelled import ModelledExecutor
+from tests.runtime.engines import RecordingExecutor, make_request, run_engine
+from tests.runtime.pairs import tiny_model
+
+CONFIG = SchedulerConfig(
+    num_blocks=4096, max_slots=64, max_model_tokens=1200, draft_context_tokens=1200
+)
+
+
+class Machine(ModelledExecutor):
+    """5 ms, 0.1 ms a token, 0.05 ms a row, 1 us a context token; the drafter 0.7 ms, 1 ms a pass
+    and 0.02 ms a token."""
+
+    def __init__(self) -> None:
+        acceptance = PositionAcceptance([0.5], max_slots=64)
+        super().__init__(max_slots=64, cost=self, acceptance=acceptance)
+        self._linear = LinearCost(
+            base_s=5e-3,
+            token_s=1e-4,
+            row_s=5e-5,
+            context_token_s=1e-6,
+            draft_pass_s=1e-3,
+            draft_token_s=2e-5,
+        )
+
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
+        draft_s, target_s, host_s = self._linear.step_s(work)
+        return draft_s + 7e-4 * (work.draft_depth > 0), target_s, host_s
+
+    def reset(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("slots", [8, 64])
+def test_the_prices_of_a_known_machine_come_out(slots):
+    config = msgspec.structs.replace(CONFIG, max_slots=slots)
+    profile = profile_costs(Machine(), config, budget_s=0.5)
+    assert profile.row_s == pytest.approx(5e-5)
+    assert profile.context_token_s == pytest.approx(1e-6)
+    assert profile.draft_setup_s == pytest.approx(7e-4)
+    assert profile.draft_pass_s == pytest.approx(1e-3)
+    assert (profile.draft_token_s, profile.draft_ingest_s) == pytest.approx((2e-5, 2e-5))
+    table = profile.table(512)
+    for tokens in (1, 8, 100, 400):
+        assert table[tokens] == pytest.approx(5e-3 + 1e-4 * tokens)
+
+
+def test_shapes_fit_slots_pool_and_context():
+    small = SchedulerConfig(num_blocks=12, max_slots=4, max_model_tokens=90, step_budget_tokens=9)
+    shapes = shapes_for(small)
+    assert shapes and all(s.num_drafts == 0 for s in shapes), "there is no draft"
+    assert max(s.rows for s in shapes) == 2, "two sequences of 66 tokens fill 12 blocks"
+    assert max(s.tokens for s in shapes) == 8
+
+
+def test_a_profile_is_measured_and_leaves_no_trace():
+    target, draft = tiny_model(), tiny_model(noise=0.3)
+    config = SchedulerConfig(
+        num_blocks=256,
+        block_size_tokens=4,
+        max_slots=8,
+        max_model_tokens=target.config.max_position_tokens,
+        vocab_size=target.config.vocab_size,
+        draft_context_tokens=draft.config.max_position_tokens,
+    )
+    executor = RecordingExecutor(
+        target, num_blocks=256, block_size_tokens=4, max_slots=8, drafter=DraftModel(draft)
+    )
+    profile = profile_costs(executor, config, budget_s=0.3)
+    assert profile.tokens[0] == 1 and 32 in profile.tokens
+    assert profile.draft_setup_s + profile.draft_pass_s + profile.draft_token_s > 0
+    requests = [make_request(f"r{i}", [3 * i + 1, 7, 11], max_tokens=20) for i in range(3)]
+    run = run_engine(requests, target, draft, lookahead="fixed:3", executor=executor)
+    assert run.outputs == run_engine(requests, target).outputs
+
+
+def test_a_profile_is_kept_by_what_it_depends_on(tmp_path, caplog):
+    made: list[CostProfile] = []
+
+    def measure() -> CostProfile:
+        made.append(CostProfile(tokens=(1, 2), target_s=(1.0, 1.5 + len(made))))
+        return made[-1]
+
+    caplog.set_level(logging.WARNING, logger="cbatch")
+    key = {"model": "a", "cpu": "x"}
+    first = cached_profile(key, measure, tmp_path)
+    assert cached_profile(dict(reversed(key.items())), measure, tmp_path) == first
+    assert cached_profile({**key, "cpu": "y"}, measure, tmp_path) != first and len(made) == 2
+    for path in tmp_path.glob("*.json"):
+        path.write_text('{"tokens": [1')
+    cached_profile(key, measure, tmp_path)
+    assert len(made) == 3 and "measuring anew" in caplog.text
+    assert cached_profile(key, measure, tmp_path) == made[-1], "the broken file was replaced"
+    (tmp_path / "file").touch()
+    assert cached_profile(key, measure, tmp_path / "file" / "costs") == made[-1]
+    assert len(made) == 4 and "could not be kept" in caplog.text

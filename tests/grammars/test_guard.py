@@ -1,0 +1,206 @@
+"""Grammars that kill what compiles them, take all its time or memory, or are many."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import StructuredOutputs
+from cbatch.demo import demo_paths
+from cbatch.grammars import GrammarGuard, GrammarsBusyError, Setup
+from cbatch.grammars import guard as guard_module
+from cbatch.text import load_tokenizer
+
+TOKENIZER = load_tokenizer(demo_paths()[0])
+SETUP = Setup(TOKENIZER.raw.to_str(), TOKENIZER.vocab_size, (0,))
+
+
+def chain(count: int, link: str, last: str) -> str:
+    return "".join(link.format(i, i + 1) for i in range(count)) + last.format(count)
+
+
+def references(count: int, link: str) -> str:
+    links = ",".join(link.format(f"{i:x}", f"{i + 1:x}") for i in range(count))
+    return f'{{"$defs":{{{links},"{count:x}":{{}}}},"$ref":"#/$defs/0"}}'
+
+
+# Each brought down the process that compiled it in a stack of 8 MiB, or held it for seconds.
+HOSTILE = {
+    "rules": {"grammar": "start: r0\n" + chain(3000, "r{}: r{}\n", 'r{}: "a"')},
+    "terminals": {"grammar": "start: T0\n" + chain(3400, "T{}: ~T{}\n", 'T{}: "a"')},
+    "negations": {"grammar": "start: T\nT: " + "~" * 60_000 + "/a/"},
+    "references": {"json": references(1200, '"{}":{{"$ref":"#/$defs/{}"}}')},
+    "alternatives": {"json": references(1200, '"{}":{{"anyOf":[{{"$ref":"#/$defs/{}"}},{{}}]}}')},
+    "options": {"regex": "a?" * 32_000},
+    "groups": {"regex": "(" * 30_000 + "a" + ")" * 30_000},
+    "intersections": {
+        "grammar": "start: T\nT: " + " & ".join(f"/[ab]*{'a' * i}[ab]*/" for i in range(100))
+    },
+    "depth": {"json": '{"items":' * 7000 + "{}" + "}" * 7000},
+}
+
+
+@asynccontextmanager
+async def guarding(**options: Any) -> AsyncIterator[GrammarGuard]:
+    made = GrammarGuard(SETUP, **options)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def run(scene: Awaitable[None]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scene, 120)
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_followed_or_refused(name: str) -> None:
+    """By a reason; and the next call is served."""
+
+    async def scene() -> None:
+        async with guarding() as guard:
+            try:
+                await guard.check(StructuredOutputs(**HOSTILE[name]), field="mine")
+            except FieldError as error:
+                assert error.field == "mine" and error.problem and error.remedy
+                assert len(str(error)) < 1000
+            await guard.check(StructuredOutputs(regex="[a-z]+"))
+
+    run(scene())
+
+
+def test_each_way_to_fail_is_told_by_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        async with guarding() as guard:
+            for name, words in (
+                ("options", "nests too deeply to be compiled, or takes more than 128 MiB"),
+                ("groups", "does not compile"),
+            ):
+                with pytest.raises(FieldError, match=words):
+                    await guard.check(StructuredOutputs(**HOSTILE[name]))
+            with pytest.raises(FieldError, match="has 70000 characters; use <= 65536"):
+                await guard.check(StructuredOutputs(regex="a" * 70_000))
+            monkeypatch.setattr(guard_module, "MAX_BEGIN_S", 0.0)
+            with pytest.raises(FieldError, match="to begin, for each choice"):
+                await guard.check(StructuredOutputs(regex="[a-z]+x"))
+
+    run(scene())
+
+
+def test_processor_time_is_limited() -> None:
+    """The worker is ended by the system, whatever it computes."""
+    script = (
+        "from cbatch.grammars import worker\n"
+        "worker.COMPILE_S = 0.2\n"
+        "def forever(*_):\n    while True: pass\n"
+        "worker.try_out = forever\nworker.main()\n"
+    )
+
+    async def scene() -> None:
+        async with guarding() as guard:
+            guard_module_args = guard_module.WORKER
+            try:
+                guard_module.WORKER = ("-c", script)
+                with pytest.raises(FieldError, match="takes more than 2 s to compile"):
+                    await guard.check(StructuredOutputs(regex="a"))
+            finally:
+                guard_module.WORKER = guard_module_args
+            await guard.check(StructuredOutputs(regex="b"))
+
+    run(scene())
+
+
+def test_a_verdict_is_found_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bytes] = []
+    ask = guard_module._Worker.ask
+
+    async def counted(self: Any, content: bytes) -> Any:
+        asked.append(content)
+        return await ask(self, content)
+
+    monkeypatch.setattr(guard_module._Worker, "ask", counted)
+
+    async def scene() -> None:
+        async with guarding(max_waiting=1) as guard:
+            good, bad = StructuredOutputs(regex="[a-z]+"), StructuredOutputs(regex="(")
+            await asyncio.gather(*(guard.check(good, owner="me") for _ in range(20)))
+            for _ in range(3):
+                with pytest.raises(FieldError):
+                    await guard.check(bad)
+            assert len(asked) == 2
+
+    run(scene())
+
+
+def test_an_owner_keeps_one_worker_busy_and_few_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others do not wait for what it asks."""
+    running: list[int] = []
+    release = asyncio.Event()
+
+    async def held(self: Any, content: bytes) -> Any:
+        if b"slow" in content:
+            running.append(1)
+            await release.wait()
+        return guard_module.GrammarVerdict()
+
+    monkeypatch.setattr(guard_module._Worker, "ask", held)
+
+    async def scene() -> None:
+        async with guarding(max_waiting=3) as guard:
+            slow = [
+                asyncio.create_task(guard.check(StructuredOutputs(regex=f"slow{i}"), owner="a"))
+                for i in range(5)
+            ]
+            await asyncio.gather(*slow[3:], return_exceptions=True)
+            assert all(isinstance(each.exception(), GrammarsBusyError) for each in slow[3:])
+            while not running:
+                await asyncio.sleep(0.001)
+            await guard.check(StructuredOutputs(regex="b"), owner="b")
+            assert len(running) == 1, "the others of its own wait for their turn"
+            release.set()
+            await asyncio.gather(*slow[:3])
+            assert len(running) == 3
+            await guard.check(StructuredOutputs(regex="slow9"), owner="a")
+
+    run(scene())
+
+
+def test_one_worker_is_kept_and_others_as_long_as_they_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard_module, "SPARE_S", 0.05)
+
+    async def scene() -> None:
+        async with guarding() as guard:
+            await asyncio.gather(*(guard.check(StructuredOutputs(regex=f"{x}+")) for x in "abc"))
+            while len(guard._idle) > 1:
+                await asyncio.sleep(0.01)
+            await guard.check(StructuredOutputs(regex="d+"))
+            assert [worker.num_asked > 1 for worker in guard._idle] == [True]
+
+    run(scene())
+
+
+def test_workers_end_with_their_guard() -> None:
+    async def scene() -> list[int]:
+        async with guarding() as guard:
+            guard.warm()
+            both = (StructuredOutputs(regex=f"{x}+") for x in "ab")
+            await asyncio.gather(*(guard.check(each) for each in both))
+            found = [worker._process.pid for worker in guard._idle]
+            assert found and all(Path(f"/proc/{pid}").exists() for pid in found)
+            return found
+
+    for pid in asyncio.run(scene()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,68 @@
+"""A text that follows a schema's numbers obeys them; those that cannot be followed are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import StructuredOutputs
+from cbatch.demo import demo_paths
+from cbatch.grammars import Grammars
+from cbatch.text import load_tokenizer
+
+TOKENIZER = load_tokenizer(demo_paths()[0])
+GRAMMARS = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,))
+EDGES = [0, 1, 5, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 2**255, 2**256]
+NUMBERS = sorted(
+    {sign * (each + more) for each in EDGES for more in (-1, 0, 1) for sign in (-1, 1)}
+)
+
+
+def follows(schema: Any, text: str) -> bool:
+    matcher = GRAMMARS.matcher(StructuredOutputs(json=schema))
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"minimum": 0, "maximum": 2**256 - 1},
+        {"minimum": -(2**63), "maximum": 2**63 - 1},
+        {"minimum": 0, "exclusiveMaximum": 2**64},
+        {"exclusiveMinimum": -(2**200), "maximum": -1},
+        {"maximum": 1e300, "minimum": 1},
+    ],
+)
+def test_outer_bounds_of_any_size_are_obeyed(kind: str, bounds: dict[str, float]) -> None:
+    schema = {"type": kind} | bounds
+    found = [number for number in NUMBERS if follows(schema, str(number))]
+    assert len(found) >= 4, "there is room inside"
+    for number in found:
+        jsonschema_rs.validate(schema, number)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minimum": 2**255},
+        {"type": "array", "items": {"exclusiveMaximum": -(2**70)}},
+        {"const": 2**100},
+        {"properties": {"a": {"enum": ["x", {"deep": [-(2**64)]}]}}},
+    ],
+)
+def test_what_would_not_be_obeyed_is_refused(schema: Any) -> None:
+    with pytest.raises(FieldError, match="json: [a-zA-Z]+ -?[0-9]+ is beyond what can be followed"):
+        GRAMMARS.matcher(StructuredOutputs(json=schema))
+
+
+def test_other_numbers_are_nobodys_business() -> None:
+    """A property of that name, a default, a length."""
+    properties = {"maximum": {"type": "boolean"}, "x": {"default": 2**80, "const": 1}}
+    schema = {"type": "object", "properties": properties, "required": ["maximum", "x"]}
+    assert follows(schema, '{"maximum": true, "x": 1}')
+    assert not follows(schema, '{"maximum": 1, "x": 1}')

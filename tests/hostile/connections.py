@@ -1,0 +1,145 @@
+"""Connections that are not used as they are meant: cut, held, left, or not read."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+from tests.hostile.attacker import Attack, Target, head, whole
+from tests.hostile.server import HOST, HOSTILE_KEY
+
+NUM_HELD = 100
+HOLD_S = 4.0
+HALF_BYTES = 2_000_000
+STREAM: dict[str, Any] = {"prompt": "def f(x):\n", "stream": True, "ignore_eos": True}
+HELD = "held closed 400 408 413 431"
+
+
+def half_heads(target: Target) -> None:
+    """A hundred, each a byte longer from time to time."""
+    with held(target, NUM_HELD) as connections:
+        for each in connections:
+            each.sendall(head()[: target.rng.randrange(60)])
+        trickle(target, connections)
+
+
+def half_bodies(target: Target) -> None:
+    """Much of a body, and then a byte from time to time; with a key and without."""
+    for key in (HOSTILE_KEY, None):
+        with held(target, 8) as connections:
+            begun = head(4 * HALF_BYTES, key=key) + b'{"prompt":"' + b"a" * HALF_BYTES
+            for each in connections:
+                with suppress(OSError):  # it need not read what it refuses
+                    each.sendall(begun)
+            trickle(target, connections)
+
+
+def cut_bodies(target: Target) -> None:
+    """The connection is closed in the middle of one, or before it."""
+    raw = whole(STREAM | {"max_tokens": 4, "prompt": "x" * 50_000})
+    for _ in range(20):
+        began_s = time.monotonic()
+        with target.open(raw[: target.rng.randrange(1, len(raw))]):
+            target.note("left", began_s)
+
+
+def leave(target: Target) -> None:
+    """At once, at the first bytes, or in the middle of a stream."""
+    for number in range(24):
+        began_s = time.monotonic()
+        call = STREAM | {"max_tokens": 300, "stream": number % 3 > 0, "n": 1 + number % 2}
+        with target.open(whole(call)) as connection:
+            for _ in range(target.rng.choice([0, 0, 1, 5])):
+                if call["stream"]:
+                    connection.recv(4096)
+            target.note("left", began_s)
+
+
+def never_read(target: Target) -> None:
+    """Streams of all that can be told, into a window that closes."""
+    call = STREAM | {"max_tokens": 900, "n": 4, "logprobs": 20, "return_token_ids": True}
+    with ExitStack() as stack:
+        for _ in range(2):
+            began_s = time.monotonic()
+            connection = stack.enter_context(target.open(whole(call)))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            target.note("left", began_s)
+        time.sleep(HOLD_S)
+
+
+def pipelined(target: Target) -> None:
+    """Twenty calls in a breath; answers are awaited, or not."""
+    raw = whole({"prompt": "x", "max_tokens": 2}) * 20
+    for wait_s in (30.0, 0.0):
+        began_s = time.monotonic()
+        with target.open(raw) as connection:
+            if wait_s:
+                target.answered(connection, began_s, wait_s)
+            else:
+                target.note("left", began_s)
+
+
+def broken_requests(target: Target) -> None:
+    rng, right = target.rng, whole({"prompt": "x", "max_tokens": 1})
+    raws = [
+        b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(200),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        head(-1),
+        head(2**70),
+        right.replace(b"Content-Length", b"Content-Length: 3\r\nContent-Length"),
+        head()[:-2] + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+        head()[:-2] + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n{}\r\n",
+        head(5)[:-2] + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\nGET /",
+        right.replace(b"Host: x", b"X: " + b"a" * 200_000),
+        right.replace(b"Host: x", b"X: a\r\n" * 5000),
+        right.replace(b"Host: x", b"Expect: 100-continue"),
+        right.replace(b"Host: x", b"Upgrade: websocket\r\nConnection: Upgrade"),
+        rng.randbytes(5000),
+    ]
+    for raw in rng.sample(raws, 8):
+        began_s = time.monotonic()
+        with target.open(raw) as connection:
+            target.answered(connection, began_s, wait_s=1.0)
+
+
+@contextmanager
+def held(target: Target, count: int) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        address = (HOST, target.port)
+        yield [stack.enter_context(socket.create_connection(address, 30)) for _ in range(count)]
+
+
+def trickle(target: Target, connections: list[socket.socket]) -> None:
+    """A byte to each, again and again; then what became of them is noted."""
+    began_s = time.monotonic()
+    while time.monotonic() < began_s + HOLD_S:
+        for each in connections:
+            with suppress(OSError):
+                each.send(b"a")
+        time.sleep(0.5)
+    for each in connections:
+        each.setblocking(False)
+        try:
+            words = each.recv(4096).split(None, 2)
+            target.note(words[1].decode() if len(words) > 1 else "closed", began_s)
+        except BlockingIOError:
+            target.note("held", began_s)
+        except OSError:
+            target.note("closed", began_s)
+
+
+ATTACKS = [
+    Attack("half heads", half_heads, HELD),
+    Attack("half bodies", half_bodies, HELD + " 401"),
+    Attack("cut bodies", cut_bodies, "left closed"),
+    Attack("leave", leave, "left closed"),
+    Attack("never read", never_read, "left closed", large=True),
+    Attack("pipelined", pipelined, "200 left closed"),
+    Attack("broken requests", broken_requests, "100 200 400 401 404 405 408 413 431 silent closed"),
+]

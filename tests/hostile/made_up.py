@@ -1,0 +1,77 @@
+"""Calls made up from the OpenAPI document, right ones and wrong ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis.core.failures import FailureGroup
+
+from tests.hostile.attacker import ANSWER_S, BUSY, KEY, Attack, Target
+from tests.hostile.server import HOST
+from tests.server.contract import CHECKS, OPERATIONS
+
+NUM_CALLS = 6
+# Others wait for the slots that a call holds. Other attacks ask for more than these.
+MOST = {"max_tokens": 16, "max_completion_tokens": 16, "min_tokens": 16, "n": 4}
+_one_at_a_time = threading.Lock()  # making them up takes more time than to answer them
+
+
+def made_up_calls(operation: Any, target: Target) -> None:
+    posted = operation.method == "post"
+    modes = list(schemathesis.GenerationMode)
+    mode = target.rng.choice(modes) if posted else modes[0]
+
+    @seed(target.rng.getrandbits(32))
+    @settings(
+        max_examples=NUM_CALLS if posted else 1,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def run(case: schemathesis.Case) -> None:
+        bound(case.body)
+        began_s = time.monotonic()
+        try:
+            url = f"http://{HOST}:{target.port}"
+            response = case.call(base_url=url, headers=KEY, session=session, timeout=ANSWER_S)
+        except requests.RequestException as error:
+            target.note("closed", began_s, repr(error))
+            return
+        status = str(response.status_code)
+        target.note(status, began_s, response.content)
+        if status not in BUSY:
+            try:
+                case.validate_response(response, checks=CHECKS)
+            except FailureGroup as failures:
+                target.wrong.append("; ".join(map(str, failures.exceptions)))
+
+    with _one_at_a_time, requests.Session() as session:
+        run()
+
+
+def bound(body: Any) -> None:
+    if not isinstance(body, dict):
+        return
+    for name, most in MOST.items():
+        if isinstance(value := body.get(name), int) and value > most:
+            body[name] = most
+    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+        body["max_tokens"] = MOST["max_tokens"]
+
+
+ATTACKS = [
+    Attack(
+        f"made up: {operation.label}",
+        partial(made_up_calls, operation),
+        "200 400 401 404 405 408 413 415",
+    )
+    for operation in OPERATIONS
+]

@@ -1,0 +1,178 @@
+"""Engines for processes of their own: the real scheduler over the simulator's executor, which can
+be slow, and can die. Importable by name, so that a factory finds its way there."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import Request, StructuredOutputs
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.engine.loop import StepLoop
+from cbatch.process.server import EngineParts
+from cbatch.steplog.recorder import StepRecorder
+from sim.checking.executor import SimExecutor
+from sim.checking.models import ModelledAcceptance
+from tests.helpers import make_config
+
+SIZES = {"num_blocks": 2048, "max_model_tokens": 512, "block_size_tokens": 4, "max_slots": 32}
+
+
+class MortalExecutor:
+    """A step takes `step_s`, in `parts`. It dies in every step with a request whose prompt begins
+    with `poison` once that has `at` output tokens or more."""
+
+    def __init__(
+        self,
+        inner: SimExecutor,
+        step_s: float,
+        poison: int | None,
+        at: int,
+        death: str,
+        parts: int,
+    ) -> None:
+        self._inner, self._step_s, self._parts = inner, step_s, parts
+        self.progress = np.zeros(1, dtype=np.int64)
+        self._poison, self._at, self._death = poison, at, death
+        self._doomed: dict[int, int] = {}  # slot: tokens it may still emit
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for admission in plan.deltas.new_sequences:
+            self._doomed.pop(admission.slot, None)
+            if admission.tokens[0] == self._poison:
+                emitted = len(admission.tokens) - admission.num_prompt_tokens
+                self._doomed[admission.slot] = self._at - emitted
+        for slot in plan.slots.tolist():
+            if self._doomed.get(slot, 1) <= 0:
+                self._die()
+        for _ in range(self._parts):
+            time.sleep(self._step_s / self._parts)
+            self.progress += 1
+        result = self._inner.run(plan)
+        for row, slot in enumerate(plan.slots.tolist()):
+            if slot in self._doomed:
+                emitted = int(result.row_splits[row + 1] - result.row_splits[row])
+                self._doomed[slot] -= emitted
+        return result
+
+    def _die(self) -> None:
+        if self._death == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def reset(self) -> None:
+        self._inner.reset()
+
+    def report_progress(self, counter: NDArray[np.int64]) -> None:
+        self.progress = counter
+
+
+class MortalScheduler(Scheduler):
+    """It dies of a request whose prompt begins with `dies_of`."""
+
+    dies_of: int | None = None
+
+    def add(self, request: Request, now_s: float, output: tuple[int, ...] = ()) -> None:
+        if request.prompt[0] == self.dies_of:
+            os._exit(3)
+        super().add(request, now_s, output)
+
+
+class DeadlyGrammars:
+    """To compile one is the end."""
+
+    def compiled(self, asked: StructuredOutputs) -> Any:
+        os._exit(3)
+
+
+class SimFactory(msgspec.Struct, frozen=True):
+    """`step_s` are real seconds; `poison` is the first prompt token of requests that kill in a
+    step, `unreadable` of those that kill as they are read. `once`: a file; an engine makes it as it
+    starts, and where it is there none does."""
+
+    lookahead: str = "fixed:3"
+    vocab_size: int = 1000
+    step_s: float = 0.0
+    poison: int | None = None
+    poison_at: int = 0
+    unreadable: int | None = None
+    parts: int = 1  # of a step, which it tells about if there are several
+    death: Literal["kill", "exit"] = "kill"
+    depth: int = 0
+    sizes: dict[str, Any] = {}
+    record: str | None = None
+    once: str | None = None
+
+    def config(self) -> Any:
+        sizes = SIZES | self.sizes
+        if self.lookahead != "off":
+            sizes.setdefault("draft_context_tokens", sizes["max_model_tokens"])
+        return make_config(lookahead=self.lookahead, vocab_size=self.vocab_size, **sizes)
+
+    def executor(self) -> SimExecutor:
+        config = self.config()
+        return SimExecutor(
+            num_blocks=config.num_blocks,
+            block_size_tokens=config.block_size_tokens,
+            max_slots=config.max_slots,
+            vocab_size=config.vocab_size,
+            draft_context_tokens=config.draft_context_tokens,
+            drafter=config.default_chain,
+            acceptance=ModelledAcceptance(0.7),
+        )
+
+    def __call__(self) -> EngineParts:
+        if self.once is not None:
+            Path(self.once).touch(exist_ok=False)
+        recorder = None if self.record is None else StepRecorder(self.record)
+        scheduler = MortalScheduler(self.config(), recorder)
+        scheduler.dies_of = self.unreadable
+        executor: Any = self.executor()
+        if not self.depth:
+            death = self.death
+            executor = MortalExecutor(
+                executor, self.step_s, self.poison, self.poison_at, death, self.parts
+            )
+        loop = StepLoop(scheduler, executor, clock=time.monotonic, depth=self.depth)
+        close = None if recorder is None else recorder.close
+        return EngineParts(
+            scheduler,
+            loop,
+            info={"model": "sim"},
+            grammars=cast(Any, DeadlyGrammars()),
+            close=close,
+            report_progress=executor.report_progress if self.parts > 1 else None,
+        )
+
+
+class FrozenFactory(msgspec.Struct, frozen=True):
+    """Writes to `path`, as the engine ends, how many objects its collector passed over."""
+
+    path: str
+
+    def __call__(self) -> EngineParts:
+        def close() -> None:
+            Path(self.path).write_text(str(gc.get_freeze_count()))
+
+        return SimFactory()()._replace(close=close)
+
+
+class BrokenFactory(msgspec.Struct, frozen=True):
+    """Cannot make an engine, and says so in one of two ways."""
+
+    names_field: bool
+
+    def __call__(self) -> EngineParts:
+        if self.names_field:
+            raise FieldError("num_blocks", "too few", "give more")
+        raise RuntimeError("no such device")

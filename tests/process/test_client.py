@@ -1,0 +1,357 @@
+"""Real engine processes, killed, hung and poisoned; the model is the simulator's, whose tokens are
+a hash of the request and of everything before, so that any slip changes all that follows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import FinishReason, Request, StructuredOutputs
+from cbatch.process import client as client_module
+from cbatch.process.client import EngineClient, EngineStartError
+from tests.helpers import make_request
+from tests.process.factories import BrokenFactory, SimFactory
+from tests.process.watching import (
+    Watched,
+    all_over,
+    assert_ended_by,
+    assert_undisturbed,
+    kill_mid_stream,
+    running,
+)
+
+NUM_STREAMS = 32
+SLOW = SimFactory(step_s=0.004)
+
+
+def watch(client: EngineClient, max_tokens: int, count: int = NUM_STREAMS) -> list[Watched]:
+    return [
+        Watched(client, make_request(f"r{i}", 4 + i, seed=i, max_tokens=max_tokens - i % 7))
+        for i in range(count)
+    ]
+
+
+async def kill_rounds(rounds: int, max_tokens: int, seed: int) -> None:
+    rng = random.Random(seed)
+    async with running(SLOW) as client:
+        watched = watch(client, max_tokens)
+        cut = [await kill_mid_stream(client, watched, rng) for _ in range(rounds)]
+        assert min(cut) > 0 and sum(cut) > rounds * NUM_STREAMS / 2, "the kills hit no streams"
+        await all_over(watched)
+        assert client.num_starts == rounds + 1
+    assert_undisturbed(watched, SLOW)
+
+
+def test_streams_survive_kills_in_the_middle_unchanged() -> None:
+    asyncio.run(kill_rounds(3, max_tokens=120, seed=1))
+
+
+@pytest.mark.statistics
+@pytest.mark.slow
+def test_streams_survive_twenty_kills() -> None:
+    asyncio.run(kill_rounds(20, max_tokens=400, seed=2))
+
+
+def test_kills_before_any_token_convict_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice all are in flight, then one on trial, then another."""
+    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.1)
+    factory = SimFactory(step_s=0.03)
+
+    async def scene() -> None:
+        async with running(factory) as client:
+            watched = watch(client, 20, count=8)
+            for start, company in enumerate((8, 8, 1, 1), start=1):
+                while client.num_starts < start or in_flight(client) < company:
+                    await asyncio.sleep(0.001)
+                assert client.pid is not None
+                os.kill(client.pid, signal.SIGKILL)
+                while client.up:
+                    await asyncio.sleep(0.001)
+            await all_over(watched)
+            assert client.num_starts == 5
+        assert_undisturbed(watched, factory)
+
+    asyncio.run(scene())
+
+
+def in_flight(client: EngineClient) -> int:
+    """Requests in the step that runs, as whoever outlives the engine would learn."""
+    return len(client._link.journal.read()) if client.up and client._link else 0
+
+
+def test_a_poison_request_ends_alone() -> None:
+    factory = SimFactory(step_s=0.01, poison=7, poison_at=9, death="kill")
+
+    async def scene() -> None:
+        async with running(factory) as client:
+            watched = watch(client, 40, count=6)
+            poison = Watched(client, make_request("poison", [7, 1, 2], max_tokens=40))
+            await all_over([*watched, poison])
+            assert_ended_by(poison, FinishReason.ERROR, "dies whenever it runs this request")
+            # A step with 8 before it may have brought four more.
+            assert 4 <= len(poison.tokens) <= 12, "it was served up to there"
+            # Steps that it died too soon to tell of are run again: a token clears it each time.
+            deaths = client.num_starts - poison.last_start
+            assert deaths <= 4, "two strikes, two deaths alone"
+            after = Watched(client, make_request("after", max_tokens=10))
+            await all_over([after])
+        assert_undisturbed([*watched, after], factory)
+
+    asyncio.run(scene())
+
+
+def test_a_hung_step_is_killed_and_its_requests_go_on() -> None:
+    async def scene() -> None:
+        async with running(SLOW, hang_timeout_s=2.0) as client:
+            watched = watch(client, 40, count=4)
+            while not all(each.streaming for each in watched):
+                await asyncio.sleep(0.001)
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGSTOP)
+            await all_over(watched)
+            assert client.num_starts == 2
+            client.stats = None
+            while client.stats is None:  # an idle engine gives signs of life
+                await asyncio.sleep(0.01)
+        assert_undisturbed(watched, SLOW)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("parts", [1, 10])
+def test_a_long_step_is_no_hung_one_as_long_as_it_goes_on(parts: int) -> None:
+    """A chunk of a large model's prompt on a slow processor takes minutes, part by part."""
+    factory = SimFactory(step_s=5.0, parts=parts, lookahead="off")
+
+    async def scene() -> None:
+        async with running(factory, hang_timeout_s=2.0) as client:
+            watched = Watched(client, make_request("long", max_tokens=1))
+            if parts > 1:
+                await all_over([watched])
+                assert client.num_starts == 1
+                assert_undisturbed([watched], factory)
+            while client.num_starts == (parts == 1):  # one that says nothing is killed
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scene())
+
+
+def test_cancel_and_finish_free_everything() -> None:
+    async def scene() -> None:
+        async with running(SLOW) as client:
+            watched = watch(client, 100, count=10)
+            while not all(each.streaming for each in watched):
+                await asyncio.sleep(0.001)
+            for each in watched[:5]:
+                client.cancel(each.request.request_id)
+            for each in watched[5:]:
+                client.finish(each.request.request_id, keep_tokens=1)
+            counts = [len(each.tokens) for each in watched]
+            while client.stats is None or client.stats.num_running:
+                await asyncio.sleep(0.001)
+            assert [len(each.tokens) for each in watched] == counts, "told of it after its end"
+            assert client.num_open == 0
+            assert client.stats.free_blocks + client.stats.cached_blocks == client.stats.num_blocks
+
+    asyncio.run(scene())
+
+
+def test_what_cannot_start_says_why() -> None:
+    async def scene(field: bool) -> None:
+        async with running(BrokenFactory(field)):
+            pass
+
+    with pytest.raises(FieldError, match="num_blocks: too few; give more"):
+        asyncio.run(scene(True))
+    with pytest.raises(EngineStartError, match="no such device"):
+        asyncio.run(scene(False))
+
+
+ORPHAN = """
+import asyncio
+from tests.process.factories import SimFactory
+from tests.process.watching import running
+
+async def scene():
+    async with running(SimFactory()) as client:
+        print(client.pid, flush=True)
+        await asyncio.sleep(60)
+
+if __name__ == "__main__":
+    asyncio.run(scene())
+"""
+
+
+def test_an_engine_does_not_outlive_its_owner(tmp_path: Path) -> None:
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN)
+    root = Path(__file__).parent.parent.parent
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    with subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        owner.kill()
+    deadline_s = time.monotonic() + 120
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < deadline_s, "it lives on"
+        time.sleep(0.02)
+
+
+def test_many_poisonous_calls_at_once_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More deaths in a row than a broken engine is given, and the engine is not held to be one. A
+    call of many choices is tried as one."""
+    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(client_module, "MAX_BARREN_DEATHS", 3)
+    factory = SimFactory(poison=7, death="exit")
+
+    async def scene() -> None:
+        async with running(factory) as client:
+            poisons = [Watched(client, make_request(f"poison{i}", [7, i])) for i in range(3)]
+            choices = [make_request(f"many{i}", [7, 9], choice=i) for i in range(6)]
+            poisons += Watched.call(client, choices)
+            await all_over(poisons)
+            for each in poisons:
+                assert_ended_by(each, FinishReason.ERROR, "dies whenever it runs this request")
+            assert client.num_starts - 1 > 3 + 1, "a broken engine has no more lives"
+            assert client.num_starts - 1 <= 2 + 2 * 4, "two strikes, and each call dies alone twice"
+            after = Watched(client, make_request("after", max_tokens=10))
+            await all_over([after])
+        assert_undisturbed([after], factory)
+
+    asyncio.run(scene())
+
+
+def test_an_engine_that_dies_of_anything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a request of our own."""
+    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(client_module, "MAX_BARREN_DEATHS", 2)
+
+    async def scene() -> None:
+        async with running(SimFactory(poison=0, death="exit")) as client:
+            watched = [Watched(client, make_request(f"r{i}", [0, i])) for i in range(4)]
+            await all_over(watched)
+            assert client.down and all(each.lost for each in watched)
+            assert Watched(client, make_request("late", max_tokens=5)).lost == client.down
+            assert client.num_starts == 3
+
+    asyncio.run(scene())
+
+
+def test_who_is_being_read_is_a_suspect() -> None:
+    """The engine dies of reading a call, of which no step knows yet."""
+    factory = SimFactory(step_s=0.004, unreadable=999)
+
+    async def scene() -> None:
+        async with running(factory) as client:
+            watched = watch(client, 200, count=4)
+            while not all(each.streaming for each in watched):
+                await asyncio.sleep(0.001)
+            poison = Watched(client, make_request("poison", [999, 1]))
+            await all_over([*watched, poison])
+            assert_ended_by(poison, FinishReason.ERROR, "dies whenever it runs this request")
+        assert_undisturbed(watched, factory)
+
+    asyncio.run(scene())
+
+
+def test_whose_grammar_is_being_compiled_is_a_suspect() -> None:
+    """No step knows of it, and it has been read."""
+    deadly = StructuredOutputs(regex="deadly")
+
+    async def scene() -> None:
+        async with running(SLOW) as client:
+            watched = watch(client, 200, count=4)
+            while not all(each.streaming for each in watched):
+                await asyncio.sleep(0.001)
+            poison = Watched(client, make_request("poison", structured_outputs=deadly))
+            await all_over([*watched, poison])
+            assert_ended_by(poison, FinishReason.ERROR, "dies whenever it runs this request")
+        assert_undisturbed(watched, SLOW)
+
+    asyncio.run(scene())
+
+
+class Unlucky(Watched):
+    """Its `hooks` raise."""
+
+    def __init__(self, client: EngineClient, request: Request, hooks: tuple[str, ...]) -> None:
+        self.raised: list[str] = []
+        for hook in hooks:
+            setattr(self, hook, partial(self._fail, hook))
+        super().__init__(client, request)
+
+    def _fail(self, hook: str, *_: object) -> None:
+        self.raised.append(hook)
+        raise OverflowError("on purpose")
+
+
+@pytest.mark.parametrize(
+    "hooks", [("on_admitted",), ("on_step",), ("on_end",), ("on_step", "on_failed")]
+)
+def test_what_a_listener_raises_ends_its_request_alone(hooks: tuple[str, ...]) -> None:
+    async def scene() -> None:
+        async with running(SLOW) as client:
+            watched = watch(client, 60, count=4)
+            prompt = [10**6] if "on_end" in hooks else 8  # it is refused: an end without tokens
+            unlucky = Unlucky(client, make_request("unlucky", prompt, max_tokens=50), hooks)
+            await all_over(watched)
+            assert tuple(unlucky.raised) == hooks, "once each, and nothing followed"
+            assert "on_failed" in hooks or isinstance(unlucky.failed, OverflowError)
+            while client.stats is None or client.stats.num_running:
+                await asyncio.sleep(0.001)
+            assert client.num_open == 0 and client.num_starts == 1 and client.down is None
+        assert_undisturbed(watched, SLOW)
+
+    asyncio.run(scene())
+
+
+def test_watchers_that_fail_stop_nothing() -> None:
+    def fail(_: object) -> None:
+        raise OverflowError("on purpose")
+
+    async def scene() -> None:
+        async with running(SLOW) as client:
+            client.on_step = fail
+            client.watch(fail)
+            watched = watch(client, 60, count=4)
+            await all_over(watched)
+            assert client.num_starts == 1
+        assert_undisturbed(watched, SLOW)
+
+    asyncio.run(scene())
+
+
+def test_what_the_wire_does_not_take_ends_alone() -> None:
+    """As it is added, and where another engine is to be given it."""
+    unsendable = make_request("unsendable", [2**70, 1], max_tokens=9)
+
+    async def scene() -> None:
+        async with running(SLOW) as client:
+            watched = watch(client, 120, count=4)
+            with pytest.raises(OverflowError):
+                Watched(client, unsendable)
+            assert client.num_open == 4
+            while not all(each.streaming for each in watched):
+                await asyncio.sleep(0.001)
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            while client.up:
+                await asyncio.sleep(0.001)
+            late = Watched(client, unsendable)  # nobody sends it yet
+            await all_over([*watched, late])
+            assert isinstance(late.failed, OverflowError) and client.num_starts == 2
+        assert_undisturbed(watched, SLOW)
+
+    asyncio.run(scene())

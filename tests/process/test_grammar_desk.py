@@ -1,0 +1,115 @@
+"""Grammars are compiled beside the steps, and nobody waits for one in a step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import FinishReason, Request, StructuredOutputs
+from cbatch.process import grammar_desk as desk_module
+from cbatch.process.grammar_desk import GrammarDesk
+from cbatch.process.in_flight import InFlightJournal
+from cbatch.process.messages import Add, Cancel, NewChoice, Stepped
+from cbatch.process.server import EngineServer
+from tests.helpers import make_request
+from tests.process.factories import SimFactory
+from tests.process.test_messages import OneCommand
+
+
+class SlowGrammars:
+    """Each takes until `release`; those that begin with "bad" do not compile."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        self.compiled_texts: list[str] = []
+
+    def compiled(self, asked: StructuredOutputs) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        assert self.release.wait(30)
+        self.compiled_texts.append(str(asked.regex))
+        if str(asked.regex).startswith("bad"):
+            raise FieldError("structured_outputs", "does not compile", "change it")
+        return object()
+
+
+def asking(name: str, regex: str, **more: Any) -> Request:
+    return make_request(name, 5, structured_outputs=StructuredOutputs(regex=regex), **more)
+
+
+def ready(desk: GrammarDesk, count: int) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    deadline_s = time.monotonic() + 30
+    while len(found) < count:
+        assert time.monotonic() < deadline_s
+        for request, _, problem in desk.take_ready():
+            found[request.request_id] = None if problem is None else str(problem)
+    return found
+
+
+def test_choices_share_a_grammar_and_a_bad_one_is_told() -> None:
+    grammars: Any = SlowGrammars()
+    desk = GrammarDesk(grammars, lambda _: None)
+    for name, regex in (("a", "x"), ("b", "x"), ("c", "bad"), ("d", "y")):
+        desk.enter(asking(name, regex), ())
+    desk.leave("d")
+    assert desk.waiting and not list(desk.take_ready())
+    grammars.release.set()
+    found = ready(desk, 3)
+    assert found["a"] is found["b"] is None and "does not compile" in str(found["c"])
+    assert not desk.waiting and grammars.compiled_texts == ["x", "bad"], "nobody wanted the last"
+
+
+def test_no_more_are_held_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "MAX_HELD", 2)
+    grammars: Any = SlowGrammars()
+    grammars.release.set()
+    desk = GrammarDesk(grammars, lambda _: None)
+    for name in "abc":
+        desk.enter(asking(name, name), ())
+    assert set(ready(desk, 2)) == {"a", "b"} and desk.waiting
+    assert not list(desk.take_ready()), "there is no room until one has left"
+    desk.leave("a")
+    assert set(ready(desk, 1)) == {"c"}
+    desk.enter(asking("d", "b"), ())
+    assert set(ready(desk, 1)) == {"d"}, "one that is held needs none"
+
+
+def test_without_grammars_each_is_refused_by_name() -> None:
+    desk = GrammarDesk(None, lambda _: None)
+    desk.enter(asking("a", "x"), ())
+    assert "is not served here" in str(ready(desk, 1)["a"])
+
+
+def test_steps_go_on_while_a_grammar_is_compiled(tmp_path: Path) -> None:
+    grammars: Any = SlowGrammars()
+    parts = SimFactory(lookahead="off")()._replace(grammars=grammars)
+    plain = Add(make_request("", 5, max_tokens=40), (NewChoice("plain"),))
+    slow = Add(asking("", "x", max_tokens=3), (NewChoice("slow"), NewChoice("gone", 1)))
+    bad = Add(asking("", "bad", max_tokens=3), (NewChoice("bad"),))
+    socket: Any = OneCommand(slow, bad, plain, Cancel("gone"))
+    recorder = InFlightJournal.create(tmp_path / "journal")
+    server = EngineServer(parts, socket, recorder)
+    while server.turn() and server.busy:
+        pass
+    assert recorder.read() == ["slow"], "whoever outlives the engine is to know"
+    steps = [event for event in socket.sent if isinstance(event, Stepped)]
+    assert [e.request_id for s in steps for e in s.endings] == ["plain"], "the others wait"
+    grammars.release.set()
+    endings: dict[str, FinishReason] = {}
+    deadline_s = time.monotonic() + 30
+    while len(endings) < 3:
+        assert time.monotonic() < deadline_s
+        server.turn()
+        events = [event for event in socket.sent if isinstance(event, Stepped)]
+        endings = {e.request_id: e.reason for event in events for e in event.endings}
+    assert endings == {
+        "plain": FinishReason.LENGTH,
+        "slow": FinishReason.LENGTH,
+        "bad": FinishReason.ERROR,
+    }
+    assert recorder.read() == []

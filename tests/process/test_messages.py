@@ -1,0 +1,140 @@
+"""What goes over the wire comes out the same; what was in flight is known whatever happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.core.request.request import FinishReason
+from cbatch.process import in_flight as journal_module
+from cbatch.process.in_flight import InFlightJournal
+from cbatch.process.messages import (
+    Add,
+    NewChoice,
+    Stepped,
+    decode_command,
+    decode_event,
+    encode,
+    frames_of,
+)
+from cbatch.process.server import EngineServer
+from tests.helpers import make_request
+from tests.process.factories import SimFactory
+
+
+def test_what_is_in_flight_is_read_by_another(tmp_path: Path) -> None:
+    reader = InFlightJournal.create(tmp_path / "journal")
+    writer = InFlightJournal(tmp_path / "journal")
+    assert reader.read() == []
+    for names in ({"b", "a"}, {"c"}, {"c"}):
+        writer.write(names)
+        assert reader.read() == sorted(names)
+        writer.write(set())
+        assert reader.read() == []
+
+
+def test_what_is_being_read_is_known_and_reading_is_a_sign_of_life(tmp_path: Path) -> None:
+    reader = InFlightJournal.create(tmp_path / "journal")
+    writer = InFlightJournal(tmp_path / "journal")
+    writer.write({"a"})
+    names, _ = frames_of(Add(make_request("", 5), (NewChoice("b"), NewChoice("c"))))
+    for count in range(1, 3):
+        writer.begin_reading(names)
+        assert reader.read() == ["a", "b", "c"]
+        writer.end_reading()
+        assert reader.read() == ["a"] and reader.signs.tolist() == [count, 0]
+
+
+def test_more_names_than_there_is_room_for_are_none(tmp_path: Path) -> None:
+    recorder = InFlightJournal.create(tmp_path / "journal")
+    many = {f"{i:0200}" for i in range(6000)}
+    for _ in range(2):
+        recorder.write(many)
+        assert recorder.read() == []
+    recorder.write({"a"})
+    assert recorder.read() == ["a"]
+
+
+def test_choices_of_a_call_are_sent_together() -> None:
+    """Its parameters may be long: they are there once."""
+    request = make_request("", 5, banned_token_ids=tuple(range(5000)))
+    choices = tuple(NewChoice(str(i), i, (7,) * i) for i in range(128))
+    alone = len(encode(Add(request, choices[:1])))
+    content = encode(Add(request, choices))
+    assert len(content) - alone < 128 * 200
+    command = decode_command(content)
+    assert isinstance(command, Add)
+    for i, (each, output) in enumerate(command.requests()):
+        assert (each.request_id, each.choice, output) == (str(i), i, (7,) * i)
+        assert each.params is command.request.params
+
+
+def test_a_half_written_list_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = InFlightJournal.create(tmp_path / "journal")
+    writer = InFlightJournal(tmp_path / "journal")
+    writer.write({"a" * 40})
+
+    def die(_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(journal_module.msgspec.msgpack, "encode", die)
+    with pytest.raises(KeyboardInterrupt):
+        writer.write({"b"})
+    assert reader.read() == []
+
+
+class OneCommand:
+    """A socket on which some commands wait."""
+
+    def __init__(self, *commands: Any) -> None:
+        self.waiting = [frames_of(command) for command in commands]
+        self.sent: list[Any] = []
+
+    def poll(self, _: int) -> int:
+        return len(self.waiting)
+
+    def recv_multipart(self) -> list[bytes]:
+        return self.waiting.pop(0)
+
+    def send(self, content: bytes) -> None:
+        self.sent.append(decode_event(content))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_rows_are_announced_before_their_step_and_withdrawn_after_it(
+    depth: int, tmp_path: Path
+) -> None:
+    parts = SimFactory(lookahead="off", depth=depth)()
+    recorder = InFlightJournal.create(tmp_path / "journal")
+    inner = parts.loop.executor
+    seen: list[list[str]] = []
+
+    verb = "submit" if depth else "run"
+    original = getattr(inner, verb)
+
+    def spy(plan: Any) -> Any:
+        seen.append(recorder.read())
+        return original(plan)
+
+    setattr(inner, verb, spy)
+    adds = [Add(make_request(n, 5, max_tokens=3), (NewChoice(n),)) for n in ("a", "b")]
+    socket: Any = OneCommand(*adds)
+    server = EngineServer(parts, socket, recorder)
+    while server.turn() and server.busy:
+        pass
+    assert seen[0] == ["a", "b"] and all(seen), "a step ran unannounced"
+    assert recorder.read() == []
+    steps = [event for event in socket.sent if isinstance(event, Stepped)]
+    assert [e.reason for s in steps for e in s.endings] == [FinishReason.LENGTH] * 2
+    assert steps[0].admitted == ("a", "b") and steps[0].times is not None
+
+
+def test_what_the_scheduler_refuses_ends_with_its_reason(tmp_path: Path) -> None:
+    parts = SimFactory()()
+    socket: Any = OneCommand(Add(make_request("", [10**6]), (NewChoice("a"),)))
+    server = EngineServer(parts, socket, InFlightJournal.create(tmp_path / "journal"))
+    server.turn()
+    ((ending,),) = (event.endings for event in socket.sent)
+    assert ending.request_id == "a" and "out of range" in ending.message

@@ -1,0 +1,130 @@
+"""What watchers are shown: true, bounded, not more often than it may be, and free for the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cbatch import SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.process import monitor as monitor_module
+from cbatch.process.messages import SeenStep
+from cbatch.process.monitor import LONGEST_PERIOD_S, MOST_SHARE, MOST_STEPS, PERIOD_S, Monitor
+from tests.toy_engine import make_engine
+
+
+def step(engine: Engine, monitor: Monitor) -> Any:
+    """One turn, noted; the commit."""
+    commit = engine.loop.step()
+    assert commit is not None
+    assert engine.loop.last_plan is not None and engine.loop.last_result is not None
+    monitor.note(engine.loop.last_plan, engine.loop.last_result, commit)
+    return commit
+
+
+def busy(**options: Any) -> tuple[Engine, Monitor]:
+    engine = make_engine(**({"lookahead": "ema:4", "max_slots": 4} | options))
+    for number in range(4):
+        params = SamplingParams(max_tokens=60, seed=number, ignore_eos=True)
+        engine.add([5, 6, 7, 8 + number], params)
+    return engine, Monitor(engine.scheduler)
+
+
+def test_steps_are_told_as_they_were() -> None:
+    engine, monitor = busy()
+    totals = engine.scheduler.stats
+    told: list[SeenStep] = []
+    num_steps = 0
+    while engine.scheduler.has_work:
+        step(engine, monitor)
+        steps, number = monitor.take_steps()
+        told += steps
+        num_steps += number
+    assert num_steps == len(told) == totals.steps
+    assert sum(sum(each.drafted) for each in told) == totals.drafted_tokens > 50
+    assert sum(sum(each.accepted) for each in told) == totals.accepted_tokens > 20
+    first, *others = told
+    assert first.slots == [0, 1, 2, 3] and first.chunk == [4] * 4 and not any(first.drafted)
+    assert all(set(each.chunk) == {1} for each in others)
+
+
+def test_rows_are_who_runs() -> None:
+    engine, monitor = busy()
+    for _ in range(6):
+        step(engine, monitor)
+    table = engine.scheduler.state.table
+    rows = monitor.rows()
+    assert [row.slot for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        owner = engine.scheduler.state.owners[row.slot]
+        assert owner is not None and row.request_id == owner.request.request_id
+        assert (row.prompt_tokens, row.tokens, row.todo) == (4, table.num_tokens[row.slot], 1)
+        slots = np.array([row.slot])
+        assert [row.belief] == engine.scheduler.state.policy.estimated_acceptance(slots)
+
+
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
+def test_no_belief_where_none_is_held(lookahead: str) -> None:
+    engine, monitor = busy(lookahead=lookahead)
+    step(engine, monitor)
+    assert [row.belief for row in monitor.rows()] == [None] * 4
+
+
+def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "MOST_ROWS", 3)
+    monkeypatch.setattr(monitor_module, "MOST_CELLS", 5)
+    engine, monitor = busy()
+    for _ in range(MOST_STEPS + 7):
+        last = step(engine, monitor)
+    steps, num_steps = monitor.take_steps()
+    assert num_steps == MOST_STEPS + 7 and len(steps) == MOST_STEPS
+    assert steps[-1].drafted == last.num_drafted[:3].tolist()  # the latest ones
+    assert all(len(each.slots) == 3 for each in steps) and len(monitor.rows()) == 3
+    assert len(monitor.blocks().used) <= 5
+    assert monitor.take_steps() == ((), 0)
+
+
+def test_an_executor_may_use_its_arrays_again() -> None:
+    engine, monitor = busy()
+    for _ in range(3):
+        commit = step(engine, monitor)
+    accepted, result = commit.num_accepted.tolist(), engine.loop.last_result
+    assert result is not None and any(accepted)
+    result.num_accepted[:] = 99
+    assert monitor.take_steps()[0][-1].accepted == accepted
+
+
+def test_rows_that_had_ended_are_not_shown_as_refused() -> None:
+    """Overlapped: who ends while the next step runs has a row in it that counts for nobody."""
+    engine, monitor = busy()
+    result_rows = step(engine, monitor)
+    monitor.take_steps()
+    plan, result = engine.loop.last_plan, engine.loop.last_result
+    assert plan is not None and result is not None
+    fewer = type(result_rows)(**{**_fields(result_rows), "owners": result_rows.owners[:-1]})
+    monitor.note(plan, result, fewer)
+    assert monitor.take_steps() == ((), 1)
+
+
+def _fields(struct: Any) -> dict[str, Any]:
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
+
+
+def test_it_is_due_ten_times_a_second_or_as_seldom_as_it_must() -> None:
+    monitor = Monitor(make_engine().scheduler)
+    times_s = np.arange(0.0, 5.0, 0.003)
+    for took_s, period_s in (
+        (0.0, PERIOD_S),
+        (0.002, 0.002 / MOST_SHARE),
+        (0.02, LONGEST_PERIOD_S),
+    ):
+        due = []
+        for now_s in times_s:
+            if monitor.due(now_s):
+                due.append(now_s)
+                monitor.looked(now_s, took_s)
+        gaps_s = np.diff(due)
+        assert gaps_s.min() >= period_s - 1e-9 and gaps_s.max() < period_s + 0.004
+        monitor = Monitor(make_engine().scheduler)

@@ -1,0 +1,54 @@
+"""An engine behind its socket in a thread of the test, where the test can look into it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.engine.loop import StepLoop
+from cbatch.grammars import Grammars
+from cbatch.process.connection import Death
+from cbatch.process.in_flight import InFlightJournal
+from cbatch.process.server import EngineParts, EngineServer, connect
+
+
+class EngineThread:
+    """A `Handle`. It cannot be killed; it dies of an exception in its loop."""
+
+    pid = None
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        loop: StepLoop,
+        endpoint: str,
+        journal: Path,
+        *,
+        drafters: tuple[str, ...] = (),
+        grammars: Grammars | None = None,
+    ) -> None:
+        self._parts = EngineParts(scheduler, loop, drafters, grammars=grammars)
+        self._where = (endpoint, journal)
+        self._owner = asyncio.get_running_loop()
+        self.dead: asyncio.Future[None] = self._owner.create_future()
+        self.error: Exception | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        endpoint, journal = self._where
+        socket = connect(endpoint)
+        try:
+            EngineServer(self._parts, socket, InFlightJournal(journal)).run()
+        except Exception as error:
+            self.error = error
+        finally:
+            socket.close()
+            self._owner.call_soon_threadsafe(self.dead.set_result, None)
+
+    def kill(self) -> None:
+        pass
+
+    def reap(self) -> Death:
+        return Death(f"failed: {self.error!r}")

@@ -1,0 +1,121 @@
+"""Requests on a client, what came of each, and what each should have got."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Self
+
+from cbatch.core.request.logprobs import TokenLogprobs
+from cbatch.core.request.output import Ending, OutputRow
+from cbatch.core.request.request import FinishReason, Request
+from cbatch.process.client import EngineClient
+from cbatch.process.server import EngineProcess, Factory
+from sim.workload.tokens import reference_output
+from tests.process.factories import SimFactory
+
+
+class Watched:
+    """A listener that remembers."""
+
+    @classmethod
+    def call(cls, client: EngineClient, choices: Sequence[Request]) -> list[Self]:
+        """Those of one call."""
+        found = [cls(client, request, add=False) for request in choices]
+        client.add([(each.request, each) for each in found])
+        return found
+
+    def __init__(self, client: EngineClient, request: Request, *, add: bool = True) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.last_start = 0  # the engine's, that the last tokens came from
+        self.num_admissions = 0
+        self.ending: Ending | None = None
+        self.lost: str | None = None
+        self.failed: Exception | None = None
+        self.over = asyncio.Event()
+        self._client = client
+        if add:
+            client.add([(request, self)])
+
+    def on_admitted(self, ago_s: float) -> None:
+        self.num_admissions += 1
+
+    def on_logprobs(self, entry: TokenLogprobs) -> None:
+        pass
+
+    def on_step(self, row: OutputRow, ending: Ending | None) -> None:
+        self.tokens += row.tokens
+        self.last_start = self._client.num_starts
+        if ending is not None:
+            self.on_end(ending)
+
+    def on_end(self, ending: Ending) -> None:
+        assert self.ending is None, "it ended twice"
+        self.ending = ending
+        self.over.set()
+
+    def on_lost(self, message: str) -> None:
+        self.lost = message
+        self.over.set()
+
+    def on_failed(self, error: Exception) -> None:
+        self.failed = error
+        self.over.set()
+
+    @property
+    def streaming(self) -> bool:
+        return bool(self.tokens) and self.ending is None
+
+
+@asynccontextmanager
+async def running(factory: Factory, **timeouts: float) -> AsyncIterator[EngineClient]:
+    """A client whose engine is a process of its own."""
+    client = EngineClient(partial(EngineProcess, factory), **timeouts)
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.stop()
+
+
+async def all_over(watched: Iterable[Watched], limit_s: float = 300) -> None:
+    await asyncio.wait_for(asyncio.gather(*(each.over.wait() for each in watched)), limit_s)
+
+
+def assert_undisturbed(watched: Iterable[Watched], factory: SimFactory) -> None:
+    """Each ended of itself, with exactly what it gets when it is served alone."""
+    config = factory.config()
+    for each in watched:
+        expected, reason = reference_output(
+            each.request,
+            vocab_size=config.vocab_size,
+            eos_ids=config.eos_ids,
+            max_model_tokens=config.max_sequence_tokens,
+        )
+        assert each.ending is not None and each.ending.reason is reason, each.ending
+        assert each.tokens == expected, each.request.request_id
+        assert each.num_admissions == 1
+
+
+async def kill_mid_stream(client: EngineClient, watched: list[Watched], rng: random.Random) -> int:
+    """Kills the engine once some more tokens have come; how many streams that cut in the middle."""
+    before = sum(len(each.tokens) for each in watched)
+    more = rng.randrange(1, 8 * len(watched))
+    while sum(len(each.tokens) for each in watched) < before + more:
+        assert not all(each.over.is_set() for each in watched), "they were too short for the test"
+        await asyncio.sleep(0.001)
+    cut = sum(each.streaming for each in watched)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    return cut
+
+
+def assert_ended_by(watched: Watched, reason: FinishReason, words: str) -> None:
+    ending = watched.ending
+    assert ending is not None and ending.reason is reason and words in (ending.message or "")

@@ -1,0 +1,124 @@
+"""A line for every call that is over, and what none of them may hold."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cbatch.server.http.keys import KeyRing
+from cbatch.server.serving.admission_queue import Limits
+from cbatch.system.logs import JsonLines, PlainLines, fields
+from tests.server.http_client import CHAT, Client, serving, wait_until
+from tests.toy_engine import TOKENIZER, make_engine
+
+SECRET = "def secret(a, b):"
+BODY: dict[str, Any] = {"prompt": SECRET, "max_tokens": 20, "seed": 5}
+KEY = {"Authorization": "Bearer first"}
+
+
+class Lines(logging.Handler):
+    """What would be written, decoded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.raw.append(JsonLines().format(record))
+
+    def last(self, number: int) -> dict[str, Any]:
+        """The line that comes as the `number`-th."""
+        wait_until(lambda: len(self.raw) >= number)
+        assert len(self.raw) == number
+        line: dict[str, Any] = json.loads(self.raw[-1])
+        return line
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    logger, handler = logging.getLogger("cbatch"), Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def post(client: Client, body: Any, path: str = "/v1/completions", **headers: str) -> None:
+    with client.open(body, path, KEY | headers) as response:
+        response.read()
+
+
+def test_a_line_for_every_call_and_none_for_probes(lines: Lines) -> None:
+    with serving(make_engine(lookahead="fixed:3"), keys=KeyRing(["first"])) as client:
+        for path in ("/health", "/ready", "/metrics"):
+            post(client, None, path)
+        post(client, None, "/v1/models")
+        post(client, BODY | {"n": 2}, **{"x-request-id": "mine-1"})
+        line = lines.last(1)
+        assert line["level"] == "info" and line["message"] == "request"
+        assert line["request_id"] == "mine-1" and line["id"].startswith("cmpl-")
+        assert (line["path"], line["status"]) == ("/v1/completions", 200)
+        assert line["prompt_tokens"] == len(TOKENIZER.encode(SECRET))
+        assert line["output_tokens"] == 40 and line["finish_reason"] == "length"
+        assert 0 < line["ttft_s"] <= line["e2e_s"] < 60 and 0 < line["acceptance"] <= 1
+        assert line["stream"] is False and len(line["key"]) == 8 and "error" not in line
+        post(client, BODY | {"stream": True, "stop": "a"})
+        assert lines.last(2)["stream"] is True and lines.last(2)["status"] == 200
+        post(client, BODY | {"temperature": SECRET}, **{"x-request-id": "bad"})
+        line = lines.last(3)
+        assert (line["status"], line["request_id"]) == (400, "bad")
+        assert line["error"] == "FieldError temperature" and "output_tokens" in line
+        with client.open(BODY, headers={"Authorization": "Bearer other"}):
+            pass
+        line = lines.last(4)
+        assert line["status"] == 401 and "key" not in line and "output_tokens" not in line
+        post(client, {"messages": [{"role": "user", "content": SECRET}]}, CHAT)
+        assert lines.last(5)["error"] == "FieldError messages"
+    assert not any("secret" in line or "first" in line for line in lines.raw)
+
+
+def test_how_a_call_was_cut_off_is_told(lines: Lines) -> None:
+    engine = make_engine(max_model_tokens=8192, num_blocks=4096)
+    long = BODY | {"max_tokens": 8000, "stream": True}
+    with serving(engine, Limits(timeout_s=0.5)) as client:
+        with client.open(long) as response:
+            response.read(10)
+        line = lines.last(1)
+        assert (line["status"], line["finish_reason"]) == (200, "abort") and "error" not in line
+        post(client, long | {"timeout": 0.2})
+        line = lines.last(2)
+        assert line["status"] == 200 and line["error"] == "ClientDeadlineError"
+        post(client, long | {"stream": False})
+        line = lines.last(3)
+        assert (line["status"], line["error"]) == (504, "DeadlineError")
+        assert line["output_tokens"] > 0
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_call_is_no_failure(lines: Lines) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with serving(make_engine()) as client:
+        with socket.create_connection(("127.0.0.1", client.port)) as left:
+            left.sendall(head + b'content-length: 999\r\n\r\n{"prompt": "')
+        line = lines.last(1)
+        assert (line["status"], line["error"]) == (499, "ClientGoneError")
+
+
+def test_lines_hold_together_whatever_is_in_them() -> None:
+    record = logging.makeLogRecord(
+        {"name": "cbatch", "levelname": "INFO", "msg": "a\nb %s", "args": ('"',)}
+        | fields(cause="x\ny", tokens=3, none=None)
+    )
+    line = JsonLines().format(record)
+    assert "\n" not in line
+    told = json.loads(line)
+    assert told["message"] == 'a\nb "' and told["cause"] == "x\ny" and told["tokens"] == 3
+    assert "none" not in told and told["time"].endswith("Z")
+    line = PlainLines().format(record)
+    assert line.endswith('cause="x\\ny" tokens=3') and line.count("\n") == 1, "the message's own"

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+
+from cbatch.core.request.errors import FieldError
+from cbatch.server.protocol.errors import OverloadedError
+from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
+from sim.checking.clock import VirtualClock
+
+
+def make(**limits: int) -> tuple[AdmissionQueue, VirtualClock]:
+    clock = VirtualClock()
+    return AdmissionQueue(Limits(**limits), clock), clock
+
+
+def test_both_bounds_hold_and_come_free_again() -> None:
+    queue, _ = make(max_queued_requests=3, max_queued_prompt_tokens=100)
+    first = queue.reserve(2, 60)
+    with pytest.raises(OverloadedError, match="2 of 3 requests"):
+        queue.reserve(2, 10)
+    with pytest.raises(OverloadedError, match="60 of 100 prompt tokens"):
+        queue.reserve(1, 50)
+    assert queue.rejections == {"queued_requests": 1, "queued_prompt_tokens": 1}
+    second = queue.reserve(1, 40)
+    assert (queue.num_requests, queue.num_prompt_tokens) == (3, 100)
+    first.leave_one()
+    assert (queue.num_requests, queue.num_prompt_tokens) == (2, 40), "the prompt is one for all"
+    first.leave_one()
+    first.release()
+    second.release()
+    second.release()
+    assert (queue.num_requests, queue.num_prompt_tokens) == (0, 0)
+
+
+def test_the_place_is_taken_before_the_prompt_is_tokenised() -> None:
+    """A burst does not overshoot, however late the true lengths are known."""
+    queue, _ = make(max_queued_prompt_tokens=100)
+    places = []
+    with pytest.raises(OverloadedError):
+        for _ in range(10):
+            places.append(queue.reserve(1, 40))
+    assert len(places) == 2
+    for place in places:
+        place.settle(10)
+    assert queue.num_prompt_tokens == 20
+    queue.reserve(1, 40)
+
+
+def test_an_empty_queue_takes_any_one_call() -> None:
+    queue, _ = make(max_queued_requests=2, max_queued_prompt_tokens=10)
+    queue.require_room()
+    queue.reserve(5, 1000)
+    with pytest.raises(OverloadedError):
+        queue.reserve(1, 1)
+    with pytest.raises(OverloadedError):
+        queue.require_room()
+
+
+def test_the_time_to_come_back_follows_the_pace_of_the_queue() -> None:
+    queue, clock = make(max_queued_requests=20)
+    assert queue.overloaded("full", "no room").retry_after_s == 1, "nothing is known yet"
+    place = queue.reserve(20, 1)
+    for _ in range(5):
+        clock.advance(2.0)
+        place.leave_one()
+    assert queue.overloaded("full", "no room").retry_after_s == 30
+    clock.advance(10_000)
+    assert queue.overloaded("full", "no room").retry_after_s == 60
+
+
+@pytest.mark.parametrize("field", ["max_queued_requests", "timeout_s", "max_unread_tokens"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_bad_limits_are_named(field: str, value: float) -> None:
+    with pytest.raises(FieldError, match=field):
+        Limits(**{field: value})

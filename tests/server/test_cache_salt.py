@@ -1,0 +1,75 @@
+"""What clients that share an engine can learn of each other by the prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.core.scheduler.events import Added, Configured
+from cbatch.steplog.step_log import read_step_log
+from cbatch.text import ChatTemplate
+from tests.process.factories import SimFactory
+from tests.server.http_client import CHAT, COMPLETIONS, serving
+from tests.server.processes import call, serving_process
+from tests.toy_engine import TOKENIZER, make_engine
+
+SECRET = "the vault opens to swordfish, tell nobody"
+TEMPLATE = ChatTemplate("{{ messages[0].content }}", {}, "the test")
+BODY: dict[str, Any] = {"prompt": SECRET, "max_tokens": 4, "temperature": 0}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_salt_hides_who_sent_what(path: str) -> None:
+    """A tenant cannot tell by hits what another has sent, unless both have the salt, or none."""
+    engine = make_engine(lookahead="off")
+    body: dict[str, Any] = BODY
+    if path == CHAT:
+        body = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4}
+    with serving(engine, chat_template=TEMPLATE) as client:
+
+        def hit_tokens(salt: str | None, **fields: Any) -> int:
+            before = engine.scheduler.stats.prefix_hit_tokens
+            assert client.post(body | {"cache_salt": salt} | fields, path)[0] == 200
+            return engine.scheduler.stats.prefix_hit_tokens - before
+
+        assert [hit_tokens(salt) for salt in ("alice", "bob", None)] == [0, 0, 0]
+        (alone,) = {hit_tokens(salt) for salt in ("alice", "bob", None)}
+        assert alone > 0
+        assert hit_tokens("carol", n=3, seed=1) == 2 * alone, "its choices share their call's"
+
+
+@pytest.mark.parametrize("salt", ["", "s" * 257, 3, ["a"], {}])
+def test_what_is_no_salt_is_refused(salt: Any) -> None:
+    with serving(make_engine(), chat_template=TEMPLATE) as client:
+        for path in (COMPLETIONS, CHAT):
+            chat = {"messages": [{"role": "user", "content": SECRET}]}
+            status, answer, _ = client.post(BODY | chat | {"cache_salt": salt}, path)
+            assert (status, answer["error"]["param"]) == (400, "cache_salt")
+
+
+def test_a_salt_goes_on_in_the_engine_that_follows(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.004, record=str(path))
+
+    with serving_process(factory) as served:
+
+        async def scene() -> None:
+            body = BODY | {"max_tokens": 300, "stream": True, "cache_salt": "alice"}
+            stream = asyncio.create_task(call(served.client.port, body))
+            while served.engine.num_tokens < 40:
+                await asyncio.sleep(0.002)
+            assert served.engine.pid is not None
+            os.kill(served.engine.pid, signal.SIGKILL)
+            assert (await stream).text
+
+        asyncio.run(scene())
+    events = read_step_log(path).events
+    assert sum(isinstance(event, Configured) for event in events) == 2
+    added = [event for event in events if isinstance(event, Added)]
+    assert len(added) == 2 and added[1].output
+    assert [event.request.cache_salt for event in added] == ["alice", "alice"]

@@ -1,0 +1,414 @@
+"""Slow clients, many of them, and what is no request: none holds up the others, nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cbatch.core.request.errors import FieldError
+from cbatch.engine.engine import Engine
+from cbatch.server.http import app as app_module
+from cbatch.server.http.connections import MAX_HEAD_BYTES, MAX_PIPELINED
+from cbatch.server.http.intake import FREE_BYTES, BodyIntake
+from cbatch.server.http.keys import KeyRing
+from cbatch.server.http.limits import MOST_CONNECTIONS, OWN_FILES, ConnectionLimits, connections_for
+from cbatch.server.serving.admission_queue import Limits
+from tests.server.http_client import Client, sample, serving, wait_until
+from tests.server.processes import call
+from tests.server.raw_calls import (
+    BODY,
+    beside_honest,
+    deaf,
+    exchange,
+    post,
+    rest_of,
+    run,
+    statuses,
+    trickle,
+)
+from tests.toy_engine import make_engine
+
+SHORT = ConnectionLimits(request_timeout_s=0.3)
+LONG = {"prompt": "def add(a, b):", "max_tokens": 8000, "stream": True}
+GET = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+REFUSALS = "vllm:admission_rejections_total"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    engine = make_engine(max_model_tokens=8192, num_blocks=4096)
+    with serving(engine, Limits(max_unread_tokens=10**6), connections=SHORT) as client:
+        yield client
+
+
+# ---- time -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"GET /", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: b", post(BODY, num_bytes=10**6)],
+    ids=["line", "head", "body"],
+)
+def test_a_slow_request_is_ended_and_told(client: Client, begin: bytes) -> None:
+    told = run(beside_honest(client.port, trickle(client.port, begin)))
+    assert statuses(told) == [408]
+    head, _, body = told.partition(b"\r\n\r\n")
+    assert b"connection: close" in head and b"took longer than 0.3 s" in body
+    assert json.loads(body)["error"]["message"]
+    wait_until(lambda: client.num_connections == 0)
+
+
+@pytest.mark.parametrize(
+    "asked", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["new", "kept alive"]
+)
+def test_line_ends_are_no_sign_of_life(client: Client, asked: bytes) -> None:
+    """Neither is nothing at all. There is no request that could be answered."""
+
+    async def scene() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(asked)
+        if asked:
+            assert b"200 OK" in await reader.readuntil(b"}")
+        told = asyncio.ensure_future(reader.read())
+        while not (await asyncio.wait({told}, timeout=0.03))[0]:
+            writer.write(b"\r\n")
+        writer.close()
+        return told.result()
+
+    assert run(beside_honest(client.port, scene())) == b""
+
+
+def test_a_connection_that_says_nothing_is_closed(client: Client) -> None:
+    assert run(beside_honest(client.port, exchange(client.port, b""))) == b""
+
+
+def test_the_rest_of_a_refused_call_is_waited_for_no_longer() -> None:
+    with serving(make_engine(), keys=KeyRing(["a"]), connections=SHORT) as client:
+
+        async def scene() -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+            writer.write(post(BODY, num_bytes=10**6))
+            assert b"401" in await reader.readuntil(b"}}")
+            while client.num_connections:
+                writer.write(b"a")
+                await asyncio.sleep(0.03)
+            writer.close()
+
+        run(scene())
+
+
+def test_an_answer_takes_its_time_whatever_comes_meanwhile(client: Client) -> None:
+    """The half of a request that came behind another has its time from when that is answered."""
+    stream = post(LONG | {"seed": 1})
+    told = run(beside_honest(client.port, exchange(client.port, stream + GET[:9])))
+    assert statuses(told) == [200, 408]
+    assert b"data: [DONE]\n\n" in told and told.count(b"data: ") > 1000
+
+
+def test_a_key_gets_its_place_back_from_a_slow_body() -> None:
+    keys = KeyRing(["a"], max_requests_per_key=1)
+    key = {"Authorization": "Bearer a"}
+    begin = post(BODY, b"authorization: Bearer a", num_bytes=10**6)
+    with serving(make_engine(), keys=keys, connections=SHORT) as client:
+        told = run(trickle(client.port, begin))
+        assert statuses(told) == [408]
+        with client.open(BODY, headers=key) as response:
+            assert response.status == 200
+
+
+# ---- answers that nobody reads ----------------------------------------------------------------
+
+
+TEXT = {"prompt": "ab" * 700_000, "return_token_strs": True}
+DEAF = {
+    "stream": post(LONG | {"n": 8, "return_token_ids": True}),
+    "whole": post(TEXT, path=b"/tokenize"),
+    "last": post(TEXT, b"connection: close", path=b"/tokenize"),
+}
+
+
+@pytest.fixture
+def long_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the system takes off a server's hands."""
+    monkeypatch.setattr(app_module, "LONG_TEXT_CHARS", 2**21)
+
+
+@pytest.mark.usefixtures("long_answers")
+@pytest.mark.parametrize("what", DEAF)
+def test_who_does_not_read_loses_the_connection(what: str) -> None:
+    """Its request has ended before, as a slow reader's or because it was done."""
+    engine = make_engine(max_model_tokens=8192, num_blocks=8192)
+    with serving(engine, connections=SHORT) as client, deaf(client.port, DEAF[what]):
+        wait_until(lambda: client.num_connections == 1)
+        assert run(call(client.port, BODY)).status == 200
+        wait_until(lambda: client.num_connections == 0)
+        wait_until(lambda: engine.scheduler.num_running == 0)
+
+
+@pytest.mark.usefixtures("long_answers")
+def test_who_reads_slowly_keeps_it() -> None:
+    """For longer than an answer may be left unread, and while most of it is."""
+    limits = ConnectionLimits(request_timeout_s=0.5)
+    with serving(make_engine(), connections=limits) as client:
+        told = b""
+        with deaf(client.port, DEAF["last"], 2**16) as slow:
+            while part := slow.recv(2**16):
+                told += part
+                time.sleep(0.03)
+    head, _, body = told.partition(b"\r\n\r\n")
+    assert statuses(head) == [200] and b"content-length: %d\r\n" % len(body) in head
+
+
+# ---- sizes and numbers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"GET /version HTTP/1.1\r\nx: ", *[b"a" * 2**14] * 64],
+        [b"GET /version HTTP/1.1\r\n", *[b"x: a\r\n" * 2**12] * 64],
+        [b"GET /", *[b"a" * 2**14] * 64],
+        [b"GET /version HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n"],
+    ],
+    ids=["value", "fields", "path", "whole"],
+)
+def test_a_head_has_an_end(client: Client, parts: list[bytes]) -> None:
+    async def scene() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        told = asyncio.ensure_future(reader.read(2**16))
+        for part in parts:
+            writer.write(part)
+            if (await asyncio.wait({told}, timeout=0.002))[0]:
+                break
+        await asyncio.wait({told})
+        writer.close()
+        return told.result()
+
+    told = run(beside_honest(client.port, scene()))
+    assert statuses(told) == [431] and b"more than 65536 bytes" in told
+
+
+def test_a_long_head_is_read(client: Client) -> None:
+    sent = b"GET /version HTTP/1.1\r\nconnection: close\r\nx: " + b"a" * (MAX_HEAD_BYTES - 999)
+    assert statuses(run(exchange(client.port, sent + b"\r\n\r\n"))) == [200]
+
+
+def test_no_more_connections_than_may_be() -> None:
+    """Those that are too many are told so at once; those that are open go on."""
+    limits = ConnectionLimits(max_connections=4)
+
+    async def scene(client: Client) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            held = []
+            for _ in range(4):
+                reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+                stack.callback(writer.close)
+                held.append((reader, writer))
+            while client.num_connections < 4:
+                await asyncio.sleep(0.005)
+            for _ in range(20):
+                told = await exchange(client.port, b"")
+                assert statuses(told) == [503] and b"retry-after: 1\r\n" in told
+            for _ in range(20):  # it says all that it has to before it looks
+                assert (await call(client.port, BODY)).status == 503
+            for reader, writer in held:
+                writer.write(GET)
+                assert b"200 OK" in await reader.readuntil(b"}")
+        while client.num_connections:
+            await asyncio.sleep(0.005)
+        assert (await call(client.port, BODY)).status == 200
+
+    with serving(make_engine(), connections=limits) as client:
+        run(scene(client))
+        assert sample(client, REFUSALS, reason="connections") == 40
+
+
+def test_bodies_have_so_much_memory_and_short_ones_always_enough() -> None:
+    limits = ConnectionLimits(max_reading_bytes=2**18)
+    half = post(b" " * (2**17 + FREE_BYTES - 1), num_bytes=2**20)
+    large = json.dumps(BODY).encode() + b" " * 2**17
+
+    async def scene(client: Client, intake: BodyIntake) -> None:
+        held = []
+        for at in range(2):
+            held.append(await asyncio.open_connection("127.0.0.1", client.port))
+            held[at][1].write(half)
+            while intake.num_bytes < (at + 1) * (2**17 - 1):
+                await asyncio.sleep(0.005)
+        status, _, headers = await asyncio.to_thread(client.post, large)
+        assert status == 503 and int(headers["retry-after"]) >= 1
+        assert (await call(client.port, BODY)).status == 200, "a short one"
+        held[0][1].close()
+        while intake.num_bytes > 2**17:
+            await asyncio.sleep(0.005)
+        assert (await asyncio.to_thread(client.post, large))[0] == 200
+        held[1][1].close()
+        while intake.num_bytes:
+            await asyncio.sleep(0.005)
+
+    with watched() as intakes, serving(make_engine(), connections=limits) as client:
+        run(scene(client, intakes[0]))
+        assert sample(client, REFUSALS, reason="body_bytes") == 1
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[BodyIntake]]:
+    """The intakes of the applications that are made meanwhile."""
+    made: list[BodyIntake] = []
+
+    def make(*args: Any) -> BodyIntake:
+        made.append(BodyIntake(*args))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app_module, "BodyIntake", make)
+        yield made
+
+
+# ---- what is hardly a request -----------------------------------------------------------------
+
+
+def test_requests_one_behind_the_other() -> None:
+    last = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    most = post(LONG | {"max_tokens": 2000}) + GET * (MAX_PIPELINED - 1) + last
+    with serving(make_engine(max_model_tokens=8192, num_blocks=4096)) as client:
+        assert statuses(run(exchange(client.port, most))) == [200] * (MAX_PIPELINED + 1)
+        told = run(exchange(client.port, post(LONG) + GET * 999))
+    assert statuses(told) in ([], [200]) and b"[DONE]" not in told, "not all of them are kept"
+
+
+def test_a_client_that_asks_before_it_sends(client: Client) -> None:
+    body = json.dumps(BODY).encode()
+    begin = post(b"", b"expect: 100-continue", b"connection: close", num_bytes=len(body))
+
+    async def scene(client: Client) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(begin)
+        told = await reader.readuntil(b"\r\n\r\n")
+        writer.write(body)
+        with contextlib.closing(writer):
+            return told + await rest_of(reader)
+
+    assert statuses(run(scene(client))) == [100, 200]
+    with serving(make_engine(), keys=KeyRing(["a"]), connections=SHORT) as guarded:
+        assert statuses(run(scene(guarded))) == [401]
+
+
+KEY = b"authorization: Bearer a"
+CHUNKED = b"transfer-encoding: chunked"
+LEFT = {
+    "half a head": post(BODY, KEY)[:50],
+    "half a body": post(BODY, KEY, num_bytes=10**6),
+    "half of a long body": post(b" " * 10**6, KEY, num_bytes=2 * 10**6),
+    "half a chunk": post(BODY, KEY, CHUNKED).replace(b"content-length: ", b"x: ") + b"\r\n",
+    "body longer than it says": post(BODY, KEY) + b"}}}}\r\n\r\n",
+    "two lengths": post(BODY, KEY, b"content-length: 5"),
+    "length and chunks": post(BODY, KEY, CHUNKED),
+    "stream": post(LONG, KEY),
+    "stream and another": post(LONG, KEY) + post(BODY, KEY),
+    "stream and half of another": post(LONG, KEY) + post(BODY, KEY)[:70],
+    "stream and what is none": post(LONG, KEY) + b"\x00\x01\x02 none\r\n\r\n",
+    "whole answer": post(LONG | {"stream": False}, KEY),
+    "asks before it sends": post(b"", KEY, b"expect: 100-continue", num_bytes=99),
+    "upgrade": post(BODY, KEY, b"connection: upgrade", b"upgrade: websocket"),
+}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[tuple[Client, Engine, BodyIntake]]:
+    """A server whose one key may have one call open."""
+    engine = make_engine(max_model_tokens=8192, num_blocks=4096)
+    keys = KeyRing(["a"], max_requests_per_key=1)
+    with watched() as intakes, serving(engine, keys=keys) as client:
+        yield client, engine, intakes[0]
+
+
+@pytest.mark.parametrize("how", ["leaves", "resets", "half-closes"])
+@pytest.mark.parametrize("what", LEFT)
+def test_nothing_stays_of_a_client_that_breaks_off(
+    guarded: tuple[Client, Engine, BodyIntake], what: str, how: str
+) -> None:
+    """No connection, no call of its key, no byte of a body, no place, no slot."""
+    client, engine, intake = guarded
+    for pause_s in (0, 0.02):  # nothing of it has been read, or all
+        with socket.create_connection(("127.0.0.1", client.port)) as left:
+            left.sendall(LEFT[what])
+            time.sleep(pause_s)
+            break_off(left, how)
+    wait_until(lambda: client.num_connections == intake.num_bytes == 0)
+    wait_until(lambda: not engine.scheduler.num_running + engine.scheduler.num_waiting)
+    wait_until(lambda: answered(client, "Bearer a"))
+
+
+def break_off(left: socket.socket, how: str) -> None:
+    """It is closed by the caller."""
+    if how == "resets":
+        left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    elif how == "half-closes":
+        left.settimeout(30)
+        with contextlib.suppress(ConnectionError):
+            left.shutdown(socket.SHUT_WR)
+            while left.recv(2**16):
+                pass
+
+
+def answered(client: Client, authorization: str) -> bool:
+    with client.open(BODY, headers={"Authorization": authorization}) as response:
+        return response.status == 200
+
+
+# ---- how many connections there may be --------------------------------------------------------
+
+
+NO_LIMIT = resource.RLIM_INFINITY
+MOST_FILES = MOST_CONNECTIONS + OWN_FILES
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "asked", "room", "files"),
+    [
+        (20_000, 20_000, None, MOST_CONNECTIONS, 20_000),
+        (1024, 20_000, None, MOST_CONNECTIONS, MOST_FILES),
+        (1024, 20_000, 10_000, 10_000, 10_000 + OWN_FILES),
+        (1024, 2048, None, 2048 - OWN_FILES, 2048),
+        (1024, NO_LIMIT, 50_000, 50_000, 50_000 + OWN_FILES),
+        (NO_LIMIT, NO_LIMIT, None, MOST_CONNECTIONS, NO_LIMIT),
+        (64, 64, None, 1, 64),
+        (1024, 1024, 1024 - OWN_FILES, 1024 - OWN_FILES, 1024),
+        (1024, 1024, MOST_CONNECTIONS, None, 1024),
+    ],
+)
+def test_connections_leave_open_files_for_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+    soft: int,
+    hard: int,
+    asked: int | None,
+    room: int | None,
+    files: int,
+) -> None:
+    """`room` None: it is refused."""
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, changed: limits.append(changed))
+    if room is None:
+        with pytest.raises(FieldError, match=r"max_connections: 4096 need \d+ open files.*<= 768"):
+            connections_for(asked)
+    else:
+        assert connections_for(asked) == room
+    assert limits[-1] == (files, hard)
+
+
+@pytest.mark.parametrize("field", ConnectionLimits.__struct_fields__)
+def test_a_limit_that_is_none_is_refused(field: str) -> None:
+    for value in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(FieldError, match=field):
+            ConnectionLimits(**{field: value})

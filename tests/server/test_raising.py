@@ -1,0 +1,178 @@
+"""Whatever raises on the way of a call ends that call at most, and releases what it held."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from cbatch.process.client import EngineClient
+from cbatch.process.connection import EngineLink
+from cbatch.server.serving.admission_queue import AdmissionQueue, QueueTicket
+from cbatch.server.serving.answer import Answer, CompletionAnswer
+from cbatch.server.serving.call import OpenCall, OutputStream, ServedChoice
+from cbatch.server.serving.metrics import Meter
+from cbatch.server.serving.service import EngineService
+from cbatch.text.output_processor import LiveChoice
+from tests.server import processes
+from tests.server.http_client import wait_until
+from tests.server.processes import Served, serving_process
+from tests.server.test_faults import SIM, assert_nothing_is_held, body, expected
+
+NUM_CALLS, MAX_TOKENS = 4, 30
+# Before it has done its work, and after it.
+SUBMITTING = [
+    (AdmissionQueue, "reserve"),
+    (EngineService, "_token_ids"),
+    (EngineService, "_requests"),
+    (QueueTicket, "settle"),
+    (OpenCall, "__init__"),
+    (OpenCall, "set_deadlines"),
+    (OpenCall, "begin"),
+    (LiveChoice, "__init__"),
+    (EngineClient, "add"),
+    (EngineClient, "_dispatch"),
+    (EngineLink, "send"),
+    (Answer, "open"),
+    (Meter, "open"),
+]
+DISTRIBUTING = [
+    (ServedChoice, "on_admitted"),
+    (ServedChoice, "on_step"),
+    (OpenCall, "on_admitted"),
+    (OpenCall, "deliver"),
+    (LiveChoice, "extend"),
+    (OutputStream, "put"),
+    (OutputStream, "take"),
+    (Answer, "take"),
+    (Answer, "event"),
+    (CompletionAnswer, "_part"),
+    (Meter, "observe"),
+]
+# These release something: they raise once they have.
+ENDING = [
+    (LiveChoice, "_choice"),
+    (OpenCall, "_cancel"),
+    (EngineClient, "cancel"),
+    (EngineClient, "_close"),
+    (QueueTicket, "leave_one"),
+    (QueueTicket, "release"),
+    (EngineService, "_close_one"),
+    (OutputStream, "close"),
+    (OutputStream, "ended"),
+    (Meter, "close"),
+]
+EARLY = [(owner, name, False) for owner, name in SUBMITTING + DISTRIBUTING]
+# What `reserve` has counted and not handed out nobody could give back.
+LATE = [(owner, name, True) for owner, name in SUBMITTING[1:] + DISTRIBUTING + ENDING]
+
+
+class Trap:
+    """Raises at one of the calls of a method, once."""
+
+    def __init__(self, owner: type, name: str, *, at: int, late: bool) -> None:
+        self.sprung = False
+        self._original, self._at, self._late = getattr(owner, name), at, late
+        self._count, self._lock = 0, threading.Lock()
+
+    def due(self) -> bool:
+        with self._lock:
+            self._count += 1
+            self.sprung |= self._count == self._at
+            return self._count == self._at
+
+    def method(self) -> Any:
+        trap, original = self, self._original
+
+        def raising(*args: Any, **options: Any) -> Any:
+            due = trap.due()
+            if due and not trap._late:
+                raise OverflowError("on purpose")
+            result = original(*args, **options)
+            if due:
+                if inspect.iscoroutine(result):
+                    result.close()
+                raise OverflowError("on purpose")
+            return result
+
+        return raising
+
+
+def text_of(answer: processes.Answer) -> str | None:
+    """None: it ended with an error that tells its client so."""
+    if answer.status != 200:
+        assert answer.status == 500 and json.loads(answer.body)["error"]["message"]
+        return None
+    if answer.headers["content-type"] != "application/json":
+        return None if b'"error":' in answer.body else answer.text
+    return str(json.loads(answer.body)["choices"][0]["text"])
+
+
+async def crowd(port: int) -> list[str | None]:
+    """Half of them streamed, and one more that leaves."""
+    bodies = [body(i, MAX_TOKENS, stream=i % 2 == 0) for i in range(NUM_CALLS)]
+    leaving = processes.call(port, body(99, 400), leave_after_bytes=300)
+    *answers, _ = await asyncio.gather(*(processes.call(port, b) for b in bodies), leaving)
+    return [text_of(answer) for answer in answers]
+
+
+def check(served: Served, trap: Trap) -> None:
+    found = asyncio.run(asyncio.wait_for(crowd(served.client.port), 60))
+    wait_until(lambda: trap.sprung)
+    wanted = expected(range(NUM_CALLS), MAX_TOKENS)
+    ended = [i for i in range(NUM_CALLS) if found[i] is None]
+    assert len(ended) <= 1, "others than its own call"
+    assert [found[i] or wanted[i] for i in range(NUM_CALLS)] == wanted
+    assert_nothing_is_held(served)
+
+
+@pytest.fixture(scope="module")
+def served() -> Any:
+    with serving_process(SIM) as made:
+        yield made
+
+
+def spring(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, late: bool, at: int) -> Trap:
+    trap = Trap(owner, name, at=at, late=late)
+    monkeypatch.setattr(owner, name, trap.method())
+    return trap
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("owner", "name", "late"), EARLY + LATE)
+def test_a_call_ends_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, late: bool
+) -> None:
+    trap = spring(monkeypatch, owner, name, late, at=1)
+    check(served, trap)
+    assert served.engine.down is None and served.engine.num_starts == 1
+
+
+def test_a_raise_in_the_middle_of_a_restart_ends_its_call_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first of them that the next engine is given."""
+    with serving_process(SIM) as served:
+        wanted = expected(range(NUM_CALLS), 300)
+
+        async def scene() -> list[str | None]:
+            running = [processes.call(served.client.port, body(i, 300)) for i in range(NUM_CALLS)]
+            tasks = [asyncio.create_task(each) for each in running]
+            while served.engine.num_tokens < 200:
+                await asyncio.sleep(0.002)
+            spring(monkeypatch, EngineClient, "_dispatch", False, at=1)
+            assert served.engine.pid is not None
+            os.kill(served.engine.pid, signal.SIGKILL)
+            return [text_of(answer) for answer in await asyncio.gather(*tasks)]
+
+        found = asyncio.run(scene())
+        assert found.count(None) == 1
+        assert [a or b for a, b in zip(found, wanted, strict=True)] == wanted
+        assert_nothing_is_held(served)
+        assert served.engine.num_starts == 2 and served.engine.down is None

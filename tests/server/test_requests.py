@@ -1,0 +1,53 @@
+"""What a call means once it is read; the errors are in `test_surface.py` and `test_chat.py`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cbatch import SamplingParams
+from cbatch.server.protocol.openapi import document
+from cbatch.server.protocol.requests import parse_chat, parse_completion
+from tests.server.http_client import toy_model
+
+OWN = {"temperature": 0.6, "top_k": 20, "max_tokens": 40}
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def params_of(asked: dict[str, Any], own: dict[str, Any] | None = None) -> SamplingParams:
+    model = toy_model(max_model_tokens=99, sampling_defaults=own)
+    parse = parse_chat if "messages" in asked else parse_completion
+    return parse(json.dumps(asked).encode(), model).params
+
+
+def test_the_models_own_defaults_stand_where_a_call_leaves_a_field_out() -> None:
+    for asked in ({"prompt": "x"}, {"messages": MESSAGES}):
+        found = params_of(asked, OWN)
+        assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, 1.0)
+        null = params_of(asked | {"temperature": None, "top_k": 3}, OWN)
+        assert (null.temperature, null.top_k) == (0.6, 3)
+        given = params_of(asked | {"temperature": 0, "max_tokens": 50}, OWN)
+        assert (given.temperature, given.max_tokens) == (0.0, 50), "a default is no limit"
+
+
+def test_a_completion_has_16_tokens_and_a_reply_as_many_as_the_model_says() -> None:
+    assert params_of({"prompt": "x"}, OWN) == SamplingParams(temperature=0.6, top_k=20)
+    assert params_of({"prompt": "x"}) == SamplingParams()
+    assert params_of({"messages": MESSAGES}, OWN).max_tokens == 40
+    assert params_of({"messages": MESSAGES, "max_completion_tokens": 7}, OWN).max_tokens == 7
+    assert params_of({"messages": MESSAGES}).max_tokens == 99
+
+
+def test_the_document_tells_them() -> None:
+    def default(kind: str, field: str) -> Any:
+        schema = bodies[kind]["properties"][field]
+        return schema.get("default", schema["anyOf"][0].get("default"))
+
+    for own in (OWN, {}):
+        bodies = document(**own)["components"]["schemas"]
+        for kind in ("CompletionFields", "ChatFields"):
+            assert default(kind, "temperature") == own.get("temperature", 1.0)
+            assert default(kind, "top_k") == own.get("top_k")
+            assert default(kind, "top_p") == 1.0
+        assert default("CompletionFields", "max_tokens") == 16
+        assert default("ChatFields", "max_completion_tokens") == own.get("max_tokens")

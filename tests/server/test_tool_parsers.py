@@ -1,0 +1,260 @@
+"""Tool calls that the model may leave out: found in its text however that is cut, and told by the
+API as clients expect. What the model writes is scripted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from cbatch import FieldError
+from cbatch.core.request.request import FinishReason, SamplingParams
+from cbatch.server.protocol.forced_tools import CallPart, ToolCallReader
+from cbatch.server.protocol.requests import PendingPrompt, parse_chat
+from cbatch.server.protocol.tool_parsers import (
+    TaggedReader,
+    ToolParser,
+    WholeReader,
+    require_parser,
+)
+from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
+from cbatch.server.serving.call import OutputStream
+from cbatch.text import ChatTemplate, TextTokenizer
+from cbatch.text.outputs import Accepted, Choice, Output, Speculation
+from tests.server.http_client import CHAT, MODEL, Client, serving_service, toy_model
+from tests.text.toy_tokenizers import printable
+from tests.toy_engine import TOKENIZER
+
+Calls = list[tuple[str, str]]
+ROME = '{"city": "Rome", "days": 1.50}'
+TRICKY = '{"xml": "<tool_call>{}</tool_call>", "s": "\\"}"}'
+
+
+def tag(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+W, N, T = tag("weather", ROME), tag("now", "{}"), tag("write", TRICKY)
+WEATHER, NOW, WRITE = ("weather", ROME), ("now", "{}"), ("write", TRICKY)
+BAD = '<tool_call>{"name": "f", "arguments": {oops}}</tool_call>'
+TAGGED: list[tuple[str, str, Calls]] = [
+    ("", "", []),
+    ("Plain, with a < b, and <tool", "Plain, with a < b, and <tool", []),
+    (" \n", " \n", []),
+    ("in\n\ntwo parts \n", "in\n\ntwo parts \n", []),
+    (W, "", [WEATHER]),
+    (f"\n{W}\n", "", [WEATHER]),
+    (f"I look.\n{W}", "I look.", [WEATHER]),
+    (f"{W}\n{N}", "", [WEATHER, NOW]),
+    (f"{W}{T}{N}", "", [WEATHER, WRITE, NOW]),
+    (f"a {W} b {N} c", "a b c", [WEATHER, NOW]),
+    (f"<tool_call{W}", "<tool_call", [WEATHER]),
+    (f"{W}<tool", "<tool", [WEATHER]),
+    (W.removesuffix("</tool_call>"), "", [WEATHER]),
+    (W.removesuffix("_call>"), W.removesuffix("_call>"), []),
+    (f"x {W[:-20]}", f"x {W[:-20]}", []),
+    (f"{N}\n {BAD}", f"\n {BAD}", [NOW]),
+    ('<tool_call>{"arguments": {}, "name": "now"}</tool_call>', "", [NOW]),
+    ('<tool_call>{"name": "now"}</tool_call>', '<tool_call>{"name": "now"}</tool_call>', []),
+]
+LLAMA = f'{{"name": "weather", "parameters": {ROME}}}'
+WHOLE: list[tuple[str, str, Calls]] = [
+    ("", "", []),
+    ("Hello {", "Hello {", []),
+    (f"\n{LLAMA}", "", [WEATHER]),
+    (f'{LLAMA}; {{"name": "now", "arguments": {{}}}} ', "", [WEATHER, NOW]),
+    (f"See: {LLAMA}", f"See: {LLAMA}", []),
+    (f"{LLAMA} and so on", f"{LLAMA} and so on", []),
+    (LLAMA[:-1], LLAMA[:-1], []),
+    ('{"name": "Bob", "age": 7}', '{"name": "Bob", "age": 7}', []),
+    ("[" * 9000, "[" * 9000, []),
+    ('{"a":' * 9000, '{"a":' * 9000, []),
+]
+SCRIPTS = [(TaggedReader, *each) for each in TAGGED] + [(WholeReader, *each) for each in WHOLE]
+
+
+def read(reader: ToolCallReader, pieces: list[str]) -> tuple[str, Calls]:
+    """As a stream tells it."""
+    parts = [part for piece in pieces for part in reader.push(piece)] + [*reader.finish()]
+    calls = [part for part in parts if isinstance(part, CallPart)]
+    assert [call.call for call in calls] == list(range(len(calls)))
+    assert len({call.id for call in calls}) == len(calls) and reader.complete == bool(calls)
+    assert all(parts), "there was nothing to tell"
+    found = [(call.name or "", call.arguments) for call in calls]
+    return "".join(part for part in parts if isinstance(part, str)), found
+
+
+def check(kind: Any, text: str, content: str, calls: Calls) -> None:
+    cuts = [[text], list(text)] if len(text) > 1000 else [list(text)]
+    cuts += [[text[:at], text[at:]] for at in range(min(len(text), 1000) + 1)]
+    for pieces in cuts:
+        assert read(kind(parallel=True), pieces) == (content, calls)
+    assert read(kind(parallel=False), [text]) == (content, calls[:1])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: repr(script[1][:30]))
+def test_calls_and_text_are_told_apart_at_every_border(script: Any) -> None:
+    check(*script)
+
+
+@given(
+    st.lists(st.sampled_from([W, N, T, BAD, " ", "\n", "a", "<", "<tool_call>", "</tool_call>"])),
+    st.lists(st.integers(0, 400), max_size=8),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_told_does_not_depend_on_the_borders(texts: list[str], cuts: list[int]) -> None:
+    text = "".join(texts)
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    assert read(TaggedReader(parallel=True), pieces) == read(TaggedReader(parallel=True), [text])
+
+
+def test_text_is_told_as_it_comes() -> None:
+    for reader in (TaggedReader(parallel=True), WholeReader(parallel=True)):
+        told = ["".join(map(str, reader.push(piece))) for piece in ("one", " two", " <", " three")]
+        assert told[:2] == ["one", " two"] and "".join(told) == "one two < three"
+
+
+# ---- over the API -----------------------------------------------------------------------------
+
+TOOLS: Any = [{"type": "function", "function": {"name": name}} for name in ("weather", "now")]
+BODY: Any = {"messages": [{"role": "user", "content": "Rome?"}], "tools": TOOLS}
+
+
+class Scripted:
+    """In the place of a service: every choice is `text`, three characters a step."""
+
+    running = ready = True
+    num_requests = num_restarts = 0
+    stats = None
+    text, reason = "", FinishReason.STOP
+
+    def __init__(self) -> None:
+        self.queue = AdmissionQueue(Limits(), time.monotonic)
+
+    async def start(self) -> Any:
+        return SimpleNamespace(
+            config=SimpleNamespace(max_model_tokens=256, vocab_size=TOKENIZER.vocab_size)
+        )
+
+    async def stop(self) -> None: ...
+
+    async def submit(
+        self, _: Any, params: SamplingParams, *, request_id: str, **__: Any
+    ) -> OutputStream:
+        stream = OutputStream(Accepted(request_id, (1,), 1, params.n), lambda: None)
+        for index in range(params.n):
+            for at in range(0, len(self.text), 3):
+                stream.put(Output(request_id, index, self.text[at : at + 3], (5,)))
+            choice = Choice(index, self.text, (5,), self.reason, None, Speculation())
+            stream.put(Output(request_id, index, "", (), finished=choice))
+        return stream
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[tuple[Any, Client, openai.OpenAI]]:
+    service: Any = Scripted()
+    template = ChatTemplate("{{ messages[0].content }}", {}, "the test")
+    options: Any = {"chat_template": template, "tool_parser": "hermes"}
+    with (
+        serving_service(service, TOKENIZER, **options) as client,
+        openai.OpenAI(
+            base_url=f"http://127.0.0.1:{client.port}/v1", api_key="-", max_retries=0
+        ) as sdk,
+    ):
+        yield service, client, sdk
+
+
+@pytest.mark.parametrize("text, content, calls", TAGGED[3:12])
+def test_the_package_reads_them_whole_and_streamed(
+    scene: Any, text: str, content: str, calls: Calls
+) -> None:
+    service, _, sdk = scene
+    service.text = text
+    asked = {**BODY, "model": MODEL, "n": 2}
+    whole = sdk.chat.completions.create(**asked)
+    with sdk.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion()
+    for answer in (whole, streamed):
+        for choice in answer.choices:
+            assert choice.finish_reason == ("tool_calls" if calls else "stop")
+            assert (choice.message.content or "") == content
+            told = choice.message.tool_calls or []
+            assert [(c.function.name, c.function.arguments) for c in told] == calls
+
+
+def test_a_call_that_is_cut_is_text_and_says_so(
+    scene: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, client, _ = scene
+    monkeypatch.setattr(service, "reason", FinishReason.LENGTH)
+    for text, calls in ((W[:-20], 0), (f"{W}\n{N[:-20]}", 1)):
+        service.text = text
+        _, answer, _ = client.post(BODY, CHAT)
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "length" and "<tool_call>" in choice["message"]["content"]
+        assert len(choice["message"].get("tool_calls", [])) == calls
+
+
+def test_events_of_a_call(scene: Any) -> None:
+    """Text as it comes, the call in one piece, nothing between; the role with the first."""
+    service, client, _ = scene
+    service.text = f"Hold on. {W}{N}"
+    deltas = [e["choices"][0]["delta"] for e in client.stream(BODY, CHAT)]
+    assert deltas[0] == {"content": "Hol", "role": "assistant"}
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hold on."
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [(c["index"], c["type"], c["function"]["name"]) for c in calls] == [
+        (0, "function", "weather"),
+        (1, "function", "now"),
+    ]
+    assert len(deltas) == 6, "three of text, two calls, the end"
+    deltas = [
+        e["choices"][0]["delta"] for e in client.stream(BODY | {"parallel_tool_calls": False}, CHAT)
+    ]
+    assert sum(len(delta.get("tool_calls", [])) for delta in deltas) == 1
+
+
+def test_with_none_the_text_is_text(scene: Any) -> None:
+    service, client, _ = scene
+    service.text = W
+    for change in ({"tool_choice": "none"}, {"tools": []}):
+        _, answer, _ = client.post(BODY | change, CHAT)
+        (choice,) = answer["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (W, "stop")
+
+
+def test_the_template_is_given_the_tools() -> None:
+    template = "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
+
+    def prompt(parser: ToolParser | None, **change: Any) -> str:
+        model = toy_model(template, tool_parser=parser)
+        (pending,) = parse_chat(json.dumps(BODY | change).encode(), model).prompts
+        assert isinstance(pending, PendingPrompt)
+        return TOKENIZER.decode(list(pending.make()))
+
+    assert prompt("hermes") == prompt("llama3_json", tool_choice="auto") == "<weather><now>"
+    assert prompt("hermes", tool_choice="none") == ""
+    with pytest.raises(FieldError, match=r"tool_choice: 'auto'.*--tool-parser \(hermes, llama3"):
+        prompt(None)
+
+
+def test_a_parser_that_would_find_nothing_is_refused_at_the_start() -> None:
+    raw = Tokenizer.from_str(printable().to_str())  # what others share stays as it is
+    require_parser("hermes", TextTokenizer(raw, "toy"))
+    raw.add_tokens(["<tool_call>"])
+    require_parser("hermes", TextTokenizer(raw, "toy"))
+    raw.add_special_tokens(["</tool_call>"])
+    require_parser("llama3_json", TextTokenizer(raw, "toy"))
+    with pytest.raises(FieldError, match="tool_parser: '<tool_call>' is a control token"):
+        require_parser("hermes", TextTokenizer(raw, "toy"))
+    with pytest.raises(FieldError, match="tool_parser: needs a tokenizer"):
+        require_parser("llama3_json", None)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.core.scheduler.events import Added, Cancelled, Configured
+from cbatch.steplog import recorder
+from cbatch.steplog.recorder import StepRecorder
+from cbatch.steplog.step_log import StepLogError, engines_of, read_step_log
+from sim.traces.step_log import recorded_requests
+from tests.helpers import World, make_config, make_request
+
+
+def run_world(path: Path, name: str) -> World:
+    log = StepRecorder(path)
+    world = World(log=log)
+    world.add(make_request(name, max_tokens=5))
+    world.run()
+    log.close()
+    return world
+
+
+@pytest.mark.parametrize("cut_bytes", [0, 1, 40])
+def test_what_is_cut_short_is_cut_off_before_it_goes_on(tmp_path: Path, cut_bytes: int) -> None:
+    path = tmp_path / "log"
+    run_world(path, "a")
+    whole = read_step_log(path).events
+    os.truncate(path, path.stat().st_size - cut_bytes)
+    run_world(path, "b")
+    log = read_step_log(path)
+    first, second = engines_of(log.events)
+    assert log.warning is None and len(first) == len(whole) - (cut_bytes > 0)
+    assert len(second) == len(whole)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 3, 30])
+def test_a_header_cut_short_is_written_anew(tmp_path: Path, size_bytes: int) -> None:
+    path = tmp_path / "log"
+    run_world(path, "a")
+    os.truncate(path, size_bytes)
+    run_world(path, "b")
+    assert len(list(engines_of(read_step_log(path).events))) == 1
+
+
+def test_another_file_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text("my notes\n")
+    with pytest.raises(StepLogError, match="not a step log"):
+        StepRecorder(path)
+    assert path.read_text() == "my notes\n"
+
+
+def test_a_slow_disk_holds_up_no_step_and_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    write = os.write
+
+    def stuck(file: int, content: bytes) -> int:
+        if threading.current_thread().name == "cbatch-recorder":
+            gate.wait(30)
+        return write(file, content)
+
+    path = tmp_path / "log"
+    log = StepRecorder(path, max_waiting=50)
+    monkeypatch.setattr(recorder.os, "write", stuck)
+    configured = Configured(make_config())
+    with caplog.at_level(logging.ERROR):
+        for _ in range(500):
+            log(configured)
+    assert "the recording ends here" in caplog.text and "50 events behind" in caplog.text
+    assert log._events.qsize() <= 50
+    gate.set()
+    log.close()
+    assert read_step_log(path).warning is None
+
+
+def test_a_full_disk_ends_the_recording_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "log"
+    log = StepRecorder(path)
+    monkeypatch.setattr(recorder.os, "write", full)
+    log(Configured(make_config()))
+    log.close()
+    assert "No space left" in caplog.text
+
+
+def test_time_goes_on_after_the_machine_was_started_again() -> None:
+    """Clocks of two boots: the second begins at 0. Requests of the first that were cancelled are
+    not those of the second, though they ask for the same."""
+    a, b = make_request("0", max_tokens=5), make_request("0", max_tokens=5)
+    configured = Configured(make_config())
+    events = [configured, Added(a, 100.0), Cancelled("0", 101.0), configured, Added(b, 2.0)]
+    first, second = recorded_requests(events)
+    assert first.arrival_s == 100.0 and second.arrival_s == pytest.approx(101.0)
+    still_open = [configured, Added(a, 100.0), configured, Added(b, 102.0)]
+    (one,) = recorded_requests(still_open)
+    assert one.arrival_s == 100.0 and not one.ended

@@ -1,0 +1,145 @@
+"""Nothing that a process loads before it serves is gone through again and again while it does."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import platform
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+
+from cbatch.server.http import run
+from cbatch.server.http.run import DrainingServer
+from cbatch.system.heap import freeze_heap
+from tests.process.factories import FrozenFactory
+from tests.process.watching import running
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+class Ring:
+    """Garbage that only a full collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_a_collection_passes_over_what_was_there_and_finds_what_came_later() -> None:
+    held: list[Any] = [[] for _ in range(20_000)]
+    before = weakref.ref(Ring())
+    seen = len(gc.get_objects())
+    freeze_heap()
+    assert before() is None, "garbage was kept for good"
+    assert len(gc.get_objects()) < seen / 10 and len(held) == 20_000
+    later = weakref.ref(Ring())
+    assert later() is not None
+    gc.collect()
+    assert later() is None
+
+
+def frozen_at_start() -> int:
+    """Objects that a server's process has set aside by the time it tells that it listens."""
+    told: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nobody calls")
+
+    async def scene() -> None:
+        config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
+        service: Any = SimpleNamespace(down=None, num_open=1)
+
+        def on_listening(_: int) -> None:
+            told.append(gc.get_freeze_count())
+            server.should_exit = True
+
+        server = DrainingServer(config, service, grace_s=0, on_listening=on_listening)
+        await server.serve()
+
+    asyncio.run(scene())
+    (count,) = told
+    return count
+
+
+def test_a_server_freezes_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert frozen_at_start() > 10_000
+    gc.unfreeze()
+    monkeypatch.setattr(run, "freeze_heap", lambda: None)
+    assert frozen_at_start() == 0
+
+
+def test_an_engine_freezes_before_it_serves(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with running(FrozenFactory(str(tmp_path / "count"))):
+            pass
+
+    asyncio.run(scene())
+    assert int((tmp_path / "count").read_text()) > 10_000
+
+
+def kept_mib(script: str, how: str) -> float:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", script, how]
+    return float(subprocess.run(command, cwd=root, capture_output=True, check=True).stdout)
+
+
+KEPT = """
+import sys, threading
+import msgspec
+from cbatch.system.heap import give_back_large_blocks
+
+def resident_mib():
+    return int(open("/proc/self/statm").read().split()[1]) * 4 / 1024
+
+def read(count):
+    msgspec.json.decode(b'{"x":[' + b"1," * count + b"1]}")
+
+if sys.argv[1] == "gives back":
+    give_back_large_blocks()
+before = resident_mib()
+for i in range(12):
+    threads = [threading.Thread(target=read, args=(2_000_000 + 10**5 * ((i + j) % 7),))
+               for j in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+print(resident_mib() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+def test_long_bodies_leave_nothing_behind() -> None:
+    """Four threads read bodies of 4 MB; what they were is free, and the system has it."""
+    assert kept_mib(KEPT, "gives back") < 20 < kept_mib(KEPT, "keeps")
+
+
+SCATTERED = """
+import sys
+from cbatch.system.heap import give_back_free_memory
+
+def resident_mib():
+    return int(open("/proc/self/statm").read().split()[1]) * 4 / 1024
+
+before = resident_mib()
+held = [bytes(2000) for _ in range(50_000)]
+del held[::2], held[:-1]
+if sys.argv[1] == "gives back":
+    give_back_free_memory()
+print(resident_mib() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+def test_what_lies_free_before_a_block_that_is_held_is_given_back() -> None:
+    assert kept_mib(SCATTERED, "gives back") < 20 < kept_mib(SCATTERED, "keeps")

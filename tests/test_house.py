@@ -1,0 +1,139 @@
+"""The layers: every import goes down, nothing goes in a circle, each package says what it is."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Of each folder, from the top layer to the bottom. A part (a package or a file) may import what is
+# on a line below its own; parts of one line know nothing of each other.
+LAYERS = {
+    ".": ("bench", "sim", "cbatch", "triton_kernels"),
+    "cbatch": (
+        "cli",
+        "server",
+        "llm process",
+        "engine",
+        "grammars",
+        "runtime steplog text",
+        "core demo system",
+    ),
+    "cbatch/core": ("scheduler", "speculation", "request"),
+    "cbatch/runtime": ("drafting gpu", "cpu", "sampling", "model"),
+    "cbatch/server": ("http", "serving", "protocol"),
+    "sim": (
+        "cli",
+        "executor",
+        "checking replay",
+        "cost workload",
+        "traces",
+        "distributions report",
+    ),
+    "bench/load": ("cli", "run", "client"),
+    "triton_kernels": (
+        "slots",
+        "verification",
+        "attention compile_check layers sampling",
+        "build noise",
+    ),
+}
+
+
+@cache
+def imports_by_file() -> dict[str, frozenset[str]]:
+    """The files of each file's imports, without tests and without the faces of packages, which
+    only hand names on."""
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for top in LAYERS["."]
+        for path in (ROOT / top).rglob("*.py")
+        if not path.name.startswith("test_")
+    }
+    named = {_module(file): file for file in files}
+    return {
+        file: frozenset(
+            named[name]
+            for name in _imports(file, named)
+            if named.get(name, file) != file and not named[name].endswith("__init__.py")
+        )
+        for file in files
+        if not file.endswith("__init__.py")
+    }
+
+
+def _module(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _imports(file: str, named: dict[str, str]) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {part if part in named else node.module for part in parts}
+    return found & named.keys()
+
+
+def _part(file: str, folder: str) -> str | None:
+    """The child of `folder` that `file` is in."""
+    path = PurePosixPath(file)
+    inside = path.is_relative_to(folder)
+    return path.relative_to(folder).parts[0].removesuffix(".py") if inside else None
+
+
+def _between(folder: str) -> dict[str, dict[str, tuple[str, str]]]:
+    """Parts that a part imports, with a pair of files for each."""
+    parts: dict[str, dict[str, tuple[str, str]]] = {}
+    for file, imports in imports_by_file().items():
+        part = _part(file, folder)
+        if part is None:
+            continue
+        below = parts.setdefault(part, {})
+        for other in imports:
+            target = _part(other, folder)
+            if target is not None and target != part:
+                below[target] = (file, other)
+    return parts
+
+
+@pytest.mark.parametrize("folder", LAYERS)
+def test_arrows_point_down(folder: str) -> None:
+    layer = {part: i for i, line in enumerate(LAYERS[folder]) for part in line.split()}
+    parts = _between(folder)
+    assert parts.keys() <= layer.keys(), "a part without a layer: put it into LAYERS"
+    up = [
+        f"{file} imports {other}"
+        for part, below in parts.items()
+        for target, (file, other) in below.items()
+        if layer[target] <= layer[part]
+    ]
+    assert not up
+
+
+def test_nothing_goes_in_a_circle() -> None:
+    """Neither files, nor the parts of any folder. Raises `CycleError`, which names it."""
+    graphlib.TopologicalSorter(imports_by_file()).prepare()
+    files = imports_by_file()
+    folders = {parent.as_posix() for file in files for parent in PurePosixPath(file).parents}
+    assert len(folders) > 30
+    for folder in folders:
+        graphlib.TopologicalSorter(_between(folder)).prepare()
+
+
+def test_nothing_lies_loose_at_the_root_of_the_package() -> None:
+    assert {path.name for path in (ROOT / "cbatch").glob("*.py")} == {"__init__.py", "llm.py"}
+
+
+def test_every_package_says_what_lives_there() -> None:
+    folders = {(ROOT / file).parent for file in imports_by_file()}
+    for folder in folders:
+        face = folder / "__init__.py"
+        assert face.is_file(), folder
+        assert ast.get_docstring(ast.parse(face.read_text(encoding="utf-8"))), face

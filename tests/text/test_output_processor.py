@@ -1,0 +1,91 @@
+"""What a choice on its way keeps of what it has handed on."""
+
+from __future__ import annotations
+
+import gc
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from cbatch.core.request.logprobs import TokenLogprobs
+from cbatch.core.request.output import OutputRow
+from cbatch.core.request.request import FinishReason, Request, SamplingParams
+from cbatch.text.output_processor import LiveChoice
+from cbatch.text.outputs import Output, TokenLogprob
+from tests.toy_engine import TOKENIZER
+
+TEXT = "def add(a, b): return a + b"
+NUM_TOP = 3
+
+
+def logprobs(first: int, count: int) -> TokenLogprobs:
+    columns = np.zeros((count, NUM_TOP), np.float32)
+    ids = np.tile(np.arange(NUM_TOP, dtype=np.int32), (count, 1))
+    return TokenLogprobs(0, first, columns[:, 0], ids, columns)
+
+
+def run(*, whole: bool) -> tuple[LiveChoice, list[Output]]:
+    """A choice that has brought its tokens, each with log probabilities, and the prompt's."""
+    prompt = tuple(TOKENIZER.encode("x = "))
+    params = SamplingParams(max_tokens=99, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
+    request = Request(request_id="r", prompt=prompt, params=params, seed=0)
+    live = LiveChoice(request, "r", TOKENIZER, whole=whole)
+    live.on_logprobs(logprobs(1, len(prompt) - 1))
+    outputs = []
+    for at, token in enumerate(TOKENIZER.encode(TEXT), start=len(prompt)):
+        live.on_logprobs(logprobs(at, 1))
+        outputs.append(live.extend(OutputRow("r", [token], 0, 0), None))
+    return live, outputs
+
+
+def held(root: Any, kind: type) -> list[Any]:
+    """Those of a kind that can be reached from an object, but for what is the program's."""
+    seen, found, ahead = set(), [], [vars(root)]
+    while ahead:
+        each = ahead.pop()
+        if id(each) in seen or isinstance(each, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(each))
+        if isinstance(each, kind):
+            found.append(each)
+        ahead += gc.get_referents(each)
+    return found
+
+
+def test_a_whole_one_is_all_of_its_outputs() -> None:
+    live, outputs = run(whole=True)
+    assert len(held(live, TokenLogprob)) > len(outputs)
+    choice = live.end(FinishReason.LENGTH).finished
+    assert choice is not None and choice.text == TEXT
+    assert list(choice.token_ids) == TOKENIZER.encode(TEXT)
+    assert choice.logprobs == tuple(o.logprobs[0] for o in outputs if o.logprobs)
+    assert choice.prompt_logprobs is not None
+    assert choice.prompt_logprobs == outputs[0].prompt_logprobs
+
+
+def test_one_that_is_streamed_keeps_nothing_it_has_handed_on() -> None:
+    live, outputs = run(whole=False)
+    assert not held(live, TokenLogprob)
+    told = "".join(output.text for output in outputs)
+    assert all(len(output.logprobs or ()) == 1 for output in outputs)
+    assert outputs[0].prompt_logprobs is not None
+    last = live.end(FinishReason.LENGTH)
+    choice = last.finished
+    assert choice is not None and told + last.text == TEXT
+    assert (choice.text, choice.token_ids, choice.logprobs) == ("", (), None)
+    assert choice.prompt_logprobs is None and live.num_tokens == len(outputs)
+
+
+def test_a_streamed_one_is_as_small_after_many_tokens() -> None:
+    (letter,) = TOKENIZER.encode("x")
+
+    def longest_list(num_tokens: int, *, whole: bool) -> int:
+        request = Request(request_id="r", prompt=(1, 2), params=SamplingParams(), seed=0)
+        live = LiveChoice(request, "r", TOKENIZER, whole=whole)
+        for _ in range(num_tokens):
+            live.extend(OutputRow("r", [letter], 0, 0), None)
+        return max(map(len, held(live, list)))
+
+    assert longest_list(300, whole=True) == 300
+    assert longest_list(300, whole=False) < 10
