@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
-.PHONY: demo test test-statistics bench lint clean
+.PHONY: demo test test-statistics test-hostile bench pictures lint clean
 
 demo: $(RUNTIME)
 	@$(BIN)/cbatch demo
@@ -16,9 +16,14 @@ demo: $(RUNTIME)
 test: lint
 	$(BIN)/python -m pytest -q
 
-# Laws over large samples, whole engines among them: minutes.
+# Distributions over large samples, whole engines among them: minutes.
 test-statistics: $(DEV)
 	$(BIN)/python -m pytest -q -m statistics
+
+# A server beside honest clients and hostile ones, for CBATCH_HOSTILE_S seconds (600), by
+# CBATCH_HOSTILE_SEED (0). It tells how it goes, and at its end what each attack came to.
+test-hostile: $(DEV)
+	$(BIN)/python -m pytest -s -m hostile tests/hostile
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -29,6 +34,10 @@ bench: $(DEV)
 	$(BIN)/python -m bench.scheduler
 	$(BIN)/python -m bench.engine
 	$(BIN)/python -m bench.micro
+
+# Those of README and docs, anew: a plot of simulations, and the live page in a headless Chromium.
+pictures: $(DEV)
+	$(BIN)/python -m bench.pictures
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks

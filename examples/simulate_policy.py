@@ -1,0 +1,37 @@
+"""Lookahead policies on a simulated H100, no model needed: `python examples/simulate_policy.py`."""
+
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.engine.options import parse_lookahead
+from sim.cost.roofline import Roofline, RooflineConfig, load_gpu, load_shape
+from sim.distributions.arrivals import poisson
+from sim.distributions.lengths import lognormal
+from sim.executor.acceptance import parse_acceptance
+from sim.executor.modelled import ModelledExecutor
+from sim.replay.replay import replay
+from sim.workload.generate import generate
+from sim.workload.sources import ClosedLoop
+
+CLIENTS, REQUESTS = 16, 48
+
+
+def main() -> None:
+    hardware = RooflineConfig(
+        gpu=load_gpu("H100"), shape=load_shape("llama-3.1-8b"), draft=load_shape("llama-3.2-1b")
+    )
+    for policy in ("off", "fixed:4", "goodput"):
+        requests = generate(
+            lambda rng: poisson(1.0, rng), lognormal(500, 1), lognormal(200, 1),
+            requests=REQUESTS, seed=0,
+        )  # fmt: skip
+        config = SchedulerConfig(
+            num_blocks=hardware.num_blocks(16), max_model_tokens=8192, max_slots=64,
+            draft_context_tokens=8192, lookahead=parse_lookahead(policy),
+        )  # fmt: skip
+        acceptance = parse_acceptance("beta:0.7,8", max_slots=64)
+        executor = ModelledExecutor(max_slots=64, cost=Roofline(hardware), acceptance=acceptance)
+        report = replay(ClosedLoop(requests, CLIENTS), config, executor)
+        print(f"{policy:8} {report.output_tokens_per_s:7.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()
