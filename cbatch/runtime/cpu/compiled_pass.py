@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_long, c_void_p
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.cpu.compiled.build import library
-from cbatch.runtime.cpu.compiled.product import CompiledProduct, LinearStruct
+from cbatch.runtime.cpu.compiled.product import TYPES, CompiledProduct, LinearStruct
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.model.rope import RotaryTable
@@ -48,7 +49,7 @@ class _Decoder(ctypes.Structure):
         ("layers", POINTER(_Layer)),
         ("head", LinearStruct),
         *_fields(c_void_p, "embedding cos_sin"),
-        *_fields(c_long, "num_layers hidden kv_heads group dim inner vocab half"),
+        *_fields(c_long, "num_layers hidden kv_heads group dim inner vocab embedding_type"),
         ("eps", c_float),
     ]
 
@@ -69,7 +70,7 @@ class CompiledDecoder:
     def of(
         cls,
         config: ModelConfig,
-        embedding: Tensor,
+        embedding: Tensor | CompiledProduct,
         layers: Sequence[Layer],
         head: Linear,
         rotary: RotaryTable,
@@ -83,7 +84,7 @@ class CompiledDecoder:
     def __init__(
         self,
         config: ModelConfig,
-        embedding: Tensor,
+        embedding: Tensor | CompiledProduct,
         layers: Sequence[Layer],
         head: Linear,
         rotary: RotaryTable,
@@ -98,10 +99,14 @@ class CompiledDecoder:
         self._config, self._rotary = config, rotary
         self._held = embedding, layers, head  # the structs below hold addresses
         self._layers = (_Layer * len(layers))(*(_layer(layer, config) for layer in layers))
+        if isinstance(embedding, CompiledProduct):
+            (rows,), (embedding_type,) = embedding.panels, embedding.types
+        else:
+            rows, embedding_type = embedding, TYPES[embedding.dtype]
         self._struct = _Decoder(
             self._layers,
             _struct(head),
-            embedding.data_ptr(),
+            rows.data_ptr(),
             None,
             len(layers),
             config.hidden_size,
@@ -110,9 +115,10 @@ class CompiledDecoder:
             config.head_dim,
             config.intermediate_size,
             config.vocab_size,
-            embedding.dtype == torch.bfloat16,
+            embedding_type,
             config.rms_norm_eps,
         )
+        weakref.finalize(self, _let_go, kernel, self._struct, self._held)
         self._positions = 0
         products = [linear for layer in layers for linear in layer.products()]
         weights = sum(out * columns for out, columns in (p.shape for p in (*products, head)))
@@ -175,6 +181,11 @@ class CompiledDecoder:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
         address = self._memory.data_ptr()
         return address + -address % _ALIGNMENT_BYTES
+
+
+def _let_go(kernel: ctypes.CDLL, *held: object) -> None:
+    """Goes when no thread looks at it any more."""
+    kernel.rest()
 
 
 def _ints(array: NDArray[np.integer]) -> NDArray[np.int32]:

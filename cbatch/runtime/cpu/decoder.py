@@ -91,7 +91,7 @@ class Model:
         self._planner = AttentionPlanner(config)
         with torch.inference_mode():
             builder = LayerBuilder(config, source, dtype, self.device, numerics)
-            self._embedding, self.layers, self.head = builder.build()
+            embedding, self.layers, self.head = builder.build()
             self._rotary = RotaryTable(
                 config.rope,
                 config.head_dim,
@@ -101,8 +101,11 @@ class Model:
             )
         self._padding = self._common_padding()
         self._compiled = CompiledDecoder.of(
-            config, self._embedding, self.layers, self.head, self._rotary
+            config, embedding, self.layers, self.head, self._rotary
         )
+        if self._compiled is None:
+            assert isinstance(embedding, Tensor), "blocks are multiplied with by compiled products"
+            self._embedding = embedding
 
     def forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
         """Logits fp32 [N, vocab] of `batch.logits_index`.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.runtime.cpu.compiled import CompiledProduct, compiles
-from cbatch.runtime.cpu.products import Kind, packing_available
+from cbatch.runtime.cpu.products import Kind, Product, packing_available
 
 # Row counts whose bits are compared; beyond them libraries switch nothing we have seen.
 _PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 33, 64)
@@ -63,7 +63,15 @@ class Linear:
     ) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
         self.plan = plan
-        self.product = plan.kind.of(weight, bias, in_scale)
+        self.product: Product = plan.kind.of(weight, bias, in_scale)
+
+    @classmethod
+    def of(cls, product: CompiledProduct) -> Linear:
+        """Of blocks, which nothing else multiplies with."""
+        linear = cls.__new__(cls)
+        linear.shape, linear.product = product.shape, product
+        linear.plan = ProductPlan(Kind.COMPILED, NO_PADDING, True)
+        return linear
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig, ModelError, load_config
-from cbatch.runtime.model.gguf_file import is_gguf, read_gguf
+from cbatch.runtime.model.gguf_file import GgufTensor, is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import GgufWeights, config_of
 
 _INDEX = "model.safetensors.index.json"
@@ -28,6 +28,9 @@ class WeightSource(Protocol):
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor, on the CPU in its stored dtype. Raises ModelError if it is absent, broken or
         of another shape."""
+
+    def blocks(self, name: str) -> GgufTensor | None:
+        """It as it is stored, where that is in blocks that are to be multiplied with."""
 
 
 class Safetensors:
@@ -71,6 +74,9 @@ class Safetensors:
             )
         return tensor
 
+    def blocks(self, name: str) -> None:
+        return None
+
     def _open(self, file: Path) -> Any:
         if file not in self._files:
             try:
@@ -105,6 +111,9 @@ class RandomWeights:
         generator = torch.Generator().manual_seed(self.seed + zlib.crc32(name.encode()))
         return torch.empty(shape).normal_(0.0, _RANDOM_STD, generator=generator)
 
+    def blocks(self, name: str) -> None:
+        return None
+
 
 class Checkpoint(NamedTuple):
     """What a model is, its weights, and the dtype to serve them in."""
@@ -121,6 +130,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Of a Hugging Face directory or hub name, or of a GGUF file (the first, where it is split).
 
+    A file's blocks are multiplied with as they are unless `dtype` says what to widen them to.
     `random_weights_seed` draws the weights instead (only the config is read). Raises ModelError for
     whatever in the checkpoint cannot be served, naming file and field or tensor.
     """
@@ -132,7 +142,12 @@ def open_checkpoint(
     if random_weights_seed is not None:
         source = RandomWeights(random_weights_seed)
     else:
-        source = Safetensors(path) if file is None else GgufWeights(file, config, served)
+        as_stored = dtype == "auto"
+        source = (
+            Safetensors(path)
+            if file is None
+            else GgufWeights(file, config, served, as_stored=as_stored)
+        )
     return Checkpoint(config, source, served)
 
 

@@ -73,6 +73,11 @@ class GgufTensor(NamedTuple):
     shape: tuple[int, ...]
     raw: NDArray[np.uint8]
 
+    @property
+    def rows(self) -> NDArray[np.uint8]:
+        """[rows, bytes of one]."""
+        return self.raw.reshape(self.shape[0], -1)
+
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         from cbatch.runtime.model.gguf_blocks import dequantised
 

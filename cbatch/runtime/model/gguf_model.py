@@ -240,20 +240,28 @@ def _with_factors(file: Gguf, config: ModelConfig) -> RopeConfig:
 
 
 class GgufWeights:
-    """A file's tensors by their names in Hugging Face's files, values in `dtype`."""
+    """A file's tensors by their names in Hugging Face's files, values in `dtype`; `as_stored` those
+    that are quantised as blocks, too."""
 
-    def __init__(self, file: Gguf, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, file: Gguf, config: ModelConfig, dtype: torch.dtype, *, as_stored: bool
+    ) -> None:
         self._file, self._config, self._dtype = file, config, dtype
+        self._as_stored = as_stored
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.stored(name)
+        tensor = self._stored(name)
         if tensor.shape != shape:
             problem = f"has shape {list(tensor.shape)}, not {list(shape)}"
             raise self._file.error(f"tensor {tensor.name}", problem)
         return tensor.dequantised(self._dtype)
 
-    def stored(self, name: str) -> GgufTensor:
-        """Blocks as they are, rows in the order of Hugging Face's files: in a llama's file the rows
+    def blocks(self, name: str) -> GgufTensor | None:
+        stored = self._stored(name) if self._as_stored else None
+        return stored if stored is not None and stored.type.elements > 1 else None
+
+    def _stored(self, name: str) -> GgufTensor:
+        """Bytes as they are, rows in the order of Hugging Face's files: in a llama's file the rows
         of a head's queries and keys alternate between its halves."""
         gguf_name = _gguf_name(name)
         tensor = self._file.tensors.get(gguf_name)

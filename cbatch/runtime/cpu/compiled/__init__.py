@@ -6,12 +6,29 @@ called. The kernels keep weights in the type they come in, packed in panels, hav
 a row whatever rows are beside it, and need a C compiler (`CC`, or cc, gcc or clang); where there is
 none, everything goes without them.
 
-- `vectors.h`, `product.h`, `attention.h`, `library.c`: the kernels; `build` compiles them.
+- `vectors.h`, `product.h`, `blocks.h`, `attention.h`, `team.h`, `library.c`: the kernels, and the
+  threads that share their loops; `build` compiles them.
 - `product`: one product as the runtime calls it.
 - `cbatch.runtime.cpu.compiled_pass` calls the pass.
 """
 
 from cbatch.runtime.cpu.compiled.build import find_compiler, version
-from cbatch.runtime.cpu.compiled.product import CompiledProduct, compiles
+from cbatch.runtime.cpu.compiled.product import (
+    MOST_LANES,
+    Blocks,
+    CompiledProduct,
+    Run,
+    compiles,
+    compiles_blocks,
+)
 
-__all__ = ["CompiledProduct", "compiles", "find_compiler", "version"]
+__all__ = [
+    "MOST_LANES",
+    "Blocks",
+    "CompiledProduct",
+    "Run",
+    "compiles",
+    "compiles_blocks",
+    "find_compiler",
+    "version",
+]

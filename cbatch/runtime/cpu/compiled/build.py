@@ -16,8 +16,8 @@ from pathlib import Path
 from cbatch.system.cache import cache_folder
 
 _SOURCE = Path(__file__).with_name("library.c")
-_FLAGS = ("-O2", "-ftree-vectorize", "-march=native", "-fopenmp", "-fPIC")
-_SYMBOLS = ("decode", "memory_bytes", "product", "lanes")
+_FLAGS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-march=native", "-pthread", "-fPIC")
+_SYMBOLS = ("decode", "memory_bytes", "product", "lanes", "rest", "pack", "bytes_of_panel")
 _COMPILE_TIMEOUT_S = 300.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _logger = logging.getLogger("cbatch")
@@ -93,15 +93,11 @@ def _cached(file: Path) -> ctypes.CDLL:
 
 
 def _built(compiler: str, name: str, folder: Path | None) -> ctypes.CDLL:
-    """Compiled now, and kept in `folder`, where another process may do the same; None: not kept.
-
-    It is linked without an OpenMP of its own: torch's, which is loaded by then, gives both one pool
-    of threads.
-    """
+    """Compiled now, and kept in `folder`, where another process may do the same; None: not kept."""
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
         made = Path(temporary) / name
         _run(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", f"{made}.o")
-        _run(compiler, "-shared", f"{made}.o", "-o", str(made))
+        _run(compiler, "-shared", "-pthread", f"{made}.o", "-o", str(made))
         with made.open("r+b") as file:
             digest = _digest(file.read())
             file.write(digest)

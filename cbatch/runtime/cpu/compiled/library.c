@@ -1,7 +1,5 @@
 // A decoder's whole pass over a ragged batch, by one team of threads; and single products.
 
-#include <stdlib.h>
-
 #include "attention.h"
 #include "product.h"
 
@@ -16,13 +14,14 @@ typedef struct {
     long window;
 } layer;
 
-// embedding [vocab, hidden]; cos_sin [positions, dim / 2, 2].
+// embedding [vocab, hidden]: rows of fp32 or bf16, of block types panels; cos_sin [positions,
+// dim / 2, 2].
 typedef struct {
     const layer *layers;
     linear head;
-    const void *embedding;
+    const char *embedding;
     const float *cos_sin;
-    long num_layers, hidden, kv_heads, group, dim, inner, vocab, half;
+    long num_layers, hidden, kv_heads, group, dim, inner, vocab, embedding_type;
     float eps;
 } decoder;
 
@@ -43,20 +42,22 @@ typedef struct {
     long sequence, row, rows, position;
 } piece;
 
-// A pass as each thread sees it. Working memory: rows of floats, a stride apart.
+// A pass as each thread sees it. Working memory: rows of floats, a stride apart, and of codes.
 typedef struct {
+    member me;
     const decoder *model;
     const step *step;
+    coded *codes;
     float *residual, *normed, *fused, *attended, *gate_up, *inner, *some_residual, *some_attended;
     float *scratches;
     long hidden_stride, fused_stride, attended_stride, gate_up_stride, inner_stride;
-    long scratch_size, queries, num_pieces;
+    long code_stride, scratch_size, queries, num_pieces, rows, num_wanted;
     piece *pieces;
     long *positions, *sequences;
-    member me;
 } pass;
 
-static long products_of(const decoder *m) { return 4 * m->num_layers + 1; }
+#define LOOPS_OF_A_LAYER 9
+#define OTHER_LOOPS 4
 
 static long carve(pass *p, char *memory, long rows, long threads) {
     const decoder *m = p->model;
@@ -80,7 +81,8 @@ static long carve(pass *p, char *memory, long rows, long threads) {
     TAKE(p->pieces, rows, piece);
     TAKE(p->positions, rows, long);
     TAKE(p->sequences, rows, long);
-    TAKE(p->me.taken, products_of(m) * threads * LINE, long);
+    p->code_stride = most(most(m->hidden, heads), m->inner) / CELL;
+    TAKE(p->codes, rows *p->code_stride, coded);
     return used;
 }
 
@@ -131,27 +133,39 @@ static float squares(const float *x, long count) {
     return found;
 }
 
-static void embed(const pass *p) {
+static void embed(pass *p) {
     const decoder *m = p->model;
-#pragma omp for
-    for (long r = 0; r < p->step->rows; r++) {
-        const long size = m->half ? 2 : 4;
-        const char *from = (const char *)m->embedding + p->step->tokens[r] * m->hidden * size;
-        for (long k = 0; k < m->hidden; k += LANES)
-            store(p->residual + r * p->hidden_stride + k,
-                  widened(from + k * size, m->hidden - k, m->half));
+    const int half = m->embedding_type == BF16, whole = m->embedding_type == F32;
+    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
+        const long token = p->step->tokens[r], size = half ? 2 : 4;
+        float *to = p->residual + r * p->hidden_stride;
+        if (half || whole) {
+            const char *from = m->embedding + token * m->hidden * size;
+            for (long k = 0; k < m->hidden; k += LANES)
+                store(to + k, widened(from + k * size, m->hidden - k, half));
+        } else {
+            const long bytes = block_panel_bytes(form_of((int)m->embedding_type), m->hidden);
+            decode_row((int)m->embedding_type, m->embedding + token / LANES * bytes, m->hidden,
+                       token % LANES, to);
+        }
     }
 }
 
+// What a product takes of a row that is ready.
+static void hand_over(const pass *p, const linear *to, const float *x, long row) {
+    if (to->takes_codes) encode(x, to->in, p->codes + row * p->code_stride);
+}
+
 // normed = x / sqrt(sum(x^2) + n eps) * scale: RMSNorm, whose weight times sqrt(n) is the scale.
-static void normalize(const pass *p, const float *residual, long rows, const float *scale) {
+static void normalize(pass *p, const linear *to) {
     const long hidden = p->model->hidden;
-#pragma omp for
-    for (long r = 0; r < rows; r++) {
-        const float *x = residual + r * p->hidden_stride;
-        float *to = p->normed + r * p->hidden_stride;
+    const float *scale = to->scale;
+    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
+        const float *x = p->residual + r * p->hidden_stride;
+        float *normed = p->normed + r * p->hidden_stride;
         const float by = 1 / __builtin_sqrtf(squares(x, hidden) + hidden * p->model->eps);
-        for (long k = 0; k < hidden; k++) to[k] = scale ? x[k] * by * scale[k] : x[k] * by;
+        for (long k = 0; k < hidden; k++) normed[k] = scale ? x[k] * by * scale[k] : x[k] * by;
+        hand_over(p, to, normed, r);
     }
 }
 
@@ -163,7 +177,7 @@ static void rotate(const float *x, const float *by, float scale, long dim, float
     }
 }
 
-static void write(const float *x, long count, char *to, int half) {
+static void store_kv(const float *x, long count, char *to, int half) {
     if (!half) memcpy(to, x, count * 4);
     else
         for (long i = 0; i < count; i++) ((uint16_t *)to)[i] = bf16(x[i]);
@@ -184,8 +198,8 @@ static void place(const pass *p, const layer *l, float *heads, const float *cos_
         rotate(x, cos_sin, g < m->group ? scale : 1, dim, rotated);
         if (g < m->group) memcpy(x, rotated, dim * 4);
     }
-    write(rotated, dim, to, half);
-    write(heads + (m->group + 1) * dim, dim, to + dim * (half ? 2 : 4), half);
+    store_kv(rotated, dim, to, half);
+    store_kv(heads + (m->group + 1) * dim, dim, to + dim * (half ? 2 : 4), half);
 }
 
 static char *blocks_of(const pass *p, long layer, long head) {
@@ -194,12 +208,11 @@ static char *blocks_of(const pass *p, long layer, long head) {
     return s->kv + (layer * p->model->kv_heads + head) * s->blocks * size;
 }
 
-static void place_all(const pass *p, long index) {
+static void place_all(pass *p, long index) {
     const decoder *m = p->model;
     const step *s = p->step;
-    const long token_bytes = 2 * m->dim * (s->kv_half ? 2 : 4);
-#pragma omp for
-    for (long r = 0; r < s->rows; r++) {
+    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
+        const long token_bytes = 2 * m->dim * (s->kv_half ? 2 : 4);
         const long position = p->positions[r], at = position / s->block_size;
         const long block = s->tables[p->sequences[r] * s->table_width + at];
         const long slot = block * s->block_size + position - at * s->block_size;
@@ -210,13 +223,12 @@ static void place_all(const pass *p, long index) {
     }
 }
 
-static void attend_all(const pass *p, long index) {
+static void attend_all(pass *p, long index) {
     const decoder *m = p->model;
     const step *s = p->step;
     const scratch mine =
         scratch_at(p->scratches + p->me.thread * p->scratch_size, p->queries, m->dim);
-#pragma omp for schedule(dynamic)
-    for (long i = 0; i < p->num_pieces * m->kv_heads; i++) {
+    for (long i; (i = take(&p->me, p->num_pieces * m->kv_heads)) >= 0;) {
         const piece *of = p->pieces + i / m->kv_heads;
         const long head = i % m->kv_heads;
         const paged kv = {blocks_of(p, index, head), s->tables + of->sequence * s->table_width,
@@ -226,105 +238,154 @@ static void attend_all(const pass *p, long index) {
             p->attended + of->row * p->attended_stride + head * m->group * m->dim,
             of->rows, m->group, of->position, p->fused_stride, p->attended_stride};
         attend(&queries, &kv, &mine);
-        advance(&p->me);
     }
 }
 
 // inner = silu(gate) * up of gate_up [gate | up].
-static void activate(const pass *p, long rows) {
+static void activate(pass *p, const linear *to) {
     const long inner = p->model->inner;
-#pragma omp for
-    for (long r = 0; r < rows; r++) {
+    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
         const float *gate = p->gate_up + r * p->gate_up_stride, *up = gate + inner;
+        float *found = p->inner + r * p->inner_stride;
         for (long k = 0; k < inner; k += LANES) {
             const vec g = load(gate + k);
-            store(p->inner + r * p->inner_stride + k,
-                  g / (exponential(-g) + all(1)) * load(up + k));
+            store(found + k, g / (exponential(-g) + all(1)) * load(up + k));
         }
+        hand_over(p, to, found, r);
     }
 }
 
+// From here on each row is alone: those not wanted have had their part.
 static void select_wanted(pass *p) {
-#pragma omp for
-    for (long i = 0; i < p->step->num_wanted; i++) {
+    for (long i; (i = take(&p->me, p->num_wanted)) >= 0;) {
         const long row = p->step->wanted[i];
         memcpy(p->some_residual + i * p->hidden_stride, p->residual + row * p->hidden_stride,
                p->hidden_stride * 4);
         memcpy(p->some_attended + i * p->attended_stride, p->attended + row * p->attended_stride,
                p->attended_stride * 4);
     }
+    p->residual = p->some_residual, p->attended = p->some_attended, p->rows = p->num_wanted;
+}
+
+static void hand_over_attended(pass *p, const linear *to) {
+    if (!to->takes_codes) return;
+    for (long r; (r = take(&p->me, p->rows)) >= 0;)
+        hand_over(p, to, p->attended + r * p->attended_stride, r);
 }
 
 static void multiply(pass *p, const linear *by, const float *x, long x_stride, float *y,
-                     long y_stride, long rows, int add) {
-    const problem of = times(by, x, x_stride, y, y_stride, add);
-    product_of(&of, rows, &p->me);
-    p->me.taken += p->me.threads * LINE;
+                     long y_stride, int add) {
+    const int codes = by->takes_codes;
+    const problem of = {by, codes ? (const char *)p->codes : (const char *)x, y,
+                        codes ? p->code_stride * (long)sizeof(coded) : x_stride * 4, y_stride, add};
+    product_of(&of, p->rows, &p->me);
 }
 
-// The whole pass, by each thread of the team.
-static void run(pass p) {
+// The whole pass, by each thread of the team. What a step points to may be gone where a thread is
+// late, and is looked at only in what it has taken.
+static void run(void *job) {
+    pass p = *(const pass *)job;
     const decoder *m = p.model;
     const long last = m->num_layers - 1;
-    long rows = p.step->rows;
     embed(&p);
     for (long i = 0; i <= last; i++) {
         const layer *l = m->layers + i;
-        normalize(&p, p.residual, rows, l->qkv.scale);
-        multiply(&p, &l->qkv, p.normed, p.hidden_stride, p.fused, p.fused_stride, rows, 0);
+        normalize(&p, &l->qkv);
+        multiply(&p, &l->qkv, p.normed, p.hidden_stride, p.fused, p.fused_stride, 0);
         place_all(&p, i);
-        if (i == last && !p.step->num_wanted) return;
+        if (i == last && !p.num_wanted) return;
         attend_all(&p, i);
-        if (i == last) {  // from here on each row is alone: those not wanted have had their part
-            select_wanted(&p);
-            p.residual = p.some_residual, p.attended = p.some_attended, rows = p.step->num_wanted;
-        }
-        multiply(&p, &l->out, p.attended, p.attended_stride, p.residual, p.hidden_stride, rows, 1);
-        normalize(&p, p.residual, rows, l->gate_up.scale);
-        multiply(&p, &l->gate_up, p.normed, p.hidden_stride, p.gate_up, p.gate_up_stride, rows, 0);
-        activate(&p, rows);
-        multiply(&p, &l->down, p.inner, p.inner_stride, p.residual, p.hidden_stride, rows, 1);
+        if (i == last) select_wanted(&p);
+        hand_over_attended(&p, &l->out);
+        multiply(&p, &l->out, p.attended, p.attended_stride, p.residual, p.hidden_stride, 1);
+        normalize(&p, &l->gate_up);
+        multiply(&p, &l->gate_up, p.normed, p.hidden_stride, p.gate_up, p.gate_up_stride, 0);
+        activate(&p, &l->down);
+        multiply(&p, &l->down, p.inner, p.inner_stride, p.residual, p.hidden_stride, 1);
     }
-    normalize(&p, p.residual, rows, m->head.scale);
-    multiply(&p, &m->head, p.normed, p.hidden_stride, p.step->logits, m->vocab, rows, 0);
+    normalize(&p, &m->head);
+    multiply(&p, &m->head, p.normed, p.hidden_stride, p.step->logits, m->vocab, 0);
 }
-
-int omp_get_thread_num(void), omp_get_num_threads(void);
 
 // Writes K and V of all rows, and the logits of those wanted. Nonzero, and nothing is computed,
 // where the step does not fit: see `plan`.
 int decode(const decoder *model, const step *step) {
-    pass p = {.model = model, .step = step, .me.progress = step->progress};
+    pass p = {.me.progress = step->progress, .model = model, .step = step};
+    p.rows = step->rows, p.num_wanted = step->num_wanted;
     carve(&p, step->memory, most(step->rows, step->num_wanted), step->threads);
     const int wrong = plan(&p);
     if (wrong) return wrong;
-    memset(p.me.taken, 0, products_of(model) * step->threads * LINE * sizeof(long));
-#pragma omp parallel firstprivate(p) num_threads(step->threads) if (step->threads > 1)
-    {
-        p.me.threads = omp_get_num_threads(), p.me.thread = omp_get_thread_num();
-        run(p);
-    }
+    together(run, &p, sizeof p, step->threads,
+             model->num_layers * LOOPS_OF_A_LAYER + OTHER_LOOPS);
     return 0;
 }
 
+// After it, nothing that was given to `decode` is looked at any more.
+void rest(void) { wait_until_all_rest(); }
+
 int lanes(void) { return LANES; }
 
-// x [rows, in], y [rows, out]. Nonzero, and nothing is computed, where memory runs out.
-int product(const linear *by, const float *x, float *y, long rows, int threads) {
-    const long in = by->in;
+// Of a panel of `type`; 0 where it is none of ours.
+long bytes_of_panel(int type, long in) {
+    if (type != F32 && type != BF16 && !form_of(type).bits) return 0;
+    const segment p = {.type = type};
+    return panel_bytes(&p, in);
+}
+
+typedef struct {
+    member me;
+    const uint8_t *blocks;
+    char *panels;
+    long out, in;
+    int type;
+} packing;
+
+static void pack_all(void *job) {
+    packing *p = job;
+    const segment of = {.out = p->out, .type = p->type};
+    for (long i; (i = take(&p->me, panels_of(&of))) >= 0;)
+        repack(p->type, p->blocks, p->out, p->in, i, p->panels + i * panel_bytes(&of, p->in));
+}
+
+// Blocks [out, in] of a type, as a file has them, to panels.
+void pack(int type, const uint8_t *blocks, long out, long in, char *panels, long threads) {
+    packing p = {.blocks = blocks, .panels = panels, .out = out, .in = in, .type = type};
+    together(pack_all, &p, sizeof p, threads, 1);
+    rest();
+}
+
+typedef struct {
+    member me;
+    problem of;
+    long rows;
+} multiplying;
+
+static void multiply_all(void *job) {
+    multiplying *p = job;
+    product_of(&p->of, p->rows, &p->me);
+}
+
+// x [rows, in], y [rows, columns]. Nonzero, and nothing is computed, where memory runs out.
+int product(const linear *by, const float *x, float *y, long rows, long columns, long threads) {
+    const long in = by->in, cells = in / CELL;
     float *scaled = by->scale ? malloc(rows * in * sizeof *scaled) : 0;
-    if (by->scale && !scaled) return 1;
-    if (by->scale)
-        for (long r = 0; r < rows; r++)
-            for (long k = 0; k < in; k++) scaled[r * in + k] = x[r * in + k] * by->scale[k];
-    const problem of = times(by, by->scale ? scaled : x, in, y, by->out, 0);
-    long taken[threads * LINE];
-    memset(taken, 0, sizeof taken);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        const member me = {omp_get_num_threads(), omp_get_thread_num(), taken, 0};
-        product_of(&of, rows, &me);
+    coded *codes = by->takes_codes ? malloc(rows * cells * sizeof *codes) : 0;
+    const int short_of = (by->scale && !scaled) || (by->takes_codes && !codes);
+    for (long r = 0; r < rows && !short_of; r++) {
+        const float *row = x + r * in;
+        if (scaled) {
+            for (long k = 0; k < in; k++) scaled[r * in + k] = row[k] * by->scale[k];
+            row = scaled + r * in;
+        }
+        if (codes) encode(row, in, codes + r * cells);
     }
-    free(scaled);
-    return 0;
+    if (!short_of) {
+        const char *given = codes ? (const char *)codes : (const char *)(scaled ? scaled : x);
+        const long stride = codes ? cells * (long)sizeof *codes : in * 4;
+        multiplying p = {.of = {by, given, y, stride, columns, 0}, .rows = rows};
+        together(multiply_all, &p, sizeof p, threads, 1);
+        rest();
+    }
+    free(scaled), free(codes);
+    return short_of;
 }

@@ -1,53 +1,90 @@
-// y = (x * scale) W^T + bias for rows of fp32 and W of fp32 or bf16, in panels of LANES outputs:
-// all columns of a panel one after another, bf16 ones in pairs (the even column in the low half).
+// y = (x * scale) W^T + bias for rows of fp32, W of fp32, bf16 or block types (see blocks.h), in
+// panels of LANES outputs. Of fp32 and bf16: all columns of a panel one after another, bf16 ones in
+// pairs (the even column in the low half).
 //
 // Each output is summed over the columns in their order: the bits of a row depend neither on how
 // many rows share the product nor on the number of threads.
 
 #pragma once
+#include "team.h"
 #include "vectors.h"
 
 #define FEW 2       // rows that wait for memory more than they compute
 #define AHEAD 1024  // bytes
-#define LINE 8      // longs, so that no two threads write to one cache line
+#include "blocks.h"
 
-// Weights [out, in] in panels aligned to 64 bytes; an odd last column of bf16 has a pair all the same.
-// `scale` [in] and `bias` [out] may be null.
+enum { F32 = 0, BF16 = 30 };  // and block types, all as ggml numbers them
+
+// Outputs [out] of one type in panels aligned to 64 bytes; an odd last column of bf16 has a pair all
+// the same. They come in runs of `run`, a multiple of LANES unless there is one: output o stands in
+// column `first` + o / run * pitch + o % run of y.
 typedef struct {
     const char *panels;
+    long out, run, pitch, first;
+    int type;
+} segment;
+
+// `scale` [in] and `bias` [columns of y] may be null. Rows are `coded` for parts of block types,
+// else fp32: all parts are the same in that.
+typedef struct {
+    const segment *parts;
     const float *scale, *bias;
-    long out, in;
-    int half;
+    long num_parts, in;
+    int takes_codes;
 } linear;
 
-// Rows follow each other by strides; y is added to, or written.
+// Rows follow each other by strides, of x in bytes; y is added to, or written.
 typedef struct {
     const linear *by;
-    const float *x;
+    const char *x;
     float *y;
-    long x_stride, y_stride, panel_bytes;
+    long x_stride, y_stride;
     int add;
 } problem;
 
+INLINE long panels_of(const segment *p) { return (p->out + LANES - 1) / LANES; }
+INLINE long panel_bytes(const segment *p, long in) {
+    if (p->type == F32) return in * LANES * 4;
+    if (p->type == BF16) return rounded(in, 2) * LANES * 2;
+    return block_panel_bytes(form_of(p->type), in);
+}
+
+INLINE void put(const problem *of, const segment *p, long row, long panel, vec sum) {
+    const long output = panel * LANES, left = p->out - output, run = output / p->run;
+    const long column = p->first + run * p->pitch + (output - run * p->run);
+    const float *bias = of->by->bias;
+    float *to = of->y + row * of->y_stride + column;
+    if (left >= LANES) {
+        if (bias) sum += load(bias + column);
+        if (of->add) sum += load(to);
+        store(to, sum);
+    } else  // the last panel is filled up
+        for (long i = 0; i < left; i++) {
+            const float found = sum[i] + (bias ? bias[column + i] : 0.0f);
+            to[i] = of->add ? to[i] + found : found;
+        }
+}
+
 // Rows from `row` with panels from `panel` on. Inlined: the last three are constants.
-INLINE void tile(const problem *of, long row, long panel, int half, int rows, int panels) {
-    const long in = of->by->in, out = of->by->out, first = panel * LANES, stride = of->x_stride;
-    const float *x = of->x + row * stride;
-    const char *w = of->by->panels + panel * of->panel_bytes;
+INLINE void tile(const problem *of, const segment *of_w, long row, long panel, int half, int rows,
+                 int panels) {
+    const long in = of->by->in, stride = of->x_stride / 4, bytes = panel_bytes(of_w, in);
+    const float *x = (const float *)of->x + row * stride;
+    const char *w = of_w->panels + panel * bytes;
     vec sums[ROWS][WIDE];
     UNROLLED for (int r = 0; r < rows; r++)
         UNROLLED for (int p = 0; p < panels; p++) sums[r][p] = (vec){0};
     for (long k = 0; k + 2 <= in; k += 2) {
         pairs both[WIDE];
         UNROLLED for (int p = 0; p < panels; p++) {
-            const char *from = w + p * of->panel_bytes + k * LANES * (half ? 2 : 4);
+            const char *from = w + p * bytes + k * LANES * (half ? 2 : 4);
             if (rows <= FEW) __builtin_prefetch(from + AHEAD);
             if (half) both[p] = *(const pairs *)from;
         }
         UNROLLED for (int i = 0; i < 2; i++) {
             vec column[WIDE];
             UNROLLED for (int p = 0; p < panels; p++) {
-                const char *from = w + p * of->panel_bytes + (k + i) * LANES * 4;
+                const char *from = w + p * bytes + (k + i) * LANES * 4;
                 if (!half) column[p] = *(const vec *)from;
                 else column[p] = i ? (vec)(both[p] & 0xffff0000u) : (vec)(both[p] << 16);
             }
@@ -59,30 +96,16 @@ INLINE void tile(const problem *of, long row, long panel, int half, int rows, in
     }
     if (in % 2)  // the last column
         for (int p = 0; p < panels; p++) {
-            const char *from = w + p * of->panel_bytes + (in - 1) * LANES * (half ? 2 : 4);
+            const char *from = w + p * bytes + (in - 1) * LANES * (half ? 2 : 4);
             const vec column = half ? (vec)(*(const pairs *)from << 16) : *(const vec *)from;
             for (int r = 0; r < rows; r++) sums[r][p] += x[r * stride + in - 1] * column;
         }
-    const float *bias = of->by->bias;
     for (int r = 0; r < rows; r++)
-        for (int p = 0; p < panels; p++) {
-            const long column = first + p * LANES, left = out - column;
-            float *to = of->y + (row + r) * of->y_stride + column;
-            if (left >= LANES) {
-                vec found = sums[r][p];
-                if (bias) found += load(bias + column);
-                if (of->add) found += load(to);
-                store(to, found);
-            } else  // the last panel is filled up
-                for (long i = 0; i < left; i++) {
-                    const float found = sums[r][p][i] + (bias ? bias[column + i] : 0.0f);
-                    to[i] = of->add ? to[i] + found : found;
-                }
-        }
+        for (int p = 0; p < panels; p++) put(of, of_w, row + r, panel + p, sums[r][p]);
 }
 
 #define TILES(R, P) \
-    for (; p + (P) <= last; p += (P)) tile(of, r, p, half, R, P);
+    for (; p + (P) <= last; p += (P)) tile(of, of_w, r, p, half, R, P);
 #define PANELS(R, P)   \
     {                  \
         long p = first; \
@@ -92,7 +115,7 @@ INLINE void tile(const problem *of, long row, long panel, int half, int rows, in
     }
 
 // All rows with the panels from `first` to before `last`, whose weights stay in a cache meanwhile.
-INLINE void band(const problem *of, long rows, long first, long last, int half) {
+INLINE void band(const problem *of, const segment *of_w, long rows, long first, long last, int half) {
     long r = 0;
     for (; r + ROWS <= rows; r += ROWS) PANELS(ROWS, FULL)
     switch (rows - r) {
@@ -110,42 +133,53 @@ INLINE void band(const problem *of, long rows, long first, long last, int half) 
     }
 }
 
-// One of several threads, and how much they have taken of a loop: [threads, LINE], zero at first.
-// `progress` may be null; who watches it sees that work goes on.
-typedef struct {
-    long threads, thread, *taken;
-    int64_t *progress;
-} member;
-
-// By one thread alone: together they would wait for the number.
-INLINE void advance(const member *me) {
-    if (me->progress && !me->thread)
-        __atomic_store_n(me->progress, *me->progress + 1, __ATOMIC_RELAXED);
+// So for block types: a panel with few rows at a time, which tells nothing of more or fewer.
+INLINE void block_tile(const problem *of, const segment *of_w, form f, long row, long panel, int rows) {
+    vec found[ROWS];
+    cells(of_w->panels + panel * block_panel_bytes(f, of->by->in), of->by->in, f,
+          of->x + row * of->x_stride, of->x_stride, rows, found);
+    for (int r = 0; r < rows; r++) put(of, of_w, row + r, panel, found[r]);
 }
 
-// All rows, by every thread of the team; they wait for each other. Each takes its own bands first,
-// the same at every pass, which a near cache may still hold, then what others have left.
-static void product_of(const problem *of, long rows, const member *me) {
-    const long panels = (of->by->out + LANES - 1) / LANES;
-    const long width = panels < 4 * WIDE * me->threads ? FULL : WIDE;
-    const long bands = (panels + width - 1) / width;
-    for (long turn = 0; turn < me->threads; turn++) {
-        const long owner = (me->thread + turn) % me->threads;
-        const long begin = bands * owner / me->threads, end = bands * (owner + 1) / me->threads;
-        long *taken = me->taken + owner * LINE, b;
-        while ((b = begin + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED)) < end) {
-            const long first = b * width, last = least(first + width, panels);
-            if (of->by->half) band(of, rows, first, last, 1);
-            else band(of, rows, first, last, 0);
-            advance(me);
-        }
+#define BLOCK_ROWS(R)                              \
+    for (; r + (R) <= rows; r += (R))              \
+        for (long p = first; p < last; p++) block_tile(of, of_w, f, r, p, R);
+
+INLINE void block_band(const problem *of, const segment *of_w, form f, long rows, long first,
+                       long last) {
+    long r = 0;
+    BLOCK_ROWS(ROWS)
+#if ROWS == 8
+    BLOCK_ROWS(4)
+#endif
+    BLOCK_ROWS(2)
+    BLOCK_ROWS(1)
+}
+
+static __attribute__((noinline)) void any_band(const problem *of, const segment *p, long rows,
+                                               long first, long last) {
+#define TYPE(T) \
+    case T: block_band(of, p, form_of(T), rows, first, last); return;
+    switch (p->type) {
+    case F32: band(of, p, rows, first, last, 0); return;
+    case BF16: band(of, p, rows, first, last, 1); return;
+    TYPE(Q4_0) TYPE(Q4_1) TYPE(Q5_0) TYPE(Q5_1) TYPE(Q8_0)
+    TYPE(Q4_K) TYPE(Q5_K) TYPE(Q6_K) TYPE(IQ4_NL) TYPE(IQ4_XS)
     }
-#pragma omp barrier
-    advance(me);
 }
 
-INLINE problem times(const linear *by, const float *x, long x_stride, float *y, long y_stride,
-                     int add) {
-    const long panel_bytes = by->half ? rounded(by->in, 2) * LANES * 2 : by->in * LANES * 4;
-    return (problem){by, x, y, x_stride, y_stride, panel_bytes, add};
+// All rows, by every thread of the team.
+static void product_of(const problem *of, long rows, member *me) {
+    const linear *by = of->by;
+    long panels = 0, bands = 0, taken;
+    for (long i = 0; i < by->num_parts; i++) panels += panels_of(by->parts + i);
+    const long width = panels < 4 * WIDE * me->threads ? FULL : WIDE;
+    for (long i = 0; i < by->num_parts; i++)
+        bands += (panels_of(by->parts + i) + width - 1) / width;
+    while ((taken = take(me, bands)) >= 0) {
+        const segment *p = by->parts;
+        for (long here; taken >= (here = (panels_of(p) + width - 1) / width); p++) taken -= here;
+        const long first = taken * width;
+        any_band(of, p, rows, first, least(first + width, panels_of(p)));
+    }
 }

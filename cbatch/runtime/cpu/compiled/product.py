@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, c_int, c_long, c_void_p
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.cpu.compiled.build import library
@@ -14,24 +18,59 @@ from cbatch.runtime.cpu.compiled.build import library
 _ALIGNMENT_BYTES = 64
 _PANELS_AT_ONCE = 256
 _ALONE_BELOW = 1 << 18  # multiplications that one thread does sooner than two get together
-_DTYPES = (torch.float32, torch.bfloat16)
+MOST_LANES = 16
+# As ggml numbers them.
+TYPES = {torch.float32: 0, torch.bfloat16: 30}
+BLOCK_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13}
+BLOCK_TYPES |= {"Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23}
+
+
+class Segment(ctypes.Structure):
+    """`segment` of product.h."""
+
+    _fields_ = [
+        ("panels", c_void_p),
+        *((name, c_long) for name in ("out", "run", "pitch", "first")),
+        ("type", c_int),
+    ]
 
 
 class LinearStruct(ctypes.Structure):
     """`linear` of product.h: addresses, which whoever holds it keeps alive."""
 
     _fields_ = [
-        ("panels", c_void_p),
+        ("segments", POINTER(Segment)),
         ("scale", c_void_p),
         ("bias", c_void_p),
-        ("out", c_long),
+        ("num_segments", c_long),
         ("in", c_long),
-        ("half", c_int),
+        ("takes_codes", c_int),
     ]
 
 
+class Blocks(NamedTuple):
+    """A matrix [out, columns] of blocks of a GGUF type, as a file has them: uint8 [out, bytes of a
+    row]. `type` is ggml's number."""
+
+    type: int
+    columns: int
+    rows: NDArray
+
+
+class Run(NamedTuple):
+    """Where a matrix's outputs stand among a product's: `length` at a time, `pitch` apart, from
+    `first` on."""
+
+    length: int
+    pitch: int
+    first: int
+
+
 class CompiledProduct:
-    """y = (x * in_scale) W^T + bias over fp32 rows [T, in], contiguous: fp32 [T, out]."""
+    """y = (x * in_scale) W^T + bias over fp32 rows [T, in], contiguous: fp32 [T, out].
+
+    Weights of fp32 or bf16; see `of_blocks` for others.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> None:
         """Raises ValueError where `compiles` says no."""
@@ -40,34 +79,105 @@ class CompiledProduct:
             raise ValueError(f"weight: {weight.dtype} of {tuple(weight.shape)} has no kernel here")
         if in_scale is not None and weight.dtype == torch.float32:
             weight, in_scale = weight * in_scale, None  # bf16 would round it
-        self._out, self._in = weight.shape
-        # Held, since the kernel is given addresses.
-        self._panels = _panels(weight, kernel.lanes())
+        out, columns = weight.shape
+        panels = _panels(weight, kernel.lanes())
+        segment = Segment(panels.data_ptr(), out, out, out, 0, TYPES[weight.dtype])
+        self._hold(out, columns, [panels], [segment], bias, in_scale, codes=False)
+
+    @classmethod
+    def of_blocks(
+        cls,
+        parts: Sequence[tuple[Blocks, Run]],
+        bias: Tensor | None,
+        in_scale: Tensor | None,
+    ) -> CompiledProduct:
+        """Of matrices with the same columns, below one another or by turns. Rows are rounded to 8
+        bits, 32 columns at a time (see blocks.h). The kernels are there."""
+        kernel, product = library(), cls.__new__(cls)
+        assert kernel is not None
+        columns = parts[0][0].columns
+        held, segments = [], []
+        for blocks, run in parts:
+            panels = _packed(kernel, blocks)
+            held.append(panels)
+            number = BLOCK_TYPES[blocks.type]
+            segments.append(Segment(panels.data_ptr(), len(blocks.rows), *run, number))
+        out = sum(len(blocks.rows) for blocks, _ in parts)
+        product._hold(out, columns, held, segments, bias, in_scale, codes=True)
+        return product
+
+    def _hold(
+        self,
+        out: int,
+        columns: int,
+        panels: list[Tensor],
+        segments: list[Segment],
+        bias: Tensor | None,
+        in_scale: Tensor | None,
+        *,
+        codes: bool,
+    ) -> None:
+        """What the kernel is given addresses of."""
+        kernel = library()
+        assert kernel is not None
+        self.shape = out, columns
+        self.panels = panels
         self._bias = None if bias is None else bias.float().contiguous()
         self._scale = None if in_scale is None else in_scale.float().contiguous()
+        self._segments = (Segment * len(segments))(*segments)
         self.struct = LinearStruct(
-            self._panels.data_ptr(),
+            self._segments,
             _address(self._scale),
             _address(self._bias),
-            self._out,
-            self._in,
-            weight.dtype == torch.bfloat16,
+            len(segments),
+            columns,
+            codes,
         )
         self._call = kernel.product
-        self._call.argtypes = [POINTER(LinearStruct), c_void_p, c_void_p, c_long, c_int]
+        self._call.argtypes = [POINTER(LinearStruct), c_void_p, c_void_p, c_long, c_long, c_long]
+
+    @property
+    def types(self) -> set[int]:
+        return {segment.type for segment in self._segments}
 
     def __call__(self, x: Tensor, rows: int) -> Tensor:
-        y = x.new_empty(rows, self._out)
-        alone = rows * self._out * self._in < _ALONE_BELOW
-        threads = 1 if alone else torch.get_num_threads()
-        if self._call(self.struct, x.data_ptr(), y.data_ptr(), rows, threads):
-            raise MemoryError(f"a product of {rows} rows with {self._in} columns")
+        out, columns = self.shape
+        y = x.new_empty(rows, out)
+        threads = 1 if rows * out * columns < _ALONE_BELOW else torch.get_num_threads()
+        if self._call(self.struct, x.data_ptr(), y.data_ptr(), rows, out, threads):
+            raise MemoryError(f"a product of {rows} rows with {columns} columns")
         return y
 
 
 def compiles(dtype: torch.dtype) -> bool:
     """Whether the kernel is to be had here, for weights of that type."""
-    return dtype in _DTYPES and library() is not None
+    return dtype in TYPES and library() is not None
+
+
+def compiles_blocks(blocks: Blocks) -> bool:
+    """So for a matrix of blocks."""
+    return blocks.type in BLOCK_TYPES and library() is not None
+
+
+def _packed(kernel: ctypes.CDLL, blocks: Blocks) -> Tensor:
+    """Blocks in panels, as blocks.h has them."""
+    out, columns, number = len(blocks.rows), blocks.columns, BLOCK_TYPES[blocks.type]
+    kernel.bytes_of_panel.argtypes, kernel.bytes_of_panel.restype = [c_int, c_long], c_long
+    panels = -(-out // kernel.lanes())
+    memory = _aligned(panels * kernel.bytes_of_panel(number, columns), torch.uint8)
+    kernel.pack.argtypes = [c_int, c_void_p, c_long, c_long, c_void_p, c_long]
+    kernel.pack.restype = None
+    rows = np.ascontiguousarray(blocks.rows)
+    threads = torch.get_num_threads()
+    kernel.pack(number, rows.ctypes.data, out, columns, memory.data_ptr(), threads)
+    return memory
+
+
+def _aligned(count: int, dtype: torch.dtype) -> Tensor:
+    spare = _ALIGNMENT_BYTES // dtype.itemsize
+    memory = torch.empty(count + spare, dtype=dtype)
+    start = -memory.data_ptr() % _ALIGNMENT_BYTES // dtype.itemsize
+    return memory[start : start + count]
 
 
 def _panels(weight: Tensor, lanes: int) -> Tensor:
@@ -77,10 +187,8 @@ def _panels(weight: Tensor, lanes: int) -> Tensor:
     pair = 2 if weight.dtype == torch.bfloat16 else 1
     out, columns = weight.shape[0], weight.shape[1] + weight.shape[1] % pair
     count = -(-out // lanes)
-    spare = _ALIGNMENT_BYTES // weight.element_size()
-    memory = weight.new_zeros(count * lanes * columns + spare)
-    start = -memory.data_ptr() % _ALIGNMENT_BYTES // weight.element_size()
-    panels = memory[start : start + count * lanes * columns].view(count, columns // pair, -1, pair)
+    memory = _aligned(count * lanes * columns, weight.dtype)
+    panels = memory.view(count, columns // pair, -1, pair)
     for first in range(0, count, _PANELS_AT_ONCE):  # a copy of all at once would need the room
         some = weight[first * lanes : (first + _PANELS_AT_ONCE) * lanes]
         some = F.pad(some, (0, columns - weight.shape[1], 0, -len(some) % lanes))

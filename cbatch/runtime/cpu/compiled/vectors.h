@@ -6,6 +6,9 @@
 #pragma once
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 // LANES: a vector. ROWS: most rows of a product's tile. FULL: its panels then, and WIDE, a
 // multiple, with at most half as many rows. SPAN: vectors of a tile of QUERIES queries. The sums of
@@ -39,6 +42,8 @@ typedef uint32_t pairs __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint32_t pairs_at __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint16_t halves_at __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint8_t bytes_at __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef int8_t chars_at __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 INLINE long rounded(long count, long to) { return (count + to - 1) / to * to; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
@@ -87,6 +92,18 @@ INLINE uint16_t bf16(float x) {
     memcpy(&bits, &x, sizeof bits);
     const uint32_t near = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return x == x ? near : 0x7fc0;
+}
+
+// fp16 to fp32, exact; infinities and NaNs are none in a scale.
+INLINE vec from_halves(const void *x) {
+#if LANES == 16
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(x));
+#elif LANES == 8 && defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128(x));
+#endif
+    const pairs bits = __builtin_convertvector(*(const halves_at *)x, pairs);
+    const vec size = (vec)((bits & 0x7fff) << 13) * all(0x1p112f);
+    return (vec)((pairs)size | (bits & 0x8000) << 16);
 }
 
 INLINE float total(vec x) {

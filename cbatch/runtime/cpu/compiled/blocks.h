@@ -1,0 +1,358 @@
+// Weights of GGUF's block types, for rows whose values are rounded to 8 bits, 32 at a time.
+//
+// 32 columns of an output are a cell: a weight is s * (code - offset) + m. Codes and rounded values
+// are multiplied as integers, which no order of sums changes; then one fused multiply-add a cell,
+// in the order of the columns (two where a cell has two scales, one more for m). So an output's
+// bits depend on its row and weights alone, and not on the width of vectors either.
+
+#pragma once
+#include "vectors.h"
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#include <arm_neon.h>
+#endif
+
+#define CELL 32        // columns
+#define BLOCKS_AHEAD 2048  // bytes
+#define SUPER_CELLS 8  // of a block with 256 columns
+#define CODE_BYTES (4 * LANES)  // of a vector: 4 columns of LANES outputs
+
+enum { Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q4_K = 12, Q5_K, Q6_K, IQ4_NL = 20, IQ4_XS = 23 };
+
+// Where s and m come from: D: an fp16 a cell. DM: two. SIXES: d times 6 bits, and m so, too, below
+// zero. SIGNED: d times 8 bits. HALVES: so for each half of a cell. The last three have their d (and
+// that of m) once in SUPER_CELLS cells.
+enum scales { D, DM, SIXES, SIGNED, HALVES };
+typedef struct {
+    int bits, scales, offset, table;  // table: codes stand for IQ4's values + 128
+} form;
+
+INLINE form form_of(int type) {
+    switch (type) {
+    case Q4_0: return (form){4, D, 8, 0};
+    case Q4_1: return (form){4, DM, 0, 0};
+    case Q5_0: return (form){5, D, 16, 0};
+    case Q5_1: return (form){5, DM, 0, 0};
+    case Q8_0: return (form){8, D, 128, 0};
+    case Q4_K: return (form){4, SIXES, 0, 0};
+    case Q5_K: return (form){5, SIXES, 0, 0};
+    case Q6_K: return (form){6, HALVES, 32, 0};
+    case IQ4_NL: return (form){4, D, 128, 1};
+    case IQ4_XS: return (form){4, SIGNED, 128, 1};
+    default: return (form){0, 0, 0, 0};
+    }
+}
+
+#define IQ4_VALUES 1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241
+
+// A row's values of a cell: x ~ by * codes; the sums of its halves' codes; and by times both.
+typedef struct {
+    int8_t codes[CELL];
+    float by, weighed;
+    int32_t sums[2];
+} coded;
+
+// A panel: the codes of all cells, then their scales.
+INLINE long cell_bytes(form f) { return f.bits * CODE_BYTES; }
+INLINE long super_bytes(form f) { return f.scales < SIXES ? 0 : f.scales == SIXES ? 4 * LANES : 2 * LANES; }
+INLINE long scale_bytes(form f) { return f.scales == D || f.scales == SIGNED ? (f.scales == D ? 2 : 1) * LANES : f.scales == DM ? 4 * LANES : 2 * LANES; }
+INLINE long scales_at(form f, long cell) {
+    return cell * scale_bytes(f) + (f.scales < SIXES ? 0 : (cell / SUPER_CELLS + 1) * super_bytes(f));
+}
+INLINE long block_panel_bytes(form f, long in) {
+    const long cells = in / CELL, supers = f.scales < SIXES ? 0 : cells / SUPER_CELLS;
+    return rounded(cells * (cell_bytes(f) + scale_bytes(f)) + supers * super_bytes(f), 64);
+}
+
+typedef struct {
+    vec s[2], m;  // the second s: of the upper half of a cell
+} scale;
+
+INLINE scale scale_of(form f, const char *at, long cell) {
+    const char *own = at + scales_at(f, cell);
+    const char *super = own - cell % SUPER_CELLS * scale_bytes(f) - super_bytes(f);
+    scale found = {{{0}}, {0}};
+    if (f.scales == D) found.s[0] = from_halves(own);
+    else if (f.scales == DM) {
+        found.s[0] = from_halves(own), found.m = from_halves(own + 2 * LANES);
+    } else if (f.scales == SIXES) {
+        const ints six = __builtin_convertvector(*(const bytes_at *)own, ints);
+        const ints less = __builtin_convertvector(*(const bytes_at *)(own + LANES), ints);
+        found.s[0] = from_halves(super) * __builtin_convertvector(six, vec);
+        found.m = -(from_halves(super + 2 * LANES) * __builtin_convertvector(less, vec));
+    } else
+        for (int h = 0; h < (f.scales == HALVES ? 2 : 1); h++) {
+            const ints by = __builtin_convertvector(*(const chars_at *)(own + h * LANES), ints);
+            found.s[h] = from_halves(super) * __builtin_convertvector(by, vec);
+        }
+    if (f.scales != HALVES) found.s[1] = found.s[0];
+    return found;
+}
+
+INLINE ints looked_up(ints codes) {
+    static const uint8_t table[16] __attribute__((aligned(16))) = {IQ4_VALUES};
+#if LANES == 16 && defined(__AVX512BW__)
+    const __m512i all_of = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)table));
+    return (ints)_mm512_shuffle_epi8(all_of, (__m512i)codes);
+#elif LANES == 8
+    const __m256i all_of = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)table));
+    return (ints)_mm256_shuffle_epi8(all_of, (__m256i)codes);
+#else
+    uint8_t each[CODE_BYTES];
+    memcpy(each, &codes, sizeof each);
+    for (int i = 0; i < CODE_BYTES; i++) each[i] = table[each[i]];
+    memcpy(&codes, each, sizeof each);
+    return codes;
+#endif
+}
+
+// The codes of a cell: vector v holds columns 4 v to 4 v + 3 of each output.
+INLINE void unpack(form f, const char *at, ints codes[8]) {
+    if (f.bits == 8) {
+        UNROLLED for (int v = 0; v < 8; v++) codes[v] = *(const ints *)(at + v * CODE_BYTES);
+        return;
+    }
+    UNROLLED for (int v = 0; v < 4; v++) {
+        const pairs both = *(const pairs *)(at + v * CODE_BYTES);
+        codes[v] = (ints)(both & 0x0f0f0f0f), codes[v + 4] = (ints)(both >> 4 & 0x0f0f0f0f);
+    }
+    const char *more = at + 4 * CODE_BYTES;
+    if (f.bits == 5) {  // bit v of a byte belongs to vector v
+        const pairs fifth = *(const pairs *)more;
+        UNROLLED for (int v = 0; v < 8; v++)
+            codes[v] |= (ints)((v < 4 ? fifth << (4 - v) : fifth >> (v - 4)) & 0x10101010);
+    }
+    if (f.bits == 6)  // two bits: of vectors 0 to 3, then of the others
+        UNROLLED for (int v = 0; v < 8; v++) {
+            const pairs upper = *(const pairs *)(more + v / 4 * CODE_BYTES);
+            const int at_bit = v % 4 * 2;
+            codes[v] |= (ints)((at_bit < 4 ? upper << (4 - at_bit) : upper >> 2) & 0x30303030);
+        }
+    if (f.table) UNROLLED for (int v = 0; v < 8; v++) codes[v] = looked_up(codes[v]);
+}
+
+// Adds to each sum the products of 4 codes with 4 values.
+INLINE ints dot4(ints sum, ints codes, int32_t values, int bits) {
+    (void)bits;
+    const ints each = values - (ints){0};
+#if LANES == 16 && defined(__AVX512VNNI__)
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)each);
+#elif LANES == 8 && defined(__AVXVNNI__)
+    return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)each);
+#elif LANES == 8 && defined(__AVX2__)
+    const __m256i c = (__m256i)codes, x = (__m256i)each;
+    if (bits < 8) {  // two products of 63 * 127 fit into 16 bits
+        const __m256i two = _mm256_maddubs_epi16(c, x);
+        return sum + (ints)_mm256_madd_epi16(two, _mm256_set1_epi16(1));
+    }
+    const __m256i even = _mm256_and_si256(c, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(c, 8);
+    const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
+    return sum + (ints)_mm256_madd_epi16(even, x_even) +
+           (ints)_mm256_madd_epi16(odd, _mm256_srai_epi16(x, 8));
+#elif LANES == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
+    return (ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)codes, (int8x16_t)each);
+#else
+    (void)each;
+    const pairs c = (pairs)codes;
+    UNROLLED for (int i = 0; i < 4; i++)
+        sum += (ints)(c >> (8 * i) & 255) * (int8_t)(values >> (8 * i));
+    return sum;
+#endif
+}
+
+// What rows from `x` on, a stride apart, and a panel make. Inlined: form and rows are constants.
+INLINE void cells(const char *panel, long in, form f, const char *x, long stride, int rows,
+                  vec *found) {
+    const long count = in / CELL;
+    const char *scales = panel + count * cell_bytes(f);
+    vec sums[ROWS];
+    UNROLLED for (int r = 0; r < rows; r++) sums[r] = (vec){0};
+    for (long cell = 0; cell < count; cell++) {
+        const char *at = panel + cell * cell_bytes(f);
+        if (rows <= FEW)
+            UNROLLED for (int line = 0; line < f.bits; line++)
+                __builtin_prefetch(at + BLOCKS_AHEAD + line * CODE_BYTES);
+        ints codes[8];
+        unpack(f, at, codes);
+        const scale by = scale_of(f, scales, cell);
+        UNROLLED for (int r = 0; r < rows; r++) {
+            const coded *of = (const coded *)(x + r * stride) + cell;
+            const int halves = f.scales == HALVES ? 2 : 1;
+            UNROLLED for (int h = 0; h < halves; h++) {
+                const int32_t all_codes = halves == 2 ? of->sums[h] : of->sums[0] + of->sums[1];
+                ints product = (f.offset ? -f.offset * all_codes : 0) - (ints){0};
+                UNROLLED for (int v = 0; v < 8 / halves; v++) {
+                    int32_t four;
+                    memcpy(&four, of->codes + (h * 4 + v) * 4, 4);
+                    product = dot4(product, codes[h * 4 + v], four, f.table ? 8 : f.bits);
+                }
+                sums[r] += by.s[h] * all(of->by) * __builtin_convertvector(product, vec);
+            }
+            if (f.scales == DM || f.scales == SIXES) sums[r] += by.m * all(of->weighed);
+        }
+    }
+    UNROLLED for (int r = 0; r < rows; r++) found[r] = sums[r];
+}
+
+// Rounds a row of `in` floats, a multiple of CELL: to 127ths of the largest of a cell. A cell with
+// what is no number makes none.
+static void encode(const float *x, long in, coded *to) {
+    const vec shift = all(12582912.0f);  // 1.5 * 2^23: behind it whole numbers follow one another
+    for (long cell = 0; cell < in / CELL; cell++, x += CELL, to++) {
+        vec largest = {0}, wrong = {0};
+        for (int k = 0; k < CELL; k += LANES) {
+            const vec each = load(x + k);
+            largest = larger((vec)((ints)each & 0x7fffffff), largest);
+            wrong += each * all(0);
+        }
+        float most = 0, none = 0;
+        for (int i = 0; i < LANES; i++)
+            most = largest[i] > most ? largest[i] : most, none += wrong[i];
+        const float inverse = most > 0 ? 127 / most : 0;
+        ints sums[2] = {{0}, {0}};
+        for (int k = 0; k < CELL; k += LANES) {
+            const ints code = (ints)(load(x + k) * all(inverse) + shift) - (ints)shift;
+            *(chars_at *)(to->codes + k) = __builtin_convertvector(code, chars_at);
+            if (LANES <= 16) sums[k / 16] += code;
+        }
+        for (int h = 0; h < 2; h++) {
+            to->sums[h] = 0;
+            for (int i = 0; i < LANES; i++) to->sums[h] += sums[h][i];
+        }
+        to->by = most / 127 + none;
+        to->weighed = to->by * (float)(to->sums[0] + to->sums[1]);
+    }
+}
+
+// ---- from the file's blocks -------------------------------------------------------------------
+
+typedef struct {
+    uint8_t codes[CELL], scales[2];
+    uint16_t d, m;  // fp16
+} decoded;
+
+INLINE uint16_t half_at(const uint8_t *at) { return (uint16_t)(at[0] | at[1] << 8); }
+
+INLINE void nibbles(const uint8_t *from, uint8_t *codes) {
+    for (int i = 0; i < CELL / 2; i++) codes[i] = from[i] & 15, codes[i + CELL / 2] = from[i] >> 4;
+}
+
+INLINE void fifths(const uint8_t *from, uint8_t *codes) {  // 32 bits
+    for (int i = 0; i < CELL; i++) codes[i] |= (from[i / 8] >> i % 8 & 1) << 4;
+}
+
+// 6 bits each of scale and offset `at` of 8, in 12 bytes.
+INLINE void sixes(const uint8_t *from, int at, uint8_t *scales) {
+    if (at < 4) scales[0] = from[at] & 63, scales[1] = from[at + 4] & 63;
+    else {
+        scales[0] = (from[at + 4] & 15) | from[at - 4] >> 6 << 4;
+        scales[1] = from[at + 4] >> 4 | from[at] >> 6 << 4;
+    }
+}
+
+INLINE long block_bytes(int type) {
+    switch (type) {
+    case Q4_0: case IQ4_NL: return 18;
+    case Q4_1: return 20;
+    case Q5_0: return 22;
+    case Q5_1: return 24;
+    case Q8_0: return 34;
+    case Q4_K: return 144;
+    case Q5_K: return 176;
+    case Q6_K: return 210;
+    case IQ4_XS: return 136;
+    default: return 0;
+    }
+}
+
+// Cell `at` of a block, whose layout is ggml's (ggml-common.h).
+static void decode_cell(int type, const uint8_t *b, int at, decoded *to) {
+    to->d = half_at(b);
+    switch (type) {
+    case Q4_0: case IQ4_NL: nibbles(b + 2, to->codes); return;
+    case Q4_1: to->m = half_at(b + 2), nibbles(b + 4, to->codes); return;
+    case Q5_0: nibbles(b + 6, to->codes), fifths(b + 2, to->codes); return;
+    case Q5_1: to->m = half_at(b + 2), nibbles(b + 8, to->codes), fifths(b + 4, to->codes); return;
+    case Q8_0:
+        for (int i = 0; i < CELL; i++) to->codes[i] = b[2 + i] ^ 128;
+        return;
+    case Q4_K: case Q5_K: {
+        const uint8_t *low = b + (type == Q4_K ? 16 : 48) + at / 2 * CELL;
+        to->m = half_at(b + 2);
+        sixes(b + 4, at, to->scales);
+        for (int i = 0; i < CELL; i++) {
+            to->codes[i] = at % 2 ? low[i] >> 4 : low[i] & 15;
+            if (type == Q5_K) to->codes[i] |= (b[16 + i] >> at & 1) << 4;
+        }
+        return;
+    }
+    case Q6_K: {
+        const uint8_t *low = b + at / 4 * 64 + at % 2 * CELL, *high = b + 128 + at / 4 * CELL;
+        to->d = half_at(b + 208);
+        memcpy(to->scales, b + 192 + at * 2, 2);
+        for (int i = 0; i < CELL; i++)
+            to->codes[i] = (at % 4 < 2 ? low[i] & 15 : low[i] >> 4) |
+                           (high[i] >> at % 4 * 2 & 3) << 4;
+        return;
+    }
+    case IQ4_XS:
+        to->scales[0] = (uint8_t)((b[4 + at / 2] >> at % 2 * 4 & 15) +
+                                  ((half_at(b + 2) >> at * 2 & 3) << 4) - 32);
+        nibbles(b + 8 + at * CELL / 2, to->codes);
+    }
+}
+
+static void put_codes(form f, const decoded *from, long lane, char *to) {
+    uint8_t *at = (uint8_t *)to + lane * 4;
+    for (int c = 0; c < 4; c++) {
+        uint8_t fifth = 0, upper[2] = {0};
+        for (int v = 0; v < 8; v++) {
+            const uint8_t code = from->codes[v * 4 + c];
+            if (f.bits == 8) at[v * CODE_BYTES + c] = code;
+            else if (v < 4) at[v * CODE_BYTES + c] = (code & 15) | from->codes[16 + v * 4 + c] << 4;
+            fifth |= (code >> 4 & 1) << v, upper[v / 4] |= (code >> 4 & 3) << v % 4 * 2;
+        }
+        if (f.bits == 5) at[4 * CODE_BYTES + c] = fifth;
+        if (f.bits == 6) at[4 * CODE_BYTES + c] = upper[0], at[5 * CODE_BYTES + c] = upper[1];
+    }
+}
+
+static void put_scales(form f, const decoded *from, long cell, long lane, char *at) {
+    char *own = at + scales_at(f, cell);
+    char *super = own - cell % SUPER_CELLS * scale_bytes(f) - super_bytes(f);
+    char *halves = f.scales < SIXES ? own : super;
+    memcpy(halves + lane * 2, &from->d, 2);
+    if (f.scales == DM || f.scales == SIXES) memcpy(halves + (LANES + lane) * 2, &from->m, 2);
+    if (f.scales >= SIXES) own[lane] = (char)from->scales[0];
+    if (f.scales == SIXES || f.scales == HALVES) own[LANES + lane] = (char)from->scales[1];
+}
+
+// Blocks [out, in] of a type to a panel; outputs that there are not are zeros.
+static void repack(int type, const uint8_t *blocks, long out, long in, long panel, char *to) {
+    const form f = form_of(type);
+    const long per = f.scales < SIXES ? 1 : SUPER_CELLS, row_bytes = in / CELL / per * block_bytes(type);
+    for (long lane = 0; lane < LANES; lane++) {
+        const long row = panel * LANES + lane;
+        for (long cell = 0; cell < in / CELL; cell++) {
+            decoded each = {{0}, {0}, 0, 0};
+            if (row < out)
+                decode_cell(type, blocks + row * row_bytes + cell / per * block_bytes(type),
+                            (int)(cell % per), &each);
+            put_codes(f, &each, lane, to + cell * cell_bytes(f));
+            put_scales(f, &each, cell, lane, to + in / CELL * cell_bytes(f));
+        }
+    }
+}
+
+// Row `lane` of a panel as floats.
+static void decode_row(int type, const char *panel, long in, long lane, float *to) {
+    const form f = form_of(type);
+    for (long cell = 0; cell < in / CELL; cell++) {
+        ints codes[8];
+        unpack(f, panel + cell * cell_bytes(f), codes);
+        const scale by = scale_of(f, panel + in / CELL * cell_bytes(f), cell);
+        for (int k = 0; k < CELL; k++) {
+            const uint8_t code = ((const uint8_t *)&codes[k / 4])[lane * 4 + k % 4];
+            to[cell * CELL + k] = by.s[k / 16][lane] * (float)(code - f.offset) + by.m[lane];
+        }
+    }
+}

@@ -1,0 +1,232 @@
+// Threads that share the loops of a pass, and the machine with others.
+//
+// A loop's iterations are claimed one by one; whoever finds none left waits until all are done. So
+// a thread that lost its core holds back what it has claimed, and nothing else: it finds the loops
+// it missed ended, and joins where the others are. Who waits spins for a moment and then sleeps,
+// which leaves its core to whom it waits for.
+
+#pragma once
+#include <errno.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MOST_THREADS 64
+#define MOST_JOB_BYTES 1024
+#define SPINS 400  // looks at a number before a thread sleeps: some 20 us
+#define LINE_BYTES 64
+
+#if defined(__x86_64__)
+#define RELAX() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define RELAX() __asm__ volatile("yield")
+#else
+#define RELAX()
+#endif
+
+// A count of one job: below, the count; above, which job's. Of an earlier job's it is 0 for us; to
+// a thread that is late, a later job's says that its own has ended.
+typedef struct {
+    uint64_t count;
+} __attribute__((aligned(LINE_BYTES))) counter;
+
+// A loop: how much of each thread's share is taken, and how much of all is done.
+typedef struct {
+    counter done, taken[];
+} loop;
+
+// `turn` goes up while a job is handed over and again when it can be taken: odd, then even.
+typedef struct {
+    int32_t turn __attribute__((aligned(LINE_BYTES)));
+    int32_t bell __attribute__((aligned(LINE_BYTES)));
+    int32_t sleepers, inside;
+    long threads, loop_bytes, room;
+    char *loops;
+    void (*run)(void *job);
+    char job[MOST_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
+} team;
+
+// A thread's part in a job; the first member of every job. `team` is null for who works alone.
+// `progress` may be null; who watches it sees that work goes on.
+typedef struct {
+    team *team;
+    char *loop;
+    long thread, threads, share, mine;
+    int64_t *progress;
+    int32_t turn;
+} member;
+
+static team *the_team;
+static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+
+static long futex(int32_t *word, int what, int32_t value) {
+    return syscall(SYS_futex, word, what | FUTEX_PRIVATE_FLAG, value, 0, 0, 0);
+}
+
+static void ring(team *of) {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (!__atomic_load_n(&of->sleepers, __ATOMIC_SEQ_CST)) return;
+    __atomic_add_fetch(&of->bell, 1, __ATOMIC_SEQ_CST);
+    futex(&of->bell, FUTEX_WAKE, MOST_THREADS);
+}
+
+// Until `until` holds. The bell is read before it is looked whether to sleep: who rings after the
+// look changes it.
+#define AWAIT(of, until)                                                       \
+    for (long spin = 0; !(until); spin++) {                                    \
+        if (spin < SPINS) {                                                    \
+            RELAX();                                                           \
+            continue;                                                          \
+        }                                                                      \
+        __atomic_add_fetch(&(of)->sleepers, 1, __ATOMIC_SEQ_CST);              \
+        const int32_t heard = __atomic_load_n(&(of)->bell, __ATOMIC_SEQ_CST);  \
+        if (!(until)) futex(&(of)->bell, FUTEX_WAIT, heard);                   \
+        __atomic_sub_fetch(&(of)->sleepers, 1, __ATOMIC_SEQ_CST);              \
+    }
+
+// Of this job; -1 where a later one has begun.
+static long count_of(uint64_t seen, int32_t turn) {
+    const int32_t ahead = (int32_t)((uint32_t)(seen >> 32) - (uint32_t)turn);
+    return ahead > 0 ? -1 : ahead < 0 ? 0 : (long)(uint32_t)seen;
+}
+
+// Adds `more` to a count below `limit`, which is found, else -1.
+static long count_up(counter *at, int32_t turn, long more, long limit) {
+    uint64_t seen = __atomic_load_n(&at->count, __ATOMIC_RELAXED);
+    for (;;) {
+        const long count = count_of(seen, turn);
+        if (count < 0 || count >= limit) return -1;
+        const uint64_t next = (uint64_t)(uint32_t)turn << 32 | (uint64_t)(count + more);
+        if (__atomic_compare_exchange_n(&at->count, &seen, next, 1, __ATOMIC_ACQ_REL,
+                                        __ATOMIC_RELAXED))
+            return count;
+    }
+}
+
+static int ended(const loop *at, int32_t turn, long count) {
+    const long done = count_of(__atomic_load_n(&at->done.count, __ATOMIC_ACQUIRE), turn);
+    return done < 0 || done >= count;
+}
+
+// The next iteration of a loop of `count`, or -1 once all of them have been done, whoever did them.
+// Each thread begins with its own share, the same at every pass, which a near cache may still hold.
+// Every member comes to every loop of a job in the same order, and asks until there is no more.
+static long take(member *me, long count) {
+    if (!me->team) {
+        if (me->mine < count) return me->mine++;
+        me->mine = 0;
+        return -1;
+    }
+    loop *at = (loop *)me->loop;
+    for (; me->share < me->threads; me->share++) {
+        const long owner = (me->thread + me->share) % me->threads;
+        const long begin = count * owner / me->threads, end = count * (owner + 1) / me->threads;
+        const long found = count_up(&at->taken[owner], me->turn, 1, end - begin);
+        if (found < 0) continue;
+        me->mine++;
+        if (me->progress && !me->thread)  // one of them alone: together they would wait for it
+            __atomic_store_n(me->progress, *me->progress + 1, __ATOMIC_RELAXED);
+        return begin + found;
+    }
+    if (me->mine && count_up(&at->done, me->turn, me->mine, count) + me->mine == count)
+        ring(me->team);
+    AWAIT(me->team, ended(at, me->turn, count))
+    me->share = me->mine = 0;
+    me->loop += me->team->loop_bytes;
+    return -1;
+}
+
+static void *help(void *number) {
+    team *of = the_team;
+    char job[MOST_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
+    int32_t last = 0, turn;
+    for (;;) {
+        AWAIT(of, (turn = __atomic_load_n(&of->turn, __ATOMIC_ACQUIRE)) != last && !(turn & 1))
+        __atomic_add_fetch(&of->inside, 1, __ATOMIC_SEQ_CST);
+        memcpy(job, of->job, sizeof job);
+        void (*run)(void *) = of->run;
+        member *me = (member *)job;
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        if (__atomic_load_n(&of->turn, __ATOMIC_RELAXED) == turn) {  // else: half of another
+            last = turn;
+            me->thread = (long)number;
+            if (me->thread < me->threads) run(job);
+        }
+        __atomic_sub_fetch(&of->inside, 1, __ATOMIC_SEQ_CST);
+        ring(of);
+    }
+    return 0;
+}
+
+// Waits until nobody is in a job any more, be it ended: what jobs were about may go then.
+static void wait_until_all_rest(void) {
+    team *of = the_team;
+    if (of) AWAIT(of, !__atomic_load_n(&of->inside, __ATOMIC_SEQ_CST))
+}
+
+static void forget_team(void) {  // in a child process, which has none of the threads
+    the_team = 0;
+    pthread_mutex_init(&one_at_a_time, 0);
+}
+
+static long loop_bytes_of(long threads) { return sizeof(loop) + threads * (long)sizeof(counter); }
+
+// With room for so many; what there was of them is kept for threads that are late.
+static team *team_for(long threads, long loops) {
+    static int watched;
+    if (!the_team) {
+        if (!watched++) pthread_atfork(0, 0, forget_team);
+        if (posix_memalign((void **)&the_team, LINE_BYTES, sizeof *the_team)) return the_team = 0;
+        memset(the_team, 0, sizeof *the_team);
+        the_team->threads = 1;
+        the_team->loop_bytes = loop_bytes_of(MOST_THREADS);
+    }
+    if (loops > the_team->room) {
+        char *memory;
+        if (posix_memalign((void **)&memory, LINE_BYTES, 2 * loops * the_team->loop_bytes)) return 0;
+        memset(memory, 0, 2 * loops * the_team->loop_bytes);
+        the_team->loops = memory, the_team->room = 2 * loops;
+    }
+    sigset_t none, before;  // signals are for threads that are not ours
+    sigfillset(&none);
+    pthread_sigmask(SIG_SETMASK, &none, &before);
+    for (; the_team->threads < threads; the_team->threads++) {
+        pthread_t thread;
+        if (pthread_create(&thread, 0, help, (void *)the_team->threads)) break;
+        pthread_detach(thread);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+    return the_team;
+}
+
+// Calls `run` with a copy of `job` for each of at most so many threads, this one among them, whose
+// loops are at most so many; `job` begins with a member. Alone where another job is under way.
+static void together(void (*run)(void *), void *job, long job_bytes, long threads, long loops) {
+    member *me = job;
+    *me = (member){.progress = me->progress, .threads = 1};
+    threads = threads < MOST_THREADS ? threads : MOST_THREADS;
+    if (threads < 2 || job_bytes > MOST_JOB_BYTES || pthread_mutex_trylock(&one_at_a_time)) {
+        run(job);
+        return;
+    }
+    team *of = team_for(threads, loops);
+    if (of) {
+        const int32_t turn = (int32_t)((uint32_t)of->turn + 2);
+        *me = (member){of, of->loops, 0, threads < of->threads ? threads : of->threads, 0, 0,
+                       me->progress, turn};
+        __atomic_store_n(&of->turn, turn - 1, __ATOMIC_RELAXED);
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        memcpy(of->job, job, job_bytes);
+        of->run = run;
+        __atomic_store_n(&of->turn, turn, __ATOMIC_SEQ_CST);
+        ring(of);
+    }
+    run(job);
+    pthread_mutex_unlock(&one_at_a_time);
+}
