@@ -34,6 +34,7 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.options import parse_lookahead
 from cbatch.engine.step_profile import profile_costs
 from cbatch.runtime.gpu import Decoder, GpuExecutor, target_pass
+from cbatch.runtime.model.checkpoint import WeightSource
 from cbatch.runtime.model.config import parse_config
 from cbatch.text.outputs import Output
 
@@ -118,7 +119,7 @@ def speculative_cost(
 # --- ours -----------------------------------------------------------------------------------------
 
 
-class DeviceWeights:
+class DeviceWeights(WeightSource):
     """Random weights, drawn where they are used: eight billion numbers are quickly drawn there."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.numerics import Numerics
+from cbatch.runtime.model.checkpoint import WeightSource
 from cbatch.runtime.model.config import ModelConfig, RopeConfig
 
 VOCAB = 64
@@ -36,7 +37,7 @@ def tiny_config(vocab_size: int = VOCAB, context: int = 256) -> ModelConfig:
     )
 
 
-class NoisyWeights:
+class NoisyWeights(WeightSource):
     """Random weights of order 1 / sqrt(fan-in), each moved by `noise` of its own size.
 
     A row of embedding or head depends on its token alone, so models of different vocabulary sizes

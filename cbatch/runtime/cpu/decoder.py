@@ -100,9 +100,7 @@ class Model:
                 self.device,
             )
         self._padding = self._common_padding()
-        self._compiled = CompiledDecoder.of(
-            config, embedding, self.layers, self.head, self._rotary
-        )
+        self._compiled = CompiledDecoder.of(config, embedding, self.layers, self.head, self._rotary)
         if self._compiled is None:
             assert isinstance(embedding, Tensor), "blocks are multiplied with by compiled products"
             self._embedding = embedding

@@ -31,9 +31,10 @@ class WeightSource(Protocol):
 
     def blocks(self, name: str) -> GgufTensor | None:
         """It as it is stored, where that is in blocks that are to be multiplied with."""
+        return None
 
 
-class Safetensors:
+class Safetensors(WeightSource):
     """A directory with `model.safetensors`, or shards and their index."""
 
     def __init__(self, directory: Path) -> None:
@@ -74,9 +75,6 @@ class Safetensors:
             )
         return tensor
 
-    def blocks(self, name: str) -> None:
-        return None
-
     def _open(self, file: Path) -> Any:
         if file not in self._files:
             try:
@@ -99,7 +97,7 @@ def _read_index(index: Path) -> dict[str, Path]:
         raise ModelError(f"{index}: weight_map: cannot be read ({err!r})") from None
 
 
-class RandomWeights:
+class RandomWeights(WeightSource):
     """Numbers of the usual initialisation, the same for a name and a seed: benchmarks only."""
 
     def __init__(self, seed: int) -> None:
@@ -110,9 +108,6 @@ class RandomWeights:
             return torch.ones(shape)
         generator = torch.Generator().manual_seed(self.seed + zlib.crc32(name.encode()))
         return torch.empty(shape).normal_(0.0, _RANDOM_STD, generator=generator)
-
-    def blocks(self, name: str) -> None:
-        return None
 
 
 class Checkpoint(NamedTuple):

@@ -125,7 +125,7 @@ INLINE void unpack(form f, const char *at, ints codes[8]) {
         UNROLLED for (int v = 0; v < 8; v++) {
             const pairs upper = *(const pairs *)(more + v / 4 * CODE_BYTES);
             const int at_bit = v % 4 * 2;
-            codes[v] |= (ints)((at_bit < 4 ? upper << (4 - at_bit) : upper >> 2) & 0x30303030);
+            codes[v] |= (ints)((at_bit <= 4 ? upper << (4 - at_bit) : upper >> 2) & 0x30303030);
         }
     if (f.table) UNROLLED for (int v = 0; v < 8; v++) codes[v] = looked_up(codes[v]);
 }

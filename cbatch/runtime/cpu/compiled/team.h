@@ -41,7 +41,7 @@ typedef struct {
     counter done, taken[];
 } loop;
 
-// `turn` goes up while a job is handed over and again when it can be taken: odd, then even.
+// `turn` is even while there is a job to take part in, and goes up when it comes and when it goes.
 typedef struct {
     int32_t turn __attribute__((aligned(LINE_BYTES)));
     int32_t bell __attribute__((aligned(LINE_BYTES)));
@@ -152,8 +152,7 @@ static void *help(void *number) {
         memcpy(job, of->job, sizeof job);
         void (*run)(void *) = of->run;
         member *me = (member *)job;
-        __atomic_thread_fence(__ATOMIC_ACQUIRE);
-        if (__atomic_load_n(&of->turn, __ATOMIC_RELAXED) == turn) {  // else: half of another
+        if (__atomic_load_n(&of->turn, __ATOMIC_SEQ_CST) == turn) {  // else it is gone
             last = turn;
             me->thread = (long)number;
             if (me->thread < me->threads) run(job);
@@ -164,7 +163,7 @@ static void *help(void *number) {
     return 0;
 }
 
-// Waits until nobody is in a job any more, be it ended: what jobs were about may go then.
+// Waits until nobody is in a job that has ended: what it was about may go then.
 static void wait_until_all_rest(void) {
     team *of = the_team;
     if (of) AWAIT(of, !__atomic_load_n(&of->inside, __ATOMIC_SEQ_CST))
@@ -184,7 +183,7 @@ static team *team_for(long threads, long loops) {
         if (!watched++) pthread_atfork(0, 0, forget_team);
         if (posix_memalign((void **)&the_team, LINE_BYTES, sizeof *the_team)) return the_team = 0;
         memset(the_team, 0, sizeof *the_team);
-        the_team->threads = 1;
+        the_team->threads = the_team->turn = 1;
         the_team->loop_bytes = loop_bytes_of(MOST_THREADS);
     }
     if (loops > the_team->room) {
@@ -217,16 +216,15 @@ static void together(void (*run)(void *), void *job, long job_bytes, long thread
     }
     team *of = team_for(threads, loops);
     if (of) {
-        const int32_t turn = (int32_t)((uint32_t)of->turn + 2);
+        const int32_t turn = (int32_t)((uint32_t)of->turn + 1);
         *me = (member){of, of->loops, 0, threads < of->threads ? threads : of->threads, 0, 0,
                        me->progress, turn};
-        __atomic_store_n(&of->turn, turn - 1, __ATOMIC_RELAXED);
-        __atomic_thread_fence(__ATOMIC_SEQ_CST);
         memcpy(of->job, job, job_bytes);
         of->run = run;
         __atomic_store_n(&of->turn, turn, __ATOMIC_SEQ_CST);
         ring(of);
     }
     run(job);
+    if (of) __atomic_add_fetch(&of->turn, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&one_at_a_time);
 }
