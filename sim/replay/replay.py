@@ -115,7 +115,7 @@ class _Replica:
         self.inbox: list[Arrival] = []
         self._executor, self._observers = executor, observers
         self._step: tuple[StepPlan, StepResult, float] | None = None  # and when it began
-        self._ahead: StepsAhead | None = None  # or many
+        self._ahead: tuple[np.ndarray, float, StepsAhead] | None = None  # or many, of these slots
         self._ended_s = 0.0  # the last step
         self.num_steps = 0  # that have ended
 
@@ -126,13 +126,12 @@ class _Replica:
     def begin(self, now_s: float, until_s: float) -> float | None:
         """When the step that begins now will end; None: it has nothing to do. Steps in which
         nothing can happen are one here, up to the first that does not end before `until_s`."""
-        steady = self.recorder.steady_slots
-        if steady is not None and now_s == self._ended_s and not self._observers:
+        if now_s == self._ended_s and not self._observers:
             slots, most = self.scheduler.steps_ahead()
-            if most and slots is steady:
+            if most:
                 ahead = self._executor.run_ahead(slots, most, now_s, until_s)
                 if ahead[2]:
-                    self._ahead = ahead
+                    self._ahead = slots, now_s, ahead
                     return ahead[2][-1]
         plan = self.scheduler.plan(now_s)
         if plan is None:
@@ -149,9 +148,9 @@ class _Replica:
         """Returns the requests that ended with the step."""
         self._ended_s = now_s
         if self._ahead is not None:
-            (tokens, targets_s, ends_s), self._ahead = self._ahead, None
+            (slots, started_s, (tokens, targets_s, ends_s)), self._ahead = self._ahead, None
             self.scheduler.skip_steps(tokens, targets_s, now_s)
-            self.recorder.skipped(tokens.shape[1], ends_s)
+            self.recorder.skipped(slots, started_s, ends_s)
             self.num_steps += len(ends_s)
             return self._finished(self.scheduler.take_finished(), now_s)
         assert self._step is not None

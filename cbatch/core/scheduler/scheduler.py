@@ -122,8 +122,8 @@ class Scheduler:
     def skip_steps(self, tokens: np.ndarray, target_s: Items[float], now_s: float) -> None:
         """For a simulator: `plan` and `commit` of the first of `steps_ahead`, at once. `tokens`
         int32 [steps, rows] were emitted, `target_s` of each step, the last ended `now_s`. Blocks
-        that rows took meanwhile are in no plan's deltas: the executor must not need them. What
-        ended is with `take_finished`."""
+        that rows took meanwhile are in no plan's deltas: the executor must not need them. Slots
+        that were released are in the next plan's. What ended is with `take_finished`."""
         self._fast_forward.take(tokens, target_s, now_s)
 
     def executor_reset(self, now_s: float) -> None:

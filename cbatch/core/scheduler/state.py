@@ -340,11 +340,6 @@ class SchedulerState:
 
     # ---- deltas -------------------------------------------------------------------------------
 
-    @property
-    def has_news(self) -> bool:
-        """Whether the next plan has something to tell the executor."""
-        return bool(self._new_sequences or self._released or self._reset)
-
     def forget_appended(self) -> None:
         """The executor need not know which blocks rows were given last."""
         self._appended = _NOTHING_APPENDED
