@@ -75,26 +75,26 @@ class ModelledExecutor:
 
     def run_ahead(
         self, slots: np.ndarray, most: int, now_s: float, until_s: float
-    ) -> tuple[np.ndarray, list[float], list[float]]:
+    ) -> tuple[np.ndarray, float, list[float]]:
         """At most so many of the scheduler's `steps_ahead`, up to the first that does not end
-        before `until_s`: what they emit, int32 [steps, rows], the target's seconds in each, and
-        when each ends."""
+        before `until_s`: what they emit, int32 [steps, rows], the target's seconds in all, and when
+        each ends."""
         steady = self._steady
         if steady is None or slots is not steady.slots:
             steady = self._enter_steady(slots)
         work, step_s = steady.work, self._cost.step_s
-        targets_s, ends_s = [], []
+        total_s, ends_s = 0.0, []
         for _ in range(most):
             draft_s, target_s, host_s = step_s(work)
             now_s += draft_s + target_s + host_s
             work.go_on()
-            targets_s.append(target_s)
+            total_s += target_s
             ends_s.append(now_s)
             if now_s >= until_s:
                 break
         steps = np.arange(steady.steps, steady.steps + len(ends_s), dtype=np.int32)
         steady.steps += len(ends_s)
-        return steady.tokens + steps[:, None], targets_s, ends_s
+        return steady.tokens + steps[:, None], total_s, ends_s
 
     def _enter_steady(self, slots: np.ndarray) -> _SteadyDecode:
         if self._steady is not None:

@@ -127,8 +127,10 @@ class MetricsRecorder:
         """The rows of `slots`, and no others, emitted one token each in steps that ended then."""
         rows = len(slots)
         lasted_s = list(map(sub, ends_s, [started_s, *ends_s]))
+        running_s = self.running_s
         for step_s in lasted_s:
-            self.running_s += rows * step_s
+            running_s += rows * step_s
+        self.running_s = running_s
         if self._stay_steady(slots):  # a step need not begin where the one before ended
             lasted_s[0] = ends_s[0] - self._steady_s
         else:

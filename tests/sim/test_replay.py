@@ -363,7 +363,7 @@ def test_steps_in_which_nothing_happens_are_taken_at_once(replicas: int, closed:
 
     class OneByOne(Asked):
         def run_ahead(self, slots: np.ndarray, *_: object) -> StepsAhead:
-            return np.zeros((0, len(slots)), np.int32), [], []
+            return np.zeros((0, len(slots)), np.int32), 0.0, []
 
     found = []
     for kind in (Asked, OneByOne):

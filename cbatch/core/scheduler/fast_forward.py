@@ -3,8 +3,6 @@ else can happen, only their times and tokens are news."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-
 import numpy as np
 
 from cbatch.core.request.request import FinishReason
@@ -41,17 +39,16 @@ class FastForward:
                 steps //= 2
         return batch.slots, steps
 
-    def take(self, tokens: np.ndarray, target_s: Items[float], now_s: float) -> None:
-        """As many steps, no more than `ahead` said, as `tokens` int32 [steps, rows] has; the last
-        one ended `now_s`. Nobody is told of the blocks that they took."""
+    def take(self, tokens: np.ndarray, target_s: float, now_s: float) -> None:
+        """As many steps, no more than `ahead` said, as `tokens` int32 [steps, rows] has, `target_s`
+        in the target; the last ended `now_s`. Nobody is told of the blocks that they took."""
         state, table, stats = self.state, self.state.table, self.state.stats
         batch, steps = state.decode_batch(), len(tokens)
         rows = batch.rows
         lacks = self._lacks(steps)
         short = lacks.nonzero()[0]
         if len(short):
-            state.append_blocks(batch.index[short], lacks[short])
-            state.forget_appended()
+            state.give_blocks(batch.index[short], lacks[short])
         where = table.row_start[rows] + table.num_tokens[rows]
         table.flat_tokens[where + np.arange(steps)[:, None]] = tokens
         advance(table.num_tokens, rows, steps)
@@ -61,10 +58,7 @@ class FastForward:
         state.last_commit_s = now_s
         stats.steps += steps
         stats.emitted_tokens += tokens.size
-        total_s = stats.target_s
-        for seconds in target_s:
-            total_s += seconds
-        stats.target_s = total_s
+        stats.target_s += target_s
         for row in (table.num_tokens[rows] >= table.max_total[rows]).nonzero()[0].tolist():
             state.end(batch.owners[row], FinishReason.LENGTH)
 
