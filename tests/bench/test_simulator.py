@@ -17,10 +17,10 @@ from bench.simulator.prices import Calibrating, MeasuredPrices
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.engine import Engine
-from sim.checking.executor import SimExecutor
-from sim.checking.models import ModelledAcceptance
 from sim.cost.measure import designed
 from sim.traces.request import TraceRequest
+from tests.checking.executor import SimExecutor
+from tests.checking.models import ModelledAcceptance
 from tests.cli.conftest import INFO
 from tests.helpers import VOCAB_SIZE, make_config
 from tests.sim.test_calibrated import calibration

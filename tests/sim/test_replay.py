@@ -23,7 +23,7 @@ from cbatch.core.speculation.step_work import StepWork
 from cbatch.steplog import step_log as steplog
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import read_step_log
-from sim.cost.base import ConstantCost, LinearCost
+from sim.cost.base import ConstantCost
 from sim.distributions.arrivals import poisson
 from sim.distributions.lengths import fixed, uniform
 from sim.executor.modelled import ModelledExecutor
@@ -34,6 +34,7 @@ from sim.report.timeline import TimelineStep
 from sim.traces.request import TraceRequest
 from sim.workload.generate import Conversations, converse, generate
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
+from tests.checking.cost import LinearCost
 from tests.sim.replays import config_for, executor_for, speculating
 
 ROOT = Path(__file__).parents[2]
