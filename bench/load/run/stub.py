@@ -1,5 +1,5 @@
-"""A server of completions whose tokens come at set times, whatever the load, or as fast as they are
-read: one write a chunk, all streams in turn. It says its model, and nothing else."""
+"""A server of completions whose tokens come as fast as they are read: one write a chunk, all
+streams in turn."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import multiprocessing
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from multiprocessing.connection import Connection
-from typing import NamedTuple
 
 import msgspec
 
@@ -20,15 +19,6 @@ from bench.load.run.processes import loop_of
 MODEL, PROMPT_TOKENS = "stub", 128
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
-_TOLD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-
-
-class Pace(NamedTuple):
-    """A request's first token is due `first_s` after it was read, every other `gap_s` after the one
-    before it was due."""
-
-    first_s: float = 0.1
-    gap_s: float = 0.02
 
 
 class _Asked(msgspec.Struct):
@@ -36,11 +26,11 @@ class _Asked(msgspec.Struct):
 
 
 @contextmanager
-def stub_server(pace: Pace | None = None) -> Iterator[Endpoint]:
-    """In a process of its own; without a pace as fast as it is read."""
+def stub_server() -> Iterator[Endpoint]:
+    """In a process of its own."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(theirs, pace), daemon=True)
+    process = context.Process(target=_run, args=(theirs,), daemon=True)
     process.start()
     try:
         yield Endpoint("127.0.0.1", mine.recv(), False, "")
@@ -49,13 +39,12 @@ def stub_server(pace: Pace | None = None) -> Iterator[Endpoint]:
         process.join()
 
 
-def _run(pipe: Connection, pace: Pace | None) -> None:
-    # Timers of uvloop may ring half a millisecond early.
-    (loop_of() if pace is None else asyncio.run)(_serve(pipe, pace))
+def _run(pipe: Connection) -> None:
+    loop_of()(_serve(pipe))
 
 
-async def _serve(pipe: Connection, pace: Pace | None) -> None:
-    server = await asyncio.start_server(partial(_answer, pace), "127.0.0.1", 0, backlog=1024)
+async def _serve(pipe: Connection) -> None:
+    server = await asyncio.start_server(_answer, "127.0.0.1", 0, backlog=1024)
     pipe.send(server.sockets[0].getsockname()[1])
     await server.serve_forever()
 
@@ -78,24 +67,15 @@ def answer_of(tokens: int) -> list[bytes]:
     return [*events[:-2], last]
 
 
-async def _answer(
-    pace: Pace | None, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """One request after another, of a connection."""
-    clock = asyncio.get_running_loop().time
     with suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
-            head = await reader.readuntil(b"\r\n\r\n")
-            began_s, length = clock(), _LENGTH.search(head)
-            if length is None:  # what else there is to ask for
-                models = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
-                told = msgspec.json.encode(models)
-                writer.write(_TOLD % (len(told), told))
-                continue
+            length = _LENGTH.search(await reader.readuntil(b"\r\n\r\n"))
+            assert length is not None
             asked = msgspec.json.decode(await reader.readexactly(int(length[1])), type=_Asked)
             writer.write(_HEAD)
-            for number, chunk in enumerate(answer_of(asked.max_tokens)):
-                due_s = 0.0 if pace is None else began_s + pace.first_s + number * pace.gap_s
-                await asyncio.sleep(max(due_s - clock(), 0.0))
+            for chunk in answer_of(asked.max_tokens):
+                await asyncio.sleep(0)  # the others' turn
                 writer.write(chunk)
                 await writer.drain()
