@@ -163,11 +163,3 @@ def to_json(report: Report) -> bytes:
 def to_line(record: msgspec.Struct) -> bytes:
     """As files of records have it, of requests that failed too: JSON, a line each."""
     return msgspec.json.encode(record) + b"\n"
-
-
-def from_json(document: bytes) -> Report:
-    """Raises ValueError if it is not a report of this version."""
-    report = msgspec.json.decode(document, type=Report)
-    if (report.schema, report.version) != (SCHEMA, VERSION):
-        raise ValueError(f"{report.schema} version {report.version}; this reads {SCHEMA} {VERSION}")
-    return report
