@@ -177,8 +177,3 @@ def step_cost(
         (inner + head) * element_bytes + layers * attention.num_bytes,
         2 * inner * tokens + 2 * head * logits_rows + layers * attention.flop,
     )
-
-
-def fraction(cost: Cost, ceilings: Ceilings, seconds: float) -> float:
-    """Of the limit that was reached: 1 is as fast as the device can be."""
-    return cost.limit_s(ceilings) / seconds

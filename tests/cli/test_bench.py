@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from bench.load.run.drive import drive
-from bench.load.run.selftest import measure_client, plan_of
-from bench.load.run.stub import stub_server
+from bench.load.run.selftest import measure_client, plan_of, stub_server
 from cbatch import LLM
 from cbatch.cli.main import main
 from cbatch.demo import demo_paths
