@@ -23,7 +23,7 @@ SLOW_CBATCH = """
 import signal, sys, time
 from cbatch.cli import generate
 from cbatch.cli.main import main
-from sim.checking.executor import SimExecutor
+from tests.checking.executor import SimExecutor
 from tests.cli.conftest import INFO
 from tests.toy_engine import make_engine
 

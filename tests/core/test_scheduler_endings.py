@@ -11,8 +11,8 @@ from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
-from sim.checking.executor import Faults
-from sim.checking.models import ModelledAcceptance
+from tests.checking.executor import Faults
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.scheduler.plan import StepPlan, StepResult
-from sim.checking.executor import SimExecutor
+from tests.checking.executor import SimExecutor
 from tests.helpers import World, make_config, make_request
 
 

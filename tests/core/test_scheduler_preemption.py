@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from sim.checking.models import ModelledAcceptance
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request, rows_of
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from sim.checking.executor import Faults
+from tests.checking.executor import Faults
 from tests.helpers import World, make_config, make_request
 
 SYSTEM = tuple(range(500, 532))  # 8 blocks of 4

@@ -5,7 +5,7 @@ import pytest
 from cbatch import FieldError, FinishReason, Output, SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.text.outputs import Choice
-from sim.checking.executor import Faults
+from tests.checking.executor import Faults
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"

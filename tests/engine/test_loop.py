@@ -4,10 +4,10 @@ import pytest
 
 from cbatch.core.request.request import FinishReason
 from cbatch.engine.loop import MAX_CONSECUTIVE_FAULTS, StepLoop
-from sim.checking.clock import VirtualClock
-from sim.checking.executor import Faults, ScriptedFault
-from sim.checking.kv import ContractBreachError
-from sim.checking.models import ModelledAcceptance
+from tests.checking.clock import VirtualClock
+from tests.checking.executor import Faults, ScriptedFault
+from tests.checking.kv import ContractBreachError
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])

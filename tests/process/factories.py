@@ -21,8 +21,8 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
 from cbatch.process.server import EngineParts
 from cbatch.steplog.recorder import StepRecorder
-from sim.checking.executor import SimExecutor
-from sim.checking.models import ModelledAcceptance
+from tests.checking.executor import SimExecutor
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import make_config
 
 SIZES = {"num_blocks": 2048, "max_model_tokens": 512, "block_size_tokens": 4, "max_slots": 32}

@@ -14,7 +14,7 @@ from cbatch import SamplingParams
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.engine.engine import Engine
 from cbatch.llm import complete_all
-from sim.checking.executor import Faults, SimExecutor
+from tests.checking.executor import Faults, SimExecutor
 from tests.server.http_client import Client, events_of, serving
 from tests.toy_engine import TOKENIZER, make_engine
 

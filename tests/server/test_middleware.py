@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.core.request.errors import FieldError
 from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing, read_keys
-from sim.checking.clock import VirtualClock
+from tests.checking.clock import VirtualClock
 from tests.server.http_client import JSON, call, sample, serving, wait_until
 from tests.toy_engine import make_engine
 

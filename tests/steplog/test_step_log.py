@@ -6,7 +6,7 @@ import pytest
 from cbatch.core.scheduler.events import Configured, ExecutorReset, Failed
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import StepLogError, encode_array, read_step_log, replay
-from sim.checking.executor import Faults
+from tests.checking.executor import Faults
 from tests.helpers import World, make_config, make_request
 
 
