@@ -113,12 +113,7 @@ def _described(pages: Tensor, tile: Tile) -> TensorDescriptor:
 
 
 def _check(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    out: Tensor,
-    work: WorkList,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, out: Tensor, work: WorkList
 ) -> None:
     heads = work.heads
     if q.dim() != 4 or tuple(q.shape[1:]) != heads:

@@ -179,20 +179,10 @@ def _first_split(position, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def plan_kernel(
-    query_starts_ptr,
-    context_lens_ptr,
-    items_ptr,
-    num_items_ptr,
-    capacity,
-    most_partials,
-    num_sequences,
-    BLOCK_SEQUENCES: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MOST_BLOCKS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    query_starts_ptr, context_lens_ptr, items_ptr, num_items_ptr, capacity, most_partials,
+    num_sequences, BLOCK_SEQUENCES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, MOST_BLOCKS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """A program writes the items of one sequence; where they start, it counts for itself.
 
     Three sections: whole blocks of several splits, then full splits, then the last split of every
@@ -240,15 +230,9 @@ def plan_kernel(
 
 @triton.jit
 def _write_items(
-    items_ptr,
-    capacity,
-    of_sequence,
-    places,
-    BLOCK_TOKENS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    items_ptr, capacity, of_sequence, places, BLOCK_TOKENS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """The items of one sequence. `places`: where its whole blocks, its full splits and the rest
     begin, and its slots."""
     sequence, row, query, position, num_blocks, splits, first_split, is_split = of_sequence

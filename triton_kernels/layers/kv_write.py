@@ -25,27 +25,11 @@ _MOST_FP8 = {
 
 @triton.jit
 def kv_write_kernel(
-    fused_ptr,
-    k_ptr,
-    v_ptr,
-    positions_ptr,
-    slots_ptr,
-    cos_sin_ptr,
-    weight_ptr,
-    eps,
-    k_scale,
-    v_scale,
-    stride_token,
-    stride_page,
-    stride_slot,
-    stride_kv_head,
-    GROUP: tl.constexpr,
-    ROLES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
+    fused_ptr, k_ptr, v_ptr, positions_ptr, slots_ptr, cos_sin_ptr, weight_ptr, eps, k_scale,
+    v_scale, stride_token, stride_page, stride_slot, stride_kv_head, GROUP: tl.constexpr,
+    ROLES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr,
     MOST: tl.constexpr,
-):
+):  # fmt: skip
     """One program a (token, KV head); `ROLES` is group + 2 rounded up to a power of two."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + token)
