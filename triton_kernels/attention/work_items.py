@@ -152,23 +152,12 @@ def plan(query_starts: Tensor, context_lens: Tensor, work: WorkList) -> None:
     if count > work.most_sequences:
         raise ValueError(f"context_lens: {count} sequences, work for {work.most_sequences}")
     plan_kernel[(count,)](
-        query_starts,
-        context_lens,
-        work.items,
-        work.num_items,
-        work.items.shape[1],
-        len(work.partials.arrived),
-        count,
-        BLOCK_SEQUENCES=max(16, triton.next_power_of_2(count)),
-        BLOCK_TOKENS=_block_tokens(work.heads, work.tile),
-        SPLIT=work.split_tokens,
-        WINDOW=work.window,
-        MOST_BLOCKS=_MOST_SPLIT_BLOCKS,
-        LANES=_LANES,
-        num_warps=4,
-        num_stages=1,
+        query_starts, context_lens, work.items, work.num_items, work.items.shape[1],
+        len(work.partials.arrived), count, BLOCK_SEQUENCES=max(16, triton.next_power_of_2(count)),
+        BLOCK_TOKENS=_block_tokens(work.heads, work.tile), SPLIT=work.split_tokens,
+        WINDOW=work.window, MOST_BLOCKS=_MOST_SPLIT_BLOCKS, LANES=_LANES, num_warps=4, num_stages=1,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
 
 
 @triton.jit

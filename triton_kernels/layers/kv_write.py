@@ -91,30 +91,12 @@ def kv_write(
     _check(fused, positions, slots, cos_sin, k_pages, v_pages, qk_weight)
     num_tokens, kv_heads, roles, head_dim = fused.shape
     kv_write_kernel[(num_tokens, kv_heads)](
-        fused,
-        k_pages,
-        v_pages,
-        positions,
-        slots,
-        cos_sin,
-        qk_weight,
-        eps,
-        k_scale,
-        v_scale,
-        fused.stride(0),
-        k_pages.stride(0),
-        k_pages.stride(1),
-        k_pages.stride(2),
-        GROUP=roles - 2,
-        ROLES=triton.next_power_of_2(roles),
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=triton.next_power_of_2(head_dim),
-        PAGE=k_pages.shape[1],
-        MOST=_MOST_FP8.get(k_pages.dtype),
-        num_warps=2,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
+        fused, k_pages, v_pages, positions, slots, cos_sin, qk_weight, eps, k_scale, v_scale,
+        fused.stride(0), k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), GROUP=roles - 2,
+        ROLES=triton.next_power_of_2(roles), HEAD_DIM=head_dim,
+        BLOCK_DIM=triton.next_power_of_2(head_dim), PAGE=k_pages.shape[1],
+        MOST=_MOST_FP8.get(k_pages.dtype), num_warps=2, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def kv_write_reference(

@@ -47,18 +47,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     if rows:
         block = triton.next_power_of_2(width)
         _norm_kernel[(rows,)](
-            x,
-            residual,
-            weight,
-            out,
-            width,
-            eps,
-            x.stride(0),
-            0 if residual is None else residual.stride(0),
-            ADDS=residual is not None,
-            BLOCK=block,
+            x, residual, weight, out, width, eps, x.stride(0),
+            0 if residual is None else residual.stride(0), ADDS=residual is not None, BLOCK=block,
             num_warps=num_warps(block),
-        )
+        )  # fmt: skip
     return out
 
 

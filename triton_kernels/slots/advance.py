@@ -147,31 +147,15 @@ def advance(
     if result.dim() != 2 or result.shape[0] != slots or result.shape[1] <= NUM_FIELDS:
         raise ValueError(f"result: {list(result.shape)}; give [{slots}, more than {NUM_FIELDS}]")
     advance_kernel[(triton.cdiv(slots, _SLOTS),)](
-        state,
-        layout,
-        decision,
-        broken,
-        next_draft_kv,
-        result,
-        slots,
-        state.tokens.shape[1],
-        result.shape[1],
-        DECIDED=decision is not None,
-        SLOTS=_SLOTS,
-        num_warps=_NUM_WARPS,
+        state, layout, decision, broken, next_draft_kv, result, slots, state.tokens.shape[1],
+        result.shape[1], DECIDED=decision is not None, SLOTS=_SLOTS, num_warps=_NUM_WARPS,
         num_stages=1,
-    )
+    )  # fmt: skip
     if shaped and decision is not None:
         count_kernel[(slots,)](
-            state.shaping,
-            result,
-            state.listed.shape[1],
-            state.plain.shape[1],
-            result.shape[1],
-            LANES=_LANES,
-            num_warps=_NUM_WARPS,
-            num_stages=1,
-        )
+            state.shaping, result, state.listed.shape[1], state.plain.shape[1], result.shape[1],
+            LANES=_LANES, num_warps=_NUM_WARPS, num_stages=1,
+        )  # fmt: skip
 
 
 def cases() -> list[KernelCase]:

@@ -144,22 +144,11 @@ def make_draft_batch(
         raise ValueError(f"layout: allocate it for {slots} slots")
     most = max(len(layout.tokens), len(layout.row_slots))
     draft_batch_kernel[(triton.cdiv(most, LANES),)](
-        state,
-        layout,
-        slots,
-        state.tokens.shape[1],
-        state.blocks.shape[1],
-        len(layout.tokens),
-        len(layout.row_slots),
-        most_drafts,
-        most_token,
-        context_tokens,
-        BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)),
-        PAGE=block_size,
-        LANES=LANES,
-        num_warps=NUM_WARPS,
-        num_stages=1,
-    )
+        state, layout, slots, state.tokens.shape[1], state.blocks.shape[1], len(layout.tokens),
+        len(layout.row_slots), most_drafts, most_token, context_tokens,
+        BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)), PAGE=block_size, LANES=LANES,
+        num_warps=NUM_WARPS, num_stages=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["depth"])
@@ -218,21 +207,10 @@ def take_drafts(
     if num_rows > len(layout.row_slots):
         raise ValueError(f"reduced_ids: {num_rows} rows, layout for {len(layout.row_slots)}")
     take_drafts_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        reduced_ids,
-        state,
-        layout,
-        num_rows,
-        slots,
-        depth,
-        state.tokens.shape[1],
-        state.blocks.shape[1],
-        most_drafts,
-        most_token,
-        PAGE=block_size,
-        ROWS=_ROWS,
-        num_warps=_TAKE_WARPS,
-        num_stages=1,
-    )
+        reduced_ids, state, layout, num_rows, slots, depth, state.tokens.shape[1],
+        state.blocks.shape[1], most_drafts, most_token, PAGE=block_size, ROWS=_ROWS,
+        num_warps=_TAKE_WARPS, num_stages=1,
+    )  # fmt: skip
 
 
 def cases() -> list[KernelCase]:

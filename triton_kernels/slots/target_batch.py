@@ -158,21 +158,11 @@ def make_target_batch(
         raise ValueError(f"layout: allocate it for {slots} slots")
     most = max(len(layout.tokens), len(layout.logit_tokens))
     target_batch_kernel[(triton.cdiv(most, LANES),)](
-        state,
-        depths,
-        layout,
-        slots,
-        state.tokens.shape[1],
-        state.blocks.shape[1],
-        len(layout.tokens),
-        len(layout.logit_tokens),
-        most_token,
-        BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)),
-        PAGE=block_size,
-        LANES=LANES,
-        num_warps=NUM_WARPS,
-        num_stages=1,
-    )
+        state, depths, layout, slots, state.tokens.shape[1], state.blocks.shape[1],
+        len(layout.tokens), len(layout.logit_tokens), most_token,
+        BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)), PAGE=block_size, LANES=LANES,
+        num_warps=NUM_WARPS, num_stages=1,
+    )  # fmt: skip
 
 
 def cases() -> list[KernelCase]:
