@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -36,7 +36,6 @@ CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 DRAFTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 32.0)
 REASONS = ("stop", "length", "abort", "error")
 _REASON = {"cancelled": "abort"}  # ours: vLLM's
-_ENDED, _ACCEPTED = "Sequences that ended, by how.", "Accepted, by draft position."
 
 
 class Histogram:
@@ -137,46 +136,43 @@ class Metrics(Collector):
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _metric(
-        self,
-        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
-        name: str,
-        text: str,
-        value: float | Mapping[str, float],
-        *label: str,
-    ) -> Metric:
-        """`value` is by what the `label` may be, where there is one."""
-        family = kind(name, text, labels=(*LABELS, *label))
-        for key, each in value.items() if isinstance(value, Mapping) else [(None, value)]:
-            family.add_metric(self._labels if key is None else (*self._labels, key), each)
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
         return family
 
-    def _counter(
-        self, name: str, text: str, value: float | Mapping[str, float], *label: str
-    ) -> Metric:
-        return self._metric(CounterMetricFamily, name, text, value, *label)
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self._labels, key), value)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        return self._metric(GaugeMetricFamily, name, text, value)
+        family = GaugeMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
 
     def _counted(self) -> Iterator[Metric]:
-        drafting, spec = self.drafting, "vllm:spec_decode_num"
-        refused = self.rejections | self._service.queue.rejections
-        wasted = drafting.drafted_tokens - drafting.accepted_tokens
-        accepted = _by_position(drafting.accepted_at())
-        rows: tuple[tuple[Any, ...], ...] = (
-            ("vllm:prompt_tokens", "Prompt tokens accepted.", self.prompt_tokens),
-            ("vllm:generation_tokens", "Output tokens.", self.generation_tokens),
-            ("vllm:request_success", _ENDED, self.endings, "finished_reason"),
-            ("vllm:admission_rejections", "Calls that were refused, by why.", refused, "reason"),
-            (f"{spec}_drafts", "Steps of a sequence that drafted.", drafting.steps),
-            (f"{spec}_draft_tokens", "Tokens drafted.", drafting.drafted_tokens),
-            (f"{spec}_accepted_tokens", "Drafted tokens accepted.", drafting.accepted_tokens),
-            (f"{spec}_accepted_tokens_per_pos", _ACCEPTED, accepted, "position"),
-            ("cbatch:wasted_verify_tokens", "Verified for nothing.", wasted),
-        )
-        for row in rows:
-            yield self._counter(*row)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens accepted.", self.prompt_tokens)
+        text = "Output tokens."
+        yield self._counter("vllm:generation_tokens", text, self.generation_tokens)
+        text = "Sequences that ended, by how."
+        yield self._counters("vllm:request_success", text, "finished_reason", self.endings)
+        text, of_queue = "Calls that were refused, by why.", self._service.queue.rejections
+        refused = self.rejections | of_queue
+        yield self._counters("vllm:admission_rejections", text, "reason", refused)
+        drafting = self.drafting
+        for name, text, value in (
+            ("drafts", "Steps of a sequence that drafted.", drafting.steps),
+            ("draft_tokens", "Tokens drafted.", drafting.drafted_tokens),
+            ("accepted_tokens", "Drafted tokens accepted.", drafting.accepted_tokens),
+        ):
+            yield self._counter(f"vllm:spec_decode_num_{name}", text, value)
+        by_position = {str(i): count for i, count in enumerate(drafting.accepted_at())}
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by draft position."
+        yield self._counters(name, text, "position", by_position)
+        wasted, text = drafting.drafted_tokens - drafting.accepted_tokens, "Verified for nothing."
+        yield self._counter("cbatch:wasted_verify_tokens", text, wasted)
 
     def _timed(self) -> Iterator[Metric]:
         for name, text, histogram in (
@@ -250,12 +246,8 @@ class Metrics(Collector):
             ("predicted", "Of these, expected to survive.", calibration.predicted),
             ("observed", "Of these, survived.", calibration.survived),
         ):
-            by_position = _by_position(values)
-            yield self._counter(f"cbatch:survival_{name}", text, by_position, "position")
-
-
-def _by_position(values: Sequence[float]) -> dict[str, float]:
-    return {str(i): value for i, value in enumerate(values)}
+            by_position = {str(i): value for i, value in enumerate(values)}
+            yield self._counters(f"cbatch:survival_{name}", text, "position", by_position)
 
 
 class SequenceTimes:
