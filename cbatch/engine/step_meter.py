@@ -22,10 +22,7 @@ class StepMeter:
     somebody wants to know runs through here."""
 
     def __init__(
-        self,
-        executor: Executor,
-        max_slots: int,
-        clock: Callable[[], float] = time.perf_counter,
+        self, executor: Executor, max_slots: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._executor, self._clock = executor, clock
         self._counts = SlotCounts(max_slots)
