@@ -76,7 +76,7 @@ def test_draining_waits_for_a_prompt_that_is_being_tokenised() -> None:
 
 def test_a_refused_request_gives_its_place_back() -> None:
     async def scene() -> None:
-        async with service() as made:
+        async with service(step_s=0.02) as made:
             for prompt, params in (([10**6], LONG), ("", LONG), ([1] * 1000, LONG)):
                 with pytest.raises(FieldError):
                     await made.submit(prompt, params, request_id="r")
