@@ -16,8 +16,7 @@ from cbatch import LLM, EngineOptions, FieldError, FinishReason, LookaheadConfig
 from cbatch.engine.options import parse_lookahead
 from cbatch.llm import as_batch
 from cbatch.runtime.model.config import ModelError
-from cbatch.text import TokenizerError
-from tests.text.toy_tokenizers import byte_level, printable
+from tests.text.toy_tokenizers import printable
 
 PROMPTS = ["def add(a, b):", "class Node", "for x in y", "abc"]
 
@@ -165,16 +164,6 @@ def test_without_a_tokenizer(pair: tuple[Path, Path]) -> None:
     (text, ids) = llm.generate(["abc", [1, 2, 3]], SamplingParams(max_tokens=3))
     assert text.error is not None and "there is no tokenizer" in text.error
     assert ids.token_ids and ids.text == ""
-
-
-def test_wrong_tokenizers_are_refused_by_name(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    other = write_model(tmp_path / "other")
-    byte_level().save(str(other / "tokenizer.json"))
-    with pytest.raises(TokenizerError, match="draft: the tokenizer of .*other differs"):
-        LLM(pair[0], other, random_weights_seed=0)
-    (other / "tokenizer.json").unlink()
-    with pytest.raises(TokenizerError, match=r"tokenizer: .*other has no tokenizer\.json"):
-        LLM(other, random_weights_seed=0)
 
 
 def test_bad_options_are_named(pair: tuple[Path, Path]) -> None:

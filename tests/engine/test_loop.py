@@ -7,7 +7,6 @@ from cbatch.engine.loop import MAX_CONSECUTIVE_FAULTS, StepLoop
 from sim.checking.clock import VirtualClock
 from sim.checking.executor import Faults, ScriptedFault
 from sim.checking.kv import ContractBreachError
-from sim.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -16,18 +15,6 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 def crowd(count=6, **params):
     settings = {"max_tokens": 12} | params
     return [make_request(f"r{i}", 5 + 3 * i, seed=i, **settings) for i in range(count)]
-
-
-@DEPTHS
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3", "ema:4"])
-def test_every_request_gets_its_reference(depth, lookahead):
-    world = World(make_config(lookahead=lookahead), depth=depth)
-    world.add(*crowd())
-    world.run()
-    world.assert_reference()
-    assert world.executor.stats.num_mixed_steps > 0
-    if lookahead != "off":
-        assert world.executor.stats.num_rejections and world.executor.stats.num_full_acceptances
 
 
 @DEPTHS
@@ -140,21 +127,6 @@ def test_non_finite_row_ends_alone(depth):
     world.assert_reference(*(f"r{i}" for i in range(8) if i != 1))
     zeroed = [block for plan in world.plans for block in plan.deltas.zeroed_blocks.tolist()]
     assert zeroed and len(set(zeroed)) == len(zeroed)  # before their next use, and only then
-
-
-@DEPTHS
-def test_non_finite_draft_never_is_an_error(depth):
-    faults = Faults(draft_non_finite_at={f"r{i}": frozenset({4, 9}) for i in range(6)})
-    world = World(
-        make_config(lookahead="fixed:3"),
-        depth=depth,
-        faults=faults,
-        acceptance=ModelledAcceptance(0.8),
-    )
-    world.add(*crowd(max_tokens=20))
-    world.run()
-    world.assert_reference()
-    assert world.executor.stats.drafted_tokens > 30
 
 
 @DEPTHS
