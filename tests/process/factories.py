@@ -30,8 +30,8 @@ SIZES = {"num_blocks": 2048, "max_model_tokens": 512, "block_size_tokens": 4, "m
 
 class MortalExecutor:
     """A step takes `step_s`, in `parts`. It dies in every step with a request whose prompt begins
-    with `poison` once that has `at` output tokens or more. After 60 steps it stands still while there
-    is a file `held`."""
+    with `poison` once that has `at` output tokens or more. After 60 steps it stands still while
+    there is a file `held`."""
 
     def __init__(
         self,
