@@ -75,6 +75,8 @@ def test_fail_ends_one_request_with_its_message(depth):
 def test_a_request_id_is_free_again_once_its_request_has_ended(depth):
     world = World(depth=depth)
     world.add(make_request("a", max_tokens=3))
+    with pytest.raises(FieldError, match="request_id"):
+        world.add(make_request("a", max_tokens=3))
     world.run()
     world.scheduler.add(make_request("a", max_tokens=3), world.clock())
     finished = []

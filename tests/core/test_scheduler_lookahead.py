@@ -38,6 +38,19 @@ def test_fixed_drafts_k_and_ends_within_the_limit():
     assert drafts[1:] == [4, 4, 4, 4, 4, 3]  # 1 + 5 * 5 + 4 = 30
 
 
+def test_a_request_may_cap_its_own_lookahead():
+    world = World(make_config(lookahead="fixed:4"))
+    world.add(
+        make_request("none", 6, max_lookahead=0, max_tokens=12),
+        make_request("two", 6, max_lookahead=2, max_tokens=12),
+        make_request("all", 6, max_lookahead=9, max_tokens=12),
+    )
+    world.run()
+    world.assert_reference()
+    most = {name: max(row["num_drafts"] for row in rows(world, name)) for name in world.requests}
+    assert most == {"none": 0, "two": 2, "all": 4}
+
+
 def test_after_a_full_acceptance_the_draft_lags_one_token_and_after_a_rejection_none():
     world = one("fixed:3", ScriptedAcceptance({"a": [3, 3, 1, 0, 2, 3, 0]}))
     lags = [row["catch_up"] for row in rows(world, "a") if row["num_drafts"] == 3]

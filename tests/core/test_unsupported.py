@@ -54,8 +54,6 @@ def test_fields_of_requests(field: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
-        ({"num_local_experts": 8}, "mixtures of experts are not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are not supported"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3 is not supported"),
         ({"architectures": None, "model_type": "medusa"}, "'medusa' is not supported"),

@@ -7,6 +7,7 @@ from cbatch.engine.loop import MAX_CONSECUTIVE_FAULTS, StepLoop
 from sim.checking.clock import VirtualClock
 from sim.checking.executor import Faults, ScriptedFault
 from sim.checking.kv import ContractBreachError
+from sim.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -127,6 +128,21 @@ def test_non_finite_row_ends_alone(depth):
     world.assert_reference(*(f"r{i}" for i in range(8) if i != 1))
     zeroed = [block for plan in world.plans for block in plan.deltas.zeroed_blocks.tolist()]
     assert zeroed and len(set(zeroed)) == len(zeroed)  # before their next use, and only then
+
+
+@DEPTHS
+def test_non_finite_draft_never_is_an_error(depth):
+    faults = Faults(draft_non_finite_at={f"r{i}": frozenset({4, 9}) for i in range(6)})
+    world = World(
+        make_config(lookahead="fixed:3"),
+        depth=depth,
+        faults=faults,
+        acceptance=ModelledAcceptance(0.8),
+    )
+    world.add(*crowd(max_tokens=20))
+    world.run()
+    world.assert_reference()
+    assert world.executor.stats.drafted_tokens > 30
 
 
 @DEPTHS

@@ -67,10 +67,7 @@ def test_a_key_has_so_many_calls_open_and_no_more(monkeypatch: pytest.MonkeyPatc
     first, second = ({"Authorization": f"Bearer {name}"} for name in ("first", "second"))
     long = BODY | {"max_tokens": 8000, "stream": True}
     with serving(engine, keys=keys, open_metrics=True) as client:
-        with (
-            client.open(long, headers=first) as one,
-            client.open(long, headers=first) as two,
-        ):
+        with client.open(long, headers=first) as one, client.open(long, headers=first) as two:
             for body in (BODY, long):
                 with client.open(body, headers=first) as refused:
                     told = json.loads(refused.read())

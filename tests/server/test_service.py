@@ -29,11 +29,7 @@ LONG = SamplingParams(max_tokens=450, seed=1)
 
 @asynccontextmanager
 async def service(
-    limits: Limits | None = None,
-    *,
-    step_s: float = 0.002,
-    lookahead: str = "fixed:3",
-    **sizes: Any,
+    limits: Limits | None = None, *, step_s: float = 0.002, lookahead: str = "fixed:3", **sizes: Any
 ) -> AsyncIterator[EngineService]:
     vocab_size = TOKENIZER.vocab_size
     factory = SimFactory(vocab_size=vocab_size, step_s=step_s, lookahead=lookahead, sizes=sizes)
