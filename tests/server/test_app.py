@@ -48,28 +48,6 @@ class SlowEngine:
         self.engine: Engine = make_engine(**(ROOMY | overrides))
 
 
-def test_a_stop_string_is_never_shown_nor_billed(client: Client) -> None:
-    (whole,) = expected(max_tokens=40, seed=9)
-    stop = whole[15:18]
-    events = client.stream(
-        {
-            "prompt": PROMPT,
-            "max_tokens": 40,
-            "seed": 9,
-            "stop": stop,
-            "stream_options": {"include_usage": True},
-        }
-    )
-    text = "".join(c["text"] for e in events for c in e["choices"])
-    assert text == whole[: whole.index(stop)]
-    assert events[-2]["choices"][0]["finish_reason"] == "stop"
-    billed = events[-1]["usage"]["completion_tokens"]
-    (completion,) = complete_all(
-        make_engine(), [PROMPT], [SamplingParams(max_tokens=40, seed=9, stop=(stop,))]
-    )
-    assert billed == len(completion.token_ids) < 40
-
-
 def test_prompts_as_ids_and_in_lists(client: Client) -> None:
     ids = TOKENIZER.encode(PROMPT)
     options = {"max_tokens": 8, "seed": 3, "temperature": 0}
