@@ -1,7 +1,7 @@
 """The fast executor: answers a plan from a cost model and an acceptance model, vectorised by rows.
 
-It keeps a few numbers for each slot and checks nothing: `sim.checking.executor` is the one that
-checks, and a test compares the two plan by plan. Tokens count upwards from a request's last prompt
+It keeps a few numbers for each slot and checks nothing: the tests have one that checks, and compare
+the two plan by plan. Tokens count upwards from a request's last prompt
 token, so a session whose next prompt goes on in the same numbering finds its own output in the
 prefix cache.
 """

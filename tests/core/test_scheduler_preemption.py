@@ -17,18 +17,6 @@ def admitted_names(world):
 
 
 @DEPTHS
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_tight_pool_preempts_and_loses_nothing(depth, lookahead, prefix_cache):
-    config = make_config(num_blocks=12, lookahead=lookahead, prefix_cache=prefix_cache)
-    world = World(config, depth=depth)
-    world.add(*(make_request(f"r{i}", 6, seed=i, max_tokens=24) for i in range(6)))
-    world.run()
-    world.assert_reference()
-    assert world.scheduler.stats.preemptions > 2
-
-
-@DEPTHS
 def test_a_preempted_request_goes_before_one_that_the_policy_prefers(depth):
     world = World(make_config(num_blocks=12, queue_policy="priority"), depth=depth)
     world.add(*(make_request(f"r{i}", 8, seed=i, priority=5, max_tokens=24) for i in range(2)))

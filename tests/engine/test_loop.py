@@ -19,18 +19,6 @@ def crowd(count=6, **params):
 
 
 @DEPTHS
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3", "ema:4"])
-def test_every_request_gets_its_reference(depth, lookahead):
-    world = World(make_config(lookahead=lookahead), depth=depth)
-    world.add(*crowd())
-    world.run()
-    world.assert_reference()
-    assert world.executor.stats.num_mixed_steps > 0
-    if lookahead != "off":
-        assert world.executor.stats.num_rejections and world.executor.stats.num_full_acceptances
-
-
-@DEPTHS
 def test_idle_is_none(depth):
     world = World(depth=depth)
     assert world.step() is None

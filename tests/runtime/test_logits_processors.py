@@ -155,17 +155,11 @@ def test_greedy_tokens_are_the_best_of_the_shaped_logits():
 def test_drafts_are_shaped_too(monkeypatch, temperature):
     """A draft that ignores what the request asks for guesses worse."""
     shaped = run_engine(
-        requests(temperature=temperature),
-        tiny_model(),
-        tiny_model(noise=0.02),
-        lookahead="fixed:3",
+        requests(temperature=temperature), tiny_model(), tiny_model(noise=0.02), lookahead="fixed:3"
     )
     monkeypatch.setattr(processors.LogitsProcessors, "shape_each", lambda *_: None)
     blind = run_engine(
-        requests(temperature=temperature),
-        tiny_model(),
-        tiny_model(noise=0.02),
-        lookahead="fixed:3",
+        requests(temperature=temperature), tiny_model(), tiny_model(noise=0.02), lookahead="fixed:3"
     )
     assert shaped.acceptance > blind.acceptance + 0.1
 
