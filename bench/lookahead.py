@@ -41,7 +41,7 @@ FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "goodput")
 _CONSTANTS = ("off", *FIXED)  # what the best fixed k is chosen from
 _MOST_PROMPT_TOKENS = 256
-_GREEDY = SamplingParams(temperature=0.0)
+_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 _TURN_STEPS = 3  # of decoding without drafts, a turn at least
 _WARM_UP_TURNS = 4
 
@@ -67,21 +67,14 @@ class EndlessLoop:
     """Keeps `concurrency` requests in flight for ever: one that ends makes room for the next.
 
     Outputs are half to one and a half times `output_tokens` long, so that requests do not end in
-    lock step; the first ones are somewhere in theirs already. `params` are the rest of what every
-    request asks for.
+    lock step; the first ones are somewhere in theirs already.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        prompts: Prompts,
-        concurrency: int,
-        output_tokens: int,
-        params: SamplingParams = _GREEDY,
+        self, engine: Engine, prompts: Prompts, concurrency: int, output_tokens: int
     ) -> None:
         self.engine, self.concurrency = engine, concurrency
         self._prompts = itertools.cycle(prompts)
-        self._params = msgspec.structs.replace(params, ignore_eos=True)
         self._mean_tokens, self._rng = output_tokens, np.random.default_rng(0)
         self._running: set[str] = set()
         self._ahead_tokens = 0  # that the last turn brought beyond what was asked
@@ -123,7 +116,7 @@ class EndlessLoop:
 
     def _add(self, share: float = 1.0) -> None:
         tokens = self._rng.uniform(0.5, 1.5) * self._mean_tokens * share
-        params = msgspec.structs.replace(self._params, max_tokens=max(2, round(tokens)))
+        params = msgspec.structs.replace(_GREEDY, max_tokens=max(2, round(tokens)))
         self._running.add(self.engine.add(next(self._prompts), params).request_id)
 
 

@@ -10,6 +10,7 @@ import argparse
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -21,16 +22,12 @@ from bench.browser import CHROMIUM, Page, browsing
 from bench.plot import pyplot
 from bench.report import print_report, rounded
 from bench.server.started import started
-from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.engine.options import parse_lookahead
-from sim.cost.roofline import Roofline, RooflineConfig, load_gpu, load_shape
+from sim.cli.scenario import Scenario
+from sim.cli.simulation import build
 from sim.distributions.arrivals import poisson
 from sim.distributions.lengths import lognormal
-from sim.executor.acceptance import parse_acceptance
-from sim.executor.modelled import ModelledExecutor
-from sim.replay.replay import replay
+from sim.traces.reader import write_requests
 from sim.workload.generate import generate
-from sim.workload.sources import ClosedLoop
 
 FOLDER = Path("docs/pictures")
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -45,31 +42,22 @@ WIDTH, HEIGHT, SCALE = 1400, 900, 1.4
 
 def simulated(policy: str, clients: int) -> float:
     """Output tokens a second of Llama-3.1-8B with a 1B draft on an H100."""
-    hardware = RooflineConfig(
-        gpu=load_gpu("H100"), shape=load_shape("llama-3.1-8b"), draft=load_shape("llama-3.2-1b")
-    )
-    slots = max(CLIENTS)
-    config = SchedulerConfig(
-        num_blocks=hardware.num_blocks(16),
-        max_model_tokens=8192,
-        max_slots=slots,
-        step_budget_tokens=4096,
-        draft_context_tokens=8192,
-        lookahead=parse_lookahead(policy),
-    )
-    requests = generate(
-        lambda rng: poisson(1.0, rng),
-        lognormal(200, 0.5),
-        lognormal(200, 0.5),
-        requests=REQUESTS + 6 * clients,
-        seed=0,
-    )
-    executor = ModelledExecutor(
-        max_slots=slots,
-        cost=Roofline(hardware),
-        acceptance=parse_acceptance(ACCEPTANCE, max_slots=slots),
-    )
-    tokens_per_s = replay(ClosedLoop(requests, clients), config, executor).output_tokens_per_s
+    length, count = lognormal(200, 0.5), REQUESTS + 6 * clients
+    requests = generate(lambda rng: poisson(1.0, rng), length, length, requests=count, seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.jsonl"
+        write_requests(trace, requests)
+        scenario = Scenario(
+            trace=str(trace),
+            concurrency=clients,
+            draft_model="llama-3.2-1b",
+            lookahead=policy,
+            acceptance=ACCEPTANCE,
+            max_slots=max(CLIENTS),
+            max_model_tokens=8192,
+            step_budget=4096,
+        )
+        tokens_per_s = build(scenario).run().output_tokens_per_s
     assert tokens_per_s is not None
     return tokens_per_s
 

@@ -25,4 +25,4 @@ def test_generate(benchmark, model, batch, lookahead):
     prompts = make_prompts(model, args.prompt_tokens, batch, real=False)
     run = benchmark(system.run, prompts, OUTPUT_TOKENS)
     assert run.tokens == batch * OUTPUT_TOKENS
-    assert (run.speculating_share > 0) == (lookahead != "off")
+    assert (run.speculation.drafting_share > 0) == (lookahead != "off")

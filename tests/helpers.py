@@ -18,10 +18,10 @@ from cbatch.core.scheduler.sequence import Commit, Finished
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.step_work import StepSample, StepWork
 from cbatch.engine.loop import StepLoop
-from sim.checking.clock import VirtualClock
-from sim.checking.executor import SimExecutor
-from sim.checking.models import ModelledAcceptance
-from sim.workload.tokens import reference_output
+from tests.checking.clock import VirtualClock
+from tests.checking.executor import SimExecutor
+from tests.checking.language import reference_output
+from tests.checking.models import ModelledAcceptance
 
 VOCAB_SIZE = 1000
 

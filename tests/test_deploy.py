@@ -40,10 +40,7 @@ def test_the_units_command_is_one_that_is_understood() -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
 def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
     here = tmp_path / "cbatch.service"
-    for text, fine in (
-        (UNIT, True),
-        (UNIT.replace("KillMode=mixed", "KillMode=gently"), False),
-    ):
+    for text, fine in ((UNIT, True), (UNIT.replace("KillMode=mixed", "KillMode=gently"), False)):
         here.write_text(text.replace("/opt/cbatch/bin/cbatch", sys.executable))
         done = subprocess.run(
             ["systemd-analyze", "verify", here],

@@ -166,10 +166,7 @@ def test_the_simulation_of_the_readme_runs(
     ids=lambda value: value.stem if isinstance(value, Path) else str(value),
 )
 def test_code_runs(
-    path: Path,
-    number: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    path: Path, number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "FORMATS", formats.FORMATS)  # one of them adds to it
     code = compile(blocks(path, "python")[number], str(path), "exec")

@@ -29,7 +29,7 @@ LAYERS = {
     "sim": (
         "cli",
         "executor",
-        "checking replay",
+        "replay",
         "cost workload",
         "traces",
         "distributions report",

@@ -38,7 +38,7 @@ from cbatch.core.speculation.step_work import StepSample
 from cbatch.runtime.cpu.drafter import DraftRows, Proposal
 from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.steplog.step_log import encode_array
-from sim.checking.models import ModelledAcceptance
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import DraftedRows, World, decoding, make_config
 from tests.helpers import make_request as modelled_request
 from tests.runtime.engines import RecordingExecutor, make_request, run_engine

@@ -16,8 +16,7 @@ from cbatch import LLM, EngineOptions, FieldError, FinishReason, LookaheadConfig
 from cbatch.engine.options import parse_lookahead
 from cbatch.llm import as_batch
 from cbatch.runtime.model.config import ModelError
-from cbatch.text import TokenizerError
-from tests.text.toy_tokenizers import byte_level, printable
+from tests.text.toy_tokenizers import printable
 
 PROMPTS = ["def add(a, b):", "class Node", "for x in y", "abc"]
 
@@ -167,16 +166,6 @@ def test_without_a_tokenizer(pair: tuple[Path, Path]) -> None:
     assert ids.token_ids and ids.text == ""
 
 
-def test_wrong_tokenizers_are_refused_by_name(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    other = write_model(tmp_path / "other")
-    byte_level().save(str(other / "tokenizer.json"))
-    with pytest.raises(TokenizerError, match="draft: the tokenizer of .*other differs"):
-        LLM(pair[0], other, random_weights_seed=0)
-    (other / "tokenizer.json").unlink()
-    with pytest.raises(TokenizerError, match=r"tokenizer: .*other has no tokenizer\.json"):
-        LLM(other, random_weights_seed=0)
-
-
 def test_bad_options_are_named(pair: tuple[Path, Path]) -> None:
     for options, field in (
         ({"lookahead": "often"}, "lookahead"),
@@ -235,7 +224,8 @@ def test_the_models_defaults_are_for_who_gives_no_parameters(
     assert told in caplog.messages and told in llm.info.lines()
     (greedy,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0))
     assert len(greedy.token_ids) == 16
-    mixed = llm.generate([PROMPTS[0]] * 2, [None, SamplingParams(max_tokens=5)])
+    five = SamplingParams(max_tokens=5, ignore_eos=True)  # its seed is drawn
+    mixed = llm.generate([PROMPTS[0]] * 2, [None, five])
     for completion in (*llm.generate(PROMPTS[0]), mixed[0]):
         assert completion.token_ids == greedy.token_ids[:3]
     assert len(mixed[1].token_ids) == 5

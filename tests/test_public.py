@@ -44,7 +44,6 @@ def test_every_public_name_is_there() -> None:
         ("cbatch.engine.loop", ("torch", "cbatch.text", "cbatch.runtime")),
         ("cbatch.engine.model_files", ("torch", "cbatch.runtime.cpu")),
         ("cbatch.cli.main", ("torch", "litestar", "sim", "matplotlib")),
-        ("sim.checking.executor", ("torch", "cbatch.runtime", "cbatch.text")),
         ("sim.replay.replay", ("torch", "cbatch.engine", "cbatch.text", "matplotlib", "rich")),
         ("sim.traces.reader", ("torch", "cbatch.engine", "cbatch.text", "matplotlib")),
         ("cbatch.runtime.cpu.executor", ("sim", "cbatch.engine", "cbatch.text")),

@@ -7,9 +7,9 @@ from typing import Any
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.engine import Engine
 from cbatch.text import TextTokenizer
-from sim.checking.clock import VirtualClock
-from sim.checking.executor import SimExecutor
-from sim.checking.models import ModelledAcceptance
+from tests.checking.clock import VirtualClock
+from tests.checking.executor import SimExecutor
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import make_config
 from tests.text.toy_tokenizers import printable
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,10 +120,31 @@ def _buffers(code: str, wanted: tuple[int, int, int] | None) -> int:
 
 def _source(case: KernelCase) -> ASTSource:
     names = list(inspect.signature(case.kernel.fn).parameters)
-    signature = {n: "constexpr" if n in case.constexprs else case.signature[n] for n in names}
     constexprs = {(names.index(n),): value for n, value in case.constexprs.items()}
-    divisible = {(names.index(n),): [["tt.divisibility", 16]] for n in case.divisible}
+    signature, divisible = {}, {}
+    for at, name in enumerate(names):
+        signature[name] = _known(case.signature.get(name))
+        for path, kind in _leaves(signature[name], (at,)):
+            if kind == "constexpr":
+                constexprs.setdefault(path, None)
+            elif name in case.divisible:
+                divisible[path] = [["tt.divisibility", 16]]
     return ASTSource(case.kernel, signature, constexprs=constexprs, attrs=divisible)
+
+
+def _known(kind: Any) -> Any:
+    """Triton's type of an argument, or of each in a tuple; what is None is a constant."""
+    if isinstance(kind, tuple):
+        return type(kind)(*map(_known, kind))
+    return "constexpr" if kind is None else kind
+
+
+def _leaves(kind: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+    if isinstance(kind, tuple):
+        for at, each in enumerate(kind):
+            yield from _leaves(each, (*path, at))
+    else:
+        yield path, kind
 
 
 def _read_nvidia(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
@@ -211,14 +232,9 @@ def _row(findings: Findings) -> str:
 
 
 def _entry(findings: Findings) -> dict[str, object]:
-    return {
-        "name": findings.case.name,
-        "config": findings.case.config,
-        "target": findings.target,
-        "registers": findings.registers,
-        "spill_bytes": findings.spill_bytes,
-        "shared_bytes": findings.shared_bytes,
-    }
+    told = ("target", "registers", "spill_bytes", "shared_bytes")
+    named = {"name": findings.case.name, "config": findings.case.config}
+    return named | {name: getattr(findings, name) for name in told}
 
 
 def main(arguments: list[str] | None = None) -> int:

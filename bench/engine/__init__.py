@@ -1,1 +1,1 @@
-"""The engine alone: `python -m bench.engine`, and how well it drafts."""
+"""The engine alone: `python -m bench.engine`."""

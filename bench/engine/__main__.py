@@ -42,12 +42,13 @@ def rows_of(
             "batch": batch,
             "dtype": dtype,
             "output_tokens_per_s": median_speed(found),
-            "mean_accepted_tokens": rounded(found[-1].accepted),
-            "steps_with_drafts": rounded(found[-1].speculating_share),
+            "mean_accepted_tokens": rounded(ours and ours.mean_accepted_tokens),
+            "steps_with_drafts": rounded(ours and ours.drafting_share),
             "ratio_to_transformers": ratio(found, by_name.get(("transformers", "off"))),
             "ratio_to_off": ratio(found, by_name.get(("cbatch", "off"))),
         }
         for (name, lookahead), found in by_name.items()
+        for ours in [found[-1].speculation]
     ]
 
 

@@ -38,16 +38,6 @@ class EngineRun(msgspec.Struct):
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
-    @property
-    def accepted(self) -> float | None:
-        """Tokens a decoding step of a sequence, 1.0 without drafts."""
-        return self.speculation.mean_accepted_tokens if self.speculation else None
-
-    @property
-    def speculating_share(self) -> float | None:
-        """Of decoding steps: those that drafted."""
-        return self.speculation.drafting_share if self.speculation else None
-
 
 class System(msgspec.Struct):
     """Something that completes a batch of prompts of equal length, greedily."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bench.gpu.ceilings import load_ceilings
 from bench.gpu.cells import Absent, Cell, Row
-from bench.gpu.limits import BATCHES, DRAFTS, MODELS, TINY_MODEL, Cost, GridModel, Query, step_cost
+from bench.gpu.limits import BATCHES, DRAFTS, MODELS, Cost, Query, step_cost
 from bench.gpu.world import Bench
 from bench.peers.transformers_peer import continuous
 from cbatch.core.request.request import SamplingParams
@@ -37,6 +37,7 @@ from cbatch.runtime.gpu import Decoder, GpuExecutor, target_pass
 from cbatch.runtime.model.checkpoint import WeightSource
 from cbatch.runtime.model.config import parse_config
 from cbatch.text.outputs import Output
+from sim.cost.roofline import ModelShape
 
 OURS, PEER = "cbatch", "transformers, continuous batching"
 LOOKAHEADS = ("off", "fixed:4", "goodput")
@@ -71,6 +72,16 @@ class EngineSizes(NamedTuple):
         return max(self.batches) * -(-(self.most_tokens + _MOST_DRAFTS + 1) // _PAGE_TOKENS)
 
 
+TINY_MODEL = ModelShape(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    vocab_size=128,
+    tie_word_embeddings=True,
+)
 FULL = EngineSizes(BATCHES, 512, warm_steps=12, window_steps=10, windows=5, budget_tokens=8192)
 TINY = EngineSizes((2,), 6, warm_steps=1, window_steps=2, windows=1, budget_tokens=32)
 
@@ -91,10 +102,10 @@ def cells(bench: Bench) -> Iterator[Cell]:
             yield Cell(key, labels | {"implementation": system}, cell_run)
 
 
-def shape_of(bench: Bench, model: str) -> tuple[GridModel, GridModel]:
+def shape_of(bench: Bench, model: str) -> tuple[ModelShape, ModelShape]:
     """Of the target and of its draft."""
     if not bench.full:
-        return TINY_MODEL, TINY_MODEL._replace(layers=1)
+        return TINY_MODEL, structs.replace(TINY_MODEL, num_hidden_layers=1)
     return MODELS[model], DRAFTS[model]
 
 
@@ -102,7 +113,7 @@ def shape_of(bench: Bench, model: str) -> tuple[GridModel, GridModel]:
 
 
 def speculative_cost(
-    shape: GridModel, draft: GridModel, batch: int, context_tokens: int, drafted: float
+    shape: ModelShape, draft: ModelShape, batch: int, context_tokens: int, drafted: float
 ) -> Cost:
     """A step of `batch` rows that verifies `drafted` tokens a row on average: one pass of the
     target, and as many of the draft as the deepest row needs, each over all rows."""
@@ -134,23 +145,16 @@ class DeviceWeights(WeightSource):
         return drawn.normal_(0.0, _WEIGHT_STD, generator=self.generator)
 
 
-def config_of(shape: GridModel) -> dict[str, Any]:
+def config_of(model: str, shape: ModelShape) -> dict[str, Any]:
     """The fields of a config.json."""
-    family = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[shape.family]
-    return {
-        "architectures": [family],
-        "model_type": shape.family,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads.kv_heads * shape.heads.group,
-        "num_key_value_heads": shape.heads.kv_heads,
-        "head_dim": shape.heads.head_dim,
-        "vocab_size": shape.vocab,
+    family = "qwen3" if model.startswith("qwen3") else "llama"
+    return structs.asdict(shape) | {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        "head_dim": shape.head_size,
         "max_position_embeddings": 8192,
-        "tie_word_embeddings": shape.tied,
         "rms_norm_eps": 1e-5,
-        "eos_token_id": shape.vocab - 1,
+        "eos_token_id": shape.vocab_size - 1,
     }
 
 
@@ -183,7 +187,7 @@ def _load(bench: Bench, model: str) -> GpuExecutor:
     dtype, sizes = torch.bfloat16 if bench.full else torch.float32, sizes_of(bench)
     source = DeviceWeights(bench.device, dtype)
     target, draft = (
-        Decoder(parse_config(config_of(shape), Path(model)), source, dtype, bench.device)
+        Decoder(parse_config(config_of(model, shape), Path(model)), source, dtype, bench.device)
         for shape in shape_of(bench, model)
     )
     return GpuExecutor(
@@ -225,8 +229,8 @@ def _engine(bench: Bench, model: str, lookahead: str) -> Engine:
         max_slots=max(sizes.batches),
         max_model_tokens=sizes.most_tokens,
         step_budget_tokens=sizes.budget_tokens,
-        vocab_size=shape.vocab,
-        eos_ids=(shape.vocab - 1,),
+        vocab_size=shape.vocab_size,
+        eos_ids=(shape.vocab_size - 1,),
         prefix_cache=False,
         draft_context_tokens=8192,
         lookahead=parse_lookahead(lookahead),
@@ -249,7 +253,7 @@ def measure(bench: Bench, model: str, batch: int, lookahead: str) -> Row:
         temperature=0.0, max_tokens=sizes.most_tokens - sizes.prompt_tokens, ignore_eos=True
     )
     for _ in range(batch):
-        prompt = rng.integers(1, shape.vocab - 1, sizes.prompt_tokens).tolist()
+        prompt = rng.integers(1, shape.vocab_size - 1, sizes.prompt_tokens).tolist()
         engine.add(prompt, params)
     decoding: set[str] = set()
     while len(decoding) < batch:
@@ -293,7 +297,7 @@ def _window(bench: Bench, engine: Engine, batch: int) -> TimedWindow:
 
 
 def _figures(
-    bench: Bench, windows: list[TimedWindow], shape: GridModel, draft: GridModel, batch: int
+    bench: Bench, windows: list[TimedWindow], shape: ModelShape, draft: ModelShape, batch: int
 ) -> Row:
     sizes = sizes_of(bench)
     context, drafted = float(sizes.prompt_tokens), 0.0
@@ -338,7 +342,7 @@ def _peer(bench: Bench, model: str, batch: int, _: str) -> Row:
         return _figures(bench, [], shape, draft, batch)
     _loaded.drop(bench)
     rng, prompt_tokens = np.random.default_rng(0), FULL.prompt_tokens
-    prompts = [rng.integers(1, shape.vocab - 1, prompt_tokens).tolist() for _ in range(batch)]
+    prompts = [rng.integers(1, shape.vocab_size - 1, prompt_tokens).tolist() for _ in range(batch)]
     try:
         system = continuous(_random_peer(model), most=batch, tokens=prompt_tokens + _LONG_TOKENS)
     except ImportError as error:
@@ -357,7 +361,7 @@ def _random_peer(model: str) -> Any:
     """Of that shape, in bf16 on the GPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = config_of(MODELS[model])
+    fields = config_of(model, MODELS[model])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

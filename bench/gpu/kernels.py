@@ -38,14 +38,14 @@ from bench.gpu.steps import Pool, StepQueries, config_of, launches, make_steps
 from bench.gpu.timing import Call, figures, input_sets, time_calls
 from bench.gpu.verdict import relative_error
 from bench.gpu.world import Bench
-from triton_kernels.layers.activation import silu_mul
+from triton_kernels.layers.activation import silu_mul, silu_mul_reference
 from triton_kernels.layers.kv_write import kv_write
-from triton_kernels.layers.norm import rms_norm
+from triton_kernels.layers.norm import rms_norm, rms_norm_reference
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling import COUPLED, REJECTION, sample
 from triton_kernels.verification.kernel import verify_logits
 
-OURS = "cbatch"
+OURS, INDUCTOR = "cbatch", "torch inductor"
 PAGE_TOKENS = 16
 _TOKENS = (64, 512, 2048)  # of the kernels that work token by token
 _MOST_ERROR = 2e-2
@@ -84,11 +84,15 @@ def measure(bench: Bench, subject: Subject) -> Row:
     return figures(timing, subject.cost, load_ceilings(bench.out))
 
 
+def _heads(bench: Bench) -> GridHeads:
+    return LLAMA_8B_HEADS if bench.full else TINY_HEADS
+
+
 # --- attention ------------------------------------------------------------------------------------
 
 
 def attention(bench: Bench, names: Sequence[str]) -> Iterator[Subject]:
-    shape = LLAMA_8B_HEADS if bench.full else TINY_HEADS
+    shape = _heads(bench)
     builds: dict[str, Callable[..., Sequence[Call]]] = {OURS: ours} | peers.ATTENTION
     for name in names:
         cost = attention_cost(workload(name), shape)
@@ -116,7 +120,7 @@ def _checked(
     """Launches over `count` steps. What computes something else is not timed: raises
     ArithmeticError. Held against the reference are calls over the pages of a step, which name their
     output; others have inputs of their own."""
-    shape = LLAMA_8B_HEADS if bench.full else TINY_HEADS
+    shape = _heads(bench)
     steps = make_steps(workload(name), shape, page_tokens, bench.device, count)
     calls = build(bench, steps)
     out = getattr(calls[0], "keywords", {}).get("out") if calls else None
@@ -181,55 +185,55 @@ def draws(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:
     return [functools.partial(sample, c.batch, noise.BONUS, tiling_of(bench)) for c in cases]
 
 
-# --- token by token: build(bench, *inputs) makes a launch -----------------------------------------
+# --- token by token -------------------------------------------------------------------------------
 
 
 def by_token(bench: Bench) -> Iterator[Subject]:
     width, inner = (_WIDTH, _INTERMEDIATE) if bench.full else (32, 48)
     for tokens in _TOKENS if bench.full else (3,):
-        x, flat, gates = (tokens, width), (width,), (tokens, 2 * inner)
-        for kernel, cost, shapes, builds in (
-            ("rms_norm", rms_norm_cost(tokens, width, adds=False), (x, flat), NORM),
-            ("rms_norm add", rms_norm_cost(tokens, width, adds=True), (x, flat, x), NORM),
-            ("silu_mul", silu_mul_cost(tokens, inner), (gates,), ACTIVATION),
-            ("kv_write", kv_write_cost(tokens, _write_shape(bench)), (), {OURS: _write(tokens)}),
+        norm = {"x": (tokens, width), "weight": (width,)}
+        adding = norm | {"residual": norm["x"]}
+        for kernel, cost, functions, shapes in (
+            ("rms_norm", rms_norm_cost(tokens, width, adds=False), _NORM, norm),
+            ("rms_norm add", rms_norm_cost(tokens, width, adds=True), _NORM, adding),
+            ("silu_mul", silu_mul_cost(tokens, inner), _SILU, {"gate_up": (tokens, 2 * inner)}),
         ):
-            for implementation, build in builds.items():
-                made = functools.partial(_over_inputs, bench, build, shapes)
+            for implementation, function in functions.items():
+                made = functools.partial(_over_inputs, bench, function, shapes)
                 yield Subject(kernel, f"{tokens} tokens", implementation, cost, made)
+        cost = kv_write_cost(tokens, _heads(bench))
+        made = functools.partial(_writes, bench, tokens)
+        yield Subject("kv_write", f"{tokens} tokens", OURS, cost, made)
 
 
 def _over_inputs(
-    bench: Bench, build: Callable[..., Call], shapes: tuple[tuple[int, ...], ...], count: int
+    bench: Bench, function: Callable[..., Any], shapes: dict[str, tuple[int, ...]], count: int
 ) -> list[Call]:
-    def inputs() -> Iterator[torch.Tensor]:
-        for shape in shapes:
-            yield torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
+    """`function` is called by the names of its tensors."""
 
-    return [build(bench, *inputs()) for _ in range(count)]
+    def call() -> Call:
+        tensors = {
+            name: torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
+            for name, shape in shapes.items()
+        }
+        return functools.partial(function, **tensors)
 
-
-def our_norm(
-    bench: Bench, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
-) -> Call:
-    return functools.partial(rms_norm, x, weight, 1e-6, residual)
-
-
-def our_activation(bench: Bench, gate_up: torch.Tensor) -> Call:
-    return functools.partial(silu_mul, gate_up)
+    return [call() for _ in range(count)]
 
 
-NORM: dict[str, Callable[..., Call]] = {OURS: our_norm} | peers.NORM
-ACTIVATION: dict[str, Callable[..., Call]] = {OURS: our_activation} | peers.ACTIVATION
+_NORM: dict[str, Callable[..., Any]] = {
+    OURS: functools.partial(rms_norm, eps=1e-6),
+    INDUCTOR: lambda **given: peers.inductor(rms_norm_reference)(eps=1e-6, **given),
+}
+_SILU: dict[str, Callable[..., Any]] = {
+    OURS: silu_mul,
+    INDUCTOR: lambda **given: peers.inductor(silu_mul_reference)(**given),
+}
 
 
-def _write_shape(bench: Bench) -> GridHeads:
-    return LLAMA_8B_HEADS if bench.full else TINY_HEADS
-
-
-def _write(tokens: int) -> Callable[[Bench], Call]:
-    def build(bench: Bench) -> Call:
-        shape, device = _write_shape(bench), bench.device
+def _writes(bench: Bench, tokens: int, count: int) -> list[Call]:
+    def call() -> Call:
+        shape, device = _heads(bench), bench.device
         pages = -(-tokens // PAGE_TOKENS)
         turns = torch.randn(4096, shape.head_dim // 2, 2, device=device)
         pool = Pool.make(pages, PAGE_TOKENS, shape, torch.bfloat16, device)
@@ -239,4 +243,4 @@ def _write(tokens: int) -> Callable[[Bench], Call]:
         slots = torch.randperm(pages * PAGE_TOKENS, device=device)[:tokens].int()
         return functools.partial(kv_write, fused, positions, slots, turns, *pool)
 
-    return build
+    return [call() for _ in range(count)]

@@ -10,6 +10,10 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
+from sim.cost.roofline import ModelShape, load_shape
+
 _PART = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
 
 
@@ -28,14 +32,9 @@ class GridHeads(NamedTuple):
     head_dim: int
 
 
-class GridModel(NamedTuple):
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: GridHeads
-    vocab: int
-    family: str  # "llama" or "qwen3"
-    tied: bool  # the head is the embedding
+def heads_of(shape: ModelShape) -> GridHeads:
+    kv_heads = shape.num_key_value_heads
+    return GridHeads(kv_heads, shape.num_attention_heads // kv_heads, shape.head_size)
 
 
 def workload(name: str) -> list[Query]:
@@ -78,14 +77,19 @@ HEADS = {
 }
 TINY_HEADS = GridHeads(kv_heads=1, group=2, head_dim=16)
 
-MODELS = {
-    "llama-3.1-8b": GridModel(32, 4096, 14336, LLAMA_8B_HEADS, 128_256, "llama", False),
-    "llama-3.2-1b": GridModel(16, 2048, 8192, HEADS["llama-1b"], 128_256, "llama", True),
-    "qwen3-0.6b": GridModel(28, 1024, 3072, HEADS["qwen3-0.6b"], 151_936, "qwen3", True),
-}
+MODELS = {name: load_shape(name) for name in ("llama-3.1-8b", "llama-3.2-1b")}
+MODELS["qwen3-0.6b"] = ModelShape(
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151_936,
+    tie_word_embeddings=True,
+)
 # Drafts have two layers of the target's own width, as trained draft heads do.
-DRAFTS = {name: shape._replace(layers=2) for name, shape in MODELS.items()}
-TINY_MODEL = GridModel(2, 32, 64, TINY_HEADS, 128, "llama", True)
+DRAFTS = {name: replace(shape, num_hidden_layers=2) for name, shape in MODELS.items()}
 BATCHES = (64, 8, 256, 1)
 VOCAB = 151_936
 
@@ -160,31 +164,16 @@ def sampling_cost(target_rows: int, draft_rows: int, vocab: int, *, element_byte
     return Cost((target_rows + draft_rows) * vocab * element_bytes)
 
 
-def model_weights(shape: GridModel) -> int:
-    """Elements that a step multiplies with: all but the rows of the embedding that it looks up."""
-    heads = shape.heads
-    attention = shape.hidden * (heads.group + 2) * heads.kv_heads * heads.head_dim
-    attention += heads.group * heads.kv_heads * heads.head_dim * shape.hidden
-    return (
-        shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
-        + shape.vocab * shape.hidden
-    )
-
-
 def step_cost(
-    queries: Sequence[Query], shape: GridModel, *, logits_rows: int, element_bytes: int = 2
+    queries: Sequence[Query], shape: ModelShape, *, logits_rows: int, element_bytes: int = 2
 ) -> Cost:
-    """A forward pass: the weights once, K and V of every context in every layer, and the products
-    of both. The head multiplies only the rows whose logits are wanted."""
+    """A forward pass: the weights once (of the embedding only some rows are looked up), K and V of
+    every context in every layer, and the products of both. The head multiplies only the rows whose
+    logits are wanted."""
     tokens = sum(q.query_tokens for q in queries)
-    weights, head = model_weights(shape), shape.vocab * shape.hidden
-    attention = attention_cost(queries, shape.heads, element_bytes=0, kv_bytes=element_bytes)
+    inner, head, layers = shape.layer_weights, shape.head_weights, shape.num_hidden_layers
+    attention = attention_cost(queries, heads_of(shape), element_bytes=0, kv_bytes=element_bytes)
     return Cost(
-        weights * element_bytes + shape.layers * attention.num_bytes,
-        2 * (weights - head) * tokens + 2 * head * logits_rows + shape.layers * attention.flop,
+        (inner + head) * element_bytes + layers * attention.num_bytes,
+        2 * inner * tokens + 2 * head * logits_rows + layers * attention.flop,
     )
-
-
-def fraction(cost: Cost, ceilings: Ceilings, seconds: float) -> float:
-    """Of the limit that was reached: 1 is as fast as the device can be."""
-    return cost.limit_s(ceilings) / seconds

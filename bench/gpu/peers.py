@@ -156,36 +156,13 @@ def torch_sample(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:
     ]
 
 
-# --- token by token: build(bench, *inputs) makes the launch ---------------------------------------
+# --- token by token -------------------------------------------------------------------------------
 
 
 @functools.cache
-def _compiled(name: str) -> Any:
-    return torch.compile({"norm": _norm, "add_norm": _add_norm, "silu": _silu}[name], dynamic=False)
-
-
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[1:], weight, 1e-6)
-
-
-def _add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    residual.add_(x)
-    return F.rms_norm(residual, x.shape[1:], weight, 1e-6)
-
-
-def _silu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def inductor_norm(bench: Bench, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Call:
-    if residual is None:
-        return functools.partial(_compiled("norm"), x, weight)
-    return functools.partial(_compiled("add_norm"), x, residual, weight)
-
-
-def inductor_silu(bench: Bench, gate_up: Tensor) -> Call:
-    return functools.partial(_compiled("silu"), gate_up)
+def inductor(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch's compiler makes of a kernel's plain version."""
+    return torch.compile(plain, dynamic=False)
 
 
 Build = Callable[..., Any]
@@ -195,7 +172,5 @@ ATTENTION: dict[str, Build] = {
 }
 VERIFICATION: dict[str, Build] = {"vllm triton v2": vllm_verification}
 SAMPLING: dict[str, Build] = {"torch": torch_sample}
-NORM: dict[str, Build] = {"torch inductor": inductor_norm}
-ACTIVATION: dict[str, Build] = {"torch inductor": inductor_silu}
 # What also runs without a GPU: the others compile for one, or are compiled for it.
 ANYWHERE = frozenset(("torch", "torch sdpa, no pages", "vllm triton"))

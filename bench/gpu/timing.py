@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.gpu.limits import Ceilings, Cost, fraction
+from bench.gpu.limits import Ceilings, Cost
 from bench.gpu.world import Bench, World, l2_bytes
 
 Call = Callable[[], Any]
@@ -125,7 +125,7 @@ def figures(timing: Timing | None, cost: Cost, ceilings: Ceilings | None) -> dic
         row |= {
             "bound": cost.bound(ceilings),
             "limit_us": cost.limit_s(ceilings) * 1e6,
-            "fraction_of_limit": fraction(cost, ceilings, timing.median_s),
+            "fraction_of_limit": cost.limit_s(ceilings) / timing.median_s,
         }
     return row
 

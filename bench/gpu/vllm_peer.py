@@ -10,12 +10,12 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
-import logging
 import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, MagicMock
 
 import torch
 import triton
@@ -39,33 +39,15 @@ class KVQuantMode(enum.IntEnum):
     NONE, FP8_PER_TENSOR, INT8_PER_TOKEN_HEAD, FP8_PER_TOKEN_HEAD, INT4_PER_TOKEN_HEAD = range(5)
 
 
-class _StandIn:
-    """For a name that is imported and not used: takes any call, subscript, base class or `|`."""
+class _StandIn(MagicMock):
+    """For a name that is imported and not used. It is false, and as a decorator does nothing."""
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) and not options else self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __getitem__(self, key: object) -> Any:
-        return self
-
-    def __mro_entries__(self, bases: object) -> tuple[type, ...]:
-        return (object,)
-
-    def __or__(self, other: object) -> Any:
-        return object
-
-    __ror__ = __or__
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def __bool__(self) -> bool:
-        return False
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        type(self).__bool__ = lambda _: False  # each has a type of its own
+        self.side_effect = lambda *given, **more: (
+            given[0] if len(given) == 1 and callable(given[0]) and not more else DEFAULT
+        )
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -82,21 +64,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.util.spec_from_file_location(name, self.root / "vllm" / file)
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = types.ModuleType(spec.name)
-        module.__path__ = []
-        module.__dict__["__getattr__"] = _stand_in_of
-        module.__dict__.update(_GIVEN.get(spec.name, dict)())
-        return module
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        return _StandIn(**_GIVEN.get(spec.name, dict)())
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Nothing is left to do."""
-
-
-def _stand_in_of(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return _StandIn()
 
 
 def _triton_utils() -> dict[str, Any]:
@@ -107,27 +79,14 @@ def _triton_utils() -> dict[str, Any]:
 
 def _platform() -> dict[str, Any]:
     here = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    platform = types.SimpleNamespace(
+    platform = _StandIn(  # all else that it may be is false
         fp8_dtype=lambda: torch.float8_e4m3fn,
         is_device_capability_family=lambda family: here[0] == family // 10,
         is_device_capability=lambda capability: capability == here,
         is_cuda=lambda: True,
         is_cuda_alike=lambda: True,
-        is_rocm=lambda: False,
-        is_xpu=lambda: False,
-        is_out_of_tree=lambda: False,
     )
     return {"current_platform": platform}
-
-
-def _logger() -> dict[str, Any]:
-    def init_logger(name: str) -> logging.Logger:
-        logger = logging.getLogger(name)
-        for once in ("debug_once", "info_once", "warning_once"):
-            setattr(logger, once, lambda *args, **options: None)
-        return logger
-
-    return {"init_logger": init_logger}
 
 
 def _launching(*, warmup_inputs: Any = None, kernel: Any = None) -> Callable[..., Any]:
@@ -158,7 +117,6 @@ def _launching(*, warmup_inputs: Any = None, kernel: Any = None) -> Callable[...
 _GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "vllm.triton_utils": _triton_utils,
     "vllm.platforms": _platform,
-    "vllm.logger": _logger,
     "vllm.envs": lambda: {"VLLM_BATCH_INVARIANT": False},
     "vllm.v1.kv_cache_interface": lambda: {"KVQuantMode": KVQuantMode},
     "vllm.model_executor.warmup.jit_warmup_triton_helper": lambda: {

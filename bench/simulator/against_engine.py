@@ -9,10 +9,6 @@ acceptance is what each prompt's drafts came to in a run of its own, before: nei
 runs that are foretold. Of a server there is what a request spends outside of the engine, too: the
 time to first token of short requests to an idle one, less what the simulator says of these.
 
-`--gains` compares policies instead: all serve one trace, at twice what is served without drafts,
-and acceptance is that of other prompts than those served. A difference is in points: 100 (b / a -
-1) of tokens a second or of the mean time per output token, on the engine the median over repeats.
-
 What a repeat differs from another in is the engine's own `spread`, quoted beside the error. `--out
 RUNS` keeps what was measured, `--runs RUNS` foretells it again without an engine.
 """
@@ -21,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,11 +47,9 @@ from sim.cost.calibrated import Calibration
 from sim.report.report import to_json, to_line
 
 POLICIES = {False: ("off", "fixed:4", "goodput"), True: ("off", "goodput")}  # by `--server`
-GAINING = ("off", "fixed:2", "fixed:6", "goodput")
 LOADS = {"light": 0.4, "near": 0.8, "over": 2.0}  # times what the policy serves at most
 BOUNDS = {"throughput": 0.05, "p50": 0.07, "p99": 0.12}
-BOUND_POINTS = 5.0
-MAX_SLOTS, GAINING_SLOTS = 32, 8
+MAX_SLOTS = 32
 ServeCase = Callable[[EngineRuns, LoadCase], ServedRun]
 
 
@@ -78,14 +71,6 @@ def make_cases(
     return cases
 
 
-def one_trace(
-    calibration: Calibration, prompts: list[list[int]], seconds: float, policies: Sequence[str]
-) -> list[LoadCase]:
-    rate_per_s = LOADS["over"] * capacity_per_s(calibration, [[0]], prompts, "off")
-    trace = make_requests(prompts, rate_per_s, max(int(rate_per_s * seconds), 2))
-    return [LoadCase(policy, "over", trace) for policy in policies]
-
-
 def rows_of(calibration: Calibration, runs: EngineRuns) -> list[dict[str, Any]]:
     """The median of the repeats, their spread (largest less smallest, of the median), and the error
     of what was foretold."""
@@ -93,8 +78,6 @@ def rows_of(calibration: Calibration, runs: EngineRuns) -> list[dict[str, Any]]:
     for case in runs.cases:
         repeats = [run.measures() for run in case.runs]
         for name, value in ServedRun.of(*foretell(calibration, runs, case)).measures().items():
-            if name == "tpot_mean":
-                continue
             real = [repeat[name] for repeat in repeats]
             median = float(np.median(real))
             bound = BOUNDS[name.rpartition("_")[2]]
@@ -115,60 +98,18 @@ def rows_of(calibration: Calibration, runs: EngineRuns) -> list[dict[str, Any]]:
     return rows
 
 
-def gains_of(calibration: Calibration, runs: EngineRuns) -> list[dict[str, Any]]:
-    """A row for every two policies and measure: what the second changes, in points; `clear` where
-    all repeats say the same sign."""
-    rows = []
-    real = {case.policy: [run.measures() for run in case.runs] for case in runs.cases}
-    ours = {
-        case.policy: ServedRun.of(*foretell(calibration, runs, case)).measures()
-        for case in runs.cases
-    }
-    pairs = itertools.product(itertools.combinations(real, 2), ("throughput", "tpot_mean"))
-    for (a, b), name in pairs:
-        repeats = [
-            100 * (with_b[name] / with_a[name] - 1)
-            for with_a, with_b in zip(real[a], real[b], strict=True)
-        ]
-        engine, simulated = float(np.median(repeats)), 100 * (ours[b][name] / ours[a][name] - 1)
-        same_sign, apart = simulated * engine > 0, abs(simulated - engine)
-        rows.append(
-            {
-                "policy": b,
-                "over": a,
-                "measure": name,
-                "engine_points": round(engine, 1),
-                "spread": round(max(repeats) - min(repeats), 1),
-                "simulated_points": round(simulated, 1),
-                "clear": min(repeats) * max(repeats) > 0,
-                "apart": round(apart, 1),
-                "same_sign": same_sign,
-                "within": same_sign and apart <= BOUND_POINTS,
-            }
-        )
-    return rows
-
-
 def measure(args: argparse.Namespace, prices: MeasuredPrices, folder: Path) -> EngineRuns:
     """Every case once a repeat, in an order that turns round; what there is then is kept in `--out`
     after each."""
-    prompts, slots = make_prompts("mix", demo_paths()[0]), _slots(args)
-    recorded = prompts
-    if args.gains:  # fates of others; neighbours are of one kind each
-        prompts, recorded = (
-            [prompt for i, prompt in enumerate(prompts) if i // 2 % 2 == side] for side in (0, 1)
-        )
-    runs = EngineRuns(record_fates(load_policy("fixed:8", slots), recorded), [])
-    policies = args.policy or (GAINING if args.gains else POLICIES[args.server])
-    if args.gains:
-        runs.cases = one_trace(prices.first, prompts, args.seconds, policies)
-    else:
-        runs.cases = make_cases(prices.first, runs.fates, prompts, args.seconds, policies)
+    prompts = make_prompts("mix", demo_paths()[0])
+    fates = record_fates(load_policy("fixed:8", MAX_SLOTS), prompts)
+    policies = args.policy or POLICIES[args.server]
+    runs = EngineRuns(fates, make_cases(prices.first, fates, prompts, args.seconds, policies))
     with contextlib.ExitStack() as stack:
         if args.server:
-            serve_case = stack.enter_context(served_by_server(folder, prompts, policies, slots))
+            serve_case = stack.enter_context(served_by_server(folder, prompts, policies, MAX_SLOTS))
         else:
-            serve_case = served_here(prompts, policies, slots)
+            serve_case = served_here(prompts, policies)
         for repeat in range(args.repeats):
             for case in runs.cases if repeat % 2 == 0 else reversed(runs.cases):
                 case.runs.append(serve_case(runs, case))
@@ -178,22 +119,17 @@ def measure(args: argparse.Namespace, prices: MeasuredPrices, folder: Path) -> E
     return runs
 
 
-def served_here(prompts: list[list[int]], policies: Sequence[str], slots: int) -> ServeCase:
+def served_here(prompts: list[list[int]], policies: Sequence[str]) -> ServeCase:
     """By engines of this process, warm."""
-    engines = {policy: load_policy(policy, slots) for policy in policies}
+    engines = {policy: load_policy(policy, MAX_SLOTS) for policy in policies}
     for engine in engines.values():
         serve(engine, make_requests(prompts, 1e3, 9), prompts)
     return lambda runs, case: serve(engines[case.policy], case.requests, prompts)
 
 
-def _slots(args: argparse.Namespace) -> int:
-    return GAINING_SLOTS if args.gains else MAX_SLOTS
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", action="store_true", help="as clients of `cbatch serve` see it")
-    parser.add_argument("--gains", action="store_true", help="what a policy changes, on one trace")
     parser.add_argument("--policy", nargs="+", help="in place of the usual ones")
     parser.add_argument("--seconds", type=float, default=5.0, help="of arrivals in a run")
     parser.add_argument("--repeats", type=int, default=3)
@@ -216,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as unnamed:
         folder = args.folder or Path(unnamed)
         folder.mkdir(parents=True, exist_ok=True)
-        prices = MeasuredPrices(args, _slots(args))
+        prices = MeasuredPrices(args, MAX_SLOTS)
         if args.runs is not None:
             runs = msgspec.json.decode(args.runs.read_bytes(), type=EngineRuns)
         else:
@@ -227,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             path = folder / f"simulated-{case.policy}-{case.load}"
             path.with_suffix(".json").write_bytes(to_json(report))
             path.with_suffix(".jsonl").write_bytes(b"".join(map(to_line, records)))
-    rows = (gains_of if args.gains else rows_of)(calibration, runs)
+    rows = rows_of(calibration, runs)
     held_out, latency_s = calibration.held_out, latency_of(calibration, runs.probe_ttft_s)
     print_report(
         f"simulator against the {'server' if args.server else 'engine'}: demo pair",

@@ -7,7 +7,7 @@ Nothing is fitted to the run. What is assumed:
 - the run's own settings: slots, token budget, arrivals and lengths; the KV pool is what vLLM would
   take of the device's memory (`--num-blocks` for another: a pool that does not match ruins TTFT);
 - a step is its kernels: vLLM 0.19 schedules a step while the one before it runs, and replays
-  captured graphs, so that host work and gaps between kernels are 0 (`--step-host-us` for others);
+  captured graphs, so that host work and gaps between kernels are 0;
 - a token is there when its step ends, and prompts share no prefix.
 
 TTFT and end to end count from a request's arrival. The run's arrivals and tokens are stamped by two
@@ -25,18 +25,13 @@ import numpy as np
 
 from bench.report import print_report
 from cbatch.core.request.errors import FieldError
-from cbatch.core.scheduler.config import SchedulerConfig
-from sim.cost.layer_profiles import LayerProfile
-from sim.cost.roofline import ModelShape, load_shape
-from sim.executor.modelled import ModelledExecutor
-from sim.replay.replay import replay
+from sim.cli.scenario import Scenario
+from sim.cli.simulation import build
+from sim.cost.roofline import load_shape
 from sim.report.report import Record, Spread
-from sim.traces.reader import Trace
-from sim.workload.sources import OpenLoop
 
 RUN = "RTXPRO6000_Llama-3.1-8B"
 BLOCK_TOKENS = 16
-CONTEXT_TOKENS = 131_072
 BOUNDS = {"ttft_s": 0.08, "tpot_s": 0.02, "e2e_s": 0.03}  # of the mean, from the issue
 Measures = dict[str, np.ndarray]  # seconds by request
 
@@ -55,43 +50,33 @@ def measured(path: Path) -> Measures:
     }
 
 
-def shape_of(run: Path) -> ModelShape:
-    """By the run's name, HARDWARE_MODEL."""
-    return load_shape(run.name.split("_", 1)[1].lower())
-
-
-def pool_blocks(run: Path) -> int:
+def pool_blocks(run: Path, model: str) -> int:
     """What vLLM takes: a share of the device's memory (GB), less the weights."""
     config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    memory, shape = config["nodes"][0]["instances"][0]["npu_mem"], shape_of(run)
+    memory, shape = config["nodes"][0]["instances"][0]["npu_mem"], load_shape(model)
     left_bytes = memory["mem_size"] * 1e9 * memory["mem_util"] - shape.weight_bytes
     return int(left_bytes // (shape.kv_token_bytes * BLOCK_TOKENS))
 
 
-def simulated(
-    data: Path, run: Path, num_blocks: int, step_host_s: float
-) -> tuple[Measures, dict[str, Any]]:
+def simulated(data: Path, run: Path, num_blocks: int | None) -> tuple[Measures, dict[str, Any]]:
     """The same requests through our scheduler, and what it was told."""
+    hardware, _, model = run.name.partition("_")
     engine = json.loads((run / "meta.json").read_text(encoding="utf-8"))["engine_kwargs"]
-    profiles = (data / "layer_profiles").joinpath(*run.name.split("_", 1))
-    layers = shape_of(run).num_hidden_layers
-    config = SchedulerConfig(
-        num_blocks=num_blocks,
-        block_size_tokens=BLOCK_TOKENS,
+    scenario = Scenario(
+        trace=str(run / "requests.jsonl"),
+        cost_table=str(data / "layer_profiles" / hardware / model),
+        model=model,
+        num_blocks=num_blocks or pool_blocks(run, model),
+        block_size=BLOCK_TOKENS,
         max_slots=engine["max_num_seqs"],
-        step_budget_tokens=engine["max_num_batched_tokens"],
-        max_model_tokens=CONTEXT_TOKENS,
+        step_budget=engine["max_num_batched_tokens"],
     )
-    cost = LayerProfile(profiles, layers=layers, step_host_s=step_host_s)
-    executor = ModelledExecutor(max_slots=config.max_slots, cost=cost)
-    records: list[Record] = []
-    source = OpenLoop(Trace(run / "requests.jsonl"))
-    report = replay(source, config, executor, on_record=records.append)
+    simulation, records = build(scenario), list[Record]()
+    report = simulation.run(on_record=records.append)
     values = {name: [getattr(record, name) for record in records] for name in BOUNDS}
     found = {name: np.array([v for v in values[name] if v is not None]) for name in BOUNDS}
     names = ("num_blocks", "max_slots", "step_budget_tokens")
-    told: dict[str, Any] = {name: getattr(config, name) for name in names}
-    told |= {"step_host_us": step_host_s * 1e6}
+    told = {name: simulation.settings[name] for name in names}
     return found, told | {"steps": report.steps, "preemptions": report.preemptions}
 
 
@@ -122,13 +107,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder `measured`")
     parser.add_argument("--run", default=RUN, help=f"a folder of its vllm_runs (default: {RUN})")
     parser.add_argument("--num-blocks", type=int, help="of the KV pool")
-    parser.add_argument("--step-host-us", type=float, default=0.0, help="added to every step")
     args = parser.parse_args()
     run = args.data / "vllm_runs" / args.run
     if not run.is_dir():
         raise SystemExit(str(FieldError("--data", f"{run} is no folder", "name `measured`")))
-    blocks = args.num_blocks or pool_blocks(run)
-    ours, told = simulated(args.data, run, blocks, args.step_host_us * 1e-6)
+    ours, told = simulated(args.data, run, args.num_blocks)
     print_report(
         f"simulator against vLLM: {args.run}",
         compare(measured(run / "requests.jsonl"), ours),

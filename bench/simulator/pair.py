@@ -62,7 +62,7 @@ class ServedRun(msgspec.Struct):
         for name, values in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
             for percent in (50, 99):
                 found[f"{name}_p{percent}"] = float(np.percentile(values, percent))
-        return found | {"tpot_mean": float(np.mean(self.tpot_s))}
+        return found
 
 
 class LoadCase(msgspec.Struct):

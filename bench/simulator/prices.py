@@ -1,17 +1,14 @@
 """Prices for the comparisons of engine and simulator: read, or measured in turns with the runs.
 
 A machine whose speed drifts by a tenth within a minute makes every calibration of before or after
-wrong by as much. So `--calibrate` lets both take turns: made-up batches for some seconds after
-every run, none of which is a run that is foretold; what drifts, drifts under both.
+wrong by as much. So `--calibrate` lets both take turns: some of the made-up batches after every
+run, none of which is a run that is foretold; what drifts, drifts under both.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
-
-import numpy as np
 
 from cbatch import EngineOptions, load_engine
 from cbatch.core.request.errors import FieldError
@@ -21,11 +18,10 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.loop import Executor
 from sim.cost.calibrated import Calibration, read_calibration, write_calibration
-from sim.cost.measure import Calibrator, calibration_of, designed
+from sim.cost.measure import Calibrator, DesignedBatch, calibration_of, designed
 
-_STEPS = 16  # of a batch at a time
-_TURN_S = 3.0  # after each run
-_WARM_UP = 3  # batches
+STEPS = 16  # of a batch at a time
+TURNS = 4  # until all batches were measured
 
 
 class MeasuredPrices:
@@ -43,51 +39,42 @@ class MeasuredPrices:
             raise FieldError("--calibrate", "there are no turns to take with --runs", remedy)
         options = EngineOptions(max_slots=max_slots, prefix_cache=False, tokenizer="none", seed=0)
         self._calibrating = Calibrating(*load_engine(*demo_paths(), options))
-        self.first = self._calibrating.finish_pass()
+        self.first = self._calibrating.finish()
 
     def after_run(self) -> None:
         if self._calibrating is not None:
-            self._calibrating.go_on(_TURN_S)
+            self._calibrating.turn()
 
     def final(self) -> Calibration:
         if self._calibrating is not None:
-            self.first = self._calibrating.finish_pass()
+            self.first = self._calibrating.finish()
             write_calibration(self._path, self.first)
         return self.first
 
 
 class Calibrating:
-    """The steps of an engine, measured a batch at a time: one after another for ever, each pass in
-    an order of its own."""
+    """The steps of an engine, measured a few batches at a time, all in turn."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, seed: int = 0) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo) -> None:
         executor, self._config = engine.loop.executor, engine.scheduler.config
         assert isinstance(executor, Executor)
-        self._info, self._rng = info, np.random.default_rng(seed)
-        self._calibrator = Calibrator(executor, self._config)
-        fitted, held_out = designed(self._config)
-        self._known: list[StepSample] = []
-        self._others: list[StepSample] = []
-        self._batches = [(batch, self._known) for batch in fitted]
-        self._batches += [(batch, self._others) for batch in held_out]
-        self._left: list[int] = []  # of this pass
-        for batch in fitted[-_WARM_UP:]:
-            self._calibrator.samples(batch, _STEPS, self._rng)
+        self._info, self._calibrator = info, Calibrator(executor, self._config)
+        self._turns = 0
+        # Batches that prices are fitted to and others, each with what was measured of them.
+        self._kinds: list[tuple[list[DesignedBatch], list[StepSample]]] = [
+            (batches, []) for batches in designed(self._config)
+        ]
 
-    def _next(self) -> None:
-        self._left = self._left or self._rng.permutation(len(self._batches)).tolist()
-        batch, samples = self._batches[self._left.pop()]
-        samples += self._calibrator.samples(batch, _STEPS, self._rng)
+    def turn(self) -> None:
+        for batches, samples in self._kinds:
+            some = batches[self._turns % TURNS :: TURNS]
+            samples += self._calibrator.measure(some, seed=self._turns, steps=STEPS)
+        self._turns += 1
 
-    def go_on(self, seconds: float) -> None:
-        """Measures for about so long."""
-        until_s = time.perf_counter() + seconds
-        while time.perf_counter() < until_s:
-            self._next()
-
-    def finish_pass(self) -> Calibration:
+    def finish(self) -> Calibration:
         """What all batches come to, each measured as often as any other."""
-        self._next()
-        while self._left:
-            self._next()
-        return calibration_of(self._info, self._config, self._known, self._others)
+        self.turn()
+        while self._turns % TURNS:
+            self.turn()
+        (_, known), (_, others) = self._kinds
+        return calibration_of(self._info, self._config, known, others)

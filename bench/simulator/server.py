@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import statistics
 import subprocess
@@ -11,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from bench.load.run.report import read_records
-from bench.server.load_testers import write_items
 from bench.server.started import started
 from bench.simulator.pair import (
     PROBE_TOKENS,
@@ -34,7 +34,8 @@ class Client:
 
     def __init__(self, folder: Path, prompts: Sequence[Sequence[int]]) -> None:
         self._folder, self._prompts = folder, folder / "prompts.jsonl"
-        write_items(self._prompts, [{"prompt": list(prompt)} for prompt in prompts])
+        items = (json.dumps({"prompt": list(prompt)}) for prompt in prompts)
+        self._prompts.write_text("\n".join(items), encoding="utf-8")
 
     def replay(self, port: int, case: LoadCase) -> ServedRun:
         """The case's requests at their times; its report and records are left in the folder."""

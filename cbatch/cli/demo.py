@@ -99,11 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(
-    engine: Engine,
-    batch: Batch[str],
-    console: Console,
-    num_lanes: int,
-    pace_s: float,
+    engine: Engine, batch: Batch[str], console: Console, num_lanes: int, pace_s: float
 ) -> tuple[dict[str, Completion], float]:
     """Steps until all is done; what came of the prompts, and the seconds spent in steps. Without a
     terminal there is nothing to watch, and nothing is drawn."""

@@ -55,8 +55,7 @@ class ServeSettings(EngineSettings, frozen=True, kw_only=True):
         ToolParser | None, _server("how the model writes tool calls that are not forced")
     ] = None
     generation_config: Annotated[
-        Literal["auto", "none"],
-        _server("auto: generation_config.json has the defaults of calls"),
+        Literal["auto", "none"], _server("auto: generation_config.json has the defaults of calls")
     ] = "auto"
     api_key: Annotated[
         tuple[str, ...], _server("ask clients for one of these; repeatable", "KEY")

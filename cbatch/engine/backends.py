@@ -24,12 +24,7 @@ def is_gpu(device: str) -> bool:
 
 
 def load_for(
-    device: str,
-    path: str | Path,
-    *,
-    dtype: str,
-    numerics: str,
-    random_weights_seed: int | None,
+    device: str, path: str | Path, *, dtype: str, numerics: str, random_weights_seed: int | None
 ) -> AnyModel:
     """Raises the runtime's error naming file and field."""
     if is_gpu(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ from cbatch.engine.backends import (
 )
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo, mib
-from cbatch.engine.loop import Executor, OverlappedExecutor
 from cbatch.engine.model_files import find_model, tokenizer_of
 from cbatch.engine.options import EngineOptions, lookahead_name, parse_lookahead
 from cbatch.grammars import Grammars
@@ -65,6 +65,8 @@ def load_engine(
     caller. With `handles_text` False it is given token ids alone. `log` is given every input of its
     scheduler, see `cbatch.steplog.step_log`. Raises `FieldError`, or the runtime's or tokenizer's
     error naming file and field."""
+    from cbatch.runtime.cpu.threaded import ThreadedExecutor
+
     options = options or EngineOptions()
     if draft is None and MODEL in (options.drafter or ()):
         remedy = f"give a draft, or use {' or '.join(LOOKUPS)}"
@@ -74,25 +76,7 @@ def load_engine(
     paths = _checked(model, "model"), None if draft is None else _checked(draft, "draft")
     defaults = sampling_defaults(paths[0]) if options.generation_config == "auto" else {}
     tokenizer = load_tokenizers(*paths, options) if handles_text else None
-    device = _device(options.device)
-    refuse_unserved(
-        device,
-        numerics=options.numerics,
-        drafter=options.drafter,
-        block_size_tokens=options.block_size_tokens,
-    )
-
-    def load(path: str | Path) -> AnyModel:
-        return load_for(
-            device,
-            path,
-            dtype=options.dtype,
-            numerics=options.numerics,
-            random_weights_seed=options.random_weights_seed,
-        )
-
-    target = load(model)
-    draft_model = load(draft) if draft is not None else None
+    device, target, draft_model = _load_models(model, draft, options)
     config = _scheduler_config(target, draft_model, options)
     grammars = None
     if options.tokenizer != "none" and serves_grammars(device):
@@ -110,7 +94,7 @@ def load_engine(
         _logger.info(line)
     engine = Engine(
         Scheduler(config, log),
-        _overlapped(executor) if options.overlap and not is_gpu(device) else executor,
+        ThreadedExecutor(executor) if options.overlap and not is_gpu(device) else executor,
         tokenizer=tokenizer,
         depth=options.overlap,
         seed=options.seed,
@@ -144,12 +128,28 @@ def _checked(model: str | Path, field: str) -> Path:
     return path
 
 
-def _device(name: str) -> str:
+def _load_models(
+    model: str | Path, draft: str | Path | None, options: EngineOptions
+) -> tuple[str, AnyModel, AnyModel | None]:
+    """Where they are served, the target and its draft."""
     import torch
 
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    device = usual if options.device == "auto" else options.device
+    refuse_unserved(
+        device,
+        numerics=options.numerics,
+        drafter=options.drafter,
+        block_size_tokens=options.block_size_tokens,
+    )
+    load = partial(
+        load_for,
+        device,
+        dtype=options.dtype,
+        numerics=options.numerics,
+        random_weights_seed=options.random_weights_seed,
+    )
+    return device, load(model), None if draft is None else load(draft)
 
 
 def _scheduler_config(
@@ -186,7 +186,10 @@ def _scheduler_config(
         ageing_per_s=options.ageing_per_s,
         prefix_cache=options.prefix_cache,
         draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
-        catch_up_price=1.0 if draft is None else _catch_up_price(target, draft),
+        # Of a draft token in target tokens, about: work goes with the weights.
+        catch_up_price=1.0
+        if draft is None
+        else min(_weight_bytes(draft) / _weight_bytes(target), 1.0),
         drafter=None if options.drafter is None else tuple(options.drafter),
         lookahead=parse_lookahead(options.lookahead) if drafts else LookaheadConfig(),
     )
@@ -227,12 +230,6 @@ def _memory_for_kv_bytes(device: torch.device | str) -> int:
     return int(memory_bytes() * MEMORY_SHARE["cpu"])
 
 
-def _overlapped(executor: Executor) -> OverlappedExecutor:
-    from cbatch.runtime.cpu.threaded import ThreadedExecutor
-
-    return ThreadedExecutor(executor)
-
-
 def _info(
     model: str | Path,
     draft: str | Path | None,
@@ -263,11 +260,6 @@ def _info(
         num_threads=torch.get_num_threads(),
         sampling_defaults=defaults,
     )
-
-
-def _catch_up_price(target: AnyModel, draft: AnyModel) -> float:
-    """Of a draft token in target tokens, about: work goes with the weights."""
-    return min(_weight_bytes(draft) / _weight_bytes(target), 1.0)
 
 
 def _weight_bytes(model: AnyModel) -> int:

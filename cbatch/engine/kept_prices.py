@@ -66,7 +66,8 @@ def with_prices(
     from cbatch.runtime.cpu.compiled import compiles, version
 
     device = torch.device(target.device)
-    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    cpu = f"{platform.node()} {platform.machine()} {platform.processor()} {os.cpu_count()}"
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     key = {
         "version": VERSION,
         "models": [None if path is None else str(path) for path in paths],
@@ -84,7 +85,3 @@ def with_prices(
     }
     profile = cached_profile(key, lambda: profile_costs(executor, config))
     return msgspec.structs.replace(config, cost_profile=profile)
-
-
-def _cpu_name() -> str:
-    return f"{platform.node()} {platform.machine()} {platform.processor()} {os.cpu_count()}"

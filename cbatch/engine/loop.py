@@ -89,7 +89,7 @@ class StepLoop:
             except _Fault as fault:
                 self._recover(fault)
                 continue
-            if self._num_faults and commit is not None and any(True for _ in commit.updates()):
+            if self._num_faults and commit is not None and commit.updates():
                 self._num_faults = 0
             return commit
 

@@ -47,8 +47,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_slots: Annotated[int, _engine("sequences that run at once", "N")] = 32
     num_blocks: Annotated[int | None, _engine("KV blocks (default: by memory)", "N")] = None
     kv_memory_bytes: Annotated[
-        int | None,
-        _engine("memory for KV", "GIB", name="kv_memory", type=float | None, unit=2**30),
+        int | None, _engine("memory for KV", "GIB", name="kv_memory", type=float | None, unit=2**30)
     ] = None
     block_size_tokens: Annotated[
         int, _engine("tokens of a KV block", "TOKENS", name="block_size")

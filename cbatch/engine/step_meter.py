@@ -22,10 +22,7 @@ class StepMeter:
     somebody wants to know runs through here."""
 
     def __init__(
-        self,
-        executor: Executor,
-        max_slots: int,
-        clock: Callable[[], float] = time.perf_counter,
+        self, executor: Executor, max_slots: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._executor, self._clock = executor, clock
         self._counts = SlotCounts(max_slots)
@@ -84,9 +81,7 @@ class SlotCounts:
         rows = len(slots)
         work = StepWork(rows=rows, admitted=len(plan.deltas.new_sequences))
         work.decode_rows = uncomputed.count(1)
-        self._since_prefill = self._since_prefill + 1 if work.decode_rows == rows else 0
-        work.steps_since_prefill, work.idle_s = self._since_prefill, self._idle_s
-        self._idle_s *= IDLE_LEFT
+        self._count_step(work)
         work.ingested_tokens = sum(plan.catch_up.tolist())
         drafts = any(num_drafts.tolist())
         if work.decode_rows == rows and not drafts:
@@ -135,12 +130,27 @@ class SlotCounts:
             self.num_tokens[slot] += new
             self.num_uncomputed[slot] += new - moved
 
+    def decodes(self, known: list[int]) -> StepWork:
+        """Composition of the next step, in which as many rows, each with so many known tokens,
+        decode one each."""
+        rows = len(known)
+        work = StepWork(rows, rows, rows, decode_rows=rows)
+        work.decode_pairs = work.context_tokens = _read(work, known)
+        self._count_step(work)
+        return work
+
     def advance_all(self, slots: list[int], steps: int) -> None:
-        """So many steps in which all of `slots` decoded one token each."""
-        self._since_prefill += steps
-        self._idle_s *= IDLE_LEFT**steps
+        """So many steps, the first of which was asked for, decoded one token of each of `slots`."""
+        self._since_prefill += steps - 1
+        self._idle_s *= IDLE_LEFT ** (steps - 1)
         for slot in slots:
             self.num_tokens[slot] += steps
+
+    def _count_step(self, work: StepWork) -> None:
+        """What the step has of those before it."""
+        self._since_prefill = self._since_prefill + 1 if work.decode_rows == work.rows else 0
+        work.steps_since_prefill, work.idle_s = self._since_prefill, self._idle_s
+        self._idle_s *= IDLE_LEFT
 
 
 def _add_rows(work: StepWork, known: list[int], uncomputed: list[int], query: list[int]) -> None:

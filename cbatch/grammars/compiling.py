@@ -193,17 +193,15 @@ def grammar_text(asked: StructuredOutputs) -> str:
 
     try:
         if asked.json is not None:
-            schema = str(asked.json)  # it is one
-            _require_size(schema)
-            schema = _within_reach(schema)
+            schema = _within_reach(_sized(str(asked.json)))  # it is one
             return LLMatcher.grammar_from_json_schema(schema, defaults=_BLANKS)
         if asked.choice is not None:
-            return _sized(LLMatcher.grammar_from_lark(_alternatives(asked.choice)))
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
+            return _sized(LLMatcher.grammar_from_lark(f"start: {texts}"))
         if asked.regex is not None:
             return _sized(LLMatcher.grammar_from_regex(asked.regex))
         if asked.grammar is not None:
-            _require_size(asked.grammar)
-            return grammar_from("grammar", asked.grammar)
+            return grammar_from("grammar", _sized(asked.grammar))
     except (ValueError, RecursionError) as error:
         if isinstance(error, FieldError):
             raise
@@ -211,22 +209,10 @@ def grammar_text(asked: StructuredOutputs) -> str:
     return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=_BLANKS)
 
 
-def _dumps(schema: object) -> str:
-    return json.dumps(schema, ensure_ascii=False)
-
-
-def _alternatives(texts: tuple[str, ...]) -> str:
-    return "start: " + " | ".join(_dumps(text) for text in texts)
-
-
 def _sized(text: str) -> str:
-    _require_size(text)
-    return text
-
-
-def _require_size(text: str) -> None:
     if len(text) > MAX_GRAMMAR_CHARS:
         raise FieldError(FIELD, f"has {len(text)} characters", f"use <= {MAX_GRAMMAR_CHARS}")
+    return text
 
 
 def _short(text: str) -> str:

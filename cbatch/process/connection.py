@@ -91,9 +91,7 @@ class EngineLink:
         try:
             while not self._engine.dead.done():
                 await asyncio.wait(
-                    {reader, self._engine.dead},
-                    timeout=TICK_S,
-                    return_when=asyncio.FIRST_COMPLETED,
+                    {reader, self._engine.dead}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 if reader.done():
                     reader.result()

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from cbatch.core.scheduler.events import Event
-from cbatch.steplog.step_log import StepLogEncoder, open_to_append
+from cbatch.steplog.step_log import encode_line, open_to_append
 
 MAX_WAITING = 100_000  # events; a step has two, and one for each request that comes or goes
 _logger = logging.getLogger("cbatch")
@@ -53,13 +53,12 @@ class StepRecorder:
         os.close(self._file)
 
     def _run(self) -> None:
-        encoder = StepLogEncoder()
         last = False
         while not last:
             lines = []
             event = self._events.get()
             while event is not None:
-                lines.append(encoder.line(event))
+                lines.append(encode_line(event))
                 try:
                     event = self._events.get_nowait()
                 except queue.Empty:

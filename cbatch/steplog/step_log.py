@@ -64,18 +64,17 @@ def decode_array(kind: type, value: Any) -> Any:
     raise NotImplementedError(f"{kind.__name__} does not belong in a step log")
 
 
-class StepLogEncoder:
-    def __init__(self) -> None:
-        self._encoder = msgspec.json.Encoder(enc_hook=encode_array)
+_encoder = msgspec.json.Encoder(enc_hook=encode_array)
 
-    def line(self, record: msgspec.Struct) -> bytes:
-        return self._encoder.encode(record) + b"\n"
+
+def encode_line(record: msgspec.Struct) -> bytes:
+    return _encoder.encode(record) + b"\n"
 
 
 def open_to_append(path: Path) -> int:
     """The descriptor of a log that is new, or goes on: half a record, which a killed process left
     at the end, is cut off. Raises OSError, and `StepLogError` for a file that is something else."""
-    header = StepLogEncoder().line(Header(FORMAT, VERSION))
+    header = encode_line(Header(FORMAT, VERSION))
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         size_bytes = os.fstat(file).st_size

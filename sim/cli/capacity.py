@@ -17,7 +17,6 @@ from sim.cli.options import (
 )
 from sim.cli.scenario import Scenario, add_flags
 from sim.cli.trace_options import add_trace_argument, require_place
-from sim.report.objectives import parse_objectives
 
 if TYPE_CHECKING:
     from sim.cli.display import Bar
@@ -122,7 +121,7 @@ def _range(text: str) -> tuple[float, float]:
 
 def _level(args: argparse.Namespace) -> ServiceLevel:
     from sim.replay.capacity import ServiceLevel
-    from sim.report.report import Objectives
+    from sim.report.report import Objectives, parse_objectives
 
     percentile, share = args.percentile, args.goodput_share
     return ServiceLevel(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,6 +21,13 @@ from sim.report.report import Record, Report, Spread, to_json, to_line
 from sim.report.timeline import Observer, Timeline
 
 PIPE_WIDTH = 120  # columns of text
+SPREADS = (
+    ("time to first token, ms", "ttft_s"),
+    ("time per output token, ms", "tpot_s"),
+    ("between tokens, ms", "itl_s"),
+    ("end to end, ms", "e2e_s"),
+    ("in the queue, ms", "queue_s"),
+)
 
 
 class Bar:
@@ -109,23 +116,22 @@ def wide_console() -> Console:
 
 def print_report(report: Report) -> None:
     console = Console(highlight=False)
-    table = Table(title=f"{report.settings['trace']}, {report.kind}", title_justify="left")
-    for name in ("", "mean", "p50", "p90", "p99", "max"):
-        table.add_column(name, justify="right" if name else "left")
-    spreads: tuple[tuple[str, Spread], ...] = (
-        ("time to first token, ms", report.ttft_s),
-        ("time per output token, ms", report.tpot_s),
-        ("between tokens, ms", report.itl_s),
-        ("end to end, ms", report.e2e_s),
-        ("in the queue, ms", report.queue_s),
-    )
-    for name, spread in spreads:
-        cells = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
-        table.add_row(name, *("-" if c is None else f"{c * 1e3:,.2f}" for c in cells))
-    console.print(table)
+    console.print(spread_table(str(report.settings["trace"]), report, SPREADS))
     for line in _lines(report):
         console.print(line, soft_wrap=True)
-    print(json.dumps(_summary(report)), flush=True)
+    print(json.dumps(summary_of(report)), flush=True)
+
+
+def spread_table(name: str, report: Report, spreads: Iterable[tuple[str, str]]) -> Table:
+    """A row for each of these spreads: what it is called, and its field."""
+    table = Table(title=f"{name}, {report.kind}", title_justify="left")
+    for column in ("", "mean", "p50", "p90", "p99", "max"):
+        table.add_column(column, justify="right" if column else "left")
+    for words, field in spreads:
+        spread: Spread = getattr(report, field)
+        cells = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
+        table.add_row(words, *("-" if c is None else f"{c * 1e3:,.2f}" for c in cells))
+    return table
 
 
 def _lines(report: Report) -> list[str]:
@@ -169,7 +175,7 @@ def _lines(report: Report) -> list[str]:
     return lines
 
 
-def _summary(report: Report) -> dict[str, Any]:
+def summary_of(report: Report) -> dict[str, Any]:
     """The last line: the report, with the number of refusals for their list."""
     document: dict[str, Any] = msgspec.to_builtins(report)
     document["refused"] = len(report.refused)

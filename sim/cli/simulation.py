@@ -19,8 +19,7 @@ from sim.executor.acceptance import parse_acceptance
 from sim.executor.modelled import ModelledExecutor
 from sim.replay.replay import Progress, replay
 from sim.replay.routers import make_router
-from sim.report.objectives import parse_objectives
-from sim.report.report import Objectives, Record, Report
+from sim.report.report import Objectives, Record, Report, parse_objectives
 from sim.report.timeline import Observer
 from sim.traces.changes import sample, scale
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -81,7 +82,7 @@ def run_show(args: argparse.Namespace) -> int:
     summary = summarise(trace.requests())
     if args.plot is not None:
         save_plot(args.plot, trace.path.name, summary)
-    statistics = summary.statistics.to_dict()
+    statistics = msgspec.to_builtins(summary.statistics)
     console = Console(highlight=False)
     console.print(_table(trace, statistics))
     told = {"trace": trace.path.name, "format": trace.format, "skipped": trace.skipped}

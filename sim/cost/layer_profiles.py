@@ -49,7 +49,7 @@ class LayerProfile:
     of drafters, nor of rows that verify: a step that does is refused. Of contexts longer than what
     was measured attention reads on at a constant rate."""
 
-    def __init__(self, folder: Path, *, layers: int, step_host_s: float = 0.0) -> None:
+    def __init__(self, folder: Path, *, layers: int) -> None:
         """Of a model with so many layers. Raises `FieldError` naming file and line."""
         dense = _curves(folder / "dense.csv", "tokens", (*_PER_BLOCK, *_ONCE))
         heads = _curves(folder / "per_sequence.csv", "sequences", _PER_SEQUENCE)
@@ -57,7 +57,6 @@ class LayerProfile:
         self._tokens = Curve.total([*per_block, *((1, dense[name]) for name in _ONCE)])
         self._logits = Curve.total([(1, heads[name]) for name in _PER_SEQUENCE])
         self._attention, self._layers = ProfiledAttention(folder), layers
-        self._step_host_s = step_host_s
         self.most_step_tokens = self._tokens.most
         self.most_rows = min(self._attention.most_rows, self._logits.most)
 
@@ -68,7 +67,7 @@ class LayerProfile:
         if work.logit_tokens:
             seconds += self._logits(work.logit_tokens)
         seconds += self._layers * self._attention.layer_s(work)
-        return 0.0, seconds, self._step_host_s
+        return 0.0, seconds, 0.0
 
 
 class ProfiledAttention:

@@ -21,7 +21,7 @@ Law = Literal["gamma", "weibull"]
 
 def constant(rate_per_s: float) -> Iterator[float]:
     """One request every 1 / rate seconds, the first at 0."""
-    _check("rate_per_s", rate_per_s)
+    require_positive("rate_per_s", rate_per_s)
     count = 0
     while True:
         yield count / rate_per_s
@@ -35,7 +35,7 @@ def poisson(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
 
 def gamma(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[float]:
     """Gamma gaps of that CV: above 1 bursts, below 1 regular."""
-    _check("cv", cv)
+    require_positive("cv", cv)
     return _renewal(rate_per_s, "gamma", 1 / cv**2, rng)
 
 
@@ -50,7 +50,7 @@ def on_off(
     """Poisson arrivals in phases that last `on_s` on average, none between them for `off_s` on
     average, all exponential; `rate_per_s` is the mean over both. Begins with arrivals."""
     for field, value in (("rate_per_s", rate_per_s), ("on_s", on_s), ("off_s", off_s)):
-        _check(field, value)
+        require_positive(field, value)
     busy_rate_per_s = rate_per_s * (on_s + off_s) / on_s
     start_s = 0.0
     while True:
@@ -65,8 +65,8 @@ def diurnal(
     rate_per_s: float, swing: float, period_s: float, rng: np.random.Generator
 ) -> Iterator[float]:
     """Rate `rate_per_s` (1 + swing sin(2 pi t / period)); the swing is in [0, 1]."""
-    _check("rate_per_s", rate_per_s)
-    _check("period_s", period_s)
+    require_positive("rate_per_s", rate_per_s)
+    require_positive("period_s", period_s)
     if not 0 <= swing <= 1:
         raise FieldError("swing", f"{swing} is not allowed", "use a number in [0, 1]")
     peak = 1 + swing
@@ -89,7 +89,7 @@ def unit_gaps(law: Law, shape: float, rng: np.random.Generator, count: int) -> n
 def weibull_shape(cv: float) -> float:
     """The shape with CV^2 = Gamma(1 + 2/k) / Gamma(1 + 1/k)^2 - 1, by bisection (the CV falls as
     the shape rises)."""
-    _check("cv", cv)
+    require_positive("cv", cv)
     low, high = 0.05, 100.0
     if not weibull_cv(high) < cv < weibull_cv(low):
         raise FieldError("cv", f"{cv} is not allowed", "use a number from 0.013 to 1e5")
@@ -109,7 +109,7 @@ def weibull_cv(shape: float) -> float:
 def _renewal(
     rate_per_s: float, law: Law, shape: float, rng: np.random.Generator
 ) -> Iterator[float]:
-    _check("rate_per_s", rate_per_s)
+    require_positive("rate_per_s", rate_per_s)
     reached_s = 0.0
     while True:
         times_s = reached_s + np.cumsum(unit_gaps(law, shape, rng, CHUNK) / rate_per_s)
@@ -117,6 +117,6 @@ def _renewal(
         reached_s = float(times_s[-1])
 
 
-def _check(field: str, value: float) -> None:
+def require_positive(field: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise FieldError(field, f"{value} is not allowed", "give a positive number")

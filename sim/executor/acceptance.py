@@ -58,8 +58,7 @@ class _Independent:
 
 class PositionAcceptance(_Independent):
     """A chance for each depth of a draft, given that the drafts before it stand: the j-th draft of
-    a step has `probabilities[j]`, and those beyond the last one its chance. Of one chance alone it
-    says what `sim.checking.models.ModelledAcceptance` says of a row."""
+    a step has `probabilities[j]`, and those beyond the last one its chance."""
 
     def __init__(self, probabilities: Sequence[float], *, max_slots: int) -> None:
         super().__init__(max_slots)

@@ -1,7 +1,7 @@
 """The fast executor: answers a plan from a cost model and an acceptance model, vectorised by rows.
 
-It keeps a few numbers for each slot and checks nothing: `sim.checking.executor` is the one that
-checks, and a test compares the two plan by plan. Tokens count upwards from a request's last prompt
+It keeps a few numbers for each slot and checks nothing: the tests have one that checks, and compare
+the two plan by plan. Tokens count upwards from a request's last prompt
 token, so a session whose next prompt goes on in the same numbering finds its own output in the
 prefix cache.
 """
@@ -17,8 +17,6 @@ from cbatch.core.speculation.step_work import StepWork
 from cbatch.engine.step_meter import SlotCounts
 from sim.cost.base import CostModel
 from sim.executor.acceptance import AcceptanceModel
-
-_ONE = np.array(1, dtype=np.int32)
 
 
 class ModelledExecutor:
@@ -77,29 +75,38 @@ class ModelledExecutor:
 
     def run_ahead(
         self, slots: np.ndarray, most: int, now_s: float, until_s: float
-    ) -> tuple[np.ndarray, list[float], list[float]]:
+    ) -> tuple[np.ndarray, float, list[float]]:
         """At most so many of the scheduler's `steps_ahead`, up to the first that does not end
-        before `until_s`: what they emit, int32 [steps, rows], the target's seconds in each, and
-        when each ends."""
-        steady, targets_s, ends_s = self._steady, [], []
+        before `until_s`: what they emit, int32 [steps, rows], the target's seconds in all, and when
+        each ends."""
+        steady = self._steady
         if steady is None or slots is not steady.slots:
-            return np.zeros((0, len(slots)), dtype=np.int32), [], []
+            steady = self._enter_steady(slots)
         work, step_s = steady.work, self._cost.step_s
+        total_s, ends_s = 0.0, []
         for _ in range(most):
             draft_s, target_s, host_s = step_s(work)
             now_s += draft_s + target_s + host_s
             work.go_on()
-            targets_s.append(target_s)
+            total_s += target_s
             ends_s.append(now_s)
             if now_s >= until_s:
                 break
         steps = np.arange(steady.steps, steady.steps + len(ends_s), dtype=np.int32)
         steady.steps += len(ends_s)
-        return steady.tokens + steps[:, None], targets_s, ends_s
+        return steady.tokens + steps[:, None], total_s, ends_s
+
+    def _enter_steady(self, slots: np.ndarray) -> _SteadyDecode:
+        if self._steady is not None:
+            self._leave_steady(self._steady)
+        rows = slots.tolist()
+        known = self._counts.known(rows)
+        work, tokens = self._counts.decodes(known), self._next_tokens(rows, known)
+        self._steady = _SteadyDecode(slots, work, tokens)
+        return self._steady
 
     def _leave_steady(self, steady: _SteadyDecode) -> None:
-        if steady.steps:
-            self._counts.advance_all(steady.slots.tolist(), steady.steps)
+        self._counts.advance_all(steady.slots.tolist(), steady.steps)
         self._steady = None
 
     def _next_tokens(self, slots: list[int], known: list[int]) -> np.ndarray:
@@ -131,13 +138,14 @@ class ModelledExecutor:
             np.add.accumulate(emitted, out=splits[1:])
             first = tokens - splits[:-1]
             tokens = first.repeat(emitted) + np.arange(splits[-1], dtype=np.int32)
-        self._counts.advance(plan, accepted, emitted)
         draft_s, target_s, self.host_s = self._cost.step_s(work)
         status = self._ok[: work.rows]
         if work.decode_rows == work.rows and not work.draft_tokens:
             work.admitted = work.ingested_tokens = 0
             work.go_on()
-            self._steady = _SteadyDecode(plan, work, tokens + _ONE)
+            self._steady = _SteadyDecode(plan.slots, work, tokens, plan)
+        else:
+            self._counts.advance(plan, accepted, emitted)
         return StepResult(
             plan.step_id,
             plan.generations,
@@ -159,19 +167,21 @@ class ModelledExecutor:
 class _SteadyDecode:
     """What stays the same while the same rows decode one token each, and what counts on."""
 
-    def __init__(self, first: StepPlan, work: StepWork, tokens: np.ndarray) -> None:
-        self.first = first
-        self.slots = first.slots
+    def __init__(
+        self, slots: np.ndarray, work: StepWork, tokens: np.ndarray, first: StepPlan | None = None
+    ) -> None:
+        """`tokens`, int32 [rows], are those of the first step; if it has been run, by `first`."""
+        self.slots, self.tokens, self.first = slots, tokens, first
         self.work = work  # of the next step
-        self.tokens = tokens  # int32 [rows], that its first step emits
-        self.steps = 0  # since the slots' own counts were brought up to date
+        self.steps = 0 if first is None else 1  # that the slots' own counts do not know of
 
     def extended_by(self, plan: StepPlan) -> bool:
         """The planner hands out the same arrays as long as rows and drafts are the same; where it
         does not, the general way costs time and gives the same."""
         first = self.first
         return (
-            plan.slots is first.slots
+            first is not None
+            and plan.slots is first.slots
             and plan.num_drafts is first.num_drafts
             and plan.query_lens is first.query_lens
             and plan.catch_up is plan.num_drafts

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from operator import sub
 
 import msgspec
 import numpy as np
@@ -60,7 +61,8 @@ class MetricsRecorder:
         self._open: dict[str, _Open] = {}
         self._occupants: list[_Open | None] = [None] * max_slots
         self._last_s: list[float | None] = [None] * max_slots  # of the last token of its request
-        self._steady: StepPlan | None = None  # all of its rows had their last token at _steady_s
+        # Slots whose rows all had their last token at _steady_s, and nobody else did.
+        self._steady: np.ndarray | None = None
         self._steady_s = 0.0
         self.ttft_s, self.tpot_s, self.e2e_s, self.queue_s = (array("d") for _ in range(4))
         self._gap_s, self._gap_chunks, self._gap_tokens = array("d"), array("q"), array("q")
@@ -93,8 +95,7 @@ class MetricsRecorder:
     def planned(self, plan: StepPlan, now_s: float) -> None:
         for admission in plan.deltas.new_sequences:
             slot, opened = admission.slot, self._open[admission.request_id]
-            if self._steady is not None:
-                self._settle(self._steady)
+            self._settle()
             self._vacate(slot)
             if opened.slot is not None:  # it was preempted, and nobody has its old slot yet
                 self._vacate(opened.slot)
@@ -108,40 +109,39 @@ class MetricsRecorder:
                 opened.preemptions += 1
 
     def committed(self, plan: StepPlan, commit: Commit, started_s: float, end_s: float) -> None:
-        rows, steady = len(plan.slots), self._steady
-        self.running_s += rows * (end_s - started_s)
-        if steady is not None and not (
-            plan.slots is steady.slots and plan.query_lens is steady.query_lens
-        ):
-            self._settle(steady)
-            if self._all_of(steady, plan, commit):
-                self._steady = plan
-        if self._steady is None:
-            self._rows(plan, commit, end_s)
+        counts = commit.counts.tolist()
+        rows = len(counts)
+        one_each = (
+            len(commit.tokens) == rows
+            and counts.count(1) == rows
+            and not any(plan.num_drafts.tolist())
+        )
+        if one_each:
+            self.skipped(plan.slots, started_s, [end_s])
             return
-        self._gap_s.append(end_s - self._steady_s)
-        self._gap_chunks.append(rows)
-        self._gap_tokens.append(rows)
-        self.row_steps += rows
-        self._steady_s = end_s
+        self.running_s += rows * (end_s - started_s)
+        self._settle()
+        self._rows(plan.slots, counts, end_s)
 
-    @property
-    def steady_slots(self) -> np.ndarray | None:
-        """If in the last step all rows emitted one token each: theirs."""
-        return None if self._steady is None else self._steady.slots
-
-    def skipped(self, rows: int, ends_s: list[float]) -> None:
-        """So many rows emitted one token each, as in the last step, in steps that ended then."""
-        last_s = self._steady_s
-        for end_s in ends_s:
-            self.running_s += rows * (end_s - last_s)
-            self._gap_s.append(end_s - last_s)
-            last_s = end_s
-        counts = [rows] * len(ends_s)
+    def skipped(self, slots: np.ndarray, started_s: float, ends_s: list[float]) -> None:
+        """The rows of `slots`, and no others, emitted one token each in steps that ended then."""
+        rows = len(slots)
+        lasted_s = list(map(sub, ends_s, [started_s, *ends_s]))
+        running_s = self.running_s
+        for step_s in lasted_s:
+            running_s += rows * step_s
+        self.running_s = running_s
+        if self._stay_steady(slots):  # a step need not begin where the one before ended
+            lasted_s[0] = ends_s[0] - self._steady_s
+        else:
+            self._rows(slots, [1] * rows, ends_s[0])
+            del lasted_s[0]
+        counts = [rows] * len(lasted_s)
+        self._gap_s.fromlist(lasted_s)
         self._gap_chunks.fromlist(counts)
         self._gap_tokens.fromlist(counts)
-        self.row_steps += rows * len(ends_s)
-        self._steady_s = last_s
+        self.row_steps += rows * len(counts)
+        self._steady, self._steady_s = slots, ends_s[-1]
 
     def finished(self, name: str, num_tokens: int, now_s: float) -> TraceRequest:
         """It ended with `num_tokens` of output, the last of them now."""
@@ -194,28 +194,27 @@ class MetricsRecorder:
             leaver.last_s, leaver.slot = self._last_s[slot], None
             self._occupants[slot] = None
 
-    def _settle(self, steady: StepPlan) -> None:
-        for slot in steady.slots.tolist():
-            self._last_s[slot] = self._steady_s
-        self._steady = None
+    def _settle(self) -> None:
+        if self._steady is not None:
+            for slot in self._steady.tolist():
+                self._last_s[slot] = self._steady_s
+            self._steady = None
 
-    @staticmethod
-    def _all_of(steady: StepPlan, plan: StepPlan, commit: Commit) -> bool:
-        """Whether in `plan` rows of `steady`, and no others, emit one token each."""
-        return (
-            len(commit.tokens) == len(plan.slots)
-            and commit.counts.tolist().count(1) == len(plan.slots)
-            and set(plan.slots.tolist()) <= set(steady.slots.tolist())
-            and not any(plan.num_drafts.tolist())
-        )
+    def _stay_steady(self, slots: np.ndarray) -> bool:
+        """Whether these rows are all among the steady ones, which are no others then."""
+        steady = self._steady
+        if steady is not None and slots is not steady:
+            self._settle()
+            if set(slots.tolist()) <= set(steady.tolist()):
+                self._steady = slots
+        return self._steady is not None
 
-    def _rows(self, plan: StepPlan, commit: Commit, now_s: float) -> None:
+    def _rows(self, slots: np.ndarray, counts: list[int], now_s: float) -> None:
         """Row by row."""
-        counts = commit.counts
         gaps_s: list[float] = []
         tokens: list[int] = []
         last_s, emitting = self._last_s, 0
-        for slot, count in zip(plan.slots.tolist(), counts.tolist(), strict=True):
+        for slot, count in zip(slots.tolist(), counts, strict=True):
             if not count:
                 continue
             emitting += 1
@@ -231,9 +230,6 @@ class MetricsRecorder:
         self._gap_s.fromlist(gaps_s)
         self._gap_chunks.fromlist([1] * len(gaps_s))
         self._gap_tokens.fromlist(tokens)
-        one_each = len(commit.tokens) == emitting
-        if emitting == len(counts) and one_each and not any(plan.num_drafts.tolist()):
-            self._steady, self._steady_s = plan, now_s
 
     def _meets(
         self, request: TraceRequest, ttft_s: float, tpot_s: float | None, e2e_s: float

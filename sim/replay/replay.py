@@ -38,8 +38,8 @@ from sim.workload.sources import Source
 PROGRESS_STEPS = 512  # between two reports of progress, at least
 
 
-# What steps emit, int32 [steps, rows], the target's seconds in each, and when each ends.
-StepsAhead = tuple[np.ndarray, list[float], list[float]]
+# What steps emit, int32 [steps, rows], the target's seconds in all, and when each ends.
+StepsAhead = tuple[np.ndarray, float, list[float]]
 
 
 class StepExecutor(Protocol):
@@ -115,7 +115,7 @@ class _Replica:
         self.inbox: list[Arrival] = []
         self._executor, self._observers = executor, observers
         self._step: tuple[StepPlan, StepResult, float] | None = None  # and when it began
-        self._ahead: StepsAhead | None = None  # or many
+        self._ahead: tuple[np.ndarray, float, StepsAhead] | None = None  # or many, of these slots
         self._ended_s = 0.0  # the last step
         self.num_steps = 0  # that have ended
 
@@ -126,13 +126,12 @@ class _Replica:
     def begin(self, now_s: float, until_s: float) -> float | None:
         """When the step that begins now will end; None: it has nothing to do. Steps in which
         nothing can happen are one here, up to the first that does not end before `until_s`."""
-        steady = self.recorder.steady_slots
-        if steady is not None and now_s == self._ended_s and not self._observers:
+        if now_s == self._ended_s and not self._observers:
             slots, most = self.scheduler.steps_ahead()
-            if most and slots is steady:
+            if most:
                 ahead = self._executor.run_ahead(slots, most, now_s, until_s)
                 if ahead[2]:
-                    self._ahead = ahead
+                    self._ahead = slots, now_s, ahead
                     return ahead[2][-1]
         plan = self.scheduler.plan(now_s)
         if plan is None:
@@ -149,9 +148,9 @@ class _Replica:
         """Returns the requests that ended with the step."""
         self._ended_s = now_s
         if self._ahead is not None:
-            (tokens, targets_s, ends_s), self._ahead = self._ahead, None
-            self.scheduler.skip_steps(tokens, targets_s, now_s)
-            self.recorder.skipped(tokens.shape[1], ends_s)
+            (slots, started_s, (tokens, target_s, ends_s)), self._ahead = self._ahead, None
+            self.scheduler.skip_steps(tokens, target_s, now_s)
+            self.recorder.skipped(slots, started_s, ends_s)
             self.num_steps += len(ends_s)
             return self._finished(self.scheduler.take_finished(), now_s)
         assert self._step is not None
@@ -179,21 +178,20 @@ class _Loop:
 
     def run(self, on_progress: Callable[[Progress], None] | None) -> None:
         ends, replicas, now_s, told = self._ends, self._replicas, 0.0, PROGRESS_STEPS
-        arrival_s = self._source.next_arrival_s()
-        while ends or arrival_s is not None:
-            now_s = max(now_s, self._next_s(arrival_s))
+        next_s = self._next_s()
+        while next_s < math.inf:
+            now_s = max(now_s, next_s)
             free = self._end_steps(now_s)
             arrival_s = self._source.next_arrival_s()
             arrives = arrival_s is not None and arrival_s <= now_s
-            if arrives or any(replicas[i].inbox for i in free):
+            if arrives or any([replicas[i].inbox for i in free]):
                 free |= self._take_in(now_s, free)
-                arrival_s = self._source.next_arrival_s()
+            next_s = self._next_s()
             for i in sorted(free):
-                until_s = now_s if len(free) > 1 else self._next_s(arrival_s)
-                begun_until_s = replicas[i].begin(now_s, until_s)
-                if begun_until_s is None:
-                    continue
-                heapq.heappush(ends, (begun_until_s, i))
+                end_s = replicas[i].begin(now_s, now_s if len(free) > 1 else next_s)
+                if end_s is not None:
+                    heapq.heappush(ends, (end_s, i))
+                    next_s = min(next_s, end_s)
             if on_progress is not None and (steps := self._num_steps) >= told:
                 told = steps + PROGRESS_STEPS
                 on_progress(self._progress(now_s))
@@ -202,10 +200,11 @@ class _Loop:
         if on_progress is not None:
             on_progress(self._progress(now_s))
 
-    def _next_s(self, arrival_s: float | None) -> float:
+    def _next_s(self) -> float:
         """When something happens next, but for what a replica that begins a step now may do."""
         end_s = self._ends[0][0] if self._ends else math.inf
-        return end_s if arrival_s is None else min(end_s, arrival_s)
+        arrival_s = self._source.next_arrival_s()
+        return end_s if arrival_s is None or end_s < arrival_s else arrival_s
 
     def _end_steps(self, now_s: float) -> set[int]:
         """Returns whose steps have ended."""

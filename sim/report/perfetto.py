@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from sim.report.timeline import TimelineStep
@@ -33,12 +32,7 @@ class PerfettoTrace:
         self._name(_STEPS, "steps")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for name in list(self._inside):
             self._leave(name, self._now_s, "unfinished")
         self._file.write("\n]\n")

@@ -19,6 +19,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from cbatch.core.request.errors import FieldError
+
 SCHEMA = "cbatch-report"
 VERSION = 1
 
@@ -69,6 +71,21 @@ class Objectives(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
+
+
+def parse_objectives(texts: tuple[str, ...]) -> Objectives | None:
+    given: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            given[f"{name}_s"] = seconds = float(value)
+        except ValueError:
+            seconds = math.nan
+        if name not in ("ttft", "tpot", "e2e") or not 0 < seconds < math.inf:
+            raise FieldError(
+                "--slo", f"{text!r} is not known", "write ttft=0.5, tpot=... or e2e=..."
+            )
+    return Objectives(**given) if given else None
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,11 +180,3 @@ def to_json(report: Report) -> bytes:
 def to_line(record: msgspec.Struct) -> bytes:
     """As files of records have it, of requests that failed too: JSON, a line each."""
     return msgspec.json.encode(record) + b"\n"
-
-
-def from_json(document: bytes) -> Report:
-    """Raises ValueError if it is not a report of this version."""
-    report = msgspec.json.decode(document, type=Report)
-    if (report.schema, report.version) != (SCHEMA, VERSION):
-        raise ValueError(f"{report.schema} version {report.version}; this reads {SCHEMA} {VERSION}")
-    return report

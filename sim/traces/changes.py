@@ -11,6 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from cbatch.core.request.errors import FieldError
+from sim.distributions.arrivals import require_positive
 from sim.traces.request import TraceRequest
 
 
@@ -18,7 +19,7 @@ def spread(requests: Iterable[TraceRequest], bin_s: float, seed: int) -> Iterato
     """Requests whose stamps were rounded down to multiples of `bin_s` (3 s in Mooncake), each moved
     to a time of its bin, uniform and in order. Raises `FieldError` if stamps are finer than that.
     """
-    _positive("spread", bin_s)
+    require_positive("spread", bin_s)
     rng = np.random.default_rng(seed)
     last_s = -math.inf
     for stamp_s, group in groupby(requests, key=lambda request: request.arrival_s):
@@ -46,7 +47,7 @@ def scale(
     `prompt` and `output`, but no less than a token. Raises `FieldError` where prompts
     have named blocks and `prompt` is not 1."""
     for field, value in (("--rate", rate), ("--prompt", prompt), ("--output", output)):
-        _positive(field, value)
+        require_positive(field, value)
     for request in requests:
         if prompt != 1 and request.hash_ids is not None:
             raise FieldError(
@@ -97,8 +98,3 @@ def _hash_share(name: str, seed: int) -> float:
     being remembered."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
-
-
-def _positive(field: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise FieldError(field, f"{value} is not allowed", "give a positive number")

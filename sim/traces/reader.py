@@ -11,7 +11,7 @@ import msgspec
 from sim.traces.files import read_lines
 from sim.traces.formats import LOG_FORMAT, LOG_VERSION, Raw, parse_lines
 from sim.traces.request import TraceError, TraceRequest
-from sim.traces.windows import is_windows, read_windows
+from sim.traces.windows import read_windows
 
 WINDOWS = "servegen"
 
@@ -43,7 +43,7 @@ class Trace:
         self.format = self._open()[0]
 
     def _open(self) -> tuple[str, Iterator[Raw]]:
-        if is_windows(self.path):
+        if self.path.is_dir():
             if self._wanted not in (None, WINDOWS):
                 raise TraceError(self.path, None, "--format", f"is {WINDOWS}", "leave it out")
             return WINDOWS, read_windows(self.path, self._seed)

@@ -6,7 +6,6 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -50,10 +49,6 @@ class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     # Of all prompt tokens, those in blocks that an earlier prompt had at the same place, after the
     # same blocks: what a prefix cache without limits would save.
     shared_prefix_share: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
 
 
 class TraceSummary(msgspec.Struct, frozen=True):

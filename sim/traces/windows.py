@@ -35,10 +35,6 @@ class Window(NamedTuple):
     shape: float
 
 
-def is_windows(path: Path) -> bool:
-    return path.is_dir()
-
-
 def read_windows(folder: Path, seed: int) -> Iterator[Raw]:
     """Requests of all clients in order of arrival. One window of each client is held at a time,
     beside the text of the histograms."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from bench.gpu import limits
 from bench.gpu.engine import speculative_cost
@@ -15,16 +16,24 @@ from bench.gpu.limits import (
     Ceilings,
     Cost,
     GridHeads,
-    GridModel,
     Query,
     attention_cost,
     step_cost,
     visible_pairs,
     workload,
 )
+from sim.cost.roofline import ModelShape
 
 H100 = Ceilings(copy_bytes_per_s=3.0e12, matmul_flop_per_s=798e12)
-SHAPE = GridModel(2, 8, 16, GridHeads(1, 2, 4), 100, "llama", True)
+SHAPE = ModelShape(
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    vocab_size=100,
+)
 
 
 def test_workloads_are_read_as_vllm_writes_them() -> None:
@@ -46,7 +55,6 @@ def test_attention_is_bound_by_memory_or_by_products() -> None:
     )
     assert decode == Cost(1_073_741_824 + 2 * 524_288, 4 * 128 * 32 * 64 * 4096)
     assert decode.limit_s(H100) * 1e6 == pytest.approx(358.26, abs=0.01)
-    assert limits.fraction(decode, H100, 2 * decode.limit_s(H100)) == 0.5
     assert verify.num_bytes / decode.num_bytes == pytest.approx(1.0068, abs=1e-4)
     assert chunk.flop == 4 * 128 * 32 * (2048 * 2049 // 2)
     assert [cost.bound(H100) for cost in (decode, verify, chunk)] == ["memory", "memory", "matmul"]
@@ -70,8 +78,8 @@ def test_kernels_by_token_and_verification() -> None:
 
 def test_a_step_reads_weights_and_keys() -> None:
     """Parameters as published, less the embedding (which is looked up) and the norms."""
-    weights = {name: limits.model_weights(shape) for name, shape in MODELS.items()}
-    assert list(weights.values()) == [7_504_658_432, 1_235_746_816, 595_984_384]
+    weights = [shape.layer_weights + shape.head_weights for shape in MODELS.values()]
+    assert weights == [7_504_658_432, 1_235_746_816, 595_984_384]
     counted = 2 * (8 * 16 + 8 * 8 + 3 * 8 * 16) + 800
     cost = step_cost([Query(3, 10)], SHAPE, logits_rows=1)
     assert cost.num_bytes == 2 * counted + 2 * (10 * 4 * 2 * 2)
@@ -80,7 +88,7 @@ def test_a_step_reads_weights_and_keys() -> None:
 
 
 def test_speculation_adds_drafted_tokens_and_passes_of_the_draft() -> None:
-    draft = SHAPE._replace(layers=1)
+    draft = structs.replace(SHAPE, num_hidden_layers=1)
     plain = speculative_cost(SHAPE, draft, 4, 20, 0.0)
     assert plain == step_cost([Query(1, 20)] * 4, SHAPE, logits_rows=4)
     some = speculative_cost(SHAPE, draft, 4, 20, 0.5)  # two rows draft one token

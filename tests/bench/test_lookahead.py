@@ -1,18 +1,14 @@
-"""Benchmarks of lookahead: prompts, the closed loop, statistics, and how survival is foreseen."""
+"""Benchmarks of lookahead: prompts, the closed loop, statistics."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 
-from bench.engine import survival
-from bench.engine.survival import errors_of
 from bench.lookahead import EndlessLoop, PolicyRun, make_prompts, rows_of, spoilt_drafts
 from bench.plot import save_lines
 from cbatch import EngineOptions, load_engine
-from cbatch.core.speculation.cost_model import CostProfile
 from cbatch.demo import demo_paths
 from cbatch.text.outputs import Speculation
 
@@ -85,30 +81,3 @@ def test_a_plot_is_a_picture(tmp_path):
     path = tmp_path / "new" / "plot.png"
     save_lines(path, panels, x_label="load", y_label="speed", highlight="goodput")
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def coins(rng: np.random.Generator, predicted: np.ndarray, shift: float) -> np.ndarray:
-    observed: np.ndarray = (rng.random(predicted.shape) < predicted + shift).astype(float)
-    return observed
-
-
-def test_errors_of_a_right_and_of_a_wrong_prediction():
-    rng = np.random.default_rng(2)
-    predicted = rng.uniform(0.2, 0.8, (4000, 3))
-    predicted[::2, 2] = np.nan  # not drafted
-    right = errors_of(predicted, coins(rng, np.nan_to_num(predicted), 0.0))
-    assert right.error < 2 * right.by_chance < 0.025 and right.by_depth < 0.02
-    low = errors_of(predicted, coins(rng, np.nan_to_num(predicted), 0.1))
-    assert low.error == pytest.approx(0.1, abs=0.02) and low.by_both == pytest.approx(0.1, abs=0.02)
-    # Right on average and never where it says so: bins see it, a single one does not.
-    flat = errors_of(predicted, coins(rng, np.full(predicted.shape, 0.5), 0.0))
-    assert flat.by_depth < 0.02 and flat.error > 0.1
-
-
-def test_a_small_run_keeps_what_was_believed(monkeypatch):
-    """Prices by which drafts pay at first: a busy machine may measure others."""
-    cheap = CostProfile((1, 2), (0.1, 0.1))
-    monkeypatch.setattr("cbatch.engine.kept_prices.cached_profile", lambda *_: cheap)
-    args = survival.parse(["--tokens", "200", "--output-tokens", "24"])
-    row = survival.measure("fresh", "rejection", args)
-    assert row["drafts"] > 50 and 0 < row["observed"] < 1 and row["error"] < 0.5

@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 
 from bench.load.run.drive import drive
-from bench.load.run.selftest import measure_client, plan_of
-from bench.load.run.stub import stub_server
+from bench.load.run.selftest import measure_client, plan_of, stub_server
 from cbatch import LLM
 from cbatch.cli.main import main
 from cbatch.demo import demo_paths
-from sim.report.report import from_json
 from sim.traces.reader import write_requests
 from sim.traces.request import TraceRequest
 from tests.cli.conftest import Run
@@ -162,7 +160,7 @@ def test_a_measured_run_beside_a_simulated_one(
     ]
     values = {each["name"]: each for each in compared.lines[-1]["results"][0]["measures"]}
     ttft = values["time to first token, ms, p50"]
-    ours = from_json(simulated.read_bytes()).ttft_s.p50, document["ttft_s"]["p50"]
+    ours = json.loads(simulated.read_bytes())["ttft_s"]["p50"], document["ttft_s"]["p50"]
     assert (ttft["a"], ttft["b"]) == pytest.approx([1e3 * (each or 0) for each in ours])
     assert ttft["difference"] == pytest.approx(ours[1] / (ours[0] or 1) - 1)
 

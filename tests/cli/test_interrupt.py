@@ -18,18 +18,20 @@ from tests.cli.conftest import Run
 ROOT = Path(__file__).parent.parent.parent
 NUM_PROMPTS = 30
 
-# `cbatch` over an engine without a model, whose steps take a while.
+# `cbatch` over an engine without a model, whose steps take a while, and later ones so long that
+# whoever waits for the first lines comes in time to stop it.
 SLOW_CBATCH = """
 import signal, sys, time
 from cbatch.cli import generate
 from cbatch.cli.main import main
-from sim.checking.executor import SimExecutor
+from tests.checking.executor import SimExecutor
 from tests.cli.conftest import INFO
 from tests.toy_engine import make_engine
 
 run = SimExecutor.run
+steps = iter([0.02] * 12)
 def slow(executor, plan):
-    time.sleep(0.02)
+    time.sleep(next(steps, 2))
     return run(executor, plan)
 
 SimExecutor.run = slow
@@ -66,7 +68,7 @@ def test_a_stopped_run_is_resumed(
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.005)
         process.send_signal(stop_with)
-        told, _ = process.communicate(timeout=30)
+        told, _ = process.communicate(timeout=120)
     if stop_with is signal.SIGINT:
         assert process.returncode == 130 and "--resume" in told
     before = lines_of(output)

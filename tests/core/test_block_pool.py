@@ -30,18 +30,6 @@ def compute(pool: BlockPool, sequence: np.ndarray, root: Node = ROOT) -> np.ndar
     return blocks
 
 
-def test_a_prefix_is_shared_without_copies() -> None:
-    pool = BlockPool(8, SIZE)
-    blocks = compute(pool, tokens(1, 2, 3))
-    match = pool.match(tokens(1, 2, 9), 3)
-    assert match.blocks == blocks[:2].tolist() and not match.promised
-    pool.acquire(match.blocks)
-    assert pool.ref_counts[blocks].tolist() == [2, 2, 1]
-    pool.release(blocks)
-    pool.check()
-    assert pool.num_cached == 1  # only the block that nobody else holds
-
-
 def test_a_salt_has_a_trie_of_its_own() -> None:
     """Nothing is found under another one, no promise either; and a salt leaves nothing behind."""
     pool = BlockPool(8, SIZE)
@@ -58,22 +46,6 @@ def test_a_salt_has_a_trie_of_its_own() -> None:
     pool.allocate(8)
     pool.check()
     assert not pool._index
-
-
-def test_a_promised_block_is_waited_for_until_its_holder_leaves() -> None:
-    pool = BlockPool(8, SIZE)
-    sequence = tokens(1, 2)
-    blocks = pool.allocate(2)
-    first = pool.name_chain(blocks[:1], ROOT, sequence, 0)
-    pool.name_chain(blocks[1:], first, sequence, 1)
-    assert pool.match(sequence, 2).promised
-    pool.mark_ready(blocks[:1])
-    match = pool.match(sequence, 2)
-    assert match.promised and match.blocks == [blocks[0]]
-    pool.release(blocks)
-    match = pool.match(sequence, 2)
-    assert not match.promised and match.blocks == [blocks[0]]
-    pool.check()
 
 
 def test_eviction_takes_the_least_recently_used_and_the_tail_of_a_chain_first() -> None:
@@ -101,14 +73,6 @@ def test_tainted_blocks_leave_the_cache_and_are_zeroed_when_handed_out() -> None
     pool.release(again)
     pool.allocate(2)
     assert len(pool.take_to_zero()) == 0  # once is enough
-
-
-def test_fresh_blocks_are_not_draft_valid() -> None:
-    pool = BlockPool(2, SIZE)
-    blocks = pool.allocate(2)
-    pool.draft_valid[blocks] = True
-    pool.release(blocks)
-    assert not pool.draft_valid[pool.allocate(2)].any()
 
 
 @settings(max_examples=60, deadline=None)

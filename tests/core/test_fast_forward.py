@@ -59,7 +59,7 @@ def step(
     if count:
         now_s += count
         tokens = np.tile(slots + 7, (count, 1)).astype(np.int32)
-        scheduler.skip_steps(tokens, [0.5] * count, now_s)
+        scheduler.skip_steps(tokens, 0.5 * count, now_s)
         finished = scheduler.take_finished()
     else:
         plan = scheduler.plan(now_s)

@@ -13,11 +13,7 @@ from cbatch.core.request.noise import Purpose
 # Random123's num_cached_tokens known-answer vectors of Philox4x32-10: counter, key, output.
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    (
-        (0xFFFFFFFF,) * 4,
-        (0xFFFFFFFF,) * 2,
-        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-    ),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
@@ -28,14 +24,7 @@ EDGES = np.array(
     [0, 1, 2, 0x7FFF, 2**30 - 1, 2**30, 2**30 + 1, 2**31, 2**32 - 129, 2**32 - 2, 2**32 - 1],
     dtype=np.uint32,
 )
-GOLDEN_WORDS = [
-    0x49DA8D90,
-    0x11388473,
-    0x309DF903,
-    0x8191C135,
-    0xF46A6B6D,
-    0x10FCB564,
-]
+GOLDEN_WORDS = [0x49DA8D90, 0x11388473, 0x309DF903, 0x8191C135, 0xF46A6B6D, 0x10FCB564]
 GOLDEN_UNIFORM_BITS = [
     0x2F800000,
     0x30000000,

@@ -27,34 +27,11 @@ def row(slot: int, kv: int, blocks: int, **more: object) -> PreemptionCandidate:
     return PreemptionCandidate(**{**fields, **more})  # type: ignore[arg-type]
 
 
-def test_drafts_share_what_is_left_and_never_cause_a_preemption() -> None:
-    rows = [row(0, 4, 1, num_drafts=6), row(1, 4, 1, num_drafts=6)]
-    growth = decide_growth(rows, available_blocks=3, coming_blocks=0, block_size=SIZE)
-    assert growth.victims == []
-    assert growth.granted_drafts == {0: 6, 1: 3}  # 11 positions in 3 blocks, 8 in 2
-
-
 def test_the_last_in_service_order_is_the_victim() -> None:
     rows = [row(0, 4, 1), row(1, 4, 1), row(2, 3, 1)]
     growth = decide_growth(rows, 0, 0, SIZE)
     assert growth.victims == [2, 1]
     assert growth.granted_drafts == {0: 0}
-
-
-def test_a_protected_row_is_passed_over_and_the_row_itself_goes() -> None:
-    rows = [row(0, 4, 1), row(1, 4, 1), row(2, 3, 1, protected=True)]
-    growth = decide_growth(rows, 0, 0, SIZE)
-    assert growth.victims == [1]
-    assert set(growth.granted_drafts) == {0, 2}
-
-
-def test_blocks_of_a_victim_in_flight_come_later() -> None:
-    rows = [row(0, 4, 1), row(1, 3, 1, in_flight=True)]
-    growth = decide_growth(rows, 0, 0, SIZE)
-    assert growth.victims == [1]
-    assert growth.granted_drafts == {}  # row 0 sits this step out
-    growth = decide_growth(rows, 0, 1, SIZE)
-    assert growth.victims == [] and growth.granted_drafts == {1: 0}
 
 
 @given(st.data())

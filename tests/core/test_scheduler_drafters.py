@@ -15,8 +15,8 @@ from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.gate import Due
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policies import EmaPolicy
-from sim.checking.kv import ContractBreachError
-from sim.checking.models import ModelledAcceptance
+from tests.checking.kv import ContractBreachError
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request, rows_of
 
 CHAINS: dict[str, tuple[str, ...] | None] = {

@@ -14,7 +14,7 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import read_step_log, replay
-from sim.checking.models import ModelledAcceptance
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
 
 CHANCES = {f"r{i}": 0.3 + 0.1 * i for i in range(6)}

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.scheduler.plan import StepPlan, StepResult
-from sim.checking.executor import SimExecutor
+from tests.checking.executor import SimExecutor
 from tests.helpers import World, make_config, make_request
 
 
@@ -48,19 +48,6 @@ def test_entries_go_to_the_owners_of_their_rows(reporting: None, depth: int) -> 
         assert names == owners
         assert all(found.first_position == commit.step_id for _, found in commit.logprobs)
     assert sum(len(commit.logprobs) for commit in world.commits) > 20
-
-
-def test_a_void_row_takes_its_entry_with_it(reporting: None) -> None:
-    world = World(make_config(), depth=1)
-    world.add(make_request("stays", 4, max_tokens=8), make_request("leaves", 4, max_tokens=8))
-    world.step()
-    assert world.scheduler.num_in_flight
-    world.scheduler.cancel("leaves", world.clock())
-    world.run()
-    after = [name for commit in world.commits[1:] for name, _ in commit.logprobs]
-    assert set(after) == {"stays"}
-    planned = sum(plan.num_rows for plan in world.plans)
-    assert sum(len(commit.logprobs) for commit in world.commits) < planned
 
 
 def test_the_log_does_without_them(reporting: None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cbatch.core.speculation.config import LookaheadConfig
-from sim.checking.models import ModelledAcceptance, ScriptedAcceptance
+from tests.checking.models import ModelledAcceptance, ScriptedAcceptance
 from tests.helpers import World, make_config, make_request, rows_of
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])

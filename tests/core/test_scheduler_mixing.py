@@ -71,17 +71,6 @@ def test_every_array_of_a_plan_has_the_type_that_the_contract_names(depth, looka
         assert set(types.values()) == {np.dtype(np.int32)}, types
 
 
-def test_chunk_sizes_do_not_change_the_answer():
-    outputs = []
-    for budget_tokens in (8, 13, 64):
-        world = World(make_config(step_budget_tokens=budget_tokens))
-        world.add(make_request("a", 60, max_tokens=10))
-        world.run()
-        world.assert_reference()
-        outputs.append((world.output("a"), len(world.plans)))
-    assert len({steps for _, steps in outputs}) == 3  # they were chunked differently
-
-
 def test_depth_1_plans_while_a_step_runs_and_wastes_at_most_one_row_each():
     serial, overlapped = World(depth=0), World(depth=1)
     for world in (serial, overlapped):

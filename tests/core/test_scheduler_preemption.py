@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from sim.checking.models import ModelledAcceptance
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request, rows_of
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -14,18 +14,6 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 def admitted_names(world):
     return [a.request_id for plan in world.plans for a in plan.deltas.new_sequences]
-
-
-@DEPTHS
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_tight_pool_preempts_and_loses_nothing(depth, lookahead, prefix_cache):
-    config = make_config(num_blocks=12, lookahead=lookahead, prefix_cache=prefix_cache)
-    world = World(config, depth=depth)
-    world.add(*(make_request(f"r{i}", 6, seed=i, max_tokens=24) for i in range(6)))
-    world.run()
-    world.assert_reference()
-    assert world.scheduler.stats.preemptions > 2
 
 
 @DEPTHS

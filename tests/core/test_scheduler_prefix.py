@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from sim.checking.executor import Faults
+from tests.checking.executor import Faults
 from tests.helpers import World, make_config, make_request
 
 SYSTEM = tuple(range(500, 532))  # 8 blocks of 4
@@ -41,27 +41,6 @@ def test_others_pass_a_request_that_waits_for_a_prefix():
     world.assert_reference()
     admitted = [[a.request_id for a in plan.deltas.new_sequences] for plan in world.plans]
     assert admitted[:2] == [["first", "other"], ["waits"]]
-
-
-@DEPTHS
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_waiters_go_on_when_the_one_they_wait_for_is_cancelled(depth, steps):
-    world = World(make_config(step_budget_tokens=8), depth=depth)
-    world.add(chat("first", 1), chat("a", 2), chat("b", 3))
-    for _ in range(steps):
-        world.step()
-    assert world.scheduler.cancel("first", world.clock())
-    world.run()
-    world.assert_reference("a", "b")
-
-
-def test_a_hit_never_covers_the_whole_prompt():
-    world = World()
-    for name in ("a", "b"):
-        world.add(make_request(name, SYSTEM, max_tokens=3))
-        world.run()
-    world.assert_reference()
-    assert admissions(world, "b")[0].kv_len_tokens == len(SYSTEM) - 4
 
 
 @DEPTHS
@@ -137,25 +116,3 @@ def test_a_rejected_draft_never_enters_the_cache():
     world.assert_reference()
     assert world.executor.stats.num_rejections > 10
     assert world.scheduler.stats.prefix_hit_tokens > 6 * len(SYSTEM)
-
-
-def test_least_recently_used_prefixes_are_evicted_first():
-    # 24 blocks: three finished prompts of 8 blocks each fill the pool's cache.
-    world = World(make_config(num_blocks=26, max_slots=1))
-    prompts = {name: tuple(range(base, base + 33)) for name, base in (("a", 0), ("b", 100))}
-    world.add(make_request("a1", prompts["a"], max_tokens=2))
-    world.run()
-    world.add(make_request("b1", prompts["b"], max_tokens=2))
-    world.run()
-    world.add(make_request("a2", prompts["a"], max_tokens=2))  # `a` is now the fresher one
-    world.run()
-    world.add(make_request("c1", tuple(range(200, 240)), max_tokens=2))  # evicts some of `b`
-    world.run()
-    world.add(make_request("a3", prompts["a"], max_tokens=2))
-    world.run()
-    assert admissions(world, "a2")[0].kv_len_tokens == 32
-    assert admissions(world, "a3")[0].kv_len_tokens == 32
-    world.add(make_request("b2", prompts["b"], max_tokens=2))
-    world.run()
-    assert admissions(world, "b2")[0].kv_len_tokens < 32
-    world.assert_reference()

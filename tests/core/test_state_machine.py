@@ -18,8 +18,8 @@ from cbatch.core.request.errors import RefusedError
 from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig
-from sim.checking.executor import Faults
-from sim.checking.models import ModelledAcceptance
+from tests.checking.executor import Faults
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_request
 
 HAPPENED: Counter[str] = Counter()  # over all examples

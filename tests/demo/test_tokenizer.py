@@ -2,11 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.demo.training.tokenizer import (
-    load_tokenizer,
-    save_tokenizer,
-    train_tokenizer,
-)
+from cbatch.demo.training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 SOURCE = "def area(self, width):\n        return self.width * width\n\n    def other(self):\n" * 50
 

@@ -5,7 +5,6 @@ import pytest
 from cbatch import FieldError, FinishReason, Output, SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.text.outputs import Choice
-from sim.checking.executor import Faults
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"
@@ -118,17 +117,6 @@ def test_bad_requests_name_the_field_and_leave_nothing() -> None:
     without.add([1, 2], SamplingParams(max_tokens=3))
     ((_, choice),) = run(without)[0].items()
     assert len(choice.token_ids) == 3 and choice.text == ""
-
-
-def test_one_failing_request_does_not_take_the_others_along() -> None:
-    engine = make_engine(lookahead="off", faults=Faults(non_finite_at={"bad": 3}))
-    for name in ("good", "bad", "fine"):
-        engine.add(PROMPT, SamplingParams(max_tokens=10, seed=1), request_id=name)
-    ended, _ = run(engine)
-    assert ended["bad", 0].finish_reason is FinishReason.ERROR
-    assert "not finite" in (ended["bad", 0].error or "")
-    assert len(ended["bad", 0].token_ids) == 3
-    assert len(ended["good", 0].token_ids) == len(ended["fine", 0].token_ids) == 10
 
 
 def test_speculation_is_counted_per_request() -> None:

@@ -4,10 +4,10 @@ import pytest
 
 from cbatch.core.request.request import FinishReason
 from cbatch.engine.loop import MAX_CONSECUTIVE_FAULTS, StepLoop
-from sim.checking.clock import VirtualClock
-from sim.checking.executor import Faults, ScriptedFault
-from sim.checking.kv import ContractBreachError
-from sim.checking.models import ModelledAcceptance
+from tests.checking.clock import VirtualClock
+from tests.checking.executor import Faults, ScriptedFault
+from tests.checking.kv import ContractBreachError
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -16,18 +16,6 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 def crowd(count=6, **params):
     settings = {"max_tokens": 12} | params
     return [make_request(f"r{i}", 5 + 3 * i, seed=i, **settings) for i in range(count)]
-
-
-@DEPTHS
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3", "ema:4"])
-def test_every_request_gets_its_reference(depth, lookahead):
-    world = World(make_config(lookahead=lookahead), depth=depth)
-    world.add(*crowd())
-    world.run()
-    world.assert_reference()
-    assert world.executor.stats.num_mixed_steps > 0
-    if lookahead != "off":
-        assert world.executor.stats.num_rejections and world.executor.stats.num_full_acceptances
 
 
 @DEPTHS

@@ -13,9 +13,9 @@ from cbatch.core.speculation.step_work import StepWork
 from cbatch.engine.kept_prices import cached_profile
 from cbatch.engine.step_profile import profile_costs, shapes_for
 from cbatch.runtime.drafting.draft_model import DraftModel
-from sim.cost.base import LinearCost
 from sim.executor.acceptance import PositionAcceptance
 from sim.executor.modelled import ModelledExecutor
+from tests.checking.cost import LinearCost
 from tests.runtime.engines import RecordingExecutor, make_request, run_engine
 from tests.runtime.pairs import tiny_model
 

@@ -21,8 +21,8 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
 from cbatch.process.server import EngineParts
 from cbatch.steplog.recorder import StepRecorder
-from sim.checking.executor import SimExecutor
-from sim.checking.models import ModelledAcceptance
+from tests.checking.executor import SimExecutor
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import make_config
 
 SIZES = {"num_blocks": 2048, "max_model_tokens": 512, "block_size_tokens": 4, "max_slots": 32}
@@ -30,7 +30,8 @@ SIZES = {"num_blocks": 2048, "max_model_tokens": 512, "block_size_tokens": 4, "m
 
 class MortalExecutor:
     """A step takes `step_s`, in `parts`. It dies in every step with a request whose prompt begins
-    with `poison` once that has `at` output tokens or more."""
+    with `poison` once that has `at` output tokens or more. After 60 steps it stands still while
+    there is a file `held`."""
 
     def __init__(
         self,
@@ -40,13 +41,18 @@ class MortalExecutor:
         at: int,
         death: str,
         parts: int,
+        held: str | None,
     ) -> None:
+        self._held, self._num_steps = held, 0
         self._inner, self._step_s, self._parts = inner, step_s, parts
         self.progress = np.zeros(1, dtype=np.int64)
         self._poison, self._at, self._death = poison, at, death
         self._doomed: dict[int, int] = {}  # slot: tokens it may still emit
 
     def run(self, plan: StepPlan) -> StepResult:
+        self._num_steps += 1
+        while self._held and self._num_steps > 60 and Path(self._held).exists():
+            time.sleep(0.002)
         for admission in plan.deltas.new_sequences:
             self._doomed.pop(admission.slot, None)
             if admission.tokens[0] == self._poison:
@@ -112,6 +118,7 @@ class SimFactory(msgspec.Struct, frozen=True):
     sizes: dict[str, Any] = {}
     record: str | None = None
     once: str | None = None
+    held: str | None = None  # a file; while it is there, nobody gets more than 240 tokens
 
     def config(self) -> Any:
         sizes = SIZES | self.sizes
@@ -141,7 +148,7 @@ class SimFactory(msgspec.Struct, frozen=True):
         if not self.depth:
             death = self.death
             executor = MortalExecutor(
-                executor, self.step_s, self.poison, self.poison_at, death, self.parts
+                executor, self.step_s, self.poison, self.poison_at, death, self.parts, self.held
             )
         loop = StepLoop(scheduler, executor, clock=time.monotonic, depth=self.depth)
         close = None if recorder is None else recorder.close

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from cbatch import SamplingParams
 from cbatch.engine.engine import Engine
@@ -103,13 +104,9 @@ def test_rows_that_had_ended_are_not_shown_as_refused() -> None:
     monitor.take_steps()
     plan, result = engine.loop.last_plan, engine.loop.last_result
     assert plan is not None and result is not None
-    fewer = type(result_rows)(**{**_fields(result_rows), "owners": result_rows.owners[:-1]})
+    fewer = structs.replace(result_rows, owners=result_rows.owners[:-1])
     monitor.note(plan, result, fewer)
     assert monitor.take_steps() == ((), 1)
-
-
-def _fields(struct: Any) -> dict[str, Any]:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
 def test_it_is_due_ten_times_a_second_or_as_seldom_as_it_must() -> None:

@@ -16,7 +16,7 @@ from cbatch.core.request.output import Ending, OutputRow
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.process.client import EngineClient
 from cbatch.process.server import EngineProcess, Factory
-from sim.workload.tokens import reference_output
+from tests.checking.language import reference_output
 from tests.process.factories import SimFactory
 
 

@@ -106,17 +106,6 @@ def test_acceptance_recovers_after_k_was_zero(monkeypatch):
     assert acceptance > 0.75 * steady.acceptance > 0.2
 
 
-def test_prefix_hit_on_blocks_without_draft_kv_accepts_like_a_cold_run():
-    prompt = prompts(1, seed=5, low=60, high=61)[0]
-    cold = checked_run([make_request("hit", prompt)], lookahead="fixed:3")
-    writer = make_request("writer", prompt, max_lookahead=0)
-    run = checked_run([writer, make_request("hit", prompt)], lookahead="fixed:3", arrivals=[0, 40])
-    assert run.scheduler.stats.prefix_hit_tokens >= 56
-    assert all(drafted == 0 for _, drafted, _ in run.executor.row_of_request["writer"])
-    ours, theirs = ([row[1:] for row in r.executor.row_of_request["hit"]] for r in (run, cold))
-    assert ours == theirs and run.acceptance_of("hit") == cold.acceptance_of("hit") > 0.2
-
-
 def test_acceptance_is_the_same_in_every_slot():
     """Trap 10 (a slot whose index is wrong drafts garbage)."""
     prompt = prompts(1, seed=6)[0]

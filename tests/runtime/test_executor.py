@@ -242,13 +242,7 @@ def test_non_finite_logits_end_one_request_and_its_blocks_are_clean_for_a_neighb
     ]
     requests[5] = make_request("r5", requests[1].prompt, max_tokens=30)  # would hit its prefix
     run = run_engine(
-        requests,
-        target,
-        draft,
-        lookahead=lookahead,
-        depth=depth,
-        num_blocks=40,
-        kind=_PoisonTarget,
+        requests, target, draft, lookahead=lookahead, depth=depth, num_blocks=40, kind=_PoisonTarget
     )
     clean = run_engine(requests, target)
     assert run.reasons.pop("r1") is FinishReason.ERROR and "finite" in (run.messages["r1"] or "")

@@ -141,8 +141,9 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
 
 def outcome(path: Path, content: bytes) -> str:
     """What opening all of a file comes to: "fine", or the message of its refusal."""
+    path.unlink(missing_ok=True)  # who has mapped the one before keeps it
     path.write_bytes(content)
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     try:
         checkpoint = open_checkpoint(path)
         checkpoint.weights.get(
@@ -155,7 +156,7 @@ def outcome(path: Path, content: bytes) -> str:
         message = str(error)
         assert path.name in message
         assert len(message) < 1000
-    assert time.perf_counter() - started_s < 5, message  # one second, on a machine of our own
+    assert time.process_time() - started_s < 5, message
     return message
 
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.core.request.request import SamplingParams
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import SamplingParams, StructuredOutputs
 from cbatch.runtime.sampling import logits_processors as processors
 from cbatch.runtime.sampling.logits_processors import ProcessorChain, processors_of
 from tests.runtime.engines import Run, make_request, run_engine
@@ -154,17 +155,11 @@ def test_greedy_tokens_are_the_best_of_the_shaped_logits():
 def test_drafts_are_shaped_too(monkeypatch, temperature):
     """A draft that ignores what the request asks for guesses worse."""
     shaped = run_engine(
-        requests(temperature=temperature),
-        tiny_model(),
-        tiny_model(noise=0.02),
-        lookahead="fixed:3",
+        requests(temperature=temperature), tiny_model(), tiny_model(noise=0.02), lookahead="fixed:3"
     )
     monkeypatch.setattr(processors.LogitsProcessors, "shape_each", lambda *_: None)
     blind = run_engine(
-        requests(temperature=temperature),
-        tiny_model(),
-        tiny_model(noise=0.02),
-        lookahead="fixed:3",
+        requests(temperature=temperature), tiny_model(), tiny_model(noise=0.02), lookahead="fixed:3"
     )
     assert shaped.acceptance > blind.acceptance + 0.1
 
@@ -201,3 +196,9 @@ def test_a_draft_of_another_vocabulary_is_shaped_by_the_targets_ids(temperature)
         run = run_engine(always, tiny_model(), draft, lookahead="fixed:3")
         assert set(run.outputs["r"]) == {VOCAB - 1} and run.drafted.any()
         assert run.accepted.any() == (vocab_size > VOCAB)
+
+
+def test_an_executor_without_grammars_refuses_by_name():
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
+    with pytest.raises(FieldError, match="^structured_outputs: is not served here"):
+        processors_of(params, (), [1], VOCAB)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import FinishReason, SamplingParams, StructuredOutputs
+from cbatch.core.request.request import FinishReason, StructuredOutputs
 from cbatch.grammars import Grammars
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafter import Drafter
@@ -140,15 +140,15 @@ class _Tired:
 
 
 def test_what_drafts_wear_out_is_made_anew():
-    class Worn:
-        eos_ids = (EOS,)
+    def tired(asked: StructuredOutputs) -> Any:
+        return _Tired(GRAMMARS.matcher(asked), most)
 
-        def matcher(self, asked: StructuredOutputs) -> Any:
-            return _Tired(GRAMMARS.matcher(asked), most)
-
-    asked = StructuredOutputs(choice=CHOICES)
+    wearing, asked = (
+        SimpleNamespace(eos_ids=(EOS,), matcher=tired),
+        StructuredOutputs(choice=CHOICES),
+    )
     most, (a, b) = 4, encode("a")[:1] + encode("b")[:1]
-    worn, fresh = Structured(Worn(), asked, PADDED), Structured(GRAMMARS, asked, PADDED)
+    worn, fresh = Structured(wearing, asked, PADDED), Structured(GRAMMARS, asked, PADDED)
     for _ in range(5):
         for each in (worn, fresh):
             each.advance(a)
@@ -157,7 +157,7 @@ def test_what_drafts_wear_out_is_made_anew():
         for each in (worn, fresh):
             each.rollback(2)
     most = 0  # and a prefix that is beyond them by itself has nothing behind it
-    worn = Structured(Worn(), asked, PADDED)
+    worn = Structured(wearing, asked, PADDED)
     worn.advance(a)
     assert allowed_by(worn) == set() and allowed_by(fresh)
 
@@ -327,18 +327,15 @@ def law_of_words() -> dict[tuple[int, ...], float]:
 
 
 def sampled_words() -> Run:
-    temperature, top_k, top_p, min_p = FILTERS
-    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    how = dict(zip(("temperature", "top_k", "top_p", "min_p"), FILTERS, strict=True))
+    how |= {"verification": "rejection", "ignore_eos": False, "max_tokens": 8}
     asked = [
         make_request(
             f"r{i}",
             LAW_PROMPT,
-            max_tokens=8,
             seed=i,
-            verification="rejection",
-            ignore_eos=False,
             structured_outputs=StructuredOutputs(choice=WORDS),
-            **filters,
+            **how,
         )
         for i in range(LAW_COUNT)
     ]
@@ -401,9 +398,3 @@ def test_behind_the_end_there_is_only_the_end():
         output = done.outputs["r"]
         assert done.reasons["r"] is FinishReason.LENGTH and len(output) == 40
         assert follows(3, slow_text(output)) and set(output[output.index(EOS) :]) == {EOS}
-
-
-def test_an_executor_without_grammars_refuses_by_name():
-    params = SamplingParams(structured_outputs=ASKED[3])
-    with pytest.raises(FieldError, match="^structured_outputs: is not served here"):
-        processors.processors_of(params, (), [1], VOCAB)

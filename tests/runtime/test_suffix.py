@@ -65,14 +65,6 @@ def test_drafts_are_those_of_the_definition(text, shape, depth):
             index.append(text[end])
 
 
-@settings(max_examples=50, deadline=None)
-@given(text=texts, shape=shapes)
-def test_a_smaller_depth_is_the_beginning_of_a_larger_one(text, shape):
-    index = built(text, *shape)
-    deep = index.propose(8)
-    assert all(index.propose(k) == deep[:k] for k in range(1, 8))
-
-
 @pytest.mark.parametrize("period", [1, 3])
 def test_the_work_of_a_token_is_bounded_in_a_text_that_repeats_itself(monkeypatch, period):
     """Suffixes of a periodic text have as many states as it is long; few of them are visited."""

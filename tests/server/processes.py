@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,6 +96,8 @@ async def call(port: int, body: dict[str, Any], *, leave_after_bytes: int | None
         raw = await reader.read()
     finally:
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
     took_s = time.monotonic() - begin_s
     top, _, rest = raw.partition(b"\r\n\r\n")
     status, *lines = top.decode().split("\r\n")

@@ -38,10 +38,7 @@ async def serve(settings: Settings) -> None:
     app = create_app(service, model, limits=limits)
     config = ServerConfig(app, limits, port=0, log_level="warning")
     server = DrainingServer(
-        config,
-        service,
-        grace_s=settings.grace_s,
-        on_listening=lambda port: print(port, flush=True),
+        config, service, grace_s=settings.grace_s, on_listening=lambda port: print(port, flush=True)
     )
     await server.serve()
 

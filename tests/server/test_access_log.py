@@ -14,6 +14,7 @@ from cbatch.server.http.keys import KeyRing
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.logs import JsonLines, PlainLines, fields
 from tests.server.http_client import CHAT, Client, serving, wait_until
+from tests.server.test_app import SlowEngine
 from tests.toy_engine import TOKENIZER, make_engine
 
 SECRET = "def secret(a, b):"
@@ -84,15 +85,14 @@ def test_a_line_for_every_call_and_none_for_probes(lines: Lines) -> None:
     assert not any("secret" in line or "first" in line for line in lines.raw)
 
 
-def test_how_a_call_was_cut_off_is_told(lines: Lines) -> None:
-    engine = make_engine(max_model_tokens=8192, num_blocks=4096)
+def test_how_a_call_was_cut_off_is_told(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     long = BODY | {"max_tokens": 8000, "stream": True}
-    with serving(engine, Limits(timeout_s=0.5)) as client:
+    with serving(SlowEngine(monkeypatch).engine, Limits(timeout_s=1.2)) as client:
         with client.open(long) as response:
             response.read(10)
         line = lines.last(1)
         assert (line["status"], line["finish_reason"]) == (200, "abort") and "error" not in line
-        post(client, long | {"timeout": 0.2})
+        post(client, long | {"timeout": 0.8})
         line = lines.last(2)
         assert line["status"] == 200 and line["error"] == "ClientDeadlineError"
         post(client, long | {"stream": False})

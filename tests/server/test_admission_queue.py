@@ -5,7 +5,7 @@ import pytest
 from cbatch.core.request.errors import FieldError
 from cbatch.server.protocol.errors import OverloadedError
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
-from sim.checking.clock import VirtualClock
+from tests.checking.clock import VirtualClock
 
 
 def make(**limits: int) -> tuple[AdmissionQueue, VirtualClock]:

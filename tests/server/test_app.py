@@ -14,7 +14,7 @@ from cbatch import SamplingParams
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.engine.engine import Engine
 from cbatch.llm import complete_all
-from sim.checking.executor import Faults, SimExecutor
+from tests.checking.executor import Faults, SimExecutor
 from tests.server.http_client import Client, events_of, serving
 from tests.toy_engine import TOKENIZER, make_engine
 
@@ -48,28 +48,6 @@ class SlowEngine:
         self.engine: Engine = make_engine(**(ROOMY | overrides))
 
 
-def test_a_stop_string_is_never_shown_nor_billed(client: Client) -> None:
-    (whole,) = expected(max_tokens=40, seed=9)
-    stop = whole[15:18]
-    events = client.stream(
-        {
-            "prompt": PROMPT,
-            "max_tokens": 40,
-            "seed": 9,
-            "stop": stop,
-            "stream_options": {"include_usage": True},
-        }
-    )
-    text = "".join(c["text"] for e in events for c in e["choices"])
-    assert text == whole[: whole.index(stop)]
-    assert events[-2]["choices"][0]["finish_reason"] == "stop"
-    billed = events[-1]["usage"]["completion_tokens"]
-    (completion,) = complete_all(
-        make_engine(), [PROMPT], [SamplingParams(max_tokens=40, seed=9, stop=(stop,))]
-    )
-    assert billed == len(completion.token_ids) < 40
-
-
 def test_prompts_as_ids_and_in_lists(client: Client) -> None:
     ids = TOKENIZER.encode(PROMPT)
     options = {"max_tokens": 8, "seed": 3, "temperature": 0}
@@ -101,35 +79,22 @@ def test_a_drawn_seed_is_told_and_gives_the_same_text_again(client: Client) -> N
         ({"prompt": None}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": 5}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [10**7]}, "prompt"),
         ({"prompt": "a" * 5000}, "prompt"),
         ({"prompt": ["fine", ""]}, "prompt"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "3"}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.5}, "top_p"),
-        ({"top_k": 0}, "top_k"),
-        ({"n": 0}, "n"),
         ({"n": 10**6}, "n"),
-        ({"seed": -1}, "seed"),
         ({"seed": 1.5}, "seed"),
-        ({"stop": [""]}, "stop"),
-        ({"stop": 5}, "stop"),
-        ({"stream": 1}, "stream"),
         ({"stop_token_ids": [10**7]}, "stop_token_ids"),
         ({"echo": 2}, "echo"),
-        ({"logprobs": 30}, "logprobs"),
-        ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"banned_token_ids": [10**6]}, "banned_token_ids"),
     ],
 )
 def test_bad_values_are_refused_by_name(client: Client, change: dict[str, Any], field: str) -> None:
-    for stream in ({}, {"stream": True}) if "stream" not in change else ({},):
+    for stream in ({}, {"stream": True}):
         status, answer, _ = client.post({"prompt": PROMPT, **stream, **change})
         assert status == 400
         assert answer["error"]["param"] == field

@@ -9,8 +9,9 @@ import pytest
 
 from cbatch.core.request.errors import FieldError
 from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing, read_keys
-from sim.checking.clock import VirtualClock
+from tests.checking.clock import VirtualClock
 from tests.server.http_client import JSON, call, sample, serving, wait_until
+from tests.server.test_app import SlowEngine
 from tests.toy_engine import make_engine
 
 BODY = {"prompt": "def add(a, b):", "max_tokens": 20, "seed": 5}
@@ -59,17 +60,14 @@ def test_strangers_learn_of_the_load_where_metrics_are_open(
         assert status == 200 and health == {"status": "ok"} | ({"requests": 0} if told else {})
 
 
-def test_a_key_has_so_many_calls_open_and_no_more() -> None:
+def test_a_key_has_so_many_calls_open_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams count until they end, whoever ends them; other keys and other methods do not."""
-    engine = make_engine(max_model_tokens=8192, num_blocks=4096)
+    engine = SlowEngine(monkeypatch).engine
     keys = KeyRing(["first", "second"], max_requests_per_key=2)
     first, second = ({"Authorization": f"Bearer {name}"} for name in ("first", "second"))
     long = BODY | {"max_tokens": 8000, "stream": True}
     with serving(engine, keys=keys, open_metrics=True) as client:
-        with (
-            client.open(long, headers=first) as one,
-            client.open(long, headers=first) as two,
-        ):
+        with client.open(long, headers=first) as one, client.open(long, headers=first) as two:
             for body in (BODY, long):
                 with client.open(body, headers=first) as refused:
                     told = json.loads(refused.read())

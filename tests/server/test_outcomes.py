@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from cbatch.server.serving.service import EngineService
 from cbatch.text import ChatTemplate
 from tests.process.factories import SimFactory
 from tests.process.threads import EngineThread
-from tests.server.http_client import CHAT, Client, sample, serving_service, wait_until
+from tests.server.http_client import CHAT, COMPLETIONS, Client, sample, serving_service, wait_until
 from tests.toy_engine import TOKENIZER
 
 PROMPT = "def add(a, b):"
@@ -32,9 +33,10 @@ class Scene(NamedTuple):
 
 
 @contextlib.contextmanager
-def one_slot(limits: Limits, step_s: float = 0.004) -> Iterator[Scene]:
+def one_slot(limits: Limits) -> Iterator[Scene]:
     sizes = {"max_slots": 1, "num_blocks": 512}
-    parts = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=step_s, sizes=sizes)()
+    # Steps so long that a call has the slot until it leaves, on a busy machine too.
+    parts = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.02, sizes=sizes)()
     link = EngineClient(partial(EngineThread, parts.scheduler, parts.loop))
     service = EngineService(link, TOKENIZER, limits=limits)
     with serving_service(service, TOKENIZER, chat_template=TEMPLATE) as client:
@@ -87,34 +89,38 @@ def test_no_time_is_spent_on_a_prompt_before_it_has_its_place(
         wait_until(lambda: service.queue.num_prompt_tokens == 0)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_gets_no_slot_in_time_is_told_by_a_status(stream: bool) -> None:
-    with one_slot(Limits(queue_timeout_s=0.2)) as (client, _), client.open(LONG) as first:
-        for path, more in (("/v1/completions", {}), (CHAT, chat_of(PROMPT))):
-            status, answer, headers = client.post(BODY | more | {"stream": stream}, path)
+def test_who_gets_no_slot_in_time_is_told_by_a_status() -> None:
+    calls = [
+        (BODY | more | {"stream": stream}, path)
+        for path, more in ((COMPLETIONS, {}), (CHAT, chat_of(PROMPT)))
+        for stream in (False, True)
+    ]
+    with (
+        one_slot(Limits(queue_timeout_s=1.0)) as (client, _),
+        client.open(LONG) as first,
+        ThreadPoolExecutor(len(calls)) as pool,
+    ):
+        for status, answer, headers in pool.map(client.post, *zip(*calls, strict=True)):
             assert status == 503 and int(headers["retry-after"]) >= 1
             assert answer["error"]["type"] == "overloaded"
         assert first.read().endswith(b"data: [DONE]\n\n"), "who has a slot is left alone"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_time_that_a_call_sets_itself(stream: bool) -> None:
+def test_the_time_that_a_call_sets_itself() -> None:
     """408 where nothing has come by then; an event where something has. The server's own is 504."""
-    limits = Limits(timeout_s=30)
-    body = BODY | {"stream": stream}
-    # Steps so long that the first call has the slot until it leaves, on a busy machine too.
-    with one_slot(limits, step_s=0.02) as (client, service), client.open(LONG) as first:
+    with one_slot(Limits(timeout_s=30)) as (client, service), client.open(LONG) as first:
         wait_until(lambda: service.queue.num_requests == 0)
-        status, answer, _ = client.post(body | {"timeout": 0.2})
-        assert (status, answer["error"]["type"]) == (408, "timeout")
-        assert "0.2 s is over" in answer["error"]["message"]
-        with client.open(body, headers={ENVOY: "150"}) as response:
-            assert response.status == 408 and b"0.15 s is over" in response.read()
-        for wrong in ({"timeout": 0}, {"timeout": "1"}, {"timeout": 1e9}):
-            status, answer, _ = client.post(body | wrong)
-            assert (status, answer["error"]["param"]) == (400, "timeout")
-        with client.open(body, headers={ENVOY: "soon"}) as response:
-            assert response.status == 400 and ENVOY in response.read().decode()
+        for body in (BODY | {"stream": stream} for stream in (False, True)):
+            status, answer, _ = client.post(body | {"timeout": 0.2})
+            assert (status, answer["error"]["type"]) == (408, "timeout")
+            assert "0.2 s is over" in answer["error"]["message"]
+            with client.open(body, headers={ENVOY: "150"}) as response:
+                assert response.status == 408 and b"0.15 s is over" in response.read()
+            for wrong in ({"timeout": 0}, {"timeout": "1"}, {"timeout": 1e9}):
+                status, answer, _ = client.post(body | wrong)
+                assert (status, answer["error"]["param"]) == (400, "timeout")
+            with client.open(body, headers={ENVOY: "soon"}) as response:
+                assert response.status == 400 and ENVOY in response.read().decode()
         first.close()
         wait_until(lambda: not service.num_requests)
         with client.open(LONG | {"timeout": 1.0}, headers={ENVOY: "0"}) as response:

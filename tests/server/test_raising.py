@@ -8,8 +8,10 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cbatch.process.client import EngineClient
@@ -155,19 +157,22 @@ def test_a_call_ends_alone(
 
 
 def test_a_raise_in_the_middle_of_a_restart_ends_its_call_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first of them that the next engine is given."""
-    with serving_process(SIM) as served:
+    held = tmp_path / "held"
+    held.touch()
+    with serving_process(msgspec.structs.replace(SIM, held=str(held))) as served:
         wanted = expected(range(NUM_CALLS), 300)
 
         async def scene() -> list[str | None]:
             running = [processes.call(served.client.port, body(i, 300)) for i in range(NUM_CALLS)]
             tasks = [asyncio.create_task(each) for each in running]
-            while served.engine.num_tokens < 200:
+            while served.service.num_requests < NUM_CALLS or served.engine.num_tokens < 50:
                 await asyncio.sleep(0.002)
             spring(monkeypatch, EngineClient, "_dispatch", False, at=1)
             assert served.engine.pid is not None
+            held.unlink()
             os.kill(served.engine.pid, signal.SIGKILL)
             return [text_of(answer) for answer in await asyncio.gather(*tasks)]
 

@@ -50,13 +50,16 @@ def test_it_goes_on_in_the_engine_that_follows(tmp_path: Path) -> None:
     """The engine is killed in mid-stream. Its successor appends; every request is one in the
     trace, with the tokens that its client got."""
     path = tmp_path / "steps.jsonl"
-    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.004, record=str(path))
+    held = tmp_path / "held"
+    held.touch()
+    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, record=str(path), held=str(held))
 
     async def scene(served: Served) -> list[Answer]:
         streams = asyncio.create_task(crowd(served.client.port, bodies(8, 300)))
-        while served.engine.num_tokens < 400:
+        while served.service.num_requests < 8 or served.engine.num_tokens < 50:
             await asyncio.sleep(0.002)
         assert served.engine.pid is not None
+        held.unlink()
         os.kill(served.engine.pid, signal.SIGKILL)
         return await streams
 

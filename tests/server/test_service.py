@@ -29,11 +29,7 @@ LONG = SamplingParams(max_tokens=450, seed=1)
 
 @asynccontextmanager
 async def service(
-    limits: Limits | None = None,
-    *,
-    step_s: float = 0.002,
-    lookahead: str = "fixed:3",
-    **sizes: Any,
+    limits: Limits | None = None, *, step_s: float = 0.002, lookahead: str = "fixed:3", **sizes: Any
 ) -> AsyncIterator[EngineService]:
     vocab_size = TOKENIZER.vocab_size
     factory = SimFactory(vocab_size=vocab_size, step_s=step_s, lookahead=lookahead, sizes=sizes)
@@ -76,7 +72,7 @@ def test_draining_waits_for_a_prompt_that_is_being_tokenised() -> None:
 
 def test_a_refused_request_gives_its_place_back() -> None:
     async def scene() -> None:
-        async with service() as made:
+        async with service(step_s=0.02) as made:
             for prompt, params in (([10**6], LONG), ("", LONG), ([1] * 1000, LONG)):
                 with pytest.raises(FieldError):
                     await made.submit(prompt, params, request_id="r")

@@ -6,9 +6,10 @@ from typing import Any
 
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig
-from sim.cost.base import CostModel, LinearCost
+from sim.cost.base import CostModel
 from sim.executor.acceptance import PositionAcceptance
 from sim.executor.modelled import ModelledExecutor
+from tests.checking.cost import LinearCost
 
 
 def config_for(**overrides: Any) -> SchedulerConfig:

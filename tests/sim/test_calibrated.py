@@ -15,8 +15,6 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.step_work import StepSample, StepWork
 from cbatch.engine.price_fit import nonnegative_least_squares
-from sim.checking.clock import VirtualClock
-from sim.checking.executor import SimExecutor
 from sim.cost.calibrated import (
     CONTROLLED,
     DRAFT,
@@ -33,6 +31,8 @@ from sim.cost.calibrated import (
 )
 from sim.cost.measure import Calibrator, DesignedBatch, designed
 from sim.executor.modelled import ModelledExecutor
+from tests.checking.clock import VirtualClock
+from tests.checking.executor import SimExecutor
 from tests.helpers import make_config, make_request, prefilling
 
 TRUE = Prices(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from sim.cost.base import ConstantCost, LinearCost
+from sim.cost.base import ConstantCost
 from sim.cost.roofline import (
     Gpu,
     ModelShape,
@@ -19,6 +19,7 @@ from sim.cost.roofline import (
     load_gpu,
     load_shape,
 )
+from tests.checking.cost import LinearCost
 from tests.helpers import decoding, prefilling
 
 # A device and a model of round numbers: 1 TFLOP/s and 1 GB/s, all of it reached.

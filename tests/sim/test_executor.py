@@ -7,12 +7,12 @@ import pytest
 
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan
-from sim.checking.clock import VirtualClock
-from sim.checking.executor import Faults, ScriptedFault, SimExecutor
-from sim.checking.kv import ContractBreachError
-from sim.checking.models import ModelledAcceptance, ScriptedAcceptance
-from sim.cost.base import LinearCost
-from sim.workload.tokens import reference_output
+from tests.checking.clock import VirtualClock
+from tests.checking.cost import LinearCost
+from tests.checking.executor import Faults, ScriptedFault, SimExecutor
+from tests.checking.kv import ContractBreachError
+from tests.checking.language import reference_output
+from tests.checking.models import ModelledAcceptance, ScriptedAcceptance
 from tests.helpers import make_request
 
 NONE = np.zeros(0, np.int32)

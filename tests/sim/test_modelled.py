@@ -13,11 +13,11 @@ from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import SchedulerStats
 from cbatch.core.speculation.step_work import StepWork
-from sim.checking.executor import SimExecutor
-from sim.checking.models import ModelledAcceptance
-from sim.cost.base import LinearCost
 from sim.executor.acceptance import PositionAcceptance
 from sim.executor.modelled import ModelledExecutor
+from tests.checking.cost import LinearCost
+from tests.checking.executor import SimExecutor
+from tests.checking.models import ModelledAcceptance
 from tests.helpers import make_config, make_request
 
 ACCEPTANCE = 0.6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,17 +24,18 @@ from cbatch.core.speculation.step_work import StepWork
 from cbatch.steplog import step_log as steplog
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import read_step_log
-from sim.cost.base import ConstantCost, LinearCost
+from sim.cost.base import ConstantCost
 from sim.distributions.arrivals import poisson
 from sim.distributions.lengths import fixed, uniform
 from sim.executor.modelled import ModelledExecutor
 from sim.replay.replay import Progress, StepsAhead, replay
 from sim.replay.routers import make_router
-from sim.report.report import Objectives, Record, Report, from_json, to_json
+from sim.report.report import Objectives, Record, Report, to_json
 from sim.report.timeline import TimelineStep
 from sim.traces.request import TraceRequest
 from sim.workload.generate import Conversations, converse, generate
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
+from tests.checking.cost import LinearCost
 from tests.sim.replays import config_for, executor_for, speculating
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +146,7 @@ def test_bytes_do_not_depend_on_the_process(tmp_path: Path) -> None:
         ).stdout
         for hash_seed in ("1", "2")
     ]
-    assert outputs[0] == outputs[1] and from_json(outputs[0]).requests == 120
+    assert outputs[0] == outputs[1] and json.loads(outputs[0])["requests"] == 120
     others = (
         to_json(run(OpenLoop(workload()), config_for(**speculating(2)), seed=s)) for s in (0, 4)
     )
@@ -363,7 +365,7 @@ def test_steps_in_which_nothing_happens_are_taken_at_once(replicas: int, closed:
 
     class OneByOne(Asked):
         def run_ahead(self, slots: np.ndarray, *_: object) -> StepsAhead:
-            return np.zeros((0, len(slots)), np.int32), [], []
+            return np.zeros((0, len(slots)), np.int32), 0.0, []
 
     found = []
     for kind in (Asked, OneByOne):

@@ -117,9 +117,9 @@ def test_grids_are_exact_for_multilinear_functions() -> None:
 def test_steps_are_sums_of_their_kernels(
     folder: Path, work: StepWork, tokens: int, logits: int, attention: tuple[float, ...]
 ) -> None:
-    cost = LayerProfile(folder, layers=LAYERS, step_host_s=1.0)
+    cost = LayerProfile(folder, layers=LAYERS)
     expected_s = step_s(tokens, logits, attention_us(*attention))
-    assert cost.step_s(work) == (0.0, pytest.approx(expected_s), 1.0)
+    assert cost.step_s(work) == (0.0, pytest.approx(expected_s), 0.0)
 
 
 def test_uneven_contexts_cost_what_the_skew_says(folder: Path) -> None:
@@ -189,7 +189,7 @@ def test_bad_profiles_name_their_place(
 def errors(num_blocks: int | None = None) -> dict[str, float]:
     """Of the means, as the benchmark prints them."""
     run = MEASURED / "vllm_runs" / simulator_vllm.RUN
-    ours, _ = simulator_vllm.simulated(MEASURED, run, num_blocks or 33_000, 0.0)
+    ours, _ = simulator_vllm.simulated(MEASURED, run, num_blocks or 33_000)
     rows = simulator_vllm.compare(simulator_vllm.measured(run / "requests.jsonl"), ours)
     return {row["measure"]: row["error"] for row in rows if row["cut"] == "mean"}
 

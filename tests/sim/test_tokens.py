@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cbatch.core.request.request import FinishReason
-from sim.workload.tokens import (
+from tests.checking.language import (
     EMPTY_PREFIX,
     next_token,
     reference_output,

@@ -6,18 +6,14 @@ import pytest
 from cbatch.core.scheduler.events import Configured, ExecutorReset, Failed
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import StepLogError, encode_array, read_step_log, replay
-from sim.checking.executor import Faults
+from tests.checking.executor import Faults
 from tests.helpers import World, make_config, make_request
 
 
 def busy_world(log, depth):
     """A run with everything in it: preemption, faults, cancel, finish, non-finite rows, sharing."""
     config = make_config(
-        num_blocks=16,
-        lookahead="ema:3",
-        queue_policy="shortest",
-        ageing_per_s=3.0,
-        eos_ids=(7,),
+        num_blocks=16, lookahead="ema:3", queue_policy="shortest", ageing_per_s=3.0, eos_ids=(7,)
     )
     faults = Faults(raise_at_runs=frozenset({6, 20, 21, 22, 23}), non_finite_at={"r3": 2})
     world = World(config, depth=depth, log=log, faults=faults)
@@ -53,10 +49,7 @@ def test_replay_reproduces_every_decision(tmp_path, depth):
     assert any(isinstance(event, Failed) for event in read.events)
     plans, commits, again = [], [], []
     scheduler = replay(
-        read.events,
-        on_plan=plans.append,
-        on_commit=commits.append,
-        log=again.append,
+        read.events, on_plan=plans.append, on_commit=commits.append, log=again.append
     )
     scheduler.check()
     assert [encode(p) for p in plans if p is not None] == [encode(p) for p in world.plans]

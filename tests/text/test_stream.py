@@ -143,20 +143,6 @@ def test_keep_tokens_counts_to_the_token_that_completes_the_stop_string() -> Non
             stream.push([1])
 
 
-@given(
-    st.text(alphabet="ab \n(é", max_size=25), st.text(alphabet="ab \n(é", min_size=1, max_size=4)
-)
-def test_a_stop_string_is_found_however_tokens_fall(text: str, stop: str) -> None:
-    stream, shown = TextStream(BYTES, stop=[stop]), ""
-    for token_id in BYTES.encode(text):
-        delta = stream.push([token_id])
-        shown += delta.text
-        if delta.keep_tokens is not None:
-            break
-    shown += stream.finish()
-    assert shown == text.split(stop)[0]
-
-
 def test_min_tokens_holds_stop_strings_off() -> None:
     ids = BYTES.encode("x.x.x.x.")
     stream = TextStream(BYTES, stop=["."], min_tokens=len(ids))

@@ -101,13 +101,6 @@ def test_the_command_ends_with_one_line_of_json(
     monkeypatch.setattr(compile_check, "check", lambda *_: small_product()._replace(case=case))
     assert main([]) == status
     (kernel,) = json.loads(capsys.readouterr().out.splitlines()[-1])["kernels"]
-    assert list(kernel) == [
-        "name",
-        "config",
-        "target",
-        "registers",
-        "spill_bytes",
-        "shared_bytes",
-    ]
+    assert list(kernel) == ["name", "config", "target", "registers", "spill_bytes", "shared_bytes"]
     assert kernel["name"] == "product"
     assert kernel["target"] == "sm_90"  # the others have no limits: not shipped there

@@ -67,43 +67,18 @@ def attention(
     heads, tile = work.heads, work.tile
     k, v = (_described(p, tile) if tile.descriptors else p for p in (k_pages, v_pages))
     attention_kernel[(num_programs,)](
-        q,
-        k,
-        v,
-        block_tables,
-        out,
-        work.items,
-        work.num_items,
-        work.partials.sums,
-        work.partials.stats,
-        work.partials.arrived,
-        scale * k_scale * _LOG2_E,
-        v_scale,
-        work.items.shape[1],
-        q.stride(0),
-        q.stride(1),
-        k_pages.stride(0),
-        k_pages.stride(1),
-        k_pages.stride(2),
-        block_tables.stride(0),
-        out.stride(0),
-        KV_HEADS=heads.kv_heads,
-        GROUP=heads.group,
-        HEAD_DIM=heads.head_dim,
-        BLOCK_DIM=triton.next_power_of_2(heads.head_dim),
-        PAGE=k_pages.shape[1],
-        ROWS=tile.rows,
-        KEYS=tile.keys,
-        SPLIT=work.split_tokens,
-        WINDOW=work.window,
-        SOFT_CAP=soft_cap,
-        DESCRIPTORS=tile.descriptors,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=True,
+        q, k, v, block_tables, out, work.items, work.num_items,
+        work.partials.sums, work.partials.stats, work.partials.arrived,
+        scale * k_scale * _LOG2_E, v_scale, work.items.shape[1],
+        q.stride(0), q.stride(1), *k_pages.stride()[:3], block_tables.stride(0), out.stride(0),
+        KV_HEADS=heads.kv_heads, GROUP=heads.group, HEAD_DIM=heads.head_dim,
+        BLOCK_DIM=triton.next_power_of_2(heads.head_dim), PAGE=k_pages.shape[1],
+        ROWS=tile.rows, KEYS=tile.keys, SPLIT=work.split_tokens, WINDOW=work.window,
+        SOFT_CAP=soft_cap, DESCRIPTORS=tile.descriptors,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         # An option of NVIDIA's assembler, which else spills for an occupancy without a use.
         **({} if torch.version.hip else {"maxnreg": tile.most_registers}),
-    )
+    )  # fmt: skip
 
 
 def _described(pages: Tensor, tile: Tile) -> TensorDescriptor:
@@ -113,12 +88,7 @@ def _described(pages: Tensor, tile: Tile) -> TensorDescriptor:
 
 
 def _check(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    out: Tensor,
-    work: WorkList,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, out: Tensor, work: WorkList
 ) -> None:
     heads = work.heads
     if q.dim() != 4 or tuple(q.shape[1:]) != heads:

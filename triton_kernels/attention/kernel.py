@@ -34,21 +34,10 @@ def _fold(peak, mass, acc, more_peak, more_mass, more_acc):
 
 @triton.jit
 def _attend_split(
-    q,
-    pool,
-    table_ptr,
-    positions,
-    first_key,
-    start,
-    stop,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
+    q, pool, table_ptr, positions, first_key, start, stop, scale, HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-):
+):  # fmt: skip
     """Running maximum (log 2 units), sum and weighted V over the keys [start, stop)."""
     ROWS: tl.constexpr = q.shape[0]
     BLOCK_DIM: tl.constexpr = q.shape[1]
@@ -128,15 +117,9 @@ def _capped(x, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def _load_partial(
-    stats_ptr,
-    sums_ptr,
-    place,
-    rows,
-    held,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    stats_ptr, sums_ptr, place, rows, held, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """From beyond the first-level cache, which other processors' stores do not reach."""
     dims = tl.arange(0, BLOCK_DIM)
     stats_at = stats_ptr + place * (2 * ROWS) + rows
@@ -150,16 +133,9 @@ def _load_partial(
 
 @triton.jit
 def _combine(
-    parts,
-    out_ptr,
-    stride_token,
-    tokens,
-    v_scale,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    parts, out_ptr, stride_token, tokens, v_scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """`parts`: statistics, sums, place of the first part, number of parts, places between them."""
     stats_ptr, sums_ptr, first, count, step = parts
     STRIP: tl.constexpr = 16
@@ -179,15 +155,7 @@ def _combine(
 
 @triton.jit
 def _store_partial(
-    stats_ptr,
-    sums_ptr,
-    place,
-    tokens,
-    peak,
-    mass,
-    acc,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    stats_ptr, sums_ptr, place, tokens, peak, mass, acc, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
     ROWS: tl.constexpr = acc.shape[0]
     rows, dims = tl.arange(0, ROWS), tl.arange(0, acc.shape[1])
@@ -201,16 +169,9 @@ def _store_partial(
 
 @triton.jit
 def _store_result(
-    out_ptr,
-    stride_token,
-    rows,
-    tokens,
-    mass,
-    acc,
-    v_scale,
-    GROUP: tl.constexpr,
+    out_ptr, stride_token, rows, tokens, mass, acc, v_scale, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-):
+):  # fmt: skip
     """`out_ptr` is that of the first token and the first head of the group."""
     dims = tl.arange(0, acc.shape[1])
     at = (rows // GROUP) * stride_token + (rows % GROUP) * HEAD_DIM
@@ -236,22 +197,10 @@ def _load_item(item_ptr, capacity):
 
 @triton.jit
 def _attend(
-    q,
-    pool,
-    table_ptr,
-    position,
-    tokens,
-    splits,
-    scale,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
+    q, pool, table_ptr, position, tokens, splits, scale, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
     """Maximum, sum and weighted V over the splits of an item, folded in order."""
     ROWS: tl.constexpr = q.shape[0]
     positions = position + tl.arange(0, ROWS) // GROUP
@@ -285,38 +234,13 @@ def _attend(
 
 @triton.jit
 def attention_kernel(
-    q_ptr,
-    k_pages,
-    v_pages,
-    tables_ptr,
-    out_ptr,
-    items_ptr,
-    num_items_ptr,
-    sums_ptr,
-    stats_ptr,
-    arrived_ptr,
-    scale,
-    v_scale,
-    item_capacity,
-    stride_q_token,
-    stride_q_head,
-    stride_page,
-    stride_slot,
-    stride_kv_head,
-    stride_table,
-    stride_out_token,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
+    q_ptr, k_pages, v_pages, tables_ptr, out_ptr, items_ptr, num_items_ptr, sums_ptr, stats_ptr,
+    arrived_ptr, scale, v_scale, item_capacity, stride_q_token, stride_q_head, stride_page,
+    stride_slot, stride_kv_head, stride_table, stride_out_token, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
     """A row of a tile is (token, head of the group): K and V are read once for all of them.
 
     k_pages and v_pages are pointers to pools or, with DESCRIPTORS, descriptors of [pages, kv_heads,

@@ -152,23 +152,12 @@ def plan(query_starts: Tensor, context_lens: Tensor, work: WorkList) -> None:
     if count > work.most_sequences:
         raise ValueError(f"context_lens: {count} sequences, work for {work.most_sequences}")
     plan_kernel[(count,)](
-        query_starts,
-        context_lens,
-        work.items,
-        work.num_items,
-        work.items.shape[1],
-        len(work.partials.arrived),
-        count,
-        BLOCK_SEQUENCES=max(16, triton.next_power_of_2(count)),
-        BLOCK_TOKENS=_block_tokens(work.heads, work.tile),
-        SPLIT=work.split_tokens,
-        WINDOW=work.window,
-        MOST_BLOCKS=_MOST_SPLIT_BLOCKS,
-        LANES=_LANES,
-        num_warps=4,
-        num_stages=1,
+        query_starts, context_lens, work.items, work.num_items, work.items.shape[1],
+        len(work.partials.arrived), count, BLOCK_SEQUENCES=max(16, triton.next_power_of_2(count)),
+        BLOCK_TOKENS=_block_tokens(work.heads, work.tile), SPLIT=work.split_tokens,
+        WINDOW=work.window, MOST_BLOCKS=_MOST_SPLIT_BLOCKS, LANES=_LANES, num_warps=4, num_stages=1,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -179,20 +168,10 @@ def _first_split(position, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def plan_kernel(
-    query_starts_ptr,
-    context_lens_ptr,
-    items_ptr,
-    num_items_ptr,
-    capacity,
-    most_partials,
-    num_sequences,
-    BLOCK_SEQUENCES: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MOST_BLOCKS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    query_starts_ptr, context_lens_ptr, items_ptr, num_items_ptr, capacity, most_partials,
+    num_sequences, BLOCK_SEQUENCES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, MOST_BLOCKS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """A program writes the items of one sequence; where they start, it counts for itself.
 
     Three sections: whole blocks of several splits, then full splits, then the last split of every
@@ -240,15 +219,9 @@ def plan_kernel(
 
 @triton.jit
 def _write_items(
-    items_ptr,
-    capacity,
-    of_sequence,
-    places,
-    BLOCK_TOKENS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    items_ptr, capacity, of_sequence, places, BLOCK_TOKENS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """The items of one sequence. `places`: where its whole blocks, its full splits and the rest
     begin, and its slots."""
     sequence, row, query, position, num_blocks, splits, first_split, is_split = of_sequence

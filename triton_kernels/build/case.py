@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -21,7 +21,7 @@ class KernelCase(NamedTuple):
     name: str
     config: str  # what distinguishes it from other cases of the name
     kernel: Any  # triton's JITFunction
-    signature: Mapping[str, str]  # argument -> "*bf16", "i32", ..
+    signature: Mapping[str, Any]  # argument -> "*bf16", "i32", .. or a named tuple of these
     constexprs: Mapping[str, Any]
     divisible: tuple[str, ...]  # arguments that are multiples of 16 at every launch
     num_warps: int
@@ -44,27 +44,25 @@ def case_of(
     limits: CaseLimits,
     *,
     num_warps: int,
-    types: Callable[[str], str] | Mapping[str, str] | None = None,
+    types: Mapping[str, Any] | None = None,
     divisible: Iterable[str] = (),
     num_stages: int = 1,
     targets: Iterable[str] = TARGETS,
     **more: Any,
 ) -> KernelCase:
     """`types` are those of arguments that are neither int32 nor pointers (`_ptr`) to it. Pointers
-    are `divisible`, and what is named."""
+    and tuples of them are `divisible`, and what is named."""
     given = [n for n in kernel.arg_names if n not in constexprs]
     signature = {n: "*i32" if n.endswith("_ptr") else "i32" for n in given}
-    if callable(types):
-        signature = {n: types(n) for n in given}
-    elif types is not None:
-        signature |= types
+    signature |= {n: kind for n, kind in (types or {}).items() if n in given}
+    pointers = [n for n in given if n.endswith("_ptr") or isinstance(signature[n], tuple)]
     return KernelCase(
         name=name,
         config=config,
         kernel=kernel,
         signature=signature,
         constexprs=constexprs,
-        divisible=tuple(n for n in given if n.endswith("_ptr") or n in divisible),
+        divisible=(*pointers, *divisible),
         num_warps=num_warps,
         num_stages=num_stages,
         limits=dict.fromkeys(targets, limits),

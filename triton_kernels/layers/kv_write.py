@@ -25,27 +25,11 @@ _MOST_FP8 = {
 
 @triton.jit
 def kv_write_kernel(
-    fused_ptr,
-    k_ptr,
-    v_ptr,
-    positions_ptr,
-    slots_ptr,
-    cos_sin_ptr,
-    weight_ptr,
-    eps,
-    k_scale,
-    v_scale,
-    stride_token,
-    stride_page,
-    stride_slot,
-    stride_kv_head,
-    GROUP: tl.constexpr,
-    ROLES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
+    fused_ptr, k_ptr, v_ptr, positions_ptr, slots_ptr, cos_sin_ptr, weight_ptr, eps, k_scale,
+    v_scale, stride_token, stride_page, stride_slot, stride_kv_head, GROUP: tl.constexpr,
+    ROLES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr,
     MOST: tl.constexpr,
-):
+):  # fmt: skip
     """One program a (token, KV head); `ROLES` is group + 2 rounded up to a power of two."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + token)
@@ -107,30 +91,12 @@ def kv_write(
     _check(fused, positions, slots, cos_sin, k_pages, v_pages, qk_weight)
     num_tokens, kv_heads, roles, head_dim = fused.shape
     kv_write_kernel[(num_tokens, kv_heads)](
-        fused,
-        k_pages,
-        v_pages,
-        positions,
-        slots,
-        cos_sin,
-        qk_weight,
-        eps,
-        k_scale,
-        v_scale,
-        fused.stride(0),
-        k_pages.stride(0),
-        k_pages.stride(1),
-        k_pages.stride(2),
-        GROUP=roles - 2,
-        ROLES=triton.next_power_of_2(roles),
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=triton.next_power_of_2(head_dim),
-        PAGE=k_pages.shape[1],
-        MOST=_MOST_FP8.get(k_pages.dtype),
-        num_warps=2,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
+        fused, k_pages, v_pages, positions, slots, cos_sin, qk_weight, eps, k_scale, v_scale,
+        fused.stride(0), k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), GROUP=roles - 2,
+        ROLES=triton.next_power_of_2(roles), HEAD_DIM=head_dim,
+        BLOCK_DIM=triton.next_power_of_2(head_dim), PAGE=k_pages.shape[1],
+        MOST=_MOST_FP8.get(k_pages.dtype), num_warps=2, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def kv_write_reference(

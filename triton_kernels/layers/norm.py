@@ -15,17 +15,9 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @triton.jit
 def _norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    width,
-    eps,
-    x_stride,
-    residual_stride,
-    ADDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, x_stride, residual_stride,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -55,18 +47,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     if rows:
         block = triton.next_power_of_2(width)
         _norm_kernel[(rows,)](
-            x,
-            residual,
-            weight,
-            out,
-            width,
-            eps,
-            x.stride(0),
-            0 if residual is None else residual.stride(0),
-            ADDS=residual is not None,
-            BLOCK=block,
+            x, residual, weight, out, width, eps, x.stride(0),
+            0 if residual is None else residual.stride(0), ADDS=residual is not None, BLOCK=block,
             num_warps=num_warps(block),
-        )
+        )  # fmt: skip
     return out
 
 

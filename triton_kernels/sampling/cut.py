@@ -98,13 +98,7 @@ def _narrowed(low, high, key, is_below):
 
 @triton.jit
 def _measure(
-    passes,
-    within,
-    bounds,
-    tried,
-    BY_COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FORM: tl.constexpr,
+    passes, within, bounds, tried, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr
 ):
     """Number or mass before each of three keys, and the least and greatest key within bounds."""
     at_first = tl.zeros_like(passes[2])
@@ -128,15 +122,9 @@ def _measure(
 
 @triton.jit
 def _first_id_out(
-    passes,
-    within,
-    asks,
-    edge,
-    limit,
-    BY_COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    passes, within, asks, edge, limit, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
     FORM: tl.constexpr,
-):
+):  # fmt: skip
     """Of the tokens with key `edge`, the lowest ids stay: the first id that does not."""
     before_edge = tl.zeros_like(passes[2])
     ties = tl.zeros_like(passes[2])

@@ -11,11 +11,11 @@ from triton_kernels.sampling.tiles import FORBIDDEN
 
 
 @triton.jit
-def limits_of(top_k_ptr, top_p_ptr, min_p_ptr, requests, vocab):
-    min_p = tl.load(min_p_ptr + requests)
+def limits_of(asked, requests, vocab):
+    min_p = tl.load(asked.min_p + requests)
     key = tiles.key_of(-tl.log(tl.where(min_p > 0.0, min_p, 1.0)))
     last_key = tl.where(min_p > 0.0, key, FORBIDDEN)
-    return tl.load(top_k_ptr + requests), tl.load(top_p_ptr + requests), last_key, vocab
+    return tl.load(asked.top_k + requests), tl.load(asked.top_p + requests), last_key, vocab
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -87,20 +86,21 @@ def reduce_tiles(
         **arguments(batch),
         "tile_floats_ptr": floats,
         "tile_ids_ptr": ids,
+        "reduced": reduced,
         "num_rows": num_rows,
         "num_tiles": num_tiles,
+        "PURPOSE": purpose,
         "OF_DRAFTS": of_drafts,
         **shape(batch, tiling),
     }
-    stats = {"drafted_logits_ptr": reduced.drafted_logits, "PURPOSE": purpose}
-    _launch(stats_kernel, (triton.cdiv(num_rows, tiling.rows), num_tiles), common | stats)
-    _reduce_rows(common | {"PURPOSE": purpose}, reduced, tiling)
+    launch(stats_kernel, (triton.cdiv(num_rows, tiling.rows), num_tiles), common)
+    _reduce_rows(common, tiling)
     return reduced
 
 
-def _reduce_rows(common: dict[str, Any], reduced: Reduced, tiling: Tiling) -> None:
+def _reduce_rows(common: dict[str, Any], tiling: Tiling) -> None:
     """The rest, of what tiles left: shortlists, then rows that have one, then those without."""
-    num_rows, device = common["num_rows"], reduced.ids.device
+    num_rows, device = common["num_rows"], common["tile_ids_ptr"].device
     blocks = triton.cdiv(num_rows, tiling.rows)
     i32, lists = torch.int32, (num_rows, tiling.list_tokens)
     measured = (num_rows, tiling.shares, 2, ENDS.value)
@@ -109,8 +109,6 @@ def _reduce_rows(common: dict[str, Any], reduced: Reduced, tiling: Tiling) -> No
         "short_ids_ptr": torch.empty(lists, dtype=i32, device=device),
         "short_lens_ptr": torch.zeros(num_rows, dtype=i32, device=device),
         "measured_ptr": torch.empty(measured, dtype=torch.float32, device=device),
-        "row_floats_ptr": reduced.floats,
-        "row_ids_ptr": reduced.ids,
         "STATS_BLOCK": tiling.block,
         "BLOCK": tiling.reduce_block,
         "TILES": triton.next_power_of_2(common["num_tiles"]),
@@ -118,12 +116,12 @@ def _reduce_rows(common: dict[str, Any], reduced: Reduced, tiling: Tiling) -> No
         "LIST": tiling.list_tokens,
     }
     for gathers in (False, True):
-        _launch(shortlist_kernel, (blocks, tiling.shares), common | {"GATHERS": gathers})
+        launch(shortlist_kernel, (blocks, tiling.shares), common | {"GATHERS": gathers})
     for listed in (True, False):
-        _launch(reduce_kernel, (blocks,), common | {"LISTED": listed} | without_spills())
+        launch(reduce_kernel, (blocks,), common | {"LISTED": listed} | without_spills())
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
     """With what the kernel takes of `values`."""
     names = {*kernel.arg_names, "num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
     kernel[grid](**{name: value for name, value in values.items() if name in names})
@@ -139,22 +137,11 @@ def num_tiles_of(batch: LogitsBatch, tiling: Tiling) -> int:
 
 def arguments(batch: LogitsBatch) -> dict[str, Any]:
     """Arguments of a kernel, by name."""
-    logits, rows, requests, where, drafts, shaping = batch
-    values = {f"{name}_ptr": tensor for name, tensor in rows._asdict().items()}
-    values |= {f"{name}_ptr": tensor for name, tensor in requests._asdict().items()}
-    values |= {f"{name}_ptr": tensor for name, tensor in where._asdict().items()}
-    values |= {
-        "drafts_ptr": drafts.tokens,
-        "draft_starts_ptr": drafts.starts,
-        "draft_counts_ptr": drafts.counts,
-    }
-    fields = [None] * len(r.LogitsShaping._fields) if shaping is None else shaping
-    values |= {f"{n}_ptr": t for n, t in zip(r.LogitsShaping._fields, fields, strict=True)}
-    return values | {
-        "logits_ptr": logits,
-        "vocab": logits.shape[1],
-        "stride": logits.stride(0),
-        "list_width": 0 if shaping is None else shaping.listed.shape[1],
+    return {
+        "batch": batch,
+        "vocab": batch.logits.shape[1],
+        "stride": batch.logits.stride(0),
+        "list_width": 0 if batch.shaping is None else batch.shaping.listed.shape[1],
     }
 
 
@@ -226,36 +213,31 @@ def cases() -> list[KernelCase]:
     return found
 
 
-def case_of(name: str, config: str, kernel: Any, constexprs: dict[str, Any]) -> KernelCase:
-    """Types follow from names; pointers that the configuration lacks are None."""
-    missing: tuple[str, ...] = ()
-    if not constexprs.get("SHAPED", True):
-        missing += tuple(f"{field}_ptr" for field in r.LogitsShaping._fields)
-    if not constexprs.get("PROPOSED", True):
-        missing += ("certain_ptr", "q_logits_ptr", "q_floats_ptr", "q_ids_ptr")
-    missing = tuple(n for n in missing if n in kernel.arg_names)
+def case_of(
+    name: str, config: str, kernel: Any, constexprs: dict[str, Any], **types: Any
+) -> KernelCase:
+    """`types` of arguments that are no part of a batch."""
+    shaping = _SHAPING if constexprs.get("SHAPED") else None
+    types |= {n: "*fp32" for n in ("tile_floats_ptr", "tile_scores_ptr", "measured_ptr")}
+    types |= {"batch": _BATCH._replace(shaping=shaping), "reduced": REDUCED}
     return build_case.case_of(
         name,
         config,
         kernel,
-        {**constexprs, **dict.fromkeys(missing)},
+        constexprs,
         LIMITS[name],
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
-        types=partial(_type_of, name),
+        types=types,
         divisible=("vocab", "stride", "q_stride"),
         fp_fusion=False,
     )
 
 
-def _type_of(kernel: str, argument: str) -> str:
-    if not argument.endswith("_ptr"):
-        return "i32"
-    name = argument.removesuffix("_ptr")
-    if name == "logits" or (name == "q_logits" and kernel == "verify_replace"):
-        return "*bf16"
-    if name in ("keys", "choices", "positions"):
-        return "*i64"
-    floats = ("temperatures", "top_p", "min_p", "bias", "penalties")
-    is_float = name in floats or name.endswith(("floats", "scores", "_logits", "measured"))
-    return "*fp32" if is_float else "*i32"
+_ROWS = r.Rows("*i32", "*i32")
+_SHAPING = r.LogitsShaping(*["*i32"] * 8)._replace(bias="*fp32", penalties="*fp32")
+_REQUESTS = r.Requests("*i32", "*fp32", "*i32", "*fp32", "*fp32")
+_NOISE, _DRAFTS = r.Noise(*["*i64"] * 3), r.DraftTokens(*["*i32"] * 3)
+_BATCH = LogitsBatch("*bf16", _ROWS, _REQUESTS, _NOISE, _DRAFTS, None)
+REDUCED = Reduced("*fp32", "*i32", "*fp32")
+PROPOSALS = r.Proposals("*bf16", _ROWS, "*i32")

@@ -21,49 +21,11 @@ from triton_kernels.sampling.tiles import FORBIDDEN
 
 @triton.jit
 def reduce_kernel(
-    logits_ptr,
-    requests_ptr,
-    depths_ptr,
-    modes_ptr,
-    temperatures_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    keys_ptr,
-    choices_ptr,
-    positions_ptr,
-    drafts_ptr,
-    draft_starts_ptr,
-    plain_ptr,
-    listed_ptr,
-    num_listed_ptr,
-    bias_ptr,
-    counts_ptr,
-    marks_ptr,
-    penalties_ptr,
-    min_tokens_ptr,
-    tile_floats_ptr,
-    tile_ids_ptr,
-    short_keys_ptr,
-    short_ids_ptr,
-    short_lens_ptr,
-    row_floats_ptr,
-    row_ids_ptr,
-    num_rows,
-    vocab,
-    stride,
-    list_width,
-    num_tiles,
-    PURPOSE: tl.constexpr,
-    OF_DRAFTS: tl.constexpr,
-    SHAPED: tl.constexpr,
-    ROWS: tl.constexpr,
-    STATS_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    LIST: tl.constexpr,
-    LISTED: tl.constexpr,
-):
+    batch, tile_floats_ptr, tile_ids_ptr, short_keys_ptr, short_ids_ptr, short_lens_ptr, reduced,
+    num_rows, vocab, stride, list_width, num_tiles, PURPOSE: tl.constexpr, OF_DRAFTS: tl.constexpr,
+    SHAPED: tl.constexpr, ROWS: tl.constexpr, STATS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr, LIST: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
     """row_floats fp32 [N, 2]: maximum, kept mass relative to it; row_ids int32 [N, 4]: winner,
     cut (key, id), whether every logit was finite. STATS_BLOCK is the tile of the first pass.
 
@@ -72,22 +34,19 @@ def reduce_kernel(
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = at < num_rows
     at = tl.where(live, at, 0)
-    requests = tl.load(requests_ptr + at)
-    modes = tl.load(modes_ptr + requests)
+    requests = tl.load(batch.rows.requests + at)
+    modes = tl.load(batch.requests.modes + requests)
     if OF_DRAFTS:
         live = live & (modes == REJECTION)
-    limits = filters.limits_of(top_k_ptr, top_p_ptr, min_p_ptr, requests, vocab)
+    limits = filters.limits_of(batch.requests, requests, vocab)
     filtered = live & (modes != GREEDY) & filters.any_filter(limits)
     lens = tl.load(short_lens_ptr + at)
     live = live & ((~filtered | (lens > 0)) if LISTED else (filtered & (lens == 0)))
     if tl.max(live.to(tl.int32), axis=0) == 0:
         return
-    depths = tl.load(depths_ptr + at)
-    inverse = tiles.inverse(tl.load(temperatures_ptr + requests))
-    shaping = (
-        plain_ptr, listed_ptr, num_listed_ptr, bias_ptr, counts_ptr, marks_ptr, penalties_ptr,
-        min_tokens_ptr, list_width,
-    )  # fmt: skip
+    depths = tl.load(batch.rows.depths + at)
+    inverse = tiles.inverse(tl.load(batch.requests.temperatures + requests))
+    shaping = (batch.shaping, list_width)
     used = tl.cdiv(vocab, STATS_BLOCK) + tiles.num_sparse(shaping, requests, STATS_BLOCK, SHAPED)
     of_tiles = (tile_floats_ptr, tile_ids_ptr, num_tiles, used)
     maxima, mass, finite, winner, logit = combine(
@@ -99,35 +58,35 @@ def reduce_kernel(
         longest = tl.max(tl.where(live, lens, 0), axis=0)
         passes = (view, None, maxima, inverse, 0, tl.cdiv(longest, BLOCK))
     else:
-        starts = tl.load(draft_starts_ptr + requests)
-        view = (logits_ptr, vocab, at.to(tl.int64) * stride, requests, depths, drafts_ptr, starts)
+        starts = tl.load(batch.drafts.starts + requests)
+        view = (
+            batch.logits,
+            vocab,
+            at.to(tl.int64) * stride,
+            requests,
+            depths,
+            batch.drafts.tokens,
+            starts,
+        )
         passes = cut.passes_over(view, shaping, maxima, inverse, BLOCK, SHAPED)
     raced, purposes = races(modes, PURPOSE)
-    source = source_of(keys_ptr, positions_ptr, choices_ptr, requests, depths, purposes)
+    source = source_of(batch.noise, requests, depths, purposes)
     asks = live & filtered & (mass > 0.0)
     drawn = (winner, tiles.key_of((maxima - logit) * inverse))
     winner, cut_key, cut_id, mass = _filter(
         passes, source, asks, raced, limits, drawn, mass, BLOCK, FORM
     )
-    tl.store(row_floats_ptr + at * 2, maxima, mask=live)
-    tl.store(row_floats_ptr + at * 2 + 1, mass, mask=live)
-    tl.store(row_ids_ptr + at * 4, winner, mask=live)
-    tl.store(row_ids_ptr + at * 4 + 1, cut_key, mask=live)
-    tl.store(row_ids_ptr + at * 4 + 2, cut_id, mask=live)
-    tl.store(row_ids_ptr + at * 4 + 3, finite, mask=live)
+    tl.store(reduced.floats + at * 2, maxima, mask=live)
+    tl.store(reduced.floats + at * 2 + 1, mass, mask=live)
+    tl.store(reduced.ids + at * 4, winner, mask=live)
+    tl.store(reduced.ids + at * 4 + 1, cut_key, mask=live)
+    tl.store(reduced.ids + at * 4 + 2, cut_id, mask=live)
+    tl.store(reduced.ids + at * 4 + 3, finite, mask=live)
 
 
 @triton.jit
 def _filter(
-    passes,
-    source,
-    filtered,
-    raced,
-    limits,
-    drawn,
-    mass,
-    BLOCK: tl.constexpr,
-    FORM: tl.constexpr,
+    passes, source, filtered, raced, limits, drawn, mass, BLOCK: tl.constexpr, FORM: tl.constexpr
 ):
     """Winner, cut and kept mass of each row; `drawn`: the unfiltered winner and its key."""
     winner, winner_key = drawn

@@ -58,84 +58,41 @@ def _decides(counts, masses, limits, mass):
 
 
 @triton.jit
-def _asked(
-    requests_ptr, depths_ptr, modes_ptr, top_k_ptr, top_p_ptr, min_p_ptr, num_rows, vocab,
-    OF_DRAFTS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+def _asked(batch, num_rows, vocab, OF_DRAFTS: tl.constexpr, ROWS: tl.constexpr):
     """Rows of this program, which of them are filtered, their requests, depths and limits."""
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = at < num_rows
     at = tl.where(live, at, 0)
-    requests = tl.load(requests_ptr + at)
-    modes = tl.load(modes_ptr + requests)
-    limits = filters.limits_of(top_k_ptr, top_p_ptr, min_p_ptr, requests, vocab)
+    requests = tl.load(batch.rows.requests + at)
+    modes = tl.load(batch.requests.modes + requests)
+    limits = filters.limits_of(batch.requests, requests, vocab)
     asks = live & (modes != GREEDY) & filters.any_filter(limits)
     if OF_DRAFTS:
         asks = asks & (modes == REJECTION)
-    return at, asks, requests, tl.load(depths_ptr + at), limits
+    return at, asks, requests, tl.load(batch.rows.depths + at), limits
 
 
 @triton.jit
 def shortlist_kernel(
-    logits_ptr,
-    requests_ptr,
-    depths_ptr,
-    modes_ptr,
-    temperatures_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    drafts_ptr,
-    draft_starts_ptr,
-    plain_ptr,
-    listed_ptr,
-    num_listed_ptr,
-    bias_ptr,
-    counts_ptr,
-    marks_ptr,
-    penalties_ptr,
-    min_tokens_ptr,
-    tile_floats_ptr,
-    tile_ids_ptr,
-    measured_ptr,
-    short_keys_ptr,
-    short_ids_ptr,
-    short_lens_ptr,
-    num_rows,
-    vocab,
-    stride,
-    list_width,
-    num_tiles,
-    OF_DRAFTS: tl.constexpr,
-    SHAPED: tl.constexpr,
-    ROWS: tl.constexpr,
-    STATS_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    SHARES: tl.constexpr,
-    LIST: tl.constexpr,
-    GATHERS: tl.constexpr,
-):
+    batch, tile_floats_ptr, tile_ids_ptr, measured_ptr, short_keys_ptr, short_ids_ptr,
+    short_lens_ptr, num_rows, vocab, stride, list_width, num_tiles, OF_DRAFTS: tl.constexpr,
+    SHAPED: tl.constexpr, ROWS: tl.constexpr, STATS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr, SHARES: tl.constexpr, LIST: tl.constexpr, GATHERS: tl.constexpr,
+):  # fmt: skip
     """First measured fp32 [N, SHARES, 2, ENDS]: number and mass of the tokens of a share before
     each end. Then, GATHERS, short_keys and short_ids int32 [N, LIST], in the order of tiles and
     lanes, and short_lens int32 [N]: how many, 0 where a row has no list."""
-    at, asks, requests, depths, limits = _asked(
-        requests_ptr, depths_ptr, modes_ptr, top_k_ptr, top_p_ptr, min_p_ptr, num_rows, vocab,
-        OF_DRAFTS, ROWS,
-    )  # fmt: skip
-    shaping = (
-        plain_ptr, listed_ptr, num_listed_ptr, bias_ptr, counts_ptr, marks_ptr, penalties_ptr,
-        min_tokens_ptr, list_width,
-    )  # fmt: skip
+    at, asks, requests, depths, limits = _asked(batch, num_rows, vocab, OF_DRAFTS, ROWS)
+    shaping = (batch.shaping, list_width)
     if tl.max(asks.to(tl.int32), axis=0) == 0:
         return
-    inverse = tiles.inverse(tl.load(temperatures_ptr + requests))
+    inverse = tiles.inverse(tl.load(batch.requests.temperatures + requests))
     used = tl.cdiv(vocab, STATS_BLOCK) + tiles.num_sparse(shaping, requests, STATS_BLOCK, SHAPED)
     of_tiles = (tile_floats_ptr, tile_ids_ptr, num_tiles, used)
     maxima, mass, _, _, _ = combine(of_tiles, at, asks, ~asks, inverse, TILES)
     view = (
-        logits_ptr, vocab, at.to(tl.int64) * stride, requests, depths, drafts_ptr,
-        tl.load(draft_starts_ptr + requests),
+        batch.logits, vocab, at.to(tl.int64) * stride, requests, depths, batch.drafts.tokens,
+        tl.load(batch.drafts.starts + requests),
     )  # fmt: skip
     passes = cut.passes_over(view, shaping, maxima, inverse, BLOCK, SHAPED)
     if GATHERS:

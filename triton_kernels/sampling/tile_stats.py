@@ -30,51 +30,22 @@ def races(modes, PURPOSE: tl.constexpr):
 
 
 @triton.jit
-def source_of(keys_ptr, positions_ptr, choices_ptr, requests, depths, purposes):
+def source_of(where, requests, depths, purposes):
     """Where rows draw their noise; see `tiles.exponentials`."""
     return (
-        noise_device.load_seeds(keys_ptr, requests),
-        tl.load(positions_ptr + requests) + depths,
-        tl.load(choices_ptr + requests),
+        noise_device.load_seeds(where.keys, requests),
+        tl.load(where.positions + requests) + depths,
+        tl.load(where.choices + requests),
         purposes,
     )
 
 
 @triton.jit
 def stats_kernel(
-    logits_ptr,
-    requests_ptr,
-    depths_ptr,
-    modes_ptr,
-    temperatures_ptr,
-    keys_ptr,
-    choices_ptr,
-    positions_ptr,
-    drafts_ptr,
-    draft_starts_ptr,
-    draft_counts_ptr,
-    plain_ptr,
-    listed_ptr,
-    num_listed_ptr,
-    bias_ptr,
-    counts_ptr,
-    marks_ptr,
-    penalties_ptr,
-    min_tokens_ptr,
-    tile_floats_ptr,
-    tile_ids_ptr,
-    drafted_logits_ptr,
-    num_rows,
-    vocab,
-    stride,
-    list_width,
-    num_tiles,
-    PURPOSE: tl.constexpr,
-    OF_DRAFTS: tl.constexpr,
-    SHAPED: tl.constexpr,
-    ROWS: tl.constexpr,
+    batch, tile_floats_ptr, tile_ids_ptr, reduced, num_rows, vocab, stride, list_width, num_tiles,
+    PURPOSE: tl.constexpr, OF_DRAFTS: tl.constexpr, SHAPED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """tile_floats fp32 [N, tiles, 4]: maximum, mass relative to it, best score, its logit;
     tile_ids int32 [N, tiles, 2]: the winner, and whether every logit was finite. drafted_logits
     fp32 [N]: the shaped logit of the draft that the row decides on, where it has one.
@@ -86,26 +57,23 @@ def stats_kernel(
     num_dense = tl.cdiv(vocab, BLOCK)
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = at < num_rows
-    requests = tl.load(requests_ptr + at, mask=live, other=0)
-    modes = tl.load(modes_ptr + requests)
+    requests = tl.load(batch.rows.requests + at, mask=live, other=0)
+    modes = tl.load(batch.requests.modes + requests)
     if OF_DRAFTS:
         live = live & (modes == REJECTION)
         if tl.max(live.to(tl.int32), axis=0) == 0:
             return
-    shaping = (
-        plain_ptr, listed_ptr, num_listed_ptr, bias_ptr, counts_ptr, marks_ptr, penalties_ptr,
-        min_tokens_ptr, list_width,
-    )  # fmt: skip
+    shaping = (batch.shaping, list_width)
     out = at.to(tl.int64) * num_tiles + tile
     if tile >= num_dense + tiles.num_sparse(shaping, requests, BLOCK, SHAPED):
         return
-    depths = tl.load(depths_ptr + at, mask=live, other=0)
-    starts = tl.load(draft_starts_ptr + requests)
+    depths = tl.load(batch.rows.depths + at, mask=live, other=0)
+    starts = tl.load(batch.drafts.starts + requests)
     offsets = tl.where(live, at, 0).to(tl.int64) * stride
-    view = (logits_ptr, vocab, offsets, requests, depths, drafts_ptr, starts)
+    view = (batch.logits, vocab, offsets, requests, depths, batch.drafts.tokens, starts)
     ids, x, sound = tiles.shaped_tile(view, shaping, tile, num_dense, BLOCK, SHAPED)
     maxima = tl.max(x, axis=1)
-    y = tiles.distance(maxima, x, tiles.inverse(tl.load(temperatures_ptr + requests)))
+    y = tiles.distance(maxima, x, tiles.inverse(tl.load(batch.requests.temperatures + requests)))
     weights = tl.exp(-y)
     tl.store(tile_floats_ptr + out * 4, maxima, mask=live)
     tl.store(tile_floats_ptr + out * 4 + 1, tl.sum(weights, axis=1), mask=live)
@@ -115,7 +83,7 @@ def stats_kernel(
     raced, purposes = races(modes, PURPOSE)
     raced = raced & live
     if tl.max(raced.to(tl.int32), axis=0) > 0:
-        source = source_of(keys_ptr, positions_ptr, choices_ptr, requests, depths, purposes)
+        source = source_of(batch.noise, requests, depths, purposes)
         e = tiles.exponentials(source, ids, tile, num_dense, BLOCK, SHAPED)
         scores = tl.where(raced[:, None], weights / e, scores)
     best, winner = tiles.winners(scores, ids)
@@ -123,11 +91,11 @@ def stats_kernel(
     tl.store(tile_floats_ptr + out * 4 + 2, best, mask=live)
     tl.store(tile_floats_ptr + out * 4 + 3, of_winner, mask=live)
     tl.store(tile_ids_ptr + out * 2, winner, mask=live)
-    drafted = live & (depths < tl.load(draft_counts_ptr + requests))
-    draft = tl.load(drafts_ptr + starts + depths, mask=drafted, other=0)
+    drafted = live & (depths < tl.load(batch.drafts.counts + requests))
+    draft = tl.load(batch.drafts.tokens + starts + depths, mask=drafted, other=0)
     of_draft = tl.max(tl.where(ids == draft[:, None], x, float("-inf")), axis=1)
     # Only the tile that has the draft stores: the buffer starts as minus infinity.
-    tl.store(drafted_logits_ptr + at, of_draft, mask=drafted & (of_draft > float("-inf")))
+    tl.store(reduced.drafted_logits + at, of_draft, mask=drafted & (of_draft > float("-inf")))
 
 
 @triton.jit

@@ -28,7 +28,7 @@ def num_sparse(shaping, requests, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     """Sparse tiles of the longest list."""
     count = 0
     if SHAPED:
-        count = tl.cdiv(tl.max(tl.load(shaping[2] + requests), axis=0), BLOCK)
+        count = tl.cdiv(tl.max(tl.load(shaping[0].num_listed + requests), axis=0), BLOCK)
     return count
 
 
@@ -36,7 +36,8 @@ def num_sparse(shaping, requests, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
 def shaped_tile(view, shaping, tile, num_dense, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     """Token ids int32, shaped logits fp32, minus infinity where forbidden, and whether the logit in
     memory is finite (true beyond the vocabulary); [ROWS, BLOCK] each. `view`: logits, vocabulary
-    size, where rows begin, their requests and depths, draft tokens, where those of a row begin."""
+    size, where rows begin, their requests and depths, draft tokens, where those of a row begin.
+    `shaping`: a `LogitsShaping` (see `inputs`), and the width of its lists."""
     if SHAPED:
         if tile < num_dense:
             ids, x, sound = _dense_tile(view, tile, BLOCK)
@@ -67,7 +68,7 @@ def _finite(x):
 def _shape_dense(view, shaping, ids, x):
     vocab, requests = view[1], view[3]
     words = tl.cdiv(vocab, 32)
-    word_ptr = shaping[0] + requests[:, None].to(tl.int64) * words + ids // 32
+    word_ptr = shaping[0].plain + requests[:, None].to(tl.int64) * words + ids // 32
     word = tl.load(word_ptr, mask=ids < vocab, other=0)
     x = tl.where((word >> (ids % 32)) & 1 != 0, x, float("-inf"))
     drafted = _times_drafted(view, shaping, ids)
@@ -79,17 +80,19 @@ def _shape_dense(view, shaping, ids, x):
 @triton.jit
 def _sparse_tile(view, shaping, tile, BLOCK: tl.constexpr):
     logits_ptr, at, requests, depths = view[0], view[2], view[3], view[4]
-    width = shaping[8]
+    width = shaping[1]
     entry = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = entry < tl.load(shaping[2] + requests)[:, None]
+    inside = entry < tl.load(shaping[0].num_listed + requests)[:, None]
     entry = requests[:, None].to(tl.int64) * width + entry
-    ids = tl.load(shaping[1] + entry, mask=inside, other=NO_ID)
+    ids = tl.load(shaping[0].listed + entry, mask=inside, other=NO_ID)
     x = tl.load(logits_ptr + at[:, None] + ids, mask=inside, other=float("-inf")).to(tl.float32)
-    x = _finite(x) + tl.load(shaping[3] + entry, mask=inside, other=0.0)
-    marks = tl.load(shaping[5] + entry, mask=inside, other=0)
-    early = tl.load(shaping[7] + requests) > depths
+    x = _finite(x) + tl.load(shaping[0].bias + entry, mask=inside, other=0.0)
+    marks = tl.load(shaping[0].marks + entry, mask=inside, other=0)
+    early = tl.load(shaping[0].min_tokens + requests) > depths
     x = tl.where((marks & IS_STOP != 0) & early[:, None], float("-inf"), x)
-    count = tl.load(shaping[4] + entry, mask=inside, other=0) + _times_drafted(view, shaping, ids)
+    count = tl.load(shaping[0].counts + entry, mask=inside, other=0) + _times_drafted(
+        view, shaping, ids
+    )
     seen = (count > 0) | (marks & IN_PROMPT != 0)
     return ids, _penalised(shaping, requests, x, count, seen), ids >= 0
 
@@ -111,7 +114,7 @@ def _times_drafted(view, shaping, ids):
 
 @triton.jit
 def _penalties(shaping, requests):
-    at = shaping[6] + 3 * requests
+    at = shaping[0].penalties + 3 * requests
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 

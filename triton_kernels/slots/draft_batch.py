@@ -11,13 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.build.case import KernelCase, case_of
-from triton_kernels.slots.state import LIMITS, Asked, SlotState
-from triton_kernels.slots.target_batch import LANES, NUM_WARPS, owners_of, store_tokens
+from triton_kernels.slots.state import (
+    CATCH_UP,
+    LIMITS,
+    NEW_TOKENS,
+    NUM_DRAFTS,
+    STATE_TYPES,
+    WANTS,
+    SlotState,
+)
+from triton_kernels.slots.target_batch import LANES, NUM_WARPS, batch_cases, owners_of, store_tokens
 
-_NEW_TOKENS = tl.constexpr(Asked().num_new_tokens)
-_NUM_DRAFTS = tl.constexpr(Asked().num_drafts)
-_CATCH_UP = tl.constexpr(Asked().catch_up)
-_WANTS = tl.constexpr(Asked().wants_logits)
 _ROWS = 64
 _TAKE_WARPS = 2
 
@@ -68,48 +72,19 @@ class DraftLayout(NamedTuple):
 
 @triton.jit
 def draft_batch_kernel(
-    asked_ptr,
-    num_tokens_ptr,
-    draft_kv_len_ptr,
-    max_total_ptr,
-    failed_ptr,
-    slot_tokens_ptr,
-    blocks_ptr,
-    tokens_ptr,
-    positions_ptr,
-    kv_slots_ptr,
-    query_starts_ptr,
-    contexts_ptr,
-    row_starts_ptr,
-    row_slots_ptr,
-    row_tokens_ptr,
-    depths_ptr,
-    starts_ptr,
-    broken_ptr,
-    next_kv_ptr,
-    noise_positions_ptr,
-    num_slots,
-    token_width,
-    block_width,
-    most_tokens,
-    most_rows,
-    most_drafts,
-    most_token,
-    context_tokens,
-    BLOCK_SLOTS: tl.constexpr,
-    PAGE: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    state, layout, num_slots, token_width, block_width, most_tokens, most_rows, most_drafts,
+    most_token, context_tokens, BLOCK_SLOTS: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     every = tl.arange(0, BLOCK_SLOTS)
     some = every < num_slots
-    new_tokens = tl.load(asked_ptr + _NEW_TOKENS * num_slots + every, mask=some, other=0)
-    planned = tl.load(asked_ptr + _NUM_DRAFTS * num_slots + every, mask=some, other=0)
-    catch_up = tl.load(asked_ptr + _CATCH_UP * num_slots + every, mask=some, other=0)
-    wants = tl.load(asked_ptr + _WANTS * num_slots + every, mask=some, other=0) != 0
-    known = tl.load(num_tokens_ptr + every, mask=some, other=0)
-    kv = tl.load(draft_kv_len_ptr + every, mask=some, other=0)
-    total = tl.load(max_total_ptr + every, mask=some, other=0)
-    failed = tl.load(failed_ptr + every, mask=some, other=0) != 0
+    new_tokens = tl.load(state.asked + NEW_TOKENS * num_slots + every, mask=some, other=0)
+    planned = tl.load(state.asked + NUM_DRAFTS * num_slots + every, mask=some, other=0)
+    catch_up = tl.load(state.asked + CATCH_UP * num_slots + every, mask=some, other=0)
+    wants = tl.load(state.asked + WANTS * num_slots + every, mask=some, other=0) != 0
+    known = tl.load(state.num_tokens + every, mask=some, other=0)
+    kv = tl.load(state.draft_kv_len + every, mask=some, other=0)
+    total = tl.load(state.max_total + every, mask=some, other=0)
+    failed = tl.load(state.failed + every, mask=some, other=0) != 0
     works = (new_tokens > 0) & (failed == 0) & ((known < total) | (wants == 0))
     # A sequence never passes `max_total`; where that leaves nothing of a plan, its catch-up goes.
     allowed = tl.minimum(planned, tl.maximum(total - known - 1, 0))
@@ -126,31 +101,31 @@ def draft_batch_kernel(
     ends, row_ends = tl.cumsum(queries, 0), tl.cumsum(drafts, 0)
     rows, last = row_ends - drafts, ends - 1
     if tl.program_id(0) == 0:
-        tl.store(query_starts_ptr + every, ends - queries, mask=some)
-        tl.store(query_starts_ptr + num_slots, tl.sum(queries, 0))
-        tl.store(contexts_ptr + every, tl.where(queries > 0, kv + queries, 0), mask=some)
-        tl.store(row_starts_ptr + every, rows, mask=some)
-        tl.store(row_starts_ptr + num_slots, tl.sum(drafts, 0))
-        tl.store(depths_ptr + every, depths, mask=some)
-        tl.store(starts_ptr + every, rows * drafts * most_drafts, mask=some)
-        tl.store(broken_ptr + every, every * 0, mask=some)
+        tl.store(layout.query_starts + every, ends - queries, mask=some)
+        tl.store(layout.query_starts + num_slots, tl.sum(queries, 0))
+        tl.store(layout.contexts + every, tl.where(queries > 0, kv + queries, 0), mask=some)
+        tl.store(layout.row_starts + every, rows, mask=some)
+        tl.store(layout.row_starts + num_slots, tl.sum(drafts, 0))
+        tl.store(layout.depths + every, depths, mask=some)
+        tl.store(layout.starts + every, rows * drafts * most_drafts, mask=some)
+        tl.store(layout.broken + every, every * 0, mask=some)
         reached = tl.where(depths > 0, known - 1 + depths, kv + queries)
-        tl.store(next_kv_ptr + every, reached, mask=some)
-        tl.store(noise_positions_ptr + every, known.to(tl.int64), mask=some)
+        tl.store(layout.next_kv + every, reached, mask=some)
+        tl.store(layout.noise_positions + every, known.to(tl.int64), mask=some)
 
     lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
     owners = owners_of(ends, lanes, BLOCK_SLOTS)
     positions = lanes + tl.gather(kv - ends + queries, owners, 0)
     held = lanes < tl.sum(queries, 0)
     store_tokens(
-        slot_tokens_ptr, blocks_ptr, tokens_ptr, positions_ptr, kv_slots_ptr, lanes, owners,
-        positions, held, token_width, block_width, most_tokens, most_token, PAGE,
+        state, layout, lanes, owners, positions, held, token_width, block_width, most_tokens,
+        most_token, PAGE,
     )  # fmt: skip
     owners = owners_of(row_ends, lanes, BLOCK_SLOTS)
     held = lanes < tl.sum(drafts, 0)
     inside = lanes < most_rows
-    tl.store(row_slots_ptr + lanes, tl.where(held, owners, num_slots - 1), mask=inside)
-    tl.store(row_tokens_ptr + lanes, tl.where(held, tl.gather(last, owners, 0), 0), mask=inside)
+    tl.store(layout.row_slots + lanes, tl.where(held, owners, num_slots - 1), mask=inside)
+    tl.store(layout.row_tokens + lanes, tl.where(held, tl.gather(last, owners, 0), 0), mask=inside)
 
 
 def make_draft_batch(
@@ -167,90 +142,49 @@ def make_draft_batch(
     slots = len(state.num_tokens)
     if tuple(layout.query_starts.shape) != (slots + 1,):
         raise ValueError(f"layout: allocate it for {slots} slots")
-    names = ("tokens", "positions", "kv_slots", "query_starts", "contexts", "row_starts")
-    names += ("row_slots", "row_tokens", "depths", "starts", "broken", "next_kv")
     most = max(len(layout.tokens), len(layout.row_slots))
     draft_batch_kernel[(triton.cdiv(most, LANES),)](
-        state.asked,
-        state.num_tokens,
-        state.draft_kv_len,
-        state.max_total,
-        state.failed,
-        state.tokens,
-        state.blocks,
-        *(getattr(layout, name) for name in names),
-        layout.noise_positions,
-        slots,
-        state.tokens.shape[1],
-        state.blocks.shape[1],
-        len(layout.tokens),
-        len(layout.row_slots),
-        most_drafts,
-        most_token,
-        context_tokens,
-        BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)),
-        PAGE=block_size,
-        LANES=LANES,
-        num_warps=NUM_WARPS,
-        num_stages=1,
-    )
+        state, layout, slots, state.tokens.shape[1], state.blocks.shape[1], len(layout.tokens),
+        len(layout.row_slots), most_drafts, most_token, context_tokens,
+        BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)), PAGE=block_size, LANES=LANES,
+        num_warps=NUM_WARPS, num_stages=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["depth"])
 def take_drafts_kernel(
-    reduced_ptr,
-    num_tokens_ptr,
-    slot_tokens_ptr,
-    blocks_ptr,
-    tokens_ptr,
-    positions_ptr,
-    kv_slots_ptr,
-    row_contexts_ptr,
-    row_slots_ptr,
-    depths_ptr,
-    broken_ptr,
-    drafts_ptr,
-    draft_slots_ptr,
-    draft_depths_ptr,
-    num_rows,
-    num_slots,
-    depth,
-    token_width,
-    block_width,
-    most_drafts,
-    most_token,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    reduced_ptr, state, layout, num_rows, num_slots, depth, token_width, block_width, most_drafts,
+    most_token, PAGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
-    slot = tl.load(row_slots_ptr + row, mask=live, other=num_slots - 1)
-    deep = tl.load(depths_ptr + slot, mask=slot < num_slots - 1, other=0)
-    known = tl.load(num_tokens_ptr + slot)
+    slot = tl.load(layout.row_slots + row, mask=live, other=num_slots - 1)
+    deep = tl.load(layout.depths + slot, mask=slot < num_slots - 1, other=0)
+    known = tl.load(state.num_tokens + slot)
     token = tl.load(reduced_ptr + 4 * row, mask=live, other=0)
     sound = tl.load(reduced_ptr + 4 * row + 3, mask=live, other=1) != 0
     decides = depth < deep
     breaks = decides & (sound == 0)
     # What was drawn before stands: dropped for what it led to, it would move the law.
-    tl.store(broken_ptr + slot, row * 0 + 1, mask=breaks)
-    tl.store(depths_ptr + slot, row * 0 + depth, mask=breaks)
+    tl.store(layout.broken + slot, row * 0 + 1, mask=breaks)
+    tl.store(layout.depths + slot, row * 0 + depth, mask=breaks)
     stands = decides & sound
     draft = row * most_drafts + depth
-    tl.store(drafts_ptr + draft, token, mask=live)
-    tl.store(draft_slots_ptr + draft, tl.where(stands, slot, num_slots - 1), mask=live)
-    tl.store(draft_depths_ptr + draft, row * 0 + depth, mask=live)
+    tl.store(layout.drafts + draft, token, mask=live)
+    tl.store(layout.draft_slots + draft, tl.where(stands, slot, num_slots - 1), mask=live)
+    tl.store(layout.draft_depths + draft, row * 0 + depth, mask=live)
     position = known + depth
     slot = slot.to(tl.int64)
-    tl.store(slot_tokens_ptr + slot * token_width + position, token, mask=stands)
+    tl.store(state.tokens + slot * token_width + position, token, mask=stands)
     # The next pass; a row that goes no deeper looks at its first key and writes nothing.
     goes = stands & (depth + 1 < deep)
-    block = tl.load(blocks_ptr + slot * block_width + position // PAGE, mask=goes, other=0)
+    block = tl.load(state.blocks + slot * block_width + position // PAGE, mask=goes, other=0)
     kv_slot = tl.where(goes, block * PAGE + position % PAGE, -1)
-    tl.store(tokens_ptr + row, tl.where(goes, tl.minimum(token, most_token), 0), mask=live)
-    tl.store(positions_ptr + row, tl.where(goes, position, 0), mask=live)
-    tl.store(kv_slots_ptr + row, kv_slot, mask=live)
+    tl.store(layout.tokens + row, tl.where(goes, tl.minimum(token, most_token), 0), mask=live)
+    tl.store(layout.positions + row, tl.where(goes, position, 0), mask=live)
+    tl.store(layout.kv_slots + row, kv_slot, mask=live)
     context = tl.where(goes, position + 1, 1)
-    tl.store(row_contexts_ptr + slot, context, mask=live & (slot < num_slots - 1))
+    tl.store(layout.row_contexts + slot, context, mask=live & (slot < num_slots - 1))
 
 
 def take_drafts(
@@ -272,43 +206,19 @@ def take_drafts(
         )
     if num_rows > len(layout.row_slots):
         raise ValueError(f"reduced_ids: {num_rows} rows, layout for {len(layout.row_slots)}")
-    names = ("tokens", "positions", "kv_slots", "row_contexts", "row_slots", "depths", "broken")
-    names += ("drafts", "draft_slots", "draft_depths")
     take_drafts_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        reduced_ids,
-        state.num_tokens,
-        state.tokens,
-        state.blocks,
-        *(getattr(layout, name) for name in names),
-        num_rows,
-        slots,
-        depth,
-        state.tokens.shape[1],
-        state.blocks.shape[1],
-        most_drafts,
-        most_token,
-        PAGE=block_size,
-        ROWS=_ROWS,
-        num_warps=_TAKE_WARPS,
-        num_stages=1,
-    )
+        reduced_ids, state, layout, num_rows, slots, depth, state.tokens.shape[1],
+        state.blocks.shape[1], most_drafts, most_token, PAGE=block_size, ROWS=_ROWS,
+        num_warps=_TAKE_WARPS, num_stages=1,
+    )  # fmt: skip
 
 
 def cases() -> list[KernelCase]:
-    types = {"noise_positions_ptr": "*i64"}
-    take = {"PAGE": 16, "ROWS": _ROWS}
-    found = [
-        case_of(
-            "slots_draft_batch",
-            f"{slots} slots",
-            draft_batch_kernel,
-            {"BLOCK_SLOTS": slots, "PAGE": 16, "LANES": LANES},
-            LIMITS,
-            num_warps=NUM_WARPS,
-            types=types,
-        )
-        for slots in (16, 64, 1024)
-    ]
-    config = f"{_ROWS} rows"
-    taken = case_of("slots_take", config, take_drafts_kernel, take, LIMITS, num_warps=_TAKE_WARPS)
+    layout = DraftLayout(*["*i32"] * len(DraftLayout._fields))._replace(noise_positions="*i64")
+    types = {"state": STATE_TYPES, "layout": layout}
+    found = batch_cases("slots_draft_batch", draft_batch_kernel, types)
+    made, config = {"PAGE": 16, "ROWS": _ROWS}, f"{_ROWS} rows"
+    taken = case_of(
+        "slots_take", config, take_drafts_kernel, made, LIMITS, num_warps=_TAKE_WARPS, types=types
+    )
     return [*found, taken]

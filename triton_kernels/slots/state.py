@@ -65,6 +65,9 @@ class Asked(NamedTuple):
     drafting: int = 4  # for all slots alike: whether anybody drafts or catches up in this step
 
 
+NEW_TOKENS, NUM_DRAFTS, CATCH_UP, WANTS, DRAFTING = map(tl.constexpr, Asked())
+
+
 class SlotState(NamedTuple):
     """Views of the arena, [slots] or [slots, n]. A slot knows `num_tokens` tokens; drafts of the
     step in progress lie behind them. `kv_len` and `draft_kv_len` count valid KV positions."""
@@ -96,6 +99,12 @@ class SlotState(NamedTuple):
     @property
     def shaping(self) -> LogitsShaping:
         return LogitsShaping(*(getattr(self, name) for name in LogitsShaping._fields))
+
+
+_FLOATS = dict.fromkeys(("temperatures", "top_p", "min_p", "bias", "penalties"), "*fp32")
+STATE_TYPES = SlotState(*["*i32"] * len(SlotState._fields))._replace(
+    **_FLOATS, keys="*i64", choices="*i64"
+)
 
 
 class FieldPlace(NamedTuple):

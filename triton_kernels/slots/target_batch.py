@@ -7,7 +7,8 @@ tokens; whose they are, each counts for itself.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,15 +17,12 @@ from torch import Tensor
 
 from triton_kernels.build.case import KernelCase, case_of
 from triton_kernels.sampling import inputs as rows_module
-from triton_kernels.slots.state import LIMITS, Asked, SlotState
+from triton_kernels.slots.state import DRAFTING, LIMITS, NEW_TOKENS, STATE_TYPES, WANTS, SlotState
 
 IDLE = tl.constexpr(0)  # no row, failed, or at its end
 RUNS = tl.constexpr(1)
 MISFIT = tl.constexpr(2)  # the plan does not fit the sequence: nothing is computed
 GREEDY = tl.constexpr(rows_module.GREEDY)
-NEW_TOKENS = tl.constexpr(Asked().num_new_tokens)
-WANTS = tl.constexpr(Asked().wants_logits)
-DRAFTING = tl.constexpr(Asked().drafting)
 LANES = 128
 NUM_WARPS = 4
 
@@ -64,6 +62,9 @@ class TargetLayout(NamedTuple):
         )
 
 
+TARGET_TYPES = TargetLayout(*["*i32"] * (len(TargetLayout._fields) - 1), "*i64")
+
+
 @triton.jit
 def owners_of(ends, items, BLOCK: tl.constexpr):
     """The slot of each of `items` [LANES]: how many of `ends` [BLOCK], ascending, it has behind it;
@@ -78,63 +79,34 @@ def owners_of(ends, items, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_tokens(
-    slot_tokens_ptr, blocks_ptr, tokens_ptr, positions_ptr, kv_slots_ptr, lanes, owners, positions,
-    held, token_width, block_width, most_tokens, most_token, PAGE: tl.constexpr,
+    state, layout, lanes, owners, positions, held, token_width, block_width, most_tokens,
+    most_token, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Ids, positions and KV slots of flat tokens; of padding, where they are not `held`."""
     owners = owners.to(tl.int64)
-    token = tl.load(slot_tokens_ptr + owners * token_width + positions, mask=held, other=0)
-    block = tl.load(blocks_ptr + owners * block_width + positions // PAGE, mask=held, other=0)
+    token = tl.load(state.tokens + owners * token_width + positions, mask=held, other=0)
+    block = tl.load(state.blocks + owners * block_width + positions // PAGE, mask=held, other=0)
     kv_slot = tl.where(held, block * PAGE + positions % PAGE, -1)
     inside = lanes < most_tokens
-    tl.store(tokens_ptr + lanes, tl.minimum(token, most_token), mask=inside)
-    tl.store(positions_ptr + lanes, tl.where(held, positions, 0), mask=inside)
-    tl.store(kv_slots_ptr + lanes, kv_slot, mask=inside)
+    tl.store(layout.tokens + lanes, tl.minimum(token, most_token), mask=inside)
+    tl.store(layout.positions + lanes, tl.where(held, positions, 0), mask=inside)
+    tl.store(layout.kv_slots + lanes, kv_slot, mask=inside)
 
 
 @triton.jit
 def target_batch_kernel(
-    asked_ptr,
-    num_tokens_ptr,
-    kv_len_ptr,
-    max_total_ptr,
-    failed_ptr,
-    slot_modes_ptr,
-    slot_tokens_ptr,
-    blocks_ptr,
-    depths_ptr,
-    tokens_ptr,
-    positions_ptr,
-    kv_slots_ptr,
-    query_starts_ptr,
-    contexts_ptr,
-    logit_tokens_ptr,
-    logit_slots_ptr,
-    logit_depths_ptr,
-    logit_starts_ptr,
-    states_ptr,
-    num_drafted_ptr,
-    modes_ptr,
-    noise_positions_ptr,
-    num_slots,
-    token_width,
-    block_width,
-    most_tokens,
-    most_logits,
-    most_token,
-    BLOCK_SLOTS: tl.constexpr,
-    PAGE: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    state, depths_ptr, layout, num_slots, token_width, block_width, most_tokens, most_logits,
+    most_token, BLOCK_SLOTS: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     every = tl.arange(0, BLOCK_SLOTS)
     some = every < num_slots
-    new_tokens = tl.load(asked_ptr + NEW_TOKENS * num_slots + every, mask=some, other=0)
-    wants = tl.load(asked_ptr + WANTS * num_slots + every, mask=some, other=0) != 0
-    drafting = tl.load(asked_ptr + DRAFTING * num_slots + every, mask=some, other=0) != 0
-    known = tl.load(num_tokens_ptr + every, mask=some, other=0)
-    kv = tl.load(kv_len_ptr + every, mask=some, other=0)
-    total = tl.load(max_total_ptr + every, mask=some, other=0)
-    failed = tl.load(failed_ptr + every, mask=some, other=0) != 0
+    new_tokens = tl.load(state.asked + NEW_TOKENS * num_slots + every, mask=some, other=0)
+    wants = tl.load(state.asked + WANTS * num_slots + every, mask=some, other=0) != 0
+    drafting = tl.load(state.asked + DRAFTING * num_slots + every, mask=some, other=0) != 0
+    known = tl.load(state.num_tokens + every, mask=some, other=0)
+    kv = tl.load(state.kv_len + every, mask=some, other=0)
+    total = tl.load(state.max_total + every, mask=some, other=0)
+    failed = tl.load(state.failed + every, mask=some, other=0) != 0
     drafted = tl.load(depths_ptr + every, mask=some & drafting, other=0)
     idle = (new_tokens == 0) | failed | ((known >= total) & wants)
     reached = kv + new_tokens
@@ -144,43 +116,38 @@ def target_batch_kernel(
     wanted = tl.where(runs & wants, 1 + drafted, 0)
     ends, logit_ends = tl.cumsum(queries, 0), tl.cumsum(wanted, 0)
     if tl.program_id(0) == 0:
-        tl.store(query_starts_ptr + every, ends - queries, mask=some)
-        tl.store(query_starts_ptr + num_slots, tl.sum(queries, 0))
-        tl.store(contexts_ptr + every, tl.where(queries > 0, kv + queries, 0), mask=some)
+        tl.store(layout.query_starts + every, ends - queries, mask=some)
+        tl.store(layout.query_starts + num_slots, tl.sum(queries, 0))
+        tl.store(layout.contexts + every, tl.where(queries > 0, kv + queries, 0), mask=some)
         first_logits = tl.where(wanted > 0, logit_ends - wanted, 0)
-        tl.store(logit_starts_ptr + every, first_logits, mask=some)
-        state = tl.where(runs, RUNS, tl.where(idle, IDLE, MISFIT))
-        tl.store(states_ptr + every, state, mask=some)
-        tl.store(num_drafted_ptr + every, drafted, mask=some)
-        mode = tl.load(slot_modes_ptr + every, mask=some, other=GREEDY)
-        tl.store(modes_ptr + every, tl.where(wanted > 0, mode, GREEDY), mask=some)
-        tl.store(noise_positions_ptr + every, known.to(tl.int64), mask=some)
+        tl.store(layout.logit_starts + every, first_logits, mask=some)
+        phase = tl.where(runs, RUNS, tl.where(idle, IDLE, MISFIT))
+        tl.store(layout.states + every, phase, mask=some)
+        tl.store(layout.num_drafted + every, drafted, mask=some)
+        mode = tl.load(state.modes + every, mask=some, other=GREEDY)
+        tl.store(layout.modes + every, tl.where(wanted > 0, mode, GREEDY), mask=some)
+        tl.store(layout.noise_positions + every, known.to(tl.int64), mask=some)
 
     lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
     owners = owners_of(ends, lanes, BLOCK_SLOTS)
     positions = lanes + tl.gather(kv - ends + queries, owners, 0)
     held = lanes < tl.sum(queries, 0)
     store_tokens(
-        slot_tokens_ptr, blocks_ptr, tokens_ptr, positions_ptr, kv_slots_ptr, lanes, owners,
-        positions, held, token_width, block_width, most_tokens, most_token, PAGE,
+        state, layout, lanes, owners, positions, held, token_width, block_width, most_tokens,
+        most_token, PAGE,
     )  # fmt: skip
     owners = owners_of(logit_ends, lanes, BLOCK_SLOTS)
     held = lanes < tl.sum(wanted, 0)
     depths = lanes - tl.gather(logit_ends - wanted, owners, 0)
     token = tl.gather(ends - wanted, owners, 0) + depths
     inside = lanes < most_logits
-    tl.store(logit_tokens_ptr + lanes, tl.where(held, token, 0), mask=inside)
-    tl.store(logit_slots_ptr + lanes, tl.where(held, owners, num_slots - 1), mask=inside)
-    tl.store(logit_depths_ptr + lanes, tl.where(held, depths, 0), mask=inside)
+    tl.store(layout.logit_tokens + lanes, tl.where(held, token, 0), mask=inside)
+    tl.store(layout.logit_slots + lanes, tl.where(held, owners, num_slots - 1), mask=inside)
+    tl.store(layout.logit_depths + lanes, tl.where(held, depths, 0), mask=inside)
 
 
 def make_target_batch(
-    state: SlotState,
-    depths: Tensor,
-    layout: TargetLayout,
-    *,
-    block_size: int,
-    most_token: int,
+    state: SlotState, depths: Tensor, layout: TargetLayout, *, block_size: int, most_token: int
 ) -> None:
     """Fill `layout` for what `state.asked` asks, token ids cut to `most_token`. `depths` int32 [S]:
     drafts that lie behind the known tokens, read only in a step that drafts."""
@@ -191,42 +158,22 @@ def make_target_batch(
         raise ValueError(f"layout: allocate it for {slots} slots")
     most = max(len(layout.tokens), len(layout.logit_tokens))
     target_batch_kernel[(triton.cdiv(most, LANES),)](
-        state.asked,
-        state.num_tokens,
-        state.kv_len,
-        state.max_total,
-        state.failed,
-        state.modes,
-        state.tokens,
-        state.blocks,
-        depths,
-        *layout,
-        slots,
-        state.tokens.shape[1],
-        state.blocks.shape[1],
-        len(layout.tokens),
-        len(layout.logit_tokens),
-        most_token,
-        BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)),
-        PAGE=block_size,
-        LANES=LANES,
-        num_warps=NUM_WARPS,
-        num_stages=1,
-    )
+        state, depths, layout, slots, state.tokens.shape[1], state.blocks.shape[1],
+        len(layout.tokens), len(layout.logit_tokens), most_token,
+        BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)), PAGE=block_size, LANES=LANES,
+        num_warps=NUM_WARPS, num_stages=1,
+    )  # fmt: skip
 
 
 def cases() -> list[KernelCase]:
-    types = {"noise_positions_ptr": "*i64"}
-    common = {"PAGE": 16, "LANES": LANES}
+    types = {"state": STATE_TYPES, "layout": TARGET_TYPES}
+    return batch_cases("slots_target_batch", target_batch_kernel, types)
+
+
+def batch_cases(name: str, kernel: Any, types: dict[str, Any]) -> list[KernelCase]:
+    made = {"PAGE": 16, "LANES": LANES}
+    case = partial(case_of, limits=LIMITS, num_warps=NUM_WARPS, types=types)
     return [
-        case_of(
-            "slots_target_batch",
-            f"{slots} slots",
-            target_batch_kernel,
-            {"BLOCK_SLOTS": slots, **common},
-            LIMITS,
-            num_warps=NUM_WARPS,
-            types=types,
-        )
+        case(name, f"{slots} slots", kernel, made | {"BLOCK_SLOTS": slots})
         for slots in (16, 64, 1024)
     ]

@@ -67,60 +67,53 @@ def _residual(p, q):
 
 @triton.jit
 def _accept_kernel(
-    modes_ptr,
-    temperatures_ptr,
-    keys_ptr,
-    choices_ptr,
-    positions_ptr,
-    drafts_ptr,
-    draft_starts_ptr,
-    draft_counts_ptr,
-    starts_ptr,
-    certain_ptr,
-    row_floats_ptr,
-    row_ids_ptr,
-    drafted_logits_ptr,
-    q_floats_ptr,
-    q_ids_ptr,
-    q_logits_ptr,
-    accepted_ptr,
-    next_ptr,
-    finite_ptr,
-    num_requests,
-    PROPOSED: tl.constexpr,
-    REQUESTS: tl.constexpr,
-):
+    batch, starts_ptr, proposals, reduced, q_reduced, decision, num_requests,
+    PROPOSED: tl.constexpr, REQUESTS: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
     live = request < num_requests
     request = tl.where(live, request, 0)
-    count = tl.load(draft_counts_ptr + request)
-    start, draft_start = tl.load(starts_ptr + request), tl.load(draft_starts_ptr + request)
-    ratio = tl.load(modes_ptr + request) == REJECTION
-    inverse = tiles.inverse(tl.load(temperatures_ptr + request))
-    seeds, choices = noise_device.load_seeds(keys_ptr, request), tl.load(choices_ptr + request)
-    position = tl.load(positions_ptr + request)
+    count = tl.load(batch.drafts.counts + request)
+    start, draft_start = tl.load(starts_ptr + request), tl.load(batch.drafts.starts + request)
+    ratio = tl.load(batch.requests.modes + request) == REJECTION
+    inverse = tiles.inverse(tl.load(batch.requests.temperatures + request))
+    seeds, choices = (
+        noise_device.load_seeds(batch.noise.keys, request),
+        tl.load(batch.noise.choices + request),
+    )
+    position = tl.load(batch.noise.positions + request)
     accepted = tl.zeros([REQUESTS], tl.int32)
-    finite = tl.load(row_ids_ptr + 4 * start + 3)
+    finite = tl.load(reduced.ids + 4 * start + 3)
     for j in range(tl.max(count, axis=0)):
         there = j < count
         row = tl.where(there, start + j, start)
-        finite &= tl.load(row_ids_ptr + 4 * tl.where(there, row + 1, start) + 3)
-        draft = tl.load(drafts_ptr + draft_start + j, mask=there, other=0)
-        own = tl.load(row_ids_ptr + 4 * row)
-        p = _chance(row_floats_ptr, row_ids_ptr, drafted_logits_ptr, row, draft, inverse, there)
+        finite &= tl.load(reduced.ids + 4 * tl.where(there, row + 1, start) + 3)
+        draft = tl.load(batch.drafts.tokens + draft_start + j, mask=there, other=0)
+        own = tl.load(reduced.ids + 4 * row)
+        p = _chance(reduced.floats, reduced.ids, reduced.drafted_logits, row, draft, inverse, there)
         purposes = tl.full([REQUESTS], ACCEPT, tl.int32)
         words = noise_device.scalar_words(seeds, position + j, choices, purposes)
         threshold = noise_device.uniform(words)
         if PROPOSED:
-            unsure = there & ratio & (tl.load(certain_ptr + request) == 0)
+            unsure = there & ratio & (tl.load(proposals.certain + request) == 0)
             row = draft_start + j
-            q = _chance(q_floats_ptr, q_ids_ptr, q_logits_ptr, row, draft, inverse, unsure)
+            q = _chance(
+                q_reduced.floats,
+                q_reduced.ids,
+                q_reduced.drafted_logits,
+                row,
+                draft,
+                inverse,
+                unsure,
+            )
             threshold = tl.where(unsure, threshold * q, threshold)
         passes = tl.where(ratio, _accepts(threshold, p), own == draft)
         accepted += (there & passes & (accepted == j)).to(tl.int32)
-    tl.store(accepted_ptr + request, accepted, mask=live)
-    tl.store(next_ptr + request, tl.load(row_ids_ptr + 4 * (start + accepted)), mask=live)
-    tl.store(finite_ptr + request, finite, mask=live)
+    tl.store(decision.num_accepted + request, accepted, mask=live)
+    tl.store(
+        decision.next_tokens + request, tl.load(reduced.ids + 4 * (start + accepted)), mask=live
+    )
+    tl.store(decision.finite + request, finite, mask=live)
 
 
 @triton.jit
@@ -139,44 +132,10 @@ def _law_of_tile(
 
 @triton.jit
 def _replace_kernel(
-    logits_ptr,
-    q_logits_ptr,
-    modes_ptr,
-    temperatures_ptr,
-    keys_ptr,
-    choices_ptr,
-    positions_ptr,
-    drafts_ptr,
-    draft_starts_ptr,
-    draft_counts_ptr,
-    starts_ptr,
-    certain_ptr,
-    plain_ptr,
-    listed_ptr,
-    num_listed_ptr,
-    bias_ptr,
-    counts_ptr,
-    marks_ptr,
-    penalties_ptr,
-    min_tokens_ptr,
-    row_floats_ptr,
-    row_ids_ptr,
-    q_floats_ptr,
-    q_ids_ptr,
-    accepted_ptr,
-    tile_scores_ptr,
-    tile_ids_ptr,
-    num_requests,
-    vocab,
-    stride,
-    q_stride,
-    list_width,
-    num_tiles,
-    PROPOSED: tl.constexpr,
-    SHAPED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    batch, starts_ptr, proposals, reduced, q_reduced, decision, tile_scores_ptr, tile_ids_ptr,
+    num_requests, vocab, stride, q_stride, list_width, num_tiles, PROPOSED: tl.constexpr,
+    SHAPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """tile_scores fp32 [B, tiles, 2] and tile_ids int32 [B, tiles, 2]: who wins the race of the
     residual max(0, p - q), or of p behind accepted drafts, and who wins that of p in any case."""
     tile = tl.program_id(1)
@@ -184,38 +143,52 @@ def _replace_kernel(
     request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = request < num_requests
     request = tl.where(live, request, 0)
-    live = live & (tl.load(modes_ptr + request) == REJECTION)
+    live = live & (tl.load(batch.requests.modes + request) == REJECTION)
     if tl.max(live.to(tl.int32), axis=0) == 0:
         return
-    shaping = (
-        plain_ptr, listed_ptr, num_listed_ptr, bias_ptr, counts_ptr, marks_ptr, penalties_ptr,
-        min_tokens_ptr, list_width,
-    )  # fmt: skip
+    shaping = (batch.shaping, list_width)
     if tile >= num_dense + tiles.num_sparse(shaping, request, BLOCK, SHAPED):
         return
-    depth = tl.load(accepted_ptr + request)
-    draft_start = tl.load(draft_starts_ptr + request)
-    inverse = tiles.inverse(tl.load(temperatures_ptr + request))
+    depth = tl.load(decision.num_accepted + request)
+    draft_start = tl.load(batch.drafts.starts + request)
+    inverse = tiles.inverse(tl.load(batch.requests.temperatures + request))
     row = tl.load(starts_ptr + request) + depth
-    view = (logits_ptr, vocab, row.to(tl.int64) * stride, request, depth, drafts_ptr, draft_start)
-    ids, p = _law_of_tile(
-        view, shaping, row_floats_ptr, row_ids_ptr, row, inverse, tile, num_dense, BLOCK, SHAPED
+    view = (
+        batch.logits,
+        vocab,
+        row.to(tl.int64) * stride,
+        request,
+        depth,
+        batch.drafts.tokens,
+        draft_start,
     )
-    rejected = depth < tl.load(draft_counts_ptr + request)
-    draft = tl.load(drafts_ptr + draft_start + depth, mask=rejected, other=0)
+    ids, p = _law_of_tile(
+        view, shaping, reduced.floats, reduced.ids, row, inverse, tile, num_dense, BLOCK, SHAPED
+    )
+    rejected = depth < tl.load(batch.drafts.counts + request)
+    draft = tl.load(batch.drafts.tokens + draft_start + depth, mask=rejected, other=0)
     q = (rejected[:, None] & (ids == draft[:, None])).to(tl.float32)
     if PROPOSED:
-        unsure = live & rejected & (tl.load(certain_ptr + request) == 0)
+        unsure = live & rejected & (tl.load(proposals.certain + request) == 0)
         if tl.max(unsure.to(tl.int32), axis=0) > 0:
             row = tl.where(unsure, draft_start + depth, 0)
             at = row.to(tl.int64) * q_stride
-            view = (q_logits_ptr, vocab, at, request, depth, drafts_ptr, draft_start)
+            view = (proposals.logits, vocab, at, request, depth, batch.drafts.tokens, draft_start)
             _, drawn_from = _law_of_tile(
-                view, shaping, q_floats_ptr, q_ids_ptr, row, inverse, tile, num_dense, BLOCK, SHAPED
+                view,
+                shaping,
+                q_reduced.floats,
+                q_reduced.ids,
+                row,
+                inverse,
+                tile,
+                num_dense,
+                BLOCK,
+                SHAPED,
             )
             q = tl.where(unsure[:, None], drawn_from, q)
     purposes = tl.where(rejected, RESIDUAL, BONUS)
-    source = source_of(keys_ptr, positions_ptr, choices_ptr, request, depth, purposes)
+    source = source_of(batch.noise, request, depth, purposes)
     e = tiles.exponentials(source, ids, tile, num_dense, BLOCK, SHAPED)
     best, winner = tiles.winners(_residual(p, q) / e, ids)
     best_of_p, winner_of_p = tiles.winners(p / e, ids)
@@ -228,27 +201,17 @@ def _replace_kernel(
 
 @triton.jit
 def _finish_kernel(
-    modes_ptr,
-    num_listed_ptr,
-    tile_scores_ptr,
-    tile_ids_ptr,
-    next_ptr,
-    num_requests,
-    vocab,
-    num_tiles,
-    SHAPED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    batch, decision, tile_scores_ptr, tile_ids_ptr, num_requests, vocab, num_tiles,
+    SHAPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     """The next token of requests of mode REJECTION, from the tiles that `_replace_kernel` left."""
     request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = request < num_requests
     request = tl.where(live, request, 0)
-    live = live & (tl.load(modes_ptr + request) == REJECTION)
+    live = live & (tl.load(batch.requests.modes + request) == REJECTION)
     used = tl.cdiv(vocab, BLOCK)
     if SHAPED:
-        used += tl.cdiv(tl.max(tl.load(num_listed_ptr + request), axis=0), BLOCK)
+        used += tl.cdiv(tl.max(tl.load(batch.shaping.num_listed + request), axis=0), BLOCK)
     tile = tl.arange(0, TILES)[None, :]
     there = live[:, None] & (tile < used)
     entry = (request[:, None].to(tl.int64) * num_tiles + tile) * 2
@@ -257,7 +220,7 @@ def _finish_kernel(
     scores = tl.load(tile_scores_ptr + entry + 1, mask=there, other=0.0)
     _, of_p = tiles.winners(scores, tl.load(tile_ids_ptr + entry + 1, mask=there, other=0))
     # Round-off where p and q are nearly equal may leave no residual: then p itself is the law.
-    tl.store(next_ptr + request, tl.where(best > 0.0, winner, of_p), mask=live)
+    tl.store(decision.next_tokens + request, tl.where(best > 0.0, winner, of_p), mask=live)
 
 
 def verify_logits(
@@ -278,17 +241,19 @@ def verify_logits(
         return decision
     common = launch.arguments(batch) | {
         "starts_ptr": starts,
-        "certain_ptr": None if proposals is None else proposals.certain,
-        "row_floats_ptr": reduced.floats,
-        "row_ids_ptr": reduced.ids,
-        "q_floats_ptr": None if q is None else q.floats,
-        "q_ids_ptr": None if q is None else q.ids,
-        "accepted_ptr": decision.num_accepted,
+        "proposals": proposals,
+        "reduced": reduced,
+        "q_reduced": q,
+        "decision": decision,
         "num_requests": count,
+        "q_stride": 0 if proposals is None else proposals.logits.stride(0),
         "PROPOSED": proposals is not None,
+        "REQUESTS": REQUESTS_A_PROGRAM,
+        **launch.shape(batch, tiling),
     }
-    _accept(common, reduced, q, decision)
-    _replace(common, batch, proposals, decision, tiling)
+    few = common | {"num_warps": ACCEPT_WARPS}
+    launch.launch(_accept_kernel, (triton.cdiv(count, REQUESTS_A_PROGRAM),), few)
+    _replace(common, tiling)
     return decision
 
 
@@ -303,72 +268,37 @@ def _reduce_proposals(batch: LogitsBatch, proposals: Proposals, tiling: Tiling) 
     return launch.reduce_tiles(drawn_from, None, tiling, of_drafts=True)
 
 
-def _accept(
-    common: dict[str, Any], reduced: Reduced, q: Reduced | None, decision: VerifyOutput
-) -> None:
-    names = set(_accept_kernel.arg_names)
-    blocks = triton.cdiv(common["num_requests"], REQUESTS_A_PROGRAM)
-    _accept_kernel[(blocks,)](
-        **{name: value for name, value in common.items() if name in names - {"q_logits_ptr"}},
-        drafted_logits_ptr=reduced.drafted_logits,
-        q_logits_ptr=None if q is None else q.drafted_logits,
-        next_ptr=decision.next_tokens,
-        finite_ptr=decision.finite,
-        REQUESTS=REQUESTS_A_PROGRAM,
-        num_warps=ACCEPT_WARPS,
-        num_stages=launch.NUM_STAGES,
-        enable_fp_fusion=False,
-    )
-
-
-def _replace(
-    common: dict[str, Any],
-    batch: LogitsBatch,
-    proposals: Proposals | None,
-    decision: VerifyOutput,
-    tiling: Tiling,
-) -> None:
-    count, num_tiles = common["num_requests"], launch.num_tiles_of(batch, tiling)
-    shape, device = (count, num_tiles, 2), batch.logits.device
-    scratch = {
+def _replace(common: dict[str, Any], tiling: Tiling) -> None:
+    batch, count = common["batch"], common["num_requests"]
+    num_tiles, device = launch.num_tiles_of(batch, tiling), batch.logits.device
+    shape, blocks = (count, num_tiles, 2), triton.cdiv(count, tiling.rows)
+    common = common | {
         "tile_scores_ptr": torch.empty(shape, dtype=torch.float32, device=device),
         "tile_ids_ptr": torch.empty(shape, dtype=torch.int32, device=device),
         "num_tiles": num_tiles,
-        **launch.shape(batch, tiling),
+        "TILES": triton.next_power_of_2(num_tiles),
     }
-    names = set(_replace_kernel.arg_names)
-    blocks = triton.cdiv(count, tiling.rows)
-    _replace_kernel[(blocks, num_tiles)](
-        **{name: value for name, value in common.items() if name in names},
-        q_logits_ptr=None if proposals is None else proposals.logits,
-        q_stride=0 if proposals is None else proposals.logits.stride(0),
-        **scratch,
-    )
-    _finish_kernel[(blocks,)](
-        modes_ptr=batch.requests.modes,
-        num_listed_ptr=common["num_listed_ptr"],
-        next_ptr=decision.next_tokens,
-        num_requests=count,
-        vocab=common["vocab"],
-        TILES=triton.next_power_of_2(num_tiles),
-        **scratch,
-    )
+    launch.launch(_replace_kernel, (blocks, num_tiles), common)
+    launch.launch(_finish_kernel, (blocks,), common)
 
 
 def cases() -> list[KernelCase]:
     """bf16 logits; with and without shaping, with and without proposals."""
-    found = []
+    drawn: dict[str, Any] = {"proposals": launch.PROPOSALS, "q_reduced": launch.REDUCED}
+    types = drawn | {"decision": VerifyOutput(*["*i32"] * 3)}
+    found, accepting = [], []
     for shaped, proposed in itertools.product((True, False), repeat=2):
-        constexprs = {"SHAPED": shaped, "ROWS": 1, "BLOCK": TILING.block}
-        config = f"{'shaped' if shaped else 'plain'} {'drawn' if proposed else 'certain'} drafts"
-        made = constexprs | {"PROPOSED": proposed}
-        found.append(launch.case_of("verify_replace", config, _replace_kernel, made))
+        made = {"SHAPED": shaped, "ROWS": 1, "BLOCK": TILING.block}
+        how = {"PROPOSED": proposed, **({} if proposed else dict.fromkeys(drawn))}
+        drafts = f"{'drawn' if proposed else 'certain'} drafts"
+        config = f"{'shaped' if shaped else 'plain'} {drafts}"
+        case = launch.case_of("verify_replace", config, _replace_kernel, made | how, **types)
+        found.append(case)
         if proposed:
-            made = constexprs | {"TILES": 64}
-            found.append(launch.case_of("verify_finish", config, _finish_kernel, made))
-    for proposed in (False, True):
-        made = {"PROPOSED": proposed, "REQUESTS": REQUESTS_A_PROGRAM}
-        config = f"{'drawn' if proposed else 'certain'} drafts"
-        case = launch.case_of("verify_accept", config, _accept_kernel, made)
-        found.append(case._replace(num_warps=ACCEPT_WARPS))
-    return found
+            made |= {"TILES": 64}
+            found.append(launch.case_of("verify_finish", config, _finish_kernel, made, **types))
+        if shaped:
+            how |= {"REQUESTS": REQUESTS_A_PROGRAM}
+            case = launch.case_of("verify_accept", drafts, _accept_kernel, how, **types)
+            accepting.insert(0, case._replace(num_warps=ACCEPT_WARPS))
+    return found + accepting

@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_kernels.sampling.inputs import (
-    COUPLED,
-    GREEDY,
-    REJECTION,
-    LogitsBatch,
-    Proposals,
-)
+from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION, LogitsBatch, Proposals
 from triton_kernels.sampling.reference import shaped_logits, weights_of
 from triton_kernels.verification import reference as verify
 

@@ -16,8 +16,8 @@ from bench.load.client.call import LiveTally
 from bench.load.run.report import Measured, ServerCounters
 from bench.load.run.runner import OfferedLoad
 from bench.load.run.sweep import Point, knee_of
+from sim.cli.display import spread_table, summary_of, wide_console
 from sim.replay.capacity import Capacity
-from sim.report.report import Spread
 
 LINE_EVERY_S = 5.0  # without a terminal
 SPREADS = (
@@ -88,11 +88,11 @@ def load_name(load: OfferedLoad) -> str:
 def print_points(points: Sequence[Point], capacity: Capacity | None = None) -> None:
     """For people; the last line is for programs: a report, or a list of them and the knee, and what
     a search came to."""
-    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    console = wide_console()
     for point in points if len(points) < 4 else ():
         _print_report(console, load_name(point.load), point.report)
     if len(points) == 1 and capacity is None:
-        print(json.dumps(_summary(points[0].report)), flush=True)
+        print(json.dumps(summary_of(points[0].report)), flush=True)
         return
     knee = knee_of(points)
     console.print(_sweep_table(points, knee.load if knee is not None and knee.reached else None))
@@ -103,7 +103,7 @@ def print_points(points: Sequence[Point], capacity: Capacity | None = None) -> N
         )
     elif knee is not None:
         console.print(f"no knee up to {points[-1].load.value:g}: the server takes more")
-    summary: dict[str, Any] = {"results": [_summary(point.report) for point in points]}
+    summary: dict[str, Any] = {"results": [summary_of(point.report) for point in points]}
     summary["knee"] = msgspec.to_builtins(knee)
     if capacity is not None:
         console.print(_verdict(capacity), soft_wrap=True)
@@ -123,14 +123,7 @@ def _verdict(capacity: Capacity) -> str:
 
 
 def _print_report(console: Console, name: str, report: Measured) -> None:
-    table = Table(title=f"{name}, {report.kind}", title_justify="left")
-    for column in ("", "mean", "p50", "p90", "p99", "max"):
-        table.add_column(column, justify="right" if column else "left")
-    for words, field in SPREADS:
-        spread: Spread = getattr(report, field)
-        cells = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
-        table.add_row(words, *("-" if c is None else f"{c * 1e3:,.2f}" for c in cells))
-    console.print(table)
+    console.print(spread_table(name, report, SPREADS))
     for line in _lines(report):
         console.print(line, soft_wrap=True, markup=False)
     for warning in report.warnings:
@@ -218,9 +211,3 @@ def _sweep_table(points: Sequence[Point], knee: float | None) -> Table:
             "past" if beyond else "",
         )
     return table
-
-
-def _summary(report: Measured) -> dict[str, Any]:
-    """The report, with the number of refusals for their list."""
-    told: dict[str, Any] = msgspec.to_builtins(report)
-    return told | {"refused": len(report.refused)}

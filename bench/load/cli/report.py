@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from cbatch.core.request.errors import FieldError
@@ -67,6 +66,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
+    from sim.cli.display import wide_console
+
     first, second = _read(args.first), _read(args.second)
     # Single reports are compared whatever they are called; sweeps, load by load.
     if len(first) == len(second) == 1:
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         pairs = [(first[name], second[name]) for name in first if name in second]
     if not pairs:
         raise FieldError("A and B", "have no load in common", "sweep over the same loads")
-    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    console = wide_console()
     documents = []
     for one, other in pairs:
         rows = list(compare(one, other))

@@ -21,8 +21,7 @@ from bench.load.run.sweep import Point, find_rate, sweep, to_json
 from bench.load.run.table import write_csv
 from cbatch.cli.generate import INTERRUPTED
 from sim.replay.capacity import Capacity
-from sim.report.objectives import parse_objectives
-from sim.report.report import to_line
+from sim.report.report import parse_objectives, to_line
 
 FAILED_RUN = 1  # exit status where too many calls failed
 

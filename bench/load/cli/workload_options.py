@@ -18,6 +18,7 @@ from bench.load.run.runner import OfferedLoad
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_prompts, edit_prompts
 from sim.cli import distributions as laws
+from sim.cli.scenario import flag_of
 from sim.cli.trace_options import OpenedTrace
 from sim.distributions.lengths import Lengths
 from sim.traces.changes import scale
@@ -186,11 +187,7 @@ def _refuse_values(args: argparse.Namespace) -> None:
     }.items():
         value = getattr(args, name)
         if value is not None and not is_right(value):
-            raise FieldError(_option(name), f"{value} is not allowed", remedy)
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+            raise FieldError(flag_of(name), f"{value} is not allowed", remedy)
 
 
 def _refuse_ignored(args: argparse.Namespace) -> None:
@@ -221,7 +218,7 @@ def _refuse_ignored(args: argparse.Namespace) -> None:
         ("final_usage", args.no_stream, "whole answers have one usage"),
     ):
         if given[name] and ignored:
-            raise FieldError(_option(name), f"would be ignored, since {why}", "leave it out")
+            raise FieldError(flag_of(name), f"would be ignored, since {why}", "leave it out")
 
 
 LENGTH_FORMS = "N, uniform:LOW:HIGH, lognormal:MEAN:CV, zipf:EXPONENT:LOW:HIGH"

@@ -4,19 +4,29 @@ sends as fast as it is read."""
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
+
+import msgspec
 
 from bench.load.client.bodies import BodySettings, Item
 from bench.load.client.http import Endpoint
 from bench.load.run.drive import PartPlan
 from bench.load.run.processes import loop_of, run_parts, split
-from bench.load.run.stub import MODEL, stub_server
 from bench.report import print_report
 from sim.traces.request import TraceRequest
 
 NEEDED_PER_S = 50_000  # chunks of one core
 STREAMS = (64, 256)
 CHUNKS, ROUNDS = 200, 6  # of a call; calls of each stream
+MODEL, PROMPT_TOKENS = "stub", 128
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+_LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
 def self_test(processes: int = 1) -> int:
@@ -63,3 +73,61 @@ def plan_of(endpoint: Endpoint, streams: int, rounds: int) -> PartPlan:
         total=count,
         concurrency=streams,
     )
+
+
+@contextmanager
+def stub_server() -> Iterator[Endpoint]:
+    """A server of completions in a process of its own. Tokens come as fast as they are read: one
+    write a chunk, all streams in turn."""
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield Endpoint("127.0.0.1", mine.recv(), False, "")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _run(pipe: Connection) -> None:
+    loop_of()(_serve(pipe))
+
+
+async def _serve(pipe: Connection) -> None:
+    server = await asyncio.start_server(partial(_answer, answer()), "127.0.0.1", 0, backlog=1024)
+    pipe.send(server.sockets[0].getsockname()[1])
+    await server.serve_forever()
+
+
+def answer() -> list[bytes]:
+    """What cbatch sends for a completion of `CHUNKS` tokens: an event for each, one HTTP chunk
+    each; the usage that ends a stream comes with the last."""
+    told = {"id": f"cmpl-{'0' * 32}", "object": "text_completion", "created": 1, "model": MODEL}
+    events: list[bytes] = []
+    for number in (*range(1, CHUNKS + 1), CHUNKS):
+        usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": number}
+        usage["total_tokens"] = PROMPT_TOKENS + number
+        choice = {"index": 0, "text": " and so on", "seed": 1, "logprobs": None}
+        choice["finish_reason"] = "length" if number == CHUNKS else None
+        choices = [choice] if len(events) < CHUNKS else []
+        data = msgspec.json.encode(told | {"choices": choices, "usage": usage})
+        events.append(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
+    last = b"".join((*events[-2:], b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"))
+    return [*events[:-2], last]
+
+
+async def _answer(
+    chunks: list[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """One request after another, of a connection."""
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            length = _LENGTH.search(await reader.readuntil(b"\r\n\r\n"))
+            assert length is not None
+            await reader.readexactly(int(length[1]))
+            writer.write(_HEAD)
+            for chunk in chunks:
+                await asyncio.sleep(0)  # the others' turn
+                writer.write(chunk)
+                await writer.drain()

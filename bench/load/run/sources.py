@@ -13,7 +13,6 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from cbatch.core.request.errors import FieldError
 from sim.traces.request import TraceRequest
 
 
@@ -30,13 +29,6 @@ class ClosedSessions:
         think_s: float = 0.0,
         ramp_s: float = 0.0,
     ) -> None:
-        for field, value, least in (
-            ("concurrency", concurrency, 1),
-            ("think_s", think_s, 0),
-            ("ramp_s", ramp_s, 0),
-        ):
-            if not least <= value < math.inf:
-                raise FieldError(field, f"{value} is not allowed", f"give {least} or more")
         self._requests = enumerate(requests)
         self._think_s = think_s
         # A heap of (when, client, the turns that it has left).

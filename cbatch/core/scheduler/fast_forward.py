@@ -3,8 +3,6 @@ else can happen, only their times and tokens are news."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-
 import numpy as np
 
 from cbatch.core.request.request import FinishReason
@@ -23,8 +21,7 @@ class FastForward:
         alone if no call comes between: 0 where that is not known. In the last a row may end."""
         state, table = self.state, self.state.table
         if (
-            state.has_news
-            or state.prefilling
+            state.prefilling
             or state.flights
             or state.policy.max_depth
             or len(state.stop_union)
@@ -32,37 +29,37 @@ class FastForward:
             or (state.waiting and table.num_free)
         ):
             return _NO_SLOTS, 0
-        batch = state.decode_batch()
-        if not len(batch.slots):
+        batch, pool = state.decode_batch(), state.pool
+        if not batch.owners:
             return _NO_SLOTS, 0
-        known = table.num_tokens[batch.rows]
-        steps = int(np.minimum.reduce(table.max_total[batch.rows] - known))
-        while steps and int(np.add.reduce(self._lacks(steps))) > state.pool.num_available:
-            steps //= 2
+        left_tokens = table.max_total[batch.rows] - table.num_tokens[batch.rows]
+        steps = min(left_tokens.tolist())
+        if pool.num_blocks_for(steps) * len(batch.owners) > pool.num_available:  # at the most
+            while steps and int(np.add.reduce(self._lacks(steps))) > pool.num_available:
+                steps //= 2
         return batch.slots, steps
 
-    def take(self, tokens: np.ndarray, target_s: Items[float], now_s: float) -> None:
-        """As many steps, no more than `ahead` said, as `tokens` int32 [steps, rows] has; the last
-        one ended `now_s`. Nobody is told of the blocks that they took."""
-        state, table = self.state, self.state.table
+    def take(self, tokens: np.ndarray, target_s: float, now_s: float) -> None:
+        """As many steps, no more than `ahead` said, as `tokens` int32 [steps, rows] has, `target_s`
+        in the target; the last ended `now_s`. Nobody is told of the blocks that they took."""
+        state, table, stats = self.state, self.state.table, self.state.stats
         batch, steps = state.decode_batch(), len(tokens)
+        rows = batch.rows
         lacks = self._lacks(steps)
         short = lacks.nonzero()[0]
         if len(short):
-            state.append_blocks(batch.index[short], lacks[short])
-            state.forget_appended()
-        where = table.row_start[batch.rows] + table.num_tokens[batch.rows]
+            state.give_blocks(batch.index[short], lacks[short])
+        where = table.row_start[rows] + table.num_tokens[rows]
         table.flat_tokens[where + np.arange(steps)[:, None]] = tokens
-        advance(table.num_tokens, batch.rows, steps)
+        advance(table.num_tokens, rows, steps)
         if state.has_draft_kv:
-            advance(table.draft_lag, batch.rows, steps)
+            advance(table.draft_lag, rows, steps)
         batch.tokens_until_end -= steps
         state.last_commit_s = now_s
-        state.stats.steps += steps
-        state.stats.emitted_tokens += tokens.size
-        for seconds in target_s:
-            state.stats.target_s += seconds
-        for row in (table.num_tokens[batch.rows] >= table.max_total[batch.rows]).nonzero()[0]:
+        stats.steps += steps
+        stats.emitted_tokens += tokens.size
+        stats.target_s += target_s
+        for row in (table.num_tokens[rows] >= table.max_total[rows]).nonzero()[0].tolist():
             state.end(batch.owners[row], FinishReason.LENGTH)
 
     def _lacks(self, steps: int) -> np.ndarray:

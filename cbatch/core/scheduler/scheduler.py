@@ -16,7 +16,6 @@ receives each as an event, and replaying the events reproduces every decision.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 
 import numpy as np
 from msgspec import structs
@@ -119,11 +118,11 @@ class Scheduler:
         end with the last; 0: not known."""
         return (_NO_SLOTS, 0) if self._log else self._fast_forward.ahead()
 
-    def skip_steps(self, tokens: np.ndarray, target_s: Items[float], now_s: float) -> None:
+    def skip_steps(self, tokens: np.ndarray, target_s: float, now_s: float) -> None:
         """For a simulator: `plan` and `commit` of the first of `steps_ahead`, at once. `tokens`
-        int32 [steps, rows] were emitted, `target_s` of each step, the last ended `now_s`. Blocks
-        that rows took meanwhile are in no plan's deltas: the executor must not need them. What
-        ended is with `take_finished`."""
+        int32 [steps, rows] were emitted, `target_s` is of all steps, the last ended `now_s`. Blocks
+        that rows took meanwhile are in no plan's deltas: the executor must not need them. Slots
+        that were released are in the next plan's. What ended is with `take_finished`."""
         self._fast_forward.take(tokens, target_s, now_s)
 
     def executor_reset(self, now_s: float) -> None:

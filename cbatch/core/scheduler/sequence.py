@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import numpy as np
 
@@ -77,7 +75,7 @@ class Commit(msgspec.Struct, frozen=True):
     finished: tuple[Finished, ...]
     logprobs: tuple[tuple[str, TokenLogprobs], ...] = ()  # by request id; cut nowhere
 
-    def updates(self) -> Iterator[OutputRow]:
+    def updates(self) -> list[OutputRow]:
         """Of each row that added tokens."""
         tokens = self.tokens.tolist()
         rows = zip(
@@ -88,10 +86,11 @@ class Commit(msgspec.Struct, frozen=True):
             self.num_accepted.tolist(),
             strict=True,
         )
-        for owner, start, count, drafted, accepted in rows:
-            if count:
-                new = tokens[start : start + count]
-                yield OutputRow(owner.request.request_id, new, drafted, accepted)
+        return [
+            OutputRow(owner.request.request_id, tokens[start : start + count], drafted, accepted)
+            for owner, start, count, drafted, accepted in rows
+            if count
+        ]
 
 
 class SchedulerStats(msgspec.Struct):

@@ -247,8 +247,16 @@ class SchedulerState:
         return self.table.blocks[slot, : self.table.capacity[slot] // self.pool.block_size]
 
     def append_blocks(self, slots: np.ndarray, counts: np.ndarray | None) -> None:
+        """`give_blocks`, of which the next plan tells the executor."""
+        given = self.give_blocks(slots, counts)
+        self._appended = np.empty((3, len(given[0])), dtype=np.int32)
+        self._appended[0], self._appended[1], self._appended[2] = given
+
+    def give_blocks(
+        self, slots: np.ndarray, counts: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Give `counts[i]` (> 0, None: one each) more blocks to `slots[i]`; int32. The pool has
-        enough."""
+        enough. Returns (slot, index, block) of each."""
         table, size = self.table, self._block_size
         held = table.capacity[slots]
         rows, indices = slots, held // size
@@ -258,8 +266,7 @@ class SchedulerState:
         blocks = self.pool.allocate(len(rows))
         table.blocks[rows, indices] = blocks
         table.capacity[slots] = held + size
-        self._appended = np.empty((3, len(rows)), dtype=np.int32)
-        self._appended[0], self._appended[1], self._appended[2] = rows, indices, blocks
+        return rows, indices, blocks
 
     def return_tails(self, slots: np.ndarray, counts: np.ndarray) -> None:
         """Take the last `counts[i]` (> 0) reserved and unused blocks back from `slots[i]`."""
@@ -340,15 +347,6 @@ class SchedulerState:
 
     # ---- deltas -------------------------------------------------------------------------------
 
-    @property
-    def has_news(self) -> bool:
-        """Whether the next plan has something to tell the executor."""
-        return bool(self._new_sequences or self._released or self._reset)
-
-    def forget_appended(self) -> None:
-        """The executor need not know which blocks rows were given last."""
-        self._appended = _NOTHING_APPENDED
-
     def take_deltas(self) -> Deltas:
         """What has changed since the previous plan."""
         to_zero = self.pool.take_to_zero()
@@ -395,6 +393,5 @@ def _runs(
     """(slot, index) for `counts[i]` consecutive indices from `first[i]` in each `slots[i]`."""
     if np.add.reduce(counts) == len(counts):  # the usual case, ten times as fast: one each
         return slots, first
-    rows = np.repeat(slots, counts)
-    ramp = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
-    return rows, np.repeat(first, counts) + ramp
+    rows, before = slots.repeat(counts), counts.cumsum(dtype=np.int32) - counts
+    return rows, (first - before).repeat(counts) + np.arange(len(rows), dtype=np.int32)

@@ -6,6 +6,7 @@ is what `model.safetensors` holds, and `tests/demo` compares the logits with tra
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,17 +36,8 @@ class NetConfig:
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate_size,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.max_positions,
-            "rope_theta": self.rope_theta,
+            **{theirs: getattr(self, ours) for ours, theirs in _IN_CONFIG.items()},
             "rope_scaling": None,
-            "rms_norm_eps": self.rms_norm_eps,
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
@@ -59,18 +51,15 @@ class NetConfig:
     def from_hf(cls, path: Path) -> NetConfig:
         """Read back what `to_hf` wrote; raises KeyError for a config of another family."""
         raw = json.loads(path.read_text())
-        return cls(
-            hidden_size=raw["hidden_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=raw["num_attention_heads"],
-            num_kv_heads=raw["num_key_value_heads"],
-            head_dim=raw["head_dim"],
-            intermediate_size=raw["intermediate_size"],
-            vocab_size=raw["vocab_size"],
-            max_positions=raw["max_position_embeddings"],
-            rope_theta=raw["rope_theta"],
-            rms_norm_eps=raw["rms_norm_eps"],
-        )
+        return cls(**{ours: raw[theirs] for ours, theirs in _IN_CONFIG.items()})
+
+
+_IN_CONFIG = {field.name: field.name for field in dataclasses.fields(NetConfig)} | {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_positions": "max_position_embeddings",
+}
 
 
 # Depth is what a small forward pass costs on a CPU, so the target is deep and the draft is one
@@ -159,23 +148,13 @@ class Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class RmsNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
-
-
 class DecoderLayer(nn.Module):
     def __init__(self, config: NetConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer)
         self.mlp = Mlp(config)
-        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
@@ -193,7 +172,7 @@ class Body(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
-        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Llama(nn.Module):

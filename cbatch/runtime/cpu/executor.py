@@ -78,13 +78,15 @@ class TorchExecutor:
         if self.drafter is not None:
             self.drafter.report_progress(counter)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises ValueError for a plan that does not fit the slots."""
+        with torch.inference_mode():
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
         self._apply(plan.deltas)
-        asked = np.count_nonzero(plan.num_drafts) or np.count_nonzero(plan.catch_up)
-        drafting = self.drafter is not None and bool(asked)
+        drafting = self.drafter is not None and bool((plan.num_drafts + plan.catch_up).any())
         rows = self._rows(plan, drafting)
         proposal, draft_s = None, 0.0
         if drafting:
@@ -127,11 +129,12 @@ class TorchExecutor:
             table.admit(admission)
             if self.drafter is not None:
                 self.drafter.admit(admission)
-        table.apply_blocks(deltas)
+        if len(deltas.append_slots):
+            table.append_blocks(deltas)
 
     def _rows(self, plan: StepPlan, drafting: bool) -> _Rows:
         table, slots, wants = self.table, plan.slots, plan.wants_logits
-        if np.count_nonzero(table.generation[slots] != plan.generations):
+        if table.generation[slots].tobytes() != plan.generations.tobytes():
             raise ValueError(
                 f"step {plan.step_id}: slots {slots.tolist()} do not hold the planned generations; "
                 "send a plan with `deltas.reset` and the whole state"
@@ -145,12 +148,12 @@ class TorchExecutor:
         new = plan.query_lens - plan.num_drafts
         rows = _Rows(iota(len(slots)), slots, known, start, new, num_drafts, catch_up, wants)
         # A row that already reached its end, or failed, has nothing left to do.
-        idle = ((room <= 0) & wants) | (table.failed[slots] > 0)
-        if np.count_nonzero(idle):
-            rows = rows.at(np.flatnonzero(~idle))
+        busy = (((room > 0) | ~wants) & (table.failed[slots] == 0)).nonzero()[0]
+        if len(busy) < len(slots):
+            rows = rows.at(busy)
         reached = rows.start + rows.num_new_tokens
         # They end at the last known token where they want logits, and never pass it.
-        if np.count_nonzero((reached > rows.known) | (rows.wants & (reached < rows.known))):
+        if ((reached > rows.known) | (rows.wants & (reached < rows.known))).any():
             raise ValueError(
                 f"step {plan.step_id}: query_lens {plan.query_lens.tolist()} do not fit sequences "
                 f"of {known.tolist()} tokens with {start.tolist()} in KV"
@@ -160,12 +163,14 @@ class TorchExecutor:
     def _propose(self, rows: _Rows) -> Proposal | None:
         """Drafts for all rows, also written behind the known tokens; None if nobody drafted."""
         assert self.drafter is not None
-        at = np.flatnonzero((rows.num_drafts > 0) | (rows.catch_up > 0))
+        at = ((rows.num_drafts > 0) | (rows.catch_up > 0)).nonzero()[0]
         if not len(at):
             return None
         asked = DraftRows(rows.slots, rows.known, rows.num_drafts, rows.catch_up)
-        drafts = self.drafter.propose(DraftRows(*(field[at] for field in asked)))
-        if len(at) < len(rows.slots):
+        if len(at) == len(rows.slots):
+            drafts = self.drafter.propose(asked)
+        else:
+            drafts = self.drafter.propose(DraftRows(*(field[at] for field in asked)))
             drafts = _spread(drafts, at, len(rows.slots))
         row, depth = (iota(drafts.tokens.shape[1]) < drafts.num_drafted[:, None]).nonzero()
         self.table.tokens[rows.slots[row], rows.known[row] + depth] = drafts.tokens[row, depth]
@@ -179,12 +184,12 @@ class TorchExecutor:
         prompts: list[TokenLogprobs] = []
         if not len(rows.slots):
             return None, prompts
-        num_drafted, drafts, probs = np.zeros_like(rows.known), None, None
+        num_drafted, drafts, probs = np.zeros(len(rows.slots), dtype=np.int64), None, None
         query_lens, wanted = rows.num_new_tokens, rows.wants
         if proposal is not None:
             num_drafted = proposal.num_drafted
             query_lens, wanted = query_lens + num_drafted, wanted * (1 + num_drafted)
-            if np.count_nonzero(num_drafted):
+            if num_drafted.any():
                 drafts, probs = proposal.tokens, proposal.probs
         asked = self._prompt_rows(rows) if self.table.logprob_requests.prompts else None
         if asked is not None:
@@ -194,9 +199,9 @@ class TorchExecutor:
         )
         if asked is not None:
             prompts, logits = self._describe_prompts(rows, logits, asked, wanted)
-        if not len(logits):
+        if not logits.shape[0]:
             return None, prompts
-        at = np.flatnonzero(rows.wants)
+        at = rows.wants.nonzero()[0]
         drafts = None if drafts is None else drafts[at]
         decided = Wanted(rows.slots[at], rows.known[at], num_drafted[at], drafts, probs)
         return verify(logits, decided, self.table), prompts
@@ -227,12 +232,12 @@ class TorchExecutor:
         KV."""
         table = self.table
         kv_lens = rows.start + rows.num_new_tokens
-        counts = np.zeros_like(rows.known)
+        counts = np.zeros(len(rows.slots), dtype=np.int64)
         tokens = counts[:0]
         if verified is not None:
-            at = np.flatnonzero(rows.wants)
+            at = rows.wants.nonzero()[0]
             slots, known, emits = rows.slots[at], rows.known[at], verified.num_accepted + 1
-            if np.count_nonzero(verified.status):
+            if verified.status.any():
                 failed = verified.status > 0
                 emits *= ~failed
                 table.failed[slots[failed]] = verified.status[failed]
@@ -266,14 +271,14 @@ class TorchExecutor:
         verified: Verified | None,
     ) -> dict[str, Any]:
         """Fields of the `StepResult`."""
-        drafted, accepted, row_splits = np.zeros((3, plan.num_rows + 1), dtype=np.int32)
+        drafted, accepted, row_splits = np.zeros((3, len(plan.slots) + 1), dtype=np.int32)
         status = self.table.failed[plan.slots]
         at, expected = rows.plan_rows, None
         row_splits[at + 1] = counts
         if proposal is not None:
             drafted[at] = proposal.num_drafted
             accepted[at] = np.maximum(counts - 1, 0)
-            if np.count_nonzero(proposal.non_finite):
+            if proposal.non_finite.any():
                 broken = at[proposal.non_finite]
                 status[broken] = np.where(status[broken], status[broken], _DRAFT_NON_FINITE)
         if verified is not None and verified.expected_accepted is not None:

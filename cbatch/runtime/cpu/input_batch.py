@@ -60,11 +60,10 @@ class InputBatch:
         self.keys = np.zeros((size, 2), dtype=np.int64)
         self.choice = np.zeros(size, dtype=np.int64)
 
-    def apply_blocks(self, deltas: Deltas) -> None:
-        """The appended blocks, one each (the last field of the deltas)."""
-        if len(deltas.append_slots):
-            self.blocks = _widened(self.blocks, int(deltas.append_indices.max()) + 1)
-            self.blocks[deltas.append_slots, deltas.append_indices] = deltas.append_blocks
+    def append_blocks(self, deltas: Deltas) -> None:
+        """The appended blocks, of which there are some (the last fields of the deltas)."""
+        self.blocks = _widened(self.blocks, int(deltas.append_indices.max()) + 1)
+        self.blocks[deltas.append_slots, deltas.append_indices] = deltas.append_blocks
 
     def admit(self, a: NewSequence) -> None:
         """Fill a slot and forget what it held. Raises ValueError on a broken admission."""
@@ -135,7 +134,7 @@ class InputBatch:
             torch.from_numpy(positions),
             query_lens.astype(np.int32),
             contexts.astype(np.int32),
-            self.block_rows(slots, int(contexts.max())),
+            self.block_rows(slots, int(np.maximum.reduce(contexts))),
             torch.from_numpy(index),
         )
 

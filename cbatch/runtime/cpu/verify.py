@@ -30,8 +30,8 @@ from triton_kernels.verification.reference import (
     rejection_verify,
 )
 
-_OK, _NON_FINITE = np.uint8(RowStatus.OK), np.uint8(RowStatus.NON_FINITE)
-_NO_TOKEN = np.uint8(RowStatus.NO_TOKEN)
+_OK, _NO_TOKEN = np.uint8(RowStatus.OK), np.uint8(RowStatus.NO_TOKEN)
+_BY_FINITE = np.array([RowStatus.NON_FINITE, RowStatus.OK], dtype=np.uint8)
 
 
 class Wanted(NamedTuple):
@@ -66,13 +66,10 @@ class Verified(NamedTuple):
 def verify(logits: Tensor, wanted: Wanted, table: InputBatch) -> Verified:
     """Accept, replace and extend. Rows whose status is not OK get an arbitrary verdict."""
     finite = all_finite(logits)
-    if wanted.drafts is None:
-        starts, lens = iota(len(wanted.slots)), np.ones(len(wanted.slots), dtype=np.int64)
-    else:
-        lens = wanted.num_drafted + 1
-        starts = lens.cumsum() - lens
-        if len(logits) > len(lens):
-            finite = np.logical_and.reduceat(finite, starts)
+    lens = wanted.num_drafted + 1
+    starts = lens.cumsum() - lens
+    if len(finite) > len(lens):
+        finite = np.logical_and.reduceat(finite, starts)
     asking = (
         _asking(logits, wanted.slots, starts, lens, table) if table.logprob_requests.outputs else []
     )
@@ -87,7 +84,7 @@ def verify(logits: Tensor, wanted: Wanted, table: InputBatch) -> Verified:
         tokens, num_accepted = _match(ids, starts, wanted.num_drafted, wanted.drafts)
     expected = None
     greedy = table.greedy[wanted.slots]
-    if np.count_nonzero(greedy) < len(greedy):
+    if not greedy.all():
         for coupled, mode in ((False, table.rejects), (True, table.coupled)):
             at = np.flatnonzero(mode[wanted.slots])
             if not len(at):
@@ -100,15 +97,14 @@ def verify(logits: Tensor, wanted: Wanted, table: InputBatch) -> Verified:
             num_accepted[at] = accepted
             if chances is not None:
                 expected = at, chances
-    status = np.where(finite, _OK, _NON_FINITE)
+    status = _BY_FINITE.take(finite)
     for row, depth in dead_ends.items():
         if finite[row] and num_accepted[row] >= depth:
             status[row] = _NO_TOKEN
-    logprobs = [
-        _describe(each, logits, wanted, tokens, num_accepted, table)
-        for each in asking
-        if status[each.row] == _OK
-    ]
+    logprobs = []
+    for each in asking:
+        if status[each.row] == _OK:
+            logprobs.append(_describe(each, logits, wanted, tokens, num_accepted, table))
     evidence = None if expected is None else _evidence(num_accepted, *expected, status)
     return Verified(tokens, num_accepted, status, logprobs, evidence)
 
@@ -171,7 +167,7 @@ def _describe(
 
 def _match(ids: I64, starts: I64, num_drafted: I64, drafts: I64) -> tuple[I64, I64]:
     """Greedy rows: accept while the draft is the target's own choice, whose next one follows."""
-    deepest = int(num_drafted.max())
+    deepest = int(np.maximum.reduce(num_drafted))
     depth = iota(deepest + 1)
     tokens = ids[starts[:, None] + np.minimum(depth, num_drafted[:, None])]
     agrees = depth < num_drafted[:, None]  # the last column is False: argmin stops there

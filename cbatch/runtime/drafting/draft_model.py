@@ -42,6 +42,7 @@ class DraftModel(Drafter):
             model.config, num_blocks, table.block_size_tokens, model.dtype, model.device
         )
         self.kv_len = np.zeros(table.max_slots, dtype=np.int64)
+        self._ones = np.ones(table.max_slots, dtype=np.int32)  # of which batches share the first
 
     def reset(self) -> None:
         self.kv_len[:] = 0
@@ -66,10 +67,8 @@ class DraftModel(Drafter):
         # The last draft stands at position known + k - 1; its predecessor must fit the context.
         depths = np.minimum(rows.num_drafts, self.context_tokens + 1 - known)
         missing = known - self.kv_len[slots]
-        unable = (missing > rows.catch_up + 1) | (depths < 0)
-        if np.count_nonzero(unable):
-            depths[unable] = 0
-        if np.count_nonzero(rows.num_drafts) < len(slots):
+        depths *= (missing <= rows.catch_up + 1) & (depths > 0)
+        if not rows.num_drafts.all():
             self._ingest_slices(rows, missing)
         drafting = _Drafting(self, rows, depths)
         active = depths.nonzero()[0]
@@ -86,7 +85,7 @@ class DraftModel(Drafter):
     def _ingest_slices(self, rows: DraftRows, missing: I64) -> None:
         """Rows without drafts: their next `catch_up` tokens, short of the last known one."""
         slices = np.minimum(rows.catch_up, missing - 1) * (rows.num_drafts == 0)
-        at = np.flatnonzero(slices > 0)
+        at = (slices > 0).nonzero()[0]
         if len(at):
             slots, lens = rows.slots[at], slices[at]
             starts = self.kv_len[slots]
@@ -98,21 +97,24 @@ class DraftModel(Drafter):
         deeper."""
         rows, depths = drafting.rows, drafting.depths[active]
         slots, positions = rows.slots[active], rows.num_tokens[active]
-        tables = self.table.block_rows(slots, int((positions + depths).max()))
+        tables = self.table.block_rows(slots, int(np.maximum.reduce(positions + depths)))
         missing = missing[active]
-        batch = self._batch(slots, positions - missing, missing, np.ones_like(missing))
-        for depth in range(1, int(depths.max()) + 1):
+        batch = self._batch(slots, positions - missing, missing, self._ones[: len(slots)])
+        depth = 0
+        while True:
             logits = self.model.forward(batch, self.kv)
-            tokens, finite = drafting.choose(logits, active, depth - 1)
-            keep = depths > depth
+            tokens, finite = drafting.choose(logits, active, depth)
+            depth += 1
+            deeper = depths > depth
             if not finite:
-                keep &= ~drafting.non_finite[active]
-            if not np.count_nonzero(keep):
+                deeper &= ~drafting.non_finite[active]
+            at = deeper.nonzero()[0]
+            if not len(at):
                 return
-            if np.count_nonzero(keep) < len(keep):
-                active, tokens, tables = active[keep], tokens[keep], tables[keep]
-                positions, depths = positions[keep], depths[keep]
-            batch = _next_tokens(tokens, positions + depth - 1, tables)
+            if len(at) < len(active):
+                active, tokens, tables = active[at], tokens[at], tables[at]
+                positions, depths = positions[at], depths[at]
+            batch = self._next_tokens(tokens, positions + (depth - 1), tables)
 
     def _batch(
         self, slots: NDArray[np.integer], starts: I64, query_lens: I64, wanted: I64
@@ -123,18 +125,16 @@ class DraftModel(Drafter):
             batch.tokens.clamp_(max=self.model.config.vocab_size - 1)
         return batch
 
-
-def _next_tokens(tokens: I64, positions: I64, tables: NDArray[np.int32]) -> RaggedBatch:
-    """A batch of one token a row."""
-    contexts = (positions + 1).astype(np.int32)
-    return RaggedBatch(
-        torch.from_numpy(tokens),
-        torch.from_numpy(positions),
-        np.ones_like(contexts),
-        contexts,
-        tables,
-        torch.from_numpy(iota(len(tokens))),
-    )
+    def _next_tokens(self, tokens: I64, positions: I64, tables: NDArray[np.int32]) -> RaggedBatch:
+        """A batch of one token a row."""
+        return RaggedBatch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(positions),
+            self._ones[: len(tokens)],
+            (positions + 1).astype(np.int32),
+            tables,
+            torch.from_numpy(iota(len(tokens))),
+        )
 
 
 class _Drafting:
@@ -144,13 +144,15 @@ class _Drafting:
         self.rows = rows
         self.depths = depths  # how many drafts a row is to have, or has where its numbers broke
         self.table = drafter.table
-        self.tokens = np.zeros((len(depths), max(int(depths.max()), 0)), dtype=np.int64)
+        deepest = int(np.maximum.reduce(depths))
+        self.tokens = np.zeros((len(depths), deepest), dtype=np.int64)
         self.non_finite = np.zeros(len(depths), dtype=bool)
         greedy = self.table.greedy[rows.slots]
-        self.sampled = None if np.count_nonzero(greedy) == len(greedy) else ~greedy
+        self.sampled = None if greedy.all() else ~greedy
         self.processors = self.table.logits_processors
         self.processed = bool(self.processors.active[rows.slots].any())
-        self._advanced = np.zeros_like(depths)  # tokens by which the prefixes are ahead
+        # Tokens by which the prefixes are ahead.
+        self._advanced = np.zeros(len(depths), dtype=np.int64)
         self._q: list[Tensor] = []  # per depth, the rows of `_q_rows`
         self._q_rows: list[I64] = []
 
@@ -164,7 +166,7 @@ class _Drafting:
                 logits = torch.nn.functional.pad(logits, (0, padding), value=-torch.inf)
             self.processors.shape_each(logits, self.rows.slots[active])
         tokens, finite = greedy_drafts(logits)
-        all_are = np.count_nonzero(finite) == len(finite)
+        all_are = bool(finite.all())
         if not all_are:
             self.non_finite[active[~finite]] = True
             self.depths[active[~finite]] = depth

@@ -33,15 +33,12 @@ class Tuning(NamedTuple):
     def of(cls, heads: Heads, dtype: torch.dtype, device: torch.device, page_tokens: int) -> Tuning:
         """From the static table. Raises ValueError if nothing in it serves."""
         if device.type != "cuda":
-            return cls(_wide_enough(_INTERPRETED, heads), num_programs=4, most_partials=16)
+            rows = max(_INTERPRETED.rows, triton.next_power_of_2(heads.group))
+            return cls(_INTERPRETED._replace(rows=rows), num_programs=4, most_partials=16)
         rows = heads.group * _VERIFIED_TOKENS
         tile = tile_for(heads, dtype, page_tokens, arch=arch_of(device), rows=rows)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         return cls(tile, resident_programs(tile, device), 2 * processors)
-
-
-def _wide_enough(tile: Tile, heads: Heads) -> Tile:
-    return tile._replace(rows=max(tile.rows, triton.next_power_of_2(heads.group)))
 
 
 class PagedAttention:

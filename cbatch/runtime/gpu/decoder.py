@@ -85,11 +85,7 @@ class Decoder:
         with torch.inference_mode():
             self.embedding, self.layers, self.head = builder.build()
             self._rotary = RotaryTable(
-                config.rope,
-                config.head_dim,
-                config.num_kv_heads,
-                config.group_size,
-                device,
+                config.rope, config.head_dim, config.num_kv_heads, config.group_size, device
             )
 
     def cos_sin(self, most_tokens: int) -> Tensor:

@@ -108,12 +108,7 @@ class LogprobsReader:
             rows = torch.arange(
                 begin + at, begin + stop, dtype=torch.int32, device=self._decoder.device
             )
-            logits = torch.empty(
-                len(rows),
-                self._decoder.config.vocab_size,
-                dtype=self._decoder.dtype,
-                device=self._decoder.device,
-            )
+            logits = self._target.logits.new_empty(len(rows), self._decoder.config.vocab_size)
             self._decoder.logits(self._target.hidden, rows, logits)
             first = start + 1 + at
             parts.append(describe(slot, first, logits.float(), tokens[at:stop], ask.num_top))

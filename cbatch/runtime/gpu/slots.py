@@ -152,10 +152,7 @@ class HostSlots:
     def _put_shaping(slot: int, sparse: Sparse, message: SlotUpdate) -> None:
         for name in ("plain", "listed", "bias", "counts", "marks", "penalties"):
             message.put(name, slot, getattr(sparse, name))
-        for name, value in (
-            ("num_listed", len(sparse.listed)),
-            ("min_tokens", sparse.min_tokens),
-        ):
+        for name, value in (("num_listed", len(sparse.listed)), ("min_tokens", sparse.min_tokens)):
             message.put(name, slot, np.array([value], dtype=np.int32))
 
     def _append(self, deltas: Deltas, message: SlotUpdate) -> None:

@@ -21,11 +21,7 @@ from cbatch.core.request.request import StructuredOutputs
 MAX_CALLS = 16  # in one reply
 MAX_TOOLS = 128
 _BEGIN, _ARGUMENTS = '{"name": ', ', "arguments": '
-_NO_PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 

@@ -101,10 +101,7 @@ class Metrics(Collector):
     """Of one served model. `clock` is in seconds."""
 
     def __init__(
-        self,
-        model: str,
-        service: EngineService,
-        clock: Callable[[], float] = time.monotonic,
+        self, model: str, service: EngineService, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.clock = clock
         self._labels, self._service = (model, "0"), service

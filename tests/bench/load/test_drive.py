@@ -17,10 +17,12 @@ from bench.load.run import drive as driving
 from bench.load.run.measure import LoadRun, measure
 from sim.traces.request import TraceRequest
 from tests.bench.load.scripted import (
+    DONE,
     Exchange,
     Script,
     answer_well,
     calls_of,
+    chunk,
     plan,
     run_plan,
     scripted,
@@ -110,6 +112,30 @@ def test_what_the_client_is_late_by_counts(monkeypatch: pytest.MonkeyPatch) -> N
         late_s = call.sent_s - call.scheduled_s
         assert call.e2e_s - (call.end_s - call.sent_s) == pytest.approx(late_s)
     assert any("late" in warning for warning in report.warnings)
+
+
+def test_no_token_comes_before_it_is_due() -> None:
+    """Of a server whose tokens come at set times."""
+    first_s, gap_s, tokens = 0.1, 0.02, 6
+
+    async def script(exchange: Exchange) -> None:
+        due_s = time.monotonic() + first_s
+        await exchange.begin()
+        for count in range(1, tokens + 1):
+            await asyncio.sleep(due_s - time.monotonic())
+            while time.monotonic() < due_s:  # a timer may ring early
+                pass
+            await exchange.event(chunk("a", count, reason="length" if count == tokens else None))
+            due_s += gap_s
+        await exchange.event(DONE)
+        await exchange.event(b"")
+
+    with scripted(script) as server:
+        calls = calls_of(plan(server.endpoint, count=7, concurrency=3))
+    assert len(calls) == 7
+    for call in calls:
+        assert call.error is None and call.output_tokens == tokens == call.chunks
+        assert call.ttft_s >= first_s and call.e2e_s >= first_s + (tokens - 1) * gap_s
 
 
 def test_a_closed_loop_keeps_its_clients_busy_and_no_more() -> None:

@@ -133,11 +133,7 @@ def test_all_kernels_together() -> None:
     requests = [
         make_request("greedy", range(5, 19), max_tokens=4),
         make_request(
-            "rejection",
-            range(9, 12),
-            max_tokens=3,
-            temperature=0.7,
-            verification="rejection",
+            "rejection", range(9, 12), max_tokens=3, temperature=0.7, verification="rejection"
         ),
     ]
     _, seen = run_twins(

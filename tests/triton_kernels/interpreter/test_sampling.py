@@ -43,10 +43,7 @@ def runtime_tokens(batch: LogitsBatch, asked: list[Asked], vocab: int) -> tuple[
         chain.shape(rows[-1])
     x, requests = torch.stack(rows), batch.requests
     filters = Filters(
-        requests.temperatures[of],
-        requests.top_k[of].long(),
-        requests.top_p[of],
-        requests.min_p[of],
+        requests.temperatures[of], requests.top_k[of].long(), requests.top_p[of], requests.min_p[of]
     )
     probs = filtered_probs(x, filters)
     positions = batch.noise.positions[of] + batch.rows.depths

@@ -33,7 +33,7 @@ def batch() -> LogitsBatch:
 def reduce_with_lens(batch: LogitsBatch, tiling: Tiling) -> tuple[Reduced, Tensor]:
     """And the lengths of the lists that were made."""
     seen: list[Tensor] = []
-    original = launch._launch
+    original = launch.launch
 
     def spy(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
         original(kernel, grid, values)
@@ -41,7 +41,7 @@ def reduce_with_lens(batch: LogitsBatch, tiling: Tiling) -> tuple[Reduced, Tenso
             seen.append(values["short_lens_ptr"])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_launch", spy)
+        patch.setattr(launch, "launch", spy)
         reduced = launch.reduce_tiles(batch, None, tiling)
     return reduced, seen[0]
 

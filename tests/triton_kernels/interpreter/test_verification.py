@@ -280,6 +280,8 @@ def branch_laws(
     class Finish:
         """Takes the weights of the tiles in place of the kernel that picks a winner."""
 
+        arg_names = ("tile_scores_ptr",)
+
         def __getitem__(self, grid: object) -> Any:
             return lambda **given: scores.append(given["tile_scores_ptr"])
 

@@ -3,8 +3,8 @@
 It keeps per-slot state from the deltas exactly as a real executor must, and checks it: stale
 generations, gaps in a block table, query lengths that do not fit the sequence, and (through a
 shadow of the KV) every position that a row reads. Anything wrong raises `ContractBreachError`.
-Tokens are a function of the request alone (`sim.workload.tokens`), acceptance
-(`sim.checking.models`) and durations (`sim.cost.base`) are modelled, time is virtual.
+Tokens are a function of the request alone (`tests.checking.language`), acceptance
+(`tests.checking.models`) and durations (`sim.cost.base`) are modelled, time is virtual.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import numpy as np
 from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan, StepResult
 from cbatch.core.speculation.step_work import StepWork
-from sim.checking.clock import VirtualClock
-from sim.checking.drafting import DraftingModel, expected_accepted, forget
-from sim.checking.kv import ContractBreachError, ShadowKV
-from sim.checking.models import Acceptance, ModelledAcceptance
-from sim.checking.slots import CheckedSlot, RowState, require
-from sim.cost.base import CostModel, LinearCost
-from sim.workload.tokens import next_token
+from sim.cost.base import CostModel
+from tests.checking.clock import VirtualClock
+from tests.checking.cost import LinearCost
+from tests.checking.drafting import DraftingModel, expected_accepted, forget
+from tests.checking.kv import ContractBreachError, ShadowKV
+from tests.checking.language import next_token
+from tests.checking.models import Acceptance, ModelledAcceptance
+from tests.checking.slots import CheckedSlot, RowState, require
 
 
 class ScriptedFault(RuntimeError):  # noqa: N818 - a fault, as the engine calls it

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cbatch.core.scheduler.plan import NewSequence, RowStatus
-from sim.checking.kv import ContractBreachError
-from sim.workload.tokens import EMPTY_PREFIX, extend_hash
+from tests.checking.kv import ContractBreachError
+from tests.checking.language import EMPTY_PREFIX, extend_hash
 
 
 def require(condition: bool, message: str) -> None:

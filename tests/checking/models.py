@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from sim.workload.tokens import ACCEPT, uniform
+from sim.workload.tokens import ACCEPT
+from tests.checking.language import uniform
 
 
 class Acceptance(Protocol):

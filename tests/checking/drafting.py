@@ -6,10 +6,10 @@ import numpy as np
 
 from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.plan import ShadowEvidence
-from sim.checking.kv import ShadowKV
-from sim.checking.models import Acceptance
-from sim.checking.slots import CheckedSlot, RowState, require
-from sim.workload.tokens import uniform
+from tests.checking.kv import ShadowKV
+from tests.checking.language import uniform
+from tests.checking.models import Acceptance
+from tests.checking.slots import CheckedSlot, RowState, require
 
 SETTLE_TOKENS = 6  # of a row, that a model behind other drafters ingests in a step
 SCORE_TOKENS = 6  # emitted without drafts, before a row's lookup is scored on them

@@ -1,0 +1,54 @@
+"""How many connections there may be, and limits that bind nobody."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from cbatch.core.request.errors import FieldError
+from cbatch.server.http.limits import MOST_CONNECTIONS, OWN_FILES, ConnectionLimits, connections_for
+
+NO_LIMIT = resource.RLIM_INFINITY
+MOST_FILES = MOST_CONNECTIONS + OWN_FILES
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "asked", "room", "files"),
+    [
+        (20_000, 20_000, None, MOST_CONNECTIONS, 20_000),
+        (1024, 20_000, None, MOST_CONNECTIONS, MOST_FILES),
+        (1024, 20_000, 10_000, 10_000, 10_000 + OWN_FILES),
+        (1024, 2048, None, 2048 - OWN_FILES, 2048),
+        (1024, NO_LIMIT, 50_000, 50_000, 50_000 + OWN_FILES),
+        (NO_LIMIT, NO_LIMIT, None, MOST_CONNECTIONS, NO_LIMIT),
+        (64, 64, None, 1, 64),
+        (1024, 1024, 1024 - OWN_FILES, 1024 - OWN_FILES, 1024),
+        (1024, 1024, MOST_CONNECTIONS, None, 1024),
+    ],
+)
+def test_connections_leave_open_files_for_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+    soft: int,
+    hard: int,
+    asked: int | None,
+    room: int | None,
+    files: int,
+) -> None:
+    """`room` None: it is refused."""
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, changed: limits.append(changed))
+    if room is None:
+        with pytest.raises(FieldError, match=r"max_connections: 4096 need \d+ open files.*<= 768"):
+            connections_for(asked)
+    else:
+        assert connections_for(asked) == room
+    assert limits[-1] == (files, hard)
+
+
+@pytest.mark.parametrize("field", ConnectionLimits.__struct_fields__)
+def test_a_limit_that_is_none_is_refused(field: str) -> None:
+    for value in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(FieldError, match=field):
+            ConnectionLimits(**{field: value})
