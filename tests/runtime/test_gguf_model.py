@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.kv_cache import KVCache
 from tests.gguf_writer import BF16, F16, F32, Q8_0, Stored, convert, gguf_bytes, stored
 from tests.runtime.hf_models import build, paged, run_all, tokens_of
+from tests.runtime.marks import needs_compiler
 
 
 def logits(model: str | Path, **options: Any) -> Tensor:
@@ -81,6 +83,20 @@ def test_stored_types(tmp_path: Path, kind: int, auto: torch.dtype, close: float
     rounded = logits(path, dtype="float32")
     assert not torch.equal(rounded, exact)
     torch.testing.assert_close(rounded, exact, rtol=0, atol=close)
+
+
+@needs_compiler
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
+def test_blocks_are_multiplied_with_as_they_are(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Which rounds rows to 8 bits, and no row of another's account."""
+    build(tmp_path, "llama", **changes)
+    path = as_gguf(tmp_path, Q8_0)
+    model = load_model(path)
+    assert model.head.compiled is not None and model.head.compiled.types == {8}
+    assert probe_row_invariance(model).row_invariant
+    widened = logits(path, dtype="float32")
+    far = (logits(path) - widened).norm() / widened.norm()
+    assert 1e-5 < far < 0.06  # and KV in bf16
 
 
 def test_a_split_model(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class LayerBuilder:
         self._takes_blocks = device.type == "cpu" and self._plan(1, 1).kind is Kind.COMPILED
 
     def build(self) -> tuple[Tensor | CompiledProduct, list[Layer], Linear]:
-        """The embedding (a product, if of blocks: the head's, where they are tied), layers, head."""
+        """Embedding (a product if of blocks: the head's, where they are tied), layers, head."""
         c, name = self.config, "model.embed_tokens.weight"
         layers = [self._layer(i) for i in range(c.num_layers)]
         norm, shape = self._norm("model.norm.weight"), (c.vocab_size, c.hidden_size)
