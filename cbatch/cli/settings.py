@@ -34,7 +34,7 @@ class _Setting:
         self.default = False if self._negated else info.default
         plain = get_args(self.type)[0] if get_origin(self.type) is Annotated else self.type
         kinds = get_args(plain) if get_origin(plain) in (UnionType, Union) else (plain,)
-        (self.plain,) = [kind for kind in kinds if kind is not NoneType]
+        self.plain = next(kind for kind in kinds if kind is not NoneType)
 
     @property
     def flag(self) -> str:

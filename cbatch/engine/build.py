@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.from_json import sampling_from_json
@@ -31,6 +31,7 @@ from cbatch.engine.model_files import find_model, tokenizer_of
 from cbatch.engine.options import EngineOptions, lookahead_name, parse_lookahead
 from cbatch.grammars import Grammars
 from cbatch.runtime.model.config import GENERATION_FILE, ModelError, read_generation_config
+from cbatch.system.cpus import given_cpus
 from cbatch.text import TextTokenizer
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ def _load_models(
         drafter=options.drafter,
         block_size_tokens=options.block_size_tokens,
     )
+    if not is_gpu(device):
+        _share_processors(options.threads)
     load = partial(
         load_for,
         device,
@@ -150,6 +153,14 @@ def _load_models(
         random_weights_seed=options.random_weights_seed,
     )
     return device, load(model), None if draft is None else load(draft)
+
+
+def _share_processors(threads: int | Literal["auto"]) -> None:
+    """`OMP_NUM_THREADS` and its like are torch's to look at."""
+    import torch
+
+    given = min(torch.get_num_threads(), given_cpus())
+    torch.set_num_threads(given if threads == "auto" else threads)
 
 
 def _scheduler_config(
@@ -263,9 +274,12 @@ def _info(
 
 
 def _weight_bytes(model: AnyModel) -> int:
-    """Of the matrices as the checkpoint has them; norms and biases are next to nothing."""
+    """Of the matrices as they are held; norms and biases are next to nothing."""
     from cbatch.runtime.cpu.numerics import num_weights
 
+    held: int | None = getattr(model, "block_bytes", None)
+    if held is not None:
+        return held
     c = model.config
     count = num_weights(c)
     if not c.tie_embeddings:

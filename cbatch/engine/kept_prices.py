@@ -74,6 +74,7 @@ def with_prices(
         "shapes": [repr(m.config) for m in (target, draft) if m is not None],
         "dtype": str(target.dtype),
         "numerics": target.numerics,
+        "weights": [getattr(m, "block_bytes", None) for m in (target, draft) if m is not None],
         "compiled": version() if compiles(target.dtype) else None,
         "processor": processor,
         "threads": torch.get_num_threads(),

@@ -31,7 +31,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     draft). By default that is the draft, and without one nothing is drafted. KV takes `num_blocks`
     blocks, or as many as `kv_memory_bytes` holds, or a share of the machine's memory. `overlap` 1
     plans a step while one runs. `seed` makes the seeds drawn for requests without one reproducible.
-    `tokenizer` is where the tokenizer lies, if not with the model; "none" does without text.
+    On a CPU `threads` compute: as many as the process is given, by its affinity and quota, unless a
+    number says how many. `tokenizer` is where the tokenizer lies, if not with the model; "none" does without text.
     `generation_config` "none" leaves out the model's own defaults of sampling parameters.
     """
 
@@ -41,6 +42,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     numerics: Annotated[
         Literal["auto", "invariant", "fast"],
         _engine("invariant: a row's bits do not depend on the batch"),
+    ] = "auto"
+    threads: Annotated[
+        int | Literal["auto"], _engine("that compute on a CPU; auto: as it is given", "N")
     ] = "auto"
     lookahead: Annotated[str | LookaheadConfig, _engine(_LOOKAHEAD, "POLICY", type=str)] = "goodput"
     drafter: Annotated[tuple[str, ...] | None, _engine(DRAFTER_HELP, "NAME")] = None
@@ -73,9 +77,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     random_weights_seed: int | None = None
 
     def __post_init__(self) -> None:
-        for field in ("num_blocks", "kv_memory_bytes", "max_model_tokens"):
+        for field in ("num_blocks", "kv_memory_bytes", "max_model_tokens", "threads"):
             value = getattr(self, field)
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise FieldError(field, f"{value!r} is not allowed", "give 1 or more, or leave out")
         for field, allowed in (
             ("overlap", (0, 1)),

@@ -105,6 +105,15 @@ class Model:
             assert isinstance(embedding, Tensor), "blocks are multiplied with by compiled products"
             self._embedding = embedding
 
+    @property
+    def block_bytes(self) -> int | None:
+        """Of the matrices, where some are multiplied with as blocks; None: as `dtype` says."""
+        products = [linear.compiled for layer in self.layers for linear in layer.products()]
+        held = [product for product in (*products, self.head.compiled) if product is not None]
+        if not any(product.block_types for product in held):
+            return None
+        return sum(product.num_bytes for product in held)
+
     def forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
         """Logits fp32 [N, vocab] of `batch.logits_index`.
 

@@ -46,7 +46,7 @@ def probe_row_invariance(model: Model) -> InvarianceReport:
     A fraction of a second for a small model. Says what is, whatever was asked for.
     """
     shapes: dict[tuple[int, int], bool] = {}
-    products = tuple(sorted({linear.plan.kind.value for linear in _linears(model)}))
+    products = tuple(sorted({linear.told for linear in _linears(model)}))
     for linear in _linears(model):
         if linear.shape not in shapes:
             padding = find_padding(linear, linear.shape)

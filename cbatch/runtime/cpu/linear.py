@@ -81,6 +81,12 @@ class Linear:
         return self.product(F.pad(x, (0, 0, 0, padded - rows)), padded)[:rows]
 
     @property
+    def told(self) -> str:
+        """What computes it, in words."""
+        types = self.compiled.block_types if self.compiled is not None else ()
+        return " ".join([self.plan.kind.value, *types])
+
+    @property
     def compiled(self) -> CompiledProduct | None:
         """Our own product, where it takes every number of rows as they come."""
         own = isinstance(self.product, CompiledProduct) and self.plan.padding == NO_PADDING

@@ -82,7 +82,7 @@ class CompiledProduct:
         out, columns = weight.shape
         panels = _panels(weight, kernel.lanes())
         segment = Segment(panels.data_ptr(), out, out, out, 0, TYPES[weight.dtype])
-        self._hold(out, columns, [panels], [segment], bias, in_scale, codes=False)
+        self._hold((out, columns), [panels], [segment], bias, in_scale, block_types=())
 
     @classmethod
     def of_blocks(
@@ -103,25 +103,24 @@ class CompiledProduct:
             number = BLOCK_TYPES[blocks.type]
             segments.append(Segment(panels.data_ptr(), len(blocks.rows), *run, number))
         out = sum(len(blocks.rows) for blocks, _ in parts)
-        product._hold(out, columns, held, segments, bias, in_scale, codes=True)
+        types = tuple(sorted({blocks.type for blocks, _ in parts}))
+        product._hold((out, columns), held, segments, bias, in_scale, block_types=types)
         return product
 
     def _hold(
         self,
-        out: int,
-        columns: int,
+        shape: tuple[int, int],
         panels: list[Tensor],
         segments: list[Segment],
         bias: Tensor | None,
         in_scale: Tensor | None,
         *,
-        codes: bool,
+        block_types: tuple[str, ...],
     ) -> None:
         """What the kernel is given addresses of."""
         kernel = library()
         assert kernel is not None
-        self.shape = out, columns
-        self.panels = panels
+        self.shape, self.panels, self.block_types = shape, panels, block_types
         self._bias = None if bias is None else bias.float().contiguous()
         self._scale = None if in_scale is None else in_scale.float().contiguous()
         self._segments = (Segment * len(segments))(*segments)
@@ -130,15 +129,20 @@ class CompiledProduct:
             _address(self._scale),
             _address(self._bias),
             len(segments),
-            columns,
-            codes,
+            shape[1],
+            bool(block_types),
         )
         self._call = kernel.product
         self._call.argtypes = [POINTER(LinearStruct), c_void_p, c_void_p, c_long, c_long, c_long]
 
     @property
     def types(self) -> set[int]:
+        """Of its segments, by ggml's numbers."""
         return {segment.type for segment in self._segments}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(panels.nbytes for panels in self.panels)
 
     def __call__(self, x: Tensor, rows: int) -> Tensor:
         out, columns = self.shape
