@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from bench.peers.gguf_writer import gguf_bytes
 from cbatch.engine.build import sampling_defaults
 from cbatch.runtime.model.config import ModelError
-from tests.gguf_writer import gguf_bytes
 
 
 def write(folder: Path, **values: Any) -> Path:
