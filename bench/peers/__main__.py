@@ -62,6 +62,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peer", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--llama", metavar="PATH", help="a Python that has llama-cpp-python")
     parser.add_argument("--vllm", metavar="PATH", help="a Python that has vLLM")
+    parser.add_argument("--vllm-eager", action="store_true", help="not compiled: starts sooner")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3, help="turns of each system")

@@ -135,6 +135,7 @@ def write_directory(file: Path, directory: Path) -> None:
 def config_fields(config: ModelConfig) -> dict[str, Any]:
     """Of its config.json; raises as `write_directory`."""
     c = config
+    stretched = c.rope.factor if c.rope.type == "linear" else 1
     return {
         "architectures": [f"{c.family.capitalize()}ForCausalLM"],
         "model_type": c.family,
@@ -145,7 +146,8 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
-        "max_position_embeddings": c.max_position_tokens,
+        # Of a linear scaling that before it.
+        "max_position_embeddings": round(c.max_position_tokens / stretched),
         "rms_norm_eps": c.rms_norm_eps,
         "sliding_window": c.sliding_window[0],
         "tie_word_embeddings": c.tie_embeddings,

@@ -82,8 +82,9 @@ def choices(
             continue
         settings |= {"model": str(model.directory), "dtype": dtype}
         if peer == VLLM:
-            settings["kv_bytes"] = _kv_bytes(model.config, sizes)
-            found.append(Choice(peer, "off", "vllm", python, threads, settings))
+            settings |= {"kv_bytes": _kv_bytes(model.config, sizes), "eager": args.vllm_eager}
+            name = "vllm eager" if args.vllm_eager else peer
+            found.append(Choice(name, "off", "vllm", python, threads, settings))
             continue
         settings |= {"threads": threads, "continuous": peer == "continuous"}
         name = "transformers continuous" if peer == "continuous" else "transformers"

@@ -21,7 +21,9 @@ PRELOADED = ("vllm/libs/libtcmalloc*.so*", "../../libiomp5.so")
 
 
 class Vllm:
-    def __init__(self, model: str, dtype: str, *, most: int, tokens: int, kv_bytes: int) -> None:
+    def __init__(
+        self, model: str, dtype: str, *, most: int, tokens: int, kv_bytes: int, eager: bool
+    ) -> None:
         from vllm import LLM
 
         self._llm = LLM(
@@ -32,6 +34,7 @@ class Vllm:
             max_num_seqs=most,
             kv_cache_memory_bytes=kv_bytes,
             enable_prefix_caching=False,
+            enforce_eager=eager,
         )
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
