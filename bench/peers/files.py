@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors.torch import save_file
 
@@ -32,10 +31,11 @@ PLAIN = {"F32": gguf_writer.F32, "F16": gguf_writer.F16, "BF16": gguf_writer.BF1
 TYPES = (*PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")
 TYPES += ("Q6_K", "IQ4_NL", "IQ4_XS")  # of llama.cpp's names those that ours reads
 _DTYPE_OF_DEMO = {DEMO: "float32", "llama-1m": "float32"}
-_ROPE_NAMES = {
-    "type": "rope_type",
-    "theta": "rope_theta",
-    "original_max_position_tokens": "original_max_position_embeddings",
+_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow"),
 }
 _LLAMA3_TOKENS = 8192  # that Llama 3 was first trained with
 
@@ -172,10 +172,8 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any]:
         )
         if not torch.allclose(inverse_frequencies(rope, config.head_dim), wanted, rtol=1e-4):
             raise ValueError("rope_freqs.weight: the factors are none of Llama 3's")
-    usual = RopeConfig()
-    told = {
-        _ROPE_NAMES.get(name, name): value
-        for name, value in msgspec.structs.asdict(rope).items()
-        if value != getattr(usual, name)
-    }
-    return {"rope_type": rope.type, "rope_theta": rope.theta} | told
+    fields = {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.type]}
+    original = rope.original_max_position_tokens
+    if original:
+        fields["original_max_position_embeddings"] = original
+    return {"rope_type": rope.type, "rope_theta": rope.theta} | fields
