@@ -86,6 +86,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--model: {name} is none of {names}")
         if args.type and is_gguf(path):
             parser.error(f"--type: {name} has its types; give a directory or a shape")
+    if not (args.batch or args.prefill or args.startup or args.perplexity):
+        parser.error("--batch: none, and nothing else is asked for")
     if args.perplexity is not None and not args.perplexity.is_file():
         parser.error(f"--perplexity: {args.perplexity} is no file")
     return args
