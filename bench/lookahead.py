@@ -30,9 +30,9 @@ from bench.report import print_report, rounded, student95
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
 from cbatch.engine.engine import Engine
+from cbatch.engine.model_files import tokenizer_of
 from cbatch.runtime.cpu.drafter import DraftRows, Proposal
 from cbatch.runtime.drafting.draft_model import DraftModel
-from cbatch.text import load_tokenizer
 from cbatch.text.outputs import Output, Speculation
 
 WORKLOADS = ("fresh", "edit", "mix", "useless")
@@ -122,7 +122,7 @@ class EndlessLoop:
 
 def make_prompts(workload: str, model: Path) -> Prompts:
     """A cycle of the shipped prompts; in a mix every other one is of each kind."""
-    tokenizer = load_tokenizer(model)
+    tokenizer = tokenizer_of(model)
     kinds = {"fresh": demo_prompts(), "edit": edit_prompts(), "useless": demo_prompts()}
     texts = [kinds[workload]] if workload in kinds else [kinds["fresh"], kinds["edit"]]
     pools = [[list(tokenizer.encode(t))[-_MOST_PROMPT_TOKENS:] for t in part] for part in texts]

@@ -24,7 +24,13 @@ def print_report(
 
     All rows have the keys of the first. `notes` are lines under the table.
     """
-    console = print_table(title, rows, notes=notes)
+    print_document(print_table(title, rows, notes=notes), rows, extra)
+
+
+def print_document(
+    console: Console, rows: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None = None
+) -> None:
+    """The last of `print_report`, below tables of one's own."""
     machine = describe_machine()
     load, cores = machine["load_1min"], machine["cores"]
     if load is not None and cores and load > cores:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-# The common fields of a Llama; head_dim follows from the hidden size.
+# Fields of config.json, of a Llama unless `model_type` says otherwise.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-100m": {
         "hidden_size": 768,
@@ -26,22 +26,53 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 4_096,
         "tie_word_embeddings": True,
     },
+    "llama-1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40_960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "rms_norm_eps": 1e-6,
+    },
 }
 
 
 def write_random_model(shape: str, folder: Path, dtype: str) -> Path:
-    """Save a Llama of that shape with seeded random weights; returns its directory.
+    """Save a model of that shape with seeded random weights; returns its directory.
 
     The end-of-sequence id is the last of the vocabulary, which benchmarks ignore.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = SHAPES[shape]
+    fields = {"model_type": "llama", "max_position_embeddings": 2048} | SHAPES[shape]
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
         **fields,
-        max_position_embeddings=2048,
         # Products keep the size of what they take. With the usual 0.02 layers hardly count beside
         # the embeddings, and tokens are the same whatever attention does.
         initializer_range=fields["hidden_size"] ** -0.5,
@@ -49,7 +80,7 @@ def write_random_model(shape: str, folder: Path, dtype: str) -> Path:
         eos_token_id=fields["vocab_size"] - 1,
         pad_token_id=0,
     )
-    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(getattr(torch, dtype))
     path = folder / shape
     model.save_pretrained(path)
     return path

@@ -29,6 +29,7 @@ class EngineRun(msgspec.Struct):
     seconds: float
     outputs: list[list[int]]  # token ids, in order of the prompts
     speculation: Speculation | None = None
+    steps_s: list[float] = []  # of decoding, where they are told
 
     @property
     def tokens(self) -> int:
@@ -121,7 +122,8 @@ def run_batches(system: System, prompts: Prompts, batch: int, output_tokens: int
         system.run(prompts[at : at + batch], output_tokens) for at in range(0, len(prompts), batch)
     ]
     outputs = [ids for run in runs for ids in run.outputs]
-    whole = EngineRun(sum(run.seconds for run in runs), outputs)
+    steps_s = [step for run in runs for step in run.steps_s]
+    whole = EngineRun(sum(run.seconds for run in runs), outputs, steps_s=steps_s)
     for run in runs:
         if run.speculation is not None:
             whole.speculation = whole.speculation or Speculation()

@@ -1,180 +1,185 @@
-"""Output tokens a second beside other engines, on the same weights: `python -m bench.peers`.
+"""Speed beside other engines, on the same weights: `python -m bench.peers`.
 
-Ours with lookahead off and `goodput`, Hugging Face's `generate` and continuous batching, and
-llama.cpp (with llama-cpp-python and gguf installed), on the demo's target and on random weights of
-the 100 M shape. All get the same prompts of one length, greedy, and generate exactly as many
-tokens; systems take turns within a repeat, in an order that turns round, and ratios are taken
-within it. llama.cpp has the weights in the type it likes best: f16 beside our bf16, f32 beside f32.
-Before anything is timed all complete a few prompts in float32, and their tokens are compared.
+Ours with lookahead off and `goodput`, llama.cpp, vLLM, Hugging Face's `generate` and continuous
+batching; each in a process of its own, all on the same number of threads. A model is one of the
+names, a Hugging Face directory or a GGUF file; with `--type` a directory or a shape of random
+weights is quantised first. A GGUF file is read by us and by llama.cpp; the others get its weights
+dequantised to bf16. Otherwise llama.cpp has the weights in the type it likes best: f16 beside our
+bf16, f32 beside f32.
+
+All get the same prompts of one length, greedy, and generate exactly as many tokens; systems take
+turns within a repeat, in an order that turns round, and ratios are taken within it. Before anything
+is timed all complete a few prompts, and their tokens are compared.
+
+`value` is the median over repeats of tokens of output a second, of tokens of 8 prompts of 1024 read
+a second (`--prefill`), or of seconds until a constructor returns (`--startup`), between the `least`
+and the `most` of them; `to_peer` is its ratio to the first peer, `ours_to_it` that of ours with
+lookahead off. `step_p99_to_median` is of our own decoding steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bench.engine.shapes import write_random_model
-from bench.engine.systems import (
-    EngineRun,
-    System,
-    build_cbatch,
-    build_transformers,
-    make_prompts,
-    measure,
-    median_speed,
-    ratio,
+from bench.engine.systems import make_prompts
+from bench.peers.agree import NEARLY_TIED, NEARLY_TIED_QUANTISED, agreement, reference_logits
+from bench.peers.figures import (
+    FIGURES,
+    OUTPUT,
+    PREFILL_PROMPTS,
+    PREFILL_TOKENS,
+    outputs,
+    prefill,
+    startups,
 )
-from bench.peers.agree import agreement, reference_logits
-from bench.peers.llama_cpp_peer import build_llama_cpp
-from bench.peers.transformers_peer import build_continuous
-from bench.report import print_report, print_table
-from cbatch.demo import demo_paths
+from bench.peers.files import NAMES, TYPES, Model
+from bench.peers.perplexity import WINDOW_TOKENS, perplexities, windows
+from bench.peers.processes import busy
+from bench.peers.systems import OURS, PEERS, Sizes, choices, one_by_one, python_of, started
+from bench.report import print_document, print_table
+from cbatch.core.request.errors import FieldError
+from cbatch.engine.model_files import find_model
+from cbatch.runtime.model.gguf_file import is_gguf
 
-OURS, LLAMA_CPP = "cbatch", "llama.cpp"
-PEERS = ("generate", "continuous", LLAMA_CPP)
-MODELS = {"llama-100m": "bfloat16", "demo": "float32", "llama-1m": "float32"}
 MEASURED = ("llama-100m", "demo")
 COMPARED_SEQUENCES = 4
-# What the off and the best of ours should reach of llama.cpp, by model and batch.
-GOALS = {
-    ("llama-100m", 1): (0.9, None),
-    ("llama-100m", 8): (1.15, None),
-    ("llama-100m", 32): (1.25, None),
-    ("demo", 1): (0.6, 1.0),
-    ("demo", 8): (None, 1.2),
-    ("demo", 32): (None, 1.5),
-}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=MEASURED)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
+    names = f"{', '.join(NAMES)}, a directory or a .gguf file"
+    parser.add_argument("--model", nargs="+", default=MEASURED, metavar="MODEL", help=names)
+    parser.add_argument("--type", type=str.upper, choices=TYPES, help="of a GGUF file to write")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--lookahead", nargs="+", default=["off", "goodput"], help="off is first")
     parser.add_argument("--peer", nargs="*", choices=PEERS, default=PEERS)
+    parser.add_argument("--llama", metavar="PATH", help="a Python that has llama-cpp-python")
+    parser.add_argument("--vllm", metavar="PATH", help="a Python that has vLLM")
+    parser.add_argument("--vllm-eager", action="store_true", help="not compiled: starts sooner")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each system")
     parser.add_argument("--prompts", type=int, default=4, help="at least so many a repeat")
-    parser.add_argument("--plot", type=Path, help="write a PNG of the ratios")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every system")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="loops that run beside")
+    parser.add_argument("--prefill", action="store_true", help="time long prompts too")
+    parser.add_argument("--startup", action="store_true", help="time constructors too")
+    parser.add_argument("--perplexity", type=Path, metavar="TEXT", help="of a text, too")
+    parser.add_argument("--skip-agreement", action="store_true", help="do not compare tokens")
+    parser.add_argument("--plot", type=Path, help="write a PNG of the ratios to the first peer")
     args = parser.parse_args(argv)
     if args.lookahead[0] != "off":
         parser.error("--lookahead: ratios are to off: name it first")
-    args.numerics, args.overlap = "auto", 0
+    for name in args.model:
+        try:
+            path = Path(find_model(name))
+        except FieldError as error:
+            parser.error(f"--model: {error}")
+        if name not in NAMES and not path.exists():
+            parser.error(f"--model: {name} is none of {names}")
+        if args.type and is_gguf(path):
+            parser.error(f"--type: {name} has its types; give a directory or a shape")
+    if not (args.batch or args.prefill or args.startup or args.perplexity):
+        parser.error("--batch: none, and nothing else is asked for")
+    if args.perplexity is not None and not args.perplexity.is_file():
+        parser.error(f"--perplexity: {args.perplexity} is no file")
     return args
 
 
-def locate(name: str, folder: Path) -> tuple[Path, Path | None]:
-    """The model and its draft, if it has one."""
-    if name == "demo":
-        return demo_paths()
-    return write_random_model(name, folder, MODELS[name]), None
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    tokens = args.prompt_tokens + args.output_tokens
+    if args.prefill:
+        tokens = max(tokens, PREFILL_TOKENS + 1)
+    most = max(*args.batch, PREFILL_PROMPTS if args.prefill else 1, 1)
+    return Sizes(most, tokens, max(1024, most * args.prompt_tokens))
 
 
-def build(
-    model: Path, draft: Path | None, folder: Path, args: argparse.Namespace, *, exact: bool = False
-) -> list[System]:
-    """Ours with lookahead off first, then the others that were asked for and are installed; with
-    `exact` whatever has a type of its own computes in `args.dtype`."""
-    lookaheads = args.lookahead if draft else ["off"]
-    systems = [build_cbatch(model, draft, lookahead, args)[0] for lookahead in lookaheads]
-    most, tokens = max(args.batch), args.prompt_tokens + args.output_tokens
-    if "generate" in args.peer:
-        systems.append(build_transformers(model, args.dtype))
-    if "continuous" in args.peer:
-        systems.append(build_continuous(model, args.dtype, most=most, tokens=tokens))
-    if LLAMA_CPP in args.peer and has_llama_cpp():
-        kept = "float16" if args.dtype == "bfloat16" else args.dtype
-        sizes = {"most": most, "tokens": tokens, "threads": torch.get_num_threads()}
-        systems.append(build_llama_cpp(model, folder, kept, exact_kv=exact, **sizes))
-    return systems
-
-
-def has_llama_cpp() -> bool:
-    return all(find_spec(package) is not None for package in ("llama_cpp", "gguf"))
-
-
-def compare(
-    name: str, model: Path, draft: Path | None, folder: Path, args: argparse.Namespace
-) -> list[dict[str, Any]]:
+def compare(model: Model, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of `bench.peers.agree`, in float32."""
-    changed = {"dtype": "float32", "batch": [COMPARED_SEQUENCES]}
-    few = argparse.Namespace(**vars(args) | changed)
-    prompts = make_prompts(model, args.prompt_tokens, COMPARED_SEQUENCES, real=name == "demo")
-    systems = build(model, draft, folder, few, exact=True)
-    return agreement(name, systems, prompts, args.output_tokens, reference_logits(model))
+    tokens = args.prompt_tokens + args.output_tokens
+    sizes = Sizes(COMPARED_SEQUENCES, tokens, COMPARED_SEQUENCES * tokens)
+    found = choices(model, args, sizes, exact=True)
+    if len(found) == 1:
+        return []
+    real = model.tokenizer is not None
+    prompts = make_prompts(model.source, args.prompt_tokens, COMPARED_SEQUENCES, real)
+    tie = NEARLY_TIED_QUANTISED if model.quantised else NEARLY_TIED
+    logits = reference_logits(model.directory)
+    return agreement(model.name, one_by_one(found), prompts, args.output_tokens, logits, tie)
 
 
-def rows_of(
-    name: str, batch: int, systems: list[System], runs: list[list[EngineRun]]
-) -> list[dict[str, Any]]:
-    """A row a system: its median, and medians of the ratios to the others within a repeat."""
-    first = {s.name: found for s, found in reversed(list(zip(systems, runs, strict=True)))}
-    rows = []
-    for system, found in zip(systems, runs, strict=True):
-        goals = GOALS.get((name, batch), (None, None)) if system.name == OURS else (None, None)
-        rows.append(
-            {
-                "model": name,
-                "batch": batch,
-                "system": system.name,
-                "lookahead": system.lookahead,
-                "output_tokens_per_s": median_speed(found),
-                "cbatch_off_to_it": ratio(first[OURS], found),
-                "to_llama_cpp": ratio(found, first.get(LLAMA_CPP)),
-                "goal": goals[0] if system.lookahead == "off" else goals[1],
-            }
-        )
+def time_them(model: Model, args: argparse.Namespace) -> list[dict[str, Any]]:
+    found, rows = choices(model, args, sizes_of(args)), []
+    if args.startup:
+        rows += startups(model, found, args.repeats)
+    if not args.batch and not args.prefill:
+        return rows
+    with started(found) as systems, busy(args.busy):
+        for batch in args.batch:
+            rows += outputs(model, systems, batch, args)
+            print(f"{model.name}, batch {batch} measured", flush=True)
+        if args.prefill:
+            rows += prefill(model, systems, args)
     return rows
 
 
-def time_them(
-    name: str, model: Path, draft: Path | None, folder: Path, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    args = argparse.Namespace(**vars(args) | {"dtype": MODELS[name]})
-    systems = build(model, draft, folder, args)
-    rows: list[dict[str, Any]] = []
-    for batch in args.batch:
-        runs = measure(systems, model, batch, args, real=name == "demo")
-        rows += rows_of(name, batch, systems, runs)
-        print(f"{name}, batch {batch} measured", flush=True)
-    return rows
+def measure_perplexity(model: Model, args: argparse.Namespace) -> list[dict[str, Any]]:
+    sizes = Sizes(1, WINDOW_TOKENS + 1, WINDOW_TOKENS)
+    return perplexities(model, choices(model, args, sizes), windows(model, args.perplexity))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     rows: list[dict[str, Any]] = []
     compared: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        for name in args.model:
-            model, draft = locate(name, folder)
-            compared += compare(name, model, draft, folder, args)
-            rows += time_them(name, model, draft, folder, args)
+    accuracy: list[dict[str, Any]] = []
+    for name in args.model:
+        with tempfile.TemporaryDirectory() as folder:
+            llama = python_of("llama.cpp", args)
+            model = Model(name, args.type, Path(folder), llama=llama, threads=args.threads)
+            if not args.skip_agreement:
+                compared += compare(model, args)
+            rows += time_them(model, args)
+            if args.perplexity is not None:
+                accuracy += measure_perplexity(model, args)
     if args.plot is not None:
         _plot(args.plot, rows)
-    if compared:
-        print_table("greedy tokens in float32 beside cbatch, lookahead off", compared)
-    print_report(
-        f"peers: {args.prompt_tokens} tokens in, {args.output_tokens} out, greedy",
-        rows,
-        notes=_notes(args, compared),
-        extra={"agreement": compared, "repeats": args.repeats},
-    )
+    told = f"peers: {args.prompt_tokens} tokens in, {args.output_tokens} out, greedy; "
+    tables = [("greedy tokens beside cbatch, lookahead off", compared), ("perplexity", accuracy)]
+    tables += [(told + figure, of_figure(figure, rows)) for figure in FIGURES]
+    for title, table in tables:
+        if table:
+            console = print_table(title, table)
+    for note in _notes(args, compared):
+        console.print(note, markup=False)
+    extra = {"agreement": compared, "perplexity": accuracy, "repeats": args.repeats}
+    print_document(console, rows, extra | {"threads": args.threads, "busy": args.busy})
+
+
+def of_figure(figure: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what is said above the table, or is of no row."""
+    found = [row for row in rows if row["figure"] == figure]
+    said = {key for row in found for key, value in row.items() if value is not None} - {"figure"}
+    return [{key: value for key, value in row.items() if key in said} for row in found]
 
 
 def _notes(args: argparse.Namespace, compared: list[dict[str, Any]]) -> list[str]:
-    notes = [f"{torch.get_num_threads()} threads each; medians of {args.repeats} repeats"]
-    if LLAMA_CPP in args.peer and not has_llama_cpp():
-        notes.append("llama.cpp left out: pip install llama-cpp-python gguf (or .[peers])")
+    notes = [f"{args.threads} threads each; medians of {args.repeats} repeats"]
+    if args.busy:
+        notes.append(f"{args.busy} busy loops beside")
+    absent = [peer for peer in args.peer if python_of(peer, args) is None]
+    for peer, flag in (("llama.cpp", "--llama"), ("vllm", "--vllm")):
+        if peer in absent:
+            notes.append(f"{peer} left out: name a Python that has it by {flag}")
+    if args.skip_agreement:
+        notes.append("whether all compute the same model was not looked at")
     wrong = [f"{row['system']} on {row['model']}" for row in compared if not row["agrees"]]
     if wrong:
         notes.append(f"computes another model, its figures mean nothing: {', '.join(wrong)}")
@@ -186,12 +191,15 @@ def _plot(path: Path, rows: list[dict[str, Any]]) -> None:
 
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
-        if row["system"] == OURS and row["lookahead"] == "off":
-            continue
-        name = f"{row['system']} {row['lookahead']}" if row["system"] == OURS else row["system"]
-        ratio = 1 / row["cbatch_off_to_it"]
-        panels.setdefault(row["model"], {}).setdefault(name, []).append((row["batch"], ratio))
-    save_lines(path, panels, x_label="batch", y_label="tokens/s over cbatch, lookahead off")
+        if row["figure"] == OUTPUT and row["to_peer"] is not None:
+            lookahead = f" {row['lookahead']}" if row["system"] == OURS else ""
+            line = panels.setdefault(row["model"], {})
+            point = row["batch"], row["to_peer"]
+            line.setdefault(row["system"] + lookahead, []).append(point)
+    if panels:
+        first = next(row["system"] for row in rows if row["system"] != OURS)
+        label = f"tokens/s over {first}"
+        save_lines(path, panels, x_label="batch", y_label=label, highlight=f"{OURS} off")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from cbatch.cli.settings import PREFIX, add_flags, read_settings, unknown_variab
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.build import load_tokenizers
 from cbatch.engine.info import EngineInfo
-from cbatch.engine.model_files import chat_template_of, find_model
+from cbatch.engine.model_files import chat_template_of, find_model, gguf_of
 from cbatch.process.factory import EngineFactory
 from cbatch.process.messages import Ready
 from cbatch.server.http.limits import ConnectionLimits, connections_for
@@ -133,10 +133,12 @@ async def _serve(settings: ServeSettings) -> None:
         require_model(field, path)
     more = [] if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
     keys = KeyRing([*settings.api_key, *more], max_requests_per_key=settings.max_requests_per_key)
-    chat_template = chat_template_of(model, settings.chat_template)
     how = settings.generation_config
     options = msgspec.structs.replace(settings.engine, generation_config=how)
+    held = gguf_of(model)  # so that it is read once for both
+    chat_template = chat_template_of(model, settings.chat_template)
     tokenizer = load_tokenizers(model, draft, options)
+    del held
     if settings.tool_parser is not None:
         require_parser(settings.tool_parser, tokenizer)
     require_record(settings.record)

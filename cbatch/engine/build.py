@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.from_json import sampling_from_json
@@ -27,7 +29,7 @@ from cbatch.engine.backends import (
 )
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo, mib
-from cbatch.engine.model_files import find_model, tokenizer_of
+from cbatch.engine.model_files import find_model, gguf_of, tokenizer_of
 from cbatch.engine.options import EngineOptions, lookahead_name, parse_lookahead
 from cbatch.grammars import Grammars
 from cbatch.runtime.model.config import GENERATION_FILE, ModelError, read_generation_config
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from cbatch.engine.backends import AnyModel
+    from cbatch.runtime.model.gguf_file import Gguf
 
 _logger = logging.getLogger("cbatch")
 
@@ -51,6 +54,13 @@ _GENERATION_FIELDS = {
     "top_p": "top_p",
     "min_p": "min_p",
     "max_new_tokens": "max_tokens",
+}
+_GGUF_FIELDS = {
+    "general.sampling.penalty_repeat": "repetition_penalty",
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
 }
 
 
@@ -74,9 +84,10 @@ def load_engine(
         raise FieldError("drafter", "'model' needs a draft", remedy)
     model = find_model(model)
     draft = None if draft is None else find_model(draft, "draft")
-    paths = _checked(model, "model"), None if draft is None else _checked(draft, "draft")
-    defaults = sampling_defaults(paths[0]) if options.generation_config == "auto" else {}
-    tokenizer = load_tokenizers(*paths, options) if handles_text else None
+    files = _checked(model, "model"), None if draft is None else _checked(draft, "draft")
+    path, draft_path = files[0].path, files[1] and files[1].path
+    defaults = sampling_defaults(path) if options.generation_config == "auto" else {}
+    tokenizer = load_tokenizers(path, draft_path, options) if handles_text else None
     device, target, draft_model = _load_models(model, draft, options)
     config = _scheduler_config(target, draft_model, options)
     grammars = None
@@ -119,14 +130,22 @@ def load_tokenizers(
     return tokenizer
 
 
-def _checked(model: str | Path, field: str) -> Path:
-    """Where its files are, once its configuration can be served: before anything large loads."""
+class _Files(NamedTuple):
+    """Where a model is. Its GGUF file is held for who reads config, weights and text of it."""
+
+    path: Path
+    gguf: Gguf | None
+
+
+def _checked(model: str | Path, field: str) -> _Files:
+    """Once its configuration can be served: before anything large loads."""
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
 
     refuse_model_files(Path(model), field)
     path = resolve_directory(model, weights=False)
+    gguf = gguf_of(path)
     read_config(path)
-    return path
+    return _Files(path, gguf)
 
 
 def _load_models(
@@ -289,18 +308,23 @@ def _weight_bytes(model: AnyModel) -> int:
 
 def sampling_defaults(model: Path) -> dict[str, Any]:
     """How a model's makers want it sampled: fields of `SamplingParams` that its
-    `generation_config.json` sets. Raises `ModelError` naming file and field."""
-    values = read_generation_config(model)
+    `generation_config.json`, or a GGUF file's metadata, set. Raises `ModelError` naming file and
+    field."""
+    gguf = gguf_of(model)
+    file = model if gguf else model / GENERATION_FILE
+    values = gguf.metadata if gguf else read_generation_config(model)
     found: dict[str, Any] = {}
-    for name, field in _GENERATION_FIELDS.items():
+    for name, field in (_GGUF_FIELDS if gguf else _GENERATION_FIELDS).items():
         value = values.get(name)
-        if value is None or (name == "top_k" and value in (-1, 0)):  # of all tokens
+        if value is None or (field == "top_k" and value in (-1, 0)):  # of all tokens
             continue
+        if gguf and isinstance(value, float):
+            value = float(str(np.float32(value)))  # as its makers wrote it
         try:
             found[field] = getattr(sampling_from_json({field: value}), field)
         except FieldError as error:
             raise ModelError(
-                f"{model / GENERATION_FILE}: {name}: {error.problem}; {error.remedy}, or do "
+                f"{file}: {name}: {error.problem}; {error.remedy}, or do "
                 'without its defaults (generation_config="none")'
             ) from error
     return found

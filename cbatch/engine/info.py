@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import msgspec
 
 from cbatch.core.request.request import MODEL
+from cbatch.runtime.model.config import GENERATION_FILE
+from cbatch.runtime.model.gguf_file import SUFFIX
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -41,8 +44,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
             f"{mib(self.kv_memory_bytes)}; {self._context()}",
             f"weights: {mib(self.weight_bytes)}; "
             f"engine threads: {self.num_threads} of {os.cpu_count()}",
-            *([f"defaults of calls, by generation_config.json: {defaults}"] if defaults else ()),
+            *([f"defaults of calls, by {self._defaults_from()}: {defaults}"] if defaults else ()),
         ]
+
+    def _defaults_from(self) -> str:
+        return "general.sampling" if Path(self.model).suffix == SUFFIX else GENERATION_FILE
 
     def _context(self) -> str:
         pool_tokens = self.num_blocks * self.block_size_tokens

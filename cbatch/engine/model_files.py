@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cbatch.core.request.errors import FieldError
-from cbatch.runtime.model.gguf_file import is_gguf, read_gguf
+from cbatch.runtime.model.gguf_file import Gguf, is_gguf, read_gguf
 from cbatch.text import ChatTemplate, TextTokenizer, load_chat_template, load_tokenizer
 from cbatch.text.gguf_tokenizer import gguf_tokenizer, gguf_tokenizer_config
 
@@ -36,18 +36,19 @@ def find_model(model: str | Path, field: str = "model") -> str | Path:
 
 def tokenizer_of(model: str | Path) -> TextTokenizer:
     """Loads nothing that computes. Raises `TokenizerError`, or `ModelError` for a GGUF file."""
-    metadata = _metadata(model)
-    return load_tokenizer(model) if metadata is None else gguf_tokenizer(metadata, str(model))
+    file = gguf_of(model)
+    return load_tokenizer(model) if file is None else gguf_tokenizer(file.metadata, str(model))
 
 
 def chat_template_of(model: str | Path, file: str | Path | None = None) -> ChatTemplate | None:
     """The model's own, unless `file` is given. Raises `ChatTemplateError`, or as `tokenizer_of`."""
-    metadata = _metadata(model)
-    config = None if metadata is None else gguf_tokenizer_config(metadata, str(model))
+    found = gguf_of(model)
+    config = None if found is None else gguf_tokenizer_config(found.metadata, str(model))
     return load_chat_template(model, file, config)
 
 
-def _metadata(model: str | Path) -> dict[str, Any] | None:
-    """Of a GGUF file."""
+def gguf_of(model: str | Path) -> Gguf | None:
+    """Its GGUF file, if it is one. While a caller holds it, whatever else is asked of the model
+    does without reading it again."""
     path = Path(find_model(model)).expanduser()
-    return read_gguf(path).metadata if is_gguf(path) else None
+    return read_gguf(path) if is_gguf(path) else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,11 @@ from bench.engine.shapes import write_random_model
 from bench.engine.systems import EngineRun, System, build_transformers, make_prompts
 from bench.peers import __main__ as peers
 from bench.peers.agree import agreement, first_gap, reference_logits
-from bench.peers.llama_cpp_peer import write_gguf
+from bench.peers.gguf_writer import F16, F32, write_gguf
+from bench.peers.processes import Worker
+from cbatch.runtime.model.gguf_file import read_gguf
 
+PACKAGE = {"llama.cpp": "llama_cpp", "vllm": "vllm"}
 HEADS = {"q_proj": 4, "k_proj": 2}
 
 
@@ -26,19 +31,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_all_of_them_agree_and_are_timed(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(peers, "locate", lambda name, folder: (model, None))
+def test_all_of_them_agree_and_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--prompt-tokens", "12", "--output-tokens", "6", "--prompts", "1", "--repeats", "1")
-    peers.main(["--model", "llama-1m", "--batch", "3", *sizes])
+    peers.main(["--model", "llama-1m", "--type", "bf16", "--batch", "3", "--startup", *sizes])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    names = ["transformers", "transformers continuous"]
-    names += ["llama.cpp"] * peers.has_llama_cpp()
+    present = [peer for peer in ("llama.cpp", "vllm") if importlib.util.find_spec(PACKAGE[peer])]
+    names = [*present, "transformers", "transformers continuous"]
     assert [row["system"] for row in told["agreement"]] == names
     assert all(row["agrees"] and row["sequences"] == 4 for row in told["agreement"])
-    assert [row["system"] for row in told["results"]] == ["cbatch", *names]
-    assert all(row["output_tokens_per_s"] > 0 for row in told["results"])
+    assert [row["system"] for row in told["results"]] == ["cbatch", *names] * 2
+    assert {row["figure"] for row in told["results"]} == {"startup_s", "output_tokens_per_s"}
+    assert all(row["value"] > 0 for row in told["results"])
 
 
 def test_another_model_is_found_out(model: Path, tmp_path: Path) -> None:
@@ -84,10 +87,9 @@ def _says(ids: list[int]) -> System:
 
 
 def test_the_file_holds_every_weight(model: Path, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
     path = tmp_path / "model.gguf"
-    write_gguf(model, path, "float16")
-    reader = gguf.GGUFReader(path)
+    write_gguf(model, path, F16)
+    file = read_gguf(path)
     fields = json.loads((model / "config.json").read_text())
     for name, key in (
         ("llama.block_count", "num_hidden_layers"),
@@ -96,8 +98,12 @@ def test_the_file_holds_every_weight(model: Path, tmp_path: Path) -> None:
         ("llama.feed_forward_length", "intermediate_size"),
         ("llama.attention.layer_norm_rms_epsilon", "rms_norm_eps"),
     ):
-        assert reader.fields[name].contents() == pytest.approx(fields[key])
-    found = {tensor.name: np.asarray(tensor.data) for tensor in reader.tensors}
+        assert file.metadata[name] == pytest.approx(fields[key])
+    assert file.metadata["tokenizer.ggml.model"] == "no_vocab"
+    found = {
+        name: tensor.raw.view({"F16": "<f2", "F32": "<f4"}[tensor.type.name]).reshape(tensor.shape)
+        for name, tensor in file.tensors.items()
+    }
     with safe_open(model / "model.safetensors", framework="np") as tensors:
         assert len(found) == len(list(tensors.keys()))
         embedding = tensors.get_tensor("model.embed_tokens.weight")
@@ -119,23 +125,14 @@ def _turns_alike(halves: np.ndarray, neighbours: np.ndarray, heads: int) -> None
     assert not np.allclose(h, n), "the two orders are the same: nothing was shown"
 
 
-def test_other_families_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    for changed in ({"model_type": "qwen2"}, {"attention_bias": True}):
-        fields = {"model_type": "llama", "rope_scaling": None} | changed
-        (tmp_path / "config.json").write_text(json.dumps(fields))
-        with pytest.raises(ValueError, match="only plain Llamas"):
-            write_gguf(tmp_path, tmp_path / "x.gguf", "float32")
-
-
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
 def test_llama_cpp_keeps_its_sequences_apart(model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
-    pytest.importorskip("gguf")
-    from bench.peers.llama_cpp_peer import build_llama_cpp
-
+    path = tmp_path / "model.gguf"
+    write_gguf(model, path, F32)
     threads = torch.get_num_threads()
-    system = build_llama_cpp(model, tmp_path, "float32", most=3, tokens=40, threads=threads)
-    prompts = make_prompts(model, 30, 3, real=False)
-    together = system.run(prompts, 8).outputs
-    assert together == [system.run([prompt], 8).outputs[0] for prompt in prompts]
+    with Worker("llama_cpp", sys.executable, threads) as worker:
+        worker.start(model=str(path), most=3, tokens=40, threads=threads, exact_kv=False)
+        prompts = make_prompts(model, 30, 3, real=False)
+        together = worker.run(prompts, 8).outputs
+        assert together == [worker.run([prompt], 8).outputs[0] for prompt in prompts]
     assert len({tuple(ids) for ids in together}) == 3

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.peers.gguf_writer import BF16, Q8_0, convert, gguf_bytes
 from cbatch import LLM, FinishReason, SamplingParams
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths, demo_prompts
-from cbatch.engine.model_files import PACKAGED, Packaged, chat_template_of, find_model, tokenizer_of
+from cbatch.engine.model_files import (
+    PACKAGED,
+    Packaged,
+    chat_template_of,
+    find_model,
+    gguf_of,
+    tokenizer_of,
+)
+from cbatch.runtime.model import gguf_file
 from cbatch.runtime.model.config import ModelError
 from cbatch.text import TokenizerError
 from tests.cli.test_serve import post, serve
-from tests.gguf_writer import BF16, Q8_0, convert, gguf_bytes
 from tests.runtime.hf_models import build
 from tests.text.test_gguf_tokenizer import BYTE_LEVEL
 
@@ -60,6 +69,24 @@ def test_text_in_and_out(tiny: Path) -> None:
     assert list(one.prompt_token_ids) == tokenizer.encode(chat)
     assert one.prompt_token_ids[0] == 0 and one.prompt_token_ids[-1] == 343
     assert one.text == tokenizer.decode(one.token_ids)
+
+
+def test_a_file_is_read_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For config, weights, tokenizer and template, as long as somebody holds it and is the
+    same."""
+    read: list[Path] = []
+    whole = gguf_file._read_parts
+    monkeypatch.setattr(gguf_file, "_read_parts", lambda path: read.append(path) or whole(path))
+    LLM(tiny, draft=tiny, max_slots=2)
+    assert read == [tiny]
+    held = gguf_of(tiny)
+    assert chat_template_of(tiny) is not None and tokenizer_of(tiny).vocab_size > 300
+    assert read == [tiny] * 2
+    os.utime(tiny, ns=(0, tiny.stat().st_mtime_ns + 1))
+    assert gguf_of(tiny) is not held
+    del held
+    tokenizer_of(tiny)
+    assert len(read) == 4
 
 
 def test_a_draft_has_its_targets_tokenizer(tiny: Path, tmp_path: Path) -> None:

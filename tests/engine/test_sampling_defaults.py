@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bench.peers.gguf_writer import gguf_bytes
 from cbatch.engine.build import sampling_defaults
 from cbatch.runtime.model.config import ModelError
 
@@ -26,6 +27,34 @@ def test_what_vllm_heeds_counts_and_nothing_else(tmp_path: Path) -> None:
     model = write(tmp_path, repetition_penalty=1.05, max_new_tokens=2048, **sampling, **ignored)
     want = sampling | {"repetition_penalty": 1.05, "max_tokens": 2048}
     assert sampling_defaults(model) == want
+
+
+def gguf(folder: Path, **values: Any) -> Path:
+    path = folder / "model.gguf"
+    path.write_bytes(gguf_bytes({f"general.sampling.{k}": v for k, v in values.items()}, {}))
+    return path
+
+
+def test_a_gguf_file_says_it_among_its_metadata(tmp_path: Path) -> None:
+    write(tmp_path, temperature=0.1)  # not the file's
+    assert sampling_defaults(gguf(tmp_path)) == {}
+    sampling = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}
+    ignored = {"penalty_last_n": 64, "mirostat": 2, "xtc_probability": 0.5, "sequence": "k;p"}
+    found = sampling_defaults(gguf(tmp_path, **sampling, **ignored))
+    names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+    assert found == {names.get(name, name): value for name, value in sampling.items()}
+    assert sampling_defaults(gguf(tmp_path, top_k=0)) == {}
+
+
+@pytest.mark.parametrize(("name", "value"), [("temp", -0.5), ("top_p", 1.5), ("top_k", "x")])
+def test_what_is_wrong_in_a_gguf_file_is_told_with_its_key(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        sampling_defaults(gguf(tmp_path, **{name: value}))
+    told = str(caught.value)
+    assert told.startswith(f"{tmp_path / 'model.gguf'}: general.sampling.{name}: {value!r} is not")
+    assert 'generation_config="none"' in told
 
 
 @pytest.mark.parametrize("value", [0, -1, None])

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from bench.peers.gguf_writer import F16, F32, Q8_0, Stored, convert, gguf_bytes, stored
 from cbatch.engine.model_files import tokenizer_of
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.gguf_file import read_gguf
 from cbatch.text import TokenizerError
-from tests.gguf_writer import F16, F32, Q8_0, Stored, convert, gguf_bytes, stored
 from tests.runtime.hf_models import build
 from tests.text.test_gguf_tokenizer import BYTE_LEVEL
 

@@ -9,6 +9,8 @@ import pytest
 
 from cbatch.system.cpus import given_cpus
 
+V1 = "cpu,cpuacct/x/cpu.cfs_{}_us"
+
 
 @pytest.mark.parametrize(
     ("told", "files", "given"),
@@ -19,12 +21,12 @@ from cbatch.system.cpus import given_cpus
         ("0::/a/b", {"a/cpu.max": "50000 100000"}, 1),
         (
             "3:memory:/x\n2:cpu,cpuacct:/x",
-            {"cpu,cpuacct/x/cpu.cfs_quota_us": "400000", "cpu,cpuacct/x/cpu.cfs_period_us": "100000"},
+            {V1.format("quota"): "400000", V1.format("period"): "100000"},
             4,
         ),
         (
             "2:cpu,cpuacct:/x",
-            {"cpu,cpuacct/x/cpu.cfs_quota_us": "-1", "cpu,cpuacct/x/cpu.cfs_period_us": "100000"},
+            {V1.format("quota"): "-1", V1.format("period"): "100000"},
             8,
         ),
         ("", {}, 8),

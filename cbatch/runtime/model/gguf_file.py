@@ -10,9 +10,11 @@ import math
 import mmap
 import re
 import struct
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +87,8 @@ class GgufTensor(NamedTuple):
         return dequantised(self.type.name, blocks, dtype).view(self.shape)
 
 
-class Gguf(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Gguf:
     """One file, or all parts of a split one. Arrays of numbers in `metadata` are numpy's, those of
     strings are lists."""
 
@@ -102,8 +105,28 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and not path.is_dir()
 
 
+_held: WeakValueDictionary[tuple[str, int, int, int], Gguf] = WeakValueDictionary()
+
+
 def read_gguf(path: Path) -> Gguf:
-    """Raises ModelError naming the file, and the field or tensor, for whatever is wrong with it."""
+    """What somebody still holds of the same file, unchanged, is not read again. Raises ModelError
+    naming the file, and the field or tensor, for whatever is wrong with it."""
+    try:
+        stat = path.stat()
+    except OSError as err:
+        raise _unreadable(path, err) from None
+    key = str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns
+    found = _held.get(key)
+    if found is None:
+        found = _held[key] = _read_parts(path)
+    return found
+
+
+def _unreadable(path: Path, err: OSError) -> ModelError:
+    return ModelError(f"{path}: cannot be read ({err.strerror or err})")
+
+
+def _read_parts(path: Path) -> Gguf:
     first = _Reader(path).read()
     count = first.metadata.get("split.count", 0)
     if not isinstance(count, int):
@@ -144,7 +167,7 @@ class _Reader:
                     mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else b""
                 )
         except OSError as err:
-            raise ModelError(f"{path}: cannot be read ({err.strerror or err})") from None
+            raise _unreadable(path, err) from None
 
     def read(self) -> Gguf:
         if self.data[:4] != _MAGIC:

@@ -1,11 +1,12 @@
-"""GGUF files small enough for tests, from values or from a small Hugging Face model. Written to the
-format's description, with nothing of the code that reads them."""
+"""GGUF files, from values or from a Hugging Face model. Written to the format's description, with
+nothing of the code that reads them: tests read back what this writes."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +27,35 @@ class Stored(NamedTuple):
 def gguf_bytes(
     metadata: dict[str, Any], tensors: dict[str, Stored], version: int = 3, alignment: int = 32
 ) -> bytes:
+    return b"".join(_pieces(metadata, tensors, version, alignment))
+
+
+def write_gguf(model: Path, path: Path, kind: int) -> None:
+    """A Hugging Face directory as llama.cpp reads it too, which asks for the vocabulary: without a
+    tokenizer, for token ids alone."""
+    metadata, tensors = convert(model, kind)
+    metadata["tokenizer.ggml.model"] = "no_vocab"
+    vocab_size = tensors["token_embd.weight"].shape[0]
+    metadata[f"{metadata['general.architecture']}.vocab_size"] = vocab_size
+    with path.open("wb") as file:
+        file.writelines(_pieces(metadata, tensors, 3, 32))
+
+
+def _pieces(
+    metadata: dict[str, Any], tensors: dict[str, Stored], version: int, alignment: int
+) -> Iterator[bytes]:
     head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
     for key, value in metadata.items():
         head += _string(key) + _typed(value)
-    data = b""
+    offset = 0
     for name, tensor in tensors.items():
         dims = tensor.shape[::-1]
         head += _string(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
-        head += struct.pack("<IQ", tensor.kind, len(data))
-        data += tensor.data + bytes(-len(tensor.data) % alignment)
-    return head + bytes(-len(head) % alignment) + data
+        head += struct.pack("<IQ", tensor.kind, offset)
+        offset += len(tensor.data) + -len(tensor.data) % alignment
+    for data in (head, *(tensor.data for tensor in tensors.values())):
+        yield data
+        yield bytes(-len(data) % alignment)
 
 
 def stored(tensor: Tensor, kind: int = F32) -> Stored:
@@ -66,6 +86,16 @@ _LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 _WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_ORIGINAL = {short: name for name, short in (_LAYER | _WHOLE).items()}
+
+
+def original_name(name: str) -> str | None:
+    """What a tensor of a GGUF file is called in Hugging Face's; None where nothing is."""
+    part, _, ending = name.rpartition(".")
+    if part in _ORIGINAL:
+        return f"{_ORIGINAL[part]}.{ending}"
+    _, layer, rest = part.split(".") if part.startswith("blk.") else ("", "", part)
+    return f"model.layers.{layer}.{_ORIGINAL[rest]}.{ending}" if layer else None
 
 
 def convert(model: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, Stored]]:
@@ -127,10 +157,10 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(text.encode())) + text.encode()
 
 
-def _typed(value: Any) -> bytes:
+def _typed(value: Any, in_array: bool = False) -> bytes:
     """A value behind its type."""
     if isinstance(value, list):
-        items = [_typed(each) for each in value]
+        items = [_typed(each, in_array=True) for each in value]
         kind = items[0][:4] if items else struct.pack("<I", 4)
         return (
             struct.pack("<I", 9)
@@ -141,4 +171,6 @@ def _typed(value: Any) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
     kind, form = {bool: (7, "?"), float: (6, "f")}.get(type(value), (5, "i"))
+    if form == "i" and not in_array and value >= 0:
+        kind, form = 4, "I"  # as llama.cpp wants sizes and ids
     return struct.pack(f"<I{form}", kind, value)

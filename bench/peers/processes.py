@@ -1,0 +1,98 @@
+"""A worker process, as who measures sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.engine.systems import EngineRun, Prompts
+
+ROOT = Path(__file__).parents[2]
+SETTLE_S = 0.3  # until the threads of whoever ran before no longer spin
+_BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+
+
+class Worker:
+    """Of `bench.peers.workers`, under the Python that has its library. Imports are done once it is
+    there. Raises RuntimeError with the end of what it said if it dies."""
+
+    def __init__(self, module: str, python: str, threads: int) -> None:
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+        }
+        self._module = module
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            [python, "-m", f"bench.peers.workers.{module}_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        self._answer()
+
+    def start(self, **settings: Any) -> float:
+        """Constructs the system; returns the seconds until it was ready."""
+        return float(self._ask(settings))
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return self._ask({"method": method, "arguments": arguments})
+
+    def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
+        time.sleep(SETTLE_S)
+        return EngineRun(**self.call("run", prompts, output_tokens))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._said.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, call: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(call) + "\n")
+            self._process.stdin.flush()
+        return self._answer()["value"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace")
+            raise RuntimeError(f"the worker of {self._module} died:\n{said[-3000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many loops of equal priority beside; they end with this process, however it ends."""
+    loops = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()

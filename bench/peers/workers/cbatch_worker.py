@@ -1,0 +1,73 @@
+"""Our engine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.peers.workers.serving import serve
+from cbatch import LLM, SamplingParams
+
+BLOCK_TOKENS = 16
+
+
+class Ours:
+    def __init__(
+        self,
+        model: str,
+        draft: str | None,
+        lookahead: str,
+        *,
+        dtype: str,
+        most: int,
+        tokens: int,
+        step_tokens: int,
+        threads: int,
+    ) -> None:
+        torch.set_num_threads(threads)
+        self._llm = LLM(
+            Path(model),
+            None if draft is None else Path(draft),
+            dtype=dtype,
+            lookahead=lookahead,
+            max_slots=most,
+            max_model_tokens=tokens,
+            step_budget_tokens=step_tokens,
+            num_blocks=most * (-(-tokens // BLOCK_TOKENS) + 1),
+            block_size_tokens=BLOCK_TOKENS,
+            prefix_cache=False,  # the same prompts come again in every repeat
+            tokenizer="none",
+        )
+        self._step = self._llm.engine.step
+        self._llm.engine.step = self._timed_step  # type: ignore[method-assign]
+        self._steps_s: list[float] = []
+
+    def _timed_step(self) -> Any:
+        started_s = time.perf_counter()
+        outputs = self._step()
+        self._steps_s.append(time.perf_counter() - started_s)
+        return outputs
+
+    def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+        params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        self._steps_s.clear()
+        started_s = time.perf_counter()
+        completions = self._llm.generate(prompts, params)
+        seconds = time.perf_counter() - started_s
+        outputs = [list(completion.token_ids) for completion in completions]
+        return {"seconds": seconds, "outputs": outputs, "steps_s": self._steps_s[1:]}
+
+    def logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        found = []
+        for completion in self._llm.generate(prompts, params):
+            told = [entry for entry in completion.prompt_logprobs or () if entry is not None]
+            found.append([float("-inf") if t.logprob is None else t.logprob for t in told])
+        return found
+
+
+if __name__ == "__main__":
+    serve(Ours)

@@ -1,0 +1,81 @@
+"""vLLM, on a CPU, in one process. Needs vllm alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bench.peers.workers.serving import serve
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+PRELOADED = ("vllm/libs/libtcmalloc*.so*", "../../libiomp5.so")
+
+
+class Vllm:
+    def __init__(
+        self, model: str, dtype: str, *, most: int, tokens: int, kv_bytes: int, eager: bool
+    ) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            max_model_len=tokens,
+            max_num_seqs=most,
+            kv_cache_memory_bytes=kv_bytes,
+            enable_prefix_caching=False,
+            enforce_eager=eager,
+        )
+
+    def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+        params = {"max_tokens": output_tokens, "min_tokens": output_tokens, "ignore_eos": True}
+        started_s = time.perf_counter()
+        found = self._generate(prompts, **params)
+        seconds = time.perf_counter() - started_s
+        return {"seconds": seconds, "outputs": [list(each.outputs[0].token_ids) for each in found]}
+
+    def logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
+        found = self._generate(prompts, max_tokens=1, prompt_logprobs=0)
+        return [
+            [told[token].logprob for token, told in pairs]
+            for pairs in (
+                zip(ids[1:], each.prompt_logprobs[1:], strict=True)
+                for ids, each in zip(prompts, found, strict=True)
+            )
+        ]
+
+    def _generate(self, prompts: list[list[int]], **params: Any) -> Any:
+        from vllm import SamplingParams
+
+        given = [{"prompt_token_ids": ids} for ids in prompts]
+        params |= {"temperature": 0.0, "detokenize": False}
+        return self._llm.generate(given, SamplingParams(**params), use_tqdm=False)
+
+
+def preload() -> None:
+    """Begins again with the libraries that its documentation asks for, where they are there."""
+    os.environ |= SETTINGS
+    package = find_spec("vllm")
+    if package is None or package.origin is None or "LD_PRELOAD" in os.environ:
+        return
+    site = Path(package.origin).parents[1]
+    found = [str(file) for pattern in PRELOADED for file in sorted(site.glob(pattern))[:1]]
+    os.environ["LD_PRELOAD"] = ":".join(found)
+    os.execv(sys.executable, [sys.executable, "-m", "bench.peers.workers.vllm_worker"])
+
+
+if __name__ == "__main__":
+    preload()
+    import vllm  # noqa: F401 - imports are not timed
+
+    serve(Vllm)

@@ -1,0 +1,177 @@
+"""What `python -m bench.peers` takes, refuses and says, where no peer is there."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.engine.systems import System, build_transformers, make_prompts
+from bench.peers import __main__ as peers
+from bench.peers import perplexity
+from bench.peers.figures import OUTPUT, STARTUP, rows_of
+from bench.peers.files import Model
+from bench.peers.processes import Worker, busy
+from bench.peers.systems import Sizes, choices
+from bench.peers.workers.cbatch_worker import Ours
+
+
+def started(**settings: Any) -> Ours:
+    sizes = {"most": 4, "tokens": 40, "step_tokens": 64, "threads": torch.get_num_threads()}
+    return Ours(draft=None, lookahead="off", dtype="float32", **sizes | settings)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model("llama-1m", None, tmp_path_factory.mktemp("models"), llama=None, threads=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "no-such"), "--model: no-such is none of"),
+        (("--model", "gone.gguf"), "--model: gone.gguf is none of"),
+        (("--model", "here.gguf", "--type", "Q8_0"), "--type: here.gguf has its types"),
+        (("--type", "Q3_K"), "argument --type: invalid choice: 'Q3_K'"),
+        (("--peer", "ollama"), "argument --peer: invalid choice: 'ollama'"),
+        (("--lookahead", "goodput"), "--lookahead: ratios are to off"),
+        (("--batch",), "--batch: none, and nothing else is asked for"),
+        (("--perplexity", "gone.txt"), "--perplexity: gone.txt is no file"),
+    ],
+)
+def test_what_is_refused(
+    arguments: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.gguf").touch()
+    with pytest.raises(SystemExit):
+        peers.parse(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_a_type_that_only_llama_cpp_writes_is_refused_without_it(tmp_path: Path) -> None:
+    model = Model("llama-1m", "Q4_K_M", tmp_path, llama=None, threads=2)
+    with pytest.raises(
+        ValueError, match="type: Q4_K_M is written by llama.cpp; name it by --llama"
+    ):
+        _ = model.ours
+
+
+def test_peers_are_found_where_they_are_named(model: Model) -> None:
+    args = peers.parse(["--llama", "/l/python", "--vllm", "/v/python", "--threads", "3"])
+    found = choices(model, args, Sizes(8, 128, 1024))
+    named = {choice.name: choice for choice in found}
+    assert list(named) == ["cbatch", "llama.cpp", "vllm", "transformers", "transformers continuous"]
+    assert named["llama.cpp"].python == "/l/python" and named["vllm"].python == "/v/python"
+    assert {choice.threads for choice in found} == {3}
+    for choice in found:
+        assert choice.settings.get("threads", 3) == 3
+    assert named["vllm"].settings["model"] == str(model.source)
+    assert named["llama.cpp"].settings["model"].endswith("llama-1m-F32.gguf")
+    few = peers.parse(["--peer", "generate"])
+    assert [c.name for c in choices(model, few, Sizes(1, 8, 64))] == ["cbatch", "transformers"]
+
+
+def test_rows_are_medians_and_ratios_within_a_turn() -> None:
+    systems = [_named(name) for name in ("cbatch", "llama.cpp", "vllm")]
+    values = [[20.0, 60.0, 10.0], [10.0, 40.0, 10.0], [5.0, 10.0, 2.0]]
+    ours, llama, vllm = rows_of("m", OUTPUT, 8, systems, values)
+    assert (ours["value"], ours["least"], ours["most"]) == (20.0, 10.0, 60.0)
+    assert (ours["to_peer"], ours["to_least"], ours["to_most"]) == (1.5, 1.0, 2.0)
+    assert (llama["to_peer"], llama["ours_to_it"]) == (1.0, 1.5)
+    assert (vllm["to_peer"], vllm["ours_to_it"]) == (0.25, 5.0)
+    (alone,) = rows_of("m", STARTUP, 0, systems[:1], values[:1])
+    assert alone["to_peer"] is None and alone["ours_to_it"] == 1.0
+
+
+def _named(name: str) -> System:
+    return System(name, "off", lambda prompts, _: pytest.fail("nothing is run"))
+
+
+def test_a_table_has_what_its_rows_have() -> None:
+    rows = rows_of("m", OUTPUT, 8, [_named("cbatch")], [[1.0]])
+    rows += rows_of("m", STARTUP, 0, [_named("cbatch")], [[2.0]])
+    rows[0]["step_p99_to_median"] = 1.5
+    (row,) = peers.of_figure(OUTPUT, rows)
+    assert row["step_p99_to_median"] == 1.5 and "to_peer" not in row and "figure" not in row
+    assert "step_p99_to_median" not in peers.of_figure(STARTUP, rows)[0]
+
+
+def test_our_log_probabilities_are_those_of_the_model(model: Model) -> None:
+    prompts = make_prompts(model.source, 20, 2, real=False)
+    found = started(model=str(model.source)).logprobs(prompts)
+    from transformers import AutoModelForCausalLM
+
+    peer = AutoModelForCausalLM.from_pretrained(model.source, dtype=torch.float32).eval()
+    ids = torch.tensor(prompts)
+    with torch.inference_mode():
+        wanted = peer(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    assert np.allclose(found, wanted.numpy(), atol=1e-4)
+
+
+def test_our_steps_are_told_without_the_first(model: Model) -> None:
+    prompts = make_prompts(model.source, 12, 3, real=False)
+    run = started(model=str(model.source)).run(prompts, 6)
+    assert run["outputs"] == build_transformers(model.source, "float32").run(prompts, 6).outputs
+    assert len(run["steps_s"]) == 5 and 0 < sum(run["steps_s"]) < run["seconds"]
+
+
+def test_perplexity_and_the_distance_to_the_first() -> None:
+    one = np.log(np.array([[0.5, 0.5], [0.25, 0.25]]))
+    other = one - np.array([[0.1], [0.3]])
+    ours, theirs = perplexity.rows_of("m", [("cbatch", one), ("llama.cpp", other)])
+    assert ours["perplexity"] == pytest.approx(math.sqrt(8), abs=1e-3) and ours["tokens"] == 4
+    assert ours["more_nats"] == 0.0
+    assert theirs["more_nats"] == pytest.approx(0.2)
+    assert theirs["ci95"] == pytest.approx(12.706 * 0.1, abs=1e-3)
+    assert perplexity.rows_of("m", [("cbatch", one[:1])])[0]["ci95"] is None
+
+
+def test_a_text_is_cut_into_whole_windows(tmp_path: Path, model: Model) -> None:
+    text = tmp_path / "text"
+    text.write_text("for i in range(10):\n    print(i)\n" * 200)
+    demo = Model("demo", None, tmp_path, llama=None, threads=2)
+    found = perplexity.windows(demo, text)
+    assert demo.tokenizer is not None and {len(ids) for ids in found} == {perplexity.WINDOW_TOKENS}
+    flat = [token for ids in found for token in ids]
+    whole = list(demo.tokenizer.encode(text.read_text()))
+    assert flat == whole[: len(flat)] and len(whole) - len(flat) < perplexity.WINDOW_TOKENS
+    text.write_text("short")
+    with pytest.raises(ValueError, match="a window has 512"):
+        perplexity.windows(demo, text)
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        perplexity.windows(model, text)
+
+
+def test_a_worker_that_dies_says_why() -> None:
+    with (
+        Worker("cbatch", sys.executable, 1) as worker,
+        pytest.raises(RuntimeError, match="(?s)the worker of cbatch died:.*unexpected keyword"),
+    ):
+        worker.start(nonsense=1)
+
+
+def test_busy_loops_end() -> None:
+    def loops() -> int:
+        found = subprocess.run(["pgrep", "-fc", "getppid.. == parent"], capture_output=True)
+        return int(found.stdout)
+
+    before = loops()
+    with busy(2):
+        for _ in range(100):
+            if loops() == before + 2:
+                break
+            time.sleep(0.05)
+        assert loops() == before + 2
+    assert loops() == before
