@@ -244,7 +244,7 @@ class GgufWeights:
     that are quantised as blocks, too."""
 
     def __init__(
-        self, file: Gguf, config: ModelConfig, dtype: torch.dtype, *, as_stored: bool
+        self, file: Gguf, config: ModelConfig, dtype: torch.dtype, *, as_stored: bool = False
     ) -> None:
         self._file, self._config, self._dtype = file, config, dtype
         self._as_stored = as_stored
