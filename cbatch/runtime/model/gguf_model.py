@@ -250,17 +250,17 @@ class GgufWeights:
         self._as_stored = as_stored
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._stored(name)
+        tensor = self.stored(name)
         if tensor.shape != shape:
             problem = f"has shape {list(tensor.shape)}, not {list(shape)}"
             raise self._file.error(f"tensor {tensor.name}", problem)
         return tensor.dequantised(self._dtype)
 
     def blocks(self, name: str) -> GgufTensor | None:
-        stored = self._stored(name) if self._as_stored else None
+        stored = self.stored(name) if self._as_stored else None
         return stored if stored is not None and stored.type.elements > 1 else None
 
-    def _stored(self, name: str) -> GgufTensor:
+    def stored(self, name: str) -> GgufTensor:
         """Bytes as they are, rows in the order of Hugging Face's files: in a llama's file the rows
         of a head's queries and keys alternate between its halves."""
         gguf_name = _gguf_name(name)
