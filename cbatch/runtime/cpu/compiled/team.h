@@ -114,12 +114,18 @@ static int ended(const loop *at, int32_t turn, long count) {
     return done < 0 || done >= count;
 }
 
+// By one of them alone: together they would wait for the number.
+static void advance(const member *me) {
+    if (me->progress && !me->thread)
+        __atomic_store_n(me->progress, *me->progress + 1, __ATOMIC_RELAXED);
+}
+
 // The next iteration of a loop of `count`, or -1 once all of them have been done, whoever did them.
 // Each thread begins with its own share, the same at every pass, which a near cache may still hold.
 // Every member comes to every loop of a job in the same order, and asks until there is no more.
 static long take(member *me, long count) {
     if (!me->team) {
-        if (me->mine < count) return me->mine++;
+        if (me->mine < count) return advance(me), me->mine++;
         me->mine = 0;
         return -1;
     }
@@ -130,8 +136,7 @@ static long take(member *me, long count) {
         const long found = count_up(&at->taken[owner], me->turn, 1, end - begin);
         if (found < 0) continue;
         me->mine++;
-        if (me->progress && !me->thread)  // one of them alone: together they would wait for it
-            __atomic_store_n(me->progress, *me->progress + 1, __ATOMIC_RELAXED);
+        advance(me);
         return begin + found;
     }
     if (me->mine && count_up(&at->done, me->turn, me->mine, count) + me->mine == count)
