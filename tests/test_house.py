@@ -137,3 +137,13 @@ def test_every_package_says_what_lives_there() -> None:
         face = folder / "__init__.py"
         assert face.is_file(), folder
         assert ast.get_docstring(ast.parse(face.read_text(encoding="utf-8"))), face
+
+
+def test_no_class_name_means_two_things() -> None:
+    places: dict[str, list[str]] = {}
+    for file in imports_by_file():
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(file))
+    assert len(places) > 200
+    assert not {name: where for name, where in places.items() if len(where) > 1}

@@ -37,7 +37,7 @@ from bench.peers.figures import (
     prefill,
     startups,
 )
-from bench.peers.files import NAMES, TYPES, Model
+from bench.peers.files import NAMES, TYPES, ModelFiles
 from bench.peers.perplexity import WINDOW_TOKENS, perplexities, windows
 from bench.peers.processes import busy
 from bench.peers.systems import OURS, PEERS, Sizes, choices, one_by_one, python_of, started
@@ -101,7 +101,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     return Sizes(most, tokens, max(1024, most * args.prompt_tokens))
 
 
-def compare(model: Model, args: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(model: ModelFiles, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of `bench.peers.agree`, in float32."""
     tokens = args.prompt_tokens + args.output_tokens
     sizes = Sizes(COMPARED_SEQUENCES, tokens, COMPARED_SEQUENCES * tokens)
@@ -115,7 +115,7 @@ def compare(model: Model, args: argparse.Namespace) -> list[dict[str, Any]]:
     return agreement(model.name, one_by_one(found), prompts, args.output_tokens, logits, tie)
 
 
-def time_them(model: Model, args: argparse.Namespace) -> list[dict[str, Any]]:
+def time_them(model: ModelFiles, args: argparse.Namespace) -> list[dict[str, Any]]:
     found, rows = choices(model, args, sizes_of(args)), []
     if args.startup:
         rows += startups(model, found, args.repeats)
@@ -130,7 +130,7 @@ def time_them(model: Model, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_perplexity(model: Model, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_perplexity(model: ModelFiles, args: argparse.Namespace) -> list[dict[str, Any]]:
     sizes = Sizes(1, WINDOW_TOKENS + 1, WINDOW_TOKENS)
     return perplexities(model, choices(model, args, sizes), windows(model, args.perplexity))
 
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in args.model:
         with tempfile.TemporaryDirectory() as folder:
             llama = python_of("llama.cpp", args)
-            model = Model(name, args.type, Path(folder), llama=llama, threads=args.threads)
+            model = ModelFiles(name, args.type, Path(folder), llama=llama, threads=args.threads)
             if not args.skip_agreement:
                 compared += compare(model, args)
             rows += time_them(model, args)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from bench.engine.systems import EngineRun, System, measure
-from bench.peers.files import Model
-from bench.peers.systems import OURS, Choice
+from bench.peers.files import ModelFiles
+from bench.peers.systems import OURS, Entrant
 from bench.report import rounded
 
 OUTPUT, PREFILL, STARTUP = "output_tokens_per_s", "prefill_tokens_per_s", "startup_s"
@@ -20,7 +20,7 @@ PREFILL_PROMPTS, PREFILL_TOKENS = 8, 1024
 
 
 def outputs(
-    model: Model, systems: Sequence[System], batch: int, args: argparse.Namespace
+    model: ModelFiles, systems: Sequence[System], batch: int, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     real = model.tokenizer is not None
     runs = measure(systems, model.source, batch, args, real=real)
@@ -32,7 +32,7 @@ def outputs(
 
 
 def prefill(
-    model: Model, systems: Sequence[System], args: argparse.Namespace
+    model: ModelFiles, systems: Sequence[System], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Of random tokens, up to the first of each prompt's output."""
     changed = {
@@ -47,7 +47,7 @@ def prefill(
     return rows_of(model.name, PREFILL, PREFILL_PROMPTS, systems, values)
 
 
-def startups(model: Model, choices: Sequence[Choice], repeats: int) -> list[dict[str, Any]]:
+def startups(model: ModelFiles, choices: Sequence[Entrant], repeats: int) -> list[dict[str, Any]]:
     """From the call of a constructor until it returns, in a new process that has imported all. The
     files, and what a system keeps of an earlier start, are where the first turn left them."""
     values: list[list[float]] = [[] for _ in choices]
@@ -65,7 +65,7 @@ def rows_of(
     model: str,
     figure: str,
     batch: int,
-    systems: Sequence[System | Choice],
+    systems: Sequence[System | Entrant],
     values: Sequence[Sequence[float]],
 ) -> list[dict[str, Any]]:
     """A row a system of its values by turn: the median, and that of the ratio within a turn to the

@@ -40,7 +40,7 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 _LLAMA3_TOKENS = 8192  # that Llama 3 was first trained with
 
 
-class Model:
+class ModelFiles:
     """`kind` None leaves a directory as it is; otherwise ours and llama.cpp get one GGUF file of
     that type. `folder` is for what is written; `llama` is a Python with llama.cpp, which alone
     quantises."""

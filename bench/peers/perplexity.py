@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from bench.engine.systems import Prompts
-from bench.peers.files import Model
-from bench.peers.systems import Choice
+from bench.peers.files import ModelFiles
+from bench.peers.systems import Entrant
 from bench.report import rounded, student95
 
 WINDOW_TOKENS = 512
 
 
-def windows(model: Model, text: Path) -> Prompts:
+def windows(model: ModelFiles, text: Path) -> Prompts:
     """Token ids of the text in windows of equal length. Each stands for itself: its first token is
     given, all others are foretold. Raises ValueError where there is none."""
     if model.tokenizer is None:
@@ -29,7 +29,9 @@ def windows(model: Model, text: Path) -> Prompts:
     return [ids[i * WINDOW_TOKENS : (i + 1) * WINDOW_TOKENS] for i in range(count)]
 
 
-def perplexities(model: Model, choices: Sequence[Choice], prompts: Prompts) -> list[dict[str, Any]]:
+def perplexities(
+    model: ModelFiles, choices: Sequence[Entrant], prompts: Prompts
+) -> list[dict[str, Any]]:
     """A row for each that tells log probabilities of prompts."""
     found = []
     for choice in choices:

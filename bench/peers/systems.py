@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from bench.engine.systems import System
-from bench.peers.files import Model
+from bench.peers.files import ModelFiles
 from bench.peers.processes import Worker
 from cbatch.runtime.model.config import ModelConfig
 
@@ -20,7 +20,7 @@ _PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm"}
 _VLLM_BLOCK_TOKENS = 128
 
 
-class Choice(NamedTuple):
+class Entrant(NamedTuple):
     """A system, the Python that has it, and what it is started with."""
 
     name: str
@@ -52,8 +52,8 @@ def python_of(peer: str, args: argparse.Namespace) -> str | None:
 
 
 def choices(
-    model: Model, args: argparse.Namespace, sizes: Sizes, *, exact: bool = False
-) -> list[Choice]:
+    model: ModelFiles, args: argparse.Namespace, sizes: Sizes, *, exact: bool = False
+) -> list[Entrant]:
     """Ours with lookahead off first, then the peers in the order in which they were named, without
     those that are not there. With `exact` whoever has a choice computes in float32."""
     dtype = "float32" if exact else model.dtype
@@ -70,7 +70,7 @@ def choices(
             "step_tokens": sizes.step_tokens,
             "threads": threads,
         }
-        found.append(Choice(OURS, lookahead, "cbatch", sys.executable, threads, settings))
+        found.append(Entrant(OURS, lookahead, "cbatch", sys.executable, threads, settings))
     for peer in args.peer:
         python = python_of(peer, args)
         if python is None:
@@ -78,22 +78,22 @@ def choices(
         settings = {"most": most, "tokens": tokens}
         if peer == LLAMA_CPP:
             settings |= {"model": str(model.gguf(exact)), "threads": threads, "exact_kv": exact}
-            found.append(Choice(peer, "off", "llama_cpp", python, threads, settings))
+            found.append(Entrant(peer, "off", "llama_cpp", python, threads, settings))
             continue
         settings |= {"model": str(model.directory), "dtype": dtype}
         if peer == VLLM:
             settings |= {"kv_bytes": _kv_bytes(model.config, sizes), "eager": args.vllm_eager}
             name = "vllm eager" if args.vllm_eager else peer
-            found.append(Choice(name, "off", "vllm", python, threads, settings))
+            found.append(Entrant(name, "off", "vllm", python, threads, settings))
             continue
         settings |= {"threads": threads, "continuous": peer == "continuous"}
         name = "transformers continuous" if peer == "continuous" else "transformers"
-        found.append(Choice(name, "off", "transformers", python, threads, settings))
+        found.append(Entrant(name, "off", "transformers", python, threads, settings))
     return found
 
 
 @contextmanager
-def started(found: list[Choice]) -> Iterator[list[System]]:
+def started(found: list[Entrant]) -> Iterator[list[System]]:
     """All at once, each in its process."""
     with ExitStack() as stack:
         systems = []
@@ -104,7 +104,7 @@ def started(found: list[Choice]) -> Iterator[list[System]]:
         yield systems
 
 
-def one_by_one(found: list[Choice]) -> Iterator[System]:
+def one_by_one(found: list[Entrant]) -> Iterator[System]:
     """Each is gone when the next is asked for: two may not fit into memory."""
     for choice in found:
         with started([choice]) as (system,):

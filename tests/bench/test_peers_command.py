@@ -17,7 +17,7 @@ from bench.engine.systems import System, build_transformers, make_prompts
 from bench.peers import __main__ as peers
 from bench.peers import perplexity
 from bench.peers.figures import OUTPUT, STARTUP, rows_of
-from bench.peers.files import Model
+from bench.peers.files import ModelFiles
 from bench.peers.processes import Worker, busy
 from bench.peers.systems import Sizes, choices
 from bench.peers.workers.cbatch_worker import Ours
@@ -29,8 +29,8 @@ def started(**settings: Any) -> Ours:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model("llama-1m", None, tmp_path_factory.mktemp("models"), llama=None, threads=2)
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    return ModelFiles("llama-1m", None, tmp_path_factory.mktemp("models"), llama=None, threads=2)
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_what_is_refused(
 
 
 def test_a_type_that_only_llama_cpp_writes_is_refused_without_it(tmp_path: Path) -> None:
-    model = Model("llama-1m", "Q4_K_M", tmp_path, llama=None, threads=2)
+    model = ModelFiles("llama-1m", "Q4_K_M", tmp_path, llama=None, threads=2)
     with pytest.raises(
         ValueError, match="type: Q4_K_M is written by llama.cpp; name it by --llama"
     ):
         _ = model.ours
 
 
-def test_peers_are_found_where_they_are_named(model: Model) -> None:
+def test_peers_are_found_where_they_are_named(model: ModelFiles) -> None:
     args = peers.parse(["--llama", "/l/python", "--vllm", "/v/python", "--threads", "3"])
     found = choices(model, args, Sizes(8, 128, 1024))
     named = {choice.name: choice for choice in found}
@@ -108,7 +108,7 @@ def test_a_table_has_what_its_rows_have() -> None:
     assert "step_p99_to_median" not in peers.of_figure(STARTUP, rows)[0]
 
 
-def test_our_log_probabilities_are_those_of_the_model(model: Model) -> None:
+def test_our_log_probabilities_are_those_of_the_model(model: ModelFiles) -> None:
     prompts = make_prompts(model.source, 20, 2, real=False)
     found = started(model=str(model.source)).logprobs(prompts)
     from transformers import AutoModelForCausalLM
@@ -120,7 +120,7 @@ def test_our_log_probabilities_are_those_of_the_model(model: Model) -> None:
     assert np.allclose(found, wanted.numpy(), atol=1e-4)
 
 
-def test_our_steps_are_told_without_the_first(model: Model) -> None:
+def test_our_steps_are_told_without_the_first(model: ModelFiles) -> None:
     prompts = make_prompts(model.source, 12, 3, real=False)
     run = started(model=str(model.source)).run(prompts, 6)
     assert run["outputs"] == build_transformers(model.source, "float32").run(prompts, 6).outputs
@@ -138,10 +138,10 @@ def test_perplexity_and_the_distance_to_the_first() -> None:
     assert perplexity.rows_of("m", [("cbatch", one[:1])])[0]["ci95"] is None
 
 
-def test_a_text_is_cut_into_whole_windows(tmp_path: Path, model: Model) -> None:
+def test_a_text_is_cut_into_whole_windows(tmp_path: Path, model: ModelFiles) -> None:
     text = tmp_path / "text"
     text.write_text("for i in range(10):\n    print(i)\n" * 200)
-    demo = Model("demo", None, tmp_path, llama=None, threads=2)
+    demo = ModelFiles("demo", None, tmp_path, llama=None, threads=2)
     found = perplexity.windows(demo, text)
     assert demo.tokenizer is not None and {len(ids) for ids in found} == {perplexity.WINDOW_TOKENS}
     flat = [token for ids in found for token in ids]
