@@ -49,6 +49,7 @@ typedef struct {
     const step *step;
     coded *codes;
     float *residual, *normed, *fused, *attended, *gate_up, *inner, *some_residual, *some_attended;
+    float *logits;
     float *scratches;
     long hidden_stride, fused_stride, attended_stride, gate_up_stride, inner_stride;
     long code_stride, scratch_size, queries, num_pieces, rows, num_wanted;
@@ -56,7 +57,9 @@ typedef struct {
     long *positions, *sequences;
 } pass;
 
-#define LOOPS_OF_A_LAYER 9
+_Static_assert(sizeof(pass) <= MOST_JOB_BYTES, "a pass is handed over whole");
+
+#define LOOPS_OF_A_LAYER 10
 #define OTHER_LOOPS 4
 
 static long carve(pass *p, char *memory, long rows, long threads) {
@@ -304,14 +307,14 @@ static void run(void *job) {
         multiply(&p, &l->down, p.inner, p.inner_stride, p.residual, p.hidden_stride, 1);
     }
     normalize(&p, &m->head);
-    multiply(&p, &m->head, p.normed, p.hidden_stride, p.step->logits, m->vocab, 0);
+    multiply(&p, &m->head, p.normed, p.hidden_stride, p.logits, m->vocab, 0);
 }
 
 // Writes K and V of all rows, and the logits of those wanted. Nonzero, and nothing is computed,
 // where the step does not fit: see `plan`.
 int decode(const decoder *model, const step *step) {
     pass p = {.me.progress = step->progress, .model = model, .step = step};
-    p.rows = step->rows, p.num_wanted = step->num_wanted;
+    p.rows = step->rows, p.num_wanted = step->num_wanted, p.logits = step->logits;
     carve(&p, step->memory, most(step->rows, step->num_wanted), step->threads);
     const int wrong = plan(&p);
     if (wrong) return wrong;
