@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig
+from cbatch.system.pages import zeros_in_time
 
 _ALIGNMENT_BYTES = 64
 
@@ -71,11 +72,10 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU pages come, zeroed by the system, when they are first used: to write gigabytes of
-    zeros would be most of a start."""
+    """Aligned, so that no row of a head begins within a cache line."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    pages = np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8)
+    pages = zeros_in_time(num_bytes + _ALIGNMENT_BYTES)
     start = -pages.ctypes.data % _ALIGNMENT_BYTES
     return torch.from_numpy(pages[start : start + num_bytes]).view(dtype).view(shape)
