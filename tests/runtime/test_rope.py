@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from cbatch.runtime.model.config import load_config
+from cbatch.runtime.model.config import RopeConfig, load_config
 from cbatch.runtime.model.rope import RotaryTable, interleave_halves, inverse_frequencies
 from tests.runtime.hf_models import ROPE, build
 
@@ -33,6 +35,20 @@ def test_cos_and_sin_are_those_of_transformers_at_far_positions(tmp_path: Path, 
     torch.testing.assert_close(keys.real, cos[0, :, :32], rtol=0, atol=1e-6)
     torch.testing.assert_close(keys.imag, sin[0, :, :32], rtol=0, atol=1e-6)
     torch.testing.assert_close(queries, keys / 8)
+
+
+@pytest.mark.parametrize("grown_to", [256, 300, 3000])
+def test_factors_are_rounded_alike_wherever_they_stand(grown_to: int) -> None:
+    """To the nearest: a library's own fp32 cosine is not, and where it is not depends on threads."""
+    rope = RopeConfig()
+    table = RotaryTable(rope, 64, 2, 3, torch.device("cpu"))
+    table.cos_sin(grown_to)
+    found = table.cos_sin(2000).numpy()
+    angles = np.arange(2000, dtype=np.float32)[:, None] * inverse_frequencies(rope, 64).numpy()
+    exact = np.vectorize(math.cos)(angles), np.vectorize(math.sin)(angles)
+    assert (found[..., 0] == exact[0].astype(np.float32)).all()
+    assert (found[..., 1] == exact[1].astype(np.float32)).all()
+    assert (torch.from_numpy(angles).cos().numpy() != found[..., 0]).any()
 
 
 def test_scalings_differ(tmp_path: Path) -> None:

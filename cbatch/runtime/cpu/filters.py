@@ -60,7 +60,8 @@ def filtered_logits(logits: Tensor, filters: Filters) -> Tensor:
     if filters.top_k is not None or filters.top_p is not None:
         x = _cut(x, filters)
     if filters.min_p is not None:
-        x = x.masked_fill(x < filters.min_p.log()[:, None], -torch.inf)
+        # In fp64: how an fp32 logarithm is rounded may depend on its place among others.
+        x = x.masked_fill(x < filters.min_p.double().log()[:, None], -torch.inf)
     return x
 
 
@@ -79,8 +80,10 @@ def _cut(x: Tensor, filters: Filters) -> Tensor:
     if vocab <= 2 * _LEADING_TOKENS:
         return _cut_sorted(x, top_k, top_p)
     values, ids, edge = _leading(x)
-    total = torch.where(top_k <= _LEADING_TOKENS, _mass(values, top_k), x.exp().sum(dim=-1))
-    keep = _kept(values, top_k, top_p * total)
+    # Not exp: a softmax goes row by row, which a library's exp of a whole matrix may not.
+    probs = x.softmax(dim=-1).gather(1, ids)
+    nucleus = torch.where(top_k <= _LEADING_TOKENS, top_p * _mass(probs, top_k), top_p)
+    keep = _kept(probs, top_k, nucleus)
     count = keep.sum(dim=-1)
     # The mass that top-p refers to is known, the cut is inside, and every token that ties with the
     # last one kept is among those seen.
@@ -99,7 +102,8 @@ def _cut(x: Tensor, filters: Filters) -> Tensor:
 
 def _cut_sorted(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     values, ids = x.sort(dim=-1, descending=True, stable=True)
-    keep = _kept(values, top_k, top_p * _mass(values, top_k))
+    probs = x.softmax(dim=-1).gather(1, ids)
+    keep = _kept(probs, top_k, top_p * _mass(probs, top_k))
     return torch.empty_like(x).scatter_(1, ids, values.masked_fill_(~keep, -torch.inf))
 
 
@@ -113,17 +117,17 @@ def _leading(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, ids.gather(1, order), edge
 
 
-def _mass(values: Tensor, top_k: Tensor) -> Tensor:
-    """Sum of exp over the first `top_k` of each row."""
-    rank = torch.arange(values.shape[-1], device=values.device)
-    return values.exp().masked_fill_(rank >= top_k[:, None], 0).sum(dim=-1)
+def _mass(probs: Tensor, top_k: Tensor) -> Tensor:
+    """Sum over the first `top_k` of each row."""
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    return probs.masked_fill(rank >= top_k[:, None], 0).sum(dim=-1)
 
 
-def _kept(values: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
-    """Which of the descending `values` stay: rank below top_k, and less than `nucleus` of mass
+def _kept(probs: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
+    """Which of the descending `probs` stay: rank below top_k, and less than `nucleus` of mass
     before them. The first always does."""
-    rank = torch.arange(values.shape[-1], device=values.device)
-    before = torch.nn.functional.pad(values.exp().cumsum(dim=-1)[:, :-1], (1, 0))
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    before = torch.nn.functional.pad(probs.cumsum(dim=-1)[:, :-1], (1, 0))
     keep = (rank < top_k[:, None]) & (before < nucleus[:, None])
     keep[:, 0] = True
     return keep

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,8 +83,9 @@ class RotaryTable:
         group: int,
         device: torch.device,
     ) -> None:
-        self._frequencies = inverse_frequencies(rope, head_dim).to(device)
-        self._attention_factor = rope.attention_factor
+        self._frequencies = inverse_frequencies(rope, head_dim).numpy()
+        self._attention_factor = np.float32(rope.attention_factor)
+        self._device = device
         self._score_scale = head_dim**-0.5
         self._kv_heads, self._group = kv_heads, group
         self._width = kv_heads * (group + 2) * head_dim // 2
@@ -107,16 +109,21 @@ class RotaryTable:
         return torch.view_as_real(self._by_position[:count]).contiguous()
 
     def _grow(self) -> None:
-        # Always the same segments: how a cosine is rounded depends on its place in the call.
         have = len(self._by_position)
         self._by_position = torch.cat([self._by_position, self._segment(have, 2 * have)])
 
     def _segment(self, start: int, stop: int) -> Tensor:
-        """cos + i sin of positions [start, stop): complex64 [positions, head_dim / 2]."""
-        positions = torch.arange(start, stop, device=self._frequencies.device)
-        angles = positions.float()[:, None] * self._frequencies
-        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
-        return torch.complex(cos, sin)
+        """cos + i sin of positions [start, stop): complex64 [positions, head_dim / 2].
+
+        In fp64, then rounded: how a library rounds a cosine of fp32 depends on its place in the
+        call, and on how many threads share the call.
+        """
+        positions = np.arange(start, stop, dtype=np.float32)
+        angles = (positions[:, None] * self._frequencies).astype(np.float64)
+        found = np.empty(angles.shape, dtype=np.complex64)
+        found.real = np.cos(angles).astype(np.float32) * self._attention_factor
+        found.imag = np.sin(angles).astype(np.float32) * self._attention_factor
+        return torch.from_numpy(found).to(self._device)
 
     def _expand(self, keys: Tensor) -> Tensor:
         """complex64 [T, row_width / 2 + gap] from [T, head_dim / 2]."""
