@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig
+from cbatch.system.pages import zeros_in_time
+
+_ALIGNMENT_BYTES = 64
 
 
 class KVCache:
@@ -40,11 +45,8 @@ class KVCache:
         self.scratch_block = num_blocks
         heads, dim = config.num_kv_heads, config.head_dim
         # Zeroed, not empty: positions never written are masked, but they must be finite.
-        memory = torch.zeros(
-            (config.num_layers, heads, num_blocks + 1, block_size, 2, dim),
-            dtype=dtype,
-            device=torch.device(device),
-        )
+        shape = config.num_layers, heads, num_blocks + 1, block_size, 2, dim
+        memory = _zeros(shape, dtype, torch.device(device))
         self.data = memory.permute(0, 4, 1, 2, 3, 5)
         self.block_rows = [layer.view(-1, block_size * 2 * dim) for layer in memory]
         self.token_rows = [layer.view(-1, 2 * dim) for layer in memory]
@@ -67,3 +69,13 @@ class KVCache:
         """Bytes one block takes over all layers."""
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         return per_token * block_size * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Aligned, so that no row of a head begins within a cache line."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = zeros_in_time(num_bytes + _ALIGNMENT_BYTES)
+    start = -pages.ctypes.data % _ALIGNMENT_BYTES
+    return torch.from_numpy(pages[start : start + num_bytes]).view(dtype).view(shape)
