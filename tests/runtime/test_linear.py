@@ -38,6 +38,7 @@ def test_values(kind: Kind, shape: tuple[int, int], dtype: torch.dtype) -> None:
     gen = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=gen).to(dtype)
     rounds = kind is Kind.NATIVE and dtype == torch.bfloat16
+    own = kind is Kind.COMPILED and dtype == torch.bfloat16
     for bias, scale, padding in (
         (None, None, NO_PADDING),
         (torch.randn(shape[0], generator=gen).to(dtype), None, RowPadding(8, 8)),
@@ -46,12 +47,14 @@ def test_values(kind: Kind, shape: tuple[int, int], dtype: torch.dtype) -> None:
         product = Linear(weight, bias, scale, ProductPlan(kind, padding, True))
         for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 23, 64):
             x = torch.randn(rows, shape[1], generator=gen)
-            expected = (x if scale is None else x * scale).double() @ weight.double().T
-            expected = expected if bias is None else expected + bias.double()
+            scaled = x if scale is None else x * scale
             found = product(x)
             assert found.shape == (rows, shape[0]) and found.dtype == torch.float32
-            atol = 0.3 if rounds else 2e-4
-            torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
+            # Our own rounds rows where the processor multiplies bf16, and nothing behind it.
+            taken = [scaled, scaled.bfloat16()] if own else [scaled]
+            exact = [y.double() @ weight.double().T for y in taken]
+            exact = exact if bias is None else [y + bias.double() for y in exact]
+            assert min((found - y).abs().max() for y in exact) < (0.3 if rounds else 2e-4)
 
 
 @needs_packing

@@ -4,7 +4,8 @@
 - *packed*: MKL's fp32 product with weights packed once. In fp32 it computes 8 rows in about the
   time of one. bf16 weights are widened to fp32 first (the values are the same, activations are not
   rounded): on a CPU without bf16 instructions that is far faster from a few rows on.
-- *compiled*: our own kernel, see `compiled`. Activations are not rounded.
+- *compiled*: our own kernel, see `compiled`. Activations are rounded to bf16 beside bf16 weights
+  where the processor multiplies pairs of them, else not at all.
 
 Which one computes is decided in `linear`.
 """

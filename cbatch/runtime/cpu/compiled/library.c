@@ -42,17 +42,18 @@ typedef struct {
     long sequence, row, rows, position;
 } piece;
 
-// A pass as each thread sees it. Working memory: rows of floats, a stride apart, and of codes.
+// A pass as each thread sees it. Working memory: rows of floats, a stride apart, and as the next
+// product takes them.
 typedef struct {
     member me;
     const decoder *model;
     const step *step;
-    coded *codes;
+    char *taken;
     float *residual, *normed, *fused, *attended, *gate_up, *inner, *some_residual, *some_attended;
     float *logits;
     float *scratches;
     long hidden_stride, fused_stride, attended_stride, gate_up_stride, inner_stride;
-    long code_stride, scratch_size, queries, num_pieces, rows, num_wanted;
+    long taken_stride, scratch_size, queries, num_pieces, rows, num_wanted;
     piece *pieces;
     long *positions, *sequences;
 } pass;
@@ -84,8 +85,8 @@ static long carve(pass *p, char *memory, long rows, long threads) {
     TAKE(p->pieces, rows, piece);
     TAKE(p->positions, rows, long);
     TAKE(p->sequences, rows, long);
-    p->code_stride = most(most(m->hidden, heads), m->inner) / CELL;
-    TAKE(p->codes, rows *p->code_stride, coded);
+    p->taken_stride = taken_bytes(most(most(m->hidden, heads), m->inner)) + 4 * GAP;
+    TAKE(p->taken, rows *p->taken_stride, char);
     return used;
 }
 
@@ -154,9 +155,9 @@ static void embed(pass *p) {
     }
 }
 
-// What a product takes of a row that is ready.
-static void hand_over(const pass *p, const linear *to, const float *x, long row) {
-    if (to->takes_codes) encode(x, to->in, p->codes + row * p->code_stride);
+// A row that is ready, as the product takes it.
+static void give(const pass *p, const linear *to, const float *x, long row) {
+    hand_over(takes_of(to), x, to->in, p->taken + row * p->taken_stride);
 }
 
 // normed = x / sqrt(sum(x^2) + n eps) * scale: RMSNorm, whose weight times sqrt(n) is the scale.
@@ -168,7 +169,7 @@ static void normalize(pass *p, const linear *to) {
         float *normed = p->normed + r * p->hidden_stride;
         const float by = 1 / __builtin_sqrtf(squares(x, hidden) + hidden * p->model->eps);
         for (long k = 0; k < hidden; k++) normed[k] = scale ? x[k] * by * scale[k] : x[k] * by;
-        hand_over(p, to, normed, r);
+        give(p, to, normed, r);
     }
 }
 
@@ -254,7 +255,7 @@ static void activate(pass *p, const linear *to) {
             const vec g = load(gate + k);
             store(found + k, g / (exponential(-g) + all(1)) * load(up + k));
         }
-        hand_over(p, to, found, r);
+        give(p, to, found, r);
     }
 }
 
@@ -270,17 +271,17 @@ static void select_wanted(pass *p) {
     p->residual = p->some_residual, p->attended = p->some_attended, p->rows = p->num_wanted;
 }
 
-static void hand_over_attended(pass *p, const linear *to) {
-    if (!to->takes_codes) return;
+static void give_attended(pass *p, const linear *to) {
+    if (takes_of(to) == FLOATS) return;
     for (long r; (r = take(&p->me, p->rows)) >= 0;)
-        hand_over(p, to, p->attended + r * p->attended_stride, r);
+        give(p, to, p->attended + r * p->attended_stride, r);
 }
 
 static void multiply(pass *p, const linear *by, const float *x, long x_stride, float *y,
                      long y_stride, int add) {
-    const int codes = by->takes_codes;
-    const problem of = {by, codes ? (const char *)p->codes : (const char *)x, y,
-                        codes ? p->code_stride * (long)sizeof(coded) : x_stride * 4, y_stride, add};
+    const int floats = takes_of(by) == FLOATS;
+    const problem of = {by, floats ? (const char *)x : p->taken, y,
+                        floats ? x_stride * 4 : p->taken_stride, y_stride, add};
     product_of(&of, p->rows, &p->me);
 }
 
@@ -299,7 +300,7 @@ static void run(void *job) {
         if (i == last && !p.num_wanted) return;
         attend_all(&p, i);
         if (i == last) select_wanted(&p);
-        hand_over_attended(&p, &l->out);
+        give_attended(&p, &l->out);
         multiply(&p, &l->out, p.attended, p.attended_stride, p.residual, p.hidden_stride, 1);
         normalize(&p, &l->gate_up);
         multiply(&p, &l->gate_up, p.normed, p.hidden_stride, p.gate_up, p.gate_up_stride, 0);
@@ -370,25 +371,25 @@ static void multiply_all(void *job) {
 
 // x [rows, in], y [rows, columns]. Nonzero, and nothing is computed, where memory runs out.
 int product(const linear *by, const float *x, float *y, long rows, long columns, long threads) {
-    const long in = by->in, cells = in / CELL;
+    const long in = by->in, stride = taken_bytes(in);
+    const enum takes as = takes_of(by);
     float *scaled = by->scale ? malloc(rows * in * sizeof *scaled) : 0;
-    coded *codes = by->takes_codes ? malloc(rows * cells * sizeof *codes) : 0;
-    const int short_of = (by->scale && !scaled) || (by->takes_codes && !codes);
+    char *taken = as == FLOATS ? 0 : malloc(rows * stride);
+    const int short_of = (by->scale && !scaled) || (as != FLOATS && !taken);
     for (long r = 0; r < rows && !short_of; r++) {
         const float *row = x + r * in;
         if (scaled) {
             for (long k = 0; k < in; k++) scaled[r * in + k] = row[k] * by->scale[k];
             row = scaled + r * in;
         }
-        if (codes) encode(row, in, codes + r * cells);
+        if (taken) hand_over(as, row, in, taken + r * stride);
     }
     if (!short_of) {
-        const char *given = codes ? (const char *)codes : (const char *)(scaled ? scaled : x);
-        const long stride = codes ? cells * (long)sizeof *codes : in * 4;
-        multiplying p = {.of = {by, given, y, stride, columns, 0}, .rows = rows};
+        const char *given = taken ? taken : (const char *)(scaled ? scaled : x);
+        multiplying p = {.of = {by, given, y, taken ? stride : in * 4, columns, 0}, .rows = rows};
         together(multiply_all, &p, sizeof p, threads, 1);
         rest();
     }
-    free(scaled), free(codes);
+    free(scaled), free(taken);
     return short_of;
 }

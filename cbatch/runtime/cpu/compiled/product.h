@@ -1,6 +1,7 @@
 // y = (x * scale) W^T + bias for rows of fp32, W of fp32, bf16 or block types (see blocks.h), in
 // panels of LANES outputs. Of fp32 and bf16: all columns of a panel one after another, bf16 ones in
-// pairs (the even column in the low half).
+// pairs (the even column in the low half). Where the processor multiplies pairs of bf16, rows are
+// rounded to it first.
 //
 // Each output is summed over the columns in their order: the bits of a row depend neither on how
 // many rows share the product nor on the number of threads.
@@ -15,6 +16,9 @@
 
 enum { F32 = 0, BF16 = 30 };  // and block types, all as ggml numbers them
 
+// What a product takes a row as: fp32; cells (see blocks.h); pairs of bf16.
+enum takes { FLOATS, CELLS, PAIRS };
+
 // Outputs [out] of one type in panels aligned to 64 bytes; an odd last column of bf16 has a pair all
 // the same. They come in runs of `run`, a multiple of LANES unless there is one: output o stands in
 // column `first` + o / run * pitch + o % run of y.
@@ -24,13 +28,11 @@ typedef struct {
     int type;
 } segment;
 
-// `scale` [in] and `bias` [columns of y] may be null. Rows are `coded` for parts of block types,
-// else fp32: all parts are the same in that.
+// `scale` [in] and `bias` [columns of y] may be null. All parts take rows as the same.
 typedef struct {
     const segment *parts;
     const float *scale, *bias;
     long num_parts, in;
-    int takes_codes;
 } linear;
 
 // Rows follow each other by strides, of x in bytes; y is added to, or written.
@@ -41,6 +43,22 @@ typedef struct {
     long x_stride, y_stride;
     int add;
 } problem;
+
+INLINE enum takes takes_of(const linear *by) {
+    const int type = by->parts->type;
+#if defined(__AVX512BF16__)
+    if (type == BF16) return PAIRS;
+#endif
+    return type == F32 || type == BF16 ? FLOATS : CELLS;
+}
+
+// A row as it is taken, in at most so many bytes, a multiple of 64.
+INLINE long taken_bytes(long in) { return rounded(in, CELL) * 2; }
+_Static_assert(sizeof(coded) <= CELL * 2, "cells take more room than pairs");
+INLINE void hand_over(enum takes as, const float *x, long in, char *to) {
+    if (as == CELLS) encode(x, in, (coded *)to);
+    if (as == PAIRS) narrow(x, in, (uint16_t *)to);
+}
 
 INLINE long panels_of(const segment *p) { return (p->out + LANES - 1) / LANES; }
 INLINE long panel_bytes(const segment *p, long in) {
@@ -104,8 +122,49 @@ INLINE void tile(const problem *of, const segment *of_w, long row, long panel, i
         for (int p = 0; p < panels; p++) put(of, of_w, row + r, panel + p, sums[r][p]);
 }
 
+#if defined(__AVX512BF16__)
+// So for pairs: two columns of all outputs at a time.
+INLINE void pair_tile(const problem *of, const segment *of_w, long row, long panel, int rows,
+                      int panels) {
+    const long steps = (of->by->in + 1) / 2, bytes = panel_bytes(of_w, of->by->in);
+    const char *x = of->x + row * of->x_stride, *w = of_w->panels + panel * bytes;
+    __m512 sums[ROWS][WIDE];
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int p = 0; p < panels; p++) sums[r][p] = _mm512_setzero_ps();
+    for (long k = 0; k < steps; k++) {
+        __m512bh columns[WIDE];
+        UNROLLED for (int p = 0; p < panels; p++) {
+            const char *from = w + p * bytes + k * LANES * 4;
+            if (rows <= FEW) __builtin_prefetch(from + AHEAD);
+            columns[p] = (__m512bh)_mm512_load_si512(from);
+        }
+        UNROLLED for (int r = 0; r < rows; r++) {
+            int32_t two;
+            memcpy(&two, x + r * of->x_stride + k * 4, 4);
+            const __m512bh each = (__m512bh)_mm512_set1_epi32(two);
+            UNROLLED for (int p = 0; p < panels; p++)
+                sums[r][p] = _mm512_dpbf16_ps(sums[r][p], columns[p], each);
+        }
+    }
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int p = 0; p < panels; p++)
+            put(of, of_w, row + r, panel + p, (vec)sums[r][p]);
+}
+#endif
+
+// `kind`: F32; BF16, widened; PAIRED, by pairs.
+#define PAIRED -1
+INLINE void any_tile(const problem *of, const segment *of_w, long row, long panel, int kind,
+                     int rows, int panels) {
+#if defined(__AVX512BF16__)
+    if (kind == PAIRED) pair_tile(of, of_w, row, panel, rows, panels);
+    else
+#endif
+        tile(of, of_w, row, panel, kind == BF16, rows, panels);
+}
+
 #define TILES(R, P) \
-    for (; p + (P) <= last; p += (P)) tile(of, of_w, r, p, half, R, P);
+    for (; p + (P) <= last; p += (P)) any_tile(of, of_w, r, p, kind, R, P);
 #define PANELS(R, P)   \
     {                  \
         long p = first; \
@@ -115,7 +174,7 @@ INLINE void tile(const problem *of, const segment *of_w, long row, long panel, i
     }
 
 // All rows with the panels from `first` to before `last`, whose weights stay in a cache meanwhile.
-INLINE void band(const problem *of, const segment *of_w, long rows, long first, long last, int half) {
+INLINE void band(const problem *of, const segment *of_w, long rows, long first, long last, int kind) {
     long r = 0;
     for (; r + ROWS <= rows; r += ROWS) PANELS(ROWS, FULL)
     switch (rows - r) {
@@ -161,8 +220,8 @@ static __attribute__((noinline)) void any_band(const problem *of, const segment 
 #define TYPE(T) \
     case T: block_band(of, p, form_of(T), rows, first, last); return;
     switch (p->type) {
-    case F32: band(of, p, rows, first, last, 0); return;
-    case BF16: band(of, p, rows, first, last, 1); return;
+    case F32: band(of, p, rows, first, last, F32); return;
+    case BF16: band(of, p, rows, first, last, takes_of(of->by) == PAIRS ? PAIRED : BF16); return;
     TYPE(Q4_0) TYPE(Q4_1) TYPE(Q5_0) TYPE(Q5_1) TYPE(Q8_0)
     TYPE(Q4_K) TYPE(Q5_K) TYPE(Q6_K) TYPE(IQ4_NL) TYPE(IQ4_XS)
     }

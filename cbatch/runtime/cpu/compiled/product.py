@@ -44,7 +44,6 @@ class LinearStruct(ctypes.Structure):
         ("bias", c_void_p),
         ("num_segments", c_long),
         ("in", c_long),
-        ("takes_codes", c_int),
     ]
 
 
@@ -130,7 +129,6 @@ class CompiledProduct:
             _address(self._bias),
             len(segments),
             shape[1],
-            bool(block_types),
         )
         self._call = kernel.product
         self._call.argtypes = [POINTER(LinearStruct), c_void_p, c_void_p, c_long, c_long, c_long]

@@ -94,6 +94,26 @@ INLINE uint16_t bf16(float x) {
     return x == x ? near : 0x7fc0;
 }
 
+// A row to bf16; an odd last one gets a zero behind it.
+static void narrow(const float *x, long count, uint16_t *to) {
+    long i = 0;
+#if defined(__AVX512BF16__)
+    for (; i + LANES <= count; i += LANES) {
+        const __m256bh found = _mm512_cvtneps_pbh((__m512)load(x + i));
+        memcpy(to + i, &found, sizeof found);
+    }
+    if (i < count) {
+        float rest[LANES] = {0};
+        memcpy(rest, x + i, (count - i) * 4);
+        const __m256bh found = _mm512_cvtneps_pbh((__m512)load(rest));
+        memcpy(to + i, &found, rounded(count - i, 2) * 2);
+    }
+#else
+    for (; i < count; i++) to[i] = bf16(x[i]);
+    if (count % 2) to[count] = 0;
+#endif
+}
+
 // fp16 to fp32, exact; infinities and NaNs are none in a scale.
 INLINE vec from_halves(const void *x) {
 #if LANES == 16
