@@ -48,6 +48,18 @@ def next_logits(model: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:
     return np.stack(rows)
 
 
+def written_kv(model: Model, kv: KVCache, layer: int, block: int, at: int) -> torch.Tensor:
+    """K and V of the token in place `at` of a block, as the pass of `model` left them: [2,
+    kv_heads, head_dim]."""
+    if model._compiled is None:
+        return kv.data[layer, :, :, block, at]
+    size, dim = kv.block_size, kv.head_dim
+    own = kv.data[layer, :, :, block].transpose(0, 1).transpose(1, 2).reshape(-1, 2, size * dim)
+    cell = 4 // own.itemsize  # elements of K that lie together
+    keys = own[:, 0].view(-1, dim // cell, size, cell)[:, :, at].flatten(1)
+    return torch.stack([keys, own[:, 1].view(-1, size, dim)[:, at]])
+
+
 def joint_law(
     model: Model,
     prompt: Sequence[int],

@@ -18,6 +18,7 @@ from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.runtime.drafting.ngram import LookupDrafter, NgramIndex
 from tests.runtime.engines import RecordingExecutor, admission, make_request, run_engine
 from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.reference import written_kv
 
 NOISE = 0.08
 SIZES: dict[str, int] = {"num_blocks": 256, "block_size_tokens": 4, "max_slots": 8}
@@ -184,9 +185,10 @@ class _KvChecker(RecordingExecutor):
             one = admit(0, tokens, max_total=len(tokens) + 1, blocks=range(64))
             fresh.run(make_plan(0, [(0, length, 0, 0, False)], admitted=(one,)))
             for position in range(length):
-                ours = self.kv.data[0, :, :, int(table.blocks[slot, position // size])]
-                theirs = fresh.kv.data[0, :, :, position // size]
-                assert torch.equal(ours[:, :, position % size], theirs[:, :, position % size])
+                block, at = int(table.blocks[slot, position // size]), position % size
+                ours = written_kv(self.model, self.kv, 0, block, at)
+                theirs = written_kv(self.model, fresh.kv, 0, position // size, at)
+                assert torch.equal(ours, theirs) and ours.any()
             self.checks += 1
         return result
 

@@ -11,13 +11,23 @@
 #define KEYS 64
 #define MASKED -1e30f
 
-// A layer's blocks of one KV head, [blocks, block_size, 2 (K, V), dim].
+// How scores are made: of fp32 keys; of bf16 ones, widened; of pairs of bf16, queries rounded too.
+enum scoring { WHOLE, WIDENED, BY_PAIRS };
+
+// A layer's blocks of one KV head, [blocks, block_size * 2 * dim]. In a block lie K, transposed, in
+// cells of 4 bytes: [dim, block_size] of fp32, [dim / 2, block_size, 2] of bf16; then V
+// [block_size, dim].
 typedef struct {
     const char *blocks;
     const int32_t *table;
     long block_size, dim, window;
-    int half;
+    enum scoring scoring;
 } paged;
+
+INLINE long kv_size(enum scoring scoring) { return scoring == WHOLE ? 4 : 2; }
+INLINE long block_bytes_of(long block_size, long dim, enum scoring scoring) {
+    return block_size * 2 * dim * kv_size(scoring);
+}
 
 // `rows` rows, the first at `position`, of `group` heads each; query r, g at queries + r * stride +
 // g * dim, and what it attends to at out + r * out_stride + g * dim.
@@ -29,7 +39,7 @@ typedef struct {
 
 // Of one thread, for up to `count` queries.
 typedef struct {
-    float *queries, *scores, *out, *keys, *sums, *top;  // keys [dim, KEYS]
+    float *queries, *scores, *out, *keys, *sums, *top;  // keys: cells [dim, KEYS]
     long width;                                         // of a query, and of what it attends to
 } scratch;
 
@@ -47,50 +57,70 @@ INLINE scratch scratch_at(float *at, long count, long dim) {
     return s;
 }
 
-// K of `count` positions, transposed: LANES of them at a time by turns of vectors, of 4 bytes each
-// (bf16 in pairs).
-INLINE void transpose(const char *const *keys, long count, long dim, float *to, int half) {
-    const long step = half ? 2 * LANES : LANES, size = half ? 2 : 4;
-    for (long first = 0; first < count; first += LANES)
-        for (long d = 0; d < dim; d += step) {
-            vec a[LANES], b[LANES];
-            const long here = least(step, dim - d);
-            for (int i = 0; i < LANES; i++) {
-                const char *from = keys[least(first + i, count - 1)] + d * size;
-                a[i] = (vec){0};
-                if (here == step) a[i] = load((const float *)from);
-                else memcpy(&a[i], from, here * size);
-            }
-            for (int turn = 1; turn < LANES; turn *= 2) {
-                for (int i = 0; i < LANES / 2; i++) {
-                    b[2 * i] = BY_TURNS(a[i], a[i + LANES / 2], 0);
-                    b[2 * i + 1] = BY_TURNS(a[i], a[i + LANES / 2], LANES / 2);
-                }
-                memcpy(a, b, sizeof a);
-            }
-            float *column = to + d * KEYS + first;
-            for (int i = 0; i < LANES; i++) {
-                if (half) {
-                    store(column + 2 * i * KEYS, (vec)((pairs)a[i] << 16));
-                    store(column + (2 * i + 1) * KEYS, (vec)((pairs)a[i] & 0xffff0000u));
-                } else
-                    store(column + i * KEYS, a[i]);
-            }
-        }
+// LANES keys after another, of a block or gathered: cells `stride` bytes apart from dimension to
+// dimension, or pair to pair.
+typedef struct {
+    const char *at[KEYS / LANES];
+    long stride;
+} columns;
+
+// K of the chunk's positions [0, to), those from `from` on in use. Blocks that do not hold whole
+// groups of LANES are gathered.
+static columns columns_of(const paged *kv, const scratch *s, long chunk, long from, long to) {
+    const long size = kv->block_size, bytes = block_bytes_of(size, kv->dim, kv->scoring);
+    const long rows = kv->dim * kv_size(kv->scoring) / 4;
+    columns found = {.stride = 4 * (size % LANES ? KEYS : size)};
+    for (long k = from; k < to && size % LANES; k++) {
+        const long block = (chunk + k) / size, at = chunk + k - block * size;
+        const char *cell = kv->blocks + kv->table[block] * bytes + at * 4;
+        for (long d = 0; d < rows; d++) memcpy(s->keys + d * KEYS + k, cell + d * size * 4, 4);
+    }
+    for (long g = 0; g < KEYS / LANES; g++) {
+        const long first = most(least(g, (to - 1) / LANES), from / LANES) * LANES;
+        const long block = (chunk + first) / size, at = chunk + first - block * size;
+        if (size % LANES) found.at[g] = (const char *)(s->keys + first);
+        else found.at[g] = kv->blocks + kv->table[block] * bytes + at * 4;
+    }
+    return found;
 }
 
-// Scores of queries from `first` on with LANES * SPAN keys. Inlined: `queries` is constant.
-INLINE void score(const scratch *s, long first, long key, long dim, int queries) {
-    const float *q = s->queries + first * s->width, *keys = s->keys + key;
+// Scores of queries from `first` on with LANES * SPAN keys. Inlined: the last two are constants.
+INLINE void score(const scratch *s, const columns *of, long first, long key, long dim,
+                  enum scoring scoring, int queries) {
+    const float *q = s->queries + first * s->width;
+    const char *const *keys = of->at + key / LANES;
     vec sums[QUERIES][SPAN];
     UNROLLED for (int i = 0; i < queries; i++)
         UNROLLED for (int v = 0; v < SPAN; v++) sums[i][v] = (vec){0};
-    for (long d = 0; d < dim; d++) {
-        vec column[SPAN];
-        UNROLLED for (int v = 0; v < SPAN; v++) column[v] = load(keys + d * KEYS + v * LANES);
-        UNROLLED for (int i = 0; i < queries; i++) {
-            const float each = q[i * s->width + d];
-            UNROLLED for (int v = 0; v < SPAN; v++) sums[i][v] += each * column[v];
+    const long step = scoring == WHOLE ? 1 : 2;
+    for (long d = 0; d < dim; d += step) {
+        pairs cells[SPAN];
+        UNROLLED for (int v = 0; v < SPAN; v++)
+            cells[v] = *(const pairs_at *)(keys[v] + d / step * of->stride);
+#if defined(__AVX512BF16__)
+        if (scoring == BY_PAIRS) {
+            UNROLLED for (int i = 0; i < queries; i++) {
+                int32_t two;
+                memcpy(&two, (const char *)(q + i * s->width) + d * 2, 4);
+                const __m512bh each = (__m512bh)_mm512_set1_epi32(two);
+                UNROLLED for (int v = 0; v < SPAN; v++)
+                    sums[i][v] =
+                        (vec)_mm512_dpbf16_ps((__m512)sums[i][v], (__m512bh)cells[v], each);
+            }
+            continue;
+        }
+#endif
+        UNROLLED for (int turn = 0; turn < step; turn++) {
+            vec column[SPAN];
+            UNROLLED for (int v = 0; v < SPAN; v++) {
+                if (scoring == WHOLE) column[v] = (vec)cells[v];
+                else if (turn) column[v] = (vec)(cells[v] & 0xffff0000u);
+                else column[v] = (vec)(cells[v] << 16);
+            }
+            UNROLLED for (int i = 0; i < queries; i++) {
+                const float each = q[i * s->width + d + turn];
+                UNROLLED for (int v = 0; v < SPAN; v++) sums[i][v] += each * column[v];
+            }
         }
     }
     UNROLLED for (int i = 0; i < queries; i++)
@@ -100,8 +130,8 @@ INLINE void score(const scratch *s, long first, long key, long dim, int queries)
 
 // Adds V of positions [from, to) of the chunk, weighed, to what queries from `first` on attend to:
 // `wide` vectors from dimension `d` on. Inlined: the last three are constants.
-INLINE void weigh(const scratch *s, const char *const *keys, long first, long from, long to, long d,
-                  long dim, int half, int queries, int wide) {
+INLINE void weigh(const scratch *s, const char *const *values, long first, long from, long to,
+                  long d, long dim, int half, int queries, int wide) {
     const long size = half ? 2 : 4;
     float *out = s->out + first * s->width + d;
     const float *weights = s->scores + first * KEYS;
@@ -109,14 +139,14 @@ INLINE void weigh(const scratch *s, const char *const *keys, long first, long fr
     UNROLLED for (int i = 0; i < queries; i++)
         UNROLLED for (int v = 0; v < wide; v++) sums[i][v] = load(out + i * s->width + v * LANES);
     for (long key = from; key < to; key++) {
-        vec values[SPAN];
+        vec value[SPAN];
         UNROLLED for (int v = 0; v < wide; v++) {
             const long at = d + v * LANES;
-            values[v] = widened(keys[key] + (dim + at) * size, dim - at, half);
+            value[v] = widened(values[key] + at * size, dim - at, half);
         }
         UNROLLED for (int i = 0; i < queries; i++) {
             const float each = weights[i * KEYS + key];
-            UNROLLED for (int v = 0; v < wide; v++) sums[i][v] += each * values[v];
+            UNROLLED for (int v = 0; v < wide; v++) sums[i][v] += each * value[v];
         }
     }
     UNROLLED for (int i = 0; i < queries; i++)
@@ -153,13 +183,13 @@ INLINE void soften(const scratch *s, long query, long from, long to, long count,
 }
 
 #define SCORE(Q) \
-    for (long key = 0; key < scored; key += LANES * SPAN) score(s, first, key, dim, Q);
+    for (long key = 0; key < to; key += LANES * SPAN) score(s, of, first, key, dim, scoring, Q);
 #define WEIGH(Q)                                                                        \
     for (long d = 0; d < dim;) {                                                        \
         const int wide = dim - d > (SPAN - 1) * LANES ? SPAN : dim - d > LANES ? 2 : 1; \
-        if (wide == SPAN) weigh(s, keys, first, from, to, d, dim, half, Q, SPAN);       \
-        else if (wide == 2) weigh(s, keys, first, from, to, d, dim, half, Q, 2);        \
-        else weigh(s, keys, first, from, to, d, dim, half, Q, 1);                       \
+        if (wide == SPAN) weigh(s, values, first, from, to, d, dim, half, Q, SPAN);       \
+        else if (wide == 2) weigh(s, values, first, from, to, d, dim, half, Q, 2);        \
+        else weigh(s, values, first, from, to, d, dim, half, Q, 1);                       \
         d += wide * LANES;                                                              \
     }
 #define EACH(DO)                                          \
@@ -173,48 +203,64 @@ INLINE void soften(const scratch *s, long query, long from, long to, long count,
         default: DO(6)                                    \
         }
 
-static void score_all(const scratch *s, long count, long scored, long dim) { EACH(SCORE) }
+INLINE void score_all(const scratch *s, const columns *of, long count, long to, long dim,
+                      enum scoring scoring) {
+    EACH(SCORE)
+}
 
-INLINE void weigh_all(const scratch *s, const char *const *keys, long count, long from, long to,
+INLINE void weigh_all(const scratch *s, const char *const *values, long count, long from, long to,
                       long dim, int half) {
     EACH(WEIGH)
 }
 
-static void attend(const attending *of, const paged *kv, const scratch *s) {
-    const long dim = kv->dim, token_bytes = 2 * dim * (kv->half ? 2 : 4);
+// Queries [count] as they are scored.
+INLINE void take_queries(const attending *of, const scratch *s, long dim, enum scoring scoring) {
+    for (long q = 0; q < of->rows * of->group; q++) {
+        const long row = q / of->group, head = q % of->group;
+        const float *from = of->queries + row * of->stride + head * dim;
+        if (scoring == BY_PAIRS) narrow(from, dim, (uint16_t *)(s->queries + q * s->width));
+        else memcpy(s->queries + q * s->width, from, dim * 4);
+    }
+}
+
+INLINE void attend_to(const attending *of, const paged *kv, const scratch *s,
+                      enum scoring scoring) {
+    const long dim = kv->dim, size = kv->block_size, value_bytes = dim * kv_size(scoring);
+    const long block_bytes = block_bytes_of(size, dim, scoring);
     const long count = of->rows * of->group;
     const long end = of->position + of->rows, begin = most(of->position + 1 - kv->window, 0);
-    for (long q = 0; q < count; q++) {
-        const long row = q / of->group, head = q % of->group;
-        memcpy(s->queries + q * s->width, of->queries + row * of->stride + head * dim, dim * 4);
-        s->top[q] = MASKED;
-    }
+    take_queries(of, s, dim, scoring);
+    for (long q = 0; q < count; q++) s->top[q] = MASKED;
     memset(s->out, 0, count * s->width * 4);
     memset(s->sums, 0, count * LANES * 4);
     for (long chunk = begin / KEYS * KEYS; chunk < end; chunk += KEYS) {
         const long from = most(begin - chunk, 0), to = least(end - chunk, KEYS);
-        const char *keys[KEYS];
+        const columns keys = columns_of(kv, s, chunk, from, to);
+        const char *values[KEYS];
         for (long k = from; k < to; k++) {
-            const long at = chunk + k, block = at / kv->block_size;
-            const long slot = (kv->table[block] - block) * kv->block_size + at;
-            keys[k] = kv->blocks + slot * token_bytes;
+            const long block = (chunk + k) / size, at = chunk + k - block * size;
+            values[k] = kv->blocks + kv->table[block] * block_bytes + (size + at) * value_bytes;
         }
-        for (long k = 0; k < from; k++) keys[k] = keys[from];
-        if (kv->half) transpose(keys, to, dim, s->keys, 1);
-        else transpose(keys, to, dim, s->keys, 0);
-        score_all(s, count, to, dim);
+        score_all(s, &keys, count, to, dim, scoring);
         for (long q = 0; q < count; q++) {
             const long position = of->position + q / of->group;
             const long seen = most(position + 1 - kv->window, 0) - chunk;
             soften(s, q, most(seen, 0), least(position + 1 - chunk, KEYS), to, dim);
         }
-        if (kv->half) weigh_all(s, keys, count, from, to, dim, 1);
-        else weigh_all(s, keys, count, from, to, dim, 0);
+        weigh_all(s, values, count, from, to, dim, scoring != WHOLE);
     }
     for (long q = 0; q < count; q++) {
         const long row = q / of->group, head = q % of->group;
         float *out = of->out + row * of->out_stride + head * dim;
         const float sum = total(load(s->sums + q * LANES));
         for (long d = 0; d < dim; d++) out[d] = s->out[q * s->width + d] / sum;
+    }
+}
+
+static void attend(const attending *of, const paged *kv, const scratch *s) {
+    switch (kv->scoring) {
+    case WHOLE: attend_to(of, kv, s, WHOLE); return;
+    case WIDENED: attend_to(of, kv, s, WIDENED); return;
+    case BY_PAIRS: attend_to(of, kv, s, BY_PAIRS); return;
     }
 }

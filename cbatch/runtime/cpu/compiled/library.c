@@ -26,8 +26,8 @@ typedef struct {
 } decoder;
 
 // tokens [rows]; query_lens and context_lens [sequences]; tables [sequences, table_width]; wanted
-// [num_wanted]: flat rows; kv [layers, kv_heads, blocks, block_size, 2, dim]; logits [num_wanted,
-// vocab]. `progress` is null, or a number that goes up during the pass, at least once a layer.
+// [num_wanted]: flat rows; kv [layers, kv_heads, blocks] of blocks as attention.h has them; logits
+// [num_wanted, vocab]. `progress` is null, or a number that goes up during the pass, at least once a layer.
 typedef struct {
     const int64_t *tokens, *wanted;
     const int32_t *query_lens, *context_lens, *tables;
@@ -181,16 +181,24 @@ static void rotate(const float *x, const float *by, float scale, long dim, float
     }
 }
 
-static void store_kv(const float *x, long count, char *to, int half) {
-    if (!half) memcpy(to, x, count * 4);
-    else
-        for (long i = 0; i < count; i++) ((uint16_t *)to)[i] = bf16(x[i]);
+static void store_key(const float *x, long dim, long block_size, char *to, int half) {
+    for (long d = 0; d < dim; d += half ? 2 : 1, to += block_size * 4) {
+        const uint32_t both = half ? bf16(x[d]) | (uint32_t)bf16(x[d + 1]) << 16 : 0;
+        memcpy(to, half ? (const char *)&both : (const char *)(x + d), 4);
+    }
 }
 
-// Norms, rotates and scales the heads of a row and KV head; its K and V go to their place `to`.
-static void place(const pass *p, const layer *l, float *heads, const float *cos_sin, char *to) {
+static void store_value(const float *x, long dim, char *to, int half) {
+    if (!half) memcpy(to, x, dim * 4);
+    else
+        for (long d = 0; d < dim; d++) ((uint16_t *)to)[d] = bf16(x[d]);
+}
+
+// Norms, rotates and scales the heads of a row and KV head; its K and V go to place `at` of a block.
+static void place(const pass *p, const layer *l, float *heads, const float *cos_sin, char *block,
+                  long at) {
     const decoder *m = p->model;
-    const long dim = m->dim, half = p->step->kv_half;
+    const long dim = m->dim, size = p->step->block_size, half = p->step->kv_half;
     const float scale = 1 / __builtin_sqrtf(dim);
     float rotated[dim];
     for (long g = 0; g <= m->group; g++) {
@@ -202,28 +210,34 @@ static void place(const pass *p, const layer *l, float *heads, const float *cos_
         rotate(x, cos_sin, g < m->group ? scale : 1, dim, rotated);
         if (g < m->group) memcpy(x, rotated, dim * 4);
     }
-    store_kv(rotated, dim, to, half);
-    store_kv(heads + (m->group + 1) * dim, dim, to + dim * (half ? 2 : 4), half);
+    store_key(rotated, dim, size, block + at * 4, half);
+    store_value(heads + (m->group + 1) * dim, dim, block + (size + at) * dim * (half ? 2 : 4), half);
+}
+
+// By pairs where the products are, too: else bits are those of every processor.
+static enum scoring scoring_of(const pass *p) {
+    if (!p->step->kv_half) return WHOLE;
+    return takes_of(&p->model->layers->qkv) == PAIRS ? BY_PAIRS : WIDENED;
 }
 
 static char *blocks_of(const pass *p, long layer, long head) {
     const step *s = p->step;
-    const long size = s->block_size * 2 * p->model->dim * (s->kv_half ? 2 : 4);
-    return s->kv + (layer * p->model->kv_heads + head) * s->blocks * size;
+    const long bytes = block_bytes_of(s->block_size, p->model->dim, scoring_of(p));
+    return s->kv + (layer * p->model->kv_heads + head) * s->blocks * bytes;
 }
 
 static void place_all(pass *p, long index) {
     const decoder *m = p->model;
     const step *s = p->step;
+    const long bytes = block_bytes_of(s->block_size, m->dim, scoring_of(p));
     for (long r; (r = take(&p->me, p->rows)) >= 0;) {
-        const long token_bytes = 2 * m->dim * (s->kv_half ? 2 : 4);
-        const long position = p->positions[r], at = position / s->block_size;
-        const long block = s->tables[p->sequences[r] * s->table_width + at];
-        const long slot = block * s->block_size + position - at * s->block_size;
+        const long position = p->positions[r], which = position / s->block_size;
+        const long block = s->tables[p->sequences[r] * s->table_width + which];
         for (long head = 0; head < m->kv_heads; head++)
             place(p, m->layers + index,
                   p->fused + r * p->fused_stride + head * (m->group + 2) * m->dim,
-                  m->cos_sin + position * m->dim, blocks_of(p, index, head) + slot * token_bytes);
+                  m->cos_sin + position * m->dim, blocks_of(p, index, head) + block * bytes,
+                  position - which * s->block_size);
     }
 }
 
@@ -236,7 +250,7 @@ static void attend_all(pass *p, long index) {
         const piece *of = p->pieces + i / m->kv_heads;
         const long head = i % m->kv_heads;
         const paged kv = {blocks_of(p, index, head), s->tables + of->sequence * s->table_width,
-                          s->block_size, m->dim, m->layers[index].window, s->kv_half};
+                          s->block_size, m->dim, m->layers[index].window, scoring_of(p)};
         const attending queries = {
             p->fused + of->row * p->fused_stride + head * (m->group + 2) * m->dim,
             p->attended + of->row * p->attended_stride + head * m->group * m->dim,

@@ -55,20 +55,6 @@ INLINE void store(float *to, vec x) { *(vec_at *)to = x; }
 INLINE vec pick(ints mask, vec yes, vec no) {
     return (vec)((mask & (ints)yes) | (~mask & (ints)no));
 }
-// The lower, or upper, halves of both, by turns.
-#if LANES == 16
-#define TURNS(F) F, F + 16, F + 1, F + 17, F + 2, F + 18, F + 3, F + 19, F + 4, F + 20, F + 5, \
-    F + 21, F + 6, F + 22, F + 7, F + 23
-#elif LANES == 8
-#define TURNS(F) F, F + 8, F + 1, F + 9, F + 2, F + 10, F + 3, F + 11
-#else
-#define TURNS(F) F, F + 4, F + 1, F + 5
-#endif
-#if defined(__clang__) || __GNUC__ >= 12
-#define BY_TURNS(A, B, F) __builtin_shufflevector(A, B, TURNS(F))
-#else
-#define BY_TURNS(A, B, F) __builtin_shuffle(A, B, (ints){TURNS(F)})
-#endif
 
 INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
 
