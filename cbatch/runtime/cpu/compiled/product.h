@@ -123,16 +123,25 @@ INLINE void tile(const problem *of, const segment *of_w, long row, long panel, i
 }
 
 #if defined(__AVX512BF16__)
-// So for pairs: two columns of all outputs at a time.
-INLINE void pair_tile(const problem *of, const segment *of_w, long row, long panel, int rows,
-                      int panels) {
+// So for pairs: two columns of all outputs at a time. Many rows take turns with the same panels, and
+// bring those of the next band, so far ahead, nearer meanwhile: each every so many of their lines.
+// Who is alone brings its own.
+INLINE void pair_tile(const problem *of, const segment *of_w, long row, long panel, long next,
+                      long turns, int rows, int panels) {
     const long steps = (of->by->in + 1) / 2, bytes = panel_bytes(of_w, of->by->in);
     const char *x = of->x + row * of->x_stride, *w = of_w->panels + panel * bytes;
     __m512 sums[ROWS][WIDE];
     UNROLLED for (int r = 0; r < rows; r++)
         UNROLLED for (int p = 0; p < panels; p++) sums[r][p] = _mm512_setzero_ps();
+    const long reach = turns > 1 ? next * bytes : AHEAD;
+    long due = row / ROWS;
     for (long k = 0; k < steps; k++) {
         __m512bh columns[WIDE];
+        if (rows == ROWS && k == due) {
+            due += turns;
+            UNROLLED for (int p = 0; p < panels; p++)
+                __builtin_prefetch(w + reach + p * bytes + k * LANES * 4, 0, 2);
+        }
         UNROLLED for (int p = 0; p < panels; p++) {
             const char *from = w + p * bytes + k * LANES * 4;
             if (rows <= FEW) __builtin_prefetch(from + AHEAD);
@@ -154,17 +163,19 @@ INLINE void pair_tile(const problem *of, const segment *of_w, long row, long pan
 
 // `kind`: F32; BF16, widened; PAIRED, by pairs.
 #define PAIRED -1
-INLINE void any_tile(const problem *of, const segment *of_w, long row, long panel, int kind,
-                     int rows, int panels) {
+INLINE void any_tile(const problem *of, const segment *of_w, long row, long panel, long next,
+                     long turns, int kind, int rows, int panels) {
+    (void)next, (void)turns;
 #if defined(__AVX512BF16__)
-    if (kind == PAIRED) pair_tile(of, of_w, row, panel, rows, panels);
+    if (kind == PAIRED) pair_tile(of, of_w, row, panel, next, turns, rows, panels);
     else
 #endif
         tile(of, of_w, row, panel, kind == BF16, rows, panels);
 }
 
 #define TILES(R, P) \
-    for (; p + (P) <= last; p += (P)) any_tile(of, of_w, r, p, kind, R, P);
+    for (; p + (P) <= last; p += (P)) \
+        any_tile(of, of_w, r, p, last - first, rows / ROWS, kind, R, P);
 #define PANELS(R, P)   \
     {                  \
         long p = first; \
