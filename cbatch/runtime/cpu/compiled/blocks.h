@@ -12,7 +12,7 @@
 #endif
 
 #define CELL 32        // columns
-#define BLOCKS_AHEAD 2048  // bytes
+#define BLOCKS_AHEAD 8192  // bytes
 #define SUPER_CELLS 8  // of a block with 256 columns
 #define CODE_BYTES (4 * LANES)  // of a vector: 4 columns of LANES outputs
 
@@ -170,7 +170,7 @@ INLINE void cells(const char *panel, long in, form f, const char *x, long stride
         const char *at = panel + cell * cell_bytes(f);
         if (rows <= FEW)
             UNROLLED for (int line = 0; line < f.bits; line++)
-                __builtin_prefetch(at + BLOCKS_AHEAD + line * CODE_BYTES);
+                __builtin_prefetch(at + BLOCKS_AHEAD + line * CODE_BYTES, 0, 2);
         ints codes[8];
         unpack(f, at, codes);
         const scale by = scale_of(f, scales, cell);

@@ -11,7 +11,7 @@
 #include "vectors.h"
 
 #define FEW 2       // rows that wait for memory more than they compute
-#define AHEAD 1024  // bytes
+#define AHEAD 2048  // bytes, into a second cache: of what a first one waits for there are few at once
 #include "blocks.h"
 
 enum { F32 = 0, BF16 = 30 };  // and block types, all as ggml numbers them
@@ -96,7 +96,7 @@ INLINE void tile(const problem *of, const segment *of_w, long row, long panel, i
         pairs both[WIDE];
         UNROLLED for (int p = 0; p < panels; p++) {
             const char *from = w + p * bytes + k * LANES * (half ? 2 : 4);
-            if (rows <= FEW) __builtin_prefetch(from + AHEAD);
+            if (rows <= FEW) __builtin_prefetch(from + AHEAD, 0, 2);
             if (half) both[p] = *(const pairs *)from;
         }
         UNROLLED for (int i = 0; i < 2; i++) {
@@ -144,7 +144,7 @@ INLINE void pair_tile(const problem *of, const segment *of_w, long row, long pan
         }
         UNROLLED for (int p = 0; p < panels; p++) {
             const char *from = w + p * bytes + k * LANES * 4;
-            if (rows <= FEW) __builtin_prefetch(from + AHEAD);
+            if (rows <= FEW) __builtin_prefetch(from + AHEAD, 0, 2);
             columns[p] = (__m512bh)_mm512_load_si512(from);
         }
         UNROLLED for (int r = 0; r < rows; r++) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from ctypes import POINTER, c_int, c_long, c_void_p
 from typing import NamedTuple
@@ -16,6 +17,9 @@ from torch import Tensor
 from cbatch.runtime.cpu.compiled.build import library
 
 _ALIGNMENT_BYTES = 64
+_SLAB_BYTES = 1 << 25
+_slab: Tensor | None = None  # what is left of it
+_slab_lock = threading.Lock()
 _PANELS_AT_ONCE = 256
 _ALONE_BELOW = 1 << 18  # multiplications that one thread does sooner than two get together
 MOST_LANES = 16
@@ -176,10 +180,23 @@ def _packed(kernel: ctypes.CDLL, blocks: Blocks) -> Tensor:
 
 
 def _aligned(count: int, dtype: torch.dtype) -> Tensor:
-    spare = _ALIGNMENT_BYTES // dtype.itemsize
-    memory = torch.empty(count + spare, dtype=dtype)
-    start = -memory.data_ptr() % _ALIGNMENT_BYTES // dtype.itemsize
-    return memory[start : start + count]
+    """Memory for panels. Small ones lie together: what is below some MiB gets no huge pages of its
+    own, and a product of few rows would wait for page tables."""
+    global _slab
+    num_bytes = -(-count * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    if num_bytes > _SLAB_BYTES // 4:
+        return _fresh(num_bytes).view(dtype)[:count]
+    with _slab_lock:
+        if _slab is None or len(_slab) < num_bytes:
+            _slab = _fresh(_SLAB_BYTES)
+        found, _slab = _slab[:num_bytes], _slab[num_bytes:]
+    return found.view(dtype)[:count]
+
+
+def _fresh(num_bytes: int) -> Tensor:
+    memory = torch.empty(num_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
+    start = -memory.data_ptr() % _ALIGNMENT_BYTES
+    return memory[start : start + num_bytes]
 
 
 def _panels(weight: Tensor, lanes: int) -> Tensor:
