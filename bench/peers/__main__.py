@@ -2,8 +2,8 @@
 
 Ours with lookahead off and `goodput`, llama.cpp, vLLM, Hugging Face's `generate` and continuous
 batching; each in a process of its own, all on the same number of threads. A model is one of the
-names, a Hugging Face directory or a GGUF file; with `--type` a directory or a shape of random
-weights is quantised first. A GGUF file is read by us and by llama.cpp; the others get its weights
+names, a Hugging Face directory or a GGUF file; with `--type` it is quantised first, by llama.cpp,
+be it quantised already. A GGUF file is read by us and by llama.cpp; the others get its weights
 dequantised to bf16. Otherwise llama.cpp has the weights in the type it likes best: f16 beside our
 bf16, f32 beside f32.
 
@@ -11,10 +11,18 @@ All get the same prompts of one length, greedy, and generate exactly as many tok
 turns within a repeat, in an order that turns round, and ratios are taken within it. Before anything
 is timed all complete a few prompts, and their tokens are compared.
 
-`value` is the median over repeats of tokens of output a second, of tokens of 8 prompts of 1024 read
-a second (`--prefill`), or of seconds until a constructor returns (`--startup`), between the `least`
+`value` is the median over repeats of tokens of output a second, of those after the first of each
+prompt alone (decode, of systems that tell their steps), of tokens of 8 prompts of 1024 read a
+second (`--prefill`), or of seconds until a constructor returns (`--startup`), between the `least`
 and the `most` of them; `to_peer` is its ratio to the first peer, `ours_to_it` that of ours with
-lookahead off. `step_p99_to_median` is of our own decoding steps.
+lookahead off. `step_p99_to_median` is of decoding steps, with `--busy` of those beside the loops.
+
+`--limits` is one more system, which reads weights from memory once a step where it decodes and
+multiplies with them where it reads prompts, as fast as torch reads a GiB and multiplies matrices of
+2048 (bf16 or fp32) on as many threads in the same turn. `of_limit` is the ratio to it: of `decode`
+the share of the memory's bandwidth, of `prefill` that of the products a second. Neither attention
+nor KV is counted, and the head for the last token of a prompt alone. In a batch a step has to
+multiply as well, and products of integers may be faster than those: a limit is none there.
 """
 
 from __future__ import annotations
@@ -39,23 +47,58 @@ from bench.peers.figures import (
 )
 from bench.peers.files import NAMES, TYPES, ModelFiles
 from bench.peers.perplexity import WINDOW_TOKENS, perplexities, windows
-from bench.peers.processes import busy
-from bench.peers.systems import OURS, PEERS, Sizes, choices, one_by_one, python_of, started
+from bench.peers.processes import busy, on_cpus
+from bench.peers.systems import (
+    LIMITS,
+    OURS,
+    PEERS,
+    Sizes,
+    choices,
+    limits,
+    one_by_one,
+    python_of,
+    started,
+)
 from bench.report import print_document, print_table
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.model_files import find_model
-from cbatch.runtime.model.gguf_file import is_gguf
 
 MEASURED = ("llama-100m", "demo")
 COMPARED_SEQUENCES = 4
+_MODELS = f"{', '.join(NAMES)}, a directory or a .gguf file"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.lookahead[0] != "off":
+        parser.error("--lookahead: ratios are to off: name it first")
+    for name in args.model:
+        try:
+            path = Path(find_model(name))
+        except FieldError as error:
+            parser.error(f"--model: {error}")
+        if name not in NAMES and not path.exists():
+            parser.error(f"--model: {name} is none of {_MODELS}")
+    if not (args.batch or args.prefill or args.startup or args.perplexity):
+        parser.error("--batch: none, and nothing else is asked for")
+    if args.limits and not (args.batch or args.prefill):
+        parser.error("--limits: they are beside --batch or --prefill, and neither is asked for")
+    if args.perplexity is not None and not args.perplexity.is_file():
+        parser.error(f"--perplexity: {args.perplexity} is no file")
+    if args.cpus and not set(args.cpus) <= os.sched_getaffinity(0):
+        given = " ".join(map(str, sorted(os.sched_getaffinity(0))))
+        parser.error(f"--cpus: name some of {given}, which this process may run on")
+    if args.threads is None:
+        args.threads = len(set(args.cpus)) if args.cpus else os.cpu_count()
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = f"{', '.join(NAMES)}, a directory or a .gguf file"
-    parser.add_argument("--model", nargs="+", default=MEASURED, metavar="MODEL", help=names)
+    parser.add_argument("--model", nargs="+", default=MEASURED, metavar="MODEL", help=_MODELS)
     parser.add_argument("--type", type=str.upper, choices=TYPES, help="of a GGUF file to write")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--lookahead", nargs="+", default=["off", "goodput"], help="off is first")
@@ -67,30 +110,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3, help="turns of each system")
     parser.add_argument("--prompts", type=int, default=4, help="at least so many a repeat")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every system")
+    parser.add_argument("--threads", type=int, help="of every system; else as many as processors")
+    parser.add_argument("--cpus", type=int, nargs="+", metavar="N", help="that all systems run on")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="loops that run beside")
     parser.add_argument("--prefill", action="store_true", help="time long prompts too")
     parser.add_argument("--startup", action="store_true", help="time constructors too")
+    parser.add_argument("--limits", action="store_true", help="time the machine too")
     parser.add_argument("--perplexity", type=Path, metavar="TEXT", help="of a text, too")
     parser.add_argument("--skip-agreement", action="store_true", help="do not compare tokens")
     parser.add_argument("--plot", type=Path, help="write a PNG of the ratios to the first peer")
-    args = parser.parse_args(argv)
-    if args.lookahead[0] != "off":
-        parser.error("--lookahead: ratios are to off: name it first")
-    for name in args.model:
-        try:
-            path = Path(find_model(name))
-        except FieldError as error:
-            parser.error(f"--model: {error}")
-        if name not in NAMES and not path.exists():
-            parser.error(f"--model: {name} is none of {names}")
-        if args.type and is_gguf(path):
-            parser.error(f"--type: {name} has its types; give a directory or a shape")
-    if not (args.batch or args.prefill or args.startup or args.perplexity):
-        parser.error("--batch: none, and nothing else is asked for")
-    if args.perplexity is not None and not args.perplexity.is_file():
-        parser.error(f"--perplexity: {args.perplexity} is no file")
-    return args
+    return parser
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
@@ -118,10 +147,13 @@ def compare(model: ModelFiles, args: argparse.Namespace) -> list[dict[str, Any]]
 def time_them(model: ModelFiles, args: argparse.Namespace) -> list[dict[str, Any]]:
     found, rows = choices(model, args, sizes_of(args)), []
     if args.startup:
-        rows += startups(model, found, args.repeats)
+        with on_cpus(args.cpus), busy(args.busy):
+            rows += startups(model, found, args.repeats)
     if not args.batch and not args.prefill:
         return rows
-    with started(found) as systems, busy(args.busy):
+    if args.limits:
+        found.append(limits(model, args.threads))
+    with on_cpus(args.cpus), started(found) as systems, busy(args.busy):
         for batch in args.batch:
             rows += outputs(model, systems, batch, args)
             print(f"{model.name}, batch {batch} measured", flush=True)
@@ -159,8 +191,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             console = print_table(title, table)
     for note in _notes(args, compared):
         console.print(note, markup=False)
-    extra = {"agreement": compared, "perplexity": accuracy, "repeats": args.repeats}
-    print_document(console, rows, extra | {"threads": args.threads, "busy": args.busy})
+    said = {key: getattr(args, key) for key in ("repeats", "threads", "cpus", "busy")}
+    print_document(console, rows, {"agreement": compared, "perplexity": accuracy} | said)
 
 
 def of_figure(figure: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -172,6 +204,8 @@ def of_figure(figure: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _notes(args: argparse.Namespace, compared: list[dict[str, Any]]) -> list[str]:
     notes = [f"{args.threads} threads each; medians of {args.repeats} repeats"]
+    if args.cpus is not None:
+        notes.append(f"all on processors {', '.join(map(str, args.cpus))}")
     if args.busy:
         notes.append(f"{args.busy} busy loops beside")
     absent = [peer for peer in args.peer if python_of(peer, args) is None]
@@ -197,7 +231,7 @@ def _plot(path: Path, rows: list[dict[str, Any]]) -> None:
             point = row["batch"], row["to_peer"]
             line.setdefault(row["system"] + lookahead, []).append(point)
     if panels:
-        first = next(row["system"] for row in rows if row["system"] != OURS)
+        first = next(row["system"] for row in rows if row["system"] not in (OURS, LIMITS))
         label = f"tokens/s over {first}"
         save_lines(path, panels, x_label="batch", y_label=label, highlight=f"{OURS} off")
 

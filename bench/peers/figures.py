@@ -11,11 +11,12 @@ import numpy as np
 
 from bench.engine.systems import EngineRun, System, measure
 from bench.peers.files import ModelFiles
-from bench.peers.systems import OURS, Entrant
+from bench.peers.systems import LIMITS, OURS, Entrant
 from bench.report import rounded
 
-OUTPUT, PREFILL, STARTUP = "output_tokens_per_s", "prefill_tokens_per_s", "startup_s"
-FIGURES = (OUTPUT, PREFILL, STARTUP)
+OUTPUT, DECODE = "output_tokens_per_s", "decode_tokens_per_s"
+PREFILL, STARTUP = "prefill_tokens_per_s", "startup_s"
+FIGURES = (OUTPUT, DECODE, PREFILL, STARTUP)
 PREFILL_PROMPTS, PREFILL_TOKENS = 8, 1024
 
 
@@ -27,7 +28,22 @@ def outputs(
     values = [[run.tokens_per_s for run in found] for found in runs]
     rows = rows_of(model.name, OUTPUT, batch, systems, values)
     for row, found in zip(rows, runs, strict=True):
-        row["step_p99_to_median"] = _tail(found)
+        row["step_p99_to_median"] = None if row["system"] == LIMITS else _tail(found)
+    return rows + _decoding(model, systems, batch, runs)
+
+
+def _decoding(
+    model: ModelFiles, systems: Sequence[System], batch: int, runs: Sequence[Sequence[EngineRun]]
+) -> list[dict[str, Any]]:
+    """What came after each prompt's first token, of those that tell their steps."""
+    telling = [i for i, found in enumerate(runs) if all(run.steps_s for run in found)]
+    values = [
+        [(run.tokens - len(run.outputs)) / sum(run.steps_s) for run in runs[i]] for i in telling
+    ]
+    rows = rows_of(model.name, DECODE, batch, [systems[i] for i in telling], values)
+    for row, i in zip(rows, telling, strict=True):
+        steps_per_s = [len(run.steps_s) / sum(run.steps_s) for run in runs[i]]
+        row["read_gb_per_s"] = rounded(statistics.median(steps_per_s) * model.weight_bytes / 1e9)
     return rows
 
 
@@ -44,7 +60,11 @@ def prefill(
     runs = measure(systems, model.source, PREFILL_PROMPTS, changed_args, real=False)
     tokens = PREFILL_PROMPTS * PREFILL_TOKENS
     values = [[tokens / run.seconds for run in found] for found in runs]
-    return rows_of(model.name, PREFILL, PREFILL_PROMPTS, systems, values)
+    rows = rows_of(model.name, PREFILL, PREFILL_PROMPTS, systems, values)
+    token_flop = model.token_flop + model.prompt_flop / PREFILL_TOKENS
+    for row in rows:
+        row["multiplied_gflop_per_s"] = rounded(row["value"] * token_flop / 1e9)
+    return rows
 
 
 def startups(model: ModelFiles, choices: Sequence[Entrant], repeats: int) -> list[dict[str, Any]]:
@@ -69,9 +89,11 @@ def rows_of(
     values: Sequence[Sequence[float]],
 ) -> list[dict[str, Any]]:
     """A row a system of its values by turn: the median, and that of the ratio within a turn to the
-    first peer, each between the least and the most of all turns; and the median of ours with
-    lookahead off to it."""
-    peer = next((v for s, v in zip(systems, values, strict=True) if s.name != OURS), None)
+    first peer, each between the least and the most of all turns; and the medians of ours with
+    lookahead off to it, and of it to the limits where these are there."""
+    named = list(zip((system.name for system in systems), values, strict=True))
+    peer = next((found for name, found in named if name not in (OURS, LIMITS)), None)
+    limits = next((found for name, found in named if name == LIMITS), None)
     return [
         {
             "model": model,
@@ -84,6 +106,9 @@ def rows_of(
                 "to_peer", "to_least", "to_most", None if peer is None else _ratios(found, peer)
             ),
             "ours_to_it": rounded(statistics.median(_ratios(values[0], found))),
+            "of_limit": None
+            if limits is None
+            else rounded(statistics.median(_ratios(found, limits))),
             "step_p99_to_median": None,
         }
         for system, found in zip(systems, values, strict=True)

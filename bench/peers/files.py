@@ -18,9 +18,10 @@ from bench.peers.processes import Worker
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths
 from cbatch.engine.model_files import PACKAGED, find_model, tokenizer_of
+from cbatch.runtime.cpu.numerics import num_weights
 from cbatch.runtime.model.checkpoint import read_config
 from cbatch.runtime.model.config import ModelConfig, RopeConfig
-from cbatch.runtime.model.gguf_file import is_gguf, read_gguf
+from cbatch.runtime.model.gguf_file import SUFFIX, is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import GgufWeights, config_of
 from cbatch.runtime.model.rope import inverse_frequencies
 from cbatch.text import TextTokenizer, TokenizerError
@@ -41,9 +42,9 @@ _LLAMA3_TOKENS = 8192  # that Llama 3 was first trained with
 
 
 class ModelFiles:
-    """`kind` None leaves a directory as it is; otherwise ours and llama.cpp get one GGUF file of
-    that type. `folder` is for what is written; `llama` is a Python with llama.cpp, which alone
-    quantises."""
+    """`kind` None leaves a model as it is; otherwise ours and llama.cpp get one GGUF file of that
+    type. `folder` is for what is written; `llama` is a Python with llama.cpp, which alone
+    quantises, or turns one GGUF file into another."""
 
     def __init__(
         self, name: str, kind: str | None, folder: Path, *, llama: str | None, threads: int
@@ -60,17 +61,20 @@ class ModelFiles:
 
     @cached_property
     def ours(self) -> Path:
-        if self._kind is None or is_gguf(self.source):
+        given = is_gguf(self.source)
+        if self._kind is None:
             return self.source
-        if self._kind in PLAIN:
+        if self._kind in PLAIN and not given:
             return self._written(self._kind)
         if self._llama is None:
             raise FieldError("type", f"{self._kind} is written by llama.cpp", "name it by --llama")
-        plain, path = self._written("BF16"), self._folder / f"{self.source.name}-{self._kind}.gguf"
+        path = self._folder / f"{self.source.name.removesuffix(SUFFIX)}-{self._kind}.gguf"
+        source = self.source if given else self._written("BF16")
         with Worker("llama_cpp", self._llama, self._threads) as worker:
             worker.start(model=None, most=0, tokens=0, threads=self._threads, exact_kv=False)
-            worker.call("quantise", str(plain), str(path), self._kind, self._threads)
-        plain.unlink()
+            worker.call("quantise", str(source), str(path), self._kind, self._threads)
+        if not given:
+            source.unlink()
         return path
 
     def gguf(self, exact: bool) -> Path:
@@ -97,7 +101,29 @@ class ModelFiles:
     @property
     def dtype(self) -> str:
         """That systems compute in which have a choice."""
-        return self.config.torch_dtype or "float32"
+        return "float32" if self._kind == "F32" else self.config.torch_dtype or "float32"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the matrices that every step multiplies with, as the file of ours has them."""
+        if not is_gguf(self.ours):
+            return num_weights(self.config) * getattr(torch, self.dtype).itemsize
+        tensors = read_gguf(self.ours).tensors
+        looked_up = {"token_embd.weight"} if "output.weight" in tensors else set()
+        return sum(
+            tensor.raw.nbytes
+            for name, tensor in tensors.items()
+            if len(tensor.shape) == 2 and name not in looked_up
+        )
+
+    @property
+    def token_flop(self) -> int:
+        """Of the products with one token of a prompt: the head is for its last alone."""
+        return 2 * num_weights(self.config) - self.prompt_flop
+
+    @property
+    def prompt_flop(self) -> int:
+        return 2 * self.config.vocab_size * self.config.hidden_size
 
     @property
     def quantised(self) -> bool:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,20 @@ class Worker:
             raise RuntimeError(f"the worker of {self._module} died:\n{said[-3000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+@contextlib.contextmanager
+def on_cpus(cpus: Sequence[int] | None) -> Iterator[None]:
+    """Processes that are started meanwhile run on these alone; None: on those that this one has."""
+    if cpus is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from bench.peers.processes import Worker
 from cbatch.runtime.model.config import ModelConfig
 
 OURS, LLAMA_CPP, VLLM = "cbatch", "llama.cpp", "vllm"
+LIMITS = "limits"
 PEERS = (LLAMA_CPP, VLLM, "generate", "continuous")
 _PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm"}
 _VLLM_BLOCK_TOKENS = 128
@@ -90,6 +91,17 @@ def choices(
         name = "transformers continuous" if peer == "continuous" else "transformers"
         found.append(Entrant(name, "off", "transformers", python, threads, settings))
     return found
+
+
+def limits(model: ModelFiles, threads: int) -> Entrant:
+    """What the machine allows with this model's weights (see its worker)."""
+    settings: dict[str, Any] = {
+        "weight_bytes": model.weight_bytes,
+        "token_flop": model.token_flop,
+        "prompt_flop": model.prompt_flop,
+        "threads": threads,
+    }
+    return Entrant(LIMITS, "off", "limits", sys.executable, threads, settings)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,15 @@ from bench.engine.shapes import write_random_model
 from bench.engine.systems import EngineRun, System, build_transformers, make_prompts
 from bench.peers import __main__ as peers
 from bench.peers.agree import agreement, first_gap, reference_logits
+from bench.peers.files import ModelFiles
 from bench.peers.gguf_writer import F16, F32, write_gguf
 from bench.peers.processes import Worker
 from cbatch.runtime.model.gguf_file import read_gguf
+from tests.runtime.hf_models import build
 
 PACKAGE = {"llama.cpp": "llama_cpp", "vllm": "vllm"}
 HEADS = {"q_proj": 4, "k_proj": 2}
+_GATE = "blk.1.ffn_gate.weight"
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +137,29 @@ def test_llama_cpp_keeps_its_sequences_apart(model: Path, tmp_path: Path) -> Non
     with Worker("llama_cpp", sys.executable, threads) as worker:
         worker.start(model=str(path), most=3, tokens=40, threads=threads, exact_kv=False)
         prompts = make_prompts(model, 30, 3, real=False)
-        together = worker.run(prompts, 8).outputs
+        run = worker.run(prompts, 8)
+        together = run.outputs
+        assert len(run.steps_s) == 7 and 0 < sum(run.steps_s) < run.seconds
         assert together == [worker.run([prompt], 8).outputs[0] for prompt in prompts]
     assert len({tuple(ids) for ids in together}) == 3
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
+def test_llama_cpp_turns_a_file_into_any_type(tmp_path: Path) -> None:
+    """The same weights as before, the closer the more bits; also of one that is quantised."""
+    build(tmp_path, "llama", hidden_size=256, intermediate_size=256)
+    settings: dict[str, Any] = {"llama": sys.executable, "threads": torch.get_num_threads()}
+    eight = ModelFiles(str(tmp_path), "Q8_0", tmp_path, **settings).ours
+    wanted = _gate(eight)
+    for kind, least in (("F32", 0.99999), ("BF16", 0.9999), ("Q4_0", 0.99), ("Q4_K_M", 0.99)):
+        found = ModelFiles(str(eight), kind, tmp_path, **settings).ours
+        assert torch.cosine_similarity(wanted, _gate(found), dim=0) > least
+        assert _gate_type(found) == {"Q4_K_M": "Q4_K"}.get(kind, kind)
+
+
+def _gate(path: Path) -> torch.Tensor:
+    return read_gguf(path).tensors[_GATE].dequantised(torch.float32).flatten()
+
+
+def _gate_type(path: Path) -> str:
+    return read_gguf(path).tensors[_GATE].type.name

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import platform
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +19,14 @@ import torch
 
 from bench.engine.systems import System, build_transformers, make_prompts
 from bench.peers import __main__ as peers
-from bench.peers import perplexity
+from bench.peers import files, perplexity
 from bench.peers.figures import OUTPUT, STARTUP, rows_of
 from bench.peers.files import ModelFiles
+from bench.peers.gguf_writer import F16, write_gguf
 from bench.peers.processes import Worker, busy
-from bench.peers.systems import Sizes, choices
+from bench.peers.systems import Entrant, Sizes, choices
 from bench.peers.workers.cbatch_worker import Ours
+from tests.runtime.hf_models import build
 
 
 def started(**settings: Any) -> Ours:
@@ -38,12 +44,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     [
         (("--model", "no-such"), "--model: no-such is none of"),
         (("--model", "gone.gguf"), "--model: gone.gguf is none of"),
-        (("--model", "here.gguf", "--type", "Q8_0"), "--type: here.gguf has its types"),
         (("--type", "Q3_K"), "argument --type: invalid choice: 'Q3_K'"),
         (("--peer", "ollama"), "argument --peer: invalid choice: 'ollama'"),
         (("--lookahead", "goodput"), "--lookahead: ratios are to off"),
         (("--batch",), "--batch: none, and nothing else is asked for"),
         (("--perplexity", "gone.txt"), "--perplexity: gone.txt is no file"),
+        (("--cpus", "0", "9999"), "--cpus: name some of 0"),
+        (("--batch", "--startup", "--limits"), "--limits: they are beside --batch or --prefill"),
     ],
 )
 def test_what_is_refused(
@@ -54,7 +61,6 @@ def test_what_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "here.gguf").touch()
     with pytest.raises(SystemExit):
         peers.parse(arguments)
     assert words in capsys.readouterr().err
@@ -66,6 +72,62 @@ def test_a_type_that_only_llama_cpp_writes_is_refused_without_it(tmp_path: Path)
         ValueError, match="type: Q4_K_M is written by llama.cpp; name it by --llama"
     ):
         _ = model.ours
+
+
+class _Quantiser:
+    """In the place of llama.cpp's process."""
+
+    calls: list[tuple[Any, ...]] = []
+
+    def __init__(self, module: str, python: str, threads: int) -> None:
+        self.calls.append((module, python, threads))
+
+    def start(self, **settings: Any) -> None:
+        assert settings["model"] is None
+
+    def call(self, method: str, source: str, target: str, *rest: Any) -> None:
+        self.calls.append((method, Path(source).read_bytes()[:4], target, *rest))
+        Path(target).write_bytes(b"new")
+
+    def __enter__(self) -> _Quantiser:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_file_is_turned_into_another_type(
+    model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file all types are llama.cpp's, and the file stays."""
+    source = tmp_path / "from" / "a.gguf"
+    source.parent.mkdir()
+    write_gguf(model.source, source, F16)
+    monkeypatch.setattr(files, "Worker", _Quantiser)
+    for kind in ("Q4_K_M", "BF16"):
+        _Quantiser.calls.clear()
+        turned = ModelFiles(str(source), kind, tmp_path, llama="/l/python", threads=3)
+        assert turned.name == f"a.gguf {kind}" and turned.ours == tmp_path / f"a-{kind}.gguf"
+        told = ("quantise", b"GGUF", str(turned.ours), kind, 3)
+        assert _Quantiser.calls == [("llama_cpp", "/l/python", 3), told]
+        assert turned.ours.read_bytes() == b"new" and source.exists()
+        with pytest.raises(ValueError, match=f"type: {kind} is written by llama.cpp"):
+            _ = ModelFiles(str(source), kind, tmp_path, llama=None, threads=3).ours
+    assert ModelFiles(str(source), None, tmp_path, llama=None, threads=3).ours == source
+    shape = ModelFiles("llama-1m", "Q4_K_M", tmp_path, llama="/l/python", threads=3)
+    assert shape.ours.read_bytes() == b"new"
+    assert sorted(path.name for path in tmp_path.glob("llama-1m*.gguf")) == [shape.ours.name]
+
+
+def test_all_compute_in_fp32_where_the_file_is_to_have_it(tmp_path: Path) -> None:
+    """As llama.cpp does, whatever the source had."""
+    build(tmp_path, "llama")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
+    found = {
+        kind: ModelFiles(str(tmp_path), kind, tmp_path, llama=None, threads=2).dtype
+        for kind in (None, "BF16", "F32")
+    }
+    assert found == {None: "bfloat16", "BF16": "bfloat16", "F32": "float32"}
 
 
 def test_peers_are_found_where_they_are_named(model: ModelFiles) -> None:
@@ -162,11 +224,43 @@ def test_a_worker_that_dies_says_why() -> None:
         worker.start(nonsense=1)
 
 
-def test_busy_loops_end() -> None:
-    def loops() -> int:
-        found = subprocess.run(["pgrep", "-fc", "getppid.. == parent"], capture_output=True)
-        return int(found.stdout)
+def loops() -> int:
+    found = subprocess.run(["pgrep", "-fc", "getppid.. == parent"], capture_output=True)
+    return int(found.stdout)
 
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="needs processors to be named")
+def test_all_that_is_timed_runs_on_these_processors_beside_the_loops(
+    model: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = os.sched_getaffinity(0)
+    first = min(mine)
+    seen: list[tuple[str, set[int], int]] = []
+
+    def see(what: str) -> None:
+        tell = "import os; print(*os.sched_getaffinity(0))"
+        told = subprocess.run([sys.executable, "-c", tell], capture_output=True, text=True)
+        seen.append((what, set(map(int, told.stdout.split())), loops() - before))
+
+    def starting(found: list[Entrant]) -> AbstractContextManager[list[System]]:
+        see("start")
+        return nullcontext([])
+
+    before = loops()
+    monkeypatch.setattr(peers, "startups", lambda *_: see("startups") or [])
+    monkeypatch.setattr(peers, "started", starting)
+    for name in ("outputs", "prefill"):
+        monkeypatch.setattr(peers, name, lambda *_, name=name: see(name) or [])
+    flags = ["--startup", "--prefill", "--batch", "1", "--cpus", str(first), "--busy", "2"]
+    args = peers.parse([*flags, "--peer"])
+    assert args.threads == 1
+    assert peers.time_them(model, args) == []
+    beside = {"startups": 2, "start": 0, "outputs": 2, "prefill": 2}
+    assert seen == [(what, {first}, count) for what, count in beside.items()]
+    assert os.sched_getaffinity(0) == mine
+
+
+def test_busy_loops_end() -> None:
     before = loops()
     with busy(2):
         for _ in range(100):

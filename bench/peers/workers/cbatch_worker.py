@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.peers.workers.serving import serve
@@ -43,22 +44,21 @@ class Ours:
         )
         self._step = self._llm.engine.step
         self._llm.engine.step = self._timed_step  # type: ignore[method-assign]
-        self._steps_s: list[float] = []
+        self._ends_s: list[float] = []
 
     def _timed_step(self) -> Any:
-        started_s = time.perf_counter()
         outputs = self._step()
-        self._steps_s.append(time.perf_counter() - started_s)
+        self._ends_s.append(time.perf_counter())
         return outputs
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
         params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
-        self._steps_s.clear()
+        self._ends_s.clear()
         started_s = time.perf_counter()
         completions = self._llm.generate(prompts, params)
         seconds = time.perf_counter() - started_s
         outputs = [list(completion.token_ids) for completion in completions]
-        return {"seconds": seconds, "outputs": outputs, "steps_s": self._steps_s[1:]}
+        return {"seconds": seconds, "outputs": outputs, "steps_s": np.diff(self._ends_s).tolist()}
 
     def logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

@@ -58,15 +58,16 @@ class LlamaCpp:
             part = slice(first, first + self._most_batch)
             logits = self._decode(flat[part], at[part], whose[part], last[part])
             chosen[whose[part][last[part]]] = logits.argmax(axis=1)
-        columns = [chosen]
+        columns, ends_s = [chosen], [time.perf_counter()]
         everywhere = np.ones(count, dtype=bool)
         for at_step in range(length, length + output_tokens - 1):
             positions = np.full(count, at_step)
             logits = self._decode(chosen, positions, sequences, everywhere)
             chosen = logits.argmax(axis=1).astype(np.int32)
             columns.append(chosen)
-        seconds = time.perf_counter() - started_s
-        return {"seconds": seconds, "outputs": np.stack(columns, axis=1).tolist()}
+            ends_s.append(time.perf_counter())
+        outputs, steps_s = np.stack(columns, axis=1).tolist(), np.diff(ends_s).tolist()
+        return {"seconds": ends_s[-1] - started_s, "outputs": outputs, "steps_s": steps_s}
 
     def logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
         return [self._logprobs(np.asarray(ids, dtype=np.int32)) for ids in prompts]
@@ -84,9 +85,11 @@ class LlamaCpp:
         return found
 
     def quantise(self, source: str, target: str, kind: str, threads: int) -> None:
-        """Into `kind` of its own names, as Q4_K_M. Raises RuntimeError."""
+        """Into `kind` of its own names, as Q4_K_M; from any, also from another that is quantised.
+        Raises RuntimeError."""
         params = lib.llama_model_quantize_default_params()
-        params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        params.ftype = getattr(lib, f"LLAMA_FTYPE_{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}")
+        params.allow_requantize = True
         params.nthread = threads
         if lib.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)):
             raise RuntimeError(f"llama.cpp cannot write {kind}")
