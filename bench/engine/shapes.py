@@ -61,26 +61,46 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+# Values that are drawn, of which weights are made by repeating them: a billion take a minute each
+# time. It is prime, so that no two rows of a matrix are the same.
+_DRAWN = 16_777_259
+
+
 def write_random_model(shape: str, folder: Path, dtype: str) -> Path:
     """Save a model of that shape with seeded random weights; returns its directory.
 
     The end-of-sequence id is the last of the vocabulary, which benchmarks ignore.
     """
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {"model_type": "llama", "max_position_embeddings": 2048} | SHAPES[shape]
-    torch.manual_seed(0)
     config = AutoConfig.for_model(
         **fields,
-        # Products keep the size of what they take. With the usual 0.02 layers hardly count beside
-        # the embeddings, and tokens are the same whatever attention does.
-        initializer_range=fields["hidden_size"] ** -0.5,
         bos_token_id=0,
         eos_token_id=fields["vocab_size"] - 1,
         pad_token_id=0,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(getattr(torch, dtype))
+    served = getattr(torch, dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=served)
+    # Products keep the size of what they take. With the usual 0.02 layers hardly count beside the
+    # embeddings, and tokens are the same whatever attention does.
+    scale = fields["hidden_size"] ** -0.5
+    drawn = torch.randn(_DRAWN, generator=torch.Generator().manual_seed(0)).mul_(scale).to(served)
+    weights, start = {}, 0
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        if parameter.ndim == 1:
+            weights[name] = torch.ones(count, dtype=served)  # of a norm
+            continue
+        repeated = drawn.repeat(-(-(start + count) // _DRAWN))[start : start + count]
+        weights[name] = repeated.clone().view(parameter.shape)
+        start = (start + count) % _DRAWN
     path = folder / shape
-    model.save_pretrained(path)
+    path.mkdir()
+    config.architectures, config.dtype = [type(model).__name__], served
+    config.save_pretrained(path)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path

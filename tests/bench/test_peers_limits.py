@@ -34,7 +34,7 @@ def test_limits_take_as_long_as_reading_and_multiplying(monkeypatch: pytest.Monk
     monkeypatch.setattr(limits_worker, "READ_BYTES", 1 << 16)
     monkeypatch.setattr(limits_worker, "WIDTH", 16)
     threads = torch.get_num_threads()
-    found = limits_worker.Limits(1 << 14, 10.0, 100.0, threads=threads)
+    found = limits_worker.MachineLimits(1 << 14, 10.0, 100.0, threads=threads)
     assert all(step > 0 for step in found.run([[1]], 3)["steps_s"])
     done: list[Any] = []
 

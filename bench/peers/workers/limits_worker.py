@@ -17,7 +17,7 @@ WIDTH = 2048  # of the matrices
 TRIES = 4
 
 
-class Limits:
+class MachineLimits:
     def __init__(
         self, weight_bytes: int, token_flop: float, prompt_flop: float, *, threads: int
     ) -> None:
@@ -52,4 +52,4 @@ def _best_s(do: Callable[[], Any]) -> float:
 
 
 if __name__ == "__main__":
-    serve(Limits)
+    serve(MachineLimits)

@@ -26,8 +26,10 @@ class Vllm:
     ) -> None:
         from vllm import LLM
 
+        # What it compiled is kept under the path it is given: one that is the same in every run.
+        os.chdir(Path(model).parent)
         self._llm = LLM(
-            model,
+            Path(model).name,
             skip_tokenizer_init=True,
             dtype=dtype,
             max_model_len=tokens,
