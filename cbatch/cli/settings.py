@@ -160,11 +160,12 @@ def read_settings(
 
 def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]) -> list[str]:
     """Variables that look like ours and are not: most likely misspelt."""
-    known = {PREFIX + name.upper() for name in (*_settings_of(kind), "config")}
+    known = {PREFIX + name.upper() for name in (*_settings_of(kind), "config", *_READ_ELSEWHERE)}
     found = [name for name in environment if name.startswith(PREFIX) and name not in known]
     return [name for name in found if not name.startswith(_LINKS)]
 
 
+_READ_ELSEWHERE = ("kernels",)  # in cbatch/runtime/cpu/compiled/builds.py
 # A service named `cbatch` makes Kubernetes set these, and CBATCH_PORT to an address.
 _LINKS = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
 _LINK_ADDRESS = "tcp://"

@@ -124,7 +124,7 @@ def test_what_the_engine_finds_wrong_has_the_operators_name(tmp_path: Path) -> N
 def test_variables_that_nobody_reads_are_found_but_for_those_of_kubernetes(tmp_path: Path) -> None:
     cluster = {"CBATCH_SERVICE_HOST": "10.0.0.1", "CBATCH_PORT_80_TCP_ADDR": "10.0.0.1"}
     cluster["CBATCH_PORT"] = "tcp://10.0.0.1:80"
-    found = cluster | {"CBATCH_MAX_SLOT": "3", "CBATCH_CONFIG": "x", "CBATCH_API_KEY": "k"}
+    found = cluster | {"CBATCH_MAX_SLOT": "3", "CBATCH_CONFIG": "x", "CBATCH_KERNELS": "avx2"}
     assert unknown_variables(found, ServeSettings) == ["CBATCH_MAX_SLOT"]
     assert read(tmp_path, "", cluster).values.port == 8000
 

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from cbatch.runtime.cpu.compiled import find_compiler
+from cbatch.runtime.cpu.compiled import compiler, find_compiler
 from cbatch.runtime.cpu.products import packing_available
 
 needs_packing = pytest.mark.skipif(
@@ -19,3 +19,9 @@ def has_compiler() -> bool:
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C compiler, or not Linux")
+
+
+def without_compilers(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("PATH", "")
+    patch.delenv("CC", raising=False)
+    patch.setattr(compiler, "has_ziglang", lambda: False)

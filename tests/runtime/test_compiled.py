@@ -13,8 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cbatch.runtime.cpu.compiled import CompiledProduct, build, compiles
-from tests.runtime.marks import needs_compiler
+from cbatch.runtime.cpu.compiled import (
+    CompiledProduct,
+    build,
+    builds,
+    compiler,
+    compiles,
+    find_compiler,
+)
+from cbatch.runtime.cpu.compiled.compiler import Compiler
+from tests.runtime.marks import needs_compiler, without_compilers
 
 
 def test_what_it_does_not_compute() -> None:
@@ -50,10 +58,23 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     loaded()
     file = kept(cache)
 
-    def unwanted(*_: str) -> None:
+    def unwanted(*_: object, **__: object) -> None:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(build, "_run", unwanted)
+    monkeypatch.setattr(Compiler, "run", unwanted)
+    assert loaded()._name == str(file)
+
+
+@needs_compiler
+def test_another_processor_has_a_file_of_its_own(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a home that several machines share: how instructions are ordered is another's, too."""
+    loaded()
+    file, features = kept(cache), builds.cpu_features()
+    monkeypatch.setattr(builds, "cpu_features", lambda: f"{features} newest")
+    assert loaded()._name != str(file) and len([*cache.iterdir()]) == 2
+    monkeypatch.setattr(builds, "cpu_features", lambda: features)
     assert loaded()._name == str(file)
 
 
@@ -160,16 +181,15 @@ def test_without_a_compiler_there_is_no_kernel(
     trouble: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if trouble == "no compiler":
-        monkeypatch.setenv("PATH", "")
-        monkeypatch.delenv("CC", raising=False)
+        without_compilers(monkeypatch)
     else:
-        monkeypatch.setattr(build, "find_compiler", lambda: "cc")
+        monkeypatch.setattr(build, "find_compiler", lambda: Compiler(("cc",)))
     if trouble == "fails":
 
-        def fails(*command: str) -> None:
-            raise subprocess.CalledProcessError(1, command, stderr=b"library.c:1:\nbad flag\n")
+        def fails(*command: object, **_: object) -> None:
+            raise subprocess.CalledProcessError(1, "cc", stderr=b"library.c:1:\nbad flag\n")
 
-        monkeypatch.setattr(build, "_run", fails)
+        monkeypatch.setattr(Compiler, "run", fails)
     if trouble == "nowhere":
 
         def nowhere(**_: object) -> None:
@@ -179,3 +199,73 @@ def test_without_a_compiler_there_is_no_kernel(
     assert build.library.__wrapped__() is None
     said = {"no compiler": "no C compiler", "fails": "bad flag", "nowhere": "no usable temporary"}
     assert "torch's products compute" in caplog.text and said[trouble] in caplog.text
+
+
+# ---- compilers --------------------------------------------------------------------------------
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@needs_compiler
+def test_cc_may_be_a_command_with_arguments(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = find_compiler()
+    assert real is not None
+    log = tmp_path / "with space" / "log"
+    log.parent.mkdir()
+    wrapper = script(tmp_path / "ccache", 'echo "$2" >> "$1"; shift; exec "$@"')
+    monkeypatch.setenv("CC", f"{wrapper} '{log}' {real}")
+    loaded()
+    assert set(log.read_text().split()) == {real.command[0]} and not caplog.text
+
+
+@needs_compiler
+@pytest.mark.parametrize("cc", ["no-such-cc -m64", "gcc 'unended", " "])
+def test_a_cc_that_is_not_there_is_told(
+    cc: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    other = find_compiler()
+    monkeypatch.setenv("CC", cc)
+    assert find_compiler() == other
+    told = [f"CC: there is no {cc!r} here; compiling by {other}"] if cc.strip() else []
+    assert caplog.messages == told
+
+
+@needs_compiler
+def test_an_old_compiler_makes_what_it_knows(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so in one line, at the next start as well."""
+    real, runnable = find_compiler(), builds.runnable()
+    assert real is not None
+    best, newest = runnable[0], real.flags(runnable[0])[-1]
+    if best is runnable[-1]:
+        pytest.skip("one build alone runs here")
+    refuses = f'case " $* " in *" {newest} "*) echo "what is {newest}" >&2; exit 1;; esac'
+    monkeypatch.setenv("CC", str(script(tmp_path / "old-cc", f'{refuses}\nexec {real} "$@"')))
+    monkeypatch.delenv(builds.KERNELS, raising=False)
+    expected = next(each for each in runnable if newest not in real.flags(each))
+    for _ in range(2):
+        caplog.clear()
+        assert Path(loaded()._name).name.startswith(f"{expected.name}-")
+        (told,) = caplog.messages
+        assert f"old-cc does not know {best.name}: kernels are {expected.name}" in told
+    monkeypatch.setenv(builds.KERNELS, best.name)
+    assert build.library.__wrapped__() is None
+    assert f"what is {newest}" in caplog.messages[-1]
+
+
+@needs_compiler
+def test_ziglang_is_for_who_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_compilers(monkeypatch)
+    assert find_compiler() is None
+    monkeypatch.setattr(compiler, "has_ziglang", lambda: True)
+    assert find_compiler() == Compiler((sys.executable, "-m", "ziglang", "cc"))
+    monkeypatch.undo()
+    assert find_compiler() != Compiler((sys.executable, "-m", "ziglang", "cc"))

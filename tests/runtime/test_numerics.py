@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.cpu import linear, numerics
-from cbatch.runtime.cpu.compiled import version
+from cbatch.runtime.cpu.compiled import build_name, version
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.runtime.cpu.linear import NO_PADDING, Linear, Machine, ProductPlan
@@ -126,7 +126,8 @@ def test_the_probe_says_yes(tmp_path: Path) -> None:
     model = loaded(tmp_path, "llama", "float32")
     report = probe_row_invariance(model)
     computes = model.head.plan.kind.value
-    told = f"row_invariant: yes (numerics=invariant; products: {computes})"
+    kernels = f"; kernels: {build_name()}" if computes == "compiled" else ""
+    told = f"row_invariant: yes (numerics=invariant; products: {computes}{kernels})"
     assert report.row_invariant and str(report) == told
     assert set(report.shapes) == set(numerics.weight_shapes(model.config))
 

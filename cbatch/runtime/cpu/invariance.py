@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cbatch.runtime.cpu.compiled import build_name
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
 from cbatch.runtime.cpu.linear import Linear, find_padding
 from cbatch.runtime.model.kv_cache import KVCache
@@ -18,11 +19,13 @@ _PROBE_TOKENS = 40
 
 
 class InvarianceReport(NamedTuple):
-    """What `probe_row_invariance` found. `products`: the kinds that compute; `shapes`: per product
-    [out, in]; `forward`: logits of a whole pass under several compositions."""
+    """What `probe_row_invariance` found. `products`: the kinds that compute; `kernels`: which build
+    of our own; `shapes`: per product [out, in]; `forward`: logits of a whole pass under several
+    compositions."""
 
     mode: str
     products: tuple[str, ...]
+    kernels: str | None
     shapes: dict[tuple[int, int], bool]
     forward: bool
 
@@ -33,6 +36,8 @@ class InvarianceReport(NamedTuple):
     def __str__(self) -> str:
         found = f"row_invariant: {'yes' if self.row_invariant else 'no'}"
         detail = [f"numerics={self.mode}", f"products: {' and '.join(self.products)}"]
+        if self.kernels is not None:
+            detail.append(f"kernels: {self.kernels}")
         failing = [f"{out}x{width}" for (out, width), good in self.shapes.items() if not good]
         if failing:
             detail.append(f"of these differ by row count: {', '.join(failing)}")
@@ -47,11 +52,13 @@ def probe_row_invariance(model: Model) -> InvarianceReport:
     """
     shapes: dict[tuple[int, int], bool] = {}
     products = tuple(sorted({linear.told for linear in _linears(model)}))
+    ours = any(linear.compiled is not None for linear in _linears(model))
     for linear in _linears(model):
         if linear.shape not in shapes:
             padding = find_padding(linear, linear.shape)
             shapes[linear.shape] = padding is not None and padding.rows(1) == 1
-    return InvarianceReport(model.numerics, products, shapes, _forward_invariant(model))
+    kernels = build_name() if ours else None
+    return InvarianceReport(model.numerics, products, kernels, shapes, _forward_invariant(model))
 
 
 def _linears(model: Model) -> Iterator[Linear]:

@@ -3,16 +3,17 @@
 Libraries leave gaps there: few rows, above all of bf16 on CPUs without bf16 instructions; bits that
 change with the number of rows; and hundreds of small operations a pass, each of which has to be
 called. The kernels keep weights in the type they come in, packed in panels, have the same bits for
-a row whatever rows are beside it, and need a C compiler (`CC`, or cc, gcc or clang); where there is
-none, everything goes without them.
+a row whatever rows are beside it, and need a C compiler (see `compiler`); where there is none,
+everything goes without them.
 
 - `vectors.h`, `product.h`, `blocks.h`, `attention.h`, `team.h`, `library.c`: the kernels, and the
-  threads that share their loops; `build` compiles them.
+  threads that share their loops; `build` compiles them, as one of `builds`.
 - `product`: one product as the runtime calls it.
 - `cbatch.runtime.cpu.compiled_pass` calls the pass.
 """
 
-from cbatch.runtime.cpu.compiled.build import find_compiler, version
+from cbatch.runtime.cpu.compiled.build import build_name, version
+from cbatch.runtime.cpu.compiled.compiler import find_compiler
 from cbatch.runtime.cpu.compiled.product import (
     MOST_LANES,
     Blocks,
@@ -27,6 +28,7 @@ __all__ = [
     "Blocks",
     "CompiledProduct",
     "Run",
+    "build_name",
     "compiles",
     "compiles_blocks",
     "find_compiler",

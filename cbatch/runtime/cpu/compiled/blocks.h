@@ -7,7 +7,7 @@
 
 #pragma once
 #include "vectors.h"
-#if defined(__ARM_FEATURE_MATMUL_INT8)
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -130,6 +130,17 @@ INLINE void unpack(form f, const char *at, ints codes[8]) {
     if (f.table) UNROLLED for (int v = 0; v < 8; v++) codes[v] = looked_up(codes[v]);
 }
 
+#if LANES == 16
+#define WORDS(NAME) _mm512_##NAME
+typedef __m512i words;
+#elif LANES == 8
+#define WORDS(NAME) _mm256_##NAME
+typedef __m256i words;
+#elif defined(__SSE2__)
+#define WORDS(NAME) _mm_##NAME
+typedef __m128i words;
+#endif
+
 // Adds to each sum the products of 4 codes with 4 values.
 INLINE ints dot4(ints sum, ints codes, int32_t values, int bits) {
     (void)bits;
@@ -138,18 +149,25 @@ INLINE ints dot4(ints sum, ints codes, int32_t values, int bits) {
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)each);
 #elif LANES == 8 && defined(__AVXVNNI__)
     return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)each);
-#elif LANES == 8 && defined(__AVX2__)
-    const __m256i c = (__m256i)codes, x = (__m256i)each;
+#elif defined(WORDS)
+    const words c = (words)codes, x = (words)each;
+#if LANES >= 8
     if (bits < 8) {  // two products of 63 * 127 fit into 16 bits
-        const __m256i two = _mm256_maddubs_epi16(c, x);
-        return sum + (ints)_mm256_madd_epi16(two, _mm256_set1_epi16(1));
+        const words two = WORDS(maddubs_epi16)(c, x);
+        return sum + (ints)WORDS(madd_epi16)(two, WORDS(set1_epi16)(1));
     }
-    const __m256i even = _mm256_and_si256(c, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(c, 8);
-    const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
-    return sum + (ints)_mm256_madd_epi16(even, x_even) +
-           (ints)_mm256_madd_epi16(odd, _mm256_srai_epi16(x, 8));
+#endif
+    const words even = c & WORDS(set1_epi16)(255), odd = WORDS(srli_epi16)(c, 8);
+    const words x_even = WORDS(srai_epi16)(WORDS(slli_epi16)(x, 8), 8);
+    return sum + (ints)WORDS(madd_epi16)(even, x_even) +
+           (ints)WORDS(madd_epi16)(odd, WORDS(srai_epi16)(x, 8));
 #elif LANES == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
     return (ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)codes, (int8x16_t)each);
+#elif LANES == 4 && defined(__aarch64__)
+    const uint16x8_t c = (uint16x8_t)codes;
+    const int16x8_t x = (int16x8_t)each;  // a product of 255 * 127 fits into 16 bits
+    const int16x8_t even = (int16x8_t)(c & 255) * (x << 8 >> 8), odd = (int16x8_t)(c >> 8) * (x >> 8);
+    return (ints)vpadalq_s16(vpadalq_s16((int32x4_t)sum, even), odd);
 #else
     (void)each;
     const pairs c = (pairs)codes;

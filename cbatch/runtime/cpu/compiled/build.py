@@ -8,24 +8,26 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
+from cbatch.runtime.cpu.compiled import builds
+from cbatch.runtime.cpu.compiled.builds import Build
+from cbatch.runtime.cpu.compiled.compiler import Compiler, find_compiler
 from cbatch.system.cache import cache_folder
 
 _SOURCE = Path(__file__).with_name("library.c")
-_FLAGS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-march=native", "-pthread", "-fPIC")
+_FLAGS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-pthread", "-fPIC")
 _SYMBOLS = ("decode", "memory_bytes", "product", "lanes", "rest", "pack", "bytes_of_panel")
-_COMPILE_TIMEOUT_S = 300.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _logger = logging.getLogger("cbatch")
 
 
 @functools.lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled library, or None, with a warning: no compiler, or another system."""
+    """The compiled library, or None, with a warning: no compiler, or another system. Raises
+    `FieldError` where CBATCH_KERNELS names no build that runs here."""
     try:
         if platform.system() != "Linux":  # elsewhere torch brings another OpenMP
             raise OSError("they are for Linux")
@@ -41,22 +43,45 @@ def version() -> str | None:
     return None if found is None else Path(found._name).stem
 
 
-def find_compiler() -> str | None:
-    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
-    return next(filter(None, map(shutil.which, names)), None)
+def build_name() -> str | None:
+    """Of the build among `builds`; None without kernels."""
+    found = version()
+    return None if found is None else found.partition("-")[0]
 
 
 def _cached_or_built() -> ctypes.CDLL:
-    """From the cache, or compiled now and put there; where it cannot be, for this process alone.
-    Raises OSError or SubprocessError."""
-    compiler = find_compiler()
+    """Raises OSError or SubprocessError."""
+    offered, compiler = builds.offered(), find_compiler()
     if compiler is None:
-        raise FileNotFoundError("no C compiler; install gcc or clang, or name one by CC")
-    name = f"library-{_key(compiler)}.so"
+        raise FileNotFoundError("no C compiler; install gcc, clang or ziglang, or name one by CC")
     folder = cache_folder("compiled")
     if folder is None:
         _logger.warning("no home for a cache (HOME, XDG_CACHE_HOME): kernels are compiled anew")
-        return _built(compiler, name, None)
+    build = _choice(offered, compiler, folder)
+    found = library_of(build, compiler, folder)
+    if build is not offered[0]:
+        told = f"{compiler} does not know {offered[0].name}"
+        _logger.warning("%s: kernels are %s; a newer compiler would do more", told, build.name)
+    return found
+
+
+def _choice(offered: list[Build], compiler: Compiler, folder: Path | None) -> Build:
+    """The first that was compiled before or that the compiler knows; the last is not asked about:
+    what it says while compiling is more."""
+    *others, last = offered
+    for build in others:
+        kept = folder is not None and (folder / _file_name(build, compiler)).exists()
+        if kept or compiler.takes(build):
+            return build
+    return last
+
+
+def library_of(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
+    """From the cache, or compiled now and put there; where it cannot be, or there is none, for this
+    process alone. Raises OSError or SubprocessError."""
+    name = _file_name(build, compiler)
+    if folder is None:
+        return _built(build, compiler, None)
     try:
         return _cached(folder / name)
     except FileNotFoundError:
@@ -65,22 +90,23 @@ def _cached_or_built() -> ctypes.CDLL:
         _logger.warning("%s cannot be used (%s): compiling it anew", folder / name, error)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return _built(compiler, name, folder)
+        return _built(build, compiler, folder)
     except (OSError, subprocess.CalledProcessError) as error:  # of a full disk, too
+        found = _built(build, compiler, None)
         _logger.warning(
-            "%s takes no kernels (%s): compiling for this process", folder, _reason(error)
+            "%s takes no kernels (%s): they are compiled for this process", folder, _reason(error)
         )
-        return _built(compiler, name, None)
+        return found
 
 
-def _key(compiler: str) -> str:
+def _file_name(build: Build, compiler: Compiler) -> str:
     """Of whatever the library depends on."""
     key = hashlib.sha256()
     for source in sorted(_SOURCE.parent.glob("*.[ch]")):
         key.update(source.read_bytes())
-    for part in (compiler, *_FLAGS, _cpu()):
+    for part in (*compiler.command, *_FLAGS, *compiler.flags(build), builds.cpu_features()):
         key.update(part.encode())
-    return key.hexdigest()[:16]
+    return f"{build.name}-{key.hexdigest()[:16]}.so"
 
 
 def _cached(file: Path) -> ctypes.CDLL:
@@ -92,12 +118,14 @@ def _cached(file: Path) -> ctypes.CDLL:
     return _loaded(file)
 
 
-def _built(compiler: str, name: str, folder: Path | None) -> ctypes.CDLL:
+def _built(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
     """Compiled now, and kept in `folder`, where another process may do the same; None: not kept."""
+    name = _file_name(build, compiler)
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
         made = Path(temporary) / name
-        _run(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", f"{made}.o")
-        _run(compiler, "-shared", "-pthread", f"{made}.o", "-o", str(made))
+        flags = (*_FLAGS, *compiler.flags(build))
+        compiler.run(*flags, "-c", str(_SOURCE), "-o", f"{made}.o", scratch=temporary)
+        compiler.run(*flags, "-shared", f"{made}.o", "-lm", "-o", str(made), scratch=temporary)
         with made.open("r+b") as file:
             digest = _digest(file.read())
             file.write(digest)
@@ -119,18 +147,8 @@ def _digest(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_TIMEOUT_S)
-
-
 def _reason(error: Exception) -> str:
     """In one line, with the last of what a compiler said."""
     said = getattr(error, "stderr", None) or b""
     last = said.decode(errors="replace").strip().splitlines()[-1:]
     return ": ".join([str(error), *last])
-
-
-def _cpu() -> str:
-    """What the compiler makes "native" of: the CPU's features."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

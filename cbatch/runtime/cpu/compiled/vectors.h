@@ -6,7 +6,7 @@
 #pragma once
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 

@@ -1,0 +1,94 @@
+"""The builds of our kernels, by name: which instructions each may use, and which run here.
+
+A name fixes the instructions, so that a build is the same wherever it is tried; what the processor
+itself adds is their order alone (`-mtune`). What a build may use, the kernels learn from the
+compiler (`__AVX2__`, ...).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import NamedTuple
+
+from cbatch.core.request.errors import FieldError
+
+KERNELS = "CBATCH_KERNELS"  # names the build to use, for tests and diagnosis
+
+
+class Build(NamedTuple):
+    """`features` are what it needs of the processor, in the words of /proc/cpuinfo. Compilers say
+    the same without `_`."""
+
+    name: str
+    features: tuple[str, ...] = ()
+
+
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_AVX512_VNNI = (*_AVX512, "avx512_vnni")
+# For some processors gcc leaves one of two dependent `a * b + c` unfused, by what is beside it, and
+# bits of a row depend on how many rows there are. Other compilers take no notice.
+_FUSE = "--param=avoid-fma-max-bits=0"
+_NATIVE = Build("native")  # whatever the compiler finds: of processors that we know nothing about
+_PORTABLE = Build("portable")
+# By machine, the preferred first.
+_BUILDS = {
+    "x86_64": (
+        Build("avx512_bf16", (*_AVX512_VNNI, "avx512_bf16")),
+        Build("avx512_vnni", _AVX512_VNNI),
+        Build("avx512", _AVX512),
+        Build("avx_vnni", (*_AVX2, "avx_vnni")),
+        Build("avx2", _AVX2),
+        _PORTABLE,
+    ),
+    "aarch64": (Build("i8mm", ("i8mm",)), _PORTABLE),
+}
+_OF_ANOTHER_MACHINE = (_NATIVE, _PORTABLE)
+
+
+def builds_of(machine: str) -> tuple[Build, ...]:
+    """All that there are for a machine as `platform.machine` names it, the preferred first."""
+    return _BUILDS.get(machine, _OF_ANOTHER_MACHINE)
+
+
+def runnable() -> list[Build]:
+    """Those that this processor can run, the preferred first. Raises OSError without /proc."""
+    features = set(cpu_features().split())
+    return [each for each in builds_of(platform.machine()) if features.issuperset(each.features)]
+
+
+def offered() -> list[Build]:
+    """As `runnable`, or the one that CBATCH_KERNELS names. Raises `FieldError` if it cannot be."""
+    found, name = runnable(), os.environ.get(KERNELS)
+    if not name:
+        return found
+    wanted = [each for each in found if each.name == name]
+    if not wanted:
+        known = {each.name: each.features for each in builds_of(platform.machine())}
+        lacking = [word for word in known.get(name, ()) if word not in cpu_features().split()]
+        problem = f"needs {' and '.join(lacking)} of the processor" if lacking else "is not known"
+        names = ", ".join(each.name for each in found)
+        raise FieldError(KERNELS, f"{name!r} {problem}", f"use one of {names}, or leave it out")
+    return wanted
+
+
+def flags_of(build: Build, machine: str, *, zig: bool) -> tuple[str, ...]:
+    """What to tell a compiler for that machine: gcc or clang, or zig's, which is a clang with a
+    language of its own."""
+    words = [word.replace("_", "") for word in build.features]
+    if zig:
+        cpu = "native" if build is _NATIVE else "+".join(["baseline", *words])
+        return (f"-mcpu={cpu}", "-fno-sanitize=undefined")  # else it checks as it computes
+    if machine == "x86_64":
+        return ("-march=x86-64", "-mtune=native", _FUSE, *(f"-m{word}" for word in words))
+    if machine == "aarch64":
+        return (f"-march={'+'.join(['armv8.2-a' if words else 'armv8-a', *words])}", _FUSE)
+    return ("-mcpu=native", _FUSE) if build is _NATIVE else (_FUSE,)
+
+
+def cpu_features() -> str:
+    """As the system tells them. Raises OSError where it does not."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

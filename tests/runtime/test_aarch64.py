@@ -1,0 +1,95 @@
+"""Our kernels on another processor, which qemu plays: products of the same bits as here."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.runtime.cpu.compiled import CompiledProduct, build, builds, find_compiler
+from cbatch.runtime.cpu.compiled import product as product_module
+from cbatch.runtime.cpu.compiled.builds import Build, flags_of
+from cbatch.runtime.cpu.compiled.compiler import Compiler, has_ziglang
+from cbatch.runtime.cpu.compiled.product import BLOCK_TYPES, TYPES
+from cbatch.system.cache import cache_folder
+from tests.runtime.test_block_products import COLUMNS, OUT, stored, whole
+from tests.runtime.test_builds import FUSED, RUNNABLE, use
+
+LANES = 4
+ROWS = 9
+PROGRAM = Path(__file__).with_name("products.c")
+EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+GCC = shutil.which("aarch64-linux-gnu-gcc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(set(FUSED) <= {"avx512_bf16"}, reason="nothing to compare with"),
+    pytest.mark.skipif(EMULATOR is None, reason="needs qemu-aarch64"),
+    pytest.mark.skipif(
+        GCC is None and not has_ziglang(), reason="needs aarch64-linux-gnu-gcc, or ziglang"
+    ),
+]
+
+
+PROCESSORS = {"i8mm": "max", "portable": "cortex-a57"}  # the second has no more than it needs
+
+
+def compiled(made: Build, folder: Path) -> Path:
+    """A program that needs no libraries."""
+    if GCC is not None:
+        compiler, target = Compiler((GCC,)), ()
+    else:
+        compiler = Compiler((sys.executable, "-m", "ziglang", "cc"))
+        target = ("-target", "aarch64-linux-musl")
+    flags = (*build._FLAGS, *target, *flags_of(made, "aarch64", zig=compiler.is_zig))
+    place = ("-static", f"-I{build._SOURCE.parent}", str(PROGRAM), "-lm")
+    program = folder / made.name
+    compiler.run(*flags, *place, "-o", str(program), scratch=str(folder))
+    return program
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("programs")
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.map(lambda each: compiled(each, folder), builds.builds_of("aarch64"))
+        return {program.name: program for program in made}
+
+
+def problem(number: int, weights: bytes, x: Tensor) -> bytes:
+    """As products.c reads it."""
+    head = np.array([number, OUT, COLUMNS, len(x), len(weights)], dtype="<i8")
+    return head.tobytes() + weights + x.numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_products_have_the_same_bits(
+    name: str, programs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As here, without instructions for bf16."""
+    here = next(RUNNABLE[each] for each in FUSED if each != "avx512_bf16")
+    use(build.library_of(here, find_compiler(), cache_folder("compiled")), monkeypatch)
+    x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
+    problems, expected = b"", {}
+    for dtype, number in TYPES.items():
+        weight = torch.randn(OUT, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
+        panels = product_module._panels(weight, LANES).view(torch.uint8)
+        problems += problem(number, panels.numpy().tobytes(), x)
+        expected[str(dtype)] = CompiledProduct(weight, None, None)(x, ROWS)
+    for kind, number in BLOCK_TYPES.items():
+        matrix, _ = stored(kind)
+        problems += problem(number, matrix.rows.tobytes(), x)
+        expected[kind] = whole(matrix)(x, ROWS)
+    assert EMULATOR is not None
+    command = [EMULATOR, "-cpu", PROCESSORS[name], str(programs[name])]
+    told = subprocess.run(command, input=problems, capture_output=True, check=True).stdout
+    found = torch.frombuffer(bytearray(told), dtype=torch.float32).view(-1, ROWS, OUT)
+    assert len(found) == len(expected)
+    for (kind, ours), theirs in zip(expected.items(), found, strict=True):
+        assert torch.equal(ours, theirs), kind

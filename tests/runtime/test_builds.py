@@ -1,0 +1,289 @@
+"""The builds of our kernels: which is taken, and, of each that runs here, what it computes and how
+far its bits are those of the others."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.peers.gguf_writer import Q8_0
+from cbatch.core.request.errors import FieldError
+from cbatch.runtime.cpu import compiled_pass
+from cbatch.runtime.cpu.compiled import CompiledProduct, build, builds, find_compiler
+from cbatch.runtime.cpu.compiled import product as product_module
+from cbatch.runtime.cpu.compiled.builds import Build
+from cbatch.runtime.cpu.compiled.compiler import Compiler, has_ziglang
+from cbatch.runtime.cpu.compiled.product import BLOCK_TYPES
+from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.system.cache import cache_folder
+from tests.runtime.hf_models import build as build_model
+from tests.runtime.marks import has_compiler, needs_compiler
+from tests.runtime.test_block_products import COLUMNS, OUT, assert_values, stored, whole
+from tests.runtime.test_gguf_model import as_gguf, logits
+
+RUNNABLE = {each.name: each for each in builds.runnable()} if has_compiler() else {}
+NOT_HERE = [each for each in builds.builds_of(platform.machine()) if each.name not in RUNNABLE]
+# Both are rounded once where `a * b + c` is one instruction: else twice.
+FUSED = [name for name, each in RUNNABLE.items() if "fma" in each.features or name == "i8mm"]
+FUSED += ["portable"] if platform.machine() == "aarch64" else []
+MOST_ROWS = 40
+
+
+# ---- which is taken ---------------------------------------------------------------------------
+
+V3 = "fpu sse2 avx avx2 fma f16c bmi1 bmi2"
+V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "expected"),
+    [
+        ("x86_64", f"{V4} avx512_vnni avx512_bf16 amx_int8 avx_vnni", "avx512_bf16"),
+        ("x86_64", f"{V4} avx512_vnni", "avx512_vnni"),
+        ("x86_64", V4, "avx512"),
+        ("x86_64", f"{V3} avx_vnni", "avx_vnni"),
+        ("x86_64", f"{V3} avx512f avx512cd avx512er avx512pf", "avx2"),
+        ("x86_64", "fpu sse2 avx avx2", "portable"),
+        ("x86_64", "", "portable"),
+        ("aarch64", "fp asimd asimddp i8mm bf16", "i8mm"),
+        ("aarch64", "fp asimd asimddp", "portable"),
+        ("riscv64", "", "native"),
+    ],
+)
+def test_the_best_that_the_processor_runs_is_taken(
+    monkeypatch: pytest.MonkeyPatch, machine: str, features: str, expected: str
+) -> None:
+    monkeypatch.delenv(builds.KERNELS, raising=False)
+    pretend(monkeypatch, machine, features)
+    assert builds.offered()[0].name == expected
+    assert builds.offered()[-1].name == "portable"
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, machine: str, features: str) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(builds, "cpu_features", lambda: f"flags\t\t: {features}")
+
+
+def test_a_name_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "x86_64", f"{V3} avx_vnni")
+    monkeypatch.setenv("CBATCH_KERNELS", "avx2")
+    assert [each.name for each in builds.offered()] == ["avx2"]
+    others = "use one of avx_vnni, avx2, portable, or leave it out"
+    monkeypatch.setenv("CBATCH_KERNELS", "avx3")
+    with pytest.raises(FieldError, match=f"CBATCH_KERNELS: 'avx3' is not known; {others}"):
+        build.library.__wrapped__()
+    monkeypatch.setenv("CBATCH_KERNELS", "avx512")
+    lacking = "avx512f and avx512bw and avx512cd and avx512dq and avx512vl"
+    with pytest.raises(FieldError, match=f"'avx512' needs {lacking} of the processor; {others}"):
+        build.library.__wrapped__()
+
+
+INSTRUCTIONS = {"portable": set(), "avx2": {"AVX2", "FMA", "F16C"}}
+INSTRUCTIONS["avx_vnni"] = INSTRUCTIONS["avx2"] | {"AVXVNNI"}
+INSTRUCTIONS["avx512"] = INSTRUCTIONS["avx2"] | {"AVX512F", "AVX512BW"}
+INSTRUCTIONS["avx512_vnni"] = INSTRUCTIONS["avx512"] | {"AVX512VNNI"}
+INSTRUCTIONS["avx512_bf16"] = INSTRUCTIONS["avx512_vnni"] | {"AVX512BF16"}
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
+@pytest.mark.parametrize("made", builds.builds_of("x86_64"), ids=lambda made: made.name)
+def test_a_name_fixes_the_instructions(made: Build) -> None:
+    """Those that our kernels ask the compiler about."""
+    compiler = find_compiler()
+    assert compiler is not None
+    if not compiler.takes(made):
+        pytest.skip("the compiler is older")
+    command = [*compiler.command, *compiler.flags(made), "-E", "-dM", "-x", "c", os.devnull]
+    told = subprocess.check_output(command, text=True).split()
+    asked = INSTRUCTIONS["avx512_bf16"] | INSTRUCTIONS["avx_vnni"]
+    assert {each for each in asked if f"__{each}__" in told} == INSTRUCTIONS[made.name]
+
+
+@needs_compiler
+@pytest.mark.parametrize("made", NOT_HERE, ids=lambda made: made.name)
+def test_what_does_not_run_here_compiles(made: Build, tmp_path: Path) -> None:
+    compiler = find_compiler()
+    assert compiler is not None
+    if not compiler.takes(made):
+        pytest.skip("the compiler is older")
+    flags = (*build._FLAGS, "-O0", *compiler.flags(made))
+    compiler.run(*flags, "-c", str(build._SOURCE), "-o", str(tmp_path / "library.o"))
+
+
+# ---- what each computes -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def libraries() -> dict[str, ctypes.CDLL]:
+    """Each takes seconds to compile."""
+    compiler = find_compiler()
+    assert compiler is not None
+    known = {name: each for name, each in RUNNABLE.items() if compiler.takes(each)}
+    folder = cache_folder("compiled")
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.map(lambda each: build.library_of(each, compiler, folder), known.values())
+        return dict(zip(known, made, strict=True))
+
+
+def use(kernel: ctypes.CDLL, patch: pytest.MonkeyPatch) -> None:
+    for module in (product_module, compiled_pass):
+        patch.setattr(module, "library", lambda: kernel)
+
+
+@pytest.fixture(params=RUNNABLE)
+def build_in_use(
+    request: pytest.FixtureRequest,
+    libraries: dict[str, ctypes.CDLL],
+    monkeypatch: pytest.MonkeyPatch,
+) -> str:
+    name = str(request.param)
+    if name not in libraries:
+        pytest.skip("the compiler is older")
+    use(libraries[name], monkeypatch)
+    return name
+
+
+@pytest.fixture
+def in_each(
+    libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, int]]:
+    """Goes from build to build: its name, and how wide its vectors are."""
+
+    def through() -> Iterator[tuple[str, int]]:
+        for name, kernel in libraries.items():
+            use(kernel, monkeypatch)
+            yield name, kernel.lanes()
+
+    return through()
+
+
+def dense(dtype: torch.dtype, columns: int) -> Tensor:
+    gen = torch.Generator().manual_seed(columns)
+    return torch.randn(OUT, columns, generator=gen).to(dtype)
+
+
+def rows(columns: int) -> Tensor:
+    """Without a rounding to bf16, which some processors' products would make."""
+    gen = torch.Generator().manual_seed(1)
+    return torch.randn(MOST_ROWS, columns, generator=gen).bfloat16().float()
+
+
+def products(columns: int = COLUMNS) -> dict[str, CompiledProduct]:
+    """Of every type of weights; of blocks, that go with so many columns."""
+    found = {
+        str(dtype): CompiledProduct(dense(dtype, columns), None, None)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    if columns == COLUMNS:
+        found |= {name: whole(stored(name)[0]) for name in BLOCK_TYPES}
+    return found
+
+
+@pytest.mark.usefixtures("build_in_use")
+def test_products_are_right() -> None:
+    for name in BLOCK_TYPES:
+        assert_values(name)
+    for columns in (1, 2, 63, 513):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, weight = rows(columns), dense(dtype, columns)
+            expected, size = x.double() @ weight.double().T, x.abs() @ weight.abs().float().T
+            found = CompiledProduct(weight, None, None)(x, MOST_ROWS)
+            assert ((found - expected).abs() <= 4e-6 * size).all()
+
+
+@pytest.mark.usefixtures("build_in_use")
+@pytest.mark.parametrize("columns", [COLUMNS, 513])
+def test_company_changes_no_bit(columns: int) -> None:
+    """Of any product: panels that are full and one that is not, tiles of any number of rows."""
+    x = rows(columns)
+    for name, product in products(columns).items():
+        expected = product(x, MOST_ROWS)
+        for count in range(1, 18):
+            some = x[5 : 5 + count].contiguous()
+            assert torch.equal(product(some, count), expected[5 : 5 + count]), (name, count)
+
+
+@pytest.mark.usefixtures("build_in_use")
+def test_passes_are_row_invariant(tmp_path: Path) -> None:
+    build_model(tmp_path, "llama")
+    for path, dtype in (
+        (tmp_path, "float32"),
+        (tmp_path, "bfloat16"),
+        (as_gguf(tmp_path, Q8_0), "auto"),
+    ):
+        report = probe_row_invariance(load_model(path, dtype=dtype, numerics="invariant"))
+        assert report.row_invariant and report.products[0].startswith("compiled"), str(report)
+
+
+def test_fused_products_have_the_same_bits_everywhere(in_each: Iterator[tuple[str, int]]) -> None:
+    """However wide vectors are, and whatever sums integers. Not so where bf16 has instructions of
+    its own, nor where nothing is fused."""
+    x = torch.randn(MOST_ROWS, COLUMNS, generator=torch.Generator().manual_seed(2))
+    expected: dict[str, Tensor] = {}
+    others = []
+    for build_name, _ in in_each:
+        for name, product in products().items():
+            found = product(x, MOST_ROWS)
+            if build_name in FUSED and (name, build_name) != ("torch.bfloat16", "avx512_bf16"):
+                assert torch.equal(found, expected.setdefault(name, found)), (name, build_name)
+            else:
+                others.append((name, found))
+    for name, found in others:
+        rounding = 1e-2 if name == "torch.bfloat16" else 1e-6
+        assert (found - expected[name]).norm() <= rounding * expected[name].norm(), name
+
+
+@pytest.mark.parametrize(
+    ("stored_as", "far"), [("float32", 1e-5), ("bfloat16", 0.05), ("blocks", 0.06)]
+)
+def test_passes_have_the_bits_of_their_width(
+    tmp_path: Path, in_each: Iterator[tuple[str, int]], stored_as: str, far: float
+) -> None:
+    """Norms and softmax are sums by vectors: what is as wide, and fused, agrees to the bit. Others
+    differ in last bits, and by what rounding to 8 bits makes of them."""
+    build_model(tmp_path, "llama")
+    exact = logits(tmp_path, dtype="float32")
+    path = as_gguf(tmp_path, Q8_0) if stored_as == "blocks" else tmp_path
+    dtype = "auto" if stored_as == "blocks" else stored_as
+    by_width: dict[tuple[int, bool], Tensor] = {}
+    for name, width in in_each:
+        found = logits(path, dtype=dtype, numerics="invariant")
+        assert (found - exact).norm() <= far * exact.norm()
+        if (stored_as, name) != ("bfloat16", "avx512_bf16"):
+            first = by_width.setdefault((width, name in FUSED), found)
+            assert torch.equal(found, first), name
+    assert len(by_width) < 2 or not torch.equal(*list(by_width.values())[:2])
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(not has_ziglang(), reason="needs the package ziglang")
+def test_zig_compiles_kernels_of_the_same_bits(
+    tmp_path: Path, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a user without a home."""
+    zig = Compiler((sys.executable, "-m", "ziglang", "cc"))
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    x, name = rows(COLUMNS), next(iter(libraries))
+    use(libraries[name], monkeypatch)
+    expected = {each: product(x, MOST_ROWS) for each, product in products().items()}
+    use(build.library_of(RUNNABLE[name], zig, None), monkeypatch)
+    for each, product in products().items():
+        assert torch.equal(product(x, MOST_ROWS), expected[each]), each
+    build_model(tmp_path, "llama")
+    for path in (tmp_path, as_gguf(tmp_path, Q8_0)):
+        report = probe_row_invariance(load_model(path, numerics="invariant"))
+        assert report.row_invariant, str(report)

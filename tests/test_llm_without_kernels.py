@@ -1,0 +1,72 @@
+"""Models where our kernels cannot be made, or not be kept: a line says so, and they are served."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.peers.gguf_writer import Q8_0
+from cbatch import LLM, SamplingParams
+from cbatch.runtime.cpu.compiled import build
+from cbatch.runtime.cpu.compiled.compiler import Compiler
+from tests.runtime.hf_models import build as build_model
+from tests.runtime.marks import needs_compiler, without_compilers
+from tests.runtime.test_gguf_model import as_gguf
+
+
+@pytest.fixture(autouse=True)
+def looked_for_anew() -> Iterator[None]:
+    build.library.cache_clear()
+    yield
+    build.library.cache_clear()
+
+
+def serves(model: Path, caplog: pytest.LogCaptureFixture, expected: str, computes: str) -> None:
+    llm = LLM(model, tokenizer="none", max_slots=2, threads=1, num_blocks=20, lookahead="off")
+    found = llm.generate([[1, 2, 3], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert [len(each.token_ids) for each in found] == [4, 4]
+    (told,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert re.fullmatch(expected, told), told
+    assert re.search(computes, llm.info.row_invariance)
+
+
+@pytest.mark.parametrize("stored", ["blocks", "floats"])
+def test_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stored: str
+) -> None:
+    build_model(tmp_path, "llama")
+    model = as_gguf(tmp_path, Q8_0) if stored == "blocks" else tmp_path
+    without_compilers(monkeypatch)
+    expected = "no kernels of our own, torch's products compute: no C compiler; install .*"
+    serves(model, caplog, expected, "products: (packed|native)")
+
+
+@needs_compiler
+def test_with_a_compiler_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise subprocess.CalledProcessError(1, "cc", stderr=b"stdint.h: there is none\n")
+
+    build_model(tmp_path, "llama")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    monkeypatch.setattr(Compiler, "run", fails)
+    expected = "no kernels of our own, torch's products compute: Command .* there is none"
+    serves(as_gguf(tmp_path, Q8_0), caplog, expected, "products: (packed|native)")
+
+
+@needs_compiler
+def test_with_a_cache_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even by root. Kernels are compiled without optimisation, which takes 2 s."""
+    build_model(tmp_path, "llama")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nobody")
+    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-O0"))
+    expected = r"/proc/nobody/cbatch/compiled takes no kernels \(.*\): they are compiled for .*"
+    kernels = f"products: compiled Q8_0; kernels: {build.builds.offered()[0].name}"
+    serves(as_gguf(tmp_path, Q8_0), caplog, expected, kernels)
