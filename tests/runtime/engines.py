@@ -73,10 +73,13 @@ class PricedExecutor(RecordingExecutor):
     """Reports the durations of a made-up machine, so that what `goodput` decides repeats itself."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        result = super().run(plan)
-        depth = int(result.num_drafted.max(initial=0))
-        target_s = 5e-3 + 1e-4 * int(plan.query_lens.sum())
-        return structs.replace(result, draft_s=3e-4 * depth, target_s=target_s)
+        return made_up_durations(plan, super().run(plan))
+
+
+def made_up_durations(plan: StepPlan, result: StepResult) -> StepResult:
+    depth = int(result.num_drafted.max(initial=0))
+    target_s = 5e-3 + 1e-4 * int(plan.query_lens.sum())
+    return structs.replace(result, draft_s=3e-4 * depth, target_s=target_s)
 
 
 class Run:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 import zlib
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.cpu import linear, numerics
-from cbatch.runtime.cpu.compiled import build_name, version
+from cbatch.runtime.cpu.compiled import build_name
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.runtime.cpu.linear import NO_PADDING, Linear, Machine, ProductPlan
@@ -215,30 +210,3 @@ def test_auto_is_invariant_where_every_product_is(
     assert resolve_numerics("auto", config, torch.float32).mode == "fast"
     for mode in ("invariant", "fast"):
         assert resolve_numerics(mode, config, torch.float32).mode == mode
-
-
-STARTS = 10
-
-
-@pytest.mark.slow
-def test_a_restart_changes_no_bit(tmp_path: Path) -> None:
-    """Fresh processes, two at a time beside one that never rests: the same logits, to the bit, of a
-    tiny model and of the demo's."""
-    build(tmp_path, "llama")
-    version()  # the kernels are compiled once
-    command = [sys.executable, "-m", "tests.runtime.logit_bits", str(tmp_path)]
-    # With several threads, these would mostly wait for each other.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def start(_: int) -> str:
-        return subprocess.check_output(command, text=True, env=environment)
-
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            told = Counter(pool.map(start, range(STARTS)))
-    finally:
-        busy.kill()
-        busy.wait()
-    assert len(told) == 1, told
-    assert len(next(iter(told)).splitlines()) == 8

@@ -39,7 +39,7 @@ def test_cos_and_sin_are_those_of_transformers_at_far_positions(tmp_path: Path, 
 
 @pytest.mark.parametrize("grown_to", [256, 300, 3000])
 def test_factors_are_rounded_alike_wherever_they_stand(grown_to: int) -> None:
-    """To the nearest. A library's own fp32 cosine is not, and where depends on threads."""
+    """To the nearest: a library's fp32 cosine is not, and where it is not depends on threads."""
     rope = RopeConfig()
     table = RotaryTable(rope, 64, 2, 3, torch.device("cpu"))
     table.cos_sin(grown_to)

@@ -81,9 +81,9 @@ def _cut(x: Tensor, filters: Filters) -> Tensor:
         return _cut_sorted(x, top_k, top_p)
     values, ids, edge = _leading(x)
     # Not exp: a softmax goes row by row, which a library's exp of a whole matrix may not.
-    probs = x.softmax(dim=-1).gather(1, ids)
-    nucleus = torch.where(top_k <= _LEADING_TOKENS, top_p * _mass(probs, top_k), top_p)
-    keep = _kept(probs, top_k, nucleus)
+    mass = x.softmax(dim=-1).gather(1, ids).cumsum(dim=-1)
+    nucleus = torch.where(top_k <= _LEADING_TOKENS, top_p * _mass_of(mass, top_k), top_p)
+    keep = _kept(mass, top_k, nucleus)
     count = keep.sum(dim=-1)
     # The mass that top-p refers to is known, the cut is inside, and every token that ties with the
     # last one kept is among those seen.
@@ -102,8 +102,8 @@ def _cut(x: Tensor, filters: Filters) -> Tensor:
 
 def _cut_sorted(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     values, ids = x.sort(dim=-1, descending=True, stable=True)
-    probs = x.softmax(dim=-1).gather(1, ids)
-    keep = _kept(probs, top_k, top_p * _mass(probs, top_k))
+    mass = x.softmax(dim=-1).gather(1, ids).cumsum(dim=-1)
+    keep = _kept(mass, top_k, top_p * _mass_of(mass, top_k))
     return torch.empty_like(x).scatter_(1, ids, values.masked_fill_(~keep, -torch.inf))
 
 
@@ -117,17 +117,18 @@ def _leading(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, ids.gather(1, order), edge
 
 
-def _mass(probs: Tensor, top_k: Tensor) -> Tensor:
-    """Sum over the first `top_k` of each row."""
-    rank = torch.arange(probs.shape[-1], device=probs.device)
-    return probs.masked_fill(rank >= top_k[:, None], 0).sum(dim=-1)
+def _mass_of(mass: Tensor, top_k: Tensor) -> Tensor:
+    """That of the first `top_k` of each row. Not by sum: threads share that of a long row that is
+    alone, and then its bits depend on how many they are."""
+    last = top_k.clamp(max=mass.shape[-1]) - 1
+    return mass.gather(1, last[:, None]).squeeze(1)
 
 
-def _kept(probs: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
-    """Which of the descending `probs` stay: rank below top_k, and less than `nucleus` of mass
-    before them. The first always does."""
-    rank = torch.arange(probs.shape[-1], device=probs.device)
-    before = torch.nn.functional.pad(probs.cumsum(dim=-1)[:, :-1], (1, 0))
+def _kept(mass: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
+    """Of tokens in descending order with the `mass` up to each: which stay. Rank below top_k, and
+    less than `nucleus` of mass before them. The first always does."""
+    rank = torch.arange(mass.shape[-1], device=mass.device)
+    before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
     keep = (rank < top_k[:, None]) & (before < nucleus[:, None])
     keep[:, 0] = True
     return keep

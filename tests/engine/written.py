@@ -1,0 +1,182 @@
+"""What engines write, to the bit, and how they came to it. `python -m tests.engine.written` tells
+it of a fresh process: see `main`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from cbatch import SamplingParams
+from cbatch.core.request.request import MODEL
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.demo import demo_paths, demo_prompts, edit_prompts
+from cbatch.engine.backends import executor_for
+from cbatch.engine.engine import Engine
+from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
+from cbatch.engine.options import parse_lookahead
+from cbatch.llm import complete_all
+from cbatch.runtime.cpu.decoder import Model, load_model
+from cbatch.runtime.cpu.executor import TorchExecutor
+from cbatch.runtime.cpu.threaded import ThreadedExecutor
+from cbatch.text import TextTokenizer
+from tests.runtime.engines import made_up_durations
+from tests.runtime.logit_bits import digests
+
+SMOLLM2 = "smollm2"
+# By turns over the requests of a run: greedy ones, and seeded ones whose tokens do not depend on
+# drafts. The wide nucleus goes beyond the tokens that a cut looks at first.
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.95},
+    {"temperature": 0.0, "logprobs_mode": "processed", "repetition_penalty": 1.05},
+    {"temperature": 1.4, "top_p": 0.98, "logprobs_mode": "processed"},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 40, "min_p": 0.02, "presence_penalty": 0.2},
+)
+COMMON: dict[str, Any] = {"ignore_eos": True, "logprobs": 4}
+LENGTHS = (40, 12, 24, 12)  # of outputs, by turns
+# What smollm2 is asked for: text that repeats itself, which is what lookups guess.
+ASKED = (
+    "Repeat this list three times: apple, pear, plum, grape, cherry, apricot, melon, fig.",
+    "Write down the numbers from 1 to 40, with commas between them.",
+    "Name five rivers of Europe.",
+    "Copy this text: the cat sat on the mat, and the dog sat on the rug. The cat sat on the mat, "
+    "and the dog sat on the rug. The cat sat on the mat, and the dog sat on the rug.",
+)
+
+
+class Pair(NamedTuple):
+    """A target, its draft if it has one, and prompts of some 30 to 300 tokens."""
+
+    target: Model
+    draft: Model | None
+    tokenizer: TextTokenizer
+    prompts: list[list[int]]
+
+
+@functools.cache
+def demo(target: Path, draft: Path) -> Pair:
+    """The demo's pair, as these files have it."""
+    tokenizer = tokenizer_of(demo_paths()[0])
+    texts = [*edit_prompts(), *demo_prompts()]
+    prompts = sorted((tokenizer.encode(text) for text in texts), key=len)
+    prompts.insert(3, prompts.pop())
+    return Pair(load_model(target), load_model(draft), tokenizer, prompts)
+
+
+@functools.cache
+def smollm2() -> Pair:
+    path = find_model(SMOLLM2)
+    tokenizer, template = tokenizer_of(path), chat_template_of(path)
+    assert template is not None
+    chats = [template.render([{"role": "user", "content": text}]) for text in ASKED]
+    prompts = [tokenizer.encode(chat) for chat in chats]
+    prompts.append(prompts[3] + prompts[0] + prompts[1] + prompts[3])
+    return Pair(load_model(path), None, tokenizer, prompts)
+
+
+class Watched:
+    """An executor, and what its steps were."""
+
+    def __init__(self, inner: TorchExecutor, *, priced: bool) -> None:
+        self._inner, self._priced = inner, priced
+        self.reset = inner.reset
+        self.widest = 0  # rows of a step
+        self.mixed = 0  # steps in which a chunk that was not the last ran beside rows that decoded
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = self._inner.run(plan)
+        deciding = int(plan.wants_logits.sum())
+        self.widest = max(self.widest, plan.num_rows)
+        self.mixed += 0 < deciding < plan.num_rows
+        return made_up_durations(plan, result) if self._priced else result
+
+
+class Written(NamedTuple):
+    """`bits`: text, tokens and log probabilities of each request."""
+
+    bits: list[tuple[Any, ...]]
+    engine: Engine
+    steps: Watched
+
+
+def write(
+    pair: Pair,
+    count: int,
+    *,
+    lookahead: str = "off",
+    drafter: Sequence[str] = (),
+    batch: int = 1,
+    chunk: int = 8192,
+    scarce: bool = False,
+    prefix_cache: bool = False,
+    depth: int = 0,
+) -> Written:
+    """What `count` requests get, by default in the plainest way: `batch` at a time, at most `chunk`
+    tokens a step, with `scarce` in too few (and small) blocks. With a prefix cache they come twice."""
+    target = pair.target.config
+    draft = pair.draft if MODEL in drafter else None
+    prompts = [pair.prompts[i % len(pair.prompts)] for i in range(count)]
+    block_size = 4 if scarce else 16
+    lengths = [LENGTHS[i % len(LENGTHS)] for i in range(count)]
+    each = (len(p) + n for p, n in zip(prompts, lengths, strict=True))
+    sizes = sorted(-(-tokens // block_size) for tokens in each)[-batch:]
+    config = SchedulerConfig(
+        num_blocks=max(sizes[-1], sum(sizes) * 6 // 10) if scarce else sum(sizes) + 64,
+        block_size_tokens=block_size,
+        max_slots=batch,
+        max_model_tokens=target.max_position_tokens,
+        step_budget_tokens=max(chunk, batch),
+        decode_reserve_tokens=1,
+        vocab_size=target.vocab_size,
+        prefix_cache=prefix_cache,
+        draft_context_tokens=None if draft is None else draft.config.max_position_tokens,
+        drafter=tuple(drafter) or None,
+        lookahead=parse_lookahead(lookahead),
+    )
+    # The prices of a made-up machine: on this one drafts may never pay.
+    priced = config.lookahead.policy == "goodput"
+    steps = Watched(executor_for(pair.target, draft, config), priced=priced)
+    runner = ThreadedExecutor(steps) if depth else steps
+    engine = Engine(Scheduler(config), runner, tokenizer=pair.tokenizer, depth=depth)
+    params = [
+        SamplingParams(seed=2**40 + i, max_tokens=n, **COMMON, **PARAMS[i % len(PARAMS)])
+        for i, n in enumerate(lengths)
+    ]
+    turns = 2 if prefix_cache else 1
+    done = [each for _ in range(turns) for each in complete_all(engine, prompts, params)]
+    if isinstance(runner, ThreadedExecutor):
+        runner.close()
+    # The loop recovers from any exception, one that nobody meant included.
+    assert engine.scheduler.stats.executor_resets == 0 and not any(c.error for c in done)
+    return Written([(c.text, c.token_ids, c.logprobs) for c in done], engine, steps)
+
+
+def main() -> None:
+    """Digests of logits of the model of the first argument and the demo's, and of what is written
+    by the demo's pair, by those of further two arguments, or by smollm2 where its name stands.
+    By as many threads as torch takes."""
+    tiny, *more = sys.argv[1:]
+    for line in digests(Path(tiny), demo_paths()[0]):
+        print(line)
+    pairs = [demo(*demo_paths())]
+    if more:
+        pairs.append(smollm2() if more == [SMOLLM2] else demo(*map(Path, more)))
+    for pair in pairs:
+        drafter = ("ngram",) if pair.draft is None else (MODEL,)
+        found = write(pair, 6, batch=4, chunk=64, lookahead="fixed:2", drafter=drafter)
+        assert found.engine.stats.speculation.accepted_tokens > 0
+        print(hashlib.sha256(repr(found.bits).encode()).hexdigest())
+    print(f"{torch.get_num_threads()} threads", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
