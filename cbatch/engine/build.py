@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("cbatch")
 
+_LARGEST_FP32 = float(np.finfo(np.float32).max)
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the memory, for KV, unless a size is given
 # Fields of the file that vLLM heeds too, and what we call them. `do_sample` is none: a call that
 # leaves its temperature out is sampled, at 1 where the file has none.
@@ -316,9 +317,10 @@ def sampling_defaults(model: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, field in (_GGUF_FIELDS if gguf else _GENERATION_FIELDS).items():
         value = values.get(name)
-        if value is None or (field == "top_k" and value in (-1, 0)):  # of all tokens
+        of_all = field == "top_k" and isinstance(value, int | float) and value in (-1, 0)
+        if value is None or of_all:
             continue
-        if gguf and isinstance(value, float):
+        if gguf and isinstance(value, float) and abs(value) < _LARGEST_FP32:
             value = float(str(np.float32(value)))  # as its makers wrote it
         try:
             found[field] = getattr(sampling_from_json({field: value}), field)

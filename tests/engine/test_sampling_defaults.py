@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,15 @@ def test_what_is_wrong_in_a_gguf_file_is_told_with_its_key(
     told = str(caught.value)
     assert told.startswith(f"{tmp_path / 'model.gguf'}: general.sampling.{name}: {value!r} is not")
     assert 'generation_config="none"' in told
+
+
+def test_arrays_and_numbers_beyond_fp32(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"general\.sampling\.top_k: array\(\[1, 2\].* is not"):
+        sampling_defaults(gguf(tmp_path, top_k=[1, 2]))
+    path = gguf(tmp_path, temp=1.0)
+    real, wide = struct.pack("<If", 6, 1.0), struct.pack("<Id", 12, 1e300)
+    path.write_bytes(path.read_bytes().replace(real, wide))
+    assert sampling_defaults(path) == {"temperature": 1e300}
 
 
 @pytest.mark.parametrize("value", [0, -1, None])

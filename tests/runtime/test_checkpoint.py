@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.model.checkpoint import (
     RandomWeights,
     Safetensors,
+    open_checkpoint,
     resolve_directory,
     resolve_dtype,
 )
@@ -42,9 +44,11 @@ def test_shards_hold_what_the_single_file_holds(directory: Path) -> None:
     (directory / weight_map[name]).unlink()
     with pytest.raises(ModelError, match=f"{weight_map[name]}: named by .*index.json"):
         load_model(directory, numerics="invariant")
-    index.write_text('{"weights": {}}')
-    with pytest.raises(ModelError, match="index.json: weight_map"):
-        Safetensors(directory)
+    outside = [f'{{"weight_map": {{"x": "{file}"}}}}' for file in ("../x", "/x", "a/x", "\\u0000")]
+    for text in ('{"weights": {}}', "[" * 100_000, '{"weight_map": {"x": 5}}', *outside):
+        index.write_text(text)
+        with pytest.raises(ModelError, match="index.json: weight_map"):
+            Safetensors(directory)
 
 
 def test_a_truncated_file_is_named(directory: Path) -> None:
@@ -75,6 +79,29 @@ def test_missing_and_misshapen_tensors_are_named(directory: Path, name: str) -> 
     save_file({n: t for n, t in tensors.items() if n != name}, file)
     with pytest.raises(ModelError, match=f"tensor {name} is missing"):
         load_model(directory, numerics="invariant")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 1e38}}, None),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_slow": 1e-320}}, "no finite an"),
+        ({"rope_theta": 1e-45}, "rope: its numbers give positions no finite angles"),
+        ({"torch_dtype": "float8"}, "torch_dtype: 'float8' is not supported; supported: float32"),
+    ],
+)
+def test_what_only_the_runtime_cannot_serve_is_named(
+    directory: Path, changes: dict[str, Any], words: str | None
+) -> None:
+    file = directory / "config.json"
+    values = json.loads(file.read_text())
+    values.pop("rope_parameters"), values.pop("dtype")
+    file.write_text(json.dumps(values | changes))
+    if words is None:
+        open_checkpoint(directory)
+        return
+    with pytest.raises(ModelError, match=f"{directory}: .*{words}"):
+        open_checkpoint(directory)
 
 
 def test_random_weights_depend_on_name_and_seed_only() -> None:

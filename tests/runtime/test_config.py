@@ -127,6 +127,9 @@ def test_sliding_window_by_layer(
     assert load_config(write(tmp_path, **changes)).sliding_window == window
 
 
+SLIDING = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -156,6 +159,25 @@ def test_sliding_window_by_layer(
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}}, ["rope_theta"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "at most 4096"]),
+        ({"num_attention_heads": 2**20}, ["num_attention_heads", "at most 4096"]),
+        ({"head_dim": 2**21}, ["head_dim", "at most 4096"]),
+        ({"vocab_size": 2**40}, ["vocab_size", "at most 1048576"]),
+        ({"max_position_embeddings": 2**64 - 1}, ["max_position_embeddings", "at most 1073741824"]),
+        ({"max_position_embeddings": 1}, ["max_position_embeddings", "a context of 1 tokens; 2"]),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 1e30}},
+            ["max_position_embeddings", "a context of 5.12e+32 tokens"],
+        ),
+        ({"rms_norm_eps": 1e300}, ["rms_norm_eps", "at most 1"]),
+        ({"eos_token_id": [10**30]}, ["eos_token_id", "must be a token id"]),
+        ({"torch_dtype": ["float32"]}, ["torch_dtype", "must be the name of a type"]),
+        ({"torch_dtype": "absent", "dtype": 7}, [": dtype", "must be the name of a type"]),
+        (SLIDING | {"max_window_layers": "two"}, ["max_window_layers", "an integer of 0 or more"]),
+        (SLIDING | {"layer_types": 4}, ["layer_types", "must name 4 layers"]),
+        (SLIDING | {"layer_types": [[]] * 4}, ["layer_types", "must name 4 layers"]),
+        (SLIDING | {"sliding_window": 2**63}, ["sliding_window", "at most"]),
+        ({"architectures": ["x" * 9999]}, ["architectures", "x" * 80 + " is not supported"]),
     ],
 )
 def test_what_cannot_be_served_is_named(
@@ -172,6 +194,10 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": [')
     with pytest.raises(ModelError, match=r"config\.json: cannot be read as JSON"):
         load_config(tmp_path)
+    for text in ("[" * 100_000, '{"vocab_size": ' + "1" * 9999 + "}"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"config\.json: cannot be read as JSON"):
+            load_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="JSON object"):
         load_config(tmp_path)

@@ -165,7 +165,11 @@ def test_end_tokens(tmp_path: Path) -> None:
         ("tokenizer.ggml.eos_token_id", -1, "tokenizer.ggml.eos_token_id: must be a token id"),
         ("tokenizer.ggml.eos_token_id", 199, "tokenizer.ggml.eos_token_id: 199 is no token of 199"),
         ("tokenizer.ggml.tokens", "all", "tokenizer.ggml.tokens: must be an array"),
-        ("general.alignment", 33, "general.alignment: must be a power of 2, got 33"),
+        ("tokenizer.ggml.tokens", ["x"] * 200, "tokens: 200 tokens, and token_embd.weight has 199"),
+        ("llama.context_length", 2**31, "llama.context_length: must be at most 1073741824"),
+        ("llama.attention.sliding_window", 2**31, "attention.sliding_window: must be at most"),
+        ("llama.attention.head_count", 2**14, "attention.head_count: must be at most 4096"),
+        ("general.alignment", 33, "general.alignment: must be a power of 2 and at least 8, got 33"),
     ],
 )
 def test_metadata_that_cannot_be_served_are_named(

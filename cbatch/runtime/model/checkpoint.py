@@ -15,6 +15,7 @@ from torch import Tensor
 from cbatch.runtime.model.config import ModelConfig, ModelError, load_config
 from cbatch.runtime.model.gguf_file import GgufTensor, is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import GgufWeights, config_of
+from cbatch.runtime.model.rope import has_angles
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -62,7 +63,7 @@ class Safetensors(WeightSource):
         try:
             tensor: Tensor = self._open(file).get_tensor(name)
         except (SafetensorError, OSError) as err:
-            raise ModelError(f"{file}: tensor {name} cannot be read ({err})") from None
+            raise ModelError(f"{file}: tensor {name} cannot be read ({err!s:.300})") from None
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"{file}: tensor {name} has shape {list(tensor.shape)}, "
@@ -83,7 +84,7 @@ class Safetensors(WeightSource):
                 raise ModelError(f"{file}: named by {_INDEX} but not there") from None
             except (SafetensorError, OSError) as err:
                 raise ModelError(
-                    f"{file}: not a complete safetensors file ({err}); download it again"
+                    f"{file}: not a complete safetensors file ({err!s:.300}); download it again"
                 ) from None
         return self._files[file]
 
@@ -92,9 +93,13 @@ def _read_index(index: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index of a sharded checkpoint."""
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): index.parent / file for name, file in names.items()}
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise ModelError(f"{index}: weight_map: cannot be read ({err!r})") from None
+        found = {str(name): index.parent / file for name, file in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        raise ModelError(f"{index}: weight_map: cannot be read ({err!r:.300})") from None
+    for file in found.values():
+        if file.parent != index.parent or "\0" in file.name:
+            raise ModelError(f"{index}: weight_map: {str(file)!r:.80} is no file beside it")
+    return found
 
 
 class RandomWeights(WeightSource):
@@ -131,8 +136,14 @@ def open_checkpoint(
     """
     path = resolve_directory(path_or_name, weights=random_weights_seed is None)
     file = read_gguf(path) if is_gguf(path) else None
-    config = load_config(path) if file is None else config_of(file)
-    served = resolve_dtype(dtype, config.torch_dtype)
+    config = read_config(path)
+    stored = config.torch_dtype
+    if dtype == "auto" and stored not in (None, *_DTYPES):
+        known = ", ".join(_DTYPES)
+        raise ModelError(
+            f"{path}: torch_dtype: {stored!r:.40} is not supported; supported: {known}"
+        )
+    served = resolve_dtype(dtype, stored)
     source: WeightSource
     if random_weights_seed is not None:
         source = RandomWeights(random_weights_seed)
@@ -148,7 +159,12 @@ def open_checkpoint(
 
 def read_config(path: Path) -> ModelConfig:
     """What `open_checkpoint` says of a directory or file, without its weights."""
-    return config_of(read_gguf(path)) if is_gguf(path) else load_config(path)
+    config = config_of(read_gguf(path)) if is_gguf(path) else load_config(path)
+    if not has_angles(config):
+        raise ModelError(
+            f"{path}: rope: its numbers give positions no finite angles; take the model's own"
+        )
+    return config
 
 
 def resolve_dtype(dtype: str | torch.dtype, stored: str | None) -> torch.dtype:

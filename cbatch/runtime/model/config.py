@@ -26,6 +26,20 @@ _DEFAULT_SLIDING_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096}
 _DEFAULT_NORM_EPS = 1e-6
 _DEFAULT_ROPE_THETA = 10000.0
 _DEFAULT_MAX_WINDOW_LAYERS = 28
+# More than any model has: who says so is damaged, or wants memory for nothing. Kernels count in 32
+# bits, and keep a head on their stack.
+_MOST = 1 << 30
+_MOST_OF = {
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 18,
+    "vocab_size": 1 << 20,
+}
+_MOST_NORM_EPS = 1.0
+_LEAST_CONTEXT = 2  # tokens: a prompt's and one behind it
+_LARGEST = float(2**127)  # of fp32
 
 
 class ModelError(ValueError):
@@ -103,29 +117,33 @@ class _Fields:
         value = self.values.get(field)
         return default if value is None else value
 
-    def integer(self, field: str, default: int | None = None) -> int:
+    def integer(self, field: str, default: int | None = None, least: int = 1) -> int:
         """A positive integer; `default` where it is absent or null, an error if there is none."""
-        value = self.get(field, default)
+        value, most = self.get(field, default), _MOST_OF.get(field, _MOST)
         if value is None:
             raise self.error(field, "missing; a complete file of the model has it")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(field, f"must be a positive integer, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "a positive integer" if least else "an integer of 0 or more"
+            raise self.error(field, f"must be {kind}, got {value!r:.40}")
+        if value > most:
+            raise self.error(field, f"must be at most {most}, got {value!r:.40}")
         return value
 
-    def number(self, field: str, default: float | None = None) -> float:
+    def number(self, field: str, default: float | None = None, most: float = math.inf) -> float:
         """A positive finite number; `default` as in `integer`."""
         value = self.get(field, default)
         if value is None:
             raise self.error(field, "missing; a complete file of the model has it")
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or value <= 0:
-            raise self.error(field, f"must be a positive number, got {value!r}")
+        if not good or not 0 < value <= min(most, _LARGEST):
+            limit = "" if most == math.inf else f" of at most {most:g}"
+            raise self.error(field, f"must be a positive number{limit}, got {value!r:.40}")
         return float(value)
 
     def flag(self, field: str, default: bool) -> bool:
         value = self.get(field, default)
         if not isinstance(value, bool):
-            raise self.error(field, f"must be true or false, got {value!r}")
+            raise self.error(field, f"must be true or false, got {value!r:.40}")
         return value
 
 
@@ -156,7 +174,7 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
 def _read_object(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         raise ModelError(f"{file}: cannot be read as JSON ({err})") from None
     if not isinstance(values, dict):
         raise ModelError(f"{file}: must hold a JSON object, got {type(values).__name__}")
@@ -190,8 +208,8 @@ def parse_config(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=f.integer("intermediate_size"),
-        max_position_tokens=_context_tokens(rope, position_tokens),
-        rms_norm_eps=f.number("rms_norm_eps", _DEFAULT_NORM_EPS),
+        max_position_tokens=_context_tokens(f, rope, position_tokens),
+        rms_norm_eps=f.number("rms_norm_eps", _DEFAULT_NORM_EPS, _MOST_NORM_EPS),
         rope=rope,
         sliding_window=_sliding_window(f, family, layers),
         tie_embeddings=f.flag("tie_word_embeddings", False),
@@ -201,8 +219,16 @@ def parse_config(
         qk_norm=family == "qwen3",
         eos_token_ids=_token_ids(f, "eos_token_id"),
         bos_token_id=next(iter(_token_ids(f, "bos_token_id")), None),
-        torch_dtype=f.get("dtype", f.get("torch_dtype")),
+        torch_dtype=_dtype(f),
     )
+
+
+def _dtype(f: _Fields) -> str | None:
+    field = "torch_dtype" if f.get("dtype") is None else "dtype"
+    value = f.get(field)
+    if value is not None and not isinstance(value, str):
+        raise f.error(field, f"must be the name of a type, got {value!r:.40}")
+    return value
 
 
 def _default_kv_heads(f: _Fields, family: str, heads: int) -> int:
@@ -213,7 +239,7 @@ def _default_kv_heads(f: _Fields, family: str, heads: int) -> int:
 def _family(f: _Fields) -> str:
     names = f.get("architectures", [])
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise f.error("architectures", f"must be a list of names, got {names!r}")
+        raise f.error("architectures", f"must be a list of names, got {names!r:.80}")
     model_type = f.get("model_type")
     if not names and model_type in _FAMILIES.values():
         return str(model_type)
@@ -221,7 +247,7 @@ def _family(f: _Fields) -> str:
         if name in _FAMILIES:
             return _FAMILIES[name]
     got = ", ".join(names) or f"model_type {model_type!r}"
-    raise f.error("architectures", f"{got} is not supported; supported: {', '.join(_FAMILIES)}")
+    raise f.error("architectures", f"{got:.80} is not supported; supported: {', '.join(_FAMILIES)}")
 
 
 def _refuse_unsupported(f: _Fields) -> None:
@@ -234,7 +260,7 @@ def _refuse_unsupported(f: _Fields) -> None:
         raise f.error("num_experts", "mixtures of experts are not supported; use a dense model")
     act = f.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
-        raise f.error("hidden_act", f"{act!r} is not supported; supported: silu")
+        raise f.error("hidden_act", f"{act!r:.40} is not supported; supported: silu")
 
 
 def _sliding_window(f: _Fields, family: str, layers: int) -> tuple[int | None, ...]:
@@ -251,32 +277,36 @@ def _sliding_window(f: _Fields, family: str, layers: int) -> tuple[int | None, .
     window = f.integer("sliding_window", _DEFAULT_SLIDING_WINDOW[family])
     types = f.get("layer_types")
     if types is None:
-        first = f.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+        first = f.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, least=0)
         return tuple(window if i >= first else None for i in range(layers))
     names = {"sliding_attention": window, "full_attention": None}
-    if len(types) != layers or any(t not in names for t in types):
-        raise f.error(
-            "layer_types", f"must name {layers} layers, each one of {', '.join(names)}; got {types}"
-        )
+    named = isinstance(types, list) and all(isinstance(t, str) and t in names for t in types)
+    if not named or len(types) != layers:
+        known = ", ".join(names)
+        problem = f"must name {layers} layers, each one of {known}; got {types!r:.80}"
+        raise f.error("layer_types", problem)
     return tuple(names[t] for t in types)
 
 
 def _token_ids(f: _Fields, field: str) -> tuple[int, ...]:
     value = f.get(field)
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise f.error(field, f"must be a token id or a list of them, got {value!r}")
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= _MOST for i in ids):
+        raise f.error(field, f"must be a token id or a list of them, got {value!r:.40}")
     return ids
 
 
-def _context_tokens(rope: RopeConfig, position_tokens: int) -> int:
+def _context_tokens(f: _Fields, rope: RopeConfig, position_tokens: int) -> int:
     """Configurations disagree whether `max_position_embeddings` is the length before or after it is
     stretched. As vLLM: yarn says itself what is stretched, with linear it is taken for the one
     before, with llama3 for the one after."""
     if rope.type == "yarn":
         position_tokens = rope.original_max_position_tokens
-    stretched = rope.type in ("linear", "yarn")
-    return round(position_tokens * rope.factor) if stretched else position_tokens
+    found = position_tokens * (rope.factor if rope.type in ("linear", "yarn") else 1)
+    if not _LEAST_CONTEXT <= found <= _MOST:
+        problem = f"a context of {found:.6g} tokens; {_LEAST_CONTEXT} to {_MOST} are supported"
+        raise f.error("max_position_embeddings", problem)
+    return round(found)
 
 
 def _rope(f: _Fields, context_tokens: int) -> RopeConfig:
@@ -284,12 +314,12 @@ def _rope(f: _Fields, context_tokens: int) -> RopeConfig:
     field = "rope_scaling" if f.get("rope_scaling") else "rope_parameters"
     raw = f.get(field, {})
     if not isinstance(raw, dict):
-        raise f.error(field, f"must be an object, got {raw!r}")
+        raise f.error(field, f"must be an object, got {raw!r:.40}")
     r = _Fields(f.path, raw, f"{field}.", f.names)
     kind = r.get("rope_type", r.get("type", "default"))
     if kind not in _ROPE_TYPES:
         raise r.error(
-            "rope_type", f"{kind!r} is not supported; supported: {', '.join(_ROPE_TYPES)}"
+            "rope_type", f"{kind!r:.40} is not supported; supported: {', '.join(_ROPE_TYPES)}"
         )
     if r.get("partial_rotary_factor", f.get("partial_rotary_factor", 1.0)) != 1.0:
         raise r.error("partial_rotary_factor", "only 1.0 is supported")

@@ -13,6 +13,7 @@ import struct
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -29,6 +30,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_ENTRIES = 1 << 16  # keys, or tensors
 _MOST_NAME_BYTES = 1 << 10
+_MOST_HEAD_BYTES = 1 << 26  # what is before the first tensor's data; the largest have 20 MB
 _MOST_DIMS = 4
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS[12] = "d"
@@ -115,6 +117,8 @@ def read_gguf(path: Path) -> Gguf:
         stat = path.stat()
     except OSError as err:
         raise _unreadable(path, err) from None
+    if not S_ISREG(stat.st_mode):  # who opens a pipe waits for its writer
+        raise ModelError(f"{path}: cannot be read (no file; give a copy of it)")
     key = str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns
     found = _held.get(key)
     if found is None:
@@ -161,13 +165,13 @@ class _Reader:
         self.path, self.at = path, 0
         try:
             with path.open("rb") as file:
-                self.size = file.seek(0, 2)
                 # Private and writable, as torch wants memory to be; nobody writes to it.
                 self.data = (
-                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else b""
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if file.seek(0, 2) else b""
                 )
         except OSError as err:
             raise _unreadable(path, err) from None
+        self.size = len(self.data)
 
     def read(self) -> Gguf:
         if self.data[:4] != _MAGIC:
@@ -185,6 +189,8 @@ class _Reader:
             if key in metadata:
                 raise self._error(key, "stands twice")
             metadata[key] = self._value(self._scalar("I", key), key)
+            if self.at > _MOST_HEAD_BYTES:
+                raise self._error(key, f"ends at byte {self.at}, {_MOST_HEAD_BYTES} may be used")
         heads = [self._head(f"tensor {i + 1} of {num_tensors}") for i in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         return Gguf(self.path, metadata, self._tensors(heads, alignment))
@@ -238,7 +244,7 @@ class _Reader:
         return np.frombuffer(self.data, dtype, count, start)
 
     def _strings(self, count: int, field: str) -> list[str]:
-        if count > (self.size - self.at) // 8:
+        if count > (min(self.size, _MOST_HEAD_BYTES) - self.at) // 8:
             raise self._error(field, f"{count} strings are more than the file can hold")
         data, at, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
         found = []
@@ -280,8 +286,9 @@ class _Reader:
     def _tensors(
         self, heads: list[tuple[str, BlockType, tuple[int, ...], int]], alignment: Any
     ) -> dict[str, GgufTensor]:
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self._error("general.alignment", f"must be a power of 2, got {alignment!r:.40}")
+        if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+            problem = f"must be a power of 2 and at least 8, got {alignment!r:.40}"
+            raise self._error("general.alignment", problem)
         base = -(-self.at // alignment) * alignment
         found: dict[str, GgufTensor] = {}
         spans = []

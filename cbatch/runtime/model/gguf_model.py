@@ -117,6 +117,10 @@ def config_of(file: Gguf) -> ModelConfig:
             if token is not None and token >= config.vocab_size:
                 problem = f"{token} is no token of {config.vocab_size}"
                 raise file.error(names[f"{name}_token_id"], problem)
+    tokens = len(_each(file, "tokenizer.ggml.tokens"))
+    if tokens > config.vocab_size:
+        problem = f"{tokens} tokens, and {_EMBEDDING} has {config.vocab_size} rows"
+        raise file.error("tokenizer.ggml.tokens", problem)
     _check_tensors(file, config)
     if _ROPE_FACTORS not in tensors:
         return config
@@ -157,7 +161,8 @@ def _rope_scaling(file: Gguf, arch: str, values: dict[str, Any]) -> dict[str, An
     if kind == "none" or (kind == "linear" and not factor):
         return None
     given = scaling["attention_factor"] or 1.0
-    if kind == "yarn" and isinstance(factor, float) and factor > 1 and isinstance(given, float):
+    numbers = all(isinstance(each, int | float) for each in (factor, given))
+    if kind == "yarn" and numbers and factor > 1:
         # Here it stands beside what the factor of the lengths asks for, there in place of that.
         scaling["attention_factor"] = given * (0.1 * math.log(factor) + 1)
     return scaling
@@ -232,8 +237,9 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _with_factors(file: Gguf, config: ModelConfig) -> RopeConfig:
     """With what each frequency is divided by: so Llama 3's scaling is written here."""
     tensor = file.tensors[_ROPE_FACTORS]
-    factors = tensor.dequantised(torch.float32)
-    if tensor.shape != (config.head_dim // 2,) or not (factors > 0).all():
+    fits = tensor.shape == (config.head_dim // 2,)
+    factors = tensor.dequantised(torch.float32) if fits else torch.zeros(1)
+    if not (factors > 0).all():
         problem = f"must hold {config.head_dim // 2} positive numbers"
         raise file.error(f"tensor {_ROPE_FACTORS}", problem)
     return msgspec.structs.replace(config.rope, divisors=tuple(factors.tolist()))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.runtime.model.config import RopeConfig
+from cbatch.runtime.model.config import ModelConfig, RopeConfig
 
 _FIRST_POSITIONS = 256
 ROW_GAP = 8  # complex numbers between rows: 64 bytes, to keep them aligned
@@ -22,6 +22,16 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """
     scaled = _scaled_frequencies(rope, head_dim)
     return scaled / torch.tensor(rope.divisors) if rope.divisors else scaled
+
+
+def has_angles(config: ModelConfig) -> bool:
+    """Whether each position of the context has finite ones: fields may each be a number, and their
+    quotients and logarithms none."""
+    try:
+        fastest = inverse_frequencies(config.rope, config.head_dim).max().item()
+    except (ArithmeticError, ValueError):
+        return False
+    return fastest * config.max_position_tokens < torch.finfo(torch.float32).max
 
 
 def _scaled_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
