@@ -20,6 +20,8 @@ CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 RESERVED = ("messages", "tools", "add_generation_prompt", *SPECIAL_TOKENS)
 
+_MOST_CHARS = 1 << 18  # of a template: compiling one takes time by its length
+
 Message = Mapping[str, Any]
 
 
@@ -37,9 +39,12 @@ class ChatTemplate:
     def __init__(self, text: str, special_tokens: Mapping[str, str], source: str) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens)
+        if len(text) > _MOST_CHARS:
+            problem = f"has {len(text)} characters, {_MOST_CHARS} may be"
+            raise ChatTemplateError(f"chat template: {source} {problem}; name another")
         try:
             self._template = _environment().from_string(text)
-        except TemplateError as error:
+        except Exception as error:  # also of Python, which it becomes: nested too deeply, say
             raise ChatTemplateError(f"chat template: {source} does not parse ({error})") from error
 
     def render(
@@ -87,7 +92,8 @@ def load_chat_template(
 def _default(found: Any) -> str | None:
     """Older files hold one template, or a list of named ones."""
     if isinstance(found, list):
-        named = {str(each.get("name")): each.get("template") for each in found}
+        templates = [each for each in found if isinstance(each, dict)]
+        named = {str(each.get("name")): each.get("template") for each in templates}
         found = named.get("default")
     return found if isinstance(found, str) else None
 
@@ -95,13 +101,13 @@ def _default(found: Any) -> str | None:
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ChatTemplateError(f"chat template: {path} cannot be read ({error})") from error
     return found if isinstance(found, dict) else {}
 
 
 def _token_text(value: Any) -> str:
-    return str(value["content"]) if isinstance(value, dict) else str(value)
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value)
 
 
 def _find(model: str | Path, name: str) -> Path | None:

@@ -25,6 +25,9 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # types of tokens
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # All ways to cut a token in two are looked at, at a price of its length squared.
 _MOST_CUTTING = 200_000_000
+_MOST_TOKEN_CHARS = 1 << 12
+# Of all tokens that are found in a text as they stand: an automaton is made of them.
+_MOST_FOUND_CHARS = 1 << 18
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CASED = (
@@ -73,6 +76,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
         raw = _MODELS[kind](keys)
         for types, special in (((_UNKNOWN, _CONTROL), True), ((_USER_DEFINED,), False)):
             texts = [text for text, i in keys.vocab.items() if keys.types[i] in types]
+            if sum(map(len, texts)) > _MOST_FOUND_CHARS:
+                raise keys.error("token_type", f"{len(texts)} of {types} are too many or too long")
             raw.add_tokens([AddedToken(text, normalized=False, special=special) for text in texts])
     except TokenizerError:
         raise
@@ -83,10 +88,13 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
         "eos": keys.flag("add_eos_token", False),
     }
     around = {name: keys.special(name) for name, wanted in ends.items() if wanted}
-    if around:
+    if around:  # by names of ours: "$" and ":" in a token's own text would mean something
         raw.post_processor = processors.TemplateProcessing(
-            single=[each for each in (around.get("bos"), "$A", around.get("eos")) if each],
-            special_tokens=[(text, keys.vocab[text]) for text in set(around.values())],
+            single=[each for each in ("bos", "$A", "eos") if each == "$A" or each in around],
+            special_tokens=[
+                {"id": name, "ids": [keys.vocab[text]], "tokens": [text]}
+                for name, text in around.items()
+            ],
         )
     return TextTokenizer(raw, source)
 
@@ -133,7 +141,11 @@ class _Keys:
 
     @cached_property
     def tokens(self) -> list[str]:
-        return [text or f"[EMPTY_{i}]" for i, text in enumerate(self.strings("tokens"))]
+        found = self.strings("tokens")
+        longest = max(map(len, found))
+        if longest > _MOST_TOKEN_CHARS:
+            raise self.error("tokens", f"one has {longest} characters, {_MOST_TOKEN_CHARS} may be")
+        return [text or f"[EMPTY_{i}]" for i, text in enumerate(found)]
 
     @cached_property
     def types(self) -> list[Any]:

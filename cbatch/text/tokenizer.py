@@ -154,9 +154,13 @@ def load_tokenizer(model: str | Path) -> TextTokenizer:
     elif not path.is_file():
         path = _download(str(model))
     try:
-        return TextTokenizer(Tokenizer.from_file(str(path)), str(path.parent))
-    except Exception as error:  # the library raises bare Exception for every kind of damage
-        raise TokenizerError(f"tokenizer: {path} cannot be read ({error})") from error
+        raw = Tokenizer.from_file(str(path))
+        raw.encode("a")  # some damage shows only here
+    except BaseException as error:  # bare Exception for every kind of damage, or a panic of Rust
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"tokenizer: {path} cannot be read ({error!s:.300})") from error
+    return TextTokenizer(raw, str(path.parent))
 
 
 def _download(name: str) -> Path:

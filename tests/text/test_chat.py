@@ -122,9 +122,35 @@ def test_a_broken_template_is_named(tmp_path: Path) -> None:
         load_chat_template(folder_with(tmp_path, template="{% for %}"))
     with pytest.raises(ChatTemplateError, match="nowhere cannot be read"):
         load_chat_template(tmp_path, tmp_path / "nowhere")
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ChatTemplateError, match="tokenizer_config.json cannot be read"):
-        load_chat_template(tmp_path)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ChatTemplateError, match="tokenizer_config.json cannot be read"):
+            load_chat_template(tmp_path)
+
+
+DEEP = {
+    "parentheses": "{{ " + "(" * 999 + "1" + ")" * 999 + " }}",
+    "loops": "{% for a in b %}" * 25 + "{% endfor %}" * 25,
+    "branches": "{% if a %}" * 105 + "{% endif %}" * 105,
+    "digits": "{{ " + "1" * 9999 + " }}",
+}
+
+
+@pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
+def test_a_template_that_python_cannot_compile_is_named(text: str) -> None:
+    with pytest.raises(ChatTemplateError, match="chat template: here does not parse"):
+        ChatTemplate(text, {}, "here")
+
+
+def test_a_template_without_end_is_not_compiled() -> None:
+    with pytest.raises(ChatTemplateError, match="here has 400000 characters, 262144 may be"):
+        ChatTemplate("{% a %}x" * 50_000, {}, "here")
+
+
+def test_an_odd_configuration_has_no_template(tmp_path: Path) -> None:
+    odd = [1, [], "x", {"name": "default"}]
+    config = {"chat_template": odd, "bos_token": {"text": "<s>"}}
+    assert rendered(folder_with(tmp_path, config)) is None
 
 
 def test_the_demo_pair_goes_on_where_the_last_message_ends() -> None:

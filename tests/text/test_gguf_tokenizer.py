@@ -123,6 +123,14 @@ def test_what_stands_around_a_text(
     assert found.encode("a b", add_special_tokens=False) == ids[begins : len(ids) - ends]
 
 
+@pytest.mark.parametrize("text", ["$A", "$B", "a:b", "<s>:1", "$", "x y"])
+def test_a_control_token_may_have_any_text(text: str) -> None:
+    """Also one that means something to the library that puts it before a text."""
+    tokens = [text if i == 1 else each for i, each in enumerate(PIECES)]
+    ids = rebuilt(SENTENCE_PIECE, tokens=tokens + SENTENCE_PIECE["tokenizer.ggml.tokens"][14:])
+    assert ids.encode("hello") == [1, 3, 10, 8]
+
+
 def test_chat_template(tmp_path: Path) -> None:
     text = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     metadata = as_read(SENTENCE_PIECE)
@@ -157,10 +165,18 @@ def test_chat_template(tmp_path: Path) -> None:
         ),
         (SENTENCE_PIECE, {"scores": None}, "ggml.scores: missing"),
         (SENTENCE_PIECE, {"unknown_token_id": -1}, "ggml.unknown_token_id: must be one of"),
+        (BYTE_LEVEL, {"tokens": ["a" * 4097]}, "ggml.tokens: one has 4097 characters, 4096 may be"),
         (
             SENTENCE_PIECE,
-            {"tokens": ["a" * 20_000], "token_type": None, "scores": [0.0]},
+            {"tokens": ["a" * i for i in range(4000, 4020)], "token_type": None}
+            | {"scores": [0.0] * 20},
             "ggml.tokens: too long to be words",
+        ),
+        (
+            BYTE_LEVEL,
+            {"tokens": [*BYTE_LEVEL["tokenizer.ggml.tokens"], *(f"<{i}>" for i in range(60_000))]}
+            | {"token_type": [*BYTE_LEVEL["tokenizer.ggml.token_type"], *[3] * 60_000]},
+            "ggml.token_type: 60002 of .* are too many or too long",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,23 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
 
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(TokenizerError, match=r"tokenizer: .*tokenizer\.json cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["no such token", "no such text", "a longer prefix"])
+def test_damage_that_is_found_late_is_named(tmp_path: Path, damage: str) -> None:
+    """With which the library panics: at the first text, or while it reads."""
+    values = json.loads(byte_level().to_str())
+    piece = {"Sequence": {"id": "B" if damage == "no such text" else "A", "type_id": 0}}
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, piece]
+    if damage == "a longer prefix":
+        values["model"]["continuing_subword_prefix"] = "#" * 99
+    else:
+        single = single[damage == "no such text" :]
+        values["post_processor"] = {"type": "TemplateProcessing", "single": single}
+        values["post_processor"] |= {"pair": [], "special_tokens": {}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     with pytest.raises(TokenizerError, match=r"tokenizer: .*tokenizer\.json cannot be read"):
         load_tokenizer(tmp_path)
 
