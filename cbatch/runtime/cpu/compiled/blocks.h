@@ -230,7 +230,7 @@ static void encode(const float *x, long in, coded *to) {
         for (int k = 0; k < CELL; k += LANES) {
             const ints code = (ints)(load(x + k) * all(inverse) + shift) - (ints)shift;
             *(chars_at *)(to->codes + k) = __builtin_convertvector(code, chars_at);
-            if (LANES <= 16) sums[k / 16] += code;
+            if (LANES <= 16) sums[k / 16] += (ints)((pairs)code << 24) >> 24;  // 8 bits of NaN, too
         }
         for (int h = 0; h < 2; h++) {
             to->sums[h] = 0;

@@ -33,8 +33,10 @@
 #define SPAN 4
 #endif
 #define QUERIES 6
+#ifndef INLINE  // who wants no speed but a short compilation, as a test does, has its own
 #define UNROLLED _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline))
+#endif
 
 typedef float vec __attribute__((vector_size(4 * LANES), may_alias));
 typedef float vec_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

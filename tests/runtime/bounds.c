@@ -1,0 +1,168 @@
+// Runs the kernels on blocks of any bits, with every buffer as large as it must be and not a byte
+// larger: what reads or writes beyond one ends the process where it is compiled with a sanitizer.
+
+#define INLINE static __attribute__((unused))
+#define UNROLLED
+#include "library.c"
+#include <stdio.h>
+
+static uint64_t state = 1;
+
+static uint32_t draw(void) {  // xorshift (Marsaglia, 2003)
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return (uint32_t)(state >> 16);
+}
+static long below(long count) { return draw() % count; }
+
+static void *room(long bytes) {
+    void *found;
+    if (posix_memalign(&found, 64, bytes)) abort();
+    return found;
+}
+
+// Any bits: scales that are no numbers among them.
+static void *bits(long bytes) {
+    uint8_t *found = room(bytes);
+    for (long i = 0; i < bytes; i++) found[i] = (uint8_t)draw();
+    return found;
+}
+
+static float *floats(long count) {
+    float *found = room(count * 4);
+    for (long i = 0; i < count; i++) found[i] = (float)below(2001) / 1000 - 1;
+    return found;
+}
+
+static const int types[] = {F32, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS};
+// Of a block, as files have it (ggml-common.h).
+static const long sizes[] = {[Q4_0] = 18, [Q4_1] = 20, [Q5_0] = 22, [Q5_1] = 24, [Q8_0] = 34,
+                             [Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210, [IQ4_NL] = 18, [IQ4_XS] = 136};
+#define TYPES (long)(sizeof types / sizeof *types)
+static int in_blocks(int type) { return type != F32 && type != BF16; }
+
+// Panels of a matrix; packed here where it is of blocks.
+static char *panels_for(int type, long out, long in, long threads) {
+    const long bytes = (out + LANES - 1) / LANES * bytes_of_panel(type, in);
+    if (!in_blocks(type)) return bits(bytes);
+    const long per = form_of(type).scales < SIXES ? CELL : SUPER_CELLS * CELL;
+    uint8_t *blocks = bits(out * (in / per) * sizes[type]);
+    char *panels = room(bytes);
+    pack(type, blocks, out, in, panels, threads);
+    free(blocks);
+    return panels;
+}
+
+static linear linear_of(int type, long out, long in, const float *bias, const float *scale) {
+    segment *part = room(sizeof *part);
+    *part = (segment){panels_for(type, out, in, 1 + below(2)), out, out, out, 0, type};
+    return (linear){part, scale, bias, 1, in, in_blocks(type)};
+}
+
+static void let_go(linear *of) { free((void *)of->parts->panels), free((void *)of->parts); }
+
+static void products(void) {
+    const long outs[] = {1, LANES - 1, LANES, 7 * LANES + 3};
+    for (long t = 0; t < TYPES; t++)
+        for (long o = 0; o < 4; o++) {
+            const long out = outs[o], in = in_blocks(types[t]) ? 256 * (1 + o % 2) : 5 + 31 * o;
+            float *bias = floats(out), *scale = floats(in);
+            linear by = linear_of(types[t], out, in, below(2) ? bias : 0, below(2) ? scale : 0);
+            for (long i = 0; i < 5; i++) {
+                const long rows = 1 + below(2 * ROWS + 1);
+                float *x = below(4) ? floats(rows * in) : bits(rows * in * 4);
+                float *y = room(rows * out * 4);
+                if (product(&by, x, y, rows, out, 1 + below(3))) abort();
+                free(x), free(y);
+            }
+            let_go(&by), free(bias), free(scale);
+        }
+}
+
+typedef struct {
+    decoder model;
+    layer layers[2];
+    void *held[8];
+    long num_held;
+} made;
+
+static float *held(made *m, long count) { return m->held[m->num_held++] = floats(count); }
+
+// A decoder of one type, whose sizes fill no vector where they need not.
+static void make(made *m, int type, long dim, long positions) {
+    const long heads = 2, group = 1 + below(3), width = in_blocks(type) ? 256 : 6 * dim;
+    const long queries = heads * group * dim, hidden = in_blocks(type) ? 256 : 20 + below(30);
+    *m = (made){.num_held = 0};
+    m->model = (decoder){.num_layers = 2, .hidden = hidden, .kv_heads = heads, .group = group,
+                         .dim = dim, .inner = width, .vocab = 3 * LANES + 1, .eps = 1e-5f};
+    float *norm = held(m, hidden), *bias = held(m, queries + 2 * heads * dim);
+    float *qk = held(m, (group + 1) * dim);
+    for (long i = 0; i < 2; i++)
+        m->layers[i] = (layer){linear_of(type, queries + 2 * heads * dim, hidden, bias, norm),
+                               linear_of(type, hidden, queries, 0, 0),
+                               linear_of(type, 2 * width, hidden, 0, norm),
+                               linear_of(type, hidden, width, 0, 0), i ? qk : 0, i ? 5 : positions};
+    m->model.layers = m->layers;
+    m->model.head = linear_of(type, m->model.vocab, hidden, 0, norm);
+    m->model.embedding_type = type;
+    m->model.embedding = in_blocks(type) ? m->model.head.parts->panels
+                                         : bits(m->model.vocab * hidden * (type == BF16 ? 2 : 4));
+    m->model.cos_sin = held(m, positions * dim);
+}
+
+static void unmake(made *m) {
+    if (!in_blocks((int)m->model.embedding_type)) free((void *)m->model.embedding);
+    for (long i = 0; i < 2; i++) {
+        layer *l = m->layers + i;
+        let_go(&l->qkv), let_go(&l->out), let_go(&l->gate_up), let_go(&l->down);
+    }
+    let_go(&m->model.head);
+    for (long i = 0; i < m->num_held; i++) free(m->held[i]);
+}
+
+// Three sequences of `query` rows each, the last to come behind `before` others. `wrong`: 1 a token,
+// 2 a block, 3 a wanted row that there is not, 4 a table that is too narrow.
+static void one_pass(const made *m, long query, long before, int half, int wrong) {
+    const decoder *of = &m->model;
+    const long size = 16, context = query + before, width = (context + size - 1) / size;
+    const long rows = 3 * query, blocks = 3 * width, threads = 1 + below(3), wanted = below(rows + 1);
+    int64_t *tokens = room(rows * 8), *rows_wanted = room((wanted + 1) * 8), progress = 0;
+    int32_t *queries = room(12), *contexts = room(12), *tables = room(blocks * 4);
+    for (long i = 0; i < rows; i++) tokens[i] = below(of->vocab);
+    for (long i = 0; i <= wanted; i++) rows_wanted[i] = below(rows);
+    for (long i = 0; i < 3; i++) queries[i] = (int32_t)query, contexts[i] = (int32_t)context;
+    for (long i = 0; i < blocks; i++) tables[i] = (int32_t)(blocks - 1 - i);
+    if (wrong == 1) tokens[below(rows)] = below(2) ? of->vocab : -1;
+    if (wrong == 2) tables[below(blocks)] = below(2) ? (int32_t)blocks : -1;
+    if (wrong == 3) rows_wanted[0] = below(2) ? rows : -1;
+    if (wrong == 4) contexts[2] += (int32_t)size;
+    const long kv_bytes = 2 * of->kv_heads * blocks * size * 2 * of->dim * (half ? 2 : 4);
+    const long most_rows = most(rows, wanted);
+    step s = {tokens, rows_wanted, queries, contexts, tables, bits(kv_bytes),
+              room((wanted + 1) * of->vocab * 4), room(memory_bytes(of, most_rows, threads)),
+              &progress, rows, 3, width, wrong == 3 ? wanted + 1 : wanted, blocks, size, half, threads};
+    const int told = decode(of, &s);
+    rest();
+    if (told != (wrong == 4 ? 2 : wrong)) fprintf(stderr, "%d of %d\n", told, wrong), abort();
+    free(tokens), free(rows_wanted), free(queries), free(contexts), free(tables);
+    free(s.kv), free(s.logits), free(s.memory);
+}
+
+static void decoders(void) {
+    const long dims[] = {128, 6, 40, 64, 130};
+    for (long t = 0; t < TYPES; t++)
+        for (long d = 0; d < (in_blocks(types[t]) ? 1 : 5); d++) {  // heads are whole blocks
+            made m;
+            make(&m, types[t], dims[d], 200);
+            for (int i = 0; i < 9; i++)
+                one_pass(&m, 1 + below(i % 3 ? 10 : 90), i % 4 ? below(90) : 0, (int)below(2), i % 5);
+            unmake(&m);
+        }
+}
+
+int main(int count, char **words) {
+    if (count > 1) state = strtoull(words[1], 0, 10) * 2654435761u + 1;
+    products();
+    decoders();
+    puts("fine");
+    return 0;
+}
