@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
-.PHONY: demo test test-statistics test-hostile bench pictures lint clean
+.PHONY: demo test test-statistics test-fuzz test-hostile bench pictures lint clean
 
 demo: $(RUNTIME)
 	@$(BIN)/cbatch demo
@@ -19,6 +19,10 @@ test: lint
 # Distributions over large samples, whole engines among them: minutes.
 test-statistics: $(DEV)
 	$(BIN)/python -m pytest -q -m statistics
+
+# Ten thousand mutated model files, by CBATCH_FUZZ_SEED (0), in a few minutes.
+test-fuzz: $(DEV)
+	$(BIN)/python -m pytest -s -m fuzz tests/runtime
 
 # A server beside honest clients and hostile ones, for CBATCH_HOSTILE_S seconds (600), by
 # CBATCH_HOSTILE_SEED (0). It tells how it goes, and at its end what each attack came to.

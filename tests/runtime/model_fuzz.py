@@ -1,0 +1,117 @@
+"""Loads mutated models until one does what it must not: `python -m tests.runtime.model_fuzz FOLDER
+SEED COUNT [FIRST]`, where FIRST says from which mutation on, to see one again.
+
+Each is refused by an error of ours that names it, or serves a prompt; in so many seconds of the
+processors, and with a GiB more memory than there was before the first. What came of them is told
+as JSON. The mutation that broke the law lies in FOLDER, with what it is in `at`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import random
+import resource
+import shutil
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from bench.peers.gguf_writer import gguf_bytes
+from cbatch import LLM, SamplingParams
+from cbatch.engine.model_files import chat_template_of
+from cbatch.runtime.model.config import ModelError
+from cbatch.text import ChatTemplateError, TokenizerError
+from tests.runtime.directory_mutations import DirectoryMutator
+from tests.runtime.gguf_mutations import GgufMutator
+from tests.runtime.made_models import MADE, gguf_parts, make_directory
+
+MOST_S = 1.0
+MOST_MORE_BYTES = 1 << 30
+ATTEMPTS = 3  # of one that took too long: the machine is others', too
+PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+MESSAGES = [{"role": "user", "content": "for item in"}]
+SERVED = "served"
+
+Make = Callable[[random.Random], tuple[Path, str]]
+
+
+def outcome(path: Path) -> str:
+    """All that a server does with a model: `SERVED`, or the message of its refusal."""
+    try:
+        llm = LLM(path, max_slots=2, num_blocks=16, lookahead="off")
+        template = chat_template_of(path)
+    except (ModelError, TokenizerError, ChatTemplateError) as error:
+        assert str(path) in str(error), f"names no file: {error}"
+        return str(error)
+    try:
+        prompt = "for item in" if template is None else template.render(MESSAGES)
+    except ChatTemplateError:
+        prompt = "for item in"
+    llm.generate(prompt[:100], PARAMS)  # it may be refused, or its logits be no numbers
+    return SERVED
+
+
+def mutators(folder: Path) -> list[Make]:
+    """One of each good model. All of these are served."""
+    found: list[Make] = []
+    for name in MADE:
+        path, good = folder / f"{name}.gguf", gguf_bytes(*gguf_parts(name))
+        path.write_bytes(good)
+        assert outcome(path) == SERVED, name
+        found.append(partial(_mutated_file, GgufMutator(good), path))
+    good_folder = folder / "good"
+    good_folder.mkdir()
+    make_directory(good_folder)
+    assert outcome(good_folder) == SERVED
+    return [*found, partial(_mutated_directory, DirectoryMutator(good_folder), folder / "mutated")]
+
+
+def _mutated_file(by: GgufMutator, path: Path, chosen: random.Random) -> tuple[Path, str]:
+    what, content = by.mutated(chosen)
+    path.unlink(missing_ok=True)  # who has mapped the one before keeps it
+    path.write_bytes(content)
+    return path, what
+
+
+def _mutated_directory(by: DirectoryMutator, path: Path, chosen: random.Random) -> tuple[Path, str]:
+    shutil.rmtree(path, ignore_errors=True)
+    return path, by.mutated(chosen, path)
+
+
+def run(folder: Path, seed: int, count: int, first: int = 0) -> dict[str, object]:
+    """What came of so many mutations. Raises where one broke the law."""
+    made, slowest_s, found = mutators(folder), 0.0, Counter[str]()
+    statm = Path("/proc/self/statm").read_text()
+    now_bytes = int(statm.split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now_bytes + MOST_MORE_BYTES, resource.RLIM_INFINITY))
+    for index in range(first, first + count):
+        path, what = made[index % len(made)](random.Random(f"{seed} {index}"))
+        (folder / "at").write_text(f"mutation {index} of seed {seed}, {path.name}: {what}")
+        took_s, message = min(_timed(path))
+        assert took_s <= MOST_S, f"took {took_s:.1f} s: {message}"
+        slowest_s = max(slowest_s, took_s)
+        found[message.replace(str(path), "")[:60]] += 1
+    served = found.pop(SERVED, 0)
+    told = {"served": served, "refused": found.total(), "ways": len(found)}
+    return told | {"slowest_s": round(slowest_s, 3)}
+
+
+def _timed(path: Path) -> Iterator[tuple[float, str]]:
+    for _ in range(ATTEMPTS):
+        started_s = time.process_time()
+        message = outcome(path)
+        took_s = time.process_time() - started_s
+        yield took_s, message
+        if took_s <= MOST_S:
+            return
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    warnings.simplefilter("error")
+    print(json.dumps(run(Path(sys.argv[1]), *map(int, sys.argv[2:]))))
