@@ -15,9 +15,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def grid() -> dict[str, dict[str, Any]]:
     for at, (k, batch) in enumerate(itertools.product(range(9), (1, 2, 8, 32, 64))):
         settings: dict[str, Any] = {"batch": batch, "threads": 1 + at % 2, "chain": at // 2 % 2}
         settings["lookahead"] = f"fixed:{k}" if k else "off"
-        settings |= ({}, {"prefix_cache": True}, {"depth": 1}, {"scarce": batch > 2})[at % 4]
+        settings |= ({}, {"prefix_cache": True}, {"depth": 1}, {"scarce": batch == 8})[at % 4]
         if batch * (k + 1) <= 32:
             settings["chunk"] = (512, 33, 16)[at % 3] if batch * (k + 1) <= 15 else 33
         found[f"k = {k}, {batch} at once"] = settings
@@ -118,7 +118,7 @@ def gguf_files(folder: Path) -> list[Path]:
 def check(pair: Pair, plain: list[Any], *, threads: int, chain: int = 0, **settings: Any) -> None:
     if settings.get("lookahead", "off") != "off":
         settings["drafter"] = (LOOKUPS if pair.draft is None else WITH_A_DRAFT)[chain]
-    count = max(16, settings["batch"])
+    count = max(24 if settings.get("scarce") else 16, settings["batch"])
     torch.set_num_threads(threads)
     found = write(pair, count, **settings)
     for first in range(0, len(found.bits), count):
@@ -140,7 +140,7 @@ def assert_happened(
     stats, speculation = found.engine.scheduler.stats, found.engine.stats.speculation
     assert found.steps.widest == batch or (found.steps.widest > 1 and (scarce or chunk < 512))
     assert found.steps.mixed > 0 or batch == 1 or chunk > 64
-    assert (stats.preemptions > 1) == scarce and (stats.prefix_hit_tokens > 0) == prefix_cache
+    assert (stats.preemptions > 0) == scarce and (stats.prefix_hit_tokens > 0) == prefix_cache
     depths = speculation.k_histogram.keys()
     if drafter:
         assert speculation.accepted_tokens > 0 and speculation.rejections > 0
@@ -166,3 +166,62 @@ def test_same_text(
     pair_of: PairOf, plain: Callable[[str], list[Any]], model: str, settings: dict[str, Any]
 ) -> None:
     check(pair_of(model), plain(model), **settings)
+
+
+# --- starts --------------------------------------------------------------------------------------
+
+
+class Start(NamedTuple):
+    """Of a process: how many threads compute in it, and whether they have one processor alone."""
+
+    threads: int
+    one_cpu: bool = False
+
+
+STARTS = (Start(2), Start(1, one_cpu=True), Start(1), Start(2, one_cpu=True), Start(2))
+
+
+def told_by(models: Sequence[str], start: Start, environment: dict[str, str]) -> str:
+    """What a fresh process tells (see `written`), in this environment and more variables."""
+    cpus = os.sched_getaffinity(0)
+    command = [sys.executable, "-m", "tests.engine.written", *models]
+    where = ["taskset", "-c", str(min(cpus))] if start.one_cpu else []
+    threads = {"OMP_NUM_THREADS": str(start.threads)}
+    process = subprocess.run(
+        [*where, *command], capture_output=True, text=True, env=os.environ | environment | threads
+    )
+    assert process.returncode == 0 and f"{start.threads} threads" in process.stderr, process.stderr
+    return process.stdout
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    with ExitStack() as stack:
+        for _ in range(count):
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield
+
+
+def assert_starts_agree(
+    models: Sequence[str], environment: dict[str, str], starts: Sequence[Start]
+) -> None:
+    """As many on the machine as it is as beside two loops that never rest."""
+    told: Counter[str] = Counter()
+    for loops in (0, 2):
+        with busy_processes(loops):
+            told.update(told_by(models, start, environment) for start in starts)
+    assert len(told) == 1, told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "starts", [STARTS[:2], pytest.param(STARTS, marks=pytest.mark.statistics)], ids=["4", "10"]
+)
+def test_a_restart_changes_no_bit(tmp_path: Path, starts: Sequence[Start]) -> None:
+    """Logits of a tiny model and of the demo's; and what the demo's pair writes, of fp32 and of
+    blocks."""
+    build(tmp_path, "llama")
+    version()  # the kernels are compiled once
+    assert_starts_agree([str(tmp_path), *map(str, gguf_files(tmp_path))], {}, starts)

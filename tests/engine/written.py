@@ -43,6 +43,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
 )
 COMMON: dict[str, Any] = {"ignore_eos": True, "logprobs": 4}
 LENGTHS = (40, 12, 24, 12)  # of outputs, by turns
+SCARCE_BLOCKS = 96  # of 4 tokens: the longest request fits, and 8 others do not go on together
 # What smollm2 is asked for: text that repeats itself, which is what lookups guess.
 ASKED = (
     "Repeat this list three times: apple, pear, plum, grape, cherry, apricot, melon, fig.",
@@ -121,17 +122,14 @@ def write(
     depth: int = 0,
 ) -> Written:
     """What `count` requests get, by default in the plainest way: `batch` at a time, at most `chunk`
-    tokens a step, with `scarce` in too few (and small) blocks. With a prefix cache they come twice."""
+    tokens a step. `scarce`: in few and small blocks. With a prefix cache they come twice."""
     target = pair.target.config
     draft = pair.draft if MODEL in drafter else None
     prompts = [pair.prompts[i % len(pair.prompts)] for i in range(count)]
-    block_size = 4 if scarce else 16
     lengths = [LENGTHS[i % len(LENGTHS)] for i in range(count)]
-    each = (len(p) + n for p, n in zip(prompts, lengths, strict=True))
-    sizes = sorted(-(-tokens // block_size) for tokens in each)[-batch:]
     config = SchedulerConfig(
-        num_blocks=max(sizes[-1], sum(sizes) * 6 // 10) if scarce else sum(sizes) + 64,
-        block_size_tokens=block_size,
+        num_blocks=SCARCE_BLOCKS if scarce else 2048,
+        block_size_tokens=4 if scarce else 16,
         max_slots=batch,
         max_model_tokens=target.max_position_tokens,
         step_budget_tokens=max(chunk, batch),
