@@ -176,10 +176,13 @@ def test_who_reads_slowly_keeps_it() -> None:
         [b"GET /version HTTP/1.1\r\n", *[b"x: a\r\n" * 2**12] * 64],
         [b"GET /", *[b"a" * 2**14] * 64],
         [b"GET /version HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n"],
+        [b"GET / HTTP/1.1\r\nx: ", *[b"a" * (2**14 - 9)] * 8, b"a" * 99 + b"\r\ny: b\r\n"],
     ],
-    ids=["value", "fields", "path", "whole"],
+    ids=["value", "fields", "path", "whole", "end"],
 )
-def test_a_head_has_an_end(client: Client, parts: list[bytes]) -> None:
+def test_a_head_has_an_end(
+    client: Client, parts: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
     async def scene() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
         told = asyncio.ensure_future(reader.read(2**16))
@@ -193,6 +196,7 @@ def test_a_head_has_an_end(client: Client, parts: list[bytes]) -> None:
 
     told = run(beside_honest(client.port, scene()))
     assert statuses(told) == [431] and b"more than 65536 bytes" in told
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]  # refused once
 
 
 def test_a_long_head_is_read(client: Client) -> None:

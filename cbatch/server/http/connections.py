@@ -144,7 +144,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._asking_since_s = self.loop.time()
         was_in_head = self._in_head
         super().data_received(data)
-        if was_in_head and self._in_head and not self.transport.is_closing():
+        refused = self in self._lingering or self.transport.is_closing()
+        if was_in_head and self._in_head and not refused:
             self._fed_bytes += len(data)
             if self._fed_bytes > 2 * MAX_HEAD_BYTES:  # a field without an end
                 self._head_bytes = self._fed_bytes
