@@ -1,7 +1,7 @@
 """Grammars that outputs follow, compiled where that can stop nobody."""
 
 from cbatch.grammars.compiling import FIELD, MAX_GRAMMAR_CHARS, Compiled, Grammars, not_served
-from cbatch.grammars.guard import GrammarGuard, GrammarsBusyError
+from cbatch.grammars.guard import GrammarGuard, GrammarsBusyError, TriedGrammar
 from cbatch.grammars.worker import Setup
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "Grammars",
     "GrammarsBusyError",
     "Setup",
+    "TriedGrammar",
     "not_served",
 ]

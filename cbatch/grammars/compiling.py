@@ -11,8 +11,8 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -30,8 +30,8 @@ MAX_GRAMMAR_CHARS = 65_536
 # Of the thread that compiles: the library takes some 7 KiB for each level that a text nests, and a
 # text that is not too long has no more levels than this holds. Only what is touched costs memory.
 STACK_BYTES = 256 * 2**20
-_KEPT = 16
-_QUICK_S = 0.1  # what takes longer takes tens of MiB as well, and is kept while somebody uses it
+# What took longer to compile takes more memory, up to 60 MiB a second.
+_KEPT_S = 0.2
 # Between the parts of JSON: a space, or a line break and an indentation. The library's own default
 # has no end, and small models go on with it for ever.
 _BLANKS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\r?\n(\x20{0,24}|\t{0,8})"}
@@ -49,20 +49,22 @@ class Compiled:
 
 
 class Grammars:
-    """`tokenizer` is called when the first grammar is asked for, or by `prepare`. The latest
-    ordinary grammars are kept, and any that somebody holds. Any thread may call."""
+    """`tokenizer` is called when the first grammar is asked for, or by `prepare`. The latest that
+    together took no more than `kept_s` are kept, and any that somebody holds. Any thread may
+    call."""
 
     def __init__(
         self,
         tokenizer: Callable[[], TextTokenizer],
         vocab_size: int,
         eos_ids: tuple[int, ...],
-        num_kept: int = _KEPT,
+        kept_s: float = _KEPT_S,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size, self.eos_ids = vocab_size, eos_ids
         self._known: WeakValueDictionary[StructuredOutputs, Compiled] = WeakValueDictionary()
-        self._latest: deque[Compiled] = deque(maxlen=num_kept)
+        self._latest: deque[Compiled] = deque()
+        self._kept_s = kept_s
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -93,8 +95,9 @@ class Grammars:
             self._known[asked] = found
             with suppress(ValueError):
                 self._latest.remove(found)
-            if found.took_s < _QUICK_S:
-                self._latest.append(found)
+            self._latest.append(found)
+            while sum(each.took_s for each in self._latest) > self._kept_s:
+                self._latest.popleft()
         return found
 
     def _compile(self, asked: StructuredOutputs) -> Compiled:
@@ -144,7 +147,7 @@ def with_stack(size_bytes: int, work: Callable[[], T]) -> T:
             threading.stack_size(before)
     thread.join()
     if raised:
-        raise raised[0]
+        raise raised.pop()  # held here as well, it would keep all that it saw, up to gigabytes
     return found[0]
 
 
@@ -187,11 +190,24 @@ def not_served(field: str = FIELD) -> FieldError:
     return FieldError(field, "is not served here", remedy)
 
 
+def in_lark(asked: StructuredOutputs) -> StructuredOutputs:
+    """What is asked in GBNF, in Lark; anything else as it is. To convert a long one takes a second
+    of Python, which holds up all threads beside. Raises `FieldError`."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if asked.grammar is None:
+        return asked
+    with _reading():
+        lark = any_to_lark(_sized(asked.grammar))
+    return asked if lark == asked.grammar else StructuredOutputs(grammar=_sized(lark))
+
+
 def grammar_text(asked: StructuredOutputs) -> str:
     """As llguidance reads it. Raises `FieldError`."""
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
-    try:
+    asked = in_lark(asked)
+    with _reading():
         if asked.json is not None:
             schema = _within_reach(_sized(str(asked.json)))  # it is one
             return LLMatcher.grammar_from_json_schema(schema, defaults=_BLANKS)
@@ -201,12 +217,19 @@ def grammar_text(asked: StructuredOutputs) -> str:
         if asked.regex is not None:
             return _sized(LLMatcher.grammar_from_regex(asked.regex))
         if asked.grammar is not None:
-            return grammar_from("grammar", _sized(asked.grammar))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, FieldError):
-            raise
-        raise FieldError(FIELD, f"cannot be read ({_short(str(error))})", _REMEDY) from error
+            return LLMatcher.grammar_from_lark(asked.grammar)
     return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=_BLANKS)
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Whatever a reader raises is said of the text."""
+    try:
+        yield
+    except (FieldError, MemoryError):
+        raise
+    except Exception as error:
+        raise FieldError(FIELD, f"cannot be read ({_short(str(error))})", _REMEDY) from error
 
 
 def _sized(text: str) -> str:

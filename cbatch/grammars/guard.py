@@ -13,6 +13,7 @@ import signal
 import sys
 from collections import Counter, OrderedDict
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,7 +31,15 @@ SPARE_S = 10.0  # a worker beside an idle one is kept for as long
 _WALL_S = 20.0  # for a grammar on a machine where its processor time takes as long
 _START_S = 120.0
 _REMEMBERED = 512  # grammars and what became of them
+_REMEMBERED_CHARS = 2**21  # of those that were converted
 _REMEDY = "use a simpler grammar"
+
+
+class TriedGrammar(NamedTuple):
+    """The same, as an engine compiles it soonest, and seconds of processor time that this takes."""
+
+    asked: StructuredOutputs
+    compile_s: float
 
 
 class GrammarsBusyError(RuntimeError):
@@ -56,6 +65,7 @@ class GrammarGuard:
         self._turns: dict[str, asyncio.Lock] = {}  # by owner, of those that wait
         self._waiting: Counter[str] = Counter()
         self._known: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
+        self._known_chars = 0
         self._asked: dict[bytes, asyncio.Task[GrammarVerdict]] = {}
         self._warming: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()  # workers that have been killed
@@ -71,7 +81,7 @@ class GrammarGuard:
         num_choices: int = 1,
         field: str = FIELD,
         owner: str | None = None,
-    ) -> None:
+    ) -> TriedGrammar:
         """Raises `FieldError` about `field` for what cannot be honoured, `GrammarsBusyError`."""
         _require_size(asked, field)
         verdict = await self._verdict(asked, owner)
@@ -80,6 +90,8 @@ class GrammarGuard:
         if verdict.begin_s * num_choices > MAX_BEGIN_S:
             problem = f"takes {verdict.begin_s:.2f} s to begin, for each choice"
             raise FieldError(field, problem, f"{_REMEDY}, or ask for fewer choices")
+        quick = asked if verdict.lark is None else StructuredOutputs(grammar=verdict.lark)
+        return TriedGrammar(quick, verdict.compile_s)
 
     async def close(self) -> None:
         """Ends the processes. Nothing may be asked any more."""
@@ -108,8 +120,10 @@ class GrammarGuard:
         del self._asked[key]
         if not done.cancelled() and done.exception() is None:
             self._known[key] = done.result()
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+            self._known_chars += len(done.result().lark or "")
+            while len(self._known) > _REMEMBERED or self._known_chars > _REMEMBERED_CHARS:
+                _, forgotten = self._known.popitem(last=False)
+                self._known_chars -= len(forgotten.lark or "")
 
     async def _find_out(self, content: bytes, owner: str | None) -> GrammarVerdict:
         if owner is None:

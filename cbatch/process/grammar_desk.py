@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.grammars import Compiled, Grammars, not_served
 
 MAX_HELD = 32  # grammars at once: one may take tens of MiB
+QUICK_S = 0.05  # of processor time; an ordinary schema takes 1 ms
 _NICE = 10  # steps go first
 
 
@@ -24,16 +25,20 @@ class Waiting(NamedTuple):
 
 class GrammarDesk:
     """Grammars are compiled one after another, in the order of requests, and held until the last
-    request has left: in a step nobody has to wait for one."""
+    request has left: in a step nobody has to wait for one. Those that were seen to take long wait
+    for each other, and give way to steps; quick ones wait for quick ones alone."""
 
-    def __init__(self, grammars: Grammars | None, note: Callable[[str | None], None]) -> None:
-        """`note` is told whose grammar is being compiled, and when nobody's is any more."""
+    def __init__(self, grammars: Grammars | None, note: Callable[[Collection[str]], None]) -> None:
+        """`note` is told whose grammars are being compiled."""
         self._grammars, self._note = grammars, note
+        self._compiling: dict[str, None] = {}  # request ids
+        self._lock = threading.Lock()  # around those
         self._waiting: dict[str, Waiting] = {}  # by request id
         self._asked: dict[str, StructuredOutputs] = {}  # of those that wait, or follow one
         self._users: Counter[StructuredOutputs] = Counter()
         self._compiled: dict[StructuredOutputs, Future[Compiled]] = {}
-        self._thread = ThreadPoolExecutor(1, "cbatch-grammars", _step_aside)
+        self._quick = ThreadPoolExecutor(1, "cbatch-grammars")
+        self._slow = ThreadPoolExecutor(1, "cbatch-slow-grammars", _step_aside)
 
     @property
     def waiting(self) -> bool:
@@ -70,19 +75,24 @@ class GrammarDesk:
                 yield request, output, found.exception()
 
     def _compile_next(self) -> None:
-        for request_id in self._waiting:
+        for request_id, (request, _) in self._waiting.items():
             asked = self._asked[request_id]
             if asked not in self._compiled and len(self._compiled) < MAX_HELD:
-                self._compiled[asked] = self._thread.submit(self._compile, asked, request_id)
+                thread = self._quick if request.compile_s < QUICK_S else self._slow
+                self._compiled[asked] = thread.submit(self._compile, asked, request_id)
 
     def _compile(self, asked: StructuredOutputs, request_id: str) -> Compiled:
         if self._grammars is None:
             raise not_served()
-        self._note(request_id)
+        with self._lock:
+            self._compiling[request_id] = None
+            self._note(self._compiling)
         try:
             return self._grammars.compiled(asked)
         finally:
-            self._note(None)
+            with self._lock:
+                del self._compiling[request_id]
+                self._note(self._compiling)
 
 
 def _step_aside() -> None:

@@ -98,12 +98,12 @@ class InFlightJournal:
         self._reading.forget()
         self.signs[0] += 1
 
-    def write_compiling(self, request_id: str | None) -> None:
-        """Whose grammar is being compiled; None: nobody's."""
-        if request_id is None:
-            self._compiling.forget()
+    def write_compiling(self, request_ids: Collection[str]) -> None:
+        """Whose grammars are being compiled."""
+        if request_ids:
+            self._compiling.write(msgspec.msgpack.encode(list(request_ids)))
         else:
-            self._compiling.write(msgspec.msgpack.encode([request_id]))
+            self._compiling.forget()
 
     def read(self) -> list[str]:
         """Who was in flight, being read, or had a grammar compiled; each once."""

@@ -14,7 +14,7 @@ import pytest
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import StructuredOutputs
 from cbatch.demo import demo_paths
-from cbatch.grammars import GrammarGuard, GrammarsBusyError, Setup
+from cbatch.grammars import GrammarGuard, Grammars, GrammarsBusyError, Setup
 from cbatch.grammars import guard as guard_module
 from cbatch.text import load_tokenizer
 
@@ -138,6 +138,36 @@ def test_a_verdict_is_found_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch
                 with pytest.raises(FieldError):
                     await guard.check(bad)
             assert len(asked) == 2
+
+    run(scene())
+
+
+def test_gbnf_is_converted_where_it_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one takes a second of Python, for which the engine's steps would wait."""
+
+    def refuse(text: str) -> str:
+        raise AssertionError("not here")
+
+    monkeypatch.setattr("llguidance.gbnf_to_lark.gbnf_to_lark", refuse)
+    gbnf, lark = (
+        StructuredOutputs(grammar=f"{first} r0\n" + chain(900, f"r{{}} {sign} r{{}}\n", last))
+        for first, sign, last in (
+            ("root ::=", "::=", 'r{} ::= "a"'),
+            ("start:", ":", 'r{}: "a"'),
+        )
+    )
+
+    async def scene() -> None:
+        async with guarding() as guard:
+            tried = await guard.check(gbnf)
+            assert tried.asked != gbnf
+            Grammars(lambda: TOKENIZER, SETUP.vocab_size, (0,)).check(tried.asked)
+            assert (await guard.check(lark)).asked is lark
+            assert guard._known_chars == len(tried.asked.grammar or "")
+            monkeypatch.setattr(guard_module, "_REMEMBERED_CHARS", 100)
+            for letter in "abcdefgh":
+                await guard.check(StructuredOutputs(grammar=f'root ::= "{letter}"'))
+            assert 2 <= len(guard._known) <= 6 and 0 < guard._known_chars <= 100
 
     run(scene())
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import FinishReason, Request, StructuredOutputs
@@ -22,7 +23,7 @@ from tests.process.test_messages import OneCommand
 
 
 class SlowGrammars:
-    """Each takes until `release`; those that begin with "bad" do not compile."""
+    """Each but "quick" takes until `release`; those that begin with "bad" do not compile."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
@@ -30,7 +31,7 @@ class SlowGrammars:
 
     def compiled(self, asked: StructuredOutputs) -> Any:
         assert threading.current_thread() is not threading.main_thread()
-        assert self.release.wait(30)
+        assert asked.regex == "quick" or self.release.wait(30)
         self.compiled_texts.append(str(asked.regex))
         if str(asked.regex).startswith("bad"):
             raise FieldError("structured_outputs", "does not compile", "change it")
@@ -62,6 +63,21 @@ def test_choices_share_a_grammar_and_a_bad_one_is_told() -> None:
     found = ready(desk, 3)
     assert found["a"] is found["b"] is None and "does not compile" in str(found["c"])
     assert not desk.waiting and grammars.compiled_texts == ["x", "bad"], "nobody wanted the last"
+
+
+def test_a_quick_one_does_not_wait_for_slow_ones() -> None:
+    grammars: Any = SlowGrammars()
+    noted: list[set[str]] = []
+    desk = GrammarDesk(grammars, lambda names: noted.append(set(names)))
+    for name in "abc":
+        desk.enter(structs.replace(asking(name, name), compile_s=2 * desk_module.QUICK_S), ())
+    while not noted:
+        time.sleep(0.001)
+    desk.enter(asking("d", "quick"), ())
+    assert set(ready(desk, 1)) == {"d"} and not grammars.release.is_set()
+    assert {"a", "d"} in noted, "whoever outlives the engine is to know of both"
+    grammars.release.set()
+    assert set(ready(desk, 3)) == set("abc")
 
 
 def test_no_more_are_held_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:

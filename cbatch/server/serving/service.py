@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from msgspec import structs
+
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.grammars import FIELD, GrammarGuard, GrammarsBusyError, Setup, not_served
+from cbatch.grammars import FIELD, GrammarGuard, GrammarsBusyError, Setup, TriedGrammar, not_served
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import EngineMetrics, Ready, Snapshot
 from cbatch.server.protocol.errors import ServiceDownError
@@ -167,7 +169,11 @@ class EngineService:
             holds.callback(ticket.release)
             ids = await self._token_ids(prompt)
             requests = self._requests(ids, params, engine, request_id, priority, cache_salt)
-            await self._require_grammar(params, grammar_field, owner)
+            if params.structured_outputs is not None:
+                tried = await self._tried(params, grammar_field, owner)
+                quick = structs.replace(params, structured_outputs=tried.asked)
+                given = {"params": quick, "compile_s": tried.compile_s}
+                requests = [structs.replace(each, **given) for each in requests]
             if request_id in self._calls:
                 raise FieldError("request_id", f"{request_id!r} is running", "use another")
             ticket.settle(len(ids))
@@ -222,14 +228,13 @@ class EngineService:
         engine.config.check_request(requests[0])
         return requests
 
-    async def _require_grammar(self, params: SamplingParams, field: str, owner: str | None) -> None:
+    async def _tried(self, params: SamplingParams, field: str, owner: str | None) -> TriedGrammar:
         """Raises `FieldError` for a grammar that the engine could not follow, `OverloadedError`."""
-        if params.structured_outputs is None:
-            return
+        assert params.structured_outputs is not None
         if self._grammars is None:
             raise not_served(field)
         try:
-            await self._grammars.check(
+            return await self._grammars.check(
                 params.structured_outputs, num_choices=params.n, field=field, owner=owner
             )
         except GrammarsBusyError as error:
