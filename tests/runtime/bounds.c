@@ -68,7 +68,7 @@ static void products(void) {
             float *bias = floats(out), *scale = floats(in);
             linear by = linear_of(types[t], out, in, below(2) ? bias : 0, below(2) ? scale : 0);
             for (long i = 0; i < 5; i++) {
-                const long rows = 1 + below(2 * ROWS + 1);
+                const long rows = 1 + below(below(4) ? 2 * ROWS + 1 : 33);
                 float *x = below(4) ? floats(rows * in) : bits(rows * in * 4);
                 float *y = room(rows * out * 4);
                 if (product(&by, x, y, rows, out, 1 + below(3))) abort();

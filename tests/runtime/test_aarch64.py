@@ -20,7 +20,7 @@ from cbatch.runtime.cpu.compiled.compiler import Compiler, has_ziglang
 from cbatch.runtime.cpu.compiled.product import BLOCK_TYPES, TYPES
 from cbatch.system.cache import cache_folder
 from tests.runtime.test_block_products import COLUMNS, OUT, stored, whole
-from tests.runtime.test_builds import FUSED, RUNNABLE, use
+from tests.runtime.test_builds import FUSED, OWN_BF16, RUNNABLE, use
 
 LANES = 4
 ROWS = 9
@@ -29,7 +29,7 @@ EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 GCC = shutil.which("aarch64-linux-gnu-gcc")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(set(FUSED) <= {"avx512_bf16"}, reason="nothing to compare with"),
+    pytest.mark.skipif(set(FUSED) <= set(OWN_BF16), reason="nothing to compare with"),
     pytest.mark.skipif(EMULATOR is None, reason="needs qemu-aarch64"),
     pytest.mark.skipif(
         GCC is None and not has_ziglang(), reason="needs aarch64-linux-gnu-gcc, or ziglang"
@@ -73,7 +73,7 @@ def test_products_have_the_same_bits(
     name: str, programs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As here, without instructions for bf16."""
-    here = next(RUNNABLE[each] for each in FUSED if each != "avx512_bf16")
+    here = next(RUNNABLE[each] for each in FUSED if each not in OWN_BF16)
     use(build.library_of(here, find_compiler(), cache_folder("compiled")), monkeypatch)
     x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
     problems, expected = b"", {}

@@ -6,7 +6,9 @@ import functools
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from cbatch.runtime.cpu.compiled import build, find_compiler
 from cbatch.runtime.cpu.compiled.builds import Build, runnable
 from tests.runtime.marks import has_compiler
 
-DRIVER = Path(__file__).with_name("bounds.c")
+DRIVER, TILES = (Path(__file__).with_name(name) for name in ("bounds.c", "tiles.h"))
 FLAGS = ("-std=gnu11", "-O1", "-g", "-pthread")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # What a late thread may still look at is never given back.
@@ -41,20 +43,24 @@ def sanitizes() -> bool:
     return True
 
 
-def builds() -> list[Build]:
-    """Of each width of vectors, the best."""
+def builds() -> Iterator[Any]:
+    """Of each width of vectors, the best; and tiles, by hand where there are none."""
     found = runnable() if has_compiler() else []
-    return [each for each in found if each in found[:1] or each.name in ("avx2", "portable")]
+    for each in found:
+        if each in found[:1] or each.name in ("avx2", "portable"):
+            yield pytest.param(each, (), id=each.name)
+        if each.name == "avx512_bf16":
+            yield pytest.param(each, ("-include", str(TILES)), id="tiles")
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C compiler, or not Linux")
-@pytest.mark.parametrize("of", [pytest.param(each, id=each.name) for each in builds()])
-def test_no_kernel_leaves_its_buffers(of: Build, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("of", "more"), list(builds()))
+def test_no_kernel_leaves_its_buffers(of: Build, more: tuple[str, ...], tmp_path: Path) -> None:
     """Vectors of each width, and no instructions that are not everywhere."""
     if not sanitizes():
         pytest.skip("the compiler has no sanitizers")
     program, compiler = tmp_path / "bounds", find_compiler()
     assert compiler is not None
-    compiled(DRIVER, program, *compiler.flags(of), f"-I{build._SOURCE.parent}")
+    compiled(DRIVER, program, *compiler.flags(of), *more, f"-I{build._SOURCE.parent}")
     done = subprocess.run([program, "1"], capture_output=True, text=True, env=ENVIRONMENT)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr[-5000:]

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +38,11 @@ NOT_HERE = [each for each in builds.builds_of(platform.machine()) if each.name n
 # Both are rounded once where `a * b + c` is one instruction: else twice.
 FUSED = [name for name, each in RUNNABLE.items() if "fma" in each.features or name == "i8mm"]
 FUSED += ["portable"] if platform.machine() == "aarch64" else []
+# AMX in C (see tiles.h), where the other instructions of such a processor are.
+BY_HAND = "amx by hand"
+TILES = Path(__file__).with_name("tiles.h")
+COMPUTED = [*RUNNABLE, *([BY_HAND] if "avx512_bf16" in RUNNABLE else [])]
+OWN_BF16 = ("avx512_bf16", "amx", BY_HAND)
 MOST_ROWS = 40
 
 
@@ -49,6 +55,7 @@ V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 @pytest.mark.parametrize(
     ("machine", "features", "expected"),
     [
+        ("x86_64", f"{V4} avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16", "amx"),
         ("x86_64", f"{V4} avx512_vnni avx512_bf16 amx_int8 avx_vnni", "avx512_bf16"),
         ("x86_64", f"{V4} avx512_vnni", "avx512_vnni"),
         ("x86_64", V4, "avx512"),
@@ -73,6 +80,16 @@ def test_the_best_that_the_processor_runs_is_taken(
 def pretend(monkeypatch: pytest.MonkeyPatch, machine: str, features: str) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(builds, "cpu_features", lambda: f"flags\t\t: {features}")
+    monkeypatch.setattr(builds, "_may_use_tiles", lambda: True)
+
+
+def test_tiles_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the system's leave their first use ends the process."""
+    may_use_tiles = builds._may_use_tiles
+    pretend(monkeypatch, "x86_64", f"{V4} avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16")
+    monkeypatch.setattr(builds, "_may_use_tiles", lambda: False)
+    assert builds.runnable()[0].name == "avx512_bf16"
+    assert "amx" not in RUNNABLE or may_use_tiles()
 
 
 def test_a_name_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +111,7 @@ INSTRUCTIONS["avx_vnni"] = INSTRUCTIONS["avx2"] | {"AVXVNNI"}
 INSTRUCTIONS["avx512"] = INSTRUCTIONS["avx2"] | {"AVX512F", "AVX512BW"}
 INSTRUCTIONS["avx512_vnni"] = INSTRUCTIONS["avx512"] | {"AVX512VNNI"}
 INSTRUCTIONS["avx512_bf16"] = INSTRUCTIONS["avx512_vnni"] | {"AVX512BF16"}
+INSTRUCTIONS["amx"] = INSTRUCTIONS["avx512_bf16"] | {"AMX_TILE"}
 
 
 @needs_compiler
@@ -107,7 +125,7 @@ def test_a_name_fixes_the_instructions(made: Build) -> None:
         pytest.skip("the compiler is older")
     command = [*compiler.command, *compiler.flags(made), "-E", "-dM", "-x", "c", os.devnull]
     told = subprocess.check_output(command, text=True).split()
-    asked = INSTRUCTIONS["avx512_bf16"] | INSTRUCTIONS["avx_vnni"]
+    asked = INSTRUCTIONS["amx"] | INSTRUCTIONS["avx_vnni"]
     assert {each for each in asked if f"__{each}__" in told} == INSTRUCTIONS[made.name]
 
 
@@ -133,8 +151,18 @@ def libraries() -> dict[str, ctypes.CDLL]:
     known = {name: each for name, each in RUNNABLE.items() if compiler.takes(each)}
     folder = cache_folder("compiled")
     with ThreadPoolExecutor(2) as pool:
+        by_hand = pool.submit(tiles_by_hand, compiler) if "avx512_bf16" in known else None
         made = pool.map(lambda each: build.library_of(each, compiler, folder), known.values())
-        return dict(zip(known, made, strict=True))
+        found = dict(zip(known, made, strict=True))
+        return found if by_hand is None else found | {BY_HAND: by_hand.result()}
+
+
+def tiles_by_hand(compiler: Compiler) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "library.so"
+        flags = (*build._FLAGS, *compiler.flags(RUNNABLE["avx512_bf16"]), "-include", str(TILES))
+        compiler.run(*flags, "-shared", str(build._SOURCE), "-lm", "-o", str(made))
+        return build._loaded(made)
 
 
 def use(kernel: ctypes.CDLL, patch: pytest.MonkeyPatch) -> None:
@@ -142,7 +170,7 @@ def use(kernel: ctypes.CDLL, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "library", lambda: kernel)
 
 
-@pytest.fixture(params=RUNNABLE)
+@pytest.fixture(params=COMPUTED)
 def build_in_use(
     request: pytest.FixtureRequest,
     libraries: dict[str, ctypes.CDLL],
@@ -236,7 +264,8 @@ def test_fused_products_have_the_same_bits_everywhere(in_each: Iterator[tuple[st
     for build_name, _ in in_each:
         for name, product in products().items():
             found = product(x, MOST_ROWS)
-            if build_name in FUSED and (name, build_name) != ("torch.bfloat16", "avx512_bf16"):
+            own = name == "torch.bfloat16" and build_name in OWN_BF16
+            if build_name in (*FUSED, BY_HAND) and not own:
                 assert torch.equal(found, expected.setdefault(name, found)), (name, build_name)
             else:
                 others.append((name, found))
@@ -261,10 +290,22 @@ def test_passes_have_the_bits_of_their_width(
     for name, width in in_each:
         found = logits(path, dtype=dtype, numerics="invariant")
         assert (found - exact).norm() <= far * exact.norm()
-        if (stored_as, name) != ("bfloat16", "avx512_bf16"):
-            first = by_width.setdefault((width, name in FUSED), found)
+        if stored_as != "bfloat16" or name not in OWN_BF16:
+            first = by_width.setdefault((width, name in (*FUSED, BY_HAND)), found)
             assert torch.equal(found, first), name
     assert len(by_width) < 2 or not torch.equal(*list(by_width.values())[:2])
+
+
+def test_tiles_by_hand_are_those_of_a_processor(libraries: dict[str, ctypes.CDLL]) -> None:
+    if "amx" not in libraries:
+        pytest.skip("needs a processor with AMX")
+    x, weight = rows(COLUMNS), dense(torch.bfloat16, COLUMNS)
+    found = []
+    for name in ("amx", BY_HAND):
+        with pytest.MonkeyPatch.context() as patch:
+            use(libraries[name], patch)
+            found.append(CompiledProduct(weight, None, None)(x, MOST_ROWS))
+    assert torch.equal(*found)
 
 
 @pytest.mark.slow

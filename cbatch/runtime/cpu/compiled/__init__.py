@@ -6,8 +6,8 @@ called. The kernels keep weights in the type they come in, packed in panels, hav
 a row whatever rows are beside it, and need a C compiler (see `compiler`); where there is none,
 everything goes without them.
 
-- `vectors.h`, `product.h`, `blocks.h`, `attention.h`, `team.h`, `library.c`: the kernels, and the
-  threads that share their loops; `build` compiles them, as one of `builds`.
+- `library.c` and what it includes: the kernels, and the threads that share their loops (`team.h`);
+  `build` compiles them, as one of `builds`.
 - `product`: one product as the runtime calls it.
 - `cbatch.runtime.cpu.compiled_pass` calls the pass.
 """

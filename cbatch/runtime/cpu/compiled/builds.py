@@ -7,6 +7,7 @@ compiler (`__AVX2__`, ...).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from pathlib import Path
@@ -18,8 +19,7 @@ KERNELS = "CBATCH_KERNELS"  # names the build to use, for tests and diagnosis
 
 
 class Build(NamedTuple):
-    """`features` are what it needs of the processor, in the words of /proc/cpuinfo. Compilers say
-    the same without `_`."""
+    """`features` are what it needs of the processor, in the words of /proc/cpuinfo."""
 
     name: str
     features: tuple[str, ...] = ()
@@ -28,6 +28,8 @@ class Build(NamedTuple):
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _AVX512_VNNI = (*_AVX512, "avx512_vnni")
+_AVX512_BF16 = (*_AVX512_VNNI, "avx512_bf16")
+_TILE = "amx_tile"
 # For some processors gcc leaves one of two dependent `a * b + c` unfused, by what is beside it, and
 # bits of a row depend on how many rows there are. Other compilers take no notice.
 _FUSE = "--param=avoid-fma-max-bits=0"
@@ -36,7 +38,8 @@ _PORTABLE = Build("portable")
 # By machine, the preferred first.
 _BUILDS = {
     "x86_64": (
-        Build("avx512_bf16", (*_AVX512_VNNI, "avx512_bf16")),
+        Build("amx", (*_AVX512_BF16, _TILE, "amx_bf16", "amx_int8")),
+        Build("avx512_bf16", _AVX512_BF16),
         Build("avx512_vnni", _AVX512_VNNI),
         Build("avx512", _AVX512),
         Build("avx_vnni", (*_AVX2, "avx_vnni")),
@@ -56,7 +59,16 @@ def builds_of(machine: str) -> tuple[Build, ...]:
 def runnable() -> list[Build]:
     """Those that this processor can run, the preferred first. Raises OSError without /proc."""
     features = set(cpu_features().split())
+    if _TILE in features and not _may_use_tiles():
+        features.remove(_TILE)
     return [each for each in builds_of(platform.machine()) if features.issuperset(each.features)]
+
+
+def _may_use_tiles() -> bool:
+    """Linux gives a process the state of its tiles when it asks for it (arch_prctl,
+    ARCH_REQ_XCOMP_PERM)."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def offered() -> list[Build]:
@@ -77,11 +89,13 @@ def offered() -> list[Build]:
 def flags_of(build: Build, machine: str, *, zig: bool) -> tuple[str, ...]:
     """What to tell a compiler for that machine: gcc or clang, or zig's, which is a clang with a
     language of its own."""
-    words = [word.replace("_", "") for word in build.features]
+    tiles = [word for word in build.features if word.startswith("amx_")]
+    words = [word.replace("_", "") for word in build.features if word not in tiles]
     if zig:
-        cpu = "native" if build is _NATIVE else "+".join(["baseline", *words])
+        cpu = "native" if build is _NATIVE else "+".join(["baseline", *words, *tiles])
         return (f"-mcpu={cpu}", "-fno-sanitize=undefined")  # else it checks as it computes
     if machine == "x86_64":
+        words += [word.replace("_", "-") for word in tiles]
         return ("-march=x86-64", "-mtune=native", _FUSE, *(f"-m{word}" for word in words))
     if machine == "aarch64":
         return (f"-march={'+'.join(['armv8.2-a' if words else 'armv8-a', *words])}", _FUSE)

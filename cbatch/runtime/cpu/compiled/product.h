@@ -7,81 +7,9 @@
 // many rows share the product nor on the number of threads.
 
 #pragma once
+#include "problem.h"
 #include "team.h"
-#include "vectors.h"
-
-#define FEW 2       // rows that wait for memory more than they compute
-#define AHEAD 2048  // bytes, into a second cache: of what a first one waits for there are few at once
-#include "blocks.h"
-
-enum { F32 = 0, BF16 = 30 };  // and block types, all as ggml numbers them
-
-// What a product takes a row as: fp32; cells (see blocks.h); pairs of bf16.
-enum takes { FLOATS, CELLS, PAIRS };
-
-// Outputs [out] of one type in panels aligned to 64 bytes; an odd last column of bf16 has a pair all
-// the same. They come in runs of `run`, a multiple of LANES unless there is one: output o stands in
-// column `first` + o / run * pitch + o % run of y.
-typedef struct {
-    const char *panels;
-    long out, run, pitch, first;
-    int type;
-} segment;
-
-// `scale` [in] and `bias` [columns of y] may be null. All parts take rows as the same.
-typedef struct {
-    const segment *parts;
-    const float *scale, *bias;
-    long num_parts, in;
-} linear;
-
-// Rows follow each other by strides, of x in bytes; y is added to, or written.
-typedef struct {
-    const linear *by;
-    const char *x;
-    float *y;
-    long x_stride, y_stride;
-    int add;
-} problem;
-
-INLINE enum takes takes_of(const linear *by) {
-    const int type = by->parts->type;
-#if defined(__AVX512BF16__)
-    if (type == BF16) return PAIRS;
-#endif
-    return type == F32 || type == BF16 ? FLOATS : CELLS;
-}
-
-// A row as it is taken, in at most so many bytes, a multiple of 64.
-INLINE long taken_bytes(long in) { return rounded(in, CELL) * 2; }
-_Static_assert(sizeof(coded) <= CELL * 2, "cells take more room than pairs");
-INLINE void hand_over(enum takes as, const float *x, long in, char *to) {
-    if (as == CELLS) encode(x, in, (coded *)to);
-    if (as == PAIRS) narrow(x, in, (uint16_t *)to);
-}
-
-INLINE long panels_of(const segment *p) { return (p->out + LANES - 1) / LANES; }
-INLINE long panel_bytes(const segment *p, long in) {
-    if (p->type == F32) return in * LANES * 4;
-    if (p->type == BF16) return rounded(in, 2) * LANES * 2;
-    return block_panel_bytes(form_of(p->type), in);
-}
-
-INLINE void put(const problem *of, const segment *p, long row, long panel, vec sum) {
-    const long output = panel * LANES, left = p->out - output, run = output / p->run;
-    const long column = p->first + run * p->pitch + (output - run * p->run);
-    const float *bias = of->by->bias;
-    float *to = of->y + row * of->y_stride + column;
-    if (left >= LANES) {
-        if (bias) sum += load(bias + column);
-        if (of->add) sum += load(to);
-        store(to, sum);
-    } else  // the last panel is filled up
-        for (long i = 0; i < left; i++) {
-            const float found = sum[i] + (bias ? bias[column + i] : 0.0f);
-            to[i] = of->add ? to[i] + found : found;
-        }
-}
+#include "tiles.h"
 
 // Rows from `row` with panels from `panel` on. Inlined: the last three are constants.
 INLINE void tile(const problem *of, const segment *of_w, long row, long panel, int half, int rows,
@@ -218,6 +146,9 @@ INLINE void block_tile(const problem *of, const segment *of_w, form f, long row,
 INLINE void block_band(const problem *of, const segment *of_w, form f, long rows, long first,
                        long last) {
     long r = 0;
+#if defined(__AMX_TILE__)
+    if (f.scales != HALVES) r = tiled_block_band(of, of_w, f, rows, first, last);
+#endif
     BLOCK_ROWS(ROWS)
 #if ROWS == 8
     BLOCK_ROWS(4)
@@ -232,7 +163,13 @@ static __attribute__((noinline)) void any_band(const problem *of, const segment 
     case T: block_band(of, p, form_of(T), rows, first, last); return;
     switch (p->type) {
     case F32: band(of, p, rows, first, last, F32); return;
-    case BF16: band(of, p, rows, first, last, takes_of(of->by) == PAIRS ? PAIRED : BF16); return;
+    case BF16:
+#if defined(__AMX_TILE__)
+        tiled_band(of, p, rows, first, last);
+#else
+        band(of, p, rows, first, last, takes_of(of->by) == PAIRS ? PAIRED : BF16);
+#endif
+        return;
     TYPE(Q4_0) TYPE(Q4_1) TYPE(Q5_0) TYPE(Q5_1) TYPE(Q8_0)
     TYPE(Q4_K) TYPE(Q5_K) TYPE(Q6_K) TYPE(IQ4_NL) TYPE(IQ4_XS)
     }

@@ -30,7 +30,7 @@ BLOCK_TYPES |= {"Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23}
 
 
 class Segment(ctypes.Structure):
-    """`segment` of product.h."""
+    """`segment` of problem.h."""
 
     _fields_ = [
         ("panels", c_void_p),
@@ -40,7 +40,7 @@ class Segment(ctypes.Structure):
 
 
 class LinearStruct(ctypes.Structure):
-    """`linear` of product.h: addresses, which whoever holds it keeps alive."""
+    """`linear` of problem.h: addresses, which whoever holds it keeps alive."""
 
     _fields_ = [
         ("segments", POINTER(Segment)),

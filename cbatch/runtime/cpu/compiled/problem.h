@@ -1,0 +1,77 @@
+// What a product is given, and where its sums go.
+
+#pragma once
+#include "vectors.h"
+
+#define FEW 2       // rows that wait for memory more than they compute
+#define AHEAD 2048  // bytes, into a second cache: of what a first one waits for there are few at once
+#include "blocks.h"
+
+enum { F32 = 0, BF16 = 30 };  // and block types, all as ggml numbers them
+
+// What a product takes a row as: fp32; cells (see blocks.h); pairs of bf16.
+enum takes { FLOATS, CELLS, PAIRS };
+
+// Outputs [out] of one type in panels aligned to 64 bytes; an odd last column of bf16 has a pair all
+// the same. They come in runs of `run`, a multiple of LANES unless there is one: output o stands in
+// column `first` + o / run * pitch + o % run of y.
+typedef struct {
+    const char *panels;
+    long out, run, pitch, first;
+    int type;
+} segment;
+
+// `scale` [in] and `bias` [columns of y] may be null. All parts take rows as the same.
+typedef struct {
+    const segment *parts;
+    const float *scale, *bias;
+    long num_parts, in;
+} linear;
+
+// Rows follow each other by strides, of x in bytes; y is added to, or written.
+typedef struct {
+    const linear *by;
+    const char *x;
+    float *y;
+    long x_stride, y_stride;
+    int add;
+} problem;
+
+INLINE enum takes takes_of(const linear *by) {
+    const int type = by->parts->type;
+#if defined(__AVX512BF16__)
+    if (type == BF16) return PAIRS;
+#endif
+    return type == F32 || type == BF16 ? FLOATS : CELLS;
+}
+
+// A row as it is taken, in at most so many bytes, a multiple of 64.
+INLINE long taken_bytes(long in) { return rounded(in, CELL) * 2; }
+_Static_assert(sizeof(coded) <= CELL * 2, "cells take more room than pairs");
+INLINE void hand_over(enum takes as, const float *x, long in, char *to) {
+    if (as == CELLS) encode(x, in, (coded *)to);
+    if (as == PAIRS) narrow(x, in, (uint16_t *)to);
+}
+
+INLINE long panels_of(const segment *p) { return (p->out + LANES - 1) / LANES; }
+INLINE long panel_bytes(const segment *p, long in) {
+    if (p->type == F32) return in * LANES * 4;
+    if (p->type == BF16) return rounded(in, 2) * LANES * 2;
+    return block_panel_bytes(form_of(p->type), in);
+}
+
+INLINE void put(const problem *of, const segment *p, long row, long panel, vec sum) {
+    const long output = panel * LANES, left = p->out - output, run = output / p->run;
+    const long column = p->first + run * p->pitch + (output - run * p->run);
+    const float *bias = of->by->bias;
+    float *to = of->y + row * of->y_stride + column;
+    if (left >= LANES) {
+        if (bias) sum += load(bias + column);
+        if (of->add) sum += load(to);
+        store(to, sum);
+    } else  // the last panel is filled up
+        for (long i = 0; i < left; i++) {
+            const float found = sum[i] + (bias ? bias[column + i] : 0.0f);
+            to[i] = of->add ? to[i] + found : found;
+        }
+}
