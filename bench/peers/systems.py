@@ -65,7 +65,7 @@ def choices(
             "model": str(model.ours),
             "draft": None if lookahead == "off" else str(model.draft),
             "lookahead": lookahead,
-            "dtype": dtype,
+            "dtype": "float32" if exact else "auto",  # any other would take blocks apart
             "most": most,
             "tokens": tokens,
             "step_tokens": sizes.step_tokens,

@@ -141,6 +141,9 @@ def test_peers_are_found_where_they_are_named(model: ModelFiles) -> None:
         assert choice.settings.get("threads", 3) == 3
     assert named["vllm"].settings["model"] == str(model.source)
     assert named["llama.cpp"].settings["model"].endswith("llama-1m-F32.gguf")
+    assert named["cbatch"].settings["dtype"] == "auto", "blocks of a GGUF file stay blocks"
+    exact, *_ = choices(model, args, Sizes(8, 128, 1024), exact=True)
+    assert exact.settings["dtype"] == "float32"
     few = peers.parse(["--peer", "generate"])
     assert [c.name for c in choices(model, few, Sizes(1, 8, 64))] == ["cbatch", "transformers"]
 
