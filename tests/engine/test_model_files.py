@@ -13,6 +13,7 @@ from bench.peers.gguf_writer import BF16, Q8_0, convert, gguf_bytes
 from cbatch import LLM, FinishReason, SamplingParams
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths, demo_prompts
+from cbatch.engine import model_files
 from cbatch.engine.model_files import (
     PACKAGED,
     Packaged,
@@ -216,6 +217,15 @@ def test_smollm2_encodes_as_llama_cpp() -> None:
     for text, ids in ENCODED.items():
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_of_a_packaged_model_the_hub_is_not_asked(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names: asked.append(names))
+    monkeypatch.setattr(model_files, "find_model", lambda name: tiny)
+    assert chat_template_of("smollm2") is not None and not asked
 
 
 @SMOLLM2

@@ -1,0 +1,111 @@
+"""The second half of `cbatch demo`: conversations with a real model, where it is installed."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.text import Text
+
+from cbatch.cli.lanes import watch
+from cbatch.cli.summary import BatchRun, print_summary
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import MODEL, SamplingParams
+from cbatch.engine.build import load_engine
+from cbatch.engine.engine import Engine
+from cbatch.engine.model_files import chat_template_of, find_model
+from cbatch.engine.options import EngineOptions
+from cbatch.llm import Batch
+from cbatch.text import ChatTemplate
+
+NAME = "smollm2"
+QUESTIONS = (
+    "Why is the sky blue?",
+    "How do plants make food?",
+    "Give me three tips for sleeping well.",
+    "Tell me about the moon.",
+)
+FOLLOW_UP = "Can you explain that to a child?"
+LOOKUP = ("ngram",)
+FREQUENCY_PENALTY = 0.3  # so small a model falls into loops without
+
+Messages = list[dict[str, str]]
+
+
+def chat(args: argparse.Namespace, console: Console, pace_s: float) -> list[BatchRun]:
+    """All conversations at once, two turns each; the second finds the first in the prefix cache.
+    `args` are the demo's. Empty, with a word why, where the model is not installed."""
+    console.print()
+    console.rule(f"a chat with {NAME}", align="left")
+    try:
+        model = find_model(NAME)
+    except FieldError as error:
+        console.print(f"left out: {error}", markup=False, highlight=False, soft_wrap=True)
+        return []
+    drafter = tuple(name for name in args.drafter or () if name != MODEL) or LOOKUP
+    options = EngineOptions(
+        lookahead=args.lookahead,
+        drafter=drafter,
+        max_slots=args.max_slots,
+        numerics=args.numerics,
+        max_model_tokens=1024,
+        seed=0,
+    )
+    engine, info = load_engine(model, None, options)
+    for line in info.lines():
+        console.print(line, highlight=False, soft_wrap=True)
+    template = chat_template_of(model)
+    assert template is not None
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        frequency_penalty=FREQUENCY_PENALTY,
+    )
+    talks: dict[str, Messages] = {each: [_said("user", each)] for each in QUESTIONS}
+    num_errors, elapsed_s = _answer(engine, template, talks, params, console, pace_s)
+    for messages in talks.values():
+        messages.append(_said("user", FOLLOW_UP))
+    more_errors, more_s = _answer(engine, template, talks, params, console, pace_s)
+    for question, messages in talks.items():
+        console.rule(question, align="left", style="dim")
+        for message in messages[1:]:
+            asked = message["role"] == "user"
+            for line in message["content"].strip().split("\n"):
+                bar = Text("" if asked else "│ ", style="green")
+                console.print(bar + Text(line, style="dim" if asked else ""), soft_wrap=True)
+    run = BatchRun(
+        info=info,
+        stats=engine.stats,
+        batch=min(args.max_slots, len(talks)),
+        num_requests=2 * len(talks),
+        num_errors=num_errors + more_errors,
+        elapsed_s=elapsed_s + more_s,
+    )
+    print_summary(run, console)
+    told = engine.scheduler.stats
+    share = told.prefix_hit_tokens / told.prompt_tokens
+    console.print(f"of the prompts {share:.0%} was found in the prefix cache", highlight=False)
+    return [run]
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _answer(
+    engine: Engine,
+    template: ChatTemplate,
+    talks: dict[str, Messages],
+    params: SamplingParams,
+    console: Console,
+    pace_s: float,
+) -> tuple[int, float]:
+    """The next turn of each, appended. Returns how many failed, and the seconds spent in steps."""
+    batch: Batch[str] = Batch(engine)
+    for question, messages in talks.items():
+        batch.add(question, template.render(messages), params)
+    titles = {question: question for question in talks}
+    done, elapsed_s = watch(engine, batch, titles, console, len(talks), pace_s)
+    for question, completion in done.items():
+        talks[question].append(_said("assistant", completion.text))
+    return sum(each.error is not None for each in done.values()), elapsed_s
