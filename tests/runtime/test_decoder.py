@@ -82,7 +82,7 @@ BREAKS = {
     # One row alone starts its sums elsewhere.
     "product": [
         ("product.h", "sums[r][p] = (vec){0};", "sums[r][p] = all(rows == 1);"),
-        ("product.h", "panel + p, sums[r][p]);", "panel + p, sums[r][p] - all(rows == 1));"),
+        ("product.h", "row + r, sums[r][p]);", "row + r, sums[r][p] - all(rows == 1));"),
     ],
     # Chunks of keys lie elsewhere for each number of rows in a tile.
     "attention": [

@@ -60,18 +60,26 @@ INLINE long panel_bytes(const segment *p, long in) {
     return block_panel_bytes(form_of(p->type), in);
 }
 
-INLINE void put(const problem *of, const segment *p, long row, long panel, vec sum) {
-    const long output = panel * LANES, left = p->out - output, run = output / p->run;
-    const long column = p->first + run * p->pitch + (output - run * p->run);
+// Where the sums of a panel go: the column of its first output, and how many it has.
+typedef struct {
+    long column, count;
+} outputs;
+
+INLINE outputs outputs_of(const segment *p, long panel) {
+    const long output = panel * LANES, run = output / p->run;
+    return (outputs){p->first + run * p->pitch + (output - run * p->run), p->out - output};
+}
+
+INLINE void put(const problem *of, outputs at, long row, vec sum) {
     const float *bias = of->by->bias;
-    float *to = of->y + row * of->y_stride + column;
-    if (left >= LANES) {
-        if (bias) sum += load(bias + column);
+    float *to = of->y + row * of->y_stride + at.column;
+    if (at.count >= LANES) {
+        if (bias) sum += load(bias + at.column);
         if (of->add) sum += load(to);
         store(to, sum);
     } else  // the last panel is filled up
-        for (long i = 0; i < left; i++) {
-            const float found = sum[i] + (bias ? bias[column + i] : 0.0f);
+        for (long i = 0; i < at.count; i++) {
+            const float found = sum[i] + (bias ? bias[at.column + i] : 0.0f);
             to[i] = of->add ? to[i] + found : found;
         }
 }

@@ -46,8 +46,10 @@ INLINE void tile(const problem *of, const segment *of_w, long row, long panel, i
             const vec column = half ? (vec)(*(const pairs *)from << 16) : *(const vec *)from;
             for (int r = 0; r < rows; r++) sums[r][p] += x[r * stride + in - 1] * column;
         }
-    for (int r = 0; r < rows; r++)
-        for (int p = 0; p < panels; p++) put(of, of_w, row + r, panel + p, sums[r][p]);
+    for (int p = 0; p < panels; p++) {
+        const outputs at = outputs_of(of_w, panel + p);
+        for (int r = 0; r < rows; r++) put(of, at, row + r, sums[r][p]);
+    }
 }
 
 #if defined(__AVX512BF16__)
@@ -83,9 +85,10 @@ INLINE void pair_tile(const problem *of, const segment *of_w, long row, long pan
                 sums[r][p] = _mm512_dpbf16_ps(sums[r][p], columns[p], each);
         }
     }
-    UNROLLED for (int r = 0; r < rows; r++)
-        UNROLLED for (int p = 0; p < panels; p++)
-            put(of, of_w, row + r, panel + p, (vec)sums[r][p]);
+    UNROLLED for (int p = 0; p < panels; p++) {
+        const outputs at = outputs_of(of_w, panel + p);
+        UNROLLED for (int r = 0; r < rows; r++) put(of, at, row + r, (vec)sums[r][p]);
+    }
 }
 #endif
 
@@ -136,7 +139,8 @@ INLINE void block_tile(const problem *of, const segment *of_w, form f, long row,
     vec found[ROWS];
     cells(of_w->panels + panel * block_panel_bytes(f, of->by->in), of->by->in, f,
           of->x + row * of->x_stride, of->x_stride, rows, found);
-    for (int r = 0; r < rows; r++) put(of, of_w, row + r, panel, found[r]);
+    const outputs at = outputs_of(of_w, panel);
+    for (int r = 0; r < rows; r++) put(of, at, row + r, found[r]);
 }
 
 #define BLOCK_ROWS(R)                              \

@@ -65,7 +65,8 @@ static void tiled_band(const problem *of, const segment *of_w, long rows, long f
             if (rest) STEP(5, 6, 7)
             _tile_stored(0, sums, LANES * 4);
             if (lower) _tile_stored(1, sums + TILE, LANES * 4);
-            for (long i = 0; i < upper + lower; i++) put(of, of_w, r + i, p, load(sums[i]));
+            const outputs at = outputs_of(of_w, p);
+            for (long i = 0; i < upper + lower; i++) put(of, at, r + i, load(sums[i]));
         }
     }
     _tile_release();
@@ -116,7 +117,8 @@ INLINE long tiled_block_band(const problem *of, const segment *of_w, form f, lon
             vec found[TILE];
             tiled_cells(of_w->panels + p * bytes, of->by->in, f, of->x + r * of->x_stride,
                         of->x_stride, found);
-            for (int i = 0; i < TILE; i++) put(of, of_w, r + i, p, found[i]);
+            const outputs at = outputs_of(of_w, p);
+            for (int i = 0; i < TILE; i++) put(of, at, r + i, found[i]);
         }
     _tile_release();
     return r;
