@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +14,8 @@ from cbatch.core.speculation.acceptance import survival
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.cost_model import CostProfile, OnlineCostModel
 from cbatch.core.speculation.draft_allocation import decide
-from cbatch.core.speculation.gate import Due
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
-from cbatch.core.speculation.policy import StepBudget
+from cbatch.core.speculation.policy import PolicyLimits, Shadow, StepBudget
 from cbatch.core.speculation.step_work import StepSample, StepWork
 
 ROWS, DEPTH = 256, 8
@@ -53,18 +51,37 @@ class Drafted(NamedTuple):
     num_accepted: np.ndarray
     total_drafted: int
     evidence: np.ndarray | None = None
+    shadow: Shadow | None = None
 
     def sample(self) -> StepSample:
         return _sample(int(self.num_drafted.max()), int(self.num_drafted.sum()))
+
+
+class ToPlan(NamedTuple):
+    """A `policy.PlannedRows`."""
+
+    rows: slice
+    caps: np.ndarray
+    lag: np.ndarray
+    budget_tokens: int = TOKENS
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.caps)
+
+    def room(self) -> StepBudget:
+        return StepBudget(len(self.caps), 0)
+
+
+def to_plan(rows: int) -> ToPlan:
+    return ToPlan(slice(0, rows), inputs(rows)[2], np.zeros(rows, np.int32))
 
 
 def policy_of(kind: str, rows: int) -> GoodputPolicy:
     """A policy that knows these rows."""
     policy = GoodputPolicy(
         LookaheadConfig(policy="goodput", k=DEPTH),
-        max_slots=rows,
-        max_tokens=TOKENS,
-        profile=PROFILES[kind],
+        PolicyLimits(rows, TOKENS, PROFILES[kind]),
     )
     policy.statistics[:2] = inputs(rows)[:2]
     return policy
@@ -85,9 +102,7 @@ def test_decide(benchmark, kind):
 @pytest.mark.parametrize("rows", [1, 32, 256])
 def test_whole_choice(benchmark, rows):
     """Survival, prices, decision and probes, as a plan calls it; few rows decide seldom."""
-    policy, caps = policy_of("flat", rows), inputs(rows)[2]
-    lag, room = np.zeros(rows, np.int32), partial(StepBudget, rows, 0)
-    k = benchmark(policy.choose, Due.DECISION, slice(0, rows), caps, lag, TOKENS, room)
+    k = benchmark(policy_of("flat", rows).choose, to_plan(rows))
     assert k is not None and k.any()
 
 
@@ -100,15 +115,12 @@ def test_survival(benchmark):
 def test_a_step_while_off(benchmark):
     """What k = 0 for everyone costs, drafts that are no good: all calls, decisions and probes
     included."""
-    policy, caps = policy_of("steep", ROWS), inputs(ROWS)[2]
+    policy, planned = policy_of("steep", ROWS), to_plan(ROWS)
     policy.statistics[0] *= 0.1
-    rows, zero, lag = slice(0, ROWS), np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)
-    room = partial(StepBudget, ROWS, 0)
+    rows, zero = planned.rows, planned.lag
 
     def step() -> None:
-        due, k = policy.due(ROWS), None
-        if due is not Due.NOTHING:
-            k = policy.choose(due, rows, caps, lag, TOKENS, room)
+        k = policy.choose(planned)
         policy.observe(Drafted(rows, zero if k is None else k, zero, k is not None))
 
     for _ in range(2000):

@@ -16,6 +16,7 @@ from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit, Finished
 from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.policy import Shadow, StepBudget
 from cbatch.core.speculation.step_work import StepSample, StepWork
 from cbatch.engine.loop import StepLoop
 from tests.checking.clock import VirtualClock
@@ -67,6 +68,7 @@ class DraftedRows(msgspec.Struct):
     num_accepted: np.ndarray
     measured: StepSample | None = None
     evidence: np.ndarray | None = None
+    shadow: Shadow | None = None
 
     @property
     def total_drafted(self) -> int:
@@ -75,6 +77,25 @@ class DraftedRows(msgspec.Struct):
     def sample(self) -> StepSample:
         assert self.measured is not None
         return self.measured
+
+
+class RowsToPlan(msgspec.Struct):
+    """A `policy.PlannedRows`."""
+
+    rows: slice | np.ndarray
+    caps: np.ndarray
+    budget_tokens: int = 2**20
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.caps)
+
+    @property
+    def lag(self) -> np.ndarray:
+        return np.zeros(len(self.caps), np.int32)
+
+    def room(self) -> StepBudget:
+        return StepBudget(len(self.caps), 0)
 
 
 def make_config(**overrides: Any) -> SchedulerConfig:

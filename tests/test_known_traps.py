@@ -34,6 +34,7 @@ from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.cost_model import CostProfile
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policies import EmaPolicy
+from cbatch.core.speculation.policy import PolicyLimits
 from cbatch.core.speculation.step_work import StepSample
 from cbatch.runtime.cpu.drafter import DraftRows, Proposal
 from cbatch.runtime.drafting.draft_model import DraftModel
@@ -122,7 +123,7 @@ def plain_steps(policy: str, opts_out: bool, monkeypatch: pytest.MonkeyPatch) ->
     executor = Watched(target, drafter=drafter, num_blocks=256, block_size_tokens=4, max_slots=8)
     settings = {"cost_profile": HOPELESS} if policy == "goodput:4" else {}
     with monkeypatch.context() as patch:
-        patch.setattr(EmaPolicy, "choose", lambda self, due, rows, caps, *_: caps * 0)
+        patch.setattr(EmaPolicy, "choose", lambda self, step: step.caps * 0)
         run_engine(requests, target, draft, lookahead=policy, executor=executor, **settings)
     return plans
 
@@ -254,7 +255,7 @@ def test_trap_6_rows_of_different_k_are_verified_in_one_pass_without_padding(mon
 def beliefs_beside(policy: str, accepted_by_others: int) -> list[float]:
     """Of four rows, of which the first accepts 4 of 6 in every step."""
     config = LookaheadConfig(policy=policy, k=K)
-    lookahead = build_policy(config, max_slots=4, max_tokens=64, profile=None)
+    lookahead = build_policy(config, PolicyLimits(4, 64))
     for slot in range(4):
         lookahead.enter(slot, None)
     drafted = np.full(4, K, np.int32)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, LOOKUPS, MODEL
 from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.build import policy_class
 
 if TYPE_CHECKING:
     from cbatch.runtime.cpu.decoder import Model
@@ -109,7 +110,7 @@ def _gpu_executor(target: Decoder, draft: Decoder | None, config: SchedulerConfi
 
     drafts = config.lookahead.policy != "off"
     most = [config.lookahead.k]
-    if config.lookahead.policy == "goodput":  # its prices are measured in these shapes
+    if policy_class(config.lookahead.policy).priced:  # its prices are measured in these shapes
         most += [shape.num_drafts for shape in shapes_for(config)]
     executor = GpuExecutor(
         target,

@@ -17,6 +17,7 @@ from cbatch.core.request.unsupported import refuse_model_files
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Event
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.speculation.build import policy_class
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import (
     executor_for,
@@ -98,7 +99,7 @@ def load_engine(
             lambda: tokenizer or tokenizer_of(source), config.vocab_size, config.eos_ids
         )
     executor = executor_for(target, draft_model, config, grammars)
-    if config.lookahead.policy == "goodput":
+    if policy_class(config.lookahead.policy).priced:
         from cbatch.engine.kept_prices import with_prices
 
         config = with_prices(config, executor, target, draft_model, (model, draft))

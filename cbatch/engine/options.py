@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, is_chain
 from cbatch.core.scheduler.config import QueuePolicy
-from cbatch.core.speculation.config import LookaheadConfig, PolicyName
+from cbatch.core.speculation.build import policy_class
+from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.system.knobs import knob
 
 _engine = partial(knob, "engine")
-_LOOKAHEAD = "off, ema, goodput, fixed; ema:K drafts at most K, fixed:K always"
+_LOOKAHEAD = (
+    "off, ema, goodput, fixed; ema:K drafts at most K, fixed:K always; module:Class a policy of "
+    "your own"
+)
 DRAFTER_HELP = (
     f"who guesses ahead: {', '.join(DRAFTERS)}; repeatable, preferred first (default: the draft "
     "model; the others look up what the text repeats and need none)"
 )
-_DEFAULT_K = {"goodput": 8, "ema": 8, "fixed": 4}  # the cap of one, the constant of the other
+_FIXED_K, _MOST_K = 4, 8  # the constant of `fixed`, the cap of the others
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,17 +102,17 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def parse_lookahead(value: str | LookaheadConfig) -> LookaheadConfig:
-    """From "off", "goodput", "ema:8", "fixed:4". Raises `FieldError`."""
+    """From "off", "goodput", "ema:8", "fixed:4", "module:Class", "module:Class:6". Raises
+    `FieldError`."""
     if isinstance(value, LookaheadConfig):
         return value
-    policy, _, k = value.partition(":")
-    if policy == "off" and not k:
-        return LookaheadConfig(policy="off")
-    if policy in _DEFAULT_K and (k.isdecimal() or not k) and not value.endswith(":"):
-        chosen = cast(PolicyName, policy)
-        return LookaheadConfig(policy=chosen, k=int(k) if k else _DEFAULT_K[policy])
-    remedy = "use off, goodput, ema or fixed, the last three with k as in goodput:8"
-    raise FieldError("lookahead", f"{value!r} is not known", remedy)
+    policy, _, k = value.rpartition(":")
+    if not k.isdecimal():
+        policy, k = value, str(_FIXED_K if value == "fixed" else _MOST_K)
+    elif policy == "off":
+        raise FieldError("lookahead", f"{value!r} is not known", "use off without a number")
+    policy_class(policy)
+    return LookaheadConfig() if policy == "off" else LookaheadConfig(policy=policy, k=int(k))
 
 
 def lookahead_name(config: LookaheadConfig) -> str:

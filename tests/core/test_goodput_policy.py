@@ -7,8 +7,7 @@ belongs to its request: ratios compare the same luck. The first quarter of the r
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,9 +16,9 @@ from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.cost_model import CostProfile
 from cbatch.core.speculation.gate import Due, SpeculationGate, rows_to_probe
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
-from cbatch.core.speculation.policy import StepBudget
+from cbatch.core.speculation.policy import PolicyLimits
 from cbatch.core.speculation.step_work import StepSample
-from tests.helpers import DraftedRows, decoding
+from tests.helpers import DraftedRows, RowsToPlan, decoding
 
 DEPTH = 8
 MOST_TOKENS = 512
@@ -128,13 +127,10 @@ def fixed(machine: Machine, requests: Requests, batch: int) -> np.ndarray:
     return tally.tokens / tally.seconds
 
 
-def ask(policy: GoodputPolicy, caps: np.ndarray, budget_tokens: int, room: Any) -> np.ndarray:
+def ask(policy: GoodputPolicy, caps: np.ndarray, budget_tokens: int) -> np.ndarray:
     """k of each row, as a plan asks for it."""
-    due, rows, lag = policy.due(len(caps)), slice(0, len(caps)), np.zeros(len(caps), np.int32)
-    chosen = None
-    if due is not Due.NOTHING:
-        chosen = policy.choose(due, rows, caps, lag, budget_tokens, room)
-    return lag if chosen is None else chosen
+    chosen = policy.choose(RowsToPlan(slice(0, len(caps)), caps, budget_tokens))
+    return np.zeros(len(caps), np.int32) if chosen is None else chosen
 
 
 class Run(NamedTuple):
@@ -153,16 +149,14 @@ def goodput(
     slots, tally = Slots(requests, 1, batch), Tally(1, batch, count)
     policy = GoodputPolicy(
         LookaheadConfig(policy="goodput", k=DEPTH),
-        max_slots=batch,
-        max_tokens=batch * (1 + DEPTH),
-        profile=machine.profile() if informed else None,
+        PolicyLimits(batch, batch * (1 + DEPTH), machine.profile() if informed else None),
     )
     for slot in range(batch):
         policy.enter(slot, None)
-    rng, room = np.random.default_rng(1), partial(StepBudget, batch, 0)
+    rng = np.random.default_rng(1)
     steps = drafting = 0
     while slots.next[0] < count:
-        k = ask(policy, slots.caps()[0], batch * DEPTH, room)
+        k = ask(policy, slots.caps()[0], batch * DEPTH)
         accepted, emitted, done = slots.advance(k[None])
         depth, drafts = int(k.max()), int(k.sum())
         draft_s = machine.pass_s * depth + machine.draft_token_s * drafts
@@ -273,9 +267,9 @@ def test_without_a_profile_and_with_stalls_it_learns_the_prices() -> None:
 def test_when_most_requests_leave_speculation_returns_at_once() -> None:
     policy = goodput(MODEL, requests_for(wide, 256), 256).policy
     assert not policy.gate.on, "too many rows to draft"
-    caps, room = np.full(8, DEPTH, np.int32), partial(StepBudget, 8, 0)
+    caps = np.full(8, DEPTH, np.int32)
     for _ in range(1 + SpeculationGate.EARLY_CHECK_STEPS):
-        k = ask(policy, caps, 64, room)
+        k = ask(policy, caps, 64)
         if k.all():
             break
         cost = StepSample(decoding(8), 0.0, 5.5e-3)

@@ -8,16 +8,16 @@ import pytest
 from cbatch.core.request.errors import FieldError
 from cbatch.core.speculation.acceptance import survival
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.gate import Due
 from cbatch.core.speculation.policies import EmaPolicy
-from tests.helpers import DraftedRows
+from cbatch.core.speculation.policy import PolicyLimits
+from tests.helpers import DraftedRows, RowsToPlan
 
 EMA = LookaheadConfig(policy="ema", k=8)
 CAPS = np.full(3, 8, dtype=np.int32)
 
 
 def policy_of(*carried: tuple[float, float] | None) -> EmaPolicy:
-    policy = EmaPolicy(EMA, max_slots=len(carried))
+    policy = EmaPolicy(EMA, PolicyLimits(len(carried), 64))
     for slot, sums in enumerate(carried):
         policy.enter(slot, sums)
     return policy
@@ -59,11 +59,11 @@ def test_survival_is_the_beta_moment_and_never_rises_along_a_row() -> None:
 def test_k_follows_acceptance_and_zero_is_not_absorbing() -> None:
     """Trap 4 (k = 0 absorbs)."""
     policy, zero = policy_of((30.0, 31.0), (20.0, 31.0), (2.0, 31.0)), np.zeros(3, np.int32)
-    k = policy.choose(Due.DECISION, slice(0, 3), CAPS)
+    k = policy.choose(RowsToPlan(slice(0, 3), CAPS))
     assert k is not None and k[0] == 8 and 2 <= k[1] <= 4 and k[2] == 0
     for _ in range(500):
         policy.observe(DraftedRows(slice(0, 3), zero, zero))
-    k = policy.choose(Due.DECISION, slice(0, 3), CAPS)
+    k = policy.choose(RowsToPlan(slice(0, 3), CAPS))
     assert k is not None and (k >= 2).all()
 
 

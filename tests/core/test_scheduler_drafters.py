@@ -9,15 +9,24 @@ import pytest
 from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
+from cbatch.core.scheduler.committed_step import CommittedStep
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import ShadowEvidence
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.gate import Due
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
-from cbatch.core.speculation.policies import EmaPolicy
+from cbatch.core.speculation.policy import PolicyLimits, Shadow
+from cbatch.core.speculation.step_work import StepSample
 from tests.checking.kv import ContractBreachError
 from tests.checking.models import ModelledAcceptance
-from tests.helpers import World, make_config, make_request, rows_of
+from tests.helpers import (
+    DraftedRows,
+    RowsToPlan,
+    World,
+    decoding,
+    make_config,
+    make_request,
+    rows_of,
+)
 
 CHAINS: dict[str, tuple[str, ...] | None] = {
     "default": None,
@@ -164,8 +173,7 @@ def test_shadow_evidence_raises_k_from_0_for_a_request_that_begins_to_copy(polic
 
     informed, scores = steps_until_drafting()
     assert scores > 5
-    for each in (EmaPolicy, GoodputPolicy):
-        monkeypatch.setattr(each, "observe_shadow", lambda *_: None)
+    monkeypatch.setattr(CommittedStep, "shadow", None)
     deaf, _ = steps_until_drafting()
     assert informed < 60 and deaf > 1.5 * informed
 
@@ -189,20 +197,28 @@ def test_evidence_of_rows_that_left_is_dropped():
 def test_the_controller_hears_of_a_fleet_that_got_better():
     """While off, good news of enough rows calls for a decision; old news does not."""
     policy = GoodputPolicy(
-        LookaheadConfig(policy="goodput", k=4, prior_acceptance=0.1), max_slots=8, max_tokens=64
+        LookaheadConfig(policy="goodput", k=4, prior_acceptance=0.1), PolicyLimits(8, 64)
     )
     for slot in range(8):
         policy.enter(slot, None)
     policy.gate.on, policy.gate.newcomers = False, 0
     policy.gate.probe_in, policy.gate.rows_judged = 500, 8
     slots, trials = np.arange(8, dtype=np.int32), np.full(8, 12, np.int32)
-    policy.observe_shadow(slots, trials, np.zeros(8, np.int32))
-    assert policy.due(8) is Due.NOTHING
+    planned, nothing = RowsToPlan(slice(0, 8), np.full(8, 4, np.int32)), np.zeros(8, np.int32)
+    cost = StepSample(decoding(8), 0.0, 5e-3)
+
+    def tell(hits: int) -> np.ndarray | None:
+        """Next k, after news of that many of 12 trials a row."""
+        shadow = Shadow(slots, trials, np.full(8, hits, np.int32))
+        policy.observe(DraftedRows(slice(0, 8), nothing, nothing, cost, shadow=shadow))
+        return policy.choose(planned)
+
+    assert tell(0) is None and not policy.gate.on
     before = policy.estimate[0] / policy.estimate[1]
-    policy.observe_shadow(slots, trials, np.full(8, 11, np.int32))
+    k = tell(11)
     after = policy.estimate[0] / policy.estimate[1]
     assert (after > before + 0.3).all()
-    assert policy.due(8) is Due.DECISION
+    assert k is not None and k.all() and policy.gate.on
     prior = policy.prior
     policy.leave(0)
     assert policy.prior[0] / policy.prior[1] > prior[0] / prior[1]

@@ -16,9 +16,8 @@ from cbatch.core.speculation import draft_allocation
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.cost_model import StepPrices
-from cbatch.core.speculation.gate import Due
-from cbatch.core.speculation.policy import StepBudget
-from tests.helpers import DraftedRows
+from cbatch.core.speculation.policy import PolicyLimits
+from tests.helpers import DraftedRows, RowsToPlan
 from tests.triton_kernels.decoding import DEEPEST, MODES, Z_BOUND, Decoder, Policy, Step, joint_z
 from tests.triton_kernels.worlds import ShapedWorld, World, chain_world, exact
 from triton_kernels.noise import host as noise
@@ -37,13 +36,13 @@ class Shipped(Policy):
         )
 
     def begin(self, count: int, world: World) -> None:
-        self.policy = build_policy(self.config, max_slots=count, max_tokens=1, profile=None)
+        self.policy = build_policy(self.config, PolicyLimits(count, 1))
         for slot in range(count):
             self.policy.enter(slot, None)
 
     def choose(self, at: Tensor) -> Tensor:
         caps = (DEEPEST - (at % 5 == 0).to(torch.int64)).numpy().astype(np.int32)
-        k = self.policy.choose(Due.DECISION, at.numpy(), caps, caps, 0, lambda: StepBudget(0, 0))
+        k = self.policy.choose(RowsToPlan(at.numpy(), caps))
         assert k is not None
         return torch.from_numpy(k.astype(np.int64))
 

@@ -8,6 +8,7 @@ from msgspec import structs
 from cbatch.core.scheduler.decode_batch import Flight
 from cbatch.core.scheduler.plan import RowStatus, StepResult
 from cbatch.core.scheduler.slot_table import SlotTable
+from cbatch.core.speculation.policy import Shadow
 from cbatch.core.speculation.step_work import StepSample, StepWork
 
 
@@ -18,7 +19,7 @@ class CommittedStep:
         self, table: SlotTable, flight: Flight, result: StepResult, elapsed_s: float | None
     ) -> None:
         """`elapsed_s`: since the previous commit, if there was work ever since."""
-        self._table, self._elapsed_s = table, elapsed_s
+        self._table, self._flight, self._elapsed_s = table, flight, elapsed_s
         self.plan, self.result = flight.plan, result
         self.owners, self.rows = flight.owners, flight.rows
         if flight.void_slots:
@@ -68,6 +69,15 @@ class CommittedStep:
             expected_accepted=_rows(result.expected_accepted, live),
         )
         self.rows = self.plan.slots
+
+    @property
+    def shadow(self) -> Shadow | None:
+        found = self.result.shadow
+        if found is None:
+            return None
+        slots = self._flight.plan.slots[found.rows]
+        live = ~np.isin(slots, self._flight.void_slots)
+        return Shadow(slots[live], found.trials[live], found.hits[live])
 
     def sample(self) -> StepSample:
         """What it computed, and how long that took: with what it took besides what the executor

@@ -8,7 +8,7 @@ from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.committed_step import CommittedStep
 from cbatch.core.scheduler.decode_batch import Flight
-from cbatch.core.scheduler.plan import RowStatus, ShadowEvidence, StepResult
+from cbatch.core.scheduler.plan import RowStatus, StepResult
 from cbatch.core.scheduler.sequence import Commit
 from cbatch.core.scheduler.slot_table import ONE, advance
 from cbatch.core.scheduler.state import SchedulerState
@@ -38,8 +38,6 @@ class Committer:
         may_end = state.may_end()
         self._advance(step)
         state.policy.observe(step)
-        if result.shadow is not None:
-            self._observe_shadow(result.shadow, flight)
         ended = self._find_ends(step, may_end) if may_end or len(state.stop_union) else []
         if step.has_errors:
             self._forget_drafts(step)
@@ -92,12 +90,6 @@ class Committer:
                 advance(table.draft_lag, rows, ONE)
             else:
                 self._advance_draft(step)
-
-    def _observe_shadow(self, shadow: ShadowEvidence, flight: Flight) -> None:
-        """How drafters would have done that did not draft."""
-        slots = flight.plan.slots[shadow.rows]
-        live = ~np.isin(slots, flight.void_slots)
-        self.state.policy.observe_shadow(slots[live], shadow.trials[live], shadow.hits[live])
 
     def _advance_draft(self, step: CommittedStep) -> None:
         """How far the draft's KV is behind now.

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from math import ceil
 
 import numpy as np
 
 from cbatch.core.scheduler.decode_batch import DecodeBatch, Flight, RowTokens
+from cbatch.core.scheduler.draftable_rows import DraftableRows
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.preemption import PreemptionCandidate, decide_growth, fit_drafts
 from cbatch.core.scheduler.prefill import Chunk, PrefillScheduler
 from cbatch.core.scheduler.sequence import Sequence
-from cbatch.core.scheduler.slot_table import ONE
 from cbatch.core.scheduler.state import SchedulerState
-from cbatch.core.speculation.gate import Due
-from cbatch.core.speculation.policy import StepBudget
 
 
 class Planner:
@@ -86,58 +83,25 @@ class Planner:
 
     def _choose_drafts(self, batch: DecodeBatch, known: np.ndarray) -> RowTokens:
         """Drafts and catch-up tokens per row, before blocks are considered."""
-        state, table, policy, rows = self.state, self.state.table, self.state.policy, batch.rows
-        everyone, num_rows = state.decode_batch(), len(batch.slots)
-        if not everyone.most.total_drafts:
+        state = self.state
+        if not state.decode_batch().most.total_drafts:
             return batch.plain
-        due = policy.due(num_rows)
-        if due is Due.NOTHING:
-            return batch.plain
-        most, lag = batch.most.num_drafts, table.draft_lag[rows]
-        if state.flights:
-            lag = lag + known - table.num_tokens[rows] + table.num_uncomputed_tokens[rows] - ONE
-        if state.flights or batch.tokens_until_end < policy.max_depth:
-            most = np.minimum(most, np.maximum(table.lookahead_end[rows] - known, 0))
-        if not everyone.all_catch_up:
-            lag = lag * (known <= table.catch_up_end[rows])
-        budget = state.config.step_budget_tokens - num_rows
-        if state.prefilling or state.waiting:
-            budget //= 2  # speculation does not starve prompts
-        num_drafts = policy.choose(due, rows, most, lag, budget, partial(self._room, batch, budget))
+        step = DraftableRows(state, batch, known)
+        num_drafts = state.policy.choose(step)
         if num_drafts is None:
             return batch.plain
+        lag, budget = step.lag, step.budget_tokens
         drafts = batch.most
         if num_drafts is not drafts.num_drafts:
             drafts = RowTokens.of(num_drafts, lag, 0)
         total = int(np.add.reduce(lag))
         if drafts.all_draft and drafts.total_drafts + total <= budget:
             return drafts.with_catch_up(lag.copy(), total)
-        first = self._next_step_id % num_rows
+        first = self._next_step_id % step.num_rows
         fitting, catch_up, total = fit_drafts(num_drafts, lag, budget, first)
         if fitting is not num_drafts:
             drafts = RowTokens.of(fitting, lag, 0)
         return drafts.with_catch_up(catch_up, total - drafts.total_drafts)
-
-    def _room(self, batch: DecodeBatch, budget_tokens: int) -> StepBudget:
-        """What the step has for drafts. Prompts are counted as far as they can go on."""
-        state, table, num_rows = self.state, self.state.table, len(batch.slots)
-        chunk_tokens = 0
-        if state.prefilling:
-            uncomputed = int(np.add.reduce(table.num_uncomputed_tokens[state.prefilling]))
-            most = state.config.step_budget_tokens - num_rows - budget_tokens
-            chunk_tokens = min(uncomputed, most)
-        known = table.num_tokens[batch.rows]
-        free = state.pool.num_available * state.pool.block_size
-        blocks = None
-        if free < state.policy.max_depth * num_rows:
-            blocks = np.maximum(table.capacity[batch.rows] - known, 0), free
-        left_tokens: np.ndarray = table.lookahead_end[batch.rows] - known
-        return StepBudget(
-            base_tokens=num_rows + chunk_tokens,
-            context_tokens=int(np.add.reduce(known)),
-            left_tokens=left_tokens,
-            blocks=blocks,
-        )
 
     # ---- blocks -------------------------------------------------------------------------------
 

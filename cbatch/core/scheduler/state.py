@@ -16,6 +16,7 @@ from cbatch.core.scheduler.sequence import Finished, SchedulerStats, Sequence
 from cbatch.core.scheduler.slot_table import SlotTable
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.policy import PolicyLimits
 
 _NONE = np.zeros(0, dtype=np.int32)
 _NOTHING_APPENDED = np.zeros((3, 0), dtype=np.int32)
@@ -44,9 +45,7 @@ class SchedulerState:
         self.stats = SchedulerStats()
         self.policy = build_policy(
             config.lookahead if config.default_chain else LookaheadConfig(),
-            max_slots=config.max_slots,
-            max_tokens=config.step_budget_tokens,
-            profile=config.cost_profile,
+            PolicyLimits(config.max_slots, config.step_budget_tokens, config.cost_profile),
         )
         # Whether there is a draft's KV to keep count of.
         self.has_draft_kv = self.policy.max_depth > 0 and config.draft_context_tokens is not None

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from cbatch.core.request.errors import FieldError
 
-PolicyName = Literal["off", "fixed", "ema", "goodput"]
-
 
 class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How each slot's k is chosen. `k` is the constant of `fixed` and the cap of the others."""
+    """How each slot's k is chosen: by `off`, `fixed`, `ema`, `goodput`, or `module:Class`, which
+    names a `LookaheadPolicy` of somebody's own. `k` is the constant of `fixed` and the cap of the
+    others."""
 
-    policy: PolicyName = "off"
+    policy: str = "off"
     k: int = 4
     # `ema`: decay per trial, prior acceptance and its weight in trials (notes on the estimator are
     # in acceptance.py), survival below which a draft is not worth verifying, drift while idle.

@@ -7,15 +7,13 @@ randomness: its inputs are the calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from cbatch.core.speculation import acceptance, draft_allocation
 from cbatch.core.speculation.acceptance import FleetPrior
 from cbatch.core.speculation.cached_decision import CachedDecision
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_model import CostProfile, OnlineCostModel
+from cbatch.core.speculation.cost_model import OnlineCostModel
 from cbatch.core.speculation.depth_correction import DepthOdds
 from cbatch.core.speculation.feedback import AcceptanceFeedback, Rows
 from cbatch.core.speculation.gate import (
@@ -25,7 +23,14 @@ from cbatch.core.speculation.gate import (
     SpeculationGate,
     rows_to_probe,
 )
-from cbatch.core.speculation.policy import DraftedStep, LearningPolicy, StepBudget
+from cbatch.core.speculation.policy import (
+    DraftedStep,
+    LearningPolicy,
+    PlannedRows,
+    PolicyLimits,
+    Shadow,
+    StepBudget,
+)
 from cbatch.core.speculation.stats import Outlook
 
 _PROBE_DRAFTS = 4
@@ -59,18 +64,12 @@ def _catch_up_cost_s(lag: np.ndarray, room: StepBudget, ingest_s: float) -> np.n
 class GoodputPolicy(LearningPolicy):
     """Acceptance by row, prices by step, and a gate that spares both while drafts do not pay."""
 
-    def __init__(
-        self,
-        config: LookaheadConfig,
-        *,
-        max_slots: int,
-        max_tokens: int,
-        profile: CostProfile | None = None,
-    ) -> None:
-        """`max_tokens` is the most target tokens of a step."""
-        self.config = config
+    priced = True
+
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
+        self.config, max_slots = config, limits.max_slots
         self.max_depth = config.k
-        self.costs = OnlineCostModel(profile, max_tokens=max_tokens)
+        self.costs = OnlineCostModel(limits.profile, max_tokens=limits.max_tokens)
         self.gate = SpeculationGate(switch_gain=config.switch_gain)
         self.fleet = FleetPrior.of(config)
         self.prior = self.fleet.sums()  # N and D of a request without history
@@ -111,32 +110,28 @@ class GoodputPolicy(LearningPolicy):
 
     # ---- steps --------------------------------------------------------------------------------
 
-    def due(self, num_rows: int) -> Due:
-        return self.gate.due(num_rows, self._cached_decision.pace)
-
-    def choose(
-        self,
-        due: Due,
-        rows: Rows,
-        caps: np.ndarray,
-        lag: np.ndarray,
-        budget_tokens: int,
-        room: Callable[[], StepBudget],
-    ) -> np.ndarray | None:
+    def choose(self, step: PlannedRows) -> np.ndarray | None:
+        due = self.gate.due(step.num_rows, self._cached_decision.pace)
+        if due is Due.NOTHING:
+            return None
+        rows, caps, budget_tokens = step.rows, step.caps, step.budget_tokens
         if due is Due.PROBE:
-            return self._probe(caps, lag, budget_tokens)
-        if self._wants_plain_step(len(caps)):
+            return self._probe(caps, step.lag, budget_tokens)
+        if self._wants_plain_step(step.num_rows):
             return None
         cached = self._cached_decision.get(rows, caps, budget_tokens) if self.gate.on else None
         if cached is not None:
             return cached if self._cached_decision.drafts else None
-        num_drafts = self._decide(rows, caps, lag, budget_tokens, room())
+        num_drafts = self._decide(step)
         self._cached_decision.set(rows, num_drafts, budget_tokens, self._threshold, self._plain_s)
-        if num_drafts is None:
-            return None
-        return self._with_row_probes(rows, num_drafts, caps, lag, budget_tokens)
+        return None if num_drafts is None else self._with_row_probes(step, num_drafts)
 
     def observe(self, step: DraftedStep) -> None:
+        self._observe_drafts(step)
+        if step.shadow is not None:
+            self._observe_shadow(step.shadow)
+
+    def _observe_drafts(self, step: DraftedStep) -> None:
         drafted = step.total_drafted > 0
         if self._nothing_to_learn(len(step.num_drafted), drafted):
             return
@@ -171,8 +166,9 @@ class GoodputPolicy(LearningPolicy):
             return self._steps % (_COST_STEPS * self._cached_decision.pace) != 0
         return self._plain_steps > 1 and self._steps % self._cached_decision.steps != 0
 
-    def observe_shadow(self, slots: np.ndarray, trials: np.ndarray, hits: np.ndarray) -> None:
+    def _observe_shadow(self, shadow: Shadow) -> None:
         """While off, rows that turn out better count as newcomers: they may draft well, too."""
+        slots, trials, hits = shadow
         self._update()
         self._drift()
         before = self.estimate[:, slots]
@@ -214,14 +210,13 @@ class GoodputPolicy(LearningPolicy):
         self._plain_gap = min(self._plain_gap, most) + _FIRST_PLAIN_STEPS
         return True
 
-    def _decide(
-        self, rows: Rows, caps: np.ndarray, lag: np.ndarray, budget_tokens: int, room: StepBudget
-    ) -> np.ndarray | None:
+    def _decide(self, step: PlannedRows) -> np.ndarray | None:
         self._update()
         self._drift()
         self._risen[:] = 0.0
+        rows, caps, room = step.rows, step.caps, step.room()
         depth = int(np.maximum.reduce(caps, initial=0))
-        most = min(budget_tokens, depth * len(caps))
+        most = min(step.budget_tokens, depth * len(caps))
         if most <= 0:
             self.gate.judge(0.0, len(caps))
             return None
@@ -230,7 +225,7 @@ class GoodputPolicy(LearningPolicy):
         prices = prices.cheaper(self.costs.optimism(len(caps)))
         self._plain_s = float(prices.step_s[0])
         survival = self.survival(rows, depth)
-        catch_up_cost_s = _catch_up_cost_s(lag, room, prices.ingest_s)
+        catch_up_cost_s = _catch_up_cost_s(step.lag, room, prices.ingest_s)
         decision = draft_allocation.decide(
             survival, caps, prices, self._shadow_prices, room.blocks, catch_up_cost_s
         )
@@ -242,20 +237,14 @@ class GoodputPolicy(LearningPolicy):
             self._fold(rows, _FLEET_TRIALS)
         return decision.num_drafts if carried_out else None
 
-    def _with_row_probes(
-        self,
-        rows: Rows,
-        num_drafts: np.ndarray,
-        caps: np.ndarray,
-        lag: np.ndarray,
-        budget_tokens: int,
-    ) -> np.ndarray:
+    def _with_row_probes(self, step: PlannedRows, num_drafts: np.ndarray) -> np.ndarray:
         """The decision, with one draft for a few rows that have had none for long."""
+        rows, caps, lag = step.rows, step.caps, step.lag
         idle = self.statistics[acceptance.IDLE_STEPS, rows]
         idle = np.where(num_drafts > 0, 0.0, idle + self._cached_decision.steps)
         self.statistics[acceptance.IDLE_STEPS, rows] = idle
         if np.maximum.reduce(idle) >= 1:
-            left = max(budget_tokens - int(np.add.reduce(num_drafts)), 0)
+            left = max(step.budget_tokens - int(np.add.reduce(num_drafts)), 0)
             most_probes = min(left, 1 + int(_ROW_PROBE_SHARE * len(caps)))
             due = rows_to_probe(
                 idle, self._cached_decision.steps, self._steps % len(caps), most_probes

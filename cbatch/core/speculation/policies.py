@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cbatch.core.speculation.acceptance import decayed, drift, survival
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.feedback import Rows
-from cbatch.core.speculation.gate import Due
-from cbatch.core.speculation.policy import DraftedStep, LearningPolicy, LookaheadPolicy
+from cbatch.core.speculation.policy import (
+    DraftedStep,
+    LearningPolicy,
+    LookaheadPolicy,
+    PlannedRows,
+    PolicyLimits,
+)
 
 
 class FixedPolicy(LookaheadPolicy):
     """The same k for every row that may."""
 
-    def __init__(self, config: LookaheadConfig) -> None:
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
         self.max_depth = config.k
 
-    def due(self, num_rows: int) -> Due:
-        return Due.DECISION
-
-    def choose(self, due: Due, rows: Rows, caps: np.ndarray, *_: Any) -> np.ndarray | None:
-        return caps
+    def choose(self, step: PlannedRows) -> np.ndarray | None:
+        return step.caps
 
 
 class EmaPolicy(LearningPolicy):
     """Drafts position j of a row while S_j >= `config.min_survival`."""
 
-    def __init__(self, config: LookaheadConfig, *, max_slots: int) -> None:
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
         self.max_depth = config.k
         self.prior = config.prior_acceptance * config.prior_trials, config.prior_trials
-        self.estimate = np.zeros((2, max_slots))
+        self.estimate = np.zeros((2, limits.max_slots))
         self._config = config
 
-    def due(self, num_rows: int) -> Due:
-        return Due.DECISION
-
-    def choose(self, due: Due, rows: Rows, caps: np.ndarray, *_: Any) -> np.ndarray | None:
-        accepted, trials = self.estimate[:, rows]
+    def choose(self, step: PlannedRows) -> np.ndarray | None:
+        accepted, trials = self.estimate[:, step.rows]
         worth = survival(accepted, trials, self.max_depth) >= self._config.min_survival
-        drafts: np.ndarray = np.minimum(np.add.reduce(worth, axis=1, dtype=np.int32), caps)
+        drafts: np.ndarray = np.minimum(np.add.reduce(worth, axis=1, dtype=np.int32), step.caps)
         return drafts
 
     def observe(self, step: DraftedStep) -> None:
@@ -55,6 +51,6 @@ class EmaPolicy(LearningPolicy):
             moved = decayed(self._config, before, tried, gained)
             after = np.where(step.num_drafted > 0, moved, after)
         self.estimate[:, step.rows] = after
-
-    def observe_shadow(self, slots: np.ndarray, trials: np.ndarray, hits: np.ndarray) -> None:
-        self.estimate[:, slots] = decayed(self._config, self.estimate[:, slots], trials, hits)
+        if step.shadow is not None:
+            slots, trials, hits = step.shadow
+            self.estimate[:, slots] = decayed(self._config, self.estimate[:, slots], trials, hits)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.cost_model import CostProfile
 from cbatch.core.speculation.feedback import Rows
-from cbatch.core.speculation.gate import Due
 from cbatch.core.speculation.stats import Outlook
 from cbatch.core.speculation.step_work import StepSample
+
+
+class PolicyLimits(msgspec.Struct, frozen=True):
+    """What a policy is made for. `max_tokens` are the most target tokens of a step; `profile` is
+    what steps cost, for a policy that is `priced`, if it is known."""
+
+    max_slots: int
+    max_tokens: int
+    profile: CostProfile | None = None
 
 
 class StepBudget(msgspec.Struct, frozen=True):
@@ -25,8 +34,37 @@ class StepBudget(msgspec.Struct, frozen=True):
     blocks: tuple[np.ndarray, int] | None = None
 
 
+class PlannedRows(Protocol):
+    """The decoding rows of a step that is being planned. What is asked for is worked out then."""
+
+    rows: Rows  # their slots
+    num_rows: int
+
+    @property
+    def caps(self) -> np.ndarray:
+        """The most drafts that request and context allow, int32 [rows]."""
+
+    @property
+    def lag(self) -> np.ndarray:
+        """How many tokens the drafter's KV is behind, int32 [rows]."""
+
+    @property
+    def budget_tokens(self) -> int:
+        """The most drafts of all rows: who does not look at it is cut down."""
+
+    def room(self) -> StepBudget: ...
+
+
+class Shadow(NamedTuple):
+    """What drafters that did not draft would have scored (`plan.ShadowEvidence`)."""
+
+    slots: np.ndarray
+    trials: np.ndarray
+    hits: np.ndarray
+
+
 class DraftedStep(Protocol):
-    """A step that has committed, as a policy sees it. Arrays are int32 [rows]."""
+    """A step that has committed. Arrays are int32 [rows]."""
 
     rows: Rows
     num_drafted: np.ndarray
@@ -34,18 +72,25 @@ class DraftedStep(Protocol):
     evidence: np.ndarray | None  # float32, see `acceptance.observe`
     total_drafted: int
 
+    @property
+    def shadow(self) -> Shadow | None: ...
+
     def sample(self) -> StepSample: ...
 
 
 class LookaheadPolicy:
     """This one is `off`: nobody drafts. The others override what they need.
 
-    In every plan `due`, and `choose` unless nothing is; in every commit `observe`; `enter` and
-    `leave` with slots. A policy has no clock and no randomness: its inputs are these calls.
+    `choose` in every plan, `observe` in every commit, `enter` and `leave` with slots. A policy has
+    no clock and no randomness: its inputs are these calls.
     """
 
     max_depth = 0  # no row is ever asked for more
+    priced = False  # whether it is to be given a profile
     outlook: Outlook | None = None  # what it goes by, for whoever watches
+
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
+        """`config.k` is what was asked for on the command line behind the policy's name."""
 
     def enter(self, slot: int, carried: tuple[float, float] | None) -> None:
         """A sequence takes the slot, with what `leave` gave when it was preempted, if it was."""
@@ -54,32 +99,12 @@ class LookaheadPolicy:
         """It leaves the slot, finished or preempted. Returns what to remember of it."""
         return None
 
-    def due(self, num_rows: int) -> Due:
-        """What this plan, of that many decoding rows, asks of `choose`; once a plan."""
-        return Due.NOTHING
-
-    def choose(
-        self,
-        due: Due,
-        rows: Rows,
-        caps: np.ndarray,
-        lag: np.ndarray,
-        budget_tokens: int,
-        room: Callable[[], StepBudget],
-    ) -> np.ndarray | None:
-        """k of each decoding row, int32 [rows], or None if nobody drafts.
-
-        `rows` selects slots; `caps` is int32 [rows], what request and context allow; `lag` int32
-        [rows], how many tokens the drafter's KV is behind. At most `budget_tokens` are drafted: a
-        policy that does not look at it is cut down. `room` is for who prices drafts.
-        """
+    def choose(self, step: PlannedRows) -> np.ndarray | None:
+        """k of each decoding row, int32 [rows] and at most its cap, or None if nobody drafts."""
         return None
 
     def observe(self, step: DraftedStep) -> None:
         """What was drafted and accepted in a step that has committed."""
-
-    def observe_shadow(self, slots: np.ndarray, trials: np.ndarray, hits: np.ndarray) -> None:
-        """What drafters that did not draft would have scored (`plan.ShadowEvidence`)."""
 
     def estimated_acceptance(self, slots: np.ndarray) -> list[float] | None:
         """What is believed of the drafts of these slots; None: nothing is."""

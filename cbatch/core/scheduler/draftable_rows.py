@@ -1,0 +1,66 @@
+"""The decoding rows of a step that is being planned, as a lookahead policy sees them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from cbatch.core.scheduler.decode_batch import DecodeBatch
+from cbatch.core.scheduler.slot_table import ONE
+from cbatch.core.scheduler.state import SchedulerState
+from cbatch.core.speculation.policy import StepBudget
+
+
+class DraftableRows:
+    """`policy.PlannedRows`: what nobody asks for is not worked out."""
+
+    def __init__(self, state: SchedulerState, batch: DecodeBatch, known: np.ndarray) -> None:
+        """`known` int32 [rows]: the tokens that each row will know at least."""
+        self._state, self._batch, self._known = state, batch, known
+        self.rows, self.num_rows = batch.rows, len(batch.slots)
+
+    @cached_property
+    def caps(self) -> np.ndarray:
+        state, batch, most = self._state, self._batch, self._batch.most.num_drafts
+        if state.flights or batch.tokens_until_end < state.policy.max_depth:
+            left: np.ndarray = np.maximum(state.table.lookahead_end[batch.rows] - self._known, 0)
+            most = np.minimum(most, left)
+        return most
+
+    @cached_property
+    def lag(self) -> np.ndarray:
+        table, rows, known = self._state.table, self.rows, self._known
+        lag: np.ndarray = table.draft_lag[rows]
+        if self._state.flights:
+            lag = lag + known - table.num_tokens[rows] + table.num_uncomputed_tokens[rows] - ONE
+        if not self._state.decode_batch().all_catch_up:
+            lag = lag * (known <= table.catch_up_end[rows])
+        return lag
+
+    @cached_property
+    def budget_tokens(self) -> int:
+        budget = self._state.config.step_budget_tokens - self.num_rows
+        if self._state.prefilling or self._state.waiting:
+            budget //= 2  # speculation does not starve prompts
+        return budget
+
+    def room(self) -> StepBudget:
+        """Prompts are counted as far as they can go on."""
+        state, table, known = self._state, self._state.table, self._known
+        chunk_tokens = 0
+        if state.prefilling:
+            uncomputed = int(np.add.reduce(table.num_uncomputed_tokens[state.prefilling]))
+            most = state.config.step_budget_tokens - self.num_rows - self.budget_tokens
+            chunk_tokens = min(uncomputed, most)
+        free = state.pool.num_available * state.pool.block_size
+        blocks = None
+        if free < state.policy.max_depth * self.num_rows:
+            blocks = np.maximum(table.capacity[self.rows] - known, 0), free
+        left_tokens: np.ndarray = table.lookahead_end[self.rows] - known
+        return StepBudget(
+            base_tokens=self.num_rows + chunk_tokens,
+            context_tokens=int(np.add.reduce(known)),
+            left_tokens=left_tokens,
+            blocks=blocks,
+        )

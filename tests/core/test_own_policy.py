@@ -1,0 +1,119 @@
+"""A policy of somebody's own, named as `module:Class`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.speculation.build import policy_class
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.policies import EmaPolicy
+from cbatch.core.speculation.policy import (
+    DraftedStep,
+    LookaheadPolicy,
+    PlannedRows,
+    PolicyLimits,
+)
+from cbatch.engine.options import lookahead_name, parse_lookahead
+from tests.checking.models import ModelledAcceptance
+from tests.helpers import RowsToPlan, World, make_config, make_request
+
+NAME = f"{__name__}:OddSlots"
+
+
+class OddSlots(LookaheadPolicy):
+    """k in every second slot; keeps what it is told."""
+
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
+        self.max_depth, self.limits = config.k, limits
+        self.calls: list[tuple[str, Any]] = []
+
+    def enter(self, slot: int, carried: Any) -> None:
+        self.calls.append(("enter", carried))
+
+    def leave(self, slot: int) -> Any:
+        self.calls.append(("leave", slot))
+        return 1.0, 2.0 + slot
+
+    def choose(self, step: PlannedRows) -> np.ndarray | None:
+        odd = np.arange(self.limits.max_slots)[step.rows] % 2
+        return step.caps * odd.astype(np.int32)
+
+    def observe(self, step: DraftedStep) -> None:
+        self.calls.append(("observe", (step.num_drafted, step.num_accepted)))
+
+
+class Wrong(LookaheadPolicy):
+    found: Any = None
+
+    def choose(self, step: PlannedRows) -> Any:
+        return self.found
+
+
+def test_the_scheduler_does_what_it_chooses() -> None:
+    config = make_config(lookahead=LookaheadConfig(policy=NAME, k=3), num_blocks=24)
+    world = World(config, acceptance=ModelledAcceptance(0.6))
+    world.add(*(make_request(name, max_tokens=60) for name in "abcd"))
+    ks: dict[int, set[int]] = {0: set(), 1: set()}
+    while world.scheduler.has_work:
+        commit = world.step()
+        assert commit is not None
+        slots = world.plans[-1].slots
+        for slot, k in zip(slots.tolist(), commit.num_drafted.tolist(), strict=True):
+            ks[slot % 2].add(k)
+    assert ks[0] == {0} and {0, 3} <= ks[1]
+    world.assert_reference()
+    policy: Any = world.scheduler.state.policy
+    told = [what for call, what in policy.calls if call == "observe"]
+    assert len(told) == len(world.commits) and any(k.any() and a.any() for k, a in told)
+    assert world.scheduler.stats.preemptions > 0
+    carried = [what for call, what in policy.calls if call == "enter"]
+    assert carried.count(None) == 4 and any(each is not None and each[1] >= 2 for each in carried)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [np.ones(2), np.ones(3, np.int32), np.array([1, 9], np.int32), np.array([-1, 0], np.int32)],
+)
+def test_a_choice_that_cannot_be_is_named(found: np.ndarray) -> None:
+    class_ = policy_class(f"{__name__}:Wrong")
+    policy: Any = class_(LookaheadConfig(policy="own", k=4), PolicyLimits(2, 64))
+    rows = RowsToPlan(slice(0, 2), np.full(2, 4, np.int32))
+    policy.found = np.array([0, 4], np.int32)
+    assert policy.choose(rows) is policy.found
+    policy.found = found
+    with pytest.raises(ValueError, match="Wrong.choose returned"):
+        policy.choose(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("greedy", "is not known"),
+        ("goodput:", "is not known"),
+        ("goodput:many", "cannot be had"),
+        ("no_such_module:Policy", "cannot be had"),
+        (f"{__name__}:NoSuch", "cannot be had"),
+        (f"{__name__}:NAME", "is no policy"),
+        ("off:3", "is not known"),
+    ],
+)
+def test_names_that_are_none(name: str, problem: str) -> None:
+    with pytest.raises(FieldError, match=f"lookahead: {name!r} {problem}"):
+        parse_lookahead(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "k"),
+    [("fixed", "fixed", 4), ("ema:6", "ema", 6), (NAME, NAME, 8), (f"{NAME}:2", NAME, 2)],
+)
+def test_names_with_k(name: str, policy: str, k: int) -> None:
+    found = parse_lookahead(name)
+    assert (found.policy, found.k, lookahead_name(found)) == (policy, k, f"{policy}:{k}")
+
+
+def test_ours_are_not_checked_again() -> None:
+    assert policy_class("ema") is EmaPolicy
