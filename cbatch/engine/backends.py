@@ -129,13 +129,14 @@ def _gpu_executor(target: Decoder, draft: Decoder | None, config: SchedulerConfi
 def _drafter(draft: Model | None, config: SchedulerConfig) -> Drafter | None:
     from cbatch.runtime.drafting.chain import ChainDrafter
     from cbatch.runtime.drafting.draft_model import DraftModel
-    from cbatch.runtime.drafting.ngram import LookupDrafter, NgramIndex
-    from cbatch.runtime.drafting.suffix import SuffixIndex
+    from cbatch.runtime.drafting.lookup import LookupDrafter
+    from cbatch.runtime.drafting.ngram import NgramLookup
+    from cbatch.runtime.drafting.suffix import SuffixLookup
 
     if not config.default_chain or config.lookahead.policy == "off":
         return None
     return ChainDrafter(
         model=None if draft is None else DraftModel(draft),
-        lookups={"ngram": LookupDrafter(NgramIndex), "suffix": LookupDrafter(SuffixIndex)},
+        lookups={"ngram": LookupDrafter(NgramLookup()), "suffix": LookupDrafter(SuffixLookup())},
         default=config.default_chain,
     )

@@ -15,7 +15,9 @@ from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.drafting import chain as chain_module
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.draft_model import DraftModel
-from cbatch.runtime.drafting.ngram import LookupDrafter, NgramIndex
+from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
+from cbatch.runtime.drafting.ngram import NgramLookup
+from cbatch.runtime.model.arrays import I64
 from tests.runtime.engines import admission
 from tests.runtime.test_statistics import FILTERS, Z_BOUND, sample, z_against
 from triton_kernels.verification.reference import NoiseRows, rejection_verify
@@ -23,16 +25,13 @@ from triton_kernels.verification.reference import NoiseRows, rejection_verify
 VOCAB, NOISE = 12, 0.08
 
 
-class Scripted:
-    """An index that always, or never, has the same guess."""
+class Scripted(Lookup):
+    """Always, or never, has the same guess."""
 
     def __init__(self, token: int | None) -> None:
         self.token = token
 
-    def append(self, token: int) -> None:
-        pass
-
-    def propose(self, depth: int) -> list[int]:
+    def guess(self, text: I64, depth: int) -> list[int]:
         return [] if self.token is None else [self.token] * depth
 
 
@@ -60,8 +59,8 @@ class ScriptedModel(DraftModel):
 def scripted(model: ScriptedModel | None = None, **chains: Any) -> tuple[ChainDrafter, InputBatch]:
     """Slots 0, 1, ... with those chains and parameters; `ngram` is mute, `suffix` says 9."""
     lookups = {
-        "ngram": LookupDrafter(lambda: Scripted(None)),
-        "suffix": LookupDrafter(lambda: Scripted(9)),
+        "ngram": LookupDrafter(Scripted(None)),
+        "suffix": LookupDrafter(Scripted(9)),
     }
     chain = ChainDrafter(model=model, lookups=lookups, default=("ngram", "suffix"))
     table = InputBatch(8, 4, VOCAB)
@@ -204,7 +203,7 @@ def test_the_law_of_sampled_tokens_is_kept_by_a_chain(monkeypatch):
             return proposal
 
     def make(draft: Any) -> ChainDrafter:
-        lookups = {"ngram": LookupDrafter(lambda: NgramIndex(1, 2))}
+        lookups = {"ngram": LookupDrafter(NgramLookup(1, 2))}
         return Watched(model=DraftModel(draft), lookups=lookups, default=("ngram", "model"))
 
     monkeypatch.setattr("tests.runtime.engines.DraftModel", make)

@@ -15,8 +15,9 @@ from cbatch.core.scheduler.committer import Committer
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.speculation.policies import FixedPolicy
 from cbatch.runtime.drafting.chain import ChainDrafter
-from cbatch.runtime.drafting.ngram import LookupDrafter, NgramIndex
-from cbatch.runtime.drafting.suffix import SuffixIndex
+from cbatch.runtime.drafting.lookup import LookupDrafter
+from cbatch.runtime.drafting.ngram import NgramLookup
+from cbatch.runtime.drafting.suffix import SuffixLookup
 from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
 from tests.runtime.pairs import tiny_model
 from tests.runtime.test_drafter import CheckedDraftModel
@@ -74,7 +75,7 @@ def run_chains(ours: list[Request], *, model: bool = True, **settings: Any) -> R
     default = settings.setdefault("drafter", ("suffix", "model"))
     chain = ChainDrafter(
         model=CheckedDraftModel(*drafts) if model else None,
-        lookups={"ngram": LookupDrafter(NgramIndex), "suffix": LookupDrafter(SuffixIndex)},
+        lookups={"ngram": LookupDrafter(NgramLookup()), "suffix": LookupDrafter(SuffixLookup())},
         default=default,
     )
     settings = {"lookahead": "fixed:3", "held": chain, "kind": WatchedExecutor} | settings

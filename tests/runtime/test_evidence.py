@@ -18,7 +18,8 @@ from cbatch.runtime.cpu import verify as verification
 from cbatch.runtime.cpu.drafter import DraftRows, Proposal
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.draft_model import DraftModel
-from cbatch.runtime.drafting.ngram import LookupDrafter, NgramIndex
+from cbatch.runtime.drafting.lookup import LookupDrafter
+from cbatch.runtime.drafting.ngram import NgramLookup
 from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
 from tests.runtime.pairs import VOCAB, tiny_model
 from tests.runtime.test_executor import SIZES, admit, make_plan
@@ -119,7 +120,7 @@ def test_a_report_of_the_neighbours_row_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_draft_chosen_with_certainty_reports_its_own_probability() -> None:
-    drafter = LookupDrafter(NgramIndex)
+    drafter = LookupDrafter(NgramLookup())
     executor = TorchExecutor(tiny_model(), drafter=drafter, **SIZES)
     prompt = [3, 4, 5, 3, 4, 5, 3, 4]
     admitted = (admit(0, prompt, temperature=1.0),)

@@ -15,7 +15,8 @@ from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.threaded import ThreadedExecutor, VoidedStepError
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.draft_model import DraftModel
-from cbatch.runtime.drafting.ngram import LookupDrafter, NgramIndex
+from cbatch.runtime.drafting.lookup import LookupDrafter
+from cbatch.runtime.drafting.ngram import NgramLookup
 from tests.runtime.engines import RecordingExecutor, admission, make_request, run_engine
 from tests.runtime.pairs import VOCAB, tiny_model
 from tests.runtime.reference import written_kv
@@ -95,7 +96,7 @@ def test_a_step_tells_that_it_goes_on(chain: bool):
     drafter = DraftModel(draft)
     if chain:
         drafter = ChainDrafter(
-            model=drafter, lookups={"ngram": LookupDrafter(NgramIndex)}, default=("model",)
+            model=drafter, lookups={"ngram": LookupDrafter(NgramLookup())}, default=("model",)
         )
     executor = TorchExecutor(tiny_model(), drafter=drafter, **SIZES)
     counter = np.zeros(1, dtype=np.int64)

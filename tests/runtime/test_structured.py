@@ -24,8 +24,9 @@ from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafter import Drafter
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.draft_model import DraftModel, _Drafting
-from cbatch.runtime.drafting.ngram import LookupDrafter, NgramIndex
-from cbatch.runtime.drafting.suffix import SuffixIndex
+from cbatch.runtime.drafting.lookup import LookupDrafter
+from cbatch.runtime.drafting.ngram import NgramLookup
+from cbatch.runtime.drafting.suffix import SuffixLookup
 from cbatch.runtime.sampling import logits_processors as processors
 from cbatch.runtime.sampling.structured import Structured
 from cbatch.text import TextTokenizer
@@ -233,7 +234,7 @@ def run(asked: list[Any], drafter: Drafter | None = None, **options: Any) -> Run
 
 
 def lookups() -> ChainDrafter:
-    held = {"ngram": LookupDrafter(NgramIndex), "suffix": LookupDrafter(SuffixIndex)}
+    held = {"ngram": LookupDrafter(NgramLookup()), "suffix": LookupDrafter(SuffixLookup())}
     return ChainDrafter(model=None, lookups=held, default=("suffix", "ngram"))
 
 

@@ -1,4 +1,4 @@
-"""The suffix automaton's drafts against their definition by counting substrings."""
+"""SuffixDecoding's drafts against their definition by counting substrings."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.runtime.drafting.suffix import SuffixIndex
+from cbatch.runtime.drafting.suffix import SuffixLookup
 
 texts = st.lists(st.integers(0, 2), max_size=40)
 shapes = st.tuples(
     st.integers(1, 3), st.integers(0, 4), st.sampled_from([0.5, 1.0, 2.5]), st.floats(0, 0.6)
 ).map(lambda s: (s[0], s[0] + s[1], s[2], s[3]))
-
-
-def built(text, *shape) -> SuffixIndex:
-    index = SuffixIndex(*shape)
-    for token in text:
-        index.append(token)
-    return index
 
 
 def followers(text: list[int], context: list[int]) -> dict[int, tuple[int, int]]:
@@ -58,32 +51,9 @@ def by_definition(text, depth, shortest, longest, spec_factor, least_probability
 @settings(max_examples=150, deadline=None)
 @given(text=texts, shape=shapes, depth=st.integers(1, 8))
 def test_drafts_are_those_of_the_definition(text, shape, depth):
-    index = SuffixIndex(*shape)
+    lookup, tokens = SuffixLookup(*shape), np.array(text, dtype=np.int64)
     for end in range(len(text) + 1):
-        assert index.propose(depth) == by_definition(text[:end], depth, *shape)
-        if end < len(text):
-            index.append(text[end])
-
-
-@pytest.mark.parametrize("period", [1, 3])
-def test_the_work_of_a_token_is_bounded_in_a_text_that_repeats_itself(monkeypatch, period):
-    """Suffixes of a periodic text have as many states as it is long; few of them are visited."""
-
-    class Counting(list):
-        reads = 0
-
-        def __getitem__(self, i):
-            Counting.reads += 1
-            return super().__getitem__(i)
-
-    index = SuffixIndex(longest_tokens=8)
-    index._link = Counting(index._link)
-    reads = []
-    for i in range(2000):
-        index.append(i % period)
-        reads.append(Counting.reads)
-    assert len(index._next) <= 2 * 2000
-    assert max(np.diff(reads[100:])) <= 2 * 8 + 4
+        assert lookup.guess(tokens[:end], depth) == by_definition(text[:end], depth, *shape)
 
 
 @pytest.mark.parametrize(
@@ -97,4 +67,4 @@ def test_the_work_of_a_token_is_bounded_in_a_text_that_repeats_itself(monkeypatc
 )
 def test_what_makes_no_sense_is_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
-        SuffixIndex(**bad)
+        SuffixLookup(**bad)

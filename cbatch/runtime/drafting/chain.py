@@ -15,7 +15,7 @@ from cbatch.core.scheduler.plan import NewSequence, ShadowEvidence
 from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal
 from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.drafting.draft_model import DraftModel
-from cbatch.runtime.drafting.ngram import Evidence, LookupDrafter
+from cbatch.runtime.drafting.lookup import Evidence, LookupDrafter
 from cbatch.runtime.model.arrays import I64
 
 # The most tokens of a row that a draft model ingests in a step to make up for drafts of others. If

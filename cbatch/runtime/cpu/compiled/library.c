@@ -1,6 +1,7 @@
-// A decoder's whole pass over a ragged batch, by one team of threads; and single products.
+// A decoder's whole pass over a ragged batch, by one team of threads; single products; and lookups.
 
 #include "attention.h"
+#include "lookup.h"
 #include "product.h"
 
 #define MOST_QUERIES 48  // of a tile of attention

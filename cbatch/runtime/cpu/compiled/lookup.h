@@ -1,0 +1,166 @@
+// Drafts from what a text repeats, as cbatch/runtime/drafting says them in Python. Nothing is kept
+// between calls: to read a row's tokens costs a thousandth of attending to them.
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+// Contexts of `shortest` to `longest` tokens. Not by frequency: what followed the latest one.
+typedef struct {
+    long shortest, longest, by_frequency;
+    double spec_factor, least_probability;
+} lookup;
+
+typedef struct {
+    int64_t token;
+    long times;
+} follower;
+
+// Memory of a call. `places` has `count` places whose tokens follow a context, the last first.
+typedef struct {
+    const lookup *of;
+    long count, *places, *overlaps;
+    int64_t *recent;
+    follower *table;
+} search;
+
+enum { ABREAST = 16 };
+
+// Behind the last `token` of text [end]; 0 where it has none.
+static long behind(const int64_t *text, long end, int64_t token) {
+    for (; end >= ABREAST; end -= ABREAST) {
+        int64_t found = 0;
+        for (long i = 0; i < ABREAST; i++) found |= text[end - 1 - i] == token;
+        if (found) break;
+    }
+    while (end > 0 && text[end - 1] != token) end--;
+    return end;
+}
+
+// The longest end of the `size` tokens before `end` that a token of text [length] follows; leaves
+// those places (of one that is long as can be, the last alone unless `all`). As in the Z algorithm
+// (Gusfield 1997, 1.3) no token is read twice: text [low, high) is an end of the context, too, and
+// what stands in it is known from how that overlaps itself.
+static long follow(search *s, const int64_t *text, long length, const int64_t *end, long size,
+                   int all) {
+    long best = 1, low = length, high = length;
+    for (long k = 1; k < size; k++) {
+        long same = 0;
+        while (same < size - k && end[-1 - k - same] == end[-1 - same]) same++;
+        s->overlaps[k] = same;
+    }
+    s->count = 0;
+    for (long place = length - 1; place > 0; place--) {
+        long same = 0;
+        if (place > low) same = s->overlaps[high - place];
+        else place = behind(text, place, end[-1]);
+        if (same >= place - low) {
+            same = place > low ? place - low : 0;
+            while (same < size && same < place && text[place - 1 - same] == end[-1 - same]) same++;
+            low = place - same, high = place;
+        }
+        if (same > best) best = same, s->count = 0;
+        if (same == best) s->places[s->count++] = place;
+        if (same == size && !all) break;
+    }
+    return s->count ? best : 0;
+}
+
+// The most frequent token at the places, of several the latest.
+static follower likeliest(search *s, const int64_t *text) {
+    uint64_t mask = 1;
+    while (mask < 2 * (uint64_t)s->count) mask = 2 * mask + 1;
+    memset(s->table, 0, (mask + 1) * sizeof *s->table);
+    follower best = {0, 0};
+    for (long i = s->count - 1; i >= 0; i--) {
+        const int64_t token = text[s->places[i]];
+        uint64_t at = ((uint64_t)token * 0x9E3779B97F4A7C15u >> 32) & mask;
+        while (s->table[at].times && s->table[at].token != token) at = (at + 1) & mask;
+        s->table[at].token = token;
+        if (++s->table[at].times >= best.times) best = s->table[at];
+    }
+    return best;
+}
+
+// Drafts that go on with text [length]: how many of `depth`.
+static long guess(search *s, const int64_t *text, long length, long depth, int64_t *drafts) {
+    const lookup *of = s->of;
+    long size = length < of->longest ? length : of->longest;
+    const long matched = size = follow(s, text, length, text + length, size, of->by_frequency);
+    if (size < of->shortest) return 0;
+    if (!of->by_frequency) {
+        for (long i = 0, place = s->places[0]; i < depth; i++, place++)
+            drafts[i] = place < length ? text[place] : drafts[place - length];
+        return depth;
+    }
+    const double most = of->spec_factor * matched;
+    if (most < depth) depth = (long)most;
+    memcpy(s->recent, text + length - matched, matched * sizeof *text);
+    double probability = 1;
+    for (long i = 0; i < depth; i++) {
+        if (i) {
+            size = size < of->longest ? size + 1 : size;
+            size = follow(s, text, length, s->recent + matched + i, size, 1);
+        }
+        const follower next = likeliest(s, text);
+        probability *= (double)next.times / s->count;
+        if (probability < of->least_probability) return i;
+        drafts[i] = s->recent[matched + i] = next.token;
+    }
+    return depth;
+}
+
+// What is looked up in before position `end`: the last half a window to a window.
+static long window_start(long end, long half) {
+    const long start = (end + half - 1) / half - 2;
+    return start > 0 ? start * half : 0;
+}
+
+// For rows [rows, width] as below, whose text ends at column `last`, or before.
+static int begin(search *s, const lookup *of, const int64_t *asked, long rows, long width, long last,
+                 long half) {
+    long tokens = 0;
+    for (const int64_t *row = asked; row < asked + rows * width; row += width) {
+        const long length = row[last] < 2 * half ? row[last] : 2 * half;
+        if (length > tokens) tokens = length;
+    }
+    const long table = 4 * tokens + 4, recent = of->longest + width;
+    char *memory = malloc((tokens + of->longest) * sizeof(long) + recent * sizeof(int64_t) +
+                          table * sizeof(follower));
+    s->of = of, s->table = (follower *)memory, s->recent = (int64_t *)(s->table + table);
+    s->places = (long *)(s->recent + recent), s->overlaps = s->places + tokens;
+    return !memory;
+}
+
+// Each of `asked` [rows] is a slot, how many of its tokens are known, and how many drafts are wanted;
+// gets how many there are, and them. tokens [slots, stride]. Nonzero where memory runs out.
+int look_up(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *asked,
+            long rows, long depth) {
+    search s;
+    if (begin(&s, of, asked, rows, 4 + depth, 1, half)) return 1;
+    for (int64_t *row = asked; row < asked + rows * (4 + depth); row += 4 + depth) {
+        const long start = window_start(row[1], half);
+        row[3] = guess(&s, tokens + row[0] * stride + start, row[1] - start, row[2], row + 4);
+    }
+    free(s.table);
+    return 0;
+}
+
+// Each of `asked` [rows] is a slot, and positions from and to; gets before how many of their tokens
+// there would have been a draft, and how many of these first drafts they are.
+int score_drafts(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *asked, long rows) {
+    search s;
+    if (begin(&s, of, asked, rows, 5, 2, half)) return 1;
+    for (int64_t *row = asked; row < asked + rows * 5; row += 5) {
+        const int64_t *text = tokens + row[0] * stride;
+        row[3] = row[4] = 0;
+        for (long end = row[1]; end < row[2]; end++) {
+            const long start = window_start(end, half);
+            int64_t draft;
+            if (!guess(&s, text + start, end - start, 1, &draft)) continue;
+            row[3]++, row[4] += draft == text[end];
+        }
+    }
+    free(s.table);
+    return 0;
+}

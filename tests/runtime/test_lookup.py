@@ -1,0 +1,197 @@
+"""What every drafter that looks up must do, with kernels and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.runtime.cpu.drafter import DraftRows
+from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.drafting.lookup import Evidence, Lookup, LookupDrafter
+from cbatch.runtime.drafting.ngram import NgramLookup
+from cbatch.runtime.drafting.suffix import SuffixLookup
+from tests.runtime.engines import admission
+from tests.runtime.marks import has_compiler
+from tests.runtime.pairs import VOCAB
+
+Maker = Callable[..., Lookup]
+
+
+def interpreted(kind: type[Lookup]) -> Maker:
+    def make(*shape: Any) -> Lookup:
+        lookup = kind(*shape)
+        lookup.struct = None
+        return lookup
+
+    return make
+
+
+KINDS: tuple[type[Lookup], ...] = (NgramLookup, SuffixLookup)
+MAKERS: dict[str, Maker] = {f"{kind.__name__} in Python": interpreted(kind) for kind in KINDS}
+if has_compiler():
+    MAKERS |= {kind.__name__: kind for kind in KINDS}
+every_lookup = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def guessed(make: Maker, text: list[int], depth: int = 4) -> list[int]:
+    return make().guess(np.array(text, dtype=np.int64), depth)
+
+
+class World:
+    """A drafter over a slot table whose tokens a test moves on by hand."""
+
+    def __init__(self, make: Maker, max_slots: int = 4, **settings: Any) -> None:
+        self.table = InputBatch(max_slots, 4, VOCAB)
+        self.drafter = LookupDrafter(make(), **settings)
+        self.drafter.bind(self.table, 16)
+
+    def admit(self, slot: int, tokens: list[int]) -> None:
+        entered = admission(slot, tokens, max_total=400)
+        self.table.admit(entered)
+        self.drafter.admit(entered)
+
+    def emit(self, slot: int, tokens: list[int]) -> None:
+        known = int(self.table.num_tokens[slot])
+        self.table.tokens[slot, known : known + len(tokens)] = tokens
+        self.table.num_tokens[slot] += len(tokens)
+
+    def propose(self, *slots: int, depth: int = 4) -> list[list[int]]:
+        at = np.array(slots, dtype=np.int32)
+        depths = np.full(len(at), depth, dtype=np.int64)
+        p = self.drafter.propose(DraftRows(at, self.table.num_tokens[at], depths, at * 0))
+        assert p.probs is None and not p.non_finite.any() and (p.num_drafted <= depth).all()
+        return [row[:n].tolist() for row, n in zip(p.tokens, p.num_drafted, strict=True)]
+
+    def propose_at(self, ends: range, depth: int) -> list[list[int]]:
+        """After each of these lengths of slot 0."""
+        at = np.array(ends, dtype=np.int64)
+        p = self.drafter.propose(DraftRows(at * 0, at, np.full(len(at), depth), at * 0))
+        return [row[:n].tolist() for row, n in zip(p.tokens, p.num_drafted, strict=True)]
+
+    def observe(self, slot: int, since: int) -> tuple[int, int]:
+        evidence: Evidence = self.drafter.observe(np.array([slot]), np.array([since]))
+        return int(evidence.trials[0]), int(evidence.hits[0])
+
+
+shapes = {
+    NgramLookup: st.tuples(st.integers(1, 3), st.integers(0, 4)).map(lambda s: (s[0], sum(s))),
+    SuffixLookup: st.tuples(
+        st.integers(1, 3), st.integers(0, 4), st.sampled_from([0.5, 1.0, 2.5]), st.floats(0, 0.6)
+    ).map(lambda s: (s[0], s[0] + s[1], s[2], s[3])),
+}
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C compiler, or not Linux")
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_kernels_find_what_python_does(kind, data):
+    """Long texts, which repeat themselves with periods and with errors."""
+    shape = data.draw(shapes[kind] | st.just(()))
+    letters = st.integers(0, data.draw(st.sampled_from([0, 1, 2, 9])))
+    part = data.draw(st.lists(letters, min_size=1, max_size=40))
+    text = part * data.draw(st.integers(1, 8)) + data.draw(st.lists(letters, max_size=20)) + part
+    for at in data.draw(st.lists(st.integers(0, len(text) - 1), max_size=4)):
+        text[at] = 10
+    window = data.draw(st.sampled_from([7, 50, 10_000]))
+    ends = range(1, len(text) + 1, data.draw(st.integers(1, 9)))
+    worlds = [World(partial(make, *shape), window_tokens=window) for make in MADE[kind]]
+    for world in worlds:
+        world.admit(0, text)
+        assert (world.drafter._compiled is None) == (world is worlds[0])
+    for depth in (1, data.draw(st.integers(2, 60))):
+        assert worlds[0].propose_at(ends, depth) == worlds[1].propose_at(ends, depth)
+    assert worlds[0].observe(0, 1) == worlds[1].observe(0, 1)
+
+
+MADE = {kind: (interpreted(kind), kind) for kind in KINDS}
+
+
+@every_lookup
+@settings(max_examples=60, deadline=None)
+@given(text=st.lists(st.integers(0, 2), min_size=1, max_size=60), data=st.data())
+def test_a_sequence_that_grew_is_read_as_one_that_is_admitted(make, text, data):
+    """Also after a window has moved, whatever was drafted and refused in between."""
+    window = data.draw(st.sampled_from([6, 7, 100]))
+    world = World(make, window_tokens=window)
+    cut = data.draw(st.integers(1, len(text)))
+    world.admit(0, text[:cut])
+    for token in text[cut:]:
+        if data.draw(st.booleans()):
+            world.propose(0)
+        world.table.tokens[0, world.table.num_tokens[0] + 1] = 99  # a rejected draft
+        world.emit(0, [token])
+    fresh = World(make, window_tokens=window)
+    fresh.admit(0, text)
+    start = max(-(-len(text) // (window // 2)) - 2, 0) * (window // 2)
+    assert len(text) - start <= window and (start == 0 or len(text) - start >= window // 2)
+    assert world.propose(0) == fresh.propose(0) == [guessed(make, text[start:])]
+
+
+@every_lookup
+def test_a_slot_forgets_its_last_sequence(make):
+    world = World(make)
+    copied = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    world.admit(0, copied)
+    world.admit(1, copied)
+    assert world.propose(0, 1) == [[4, 5, 6, 1]] * 2
+    world.admit(0, [7, 8, 9, 1, 2, 3])
+    assert world.propose(0)[0] == [] and world.propose(1)[0]
+
+
+@every_lookup
+@settings(max_examples=60, deadline=None)
+@given(text=st.lists(st.integers(0, 2), min_size=2, max_size=40), data=st.data())
+def test_shadow_evidence_is_what_drafting_one_token_would_have_scored(make, text, data):
+    since = data.draw(st.integers(1, len(text)))
+    guesses = [guessed(make, text[:end], 1) for end in range(since, len(text))]
+    trials = sum(bool(guess) for guess in guesses)
+    hits = sum(guess == [text[since + i]] for i, guess in enumerate(guesses))
+    world = World(make)
+    world.admit(0, text[:since])
+    world.emit(0, text[since:])
+    assert world.observe(0, since) == (trials, hits)
+    assert world.observe(0, len(text)) == (0, 0)
+
+
+@every_lookup
+def test_tokens_that_had_drafts_are_no_shadow_evidence(make):
+    world = World(make)
+    world.admit(0, [1, 2, 3, 4, 1, 2])
+    assert world.propose(0)[0][:2] == [3, 4]
+    world.emit(0, [3, 4])  # accepted drafts: real trials
+    world.emit(0, [1])  # a plain step, position 8
+    assert world.observe(0, 8) == (1, 1)
+
+
+def acceptance(make, prompt: list[int], output: list[int]) -> tuple[float, float]:
+    """Accepted over observed trials, and tokens a step, where `output` is what a target says."""
+    world = World(make)
+    world.admit(0, prompt)
+    done = accepted = trials = steps = 0
+    while done < len(output):
+        drafts = world.propose(0)[0][: len(output) - done - 1]
+        agree = [d == t for d, t in zip(drafts, output[done:], strict=False)]
+        hits = (agree + [False]).index(False)
+        accepted += hits
+        trials += min(hits + 1, len(drafts))
+        world.emit(0, output[done : done + hits + 1])
+        done, steps = done + hits + 1, steps + 1
+    return accepted / max(trials, 1), len(output) / steps
+
+
+@every_lookup
+def test_acceptance_is_high_on_a_near_copy_and_fresh_text_is_left_alone(make):
+    rng = np.random.default_rng(0)
+    source, fresh = rng.integers(0, VOCAB, (2, 190)).tolist()
+    edited = [int(rng.integers(VOCAB)) if rng.random() < 0.04 else token for token in source]
+    rate, tokens_per_step = acceptance(make, source, edited)
+    assert rate > 0.85 and tokens_per_step > 2.5
+    rate, tokens_per_step = acceptance(make, source, fresh)
+    assert rate < 0.2 and tokens_per_step < 1.1
