@@ -219,3 +219,54 @@ def test_the_law_of_sampled_tokens_is_kept_by_a_chain(monkeypatch):
 
     monkeypatch.setattr(chain_module._Merger, "_merge_probs", misplaced)
     assert z_against(sample(lookahead="fixed:3"), FILTERS[0]) > 2 * Z_BOUND
+
+
+COPIED = list(range(100, 180))
+
+
+def watched_text(own: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """Lengths at which a slot that never drafts is scored, and the scores, while it says `own`."""
+    chain = ChainDrafter(lookups={"ngram": LookupDrafter(NgramLookup())}, default=("ngram",))
+    table = InputBatch(2, 4, 1000)
+    chain.bind(table, 16)
+    entered = admission(1, COPIED, max_total=400)
+    table.admit(entered)
+    chain.admit(entered)
+    lengths, scores = [], []
+    for token in own:
+        table.tokens[1, table.num_tokens[1]] = token
+        table.num_tokens[1] += 1
+        shadow = chain.score(np.array([1]), None)
+        if shadow is not None:
+            lengths.append(int(table.num_tokens[1]) - len(COPIED))
+            scores.append(tuple(int(part[0]) for part in (shadow.rows, shadow.trials, shadow.hits)))
+    return lengths, scores
+
+
+def test_a_text_that_never_repeats_is_scored_ever_more_rarely_and_one_that_begins_to_is_noticed():
+    fresh = list(range(200, 360))
+    lengths, scores = watched_text(fresh)
+    assert lengths == [12, 36, 84, 132] and set(scores) == {(0, 0, 0)}
+    for begins in range(84, 132):
+        lengths, scores = watched_text(fresh[:begins] + COPIED)
+        noticed = next(at for at, (_, _, hits) in zip(lengths, scores, strict=True) if hits >= 4)
+        assert noticed - begins <= 64
+        after = [at for at in lengths if at >= noticed][:2]
+        assert after[1] - after[0] == chain_module.SCORE_TOKENS
+
+
+def test_a_draft_puts_off_the_score():
+    chain, table = scripted(slots=[(("suffix",), 0.0)] * 2)
+    slots, told = np.arange(2), []
+    for step in range(24):
+        table.num_tokens[:2] += 1
+        shadow = chain.score(slots, np.array([0, 2 if step == 7 else 0]))
+        told.append([] if shadow is None else shadow.rows.tolist())
+    assert [(at, rows) for at, rows in enumerate(told, 1) if rows] == [(12, [0]), (20, [1])]
+
+
+def test_a_lone_lookup_drafts_for_nobody_who_did_not_ask():
+    chain, table = scripted(slots=[(("suffix",), 0.0), (("model",), 0.0)])
+    assert drafts(ask(chain, table, [2, 2])) == [[9, 9], []]
+    chain.release(1)
+    assert drafts(ask(chain, table, [2])) == [[9, 9]]

@@ -21,9 +21,11 @@ from cbatch.runtime.model.arrays import I64
 # The most tokens of a row that a draft model ingests in a step to make up for drafts of others. If
 # it lacks more, it takes such a slice a step, and drafts once it has caught up.
 CATCH_UP_TOKENS = 256
-# A row's lookup is scored when it has emitted so many tokens without drafts: before a row at k = 0
-# is probed for the first time (`FIRST_ROW_PROBE_STEPS` in cbatch/core/speculation/gate.py).
-SCORE_TOKENS = 12
+# A row's lookup is scored on its last 12 tokens when it has emitted so many without drafts; where
+# they do not repeat the text after 24, then after 48. The first time is before a row at k = 0 is
+# probed (`FIRST_ROW_PROBE_STEPS` in cbatch/core/speculation/gate.py).
+SCORE_TOKENS, MOST_SCORE_TOKENS = 12, 48
+SCORE_STEPS = 4  # scores of so many steps come together: whoever is told has its work, too
 
 
 class ChainDrafter(Drafter):
@@ -77,6 +79,9 @@ class ChainDrafter(Drafter):
         self._scored = np.zeros(slots, dtype=np.bool_)  # a lookup has the first turn, and may draft
         self._num_scored = 0
         self._since = np.zeros(slots, dtype=np.int64)  # tokens at its last draft or score
+        self._pause = np.zeros(slots, dtype=np.int64)  # tokens until its next score
+        self._steps = 0
+        self._order: list[tuple[int, str]] = []  # turns that somebody has, and whose they are
         # Turn t of a slot belongs to a drafter: bool [turns, slots] for each.
         self._turns = {
             name: np.zeros((len(self._drafters), slots), dtype=np.bool_) for name in self._drafters
@@ -99,7 +104,7 @@ class ChainDrafter(Drafter):
         self._mixed[slot] = names != (MODEL,)
         first = names[0] in self.lookups if names else False
         self._scored[slot] = first and admission.params.max_lookahead != 0
-        self._since[slot] = len(admission.tokens)
+        self._since[slot], self._pause[slot] = len(admission.tokens), SCORE_TOKENS
         self._set_chain(slot, names)
 
     def release(self, slot: int) -> None:
@@ -114,6 +119,11 @@ class ChainDrafter(Drafter):
             turns[:, slot] = False
             if name in names:
                 turns[names.index(name), slot] = True
+        self._order = sorted(
+            (turn, name)
+            for name, turns in self._turns.items()
+            for turn in turns.any(axis=1).nonzero()[0]
+        )
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         for drafter in self._drafters.values():
@@ -133,40 +143,49 @@ class ChainDrafter(Drafter):
         return self.model.kv_len[slots] if self.model is not None and self._num_mixed else None
 
     def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
-        """A few rows a step, so many that each is served when its `SCORE_TOKENS` are there."""
+        """A few rows now and then, so many that each is served when its turn has come."""
         if not self._num_scored:
             return None
+        if num_drafted is not None and num_drafted.any():
+            drafted = slots[num_drafted > 0]
+            self._since[drafted] = self.table.num_tokens[drafted]
+        self._steps += 1
+        if self._steps % SCORE_STEPS:
+            return None
         known = self.table.num_tokens[slots]
-        if num_drafted is not None:
-            drafted = num_drafted > 0
-            self._since[slots[drafted]] = known[drafted]
-        idle = known - self._since[slots] >= SCORE_TOKENS
-        rows = np.flatnonzero(idle & self._scored[slots])[: 1 + len(slots) // SCORE_TOKENS]
+        due = (known - self._since[slots] >= self._pause[slots]) & self._scored[slots]
+        rows = due.nonzero()[0][: 1 + SCORE_STEPS * len(slots) // SCORE_TOKENS]
         if not len(rows):
             return None
-        evidence = self.observe(slots[rows], self._since[slots[rows]])
-        self._since[slots[rows]] = known[rows]
+        slots, known = slots[rows], known[rows]
+        evidence = self.observe(slots, known - SCORE_TOKENS)
+        self._since[slots] = known
+        longer = np.minimum(2 * self._pause[slots], MOST_SCORE_TOKENS)
+        self._pause[slots] = np.where(3 * evidence.hits < SCORE_TOKENS, longer, SCORE_TOKENS)
         return ShadowEvidence(*(part.astype(np.int32) for part in (rows, *evidence)))
 
     def propose(self, rows: DraftRows) -> Proposal:
         if self.model is not None and not self._num_mixed:
             return self.model.propose(rows)
+        if len(self._order) == 1:
+            turn, name = self._order[0]
+            if name in self.lookups and self._turns[name][turn, rows.slots].all():
+                return self.lookups[name].propose(rows)
         merger = _Merger(self.table, rows)
         waiting = rows.num_drafts > 0
         self._ingest_slices(rows)
-        for turn in range(len(self._drafters)):
-            for name, drafter in self._drafters.items():
-                at = np.flatnonzero(self._turns[name][turn, rows.slots] & waiting)
+        for turn, name in self._order:
+            at = np.flatnonzero(self._turns[name][turn, rows.slots] & waiting)
+            if not len(at):
+                continue
+            part, drafter = DraftRows(*(field[at] for field in rows)), self._drafters[name]
+            if drafter is self.model:
+                at, part = self._catch_up(at, part)
                 if not len(at):
                     continue
-                part = DraftRows(*(field[at] for field in rows))
-                if drafter is self.model:
-                    at, part = self._catch_up(at, part)
-                    if not len(at):
-                        continue
-                proposal = drafter.propose(part)
-                merger.add(at, proposal)
-                waiting[at] &= (proposal.num_drafted == 0) & ~proposal.non_finite
+            proposal = drafter.propose(part)
+            merger.add(at, proposal)
+            waiting[at] &= (proposal.num_drafted == 0) & ~proposal.non_finite
         return merger.merged()
 
     def _ingest_slices(self, rows: DraftRows) -> None:
