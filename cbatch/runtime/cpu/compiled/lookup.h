@@ -43,27 +43,28 @@ static long behind(const int64_t *text, long end, int64_t token) {
 // what stands in it is known from how that overlaps itself.
 static long follow(search *s, const int64_t *text, long length, const int64_t *end, long size,
                    int all) {
-    long best = 1, low = length, high = length;
+    long best = 1, low = length, high = length, count = 0, *const places = s->places;
+    long *const overlaps = s->overlaps;
     for (long k = 1; k < size; k++) {
         long same = 0;
         while (same < size - k && end[-1 - k - same] == end[-1 - same]) same++;
-        s->overlaps[k] = same;
+        overlaps[k] = same;
     }
-    s->count = 0;
     for (long place = length - 1; place > 0; place--) {
         long same = 0;
-        if (place > low) same = s->overlaps[high - place];
+        if (place > low) same = overlaps[high - place];
         else place = behind(text, place, end[-1]);
         if (same >= place - low) {
             same = place > low ? place - low : 0;
             while (same < size && same < place && text[place - 1 - same] == end[-1 - same]) same++;
             low = place - same, high = place;
         }
-        if (same > best) best = same, s->count = 0;
-        if (same == best) s->places[s->count++] = place;
+        if (same > best) best = same, count = 0;
+        if (same == best) places[count++] = place;
         if (same == size && !all) break;
     }
-    return s->count ? best : 0;
+    s->count = count;
+    return count ? best : 0;
 }
 
 // The most frequent token at the places, of several the latest.
