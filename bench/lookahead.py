@@ -8,6 +8,9 @@ of them, so that a machine which is slow for some seconds is so to all. What is 
 cycles, each through all prompts: how well single prompts can be drafted differs more than policies
 do. The best fixed k is chosen afterwards, from 0 (off) to 8: nobody could have configured a better
 constant.
+
+`--model smollm2 --drafter ngram` serves a model that chats, with drafters of that name: `stories`
+are free text, `renames` repeat code of the prompt.
 """
 
 from __future__ import annotations
@@ -25,17 +28,19 @@ import msgspec
 import numpy as np
 from rich.progress import Progress
 
+from bench.chat_prompts import RENAMES, STORIES
 from bench.plot import save_lines
 from bench.report import print_report, rounded, student95
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
 from cbatch.engine.engine import Engine
-from cbatch.engine.model_files import tokenizer_of
+from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
 from cbatch.runtime.cpu.drafter import DraftRows, Proposal
 from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.text.outputs import Output, Speculation
 
 WORKLOADS = ("fresh", "edit", "mix", "useless")
+CHATS = {"stories": STORIES, "renames": RENAMES}
 _SPOILT = 0.87  # of the drafts of `useless`: acceptance comes out at about 0.1
 FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "goodput")
@@ -120,9 +125,14 @@ class EndlessLoop:
         self._running.add(self.engine.add(next(self._prompts), params).request_id)
 
 
-def make_prompts(workload: str, model: Path) -> Prompts:
+def make_prompts(workload: str, model: str | Path) -> Prompts:
     """A cycle of the shipped prompts; in a mix every other one is of each kind."""
     tokenizer = tokenizer_of(model)
+    if workload in CHATS:
+        template = chat_template_of(model)
+        assert template is not None, f"{model} has no chat template"
+        said = [[{"role": "user", "content": text}] for text in CHATS[workload]]
+        return [list(tokenizer.encode(template.render(each))) for each in said]
     kinds = {"fresh": demo_prompts(), "edit": edit_prompts(), "useless": demo_prompts()}
     texts = [kinds[workload]] if workload in kinds else [kinds["fresh"], kinds["edit"]]
     pools = [[list(tokenizer.encode(t))[-_MOST_PROMPT_TOKENS:] for t in part] for part in texts]
@@ -237,7 +247,9 @@ def _ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float | None]:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS, *CHATS])
+    parser.add_argument("--model", help="with a chat template (default: the demo pair)")
+    parser.add_argument("--drafter", nargs="+", help="by name (default: the draft model)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     parser.add_argument("--cycles", type=int, default=4, help="times through all prompts")
@@ -258,16 +270,22 @@ def build(policy: str, args: argparse.Namespace) -> Engine:
         num_blocks=max(args.batch) * -(-most_tokens // 16),
         prefix_cache=False,  # the same prompts come again in every run
         tokenizer="none",
+        drafter=None if args.drafter is None else tuple(args.drafter),
     )
-    return load_engine(*demo_paths(), options)[0]
+    return load_engine(*_models(args), options)[0]
+
+
+def _models(args: argparse.Namespace) -> tuple[str | Path, Path | None]:
+    return demo_paths() if args.model is None else (find_model(args.model), None)
 
 
 def main() -> None:
     args = parse()
-    model = demo_paths()[0]
+    model, _ = _models(args)
+    workloads = args.workload or (CHATS if args.model else WORKLOADS)
     engines = {policy: build(policy, args) for policy in args.policy}
     rows: list[dict[str, Any]] = []
-    cells = [(w, b, make_prompts(w, model)) for w in args.workload for b in args.batch]
+    cells = [(w, b, make_prompts(w, model)) for w in workloads for b in args.batch]
     with Progress() as progress:
         total = args.cycles * sum(turns_of(prompts, batch, args)[1] for _, batch, prompts in cells)
         task = progress.add_task("measuring", total=total)
@@ -287,7 +305,7 @@ def main() -> None:
         highlight="goodput",
     )
     print_report(
-        f"lookahead policies: demo pair, {args.output_tokens} tokens out, greedy",
+        f"lookahead policies: {args.model or 'demo pair'}, {args.output_tokens} tokens out, greedy",
         rows,
         notes=(
             f"{args.cycles} times through all prompts, policies in short turns at the same tokens",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 
 import pytest
 
+from bench.chat_prompts import RENAMES, STORIES
 from bench.lookahead import EndlessLoop, PolicyRun, make_prompts, rows_of, spoilt_drafts
 from bench.plot import save_lines
 from cbatch import EngineOptions, load_engine
@@ -81,3 +83,11 @@ def test_a_plot_is_a_picture(tmp_path):
     path = tmp_path / "new" / "plot.png"
     save_lines(path, panels, x_label="load", y_label="speed", highlight="goodput")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_questions_for_a_chat_model_name_what_they_ask_for():
+    assert len({*STORIES}) == len({*RENAMES}) == 24
+    for text in RENAMES:
+        _, old, _, new, _ = text.split("`", 4)
+        code = text.split("```")[1]
+        assert re.search(rf"\b{old}\b", code) and not re.search(rf"\b{new}\b", code), text

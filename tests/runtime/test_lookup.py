@@ -33,6 +33,7 @@ def interpreted(kind: type[Lookup]) -> Maker:
 
 
 KINDS: tuple[type[Lookup], ...] = (NgramLookup, SuffixLookup)
+MADE = {kind: (interpreted(kind), kind) for kind in KINDS}  # without kernels, and with them
 MAKERS: dict[str, Maker] = {f"{kind.__name__} in Python": interpreted(kind) for kind in KINDS}
 if has_compiler():
     MAKERS |= {kind.__name__: kind for kind in KINDS}
@@ -108,9 +109,6 @@ def test_kernels_find_what_python_does(kind, data):
     for depth in (1, data.draw(st.integers(2, 60))):
         assert worlds[0].propose_at(ends, depth) == worlds[1].propose_at(ends, depth)
     assert worlds[0].observe(0, 1) == worlds[1].observe(0, 1)
-
-
-MADE = {kind: (interpreted(kind), kind) for kind in KINDS}
 
 
 @every_lookup
