@@ -49,10 +49,10 @@ class CachedDecision:
     def drafts(self) -> bool:
         return self._deepest > 0
 
-    def enter(self, slot: int, survival: np.ndarray) -> None:
-        """Who comes in between drafts as far as others with such chances, float64 [1, depth],
-        did."""
-        worth = int(np.count_nonzero(survival >= self._threshold))
+    def enter(self, slot: int, survival: np.ndarray | None) -> None:
+        """Who comes in between drafts as far as others with such chances, float64 [1, depth], did;
+        None: nobody drafts."""
+        worth = 0 if survival is None else int(np.count_nonzero(survival >= self._threshold))
         self._num_drafts[slot] = min(worth, self._deepest)
         self._newcomers += 1
 

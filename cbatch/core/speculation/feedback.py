@@ -39,6 +39,8 @@ class AcceptanceFeedback:
 
     def drop(self, slot: int) -> tuple[float, float]:
         """Evidence and trials of a slot that is left."""
+        if not self._told[slot]:
+            return 0.0, 0.0
         accepted, rejected, gained = self._sums[:, slot].tolist()
         self._sums[:, slot] = 0.0
         self._told[slot] = False

@@ -99,13 +99,17 @@ class GoodputPolicy(LearningPolicy):
         self.statistics[:, slot] = 0.0
         self._risen[slot] = 0.0
         super().enter(slot, carried)
-        self._cached_decision.enter(slot, self.survival(np.array([slot]), self.config.k))
+        known = (
+            self.survival(np.array([slot]), self.config.k) if self._cached_decision.drafts else None
+        )
+        self._cached_decision.enter(slot, known)
 
     def leave(self, slot: int) -> tuple[float, float] | None:
         gained, tried = self._feedback.drop(slot)
         self.statistics[acceptance.FRESH_ACCEPTED, slot] += gained
         self.statistics[acceptance.FRESH_TRIALS, slot] += tried
-        self._fold(np.array([slot]), _FLEET_TRIALS)
+        if self.statistics.item(acceptance.FRESH_TRIALS, slot):
+            self._fold(np.array([slot]), _FLEET_TRIALS)
         return super().leave(slot)
 
     # ---- steps --------------------------------------------------------------------------------

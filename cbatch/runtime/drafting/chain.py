@@ -81,7 +81,8 @@ class ChainDrafter(Drafter):
         self._since = np.zeros(slots, dtype=np.int64)  # tokens at its last draft or score
         self._pause = np.zeros(slots, dtype=np.int64)  # tokens until its next score
         self._steps = 0
-        self._order: list[tuple[int, str]] = []  # turns that somebody has, and whose they are
+        # Turns that somebody has, and whose they are; None: to be found out.
+        self._order: list[tuple[int, str]] | None = None
         # Turn t of a slot belongs to a drafter: bool [turns, slots] for each.
         self._turns = {
             name: np.zeros((len(self._drafters), slots), dtype=np.bool_) for name in self._drafters
@@ -119,11 +120,7 @@ class ChainDrafter(Drafter):
             turns[:, slot] = False
             if name in names:
                 turns[names.index(name), slot] = True
-        self._order = sorted(
-            (turn, name)
-            for name, turns in self._turns.items()
-            for turn in turns.any(axis=1).nonzero()[0]
-        )
+        self._order = None
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         for drafter in self._drafters.values():
@@ -167,6 +164,12 @@ class ChainDrafter(Drafter):
     def propose(self, rows: DraftRows) -> Proposal:
         if self.model is not None and not self._num_mixed:
             return self.model.propose(rows)
+        if self._order is None:
+            self._order = sorted(
+                (turn, name)
+                for name, turns in self._turns.items()
+                for turn in turns.any(axis=1).nonzero()[0]
+            )
         if len(self._order) == 1:
             turn, name = self._order[0]
             if name in self.lookups and self._turns[name][turn, rows.slots].all():
