@@ -88,7 +88,7 @@ FLAWS: dict[str, tuple[tuple[str, Any], ...]] = {
     ),
     "B1 threshold for a coin, p for the residual": (
         ("triton_kernels.verification.reference._count_accepted", above_threshold),
-        ("triton_kernels.verification.reference._residual", lambda p, q, rejected: p),
+        ("triton_kernels.verification.reference.residual_of", lambda p, q, rejected: p),
     ),
     "C1 q of 1 / V": (("tests.runtime.engines.DraftModel", _MadeUpQ),),
     "D1 argmax match": (("triton_kernels.verification.reference._count_accepted", best_or_none),),

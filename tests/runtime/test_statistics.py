@@ -79,9 +79,13 @@ def z_of(run: Run, law: np.ndarray) -> float:
     return chi_square_z(counts, law)
 
 
+BY_REJECTION = pytest.mark.parametrize("verification", ["rejection", "block"])
+
+
+@BY_REJECTION
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3", "ema:4"])
-def test_joint_law_of_sampled_tokens(lookahead):
-    run = sample(lookahead=lookahead)
+def test_joint_law_of_sampled_tokens(lookahead, verification):
+    run = sample({"verification": verification}, lookahead=lookahead)
     assert abs(z_against(run, FILTERS[0])) < Z_BOUND
     assert z_against(run, 0.7 * FILTERS[0]) > 2 * Z_BOUND  # another temperature is noticed
     if lookahead != "off":
@@ -92,7 +96,10 @@ def test_joint_law_of_sampled_tokens(lookahead):
 PENALTIES = {"repetition_penalty": 1.6, "presence_penalty": 0.5, "frequency_penalty": 0.4}
 
 
-@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+ALL = pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
+
+
+@ALL
 def test_joint_law_under_penalties(verification):
     """They depend on the output so far, drafts included, so the law is one over sequences."""
     asked = PENALTIES | {"logit_bias": {0: 0.7}}
@@ -121,9 +128,10 @@ class _WrongQ(DraftModel):
         return proposal._replace(probs=proposal.probs**0.3)
 
 
-def test_a_wrong_q_is_noticed(monkeypatch):
+@BY_REJECTION
+def test_a_wrong_q_is_noticed(verification, monkeypatch):
     monkeypatch.setattr("tests.runtime.engines.DraftModel", _WrongQ)
-    run = sample(lookahead="fixed:3")
+    run = sample({"verification": verification}, lookahead="fixed:3")
     assert z_against(run, FILTERS[0]) > 2 * Z_BOUND
 
 
@@ -134,9 +142,10 @@ class _Certain(DraftModel):
         return super().propose(rows)._replace(probs=None)
 
 
-def test_drafts_chosen_with_certainty_keep_the_law(monkeypatch):
+@BY_REJECTION
+def test_drafts_chosen_with_certainty_keep_the_law(verification, monkeypatch):
     monkeypatch.setattr("tests.runtime.engines.DraftModel", _Certain)
-    run = sample(lookahead="fixed:3")
+    run = sample({"verification": verification}, lookahead="fixed:3")
     assert abs(z_against(run, FILTERS[0])) < Z_BOUND and run.acceptance > 0.1
 
 
@@ -150,7 +159,7 @@ def drop_what_broke(drafting: Any, *args: Any) -> Any:
     return chosen
 
 
-@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+@ALL
 def test_a_draft_that_breaks_on_what_it_drew_keeps_the_law(verification, monkeypatch):
     """Whether its numbers are finite tells of the tokens drawn, so these stay offered. Token 3, on
     which it breaks, is in no prompt, and never the first of an output."""
@@ -158,6 +167,6 @@ def test_a_draft_that_breaks_on_what_it_drew_keeps_the_law(verification, monkeyp
     run = sample(**asked, lookahead="fixed:3")
     assert abs(z_against(run, FILTERS[0])) < Z_BOUND
     assert run.acceptance > 0.2
-    if verification == "rejection":
+    if verification != "coupled":
         monkeypatch.setattr(_Drafting, "choose", drop_what_broke)
         assert z_against(sample(**asked, lookahead="fixed:3"), FILTERS[0]) > 2 * Z_BOUND

@@ -327,9 +327,9 @@ def law_of_words() -> dict[tuple[int, ...], float]:
     return law
 
 
-def sampled_words() -> Run:
+def sampled_words(verification: str = "rejection") -> Run:
     how = dict(zip(("temperature", "top_k", "top_p", "min_p"), FILTERS, strict=True))
-    how |= {"verification": "rejection", "ignore_eos": False, "max_tokens": 8}
+    how |= {"verification": verification, "ignore_eos": False, "max_tokens": 8}
     asked = [
         make_request(
             f"r{i}",
@@ -353,10 +353,11 @@ def law_z(done: Run) -> float:
     return chi_square_z(list(found.values()), list(law.values()))
 
 
-def test_the_law_is_the_targets_own_under_the_grammar():
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_the_law_is_the_targets_own_under_the_grammar(verification):
     """Chi-square over every way to write every word; |z| < 5 fails by chance in 6 of 10 million."""
     assert len(law_of_words()) > len(WORDS)
-    done = sampled_words()
+    done = sampled_words(verification)
     assert (done.accepted >= 2).any() and (done.accepted < done.drafted).sum() > 150
     assert abs(law_z(done)) < 5
 

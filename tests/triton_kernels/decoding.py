@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tests.chi_square import chi_square_z
-from tests.triton_kernels.worlds import World, exact, joint
+from tests.triton_kernels.worlds import World, exact, joint, survival
 from triton_kernels.noise import host as noise
+from triton_kernels.verification.block_reference import block_verify
 from triton_kernels.verification.reference import (
     NoiseRows,
     Verdict,
@@ -28,12 +29,18 @@ Z_BOUND = 5.0  # |z| beyond it by chance: 6 in 10 million tests; seeds are fixed
 
 
 class Mode(NamedTuple):
-    """A way to verify: the noise that drafts are drawn with, the verdict, and the chance
-    [states, vocab] that a token is drafted and accepted."""
+    """A way to verify: the noise that drafts are drawn with, the verdict, and of rules that go by
+    token the chance [states, vocab] that a token is drafted and accepted. `depth_step` is what
+    a draft's depth adds to the purpose of its noise."""
 
     draft_purpose: int
     verify: Callable[[Tensor, Tensor, Tensor | None, Tensor, NoiseRows], Verdict]
-    overlap: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    overlap: Callable[[np.ndarray, np.ndarray], np.ndarray] | None
+    depth_step: int = 0
+
+    def purposes(self, depths: Tensor) -> Tensor:
+        """Of the noise of drafts at these depths."""
+        return self.draft_purpose + self.depth_step * depths
 
 
 def matches(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -46,6 +53,9 @@ def matches(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 MODES = {
     "rejection": Mode(noise.DRAFT, rejection_verify, np.minimum),
+    "block": Mode(
+        noise.DRAFT, lambda *batch: Verdict(*block_verify(*batch)[:2]), None, noise.DEPTH_STEP
+    ),
     "coupled": Mode(noise.COUPLED, lambda p, x, _, k, rows: coupled_verify(p, x, k, rows), matches),
 }
 
@@ -125,7 +135,8 @@ class Decoder:
         states, drafts = [state], []
         for depth in range(DEEPEST):
             where = rows._replace(positions=positions + depth)
-            drafts.append(draw(self.world.draft[states[-1]], where, self.mode.draft_purpose))
+            purposes = self.mode.purposes(torch.full_like(at, depth))
+            drafts.append(draw(self.world.draft[states[-1]], where, purposes))
             states.append(self.world.after(states[-1], drafts[-1]))
         grid, tokens = torch.stack(states, dim=1), torch.stack(drafts, dim=1)
         own = self.world.draft[grid[:, :-1]].gather(2, tokens[..., None]).squeeze(2)
@@ -173,6 +184,19 @@ def joint_z(tokens: np.ndarray, world: World) -> float:
     return chi_square_z(counts, joint(world, length).ravel())
 
 
-def overlap_of(world: World, mode: str) -> np.ndarray:
-    """Chance [states, vocab] that a token is drafted and accepted."""
-    return MODES[mode].overlap(exact(world.target), exact(world.draft))
+def alive(world: World, mode: str, depth: int = DEEPEST) -> np.ndarray:
+    """P(the first j drafts of a step from state 0 are accepted), j = 0..depth: float64."""
+    overlap = MODES[mode].overlap
+    if overlap is not None:
+        return survival(world, overlap(exact(world.target), exact(world.draft)), depth)
+    p, q = exact(world.target), exact(world.draft)
+    states, chance, ratio = torch.tensor([0]), np.ones(1), np.ones(1)
+    found = [1.0]
+    for _ in range(depth):  # every prefix: E[c_j], c_j = min(1, c_{j-1} p / q)
+        drawn = q[states] > 0
+        ratio = ratio[:, None] * np.divide(p[states], q[states], out=0 * p[states], where=drawn)
+        ratio = np.minimum(ratio, 1).ravel()
+        chance = (chance[:, None] * q[states]).ravel()
+        states = world.after(states[:, None], torch.arange(world.vocab)).ravel()
+        found.append(float(chance @ ratio))
+    return np.array(found)

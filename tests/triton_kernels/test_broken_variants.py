@@ -32,7 +32,7 @@ from triton_kernels.verification.reference import NoiseRows, rejection_verify
 COUNT = 15_000
 CAUGHT = 2 * Z_BOUND
 DEEP = Fixed(DEEPEST)
-BOTH = pytest.mark.parametrize("mode", list(MODES))
+ALL = pytest.mark.parametrize("mode", list(MODES))
 
 
 @functools.cache
@@ -59,7 +59,7 @@ class _KeepsRejected(Decoder):
         return torch.where(accepted.squeeze(1) < step.num_drafts, kept, super().resume(step))
 
 
-@BOTH
+@ALL
 def test_rollback_that_keeps_the_rejected_token_is_caught(mode: str) -> None:
     """Known flaw A1."""
     world = world_of("chain")
@@ -75,7 +75,7 @@ class _StalePenalties(Decoder):
         return self.world.laws(self.world.target_logits, states[used], history)
 
 
-@BOTH
+@ALL
 def test_penalties_without_the_draft_prefix_are_caught(mode: str) -> None:
     world = world_of("shaped")
     right_tokens("shaped", mode)
@@ -89,12 +89,12 @@ class _UnfilteredQ(Decoder):
         return self.world.unfiltered_draft[states]
 
 
-@BOTH
+@ALL
 def test_unfiltered_q_is_caught(mode: str) -> None:
     """Known flaw A2, and a bug that another library shipped (q before top-k and top-p)."""
     world = world_of("shaped")
     tokens = _UnfilteredQ(world, mode, DEEP).run(COUNT, 3).tokens
-    if mode == "rejection":
+    if mode != "coupled":
         assert joint_z(tokens, world) > CAUGHT
     else:
         assert np.array_equal(tokens, right_tokens("shaped", mode))
@@ -143,14 +143,14 @@ class _DropsUnlikely(Policy):
         return torch.minimum(k, likely)
 
 
-@BOTH
+@ALL
 def test_dropping_drafts_by_their_own_low_probability_is_caught(mode: str) -> None:
     """p = (.7, .3), q = (.6, .4), drop if q(x) < .5: the output would be (.88, .12)."""
     world = world_of("chain")
     run = Decoder(world, mode, _DropsUnlikely()).run(COUNT, 3)
     kept = run.steps[0].num_drafts
     assert 0.1 < float((kept == 0).float().mean()) < 0.9 and bool((kept == 2).any())
-    if mode == "rejection":
+    if mode != "coupled":
         assert joint_z(run.tokens, world) > CAUGHT
     else:
         assert np.array_equal(run.tokens, right_tokens("chain", mode))
@@ -168,7 +168,7 @@ def test_residual_drawn_with_the_accept_noise_is_caught(monkeypatch: pytest.Monk
 
 def test_replacement_drawn_from_p_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of norm(max(0, p - q))."""
-    monkeypatch.setattr(verify, "_residual", lambda p, q, rejected: p)
+    monkeypatch.setattr(verify, "residual_of", lambda p, q, rejected: p)
     world = world_of("chain")
     assert joint_z(Decoder(world, "rejection", DEEP).run(COUNT, 3).tokens, world) > CAUGHT
 
@@ -236,5 +236,5 @@ def test_a_residual_of_zero_mass_falls_back_to_p() -> None:
 def test_a_residual_of_zero_mass_without_fallback_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(verify, "_residual", lambda p, q, rejected: (p - q).clamp(min=0))
+    monkeypatch.setattr(verify, "residual_of", lambda p, q, rejected: (p - q).clamp(min=0))
     assert z_without_residual_mass() > CAUGHT

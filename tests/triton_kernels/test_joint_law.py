@@ -1,4 +1,4 @@
-"""T1, T2, T3, T5: laws of what is emitted and accepted, with the real noise, in both modes.
+"""T1, T2, T3, T5: laws of what is emitted and accepted, with the real noise, in all modes.
 
 The false-alarm rate of a bound |z| < 5 is 6 in 10 million; seeds are fixed. `chain` worlds have
 plain laws, `shaped` ones penalties, bias, bans, min_tokens and every filter, with the draft prefix.
@@ -21,14 +21,14 @@ from tests.triton_kernels.decoding import (
     Decoded,
     Decoder,
     Fixed,
+    alive,
     joint_z,
-    overlap_of,
 )
-from tests.triton_kernels.worlds import ShapedWorld, World, chain_world, exact, joint, survival
+from tests.triton_kernels.worlds import ShapedWorld, World, chain_world, exact, joint
 from triton_kernels.verification.reference import NoiseRows
 
 COUNT = 40_000
-BOTH = pytest.mark.parametrize("mode", list(MODES))
+ALL = pytest.mark.parametrize("mode", list(MODES))
 WORLDS = pytest.mark.parametrize("kind", ["chain", "shaped"])
 
 
@@ -61,7 +61,7 @@ def single_position_check(mode: str, count: int) -> tuple[float, float, float]:
     return chi_square_z(counts, law), distance / chance, chi_square_z(counts, far)
 
 
-@BOTH
+@ALL
 def test_t1_one_token_of_32(mode: str) -> None:
     z, distance, z_of_a_wrong_law = single_position_check(mode, 50_000)
     assert abs(z) < Z_BOUND and distance < 3
@@ -69,7 +69,7 @@ def test_t1_one_token_of_32(mode: str) -> None:
 
 
 @pytest.mark.statistics
-@BOTH
+@ALL
 def test_t1_one_token_of_32_in_a_million(mode: str) -> None:
     z, distance, _ = single_position_check(mode, 1_000_000)
     assert abs(z) < Z_BOUND and distance < 3
@@ -78,7 +78,7 @@ def test_t1_one_token_of_32_in_a_million(mode: str) -> None:
 # --- T2: sequences --------------------------------------------------------------------------------
 
 
-@BOTH
+@ALL
 @WORLDS
 def test_t2_joint_law_of_three_tokens(kind: str, mode: str) -> None:
     """For each k, and of the whole ragged batch."""
@@ -91,7 +91,7 @@ def test_t2_joint_law_of_three_tokens(kind: str, mode: str) -> None:
         assert float(ended.float().mean()) > 0.04
 
 
-@BOTH
+@ALL
 def test_t2_a_law_that_is_not_the_worlds_is_noticed(mode: str) -> None:
     """The power of the test above: the draft's law, and one token's 3 % moved."""
     world, tokens = world_of("chain"), decoded("chain", mode).tokens
@@ -101,7 +101,7 @@ def test_t2_a_law_that_is_not_the_worlds_is_noticed(mode: str) -> None:
     assert joint_z(tokens, World(world.draft, world.draft)) > 10 * Z_BOUND
 
 
-@BOTH
+@ALL
 @WORLDS
 def test_t2_tokens_do_not_depend_on_the_batch(kind: str, mode: str) -> None:
     """Rows shuffled in every step, and half of the sequences alone: the same tokens."""
@@ -122,7 +122,7 @@ class _KeyedByRow(Decoder):
         return super().noise_rows(torch.arange(len(at)), positions)
 
 
-@BOTH
+@ALL
 def test_noise_keyed_by_batch_row_is_caught(mode: str) -> None:
     """Broken variant: the check above must fail for it, though each token's law is right."""
     run = _KeyedByRow(world_of("chain"), mode, shuffle=True).run(2000, 3)
@@ -148,35 +148,35 @@ def test_coupled_tokens_do_not_depend_on_k(kind: str) -> None:
 # --- T3: acceptance -------------------------------------------------------------------------------
 
 
-def acceptance_z(run: Decoded, alive: np.ndarray) -> list[float]:
+def acceptance_z(run: Decoded, law: np.ndarray) -> list[float]:
     """z of the accepted drafts at each depth, among the first drafts that reached it."""
     k, accepted = run.steps[0].num_drafts.numpy(), run.steps[0].verdict.num_accepted.numpy()
     found = []
     for depth in range(DEEPEST):
         tried = (k > depth) & (accepted >= depth)
-        chance = alive[depth + 1] / alive[depth]
+        chance = law[depth + 1] / law[depth]
         expected, spread = tried.sum() * chance, tried.sum() * chance * (1 - chance)
         found.append(float((accepted[tried] > depth).sum() - expected) / math.sqrt(spread))
     return found
 
 
-@BOTH
+@ALL
 @WORLDS
 def test_t3_acceptance_law(kind: str, mode: str) -> None:
     """Accepts at each depth are binomial with the exact chance, and so is their histogram."""
     run, world = decoded(kind, mode), world_of(kind)
-    alive = survival(world, overlap_of(world, mode), DEEPEST)
-    assert max(abs(z) for z in acceptance_z(run, alive)) < Z_BOUND
+    law = alive(world, mode)
+    assert max(abs(z) for z in acceptance_z(run, law)) < Z_BOUND
     deepest = run.steps[0].num_drafts == DEEPEST
     counts = torch.bincount(run.steps[0].verdict.num_accepted[deepest], minlength=DEEPEST + 1)
-    histogram = np.append(alive[:-1] - alive[1:], alive[-1])
+    histogram = np.append(law[:-1] - law[1:], law[-1])
     assert abs(chi_square_z(counts.numpy(), histogram)) < Z_BOUND
 
 
 def test_t3_notices_the_other_modes_acceptance() -> None:
     """Five points of acceptance apart, in the shaped world: a fifth of the sample tells them."""
     world = world_of("shaped")
-    other = survival(world, overlap_of(world, "coupled"), DEEPEST)
+    other = alive(world, "coupled")
     deep = Decoder(world, "rejection", Fixed(DEEPEST)).run(COUNT // 5, 1)
     assert max(abs(z) for z in acceptance_z(deep, other)) > Z_BOUND
 
@@ -225,7 +225,7 @@ def ks_of_groups(tokens: np.ndarray, world: World) -> float:
     return float(np.sqrt(GROUPS) * max((steps[1:] - p).max(), (p - steps[:-1]).max()))
 
 
-@BOTH
+@ALL
 def test_t5_p_values_are_uniform(mode: str) -> None:
     """Neither too wide nor too good."""
     world = world_of("chain")

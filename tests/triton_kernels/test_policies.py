@@ -243,10 +243,14 @@ def test_fair_policies_keep_the_joint_law(name: str, kind: str, mode: str) -> No
 
 @pytest.mark.parametrize("name", AFTER)
 def test_post_rejection_evidence_fed_to_k_is_caught(name: str) -> None:
-    """The joint law over two steps fails in rejection mode; in coupled mode nothing moves."""
+    """The joint law over two steps fails in rejection mode; in coupled mode nothing moves. Blocks
+    look at all noise but use none of it again: k may follow anything."""
     world, policy = chain_world(), AFTER[name]()
     rejection = Decoder(world, "rejection", policy).run(COUNT, 3)
     assert policy.switched > 0.05 * COUNT
     assert joint_z(rejection.tokens, world) > CAUGHT
     coupled = Decoder(world, "coupled", policy).run(4000, 3).tokens
     assert np.array_equal(coupled, Decoder(world, "coupled").run(4000, 3).tokens)
+    blocks = Decoder(world, "block", policy).run(COUNT, 3)
+    assert policy.switched > 0.05 * COUNT
+    assert abs(joint_z(blocks.tokens, world)) < Z_BOUND

@@ -1,9 +1,10 @@
-"""Batched verification of ragged drafts, in two modes. Each emitted token has the law p in both.
+"""Batched verification of ragged drafts, one by one, in two modes. Each emitted token has the law p
+in both. Verification of whole blocks is in `block_reference.py`.
 
 *Rejection* (Leviathan, Kalman, Matias 2023, "Fast inference from transformers via speculative
 decoding", Algorithm 1): draft x ~ q is accepted with probability min(1, p(x) / q(x)); the first
 rejected one is replaced by a draw from norm(max(0, p - q)); after a full acceptance one more token
-comes from p. It accepts the most, 1 - TV(p, q), whatever q is.
+comes from p. Of rules that look at one draft it accepts the most, 1 - TV(p, q), whatever q is.
 
 *Coupled* (Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant
 speculative decoding", arXiv 2408.07978): the target draws its own token at every position, with
@@ -72,7 +73,7 @@ def rejection_verify(
     [sum(k_i), V], or None where every draft was chosen with certainty (greedy or n-gram drafts:
     q is one-hot); num_drafts int64 [B]. Raises ValueError naming the argument that does not fit.
     """
-    _check(target_probs, draft_tokens, draft_probs, num_drafts, rows)
+    check_rows(target_probs, draft_tokens, draft_probs, num_drafts, rows)
     if draft_tokens.numel() == 0:
         return Verdict(torch.zeros_like(num_drafts), draw(target_probs, rows, noise.BONUS))
     target_starts = (num_drafts + 1).cumsum(0) - (num_drafts + 1)
@@ -86,7 +87,7 @@ def rejection_verify(
     if hit.numel():
         at = draft_starts[hit] + num_accepted[hit]
         q = None if draft_probs is None else draft_probs[at]
-        weights[hit] = _residual(weights[hit], q, draft_tokens[at])
+        weights[hit] = residual_of(weights[hit], q, draft_tokens[at])
     purposes = torch.where(rejected, noise.RESIDUAL, noise.BONUS)
     at_last = rows._replace(positions=rows.positions + num_accepted)
     return Verdict(num_accepted, draw(weights, at_last, purposes))
@@ -125,7 +126,7 @@ def expected_accepted(
     return grid.sum(dim=1)
 
 
-def _residual(p: Tensor, q: Tensor | None, rejected: Tensor) -> Tensor:
+def residual_of(p: Tensor, q: Tensor | None, rejected: Tensor) -> Tensor:
     """What replaces `rejected` int64 [N]: max(0, p - q), fp32 [N, V] and not normalised.
 
     Round-off where p and q are nearly equal may leave no mass: then p itself is the law."""
@@ -169,7 +170,7 @@ def coupled_verify(
     drawn with the same noise (`draw(q, rows, noise.COUPLED)`) are accepted often. Raises ValueError
     naming the argument that does not fit.
     """
-    _check(target_probs, draft_tokens, None, num_drafts, rows)
+    check_rows(target_probs, draft_tokens, None, num_drafts, rows)
     if draft_tokens.numel() == 0:
         return Verdict(torch.zeros_like(num_drafts), draw(target_probs, rows, noise.COUPLED))
     lens = num_drafts + 1
@@ -193,7 +194,7 @@ def _leading_run(accepted: Tensor, row: Tensor, depth: Tensor, num_drafts: Tenso
     return grid.cumprod(dim=1).sum(dim=1)
 
 
-def _check(
+def check_rows(
     target_probs: Tensor,
     draft_tokens: Tensor,
     draft_probs: Tensor | None,

@@ -6,6 +6,11 @@ Generator: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numb
 1, 2, 3"). key = (seed & 0xffffffff, seed >> 32); counter = (token_id // 4, absolute position of the
 token being decided, choice index, purpose); the word of a token is number token_id % 4 of the four.
 A scalar draw (the accept test) is the word of token 0. Neither batch row nor slot nor tile enters.
+
+For draft and accept noise of a request that is verified in blocks the last word of the counter also
+has the depth of the draft in its block (`at_depth`). A block has looked at the noise of drafts
+behind the last one that it accepts, and the next block comes to their positions again: at another
+depth. Position and depth name the block, so no two blocks of a sequence share a draw.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ class Purpose(enum.IntEnum):
     BONUS = 3  # the token after accepted drafts, and every token of plain decoding
     COUPLED = 4  # the one stream that draft and target share in coupled mode
 
+
+DEPTH_STEP = 8  # more than there are purposes
 
 PHILOX_M = (0xD2511F53, 0xCD9E8D57)
 PHILOX_W = (0x9E3779B9, 0xBB67AE85)
@@ -87,6 +94,11 @@ def _rounds(even: NDArray[np.uint64], odd: U32, key: U32) -> tuple[U32, U32]:
 def split_seed(seed: int) -> tuple[int, int]:
     """The two 32-bit key words of a 64-bit seed."""
     return seed & MASK32, (seed >> 32) & MASK32
+
+
+def at_depth(purpose: int, depth: int) -> int:
+    """The purpose of a draft's noise, `depth` drafts into a block that is verified as a whole."""
+    return purpose + DEPTH_STEP * depth
 
 
 def token_words(

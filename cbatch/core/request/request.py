@@ -101,9 +101,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens, and always raw
     max_lookahead: int | None = None  # per-request cap on drafted tokens a step; 0 opts out
     drafter: tuple[str, ...] | None = None  # of `DRAFTERS`, preferred first; None: the engine's
-    # rejection: most drafts are accepted, the law is exact. coupled: the tokens themselves do not
-    # depend on the drafts either. auto: coupled where the caller gave a seed.
-    verification: Literal["auto", "rejection", "coupled"] = "auto"
+    # block: a step's drafts are judged together; most are accepted, the law is exact. rejection: so
+    # it is, with drafts judged one by one. coupled: the tokens themselves do not depend on the
+    # drafts either. auto: coupled where the caller gave a seed, else rejection.
+    verification: Literal["auto", "rejection", "block", "coupled"] = "auto"
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "ask for at least 1")
@@ -161,7 +162,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         )
         for name, value, known in (
             ("logprobs_mode", self.logprobs_mode, ("raw", "processed")),
-            ("verification", self.verification, ("auto", "rejection", "coupled")),
+            ("verification", self.verification, ("auto", "rejection", "block", "coupled")),
         ):
             _require(value in known, name, value, f"use {', '.join(known)}")
 
@@ -180,6 +181,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return self.verification == "coupled" or (
             self.verification == "auto" and self.seed is not None
         )
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether drafts are judged together, by rejection sampling."""
+        return self.verification == "block"
 
     def wants_prompt(self, choice: int) -> bool:
         """Whether choice number `choice` brings the log probabilities of the prompt; all `n` have

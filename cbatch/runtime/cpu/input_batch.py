@@ -22,7 +22,8 @@ class InputBatch:
     progress are written there). `kv_len` counts valid target positions. Rows of `blocks` are block
     ids by absolute block index. `failed` is the error (RowStatus) that ended a slot, which computes
     nothing more; 0: none did. Three flags, of which one is set, say how the drafts of a slot are
-    verified: `greedy`, `coupled`, or `rejects` (by rejection sampling).
+    verified: `greedy`, `coupled`, or `rejects` (by rejection sampling). Those of them that are
+    `in_blocks` are verified as a whole, the others token by token.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class InputBatch:
         self.logprob_requests = LogprobRequests()
         self.greedy = np.ones(size, dtype=bool)
         self.rejects = np.zeros(size, dtype=bool)
+        self.in_blocks = np.zeros(size, dtype=bool)
         self.coupled = np.zeros(size, dtype=bool)
         self.temperature = np.ones(size, dtype=np.float32)
         self.top_k = np.full(size, self.vocab_size, dtype=np.int64)
@@ -87,6 +89,7 @@ class InputBatch:
         self.greedy[slot] = params.greedy
         self.coupled[slot] = params.coupled and not params.greedy
         self.rejects[slot] = not (params.coupled or params.greedy)
+        self.in_blocks[slot] = params.in_blocks and not params.greedy
         self.temperature[slot] = params.logits_divisor
         self.top_k[slot] = self.vocab_size if params.top_k is None else params.top_k
         # 1 keeps every token; a cumulative sum that rounds to 1 early must not cut the tail.

@@ -1,5 +1,6 @@
 """The verdict on the drafts of a step: greedy rows by comparison with the target's best token,
-coupled rows with the token it draws, other sampled rows by rejection sampling."""
+coupled rows with the token it draws, other sampled rows by rejection sampling, token by token or in
+blocks."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from cbatch.runtime.cpu.filters import (
 from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.sampling.logprobs import LogprobRequest, describe
+from triton_kernels.verification.block_reference import block_verify
 from triton_kernels.verification.reference import (
     NoiseRows,
     coupled_verify,
@@ -82,21 +84,25 @@ def verify(logits: Tensor, wanted: Wanted, table: InputBatch) -> Verified:
         tokens, num_accepted = ids[:, None], np.zeros(len(ids), dtype=np.int64)
     else:
         tokens, num_accepted = _match(ids, starts, wanted.num_drafted, wanted.drafts)
-    expected = None
+    expected: list[tuple[I64, NDArray[np.float32]]] = []
     greedy = table.greedy[wanted.slots]
     if not greedy.all():
-        for coupled, mode in ((False, table.rejects), (True, table.coupled)):
+        for judge, mode in (
+            (_judge_tokens, table.rejects & ~table.in_blocks),
+            (_judge_blocks, table.in_blocks),
+            (_judge_coupled, table.coupled),
+        ):
             at = np.flatnonzero(mode[wanted.slots])
             if not len(at):
                 continue
             sampled = _sampled(logits, wanted, at, starts, lens, table)
-            accepted, last, chances = _judge(sampled, wanted.probs, coupled=coupled)
+            accepted, last, chances = judge(sampled)
             if wanted.drafts is not None:
                 tokens[at, :-1] = wanted.drafts[at, : tokens.shape[1] - 1]
             tokens[at, accepted] = last
             num_accepted[at] = accepted
             if chances is not None:
-                expected = at, chances
+                expected.append((at, chances))
     status = _BY_FINITE.take(finite)
     for row, depth in dead_ends.items():
         if finite[row] and num_accepted[row] >= depth:
@@ -105,16 +111,17 @@ def verify(logits: Tensor, wanted: Wanted, table: InputBatch) -> Verified:
     for each in asking:
         if status[each.row] == _OK:
             logprobs.append(_describe(each, logits, wanted, tokens, num_accepted, table))
-    evidence = None if expected is None else _evidence(num_accepted, *expected, status)
+    evidence = _evidence(num_accepted, expected, status) if expected else None
     return Verified(tokens, num_accepted, status, logprobs, evidence)
 
 
 def _evidence(
-    num_accepted: I64, at: I64, expected: NDArray[np.float32], status: NDArray[np.uint8]
+    num_accepted: I64, expected: list[tuple[I64, NDArray[np.float32]]], status: NDArray[np.uint8]
 ) -> NDArray[np.float32]:
-    """What is `expected` of the rows `at`, counts of others; nothing of those that failed."""
+    """What is `expected` of some rows, counts of others; nothing of those that failed."""
     evidence = num_accepted.astype(np.float32)
-    evidence[at] = expected
+    for at, chances in expected:
+        evidence[at] = chances
     evidence[status != _OK] = 0
     return evidence
 
@@ -180,6 +187,7 @@ class _Sampled(NamedTuple):
 
     target_probs: Tensor
     draft_tokens: Tensor
+    draft_probs: Tensor | None
     num_drafts: Tensor
     noise: NoiseRows
 
@@ -202,25 +210,43 @@ def _sampled(
     return _Sampled(
         filtered_probs(logits, filters_of(table, slots.repeat(lens))),
         torch.from_numpy(draft_tokens),
+        _drafted_from(wanted, at, table),
         torch.from_numpy(lens - 1),
         noise_rows(table, slots, wanted.known[at]),
     )
 
 
-def _judge(
-    sampled: _Sampled, draft_probs: Tensor | None, *, coupled: bool
-) -> tuple[I64, I64, NDArray[np.float32] | None]:
-    """Number of accepted drafts of each row, the token after them, and with drafts that were
-    verified by rejection, how many could be expected to be accepted."""
+def _drafted_from(wanted: Wanted, at: I64, table: InputBatch) -> Tensor | None:
+    """Of `wanted.probs` what the rows `at` need, which are verified in the same way."""
+    if wanted.probs is None or table.coupled[wanted.slots[at[0]]]:
+        return None
+    rejects = np.flatnonzero(table.rejects[wanted.slots])
+    if len(rejects) == len(at):
+        return wanted.probs
+    needed = np.isin(rejects, at).repeat(wanted.num_drafted[rejects])
+    return wanted.probs[torch.from_numpy(needed)]
+
+
+# The number of accepted drafts of each row, the token after them, and with drafts that were
+# verified by rejection, how many could be expected to be accepted.
+_Judgement = tuple[I64, I64, NDArray[np.float32] | None]
+
+
+def _judge_coupled(sampled: _Sampled) -> _Judgement:
+    p, draft_tokens, _, num_drafts, noise = sampled
+    accepted, following = coupled_verify(p, draft_tokens, num_drafts, noise)
+    return accepted.numpy(), following.numpy(), None
+
+
+def _judge_tokens(sampled: _Sampled) -> _Judgement:
+    accepted, following = rejection_verify(*sampled)
     expected = None
-    if coupled:
-        verdict = coupled_verify(*sampled)
-    else:
-        p, draft_tokens, num_drafts, noise = sampled
-        verdict = rejection_verify(p, draft_tokens, draft_probs, num_drafts, noise)
-        if len(draft_tokens):
-            expected = expected_accepted(
-                p, draft_tokens, draft_probs, num_drafts, verdict.num_accepted
-            )
-    accepted, following = (part.numpy() for part in verdict)
-    return accepted, following, None if expected is None else expected.numpy()
+    if len(sampled.draft_tokens):
+        expected = expected_accepted(*sampled[:4], accepted).numpy()
+    return accepted.numpy(), following.numpy(), expected
+
+
+def _judge_blocks(sampled: _Sampled) -> _Judgement:
+    accepted, following, expected = block_verify(*sampled)
+    drafted = len(sampled.draft_tokens) > 0
+    return accepted.numpy(), following.numpy(), expected.numpy() if drafted else None

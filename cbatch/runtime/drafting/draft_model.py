@@ -201,6 +201,7 @@ class _Drafting:
         where = noise_rows(self.table, slots, positions)
         coupled = self.table.coupled[slots]
         purposes = np.where(coupled, noise.COUPLED, noise.DRAFT)
+        purposes += noise.DEPTH_STEP * depth * self.table.in_blocks[slots]
         tokens[at] = draw(q, where, torch.from_numpy(purposes)).numpy()
         if np.count_nonzero(coupled):  # a coupled draft is compared, never weighed
             keep = np.flatnonzero(~coupled)

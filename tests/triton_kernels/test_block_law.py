@@ -1,0 +1,328 @@
+"""Blocks: exact laws of one step by enumeration, and of two steps with the noise that they share.
+
+T1 to T5 for this mode are in test_joint_law, policies in test_policies, the definition in
+test_verify. Where samples decide, |z| < 5 fails by chance in 6 of 10 million and a broken variant
+is caught at z > 10; seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.triton_kernels.decoding import DEEPEST, Z_BOUND, Decoder, Fixed, alive, joint_z
+from tests.triton_kernels.test_exact_law import (
+    KINDS,
+    LENGTH,
+    VOCAB,
+    make_world,
+    rows_for,
+    smallest_rejected,
+)
+from tests.triton_kernels.worlds import ShapedWorld, World, exact, joint
+from triton_kernels.noise import host as noise
+from triton_kernels.verification import block_reference as block
+from triton_kernels.verification import reference as verify
+from triton_kernels.verification.block_reference import block_verify
+
+CAUGHT = 2 * Z_BOUND
+
+# --- T0: one step ---------------------------------------------------------------------------------
+
+
+class Blocks(NamedTuple):
+    """Every draft of some lengths, in one ragged batch, and the states behind their prefixes."""
+
+    drafts: list[tuple[int, ...]]
+    states: list[list[Tensor]]
+    p: Tensor
+    q: Tensor
+    x: Tensor
+    num_drafts: Tensor
+
+    @classmethod
+    def of(cls, world: World, drafts: list[tuple[int, ...]]) -> Blocks:
+        states = []
+        for tokens in drafts:
+            states.append([torch.tensor(0)])
+            for token in tokens:
+                states[-1].append(world.after(states[-1][-1], torch.tensor(token)))
+        return cls(
+            drafts,
+            states,
+            torch.stack([world.target[state] for row in states for state in row]),
+            torch.stack([world.draft[state] for row in states for state in row[:-1]]),
+            torch.tensor([token for tokens in drafts for token in tokens]),
+            torch.tensor([len(tokens) for tokens in drafts]),
+        )
+
+    def verify(self, certain: bool) -> None:
+        reported = None if certain else self.q
+        block_verify(self.p, self.x, reported, self.num_drafts, rows_for(len(self.drafts)))
+
+
+def coin_chances(blocks: Blocks, certain: bool) -> list[np.ndarray]:
+    """Chance that the coin behind each draft says so, as implemented."""
+    passed: list[Tensor] = []
+    coins = block._coins
+
+    def capture(*arguments: object) -> Tensor:
+        passed.append(coins(*arguments))  # type: ignore[arg-type]
+        return passed[-1]
+
+    def passes(words: Tensor) -> Tensor:
+        patch.setattr(noise, "scalar_words", lambda *_: words)
+        blocks.verify(certain)
+        return passed.pop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block, "_coins", capture)
+        chances = smallest_rejected(passes, len(blocks.x))
+    return np.split(chances, blocks.num_drafts.cumsum(0)[:-1].numpy())
+
+
+def next_laws(blocks: Blocks, certain: bool) -> np.ndarray:
+    """Law of the token behind the first j drafts of each, if so many are accepted, j = 0..DEEPEST:
+    [DEEPEST + 1, drafts, vocab]."""
+    seen: list[Tensor] = []
+
+    def capture(weights: Tensor, *_: object) -> Tensor:
+        seen.append(weights)
+        return weights.argmax(dim=-1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block, "draw", capture)
+        for accepted in range(DEEPEST + 1):
+            patch.setattr(block, "_coins", lambda *given, j=accepted: given[-1].depth == j - 1)
+            blocks.verify(certain)
+    weights = torch.stack(seen).double().numpy()  # behind a draft that p forbids there are none
+    mass = weights.sum(axis=-1, keepdims=True)
+    laws: np.ndarray = weights / np.where(mass > 0, mass, 1.0)
+    return laws
+
+
+def accepted_law(coins: np.ndarray) -> np.ndarray:
+    """Of the last coin that says so: P(0), .., P(k)."""
+    fails = np.append(np.cumprod(1 - coins[::-1])[::-1], 1.0)
+    return np.append(1.0, coins) * fails
+
+
+def step_law(world: World, certain: bool, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Law of the first `LENGTH` tokens when a step drafts k and plain decoding goes on, and the
+    survival of 1..k drafts."""
+    blocks = Blocks.of(world, list(itertools.product(range(world.vocab), repeat=k)))
+    coins, following = coin_chances(blocks, certain), next_laws(blocks, certain)
+    law, survival = np.zeros((world.vocab,) * LENGTH), np.zeros(k)
+    draft = exact(world.draft)
+    for i, (tokens, states) in enumerate(zip(blocks.drafts, blocks.states, strict=True)):
+        drawn = np.prod([draft[int(s), x] for s, x in zip(states, tokens, strict=False)])
+        if not drawn:
+            continue
+        chances = drawn * accepted_law(coins[i])
+        survival += np.cumsum(chances[::-1])[::-1][1:]
+        for accepted in np.flatnonzero(chances).tolist():
+            for token in range(world.vocab):
+                after = int(world.after(states[accepted], torch.tensor(token)))
+                tail = joint(world, LENGTH - accepted - 1, after)
+                mass = chances[accepted] * following[accepted, i, token]
+                law[(*tokens[:accepted], token)] += mass * tail
+    return law, survival
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_draft_and_branch_sum_to_the_joint_law(kind: str) -> None:
+    """And i drafts survive as often as the paper says, whatever k >= i is: E[c_i]."""
+    world = make_world(kind)
+    for k in range(1, LENGTH):
+        law, survival = step_law(world, kind == "certain", k)
+        assert np.abs(law - joint(world, LENGTH)).max() < 3e-6, f"k = {k}"
+        assert np.abs(survival - alive(world, "block")[1 : k + 1]).max() < 3e-6
+        gains = survival - alive(world, "rejection")[1 : k + 1]
+        assert (gains > -3e-6).all()
+        assert gains[-1] > 0.01 or k == 1 or kind not in ("dense", "shaped")
+
+
+def run_of_coins(num_drafts: Tensor, passes: Tensor, drafts: block._Drafts) -> Tensor:
+    """Stops at the first coin that fails."""
+    grid = torch.zeros(len(num_drafts), int(num_drafts.max()), dtype=torch.bool)
+    grid[drafts.row, drafts.depth] = passes
+    return grid.cumprod(dim=1).bool()[drafts.row, drafts.depth]
+
+
+def first_failure(
+    weights: Tensor, q: Tensor, c: Tensor, m: Tensor, k: Tensor, *rest: object
+) -> Tensor:
+    """Broken: what stands must be an unbroken run."""
+    return run_of_coins(k, COINS(weights, q, c, m, k, *rest), rest[-1])  # type: ignore[arg-type]
+
+
+def joint_ratio_coins(
+    weights: Tensor, q: Tensor, c: Tensor, m: Tensor, k: Tensor, *rest: object
+) -> Tensor:
+    """Broken: every coin has the chance c_i, as the last one has."""
+    return COINS(weights, q, c, torch.full_like(m, torch.nan), k, *rest)  # type: ignore[arg-type]
+
+
+def token_residual(p: Tensor, *rest: object) -> Tensor:
+    """Broken: what replaces is max(0, p - q), without the joint ratio."""
+    return RESIDUAL(p / p.sum(dim=1, keepdim=True), *rest)  # type: ignore[arg-type]
+
+
+COINS, RESIDUAL = block._coins, verify.residual_of
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_block_ends_where_no_token_may_follow(depth: int) -> None:
+    """The law behind `depth` drafts is not a number: what comes there is as frequent as ever, E[c],
+    and nothing goes beyond."""
+    world = make_world("dense")
+    blocks = Blocks.of(world, list(itertools.product(range(VOCAB), repeat=DEEPEST)))
+    blocks.p.view(-1, DEEPEST + 1, VOCAB)[:, depth:] = torch.nan
+    draft, survival = exact(world.draft), np.zeros(DEEPEST)
+    for tokens, states, coins in zip(*blocks[:2], coin_chances(blocks, False), strict=True):
+        drawn = np.prod([draft[int(s), x] for s, x in zip(states, tokens, strict=False)])
+        survival += drawn * np.cumsum(accepted_law(coins)[::-1])[::-1][1:]
+    assert np.abs(survival[:depth] - alive(world, "block")[1 : depth + 1]).max() < 3e-6
+    assert not survival[depth:].any()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "broken"),
+    [
+        (block, "_coins", first_failure),
+        (block, "_coins", joint_ratio_coins),
+        (verify, "residual_of", token_residual),
+    ],
+)
+def test_broken_rules_are_caught(
+    monkeypatch: pytest.MonkeyPatch, module: object, name: str, broken: object
+) -> None:
+    """Where the law is right it is so to 3e-6."""
+    world = make_world("dense")
+    monkeypatch.setattr(module, name, broken)
+    assert np.abs(step_law(world, False, DEEPEST)[0] - joint(world, LENGTH)).max() > 3e-4
+
+
+def test_the_example_of_the_paper() -> None:
+    """p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 11/9 are accepted, where by token it is 10/9."""
+    laws = torch.tensor([[1 / 3, 2 / 3], [2 / 3, 1 / 3]])
+    world = World(laws[:1].repeat(2, 1), laws[1:].repeat(2, 1))
+    blocks = Blocks.of(world, list(itertools.product(range(2), repeat=2)))
+    total = 0.0
+    for drafts, coins in zip(blocks.drafts, coin_chances(blocks, False), strict=True):
+        drawn = np.prod([(2 / 3, 1 / 3)[x] for x in drafts])
+        total += drawn * float(accepted_law(coins) @ np.arange(3))
+    assert total == pytest.approx(11 / 9, abs=1e-6)
+    assert alive(world, "rejection", 2)[1:].sum() == pytest.approx(10 / 9, abs=1e-6)
+
+
+# --- two steps, exactly ---------------------------------------------------------------------------
+
+ONE, TOKENS = Fraction(1), range(3)
+P, Q = ([Fraction(x, 10) for x in law] for law in ((5, 4, 1), (2, 5, 3)))
+PAIRS = list(itertools.product(TOKENS, repeat=2))
+
+
+def judged(drafts: tuple[int, int]) -> tuple[list[Fraction], list[Fraction]]:
+    """c_0, c_1, c_2 and the chances of both coins; p and q know no context."""
+    c = [ONE]
+    for x in drafts:
+        c.append(min(ONE, c[-1] * P[x] / Q[x]))
+    mass = sum(max(c[1] * p - q, Fraction(0)) for p, q in zip(P, Q, strict=True))
+    return c, [ONE if c[1] == 1 else mass / (mass + 1 - c[1]), c[2]]
+
+
+def residual(c: Fraction) -> list[Fraction]:
+    weights = [max(c * p - q, Fraction(0)) for p, q in zip(P, Q, strict=True)]
+    return [w / sum(weights) for w in weights] if sum(weights) else list(P)
+
+
+def outcomes(
+    drafts: tuple[int, int], coins: list[Fraction]
+) -> Iterator[tuple[int, tuple[int, ...], Fraction]]:
+    """How many are accepted, the tokens emitted, and their chance."""
+    c, _ = judged(drafts)
+    stops = [(1 - coins[0]) * (1 - coins[1]), coins[0] * (1 - coins[1]), coins[1]]
+    for accepted, chance in enumerate(stops):
+        following = list(P) if accepted == 2 else residual(c[accepted])
+        for y in TOKENS:
+            yield accepted, (*drafts[:accepted], y), chance * following[y]
+
+
+def two_steps(*, drafts_again: bool, coins_again: bool) -> dict[tuple[int, int], Fraction]:
+    """Law of the first two tokens. After a step that accepts nothing the next one begins where the
+    second draft was: `drafts_again`, it drafts that token again; `coins_again`, its first coin is
+    the one that has just failed there, so uniform above the chance that it failed."""
+    law = dict.fromkeys(PAIRS, 0 * ONE)
+    for first in PAIRS:
+        h = judged(first)[1]
+        for accepted, emitted, chance in outcomes(first, h):
+            mass = Q[first[0]] * Q[first[1]] * chance
+            if accepted:
+                law[emitted[0], emitted[1]] += mass
+                continue
+            for second in PAIRS:
+                drawn = Q[second[0]] * Q[second[1]]
+                if drafts_again:
+                    drawn = Q[second[1]] * (second[0] == first[1])
+                coins = judged(second)[1]
+                if coins_again:
+                    above = max(Fraction(0), coins[0] - h[1]) / (1 - h[1]) if h[1] < 1 else ONE
+                    coins = [above, coins[1]]
+                for _, after, following in outcomes(second, coins):
+                    law[emitted[0], after[0]] += mass * drawn * following
+    return law
+
+
+def test_two_steps_with_noise_of_their_own_have_the_law_to_the_fraction() -> None:
+    law = two_steps(drafts_again=False, coins_again=False)
+    assert law == {(a, b): P[a] * P[b] for a, b in law}
+
+
+@pytest.mark.parametrize(
+    ("drafts_again", "coins_again"), [(True, False), (False, True), (True, True)]
+)
+def test_two_steps_that_share_noise_have_not(drafts_again: bool, coins_again: bool) -> None:
+    """Neither drafts nor coins may be used again: a single coin a block is not enough."""
+    law = two_steps(drafts_again=drafts_again, coins_again=coins_again)
+    assert sum(law.values()) == 1
+    assert max(abs(law[a, b] - P[a] * P[b]) for a, b in law) > Fraction(1, 1000)
+
+
+# --- two steps, with the real noise ---------------------------------------------------------------
+
+MANY = 200_000
+
+
+@functools.cache
+def shaped_world() -> ShapedWorld:
+    return ShapedWorld()
+
+
+def z_of_steps(*, drafts_again: bool = False, coins_again: bool = False) -> float:
+    decoder = Decoder(shaped_world(), "block", Fixed(DEEPEST))
+    if drafts_again:
+        decoder.mode = decoder.mode._replace(depth_step=0)
+    with pytest.MonkeyPatch.context() as patch:
+        if coins_again:
+            patch.setattr(noise, "DEPTH_STEP", 0)
+        return joint_z(decoder.run(MANY, 3).tokens, shaped_world())
+
+
+def test_noise_of_a_depth_keeps_the_joint_law_over_steps() -> None:
+    assert abs(z_of_steps()) < Z_BOUND
+
+
+@pytest.mark.parametrize(
+    "again", [("drafts_again",), ("coins_again",), ("drafts_again", "coins_again")]
+)
+def test_noise_by_position_alone_is_caught(again: tuple[str, ...]) -> None:
+    assert z_of_steps(**dict.fromkeys(again, True)) > CAUGHT

@@ -1,0 +1,183 @@
+"""Rejection sampling by blocks: all drafts of a step are judged together, by their joint ratio.
+
+Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024, "Block verification accelerates
+speculative decoding" (arXiv 2403.10444), Algorithm 2. With drafts x_1 .. x_k, each from q given
+those before it, and p, q the laws behind x_1 .. x_i:
+
+    c_0 = 1,  c_i = min(1, c_{i-1} p(x_i) / q(x_i))        the joint ratio           `_joint_ratios`
+    R_i = sum_x max(0, c_i p(x) - q(x))                    the residual's mass
+    h_i = R_i / (R_i + 1 - c_i),  h_k = c_k                the chance of the coin behind draft i
+
+The *last* draft whose coin says so is accepted, with all before it, then a token of
+norm(max(0, c_i p - q)), or behind all k of p. A draft may stand although its own coin failed.
+
+*The law.* (1) P(i or more accepted | x_1 .. x_i) = c_i. For i = k that is the coin. Before:
+P(i + 1 or more | x_1 .. x_i) = sum_x q(x) c_{i+1} = sum_x min(c_i p(x), q(x)) = c_i - R_i, and
+coin i adds (1 - c_i + R_i) h_i = R_i. (2) So exactly i are accepted, given x_1 .. x_i, with
+probability R_i. (3) Of prefixes x_1 .. x_i with i or more accepted the next token is y with mass
+R_i max(0, c_i p(y) - q(y)) / R_i + q(y) c_{i+1}(y) = max(0, c_i p(y) - q(y)) + min(c_i p(y), q(y))
+= c_i p(y): it has the law p. Nothing asks that k be fixed, only that whether a draft follows x_i is
+known from x_1 .. x_i. By (1) survival of i drafts has mean E[c_i] whatever k >= i is.
+
+*The noise.* How many are accepted depends on every draft and every coin of the block, also on those
+behind the last accepted one. Of these it is known afterwards that they failed: to use them again at
+the same position in the next step, as the rule that goes token by token rightly does, would make
+the next coins fail more often than they may. A single coin a block would not help, since drafts
+tell, too. Draft and accept noise therefore depend on position and depth in the block
+(`noise.at_depth`), which no two blocks of a sequence share. Replacement and bonus are drawn once a
+position in any case. So each block's noise is independent of all that was known before it, and by
+(3) the law is exact over any number of steps; k may follow whatever was seen.
+
+A block of one draft is judged, to the bit, as by `reference.rejection_verify`; a draft chosen with
+certainty is accepted as often as there (c_i is then the product of its p), and never more often.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from triton_kernels.noise import host as noise
+from triton_kernels.verification import reference
+from triton_kernels.verification.reference import NoiseRows, draw
+
+
+class BlockVerdict(NamedTuple):
+    num_accepted: Tensor  # int64 [B]
+    next_tokens: Tensor  # int64 [B]: the replacement or the bonus
+    expected_accepted: Tensor  # fp32 [B]: see `_expected`
+
+
+class _Drafts(NamedTuple):
+    """Of every draft, flat: its row, its depth from 0, and which row of p decides on it."""
+
+    row: Tensor  # ascending
+    depth: Tensor
+    at: Tensor
+
+
+def block_verify(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    num_drafts: Tensor,
+    rows: NoiseRows,
+) -> BlockVerdict:
+    """Verify the drafts of B rows as blocks. Shapes, and what is raised, as for
+    `reference.rejection_verify`. Drafts that were drawn had the noise of their depth (`at_depth`).
+
+    Where p is not a number (no token may follow a draft) a block ends, as if no more had been
+    drafted; that this draft was accepted is for the caller to notice."""
+    reference.check_rows(target_probs, draft_tokens, draft_probs, num_drafts, rows)
+    if draft_tokens.numel() == 0:
+        zeros = torch.zeros_like(num_drafts)
+        return BlockVerdict(zeros, draw(target_probs, rows, noise.BONUS), zeros.to(torch.float32))
+    row = torch.repeat_interleave(num_drafts)
+    flat = torch.arange(row.numel(), device=row.device)
+    drafts = _Drafts(row, flat - (num_drafts.cumsum(0) - num_drafts)[row], flat + row)
+    own = target_probs[drafts.at, draft_tokens]
+    own_q = torch.ones_like(own)
+    if draft_probs is not None:
+        own_q = draft_probs[flat, draft_tokens]
+    ratios = _joint_ratios(own, own_q, num_drafts, drafts)
+    before = ratios[row, drafts.depth]
+    masses = _masses(target_probs[drafts.at].mul_(before[:, None]), draft_tokens, draft_probs)
+    passes = _coins(before * own, own_q, ratios, masses, num_drafts, rows, drafts)
+    accepts = torch.zeros_like(ratios, dtype=torch.int64)
+    accepts[row, drafts.depth] = torch.where(passes, drafts.depth + 1, 0)
+    num_accepted = accepts.amax(dim=1)
+    following = _following(
+        target_probs, draft_tokens, draft_probs, num_drafts, rows, num_accepted, ratios
+    )
+    expected = _expected(before, masses, num_accepted, drafts)
+    return BlockVerdict(num_accepted, following, expected)
+
+
+def _joint_ratios(own: Tensor, own_q: Tensor, num_drafts: Tensor, drafts: _Drafts) -> Tensor:
+    """c_0 .. c_k of each row, fp32 [B, max k + 1]; 0 from a draft on that the target forbids.
+    `own` and `own_q`: p and q of every draft."""
+    shape = (num_drafts.numel(), int(num_drafts.max()))
+    p, q = own.new_zeros(shape), own.new_ones(shape)
+    p[drafts.row, drafts.depth], q[drafts.row, drafts.depth] = own, own_q
+    ratios = own.new_ones(shape[0], shape[1] + 1)
+    for depth in range(shape[1]):
+        weight = ratios[:, depth] * p[:, depth]
+        ratio = torch.where(weight >= q[:, depth], 1.0, weight / q[:, depth])
+        ratios[:, depth + 1] = torch.where(weight > 0, ratio, 0.0)  # a NaN is not
+    return ratios
+
+
+def _masses(scaled: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None) -> Tensor:
+    """R of the prefix before each draft, of `scaled` c p, which is overwritten. In double: then
+    the sum of a row does not show in which order its company has let it be taken."""
+    if draft_probs is None:
+        scaled.scatter_(1, draft_tokens[:, None], 0.0)
+    else:
+        scaled.sub_(draft_probs).clamp_(min=0)
+    return scaled.sum(dim=-1, dtype=torch.float64)
+
+
+def _coins(
+    weights: Tensor,
+    own_q: Tensor,
+    ratios: Tensor,
+    masses: Tensor,
+    num_drafts: Tensor,
+    rows: NoiseRows,
+    drafts: _Drafts,
+) -> Tensor:
+    """Whether the coin behind each draft says so, bool; `weights` are c p of the drafts."""
+    row, depth, _ = drafts
+    words = noise.scalar_words(
+        rows.keys[row],
+        rows.positions[row] + depth,
+        rows.choices[row],
+        noise.ACCEPT + noise.DEPTH_STEP * depth,
+    )
+    u = noise.uniform(words)
+    # u <= h, with u in (0, 1]. Where c is 1 that holds whatever round-off has made of R.
+    mass = masses.roll(-1)  # behind the draft
+    passes = u * (mass + 1 - ratios[row, depth + 1]) <= mass
+    ends = (depth + 1 == num_drafts[row]) | mass.isnan()
+    return (weights > 0) & torch.where(ends, u * own_q <= weights, passes)
+
+
+def _following(
+    target_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    num_drafts: Tensor,
+    rows: NoiseRows,
+    num_accepted: Tensor,
+    ratios: Tensor,
+) -> Tensor:
+    """The token after the accepted drafts of each row."""
+    draft_starts = num_drafts.cumsum(0) - num_drafts
+    lines = torch.arange(num_drafts.numel(), device=num_drafts.device)
+    weights = target_probs[draft_starts + lines + num_accepted]
+    rejected = num_accepted < num_drafts
+    hit = rejected.nonzero().squeeze(1)
+    if hit.numel():
+        at = draft_starts[hit] + num_accepted[hit]
+        q = None if draft_probs is None else draft_probs[at]
+        scaled = weights[hit] * ratios[hit, num_accepted[hit], None]
+        weights[hit] = reference.residual_of(scaled, q, draft_tokens[at])
+    purposes = torch.where(rejected, noise.RESIDUAL, noise.BONUS)
+    at_last = rows._replace(positions=rows.positions + num_accepted)
+    return draw(weights, at_last, purposes)
+
+
+def _expected(before: Tensor, masses: Tensor, num_accepted: Tensor, drafts: _Drafts) -> Tensor:
+    """How many drafts could be expected to be accepted, fp32 [B].
+
+    Given x_1 .. x_i and that i or more are accepted, one more is with probability 1 - R_i / c_i, by
+    (1). These are summed over i up to the number accepted. Count less sum is a martingale in i, so
+    both have the same mean, and the sum has the lower variance. With c = 1 throughout it is what
+    `reference.expected_accepted` is."""
+    tried = drafts.depth <= num_accepted[drafts.row]
+    chances = 1 - (masses / before).clamp(max=1)
+    total = chances.new_zeros(num_accepted.numel())
+    total.index_add_(0, drafts.row[tried], chances[tried])
+    return total.to(torch.float32)
