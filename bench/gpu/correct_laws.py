@@ -142,7 +142,7 @@ def _verify(
         Rows(*(field[drafted].contiguous() for field in rows)),
         torch.zeros_like(batch.drafts.counts),
     )
-    found = verify_logits(batch, starts, proposals, tiling)
+    found = verify_logits(batch, starts, proposals, tiling, blocks=False)
     return found.num_accepted.long(), found.next_tokens.long()
 
 
@@ -216,5 +216,5 @@ def _first_tokens(target: Tensor, draft: Tensor, at: Tensor, mode: int, tiling: 
     given = DraftTokens(drafts, lines, narrow + 1)
     batch = LogitsBatch(target.expand(2 * count, -1), rows, requests, where, given, None)
     proposals = Proposals(draft.expand(count, -1), Rows(lines, narrow), narrow)
-    found = verify_logits(batch, starts, proposals, tiling)
+    found = verify_logits(batch, starts, proposals, tiling, blocks=False)
     return torch.where(found.num_accepted > 0, drafts, found.next_tokens).long()

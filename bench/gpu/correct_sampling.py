@@ -64,7 +64,7 @@ def _sampled(bench: Bench, given: dict[str, Any]) -> Row:
 
 def _verified(bench: Bench, given: dict[str, Any]) -> Row:
     case = _case(bench, **given)
-    found = verify_logits(*case, tiling_of(bench))
+    found = verify_logits(*case, tiling_of(bench), blocks=False)
     host = case.to(torch.device("cpu"))
     wanted = verify_reference(host.batch, host.proposals)
     pairs = zip(found, wanted, strict=True)
@@ -82,10 +82,12 @@ def _verified(bench: Bench, given: dict[str, Any]) -> Row:
 def _alone(bench: Bench) -> Row:
     """Requests drawn out of a batch and verified by themselves, the last first."""
     case = _case(bench, vocab=128_256, requests=30, filters=True)
-    together = verify_logits(*case, tiling_of(bench))
+    together = verify_logits(*case, tiling_of(bench), blocks=False)
     wrong, count = 0, len(case.starts)
     for b in reversed(range(count if bench.full else 2)):
-        single = verify_logits(*_request(case.batch, case.starts, b), None, tiling_of(bench))
+        single = verify_logits(
+            *_request(case.batch, case.starts, b), None, tiling_of(bench), blocks=False
+        )
         wrong += any(
             int(mine[0]) != int(theirs[b]) for mine, theirs in zip(single, together, strict=True)
         )

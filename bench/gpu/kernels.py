@@ -178,7 +178,8 @@ def _over_cases(
 
 
 def verifications(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:
-    return [functools.partial(verify_logits, *case, tiling_of(bench)) for case in cases]
+    verify = functools.partial(verify_logits, blocks=False)
+    return [functools.partial(verify, *case, tiling_of(bench)) for case in cases]
 
 
 def draws(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:

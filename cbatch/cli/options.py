@@ -70,7 +70,10 @@ _SAMPLING = {
     "prompt_logprobs": "the same of the prompt",
     "logprobs_mode": None,
     "max_lookahead": "cap on k for these prompts",
-    "verification": "of drafts; coupled: drafts cannot move a sampled token (auto: with a seed)",
+    "verification": (
+        "of drafts; coupled: drafts cannot move a sampled token (auto: with a seed); "
+        "block: most are accepted"
+    ),
 }
 _METAVARS = {"n": "N", "logprobs": "N", "prompt_logprobs": "N", "logit_bias": "ID=BIAS"}
 _METAVARS |= {"structured_outputs": "JSON"}

@@ -8,6 +8,7 @@ and `reference` does the same in plain torch.
 from __future__ import annotations
 
 from triton_kernels.sampling.inputs import (
+    BLOCK,
     COUPLED,
     GREEDY,
     REJECTION,
@@ -23,6 +24,7 @@ from triton_kernels.sampling.inputs import (
 from triton_kernels.sampling.launch import TILING, Tiling, cases, sample
 
 __all__ = [
+    "BLOCK",
     "COUPLED",
     "GREEDY",
     "REJECTION",

@@ -7,10 +7,12 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-# How a request's tokens are decided; see `triton_kernels/verification/reference.py`.
+# How a request's tokens are decided; see `triton_kernels/verification/reference.py`, and for blocks
+# `block_reference.py` beside it.
 GREEDY: Final = 0
 COUPLED: Final = 1
 REJECTION: Final = 2
+BLOCK: Final = 3
 
 # Marks of a listed token.
 IN_PROMPT: Final = 1
@@ -20,7 +22,7 @@ IS_STOP: Final = 2
 class Requests(NamedTuple):
     """Sampling parameters of B requests."""
 
-    modes: Tensor  # int32: GREEDY, COUPLED or REJECTION
+    modes: Tensor  # int32: GREEDY, COUPLED, REJECTION or BLOCK
     temperatures: Tensor  # fp32, > 0
     top_k: Tensor  # int32 >= 1; the vocabulary size where a request has none
     top_p: Tensor  # fp32 > 0; infinite where a request has none

@@ -33,6 +33,9 @@ LIMITS = {
     "verify_replace": CaseLimits(184, 16 << 10),
     "verify_finish": CaseLimits(24, 1 << 10),
     "verify_accept": CaseLimits(64, 1 << 10),
+    "verify_ratios": CaseLimits(64, 1 << 10),
+    "verify_masses": CaseLimits(184, 16 << 10),
+    "verify_blocks": CaseLimits(96, 1 << 10),
 }
 
 
@@ -68,8 +71,8 @@ def sample(batch: LogitsBatch, purpose: int, tiling: Tiling = TILING) -> Tensor:
 def reduce_tiles(
     batch: LogitsBatch, purpose: int | None, tiling: Tiling = TILING, *, of_drafts: bool = False
 ) -> Reduced:
-    """Winners, maxima, masses and cuts; without a `purpose` requests of mode REJECTION do not race,
-    and have their cut and kept mass found instead. `of_drafts`: nothing else is wanted."""
+    """Winners, maxima, masses and cuts; without a `purpose` requests whose drafts are weighed do
+    not race, and have their cut and kept mass found instead. `of_drafts`: nothing else is asked."""
     check(batch)
     num_rows, device = len(batch.logits), batch.logits.device
     num_tiles = num_tiles_of(batch, tiling)

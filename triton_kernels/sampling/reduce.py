@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.sampling import cut, filters, tiles
-from triton_kernels.sampling.tile_stats import GREEDY, REJECTION, combine, races, source_of
+from triton_kernels.sampling.tile_stats import GREEDY, combine, is_weighed, races, source_of
 from triton_kernels.sampling.tiles import FORBIDDEN
 
 
@@ -37,7 +37,7 @@ def reduce_kernel(
     requests = tl.load(batch.rows.requests + at)
     modes = tl.load(batch.requests.modes + requests)
     if OF_DRAFTS:
-        live = live & (modes == REJECTION)
+        live = live & is_weighed(modes)
     limits = filters.limits_of(batch.requests, requests, vocab)
     filtered = live & (modes != GREEDY) & filters.any_filter(limits)
     lens = tl.load(short_lens_ptr + at)
@@ -69,7 +69,7 @@ def reduce_kernel(
             starts,
         )
         passes = cut.passes_over(view, shaping, maxima, inverse, BLOCK, SHAPED)
-    raced, purposes = races(modes, PURPOSE)
+    raced, purposes = races(modes, depths, PURPOSE)
     source = source_of(batch.noise, requests, depths, purposes)
     asks = live & filtered & (mass > 0.0)
     drawn = (winner, tiles.key_of((maxima - logit) * inverse))

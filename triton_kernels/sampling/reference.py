@@ -7,6 +7,7 @@ from torch import Tensor
 
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
+    BLOCK,
     COUPLED,
     GREEDY,
     IN_PROMPT,
@@ -88,7 +89,10 @@ def sample_reference(
 def exponentials(rows: Rows, requests: Requests, where: Noise, purpose: int, vocab: int) -> Tensor:
     """fp32 [N, V]: COUPLED noise where a request is coupled, else that of `purpose`."""
     of = rows.requests.long()
-    purposes = torch.where(requests.modes[of] == COUPLED, noise.COUPLED, purpose)
+    modes = requests.modes[of]
+    purposes = torch.where(modes == COUPLED, noise.COUPLED, purpose)
+    if purpose == noise.DRAFT:
+        purposes += torch.where(modes == BLOCK, noise.DEPTH_STEP * rows.depths.long(), 0)
     positions = where.positions[of] + rows.depths
     words = noise.token_words(where.keys[of], positions, where.choices[of], purposes, vocab)
     return noise.exponential(words)

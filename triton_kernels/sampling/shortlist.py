@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.sampling import cut, filters, tiles
-from triton_kernels.sampling.tile_stats import GREEDY, REJECTION, combine
+from triton_kernels.sampling.tile_stats import GREEDY, combine, is_weighed
 
 # Keys of y = 1.5, 3, 4.5, 6, 8, 10.5, 14 and 20.
 END_KEYS = tl.constexpr(
@@ -68,7 +68,7 @@ def _asked(batch, num_rows, vocab, OF_DRAFTS: tl.constexpr, ROWS: tl.constexpr):
     limits = filters.limits_of(batch.requests, requests, vocab)
     asks = live & (modes != GREEDY) & filters.any_filter(limits)
     if OF_DRAFTS:
-        asks = asks & (modes == REJECTION)
+        asks = asks & is_weighed(modes)
     return at, asks, requests, tl.load(batch.rows.depths + at), limits
 
 

@@ -13,19 +13,30 @@ from triton_kernels.sampling import tiles
 GREEDY = tl.constexpr(rows_module.GREEDY)
 COUPLED_MODE = tl.constexpr(rows_module.COUPLED)
 REJECTION = tl.constexpr(rows_module.REJECTION)
+BLOCK_MODE = tl.constexpr(rows_module.BLOCK)
+DRAFT_PURPOSE = tl.constexpr(noise.DRAFT)
+DEPTH_STEP = tl.constexpr(noise.DEPTH_STEP)
 COUPLED_PURPOSE = tl.constexpr(noise.COUPLED)
 
 
 @triton.jit
-def races(modes, PURPOSE: tl.constexpr):
-    """Which rows race, and the purpose of their noise. PURPOSE is that of mode REJECTION; None, and
-    these rows do not race."""
+def is_weighed(modes):
+    """Whether drafts are weighed, p against q: modes REJECTION and BLOCK."""
+    return (modes == REJECTION) | (modes == BLOCK_MODE)
+
+
+@triton.jit
+def races(modes, depths, PURPOSE: tl.constexpr):
+    """Which rows race, and the purpose of their noise. PURPOSE is that of modes REJECTION and BLOCK
+    (for drafts of the latter `at_depth`); None, and these rows do not race."""
     purposes = tl.where(modes == COUPLED_MODE, COUPLED_PURPOSE, 0)
     if PURPOSE is None:
         raced = modes == COUPLED_MODE
     else:
         raced = modes != GREEDY
-        purposes = tl.where(modes == REJECTION, PURPOSE, purposes)
+        purposes = tl.where(is_weighed(modes), PURPOSE, purposes)
+        if PURPOSE == DRAFT_PURPOSE:
+            purposes += tl.where(modes == BLOCK_MODE, DEPTH_STEP * depths, 0)
     return raced, purposes
 
 
@@ -50,8 +61,8 @@ def stats_kernel(
     tile_ids int32 [N, tiles, 2]: the winner, and whether every logit was finite. drafted_logits
     fp32 [N]: the shaped logit of the draft that the row decides on, where it has one.
 
-    PURPOSE: the noise with which rows of mode REJECTION race; None, and they do not. OF_DRAFTS: the
-    logits are those that drafts were drawn from; of other modes than REJECTION they are not read.
+    PURPOSE: the noise with which rows race that are weighed; None, and they do not. OF_DRAFTS: the
+    logits are those that drafts were drawn from; of other rows they are not read.
     """
     tile = tl.program_id(1)
     num_dense = tl.cdiv(vocab, BLOCK)
@@ -60,7 +71,7 @@ def stats_kernel(
     requests = tl.load(batch.rows.requests + at, mask=live, other=0)
     modes = tl.load(batch.requests.modes + requests)
     if OF_DRAFTS:
-        live = live & (modes == REJECTION)
+        live = live & is_weighed(modes)
         if tl.max(live.to(tl.int32), axis=0) == 0:
             return
     shaping = (batch.shaping, list_width)
@@ -80,7 +91,7 @@ def stats_kernel(
     tl.store(tile_ids_ptr + out * 2 + 1, tl.min(sound.to(tl.int32), axis=1), mask=live)
 
     scores = (x == maxima[:, None]).to(tl.float32)  # of greedy rows
-    raced, purposes = races(modes, PURPOSE)
+    raced, purposes = races(modes, depths, PURPOSE)
     raced = raced & live
     if tl.max(raced.to(tl.int32), axis=0) > 0:
         source = source_of(batch.noise, requests, depths, purposes)

@@ -139,7 +139,7 @@ def _coins(
     u = noise.uniform(words)
     # u <= h, with u in (0, 1]. Where c is 1 that holds whatever round-off has made of R.
     mass = masses.roll(-1)  # behind the draft
-    passes = u * (mass + 1 - ratios[row, depth + 1]) <= mass
+    passes = u * (mass + (1 - ratios[row, depth + 1])) <= mass
     ends = (depth + 1 == num_drafts[row]) | mass.isnan()
     return (weights > 0) & torch.where(ends, u * own_q <= weights, passes)
 

@@ -2,8 +2,9 @@
 of them. Greedy, coupled and rejection requests of any k share one batch.
 
 `reduce` has left winners, masses and cuts of every row. One program then walks the drafts of many
-requests; requests of mode REJECTION draw one more token, from the residual of their first rejected
-row or from the row behind all accepted ones, and from no other.
+requests (of those of mode BLOCK those of `block_kernel.py` judge anew); requests of modes REJECTION
+and BLOCK draw one more token, from the residual of their first rejected row or from the row behind
+all accepted ones, and from no other.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from triton_kernels.build.case import KernelCase
 from triton_kernels.build.check import check_fields, check_tensor
 from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
-from triton_kernels.sampling import cut, launch, tiles
+from triton_kernels.sampling import launch, tiles
 from triton_kernels.sampling.inputs import LogitsBatch, Proposals
 from triton_kernels.sampling.launch import TILING, Reduced, Tiling
-from triton_kernels.sampling.tile_stats import REJECTION, source_of
+from triton_kernels.sampling.tile_stats import REJECTION, is_weighed, source_of
+from triton_kernels.verification import block_kernel
+from triton_kernels.verification.laws import chance, law_of_tile
 
 ACCEPT = tl.constexpr(noise.ACCEPT)
 RESIDUAL = tl.constexpr(noise.RESIDUAL)
@@ -38,19 +41,6 @@ class VerifyOutput(NamedTuple):
     num_accepted: Tensor  # int32 [B]
     next_tokens: Tensor  # int32 [B]: the target's own, the replacement, or the bonus
     finite: Tensor  # int32 [B]: 1 if every logit of its rows was; otherwise the verdict is void
-
-
-@triton.jit
-def _chance(floats_ptr, ids_ptr, logits_ptr, rows, drafts, inverse, mask):
-    """The filtered probability of `drafts` in the rows that decide on them, fp32; 0 without."""
-    maxima = tl.load(floats_ptr + 2 * rows, mask=mask, other=0.0)
-    mass = tl.load(floats_ptr + 2 * rows + 1, mask=mask, other=1.0)
-    cut_key = tl.load(ids_ptr + 4 * rows + 1, mask=mask, other=0)
-    cut_id = tl.load(ids_ptr + 4 * rows + 2, mask=mask, other=0)
-    y = (maxima - tl.load(logits_ptr + rows, mask=mask, other=float("-inf"))) * inverse
-    key = tiles.key_of(y)
-    kept = mask & ((key < cut_key) | ((key == cut_key) & (drafts < cut_id)))
-    return tl.where(kept, tl.exp(-y) / tl.where(mass > 0.0, mass, 1.0), 0.0)
 
 
 @triton.jit
@@ -90,14 +80,14 @@ def _accept_kernel(
         finite &= tl.load(reduced.ids + 4 * tl.where(there, row + 1, start) + 3)
         draft = tl.load(batch.drafts.tokens + draft_start + j, mask=there, other=0)
         own = tl.load(reduced.ids + 4 * row)
-        p = _chance(reduced.floats, reduced.ids, reduced.drafted_logits, row, draft, inverse, there)
+        p = chance(reduced.floats, reduced.ids, reduced.drafted_logits, row, draft, inverse, there)
         purposes = tl.full([REQUESTS], ACCEPT, tl.int32)
         words = noise_device.scalar_words(seeds, position + j, choices, purposes)
         threshold = noise_device.uniform(words)
         if PROPOSED:
             unsure = there & ratio & (tl.load(proposals.certain + request) == 0)
             row = draft_start + j
-            q = _chance(
+            q = chance(
                 q_reduced.floats,
                 q_reduced.ids,
                 q_reduced.drafted_logits,
@@ -117,33 +107,21 @@ def _accept_kernel(
 
 
 @triton.jit
-def _law_of_tile(
-    view, shaping, floats_ptr, ids_ptr, rows, inverse, tile, num_dense, BLOCK: tl.constexpr,
-    SHAPED: tl.constexpr,
-):  # fmt: skip
-    """Ids and filtered probabilities of a tile of the given rows, [ROWS, BLOCK]."""
-    passes = (view, shaping, tl.load(floats_ptr + 2 * rows), inverse, num_dense, num_dense)
-    ids, keys, weights = cut.ordered_tile(passes, tile, BLOCK, SHAPED)
-    kept = tiles.before(keys, ids, tl.load(ids_ptr + 4 * rows + 1), tl.load(ids_ptr + 4 * rows + 2))
-    mass = tl.load(floats_ptr + 2 * rows + 1)
-    mass = tl.where(mass > 0.0, mass, 1.0)
-    return ids, tl.where(kept, weights / mass[:, None], 0.0)
-
-
-@triton.jit
 def _replace_kernel(
     batch, starts_ptr, proposals, reduced, q_reduced, decision, tile_scores_ptr, tile_ids_ptr,
-    num_requests, vocab, stride, q_stride, list_width, num_tiles, PROPOSED: tl.constexpr,
-    SHAPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ratios_ptr, num_requests, vocab, stride, q_stride, list_width, num_tiles,
+    PROPOSED: tl.constexpr, BLOCKS: tl.constexpr, SHAPED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """tile_scores fp32 [B, tiles, 2] and tile_ids int32 [B, tiles, 2]: who wins the race of the
-    residual max(0, p - q), or of p behind accepted drafts, and who wins that of p in any case."""
+    residual max(0, p - q), or of p behind accepted drafts, and who wins that of p in any case. With
+    BLOCKS p is scaled by the joint ratio of what was accepted, `ratios` fp32 [rows of logits]."""
     tile = tl.program_id(1)
     num_dense = tl.cdiv(vocab, BLOCK)
     request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = request < num_requests
     request = tl.where(live, request, 0)
-    live = live & (tl.load(batch.requests.modes + request) == REJECTION)
+    live = live & is_weighed(tl.load(batch.requests.modes + request))
     if tl.max(live.to(tl.int32), axis=0) == 0:
         return
     shaping = (batch.shaping, list_width)
@@ -162,10 +140,12 @@ def _replace_kernel(
         batch.drafts.tokens,
         draft_start,
     )
-    ids, p = _law_of_tile(
+    ids, p = law_of_tile(
         view, shaping, reduced.floats, reduced.ids, row, inverse, tile, num_dense, BLOCK, SHAPED
     )
     rejected = depth < tl.load(batch.drafts.counts + request)
+    if BLOCKS:
+        p = tl.load(ratios_ptr + row)[:, None] * p
     draft = tl.load(batch.drafts.tokens + draft_start + depth, mask=rejected, other=0)
     q = (rejected[:, None] & (ids == draft[:, None])).to(tl.float32)
     if PROPOSED:
@@ -174,7 +154,7 @@ def _replace_kernel(
             row = tl.where(unsure, draft_start + depth, 0)
             at = row.to(tl.int64) * q_stride
             view = (proposals.logits, vocab, at, request, depth, batch.drafts.tokens, draft_start)
-            _, drawn_from = _law_of_tile(
+            _, drawn_from = law_of_tile(
                 view,
                 shaping,
                 q_reduced.floats,
@@ -204,11 +184,11 @@ def _finish_kernel(
     batch, decision, tile_scores_ptr, tile_ids_ptr, num_requests, vocab, num_tiles,
     SHAPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The next token of requests of mode REJECTION, from the tiles that `_replace_kernel` left."""
+    """The next token of requests whose drafts are weighed, from the tiles of `_replace_kernel`."""
     request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = request < num_requests
     request = tl.where(live, request, 0)
-    live = live & (tl.load(batch.requests.modes + request) == REJECTION)
+    live = live & is_weighed(tl.load(batch.requests.modes + request))
     used = tl.cdiv(vocab, BLOCK)
     if SHAPED:
         used += tl.cdiv(tl.max(tl.load(batch.shaping.num_listed + request), axis=0), BLOCK)
@@ -224,11 +204,17 @@ def _finish_kernel(
 
 
 def verify_logits(
-    batch: LogitsBatch, starts: Tensor, proposals: Proposals | None, tiling: Tiling = TILING
+    batch: LogitsBatch,
+    starts: Tensor,
+    proposals: Proposals | None,
+    tiling: Tiling = TILING,
+    *,
+    blocks: bool,
 ) -> VerifyOutput:
     """Verify the drafts of B requests, 1 + drafts.counts[b] rows of logits each, the first of them
     `starts[b]` int32 [B] (see `rows_of`). Without `proposals` every draft was chosen with certainty
-    (greedy or n-gram drafts: q is one-hot). Raises ValueError naming the argument that is wrong.
+    (greedy or n-gram drafts: q is one-hot). Not `blocks`: no request of mode BLOCK has drafts.
+    Raises ValueError naming the argument that is wrong.
     """
     count, device = len(batch.requests.modes), batch.logits.device
     check_tensor("starts", starts, torch.int32, (count,))
@@ -248,11 +234,15 @@ def verify_logits(
         "num_requests": count,
         "q_stride": 0 if proposals is None else proposals.logits.stride(0),
         "PROPOSED": proposals is not None,
+        "BLOCKS": blocks,
+        "ratios_ptr": None,
         "REQUESTS": REQUESTS_A_PROGRAM,
         **launch.shape(batch, tiling),
     }
     few = common | {"num_warps": ACCEPT_WARPS}
     launch.launch(_accept_kernel, (triton.cdiv(count, REQUESTS_A_PROGRAM),), few)
+    if blocks:
+        common |= block_kernel.judge_blocks(common, tiling)
     _replace(common, tiling)
     return decision
 
@@ -285,15 +275,17 @@ def _replace(common: dict[str, Any], tiling: Tiling) -> None:
 def cases() -> list[KernelCase]:
     """bf16 logits; with and without shaping, with and without proposals."""
     drawn: dict[str, Any] = {"proposals": launch.PROPOSALS, "q_reduced": launch.REDUCED}
-    types = drawn | {"decision": VerifyOutput(*["*i32"] * 3)}
+    types = drawn | {"decision": VerifyOutput(*["*i32"] * 3), "ratios_ptr": "*fp32"}
+    types |= {"masses_ptr": "*fp32"}
     found, accepting = [], []
     for shaped, proposed in itertools.product((True, False), repeat=2):
         made = {"SHAPED": shaped, "ROWS": 1, "BLOCK": TILING.block}
         how = {"PROPOSED": proposed, **({} if proposed else dict.fromkeys(drawn))}
         drafts = f"{'drawn' if proposed else 'certain'} drafts"
         config = f"{'shaped' if shaped else 'plain'} {drafts}"
-        case = launch.case_of("verify_replace", config, _replace_kernel, made | how, **types)
-        found.append(case)
+        replace = made | how | {"BLOCKS": proposed}
+        found.append(launch.case_of("verify_replace", config, _replace_kernel, replace, **types))
+        found += block_kernel.cases(config, drafts, made, how, types)
         if proposed:
             made |= {"TILES": 64}
             found.append(launch.case_of("verify_finish", config, _finish_kernel, made, **types))

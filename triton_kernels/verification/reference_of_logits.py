@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION, LogitsBatch, Proposals
+from triton_kernels.sampling.inputs import BLOCK, COUPLED, GREEDY, REJECTION, LogitsBatch, Proposals
 from triton_kernels.sampling.reference import shaped_logits, weights_of
 from triton_kernels.verification import reference as verify
+from triton_kernels.verification.block_reference import block_verify
 
 
 def verify_reference(
@@ -28,7 +29,7 @@ def verify_reference(
     greedy = torch.nn.functional.one_hot(x.argmax(dim=-1), x.shape[1]).float()
     verdicts = {
         mode: _verdict(mode, batch, greedy if mode == GREEDY else p, q, requests.modes == mode)
-        for mode in (GREEDY, COUPLED, REJECTION)
+        for mode in (GREEDY, COUPLED, REJECTION, BLOCK)
     }
     accepted, following = torch.zeros_like(counts), torch.zeros_like(counts)
     for mode, verdict in verdicts.items():
@@ -50,11 +51,12 @@ def _verdict(
     rows = verify.NoiseRows(where.keys[asked], where.choices[asked], where.positions[asked])
     if not asked.any():
         return verify.Verdict(counts[asked], counts[asked])
-    if mode != REJECTION:
+    if mode in (GREEDY, COUPLED):
         return verify.coupled_verify(p, tokens, counts[asked], rows)
-    return verify.rejection_verify(
-        p, tokens, None if q is None else q[drafted], counts[asked], rows
-    )
+    given = p, tokens, None if q is None else q[drafted], counts[asked], rows
+    if mode == REJECTION:
+        return verify.rejection_verify(*given)
+    return verify.Verdict(*block_verify(*given)[:2])
 
 
 def normalised(weights: Tensor) -> Tensor:

@@ -107,7 +107,8 @@ class StepResult(msgspec.Struct, frozen=True):
     None: as if it had drafted, and caught up, whatever was planned and drafted. `expected_accepted`
     is what acceptance is estimated from; None: `num_accepted`. It is that number in greedy and in
     coupled rows; where drafts are verified by rejection, the sum of 1 - TV(p, q) over positions up
-    to and including the first rejection, and no further (see acceptance.py). `shadow` scores
+    to and including the first rejection, and no further (see acceptance.py); in blocks, over the
+    same positions, of the chance that one more was accepted, given those before. `shadow` scores
     drafters on tokens that were emitted without drafts. `logprobs` has an entry for each row whose
     request asks for those of its output or (with positions before the output) of its prompt, and no
     others."""

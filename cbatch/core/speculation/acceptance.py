@@ -23,7 +23,10 @@ slightly above alpha^j while little is known, which keeps exploring.
 - optionally, smoother evidence than accepted or not: the sum of 1 - TV(p, q) over the positions up
   to and including the first rejection (`plan.StepResult.expected_accepted`). Its mean is that of
   the count (the difference is a martingale, the first rejection a stopping time), its variance
-  lower. Later positions must not enter: their noise is used again by the next step.
+  lower. Later positions must not enter: their noise is used again by the next step. Of drafts
+  judged as a block (`triton_kernels/verification/block_reference.py`) it is the chance that one
+  more was accepted, given those before: a martingale just so. There S_j does not depend on k
+  either, but S_j / S_{j-1} rises with j, which `depth_correction` learns and N / D does not show.
 - a prior from earlier requests: moments of a Beta law fitted to their acceptance (empirical Bayes).
 """
 

@@ -2,7 +2,8 @@
 
 A row's N / D is over all its trials. First drafts are refused more often than that and later ones
 less, where acceptance changes within a request: whoever got to depth j is in an easy stretch. A
-drafter that loses its way does the opposite. Both are alike in all requests, so the correction is
+drafter that loses its way does the opposite. Of drafts judged as blocks later ones stand more often
+by themselves. Both are alike in all requests, so the correction is
 the fleet's: a factor on the odds of the j-th draft, from drafts that were reached (Kaplan and Meier
 1958: given that those before it were accepted), as often accepted as they were, over as often as
 was expected of their rows. It starts at 1, and is left there while what is expected is the prior

@@ -236,6 +236,7 @@ class GpuExecutor:
             bucket(bounds.logits, self._target.most_logits),
             rows if bounds.weighs else 0,
             bounds.shaped,
+            bounds.blocks,
         )
         self._fetch(buffers)
         done = self._queue.mark()

@@ -13,7 +13,7 @@ from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.runtime.gpu.logits_processors import Sparse, neutral, shapes_logits, sparse_of
 from cbatch.runtime.gpu.slot_update import SlotUpdate
-from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION
+from triton_kernels.sampling.inputs import BLOCK, COUPLED, GREEDY, REJECTION
 from triton_kernels.slots.state import ArenaSizes, Asked, FieldPlace
 
 Flags = NDArray[np.bool_]
@@ -29,6 +29,7 @@ class Bounds(NamedTuple):
     depth: int  # drafts of a row
     drafting: bool
     weighs: bool  # some drafts are drawn, and verified by rejection
+    blocks: bool  # some of them as blocks
     shaped: bool  # some row shapes its logits
 
 
@@ -81,6 +82,7 @@ class HostSlots:
         catch_up = plan.catch_up if self._drafts else drafts
         deep = drafts > 0
         new = plan.query_lens - plan.num_drafts
+        modes = self.mode[plan.slots[deep]]
         return Bounds(
             tokens=int((new + drafts).sum()),
             logits=int(((1 + drafts) * plan.wants_logits).sum()),
@@ -88,7 +90,8 @@ class HostSlots:
             draft_rows=int(deep.sum()),
             depth=int(drafts.max(initial=0)),
             drafting=bool((drafts | catch_up).any()),
-            weighs=bool((self.mode[plan.slots[deep]] == REJECTION).any()),
+            weighs=bool(((modes == REJECTION) | (modes == BLOCK)).any()),
+            blocks=bool((modes == BLOCK).any()),
             shaped=bool(self.shaped[plan.slots].any()),
         )
 
@@ -132,7 +135,11 @@ class HostSlots:
 
     def _put_sampling(self, a: NewSequence, message: SlotUpdate) -> None:
         params, slot = a.params, a.slot
-        mode = GREEDY if params.greedy else COUPLED if params.coupled else REJECTION
+        mode = REJECTION
+        if params.greedy:
+            mode = GREEDY
+        elif params.coupled or params.in_blocks:
+            mode = COUPLED if params.coupled else BLOCK
         self.mode[slot] = mode
         top_k = self._sizes.vocab if params.top_k is None else min(params.top_k, self._sizes.vocab)
         # 1 keeps every token; a sum that rounds to 1 early must not cut the tail.

@@ -50,16 +50,25 @@ class TargetPass:
         self.result = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(slots, dtype=torch.int32, device=device)
 
-    def run(self, device: Device, tokens: int, logits: int, draft_rows: int, shaped: bool) -> None:
+    def run(
+        self,
+        device: Device,
+        tokens: int,
+        logits: int,
+        draft_rows: int,
+        shaped: bool,
+        blocks: bool = False,
+    ) -> None:
         """Up to `tokens` tokens, of which `logits` want logits: buckets of what the plan asks.
-        `draft_rows`: so many rows have drafts that were drawn, and are to be weighed; 0: none."""
+        `draft_rows`: so many rows have drafts that were drawn, and are to be weighed; 0: none.
+        `blocks`: some of them are weighed as blocks."""
         forward = partial(self._forward, tokens)
         if tokens > MOST_CAPTURED_TOKENS:
             forward()
         else:
             device.run(("target", tokens), forward)
-        decide = partial(self._decide, logits, draft_rows, shaped)
-        device.run(("decide", logits, draft_rows, shaped), decide)
+        decide = partial(self._decide, logits, draft_rows, shaped, blocks)
+        device.run(("decide", logits, draft_rows, shaped, blocks), decide)
 
     def _forward(self, tokens: int) -> None:
         layout, drafts = self.layout, self._drafting
@@ -74,7 +83,7 @@ class TargetPass:
         self._attention.plan(layout.query_starts, layout.contexts)
         self._decoder.forward(flat, self._attention, self._cos_sin, self.hidden)
 
-    def _decide(self, num_logits: int, draft_rows: int, shaped: bool) -> None:
+    def _decide(self, num_logits: int, draft_rows: int, shaped: bool, blocks: bool) -> None:
         decision: VerifyOutput | None = None
         if num_logits:
             logits = self.logits[:num_logits]
@@ -84,7 +93,8 @@ class TargetPass:
                 assert self._drafting is not None
                 proposals = self._drafting.proposals(draft_rows)
             batch = self._batch(logits, shaped)
-            decision = verify_logits(batch, self.layout.logit_starts, proposals)
+            starts = self.layout.logit_starts
+            decision = verify_logits(batch, starts, proposals, blocks=blocks)
         drafts = None if self._drafting is None else self._drafting.layout
         advance(
             self._state,

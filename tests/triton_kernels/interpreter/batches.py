@@ -11,6 +11,7 @@ from torch import Tensor
 from cbatch.core.request.request import SamplingParams
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
+    BLOCK,
     COUPLED,
     GREEDY,
     IN_PROMPT,
@@ -43,6 +44,8 @@ class Asked(NamedTuple):
     def mode(self) -> int:
         if self.params.greedy:
             return GREEDY
+        if self.params.in_blocks:
+            return BLOCK
         return COUPLED if self.params.coupled else REJECTION
 
 
@@ -57,7 +60,7 @@ def random_request(rng: np.random.Generator, vocab: int, *, filters: bool, shape
 
     fields: dict[str, object] = {
         "temperature": rng.choice([0.0, 0.6, 1.0, 1.7], p=[0.1, 0.3, 0.3, 0.3]),
-        "verification": str(rng.choice(["rejection", "coupled"])),
+        "verification": str(rng.choice(["rejection", "block", "coupled"])),
         "max_tokens": 100,
     }
     if filters:

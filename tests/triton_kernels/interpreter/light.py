@@ -19,7 +19,7 @@ from triton_kernels.attention import WorkList, attention_reference
 from triton_kernels.layers.activation import silu_mul_reference
 from triton_kernels.layers.kv_write import kv_write_reference
 from triton_kernels.layers.norm import rms_norm_reference
-from triton_kernels.sampling.inputs import DraftTokens, LogitsBatch, Proposals, Rows
+from triton_kernels.sampling.inputs import BLOCK, DraftTokens, LogitsBatch, Proposals, Rows
 from triton_kernels.sampling.launch import Reduced
 from triton_kernels.sampling.reference import sample_reference
 from triton_kernels.verification.kernel import VerifyOutput
@@ -76,8 +76,12 @@ def _reduce(batch: LogitsBatch, purpose: int) -> Reduced:
     return Reduced(empty, ids, empty)
 
 
-def _verify(batch: LogitsBatch, starts: Tensor, proposals: Proposals | None) -> VerifyOutput:
+def _verify(
+    batch: LogitsBatch, starts: Tensor, proposals: Proposals | None, *, blocks: bool
+) -> VerifyOutput:
     """`verify_reference` knows neither slots without logits nor rows of padding."""
+    in_blocks = (batch.requests.modes == BLOCK) & (batch.drafts.counts > 0)
+    assert blocks >= bool(in_blocks.any())
     deciding = torch.unique(batch.rows.requests[: _num_rows(batch)]).long()
     decision = VerifyOutput(*(torch.zeros(len(starts), dtype=torch.int32) for _ in range(3)))
     if not len(deciding):
