@@ -86,10 +86,10 @@ def pause_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     """k is 3, then 0 for a while, then 3."""
     calls = 0
 
-    def choose(policy: Any, due: Any, rows: Any, caps: np.ndarray, *_: Any) -> np.ndarray:
+    def choose(policy: Any, step: Any) -> np.ndarray:
         nonlocal calls
         calls += 1
-        return caps * (calls % 24 < 8)
+        return step.caps * (calls % 24 < 8)
 
     monkeypatch.setattr(FixedPolicy, "choose", choose)
 

@@ -86,7 +86,7 @@ def test_acceptance_recovers_after_k_was_zero(monkeypatch):
     if it had never paused."""
     steps = {"n": 0}
 
-    def choose(policy: Any, due: Any, rows: Any, caps: np.ndarray, *_: Any) -> np.ndarray:
+    def choose(policy: Any, step: Any) -> np.ndarray:
         steps["n"] += 1
         k = 0 if 15 <= steps["n"] < 45 else 3
         return np.minimum(caps, np.int32(k))

@@ -1,0 +1,271 @@
+"""What each mechanism of `goodput` is worth, by simulation: `python -m bench.ablation`.
+
+Every mechanism is taken out on its own (a class here has the policy without it) and serves the same
+requests, at every load, on machines whose prices are known and with texts whose acceptance is: one
+that stays, one that changes, and two that are made to mislead. `of_off` is tokens a second over
+those without drafts, `of_full` over the whole policy: the geometric mean over all cells, and the
+least with where it was. Simulated, so the same on every machine; the time that the policy itself
+takes is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+from rich.progress import track
+
+from bench.report import print_report, rounded
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.gate import Due, SpeculationGate
+from cbatch.core.speculation.goodput_policy import GoodputPolicy
+from cbatch.core.speculation.policy import PlannedRows, PolicyLimits, Shadow
+from cbatch.core.speculation.step_work import StepSample
+from sim.cli.scenario import Scenario
+from sim.cli.simulation import build
+from sim.distributions.arrivals import poisson
+from sim.distributions.lengths import lognormal
+from sim.traces.reader import write_requests
+from sim.workload.generate import generate
+
+LOADS = (1, 2, 4, 8, 16, 32, 64, 128)
+REQUESTS, EACH = 24, 3  # requests of a cell, and more for each in flight
+NOISE, STALLS, STALL = 0.1, 1 / 64, 10.0  # of log seconds; how many steps take how long
+# By name what `--acceptance` of the simulator takes; the others are written to files.
+TEXTS = {"stays": "beta:0.6,3", "changes": "drift:0.9,0.2,64", "hopeless": "0.1"}
+FATES = ("turns", "wakes")
+
+
+def fates(text: str, requests: int) -> list[list[int]]:
+    """For each request whether drafts of its tokens are right. `turns`: until something is believed
+    of it, then not, and so on. `wakes`: never in the first half of all requests, then nearly ever,
+    so that what was learnt is wrong of everybody."""
+    if text == "turns":
+        turns = [1] * 48 + [0] * 48 + [1] * 160 + [0] * 160
+        return [turns[32 * each % 416 :] + turns[: 32 * each % 416] for each in range(requests)]
+    good = [int(each % 10 > 0) for each in range(500)]
+    return [[0] if each < requests // 2 else good for each in range(requests)]
+
+
+class Noisy(GoodputPolicy):
+    """Steps are measured as on a machine that does other things, too."""
+
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
+        super().__init__(config, limits)
+        self._noise, told = np.random.default_rng(0), self.costs.observe
+        self.costs.observe = lambda sample: told(self._blurred(sample))  # type: ignore[method-assign]
+
+    def _blurred(self, sample: StepSample) -> StepSample:
+        draft, target = np.exp(NOISE * self._noise.standard_normal(2)).tolist()
+        stall = STALL if self._noise.random() < STALLS else 1.0
+        return structs.replace(
+            sample, draft_s=draft * sample.draft_s, target_s=stall * target * sample.target_s
+        )
+
+
+class _Changed(Noisy):
+    """With other settings."""
+
+    settings: dict[str, float] = {}
+
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
+        super().__init__(structs.replace(config, **self.settings), limits)
+
+
+class _Restless(SpeculationGate):
+    MOST_QUIET = MOST_QUIET_OF_FEW = 1
+
+
+class NoHysteresis(_Changed):
+    settings = {"switch_gain": 0.0}
+
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
+        super().__init__(config, limits)
+        self.gate = _Restless(0.0)
+
+
+class _Unprobed(SpeculationGate):
+    def due(self, num_rows: int, pace: int = 1) -> Due:
+        found = super().due(num_rows, pace)
+        return Due.NOTHING if found is Due.PROBE else found
+
+
+class NoProbes(Noisy):
+    """While speculation is off for all."""
+
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
+        super().__init__(config, limits)
+        self.gate = _Unprobed(config.switch_gain)
+
+
+class NoRowProbes(Noisy):
+    def _with_row_probes(self, step: PlannedRows, num_drafts: np.ndarray) -> np.ndarray:
+        return num_drafts
+
+
+class NoPlainSteps(Noisy):
+    def _wants_plain_step(self, num_rows: int) -> bool:
+        return False
+
+
+class NoOptimism(Noisy):
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
+        super().__init__(config, limits)
+        self.costs.optimism = lambda rows: 0.0  # type: ignore[method-assign]
+
+
+class NoDrift(_Changed):
+    settings = {"idle_drift": 1 - 1e-12}
+
+
+class NoShadow(Noisy):
+    def _observe_shadow(self, shadow: Shadow) -> None:
+        pass
+
+
+class NoDrops(_Changed):
+    settings = {"drop_evidence": 1e9}
+
+
+class _Deaf(SpeculationGate):
+    """To others that come, and to other loads."""
+
+    EARLY_CHECK_STEPS = SpeculationGate.CHECK_STEPS
+
+    def due(self, num_rows: int, pace: int = 1) -> Due:
+        self.newcomers = 0
+        return super().due(num_rows, pace)
+
+
+class NoNewcomers(Noisy):
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
+        super().__init__(config, limits)
+        self.gate = _Deaf(config.switch_gain)
+
+
+class NoDepthOdds(Noisy):
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
+        super().__init__(config, limits)
+        self._depths.observe = lambda *_: None  # type: ignore[method-assign]
+
+
+class NoFleet(Noisy):
+    """Requests begin at the configured prior, whatever those before them did."""
+
+    def _fold(self, rows: Any, memory_trials: float) -> None:
+        pass
+
+
+MECHANISMS = {
+    "hysteresis": NoHysteresis,
+    "probes": NoProbes,
+    "probes of rows": NoRowProbes,
+    "plain steps": NoPlainSteps,
+    "optimism": NoOptimism,
+    "drift to the prior": NoDrift,
+    "shadow scores": NoShadow,
+    "drops noticed": NoDrops,
+    "newcomers": NoNewcomers,
+    "odds by depth": NoDepthOdds,
+    "prior of the fleet": NoFleet,
+}
+
+
+class Setting(NamedTuple):
+    machine: str
+    text: str
+    load: int
+
+    def __str__(self) -> str:
+        return f"{self.machine}, {self.text}, {self.load}"
+
+
+def simulated(policy: str, cell: Setting, cost: str | None) -> float:
+    """Output tokens a second."""
+    length, count = lognormal(200, 0.5), REQUESTS + EACH * cell.load
+    requests = generate(lambda rng: poisson(1.0, rng), length, length, requests=count, seed=0)
+    machine: dict[str, Any] = {"draft_model": "llama-3.2-1b"} if cost is None else {"cost": cost}
+    with tempfile.TemporaryDirectory() as folder:
+        trace, recorded = Path(folder) / "trace.jsonl", Path(folder) / "fates.json"
+        write_requests(trace, requests)
+        if cell.text in FATES:
+            recorded.write_text(json.dumps(fates(cell.text, count)))
+        scenario = Scenario(
+            trace=str(trace),
+            concurrency=cell.load,
+            lookahead=policy,
+            acceptance=TEXTS.get(cell.text, f"recorded:{recorded}"),
+            max_slots=max(LOADS),
+            max_model_tokens=8192,
+            step_budget=4096,
+            **machine,
+        )
+        tokens_per_s = build(scenario).run().output_tokens_per_s
+    assert tokens_per_s is not None
+    return tokens_per_s
+
+
+def _simulated(task: tuple[str, Setting, str | None]) -> float:
+    return simulated(*task)
+
+
+def rows_of(
+    speeds: dict[tuple[str, Setting], float], cells: Sequence[Setting]
+) -> list[dict[str, Any]]:
+    """A row for the whole policy, one for each mechanism that is missing, and `fixed`'s."""
+    rows = []
+    for policy in dict.fromkeys(policy for policy, _ in speeds):
+        of_off, of_full = (
+            np.array([speeds[policy, cell] / speeds[base, cell] for cell in cells])
+            for base in ("off", "goodput")
+        )
+        rows.append(
+            {
+                "without": policy,
+                "of_off": rounded(float(np.exp(np.log(of_off).mean()))),
+                "least_of_off": rounded(float(of_off.min())),
+                "there": str(cells[int(of_off.argmin())]),
+                "of_full": rounded(float(np.exp(np.log(of_full).mean()))),
+                "least_of_full": rounded(float(of_full.min())),
+                "where": str(cells[int(of_full.argmin())]),
+            }
+        )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
+    parser.add_argument("--load", type=int, nargs="+", default=LOADS)
+    parser.add_argument("--text", nargs="+", choices=(*TEXTS, *FATES), default=[*TEXTS, *FATES])
+    parser.add_argument(
+        "--cost", nargs="*", default=[], metavar="FILE", help="of `cbatch calibrate`: more machines"
+    )
+    parser.add_argument("--without", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
+    parser.add_argument("--processes", type=int)
+    args = parser.parse_args(argv)
+    machines = {"8B + 1B, H100": None} | {Path(file).stem: file for file in args.cost}
+    # Run as a program, this module has another name.
+    classes = {name: f"bench.ablation:{MECHANISMS[name].__name__}" for name in args.without}
+    policies = {"off": "off", "goodput": "bench.ablation:Noisy"} | classes
+    policies |= {f"fixed:{k}": f"fixed:{k}" for k in (1, 2, 4, 8)}
+    cells = [Setting(*each) for each in product(machines, args.text, args.load)]
+    keys = list(product(policies, cells))
+    tasks = [(policies[policy], cell, machines[cell.machine]) for policy, cell in keys]
+    with ProcessPoolExecutor(args.processes) as pool:
+        found = pool.map(_simulated, tasks)
+        speeds = dict(zip(keys, track(found, "simulating", len(keys)), strict=True))
+    best = {c: max(speeds[p, c] for p in policies if p == "off" or p[:5] == "fixed") for c in cells}
+    speeds |= {("the best fixed k", cell): best[cell] for cell in cells}
+    print_report("ablation", rows_of(speeds, cells))
+
+
+if __name__ == "__main__":
+    main()
