@@ -319,19 +319,20 @@ static void decode_cell(int type, const uint8_t *b, int at, decoded *to) {
     }
 }
 
+// Four codes at a time, a byte each.
 static void put_codes(form f, const decoded *from, long lane, char *to) {
-    uint8_t *at = (uint8_t *)to + lane * 4;
-    for (int c = 0; c < 4; c++) {
-        uint8_t fifth = 0, upper[2] = {0};
-        for (int v = 0; v < 8; v++) {
-            const uint8_t code = from->codes[v * 4 + c];
-            if (f.bits == 8) at[v * CODE_BYTES + c] = code;
-            else if (v < 4) at[v * CODE_BYTES + c] = (code & 15) | from->codes[16 + v * 4 + c] << 4;
-            fifth |= (code >> 4 & 1) << v, upper[v / 4] |= (code >> 4 & 3) << v % 4 * 2;
-        }
-        if (f.bits == 5) at[4 * CODE_BYTES + c] = fifth;
-        if (f.bits == 6) at[4 * CODE_BYTES + c] = upper[0], at[5 * CODE_BYTES + c] = upper[1];
+    uint32_t each[8], fifth = 0, upper[2] = {0};
+    memcpy(each, from->codes, sizeof each);
+    to += lane * 4;
+    for (int v = 0; v < 8; v++) {
+        const uint32_t halves = (each[v] & 0x0f0f0f0fu) | (each[(v + 4) % 8] & 0x0f0f0f0fu) << 4;
+        if (f.bits == 8) memcpy(to + v * CODE_BYTES, each + v, 4);
+        else if (v < 4) memcpy(to + v * CODE_BYTES, &halves, 4);
+        fifth |= (each[v] >> 4 & 0x01010101u) << v;
+        upper[v / 4] |= (each[v] >> 4 & 0x03030303u) << v % 4 * 2;
     }
+    if (f.bits == 5) memcpy(to + 4 * CODE_BYTES, &fifth, 4);
+    if (f.bits == 6) memcpy(to + 4 * CODE_BYTES, upper, 4), memcpy(to + 5 * CODE_BYTES, upper + 1, 4);
 }
 
 static void put_scales(form f, const decoded *from, long cell, long lane, char *at) {
