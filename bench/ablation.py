@@ -24,17 +24,12 @@ from msgspec import structs
 from rich.progress import track
 
 from bench.report import print_report, rounded
+from bench.simulated import tokens_per_s
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.gate import Due, SpeculationGate
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policy import PlannedRows, PolicyLimits, Shadow
 from cbatch.core.speculation.step_work import StepSample
-from sim.cli.scenario import Scenario
-from sim.cli.simulation import build
-from sim.distributions.arrivals import poisson
-from sim.distributions.lengths import lognormal
-from sim.traces.reader import write_requests
-from sim.workload.generate import generate
 
 LOADS = (1, 2, 4, 8, 16, 32, 64, 128)
 REQUESTS, EACH = 24, 3  # requests of a cell, and more for each in flight
@@ -188,29 +183,23 @@ class Setting(NamedTuple):
         return f"{self.machine}, {self.text}, {self.load}"
 
 
-def simulated(policy: str, cell: Setting, cost: str | None) -> float:
+def simulated(policy: str, setting: Setting, cost: str | None) -> float:
     """Output tokens a second."""
-    length, count = lognormal(200, 0.5), REQUESTS + EACH * cell.load
-    requests = generate(lambda rng: poisson(1.0, rng), length, length, requests=count, seed=0)
-    machine: dict[str, Any] = {"draft_model": "llama-3.2-1b"} if cost is None else {"cost": cost}
+    machine = {"draft_model": "llama-3.2-1b"} if cost is None else {"cost": cost}
+    num_requests, acceptance = REQUESTS + EACH * setting.load, TEXTS.get(setting.text)
     with tempfile.TemporaryDirectory() as folder:
-        trace, recorded = Path(folder) / "trace.jsonl", Path(folder) / "fates.json"
-        write_requests(trace, requests)
-        if cell.text in FATES:
-            recorded.write_text(json.dumps(fates(cell.text, count)))
-        scenario = Scenario(
-            trace=str(trace),
-            concurrency=cell.load,
-            lookahead=policy,
-            acceptance=TEXTS.get(cell.text, f"recorded:{recorded}"),
+        if acceptance is None:
+            recorded = Path(folder) / "fates.json"
+            recorded.write_text(json.dumps(fates(setting.text, num_requests)))
+            acceptance = f"recorded:{recorded}"
+        return tokens_per_s(
+            policy,
+            setting.load,
+            num_requests,
+            acceptance=acceptance,
             max_slots=max(LOADS),
-            max_model_tokens=8192,
-            step_budget=4096,
             **machine,
         )
-        tokens_per_s = build(scenario).run().output_tokens_per_s
-    assert tokens_per_s is not None
-    return tokens_per_s
 
 
 def _simulated(task: tuple[str, Setting, str | None]) -> float:

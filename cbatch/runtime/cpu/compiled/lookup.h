@@ -149,7 +149,8 @@ int look_up(const lookup *of, const int64_t *tokens, long stride, long half, int
 
 // Each of `asked` [rows] is a slot, and positions from and to; gets before how many of their tokens
 // there would have been a draft, and how many of these first drafts they are.
-int score_drafts(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *asked, long rows) {
+int score_drafts(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *asked,
+                 long rows) {
     search s;
     if (begin(&s, of, asked, rows, 5, 2, half)) return 1;
     for (int64_t *row = asked; row < asked + rows * 5; row += 5) {
