@@ -19,7 +19,7 @@ from triton_kernels.noise import host as noise
 from triton_kernels.sampling import launch, tiles
 from triton_kernels.sampling.launch import Tiling
 from triton_kernels.sampling.tile_stats import BLOCK_MODE, DEPTH_STEP
-from triton_kernels.verification.laws import chance, law_of_tile
+from triton_kernels.verification.laws import chance, laws_of_tile
 
 ACCEPT = tl.constexpr(noise.ACCEPT)
 REQUESTS_A_PROGRAM = 64
@@ -51,6 +51,20 @@ def _weights(
 
 
 @triton.jit
+def _blocks(batch, starts_ptr, num_requests, REQUESTS: tl.constexpr):
+    """The requests of a program: their number, whether they are of mode BLOCK, how many drafts
+    these have, first rows of logits and of drafts, and one over the temperature."""
+    request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
+    live = request < num_requests
+    request = tl.where(live, request, 0)
+    live = live & (tl.load(batch.requests.modes + request) == BLOCK_MODE)
+    count = tl.where(live, tl.load(batch.drafts.counts + request), 0)
+    start, draft_start = tl.load(starts_ptr + request), tl.load(batch.drafts.starts + request)
+    inverse = tiles.inverse(tl.load(batch.requests.temperatures + request))
+    return request, live, count, start, draft_start, inverse
+
+
+@triton.jit
 def _joint_ratio(weight, q):
     """min(1, c p / q) of `weight` c p; 0 where the target forbids the draft."""
     ratio = tl.where(weight >= q, 1.0, weight / tl.where(q > 0.0, q, 1.0))
@@ -69,13 +83,9 @@ def ratios_kernel(
     PROPOSED: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """ratios fp32 [rows of logits]: c of what stands before each row of a block; others stay."""
-    request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
-    live = request < num_requests
-    request = tl.where(live, request, 0)
-    live = live & (tl.load(batch.requests.modes + request) == BLOCK_MODE)
-    count = tl.where(live, tl.load(batch.drafts.counts + request), 0)
-    start, draft_start = tl.load(starts_ptr + request), tl.load(batch.drafts.starts + request)
-    inverse = tiles.inverse(tl.load(batch.requests.temperatures + request))
+    request, live, count, start, draft_start, inverse = _blocks(
+        batch, starts_ptr, num_requests, REQUESTS
+    )
     ratio = tl.full([REQUESTS], 1.0, tl.float32)
     for j in range(tl.max(count, axis=0)):
         there = j < count
@@ -112,42 +122,10 @@ def masses_kernel(
     shaping = (batch.shaping, list_width)
     if tile >= num_dense + tiles.num_sparse(shaping, request, BLOCK, SHAPED):
         return
-    draft_start = tl.load(batch.drafts.starts + request)
-    inverse = tiles.inverse(tl.load(batch.requests.temperatures + request))
-    view = (
-        batch.logits,
-        vocab,
-        row.to(tl.int64) * stride,
-        request,
-        depth,
-        batch.drafts.tokens,
-        draft_start,
-    )
-    ids, p = law_of_tile(
-        view, shaping, reduced.floats, reduced.ids, row, inverse, tile, num_dense, BLOCK, SHAPED
-    )
-    draft_row = tl.where(live, draft_start + depth, draft_start)
-    draft = tl.load(batch.drafts.tokens + draft_row, mask=live, other=0)
-    q = (ids == draft[:, None]).to(tl.float32)
-    if PROPOSED:
-        unsure = live & (tl.load(proposals.certain + request) == 0)
-        if tl.max(unsure.to(tl.int32), axis=0) > 0:
-            q_row = tl.where(unsure, draft_row, 0)
-            at = q_row.to(tl.int64) * q_stride
-            view = (proposals.logits, vocab, at, request, depth, batch.drafts.tokens, draft_start)
-            _, drawn_from = law_of_tile(
-                view,
-                shaping,
-                q_reduced.floats,
-                q_reduced.ids,
-                q_row,
-                inverse,
-                tile,
-                num_dense,
-                BLOCK,
-                SHAPED,
-            )
-            q = tl.where(unsure[:, None], drawn_from, q)
+    _, p, q = laws_of_tile(
+        batch, proposals, reduced, q_reduced, request, row, depth, live, tile, vocab, stride,
+        q_stride, shaping, PROPOSED, SHAPED, BLOCK,
+    )  # fmt: skip
     rest = tl.maximum(tl.load(ratios_ptr + row)[:, None] * p - q, 0.0)
     out = row.to(tl.int64) * num_tiles + tile
     tl.store(masses_ptr + out, tl.sum(rest, axis=1), mask=live)
@@ -159,13 +137,9 @@ def coins_kernel(
     num_requests, num_tiles, PROPOSED: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """The number accepted of requests of mode BLOCK: up to the last draft whose coin says so."""
-    request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
-    live = request < num_requests
-    request = tl.where(live, request, 0)
-    live = live & (tl.load(batch.requests.modes + request) == BLOCK_MODE)
-    count = tl.where(live, tl.load(batch.drafts.counts + request), 0)
-    start, draft_start = tl.load(starts_ptr + request), tl.load(batch.drafts.starts + request)
-    inverse = tiles.inverse(tl.load(batch.requests.temperatures + request))
+    request, live, count, start, draft_start, inverse = _blocks(
+        batch, starts_ptr, num_requests, REQUESTS
+    )
     seeds = noise_device.load_seeds(batch.noise.keys, request)
     choices = tl.load(batch.noise.choices + request)
     position = tl.load(batch.noise.positions + request)

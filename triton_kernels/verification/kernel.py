@@ -26,7 +26,7 @@ from triton_kernels.sampling.inputs import LogitsBatch, Proposals
 from triton_kernels.sampling.launch import TILING, Reduced, Tiling
 from triton_kernels.sampling.tile_stats import REJECTION, is_weighed, source_of
 from triton_kernels.verification import block_kernel
-from triton_kernels.verification.laws import chance, law_of_tile
+from triton_kernels.verification.laws import chance, laws_of_tile
 
 ACCEPT = tl.constexpr(noise.ACCEPT)
 RESIDUAL = tl.constexpr(noise.RESIDUAL)
@@ -128,45 +128,14 @@ def _replace_kernel(
     if tile >= num_dense + tiles.num_sparse(shaping, request, BLOCK, SHAPED):
         return
     depth = tl.load(decision.num_accepted + request)
-    draft_start = tl.load(batch.drafts.starts + request)
-    inverse = tiles.inverse(tl.load(batch.requests.temperatures + request))
     row = tl.load(starts_ptr + request) + depth
-    view = (
-        batch.logits,
-        vocab,
-        row.to(tl.int64) * stride,
-        request,
-        depth,
-        batch.drafts.tokens,
-        draft_start,
-    )
-    ids, p = law_of_tile(
-        view, shaping, reduced.floats, reduced.ids, row, inverse, tile, num_dense, BLOCK, SHAPED
-    )
     rejected = depth < tl.load(batch.drafts.counts + request)
+    ids, p, q = laws_of_tile(
+        batch, proposals, reduced, q_reduced, request, row, depth, live & rejected, tile, vocab,
+        stride, q_stride, shaping, PROPOSED, SHAPED, BLOCK,
+    )  # fmt: skip
     if BLOCKS:
         p = tl.load(ratios_ptr + row)[:, None] * p
-    draft = tl.load(batch.drafts.tokens + draft_start + depth, mask=rejected, other=0)
-    q = (rejected[:, None] & (ids == draft[:, None])).to(tl.float32)
-    if PROPOSED:
-        unsure = live & rejected & (tl.load(proposals.certain + request) == 0)
-        if tl.max(unsure.to(tl.int32), axis=0) > 0:
-            row = tl.where(unsure, draft_start + depth, 0)
-            at = row.to(tl.int64) * q_stride
-            view = (proposals.logits, vocab, at, request, depth, batch.drafts.tokens, draft_start)
-            _, drawn_from = law_of_tile(
-                view,
-                shaping,
-                q_reduced.floats,
-                q_reduced.ids,
-                row,
-                inverse,
-                tile,
-                num_dense,
-                BLOCK,
-                SHAPED,
-            )
-            q = tl.where(unsure[:, None], drawn_from, q)
     purposes = tl.where(rejected, RESIDUAL, BONUS)
     source = source_of(batch.noise, request, depth, purposes)
     e = tiles.exponentials(source, ids, tile, num_dense, BLOCK, SHAPED)

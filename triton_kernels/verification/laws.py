@@ -33,3 +33,34 @@ def law_of_tile(
     mass = tl.load(floats_ptr + 2 * rows + 1)
     mass = tl.where(mass > 0.0, mass, 1.0)
     return ids, tl.where(kept, weights / mass[:, None], 0.0)
+
+
+@triton.jit
+def laws_of_tile(
+    batch, proposals, reduced, q_reduced, request, row, depth, drafted, tile, vocab, stride,
+    q_stride, shaping, PROPOSED: tl.constexpr, SHAPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Ids, p of the rows, and q of the drafts that they decide on, [ROWS, BLOCK]: one-hot where
+    these were chosen with certainty, 0 where a row is not `drafted`."""
+    num_dense = tl.cdiv(vocab, BLOCK)
+    drafts, draft_start = batch.drafts.tokens, tl.load(batch.drafts.starts + request)
+    inverse = tiles.inverse(tl.load(batch.requests.temperatures + request))
+    at = row.to(tl.int64) * stride
+    view = (batch.logits, vocab, at, request, depth, drafts, draft_start)
+    ids, p = law_of_tile(
+        view, shaping, reduced.floats, reduced.ids, row, inverse, tile, num_dense, BLOCK, SHAPED
+    )
+    draft = tl.load(drafts + draft_start + depth, mask=drafted, other=0)
+    q = (drafted[:, None] & (ids == draft[:, None])).to(tl.float32)
+    if PROPOSED:
+        unsure = drafted & (tl.load(proposals.certain + request) == 0)
+        if tl.max(unsure.to(tl.int32), axis=0) > 0:
+            q_row = tl.where(unsure, draft_start + depth, 0)
+            at = q_row.to(tl.int64) * q_stride
+            view = (proposals.logits, vocab, at, request, depth, drafts, draft_start)
+            floats, found = q_reduced.floats, q_reduced.ids
+            _, drawn_from = law_of_tile(
+                view, shaping, floats, found, q_row, inverse, tile, num_dense, BLOCK, SHAPED
+            )
+            q = tl.where(unsure[:, None], drawn_from, q)
+    return ids, p, q
