@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 from msgspec import structs
 
@@ -70,7 +72,7 @@ class CommittedStep:
         )
         self.rows = self.plan.slots
 
-    @property
+    @cached_property
     def shadow(self) -> Shadow | None:
         found = self.result.shadow
         if found is None:
