@@ -26,7 +26,8 @@ from rich.progress import track
 from bench.report import print_report, rounded
 from bench.simulated import tokens_per_s
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.gate import Due, SpeculationGate
+from cbatch.core.speculation.cost_model import StepPrices
+from cbatch.core.speculation.draft_allocation import LookaheadDecision
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policy import PlannedRows, PolicyLimits, Shadow
 from cbatch.core.speculation.step_work import StepSample
@@ -75,46 +76,22 @@ class _Changed(Noisy):
         super().__init__(structs.replace(config, **self.settings), limits)
 
 
-class _Restless(SpeculationGate):
-    MOST_QUIET = MOST_QUIET_OF_FEW = 1
-
-
 class NoHysteresis(_Changed):
     settings = {"switch_gain": 0.0}
-
-    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
-        super().__init__(config, limits)
-        self.gate = _Restless(0.0)
-
-
-class _Unprobed(SpeculationGate):
-    def due(self, num_rows: int, pace: int = 1) -> Due:
-        found = super().due(num_rows, pace)
-        return Due.NOTHING if found is Due.PROBE else found
 
 
 class NoProbes(Noisy):
     """While speculation is off for all."""
 
-    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
-        super().__init__(config, limits)
-        self.gate = _Unprobed(config.switch_gain)
-
-
-class NoRowProbes(Noisy):
-    def _with_row_probes(self, step: PlannedRows, num_drafts: np.ndarray) -> np.ndarray:
-        return num_drafts
+    def _probe(self, step: PlannedRows, prices: StepPrices) -> None:
+        pass
 
 
 class NoPlainSteps(Noisy):
-    def _wants_plain_step(self, num_rows: int) -> bool:
-        return False
-
-
-class NoOptimism(Noisy):
-    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
-        super().__init__(config, limits)
-        self.costs.optimism = lambda rows: 0.0  # type: ignore[method-assign]
+    def _let_stand(self, found: LookaheadDecision, disturbed: bool) -> None:
+        super()._let_stand(found, disturbed)
+        if self.drafting:
+            self._tried_at = self._steps
 
 
 class NoDrift(_Changed):
@@ -126,27 +103,21 @@ class NoShadow(Noisy):
         pass
 
 
-class NoDrops(_Changed):
-    settings = {"drop_evidence": 1e9}
-
-
-class _Deaf(SpeculationGate):
-    """To others that come, and to other loads."""
-
-    EARLY_CHECK_STEPS = SpeculationGate.CHECK_STEPS
-
-    def due(self, num_rows: int, pace: int = 1) -> Due:
-        self.newcomers = 0
-        return super().due(num_rows, pace)
-
-
 class NoNewcomers(Noisy):
-    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
-        super().__init__(config, limits)
-        self.gate = _Deaf(config.switch_gain)
+    """Deaf to others that come, and to other loads."""
+
+    def _disturbed(self, num_rows: int) -> bool:
+        return False
 
 
-class NoDepthOdds(Noisy):
+class NoPatience(Noisy):
+    """A decision stands for as few steps as possible."""
+
+    def _let_stand(self, found: LookaheadDecision, disturbed: bool) -> None:
+        super()._let_stand(found, disturbed=True)
+
+
+class NoDepths(Noisy):
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
         super().__init__(config, limits)
         self._depths.observe = lambda *_: None  # type: ignore[method-assign]
@@ -155,22 +126,33 @@ class NoDepthOdds(Noisy):
 class NoFleet(Noisy):
     """Requests begin at the configured prior, whatever those before them did."""
 
-    def _fold(self, rows: Any, memory_trials: float) -> None:
+    def _tell_fleet(self, gained: np.ndarray, trials: np.ndarray) -> None:
         pass
+
+
+class NoWeights(Noisy):
+    def _best(self, *args: Any) -> LookaheadDecision:
+        self._decision = None
+        return super()._best(*args)
+
+
+class NoDebts(Noisy):
+    def _without_late_rows(self, lag: Any, room: Any, values: Any, prices: Any) -> Any:
+        return values, prices
 
 
 MECHANISMS = {
     "hysteresis": NoHysteresis,
     "probes": NoProbes,
-    "probes of rows": NoRowProbes,
     "plain steps": NoPlainSteps,
-    "optimism": NoOptimism,
     "drift to the prior": NoDrift,
     "shadow scores": NoShadow,
-    "drops noticed": NoDrops,
     "newcomers": NoNewcomers,
-    "odds by depth": NoDepthOdds,
+    "decisions that stand": NoPatience,
+    "correction by depth": NoDepths,
     "prior of the fleet": NoFleet,
+    "weights": NoWeights,
+    "debts": NoDebts,
 }
 
 

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation import acceptance as estimator
-from cbatch.core.speculation import goodput_policy as policy_module
 from cbatch.core.speculation.acceptance import FleetPrior
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
@@ -40,7 +39,7 @@ from cbatch.runtime.cpu.drafter import DraftRows, Proposal
 from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.steplog.step_log import encode_array
 from tests.checking.models import ModelledAcceptance
-from tests.helpers import DraftedRows, World, decoding, make_config
+from tests.helpers import DraftedRows, RowsToPlan, World, decoding, make_config
 from tests.helpers import make_request as modelled_request
 from tests.runtime.engines import RecordingExecutor, make_request, run_engine
 from tests.runtime.pairs import VOCAB, tiny_model
@@ -162,13 +161,11 @@ def test_trap_4_k_of_zero_does_not_absorb_the_engine(monkeypatch):
     assert steps_until_all_draft_again(1000) is None
 
 
-def drafts_of_a_row_given_up(probed: bool, drifts: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+def drafts_of_a_row_given_up(drifts: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     """Its drafts in 400 steps amid rows that draft, once it would accept as many as they do."""
     acceptance = dict.fromkeys(["a", "b", "c", "given up"], 0.9)
     world = make_world(acceptance)
     with monkeypatch.context() as patch:
-        if not probed:
-            patch.setattr(policy_module, "rows_to_probe", lambda *_: np.zeros(0, dtype=np.intp))
         if not drifts:
             patch.setattr(estimator, "drift", lambda config, estimate, *_: estimate)
         acceptance["given up"] = 0.0
@@ -176,16 +173,14 @@ def drafts_of_a_row_given_up(probed: bool, drifts: bool, monkeypatch: pytest.Mon
             world.loop.step()
         acceptance["given up"] = 0.9
         seen = [drafts_of(world) for _ in range(400)]
-    assert seen[0]["given up"] == 0 and np.mean([k["a"] > 0 for k in seen]) > 0.95
+    assert min(k["given up"] for k in seen[:20]) == 0 and np.mean([k["a"] > 0 for k in seen]) > 0.95
     return sum(k["given up"] for k in seen)
 
 
 def test_trap_4_k_of_zero_does_not_absorb_a_row(monkeypatch):
-    """Probes bring it back, and so does the drift to the prior; without both nothing does."""
-    both = (True, False)
-    found = {(p, d): drafts_of_a_row_given_up(p, d, monkeypatch) for p in both for d in both}
-    assert found.pop((False, False)) == 0
-    assert min(found.values()) > 100, found
+    """The drift to the prior brings it back; without it nothing does."""
+    assert drafts_of_a_row_given_up(False, monkeypatch) < 10
+    assert drafts_of_a_row_given_up(True, monkeypatch) > 100
 
 
 def mean_k(lookahead: LookaheadConfig, batch: int) -> float:
@@ -262,6 +257,7 @@ def beliefs_beside(policy: str, accepted_by_others: int) -> list[float]:
     accepted = np.array([4] + [accepted_by_others] * 3, np.int32)
     cost = StepSample(decoding(4, depth=K), 1e-3, 1e-2)
     for _ in range(32):
+        lookahead.choose(RowsToPlan(slice(0, 4), drafted))
         lookahead.observe(DraftedRows(slice(0, 4), drafted, accepted, cost))
     beliefs = lookahead.estimated_acceptance(np.arange(4))
     assert beliefs is not None
@@ -273,7 +269,7 @@ def test_trap_7_what_is_believed_of_a_request_is_its_own(policy):
     """No other tenant's acceptance enters. (The prior of a newcomer and the price of a token are
     shared, and meant to be.)"""
     (mine, *bad), (same, *good) = beliefs_beside(policy, 0), beliefs_beside(policy, K)
-    assert mine == same and max(bad) < 0.1 < mine < 0.9 < min(good)
+    assert mine == same and max(bad) < 0.2 < mine < 0.9 < min(good)
 
 
 def first_k_after(acceptance: float) -> tuple[float, int]:
@@ -296,7 +292,7 @@ def test_trap_7_a_short_request_starts_from_the_fleets_prior(monkeypatch):
     assert belief > 0.85 and k >= 4
     belief, k = first_k_after(0.05)
     assert belief < 0.2 and k <= 1
-    monkeypatch.setattr(FleetPrior, "fold", lambda self, *_: self)
+    monkeypatch.setattr(FleetPrior, "observe", lambda *_: None)
     assert [round(first_k_after(a)[0], 6) for a in (0.95, 0.05)] == [0.7, 0.7]
 
 
@@ -328,7 +324,7 @@ def first_step_apart(*, own_clocks: bool) -> int | None:
                 result, draft_s=3 * slower * result.draft_s, target_s=slower * result.target_s
             )
         second.commit(result, 0.0)
-    assert len(seen) > 4
+    assert len(seen) > 3
     return None
 
 

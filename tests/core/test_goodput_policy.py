@@ -14,8 +14,7 @@ import pytest
 
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.cost_model import CostProfile
-from cbatch.core.speculation.gate import Due, SpeculationGate, rows_to_probe
-from cbatch.core.speculation.goodput_policy import GoodputPolicy
+from cbatch.core.speculation.goodput_policy import MOST_IDLE_STEPS, GoodputPolicy
 from cbatch.core.speculation.policy import PolicyLimits
 from cbatch.core.speculation.step_work import StepSample
 from tests.helpers import DraftedRows, RowsToPlan, decoding
@@ -200,7 +199,7 @@ def cells() -> dict[tuple[str, int], Cell]:
             requests = requests_for(alphas, batch)
             by_k = fixed(machine, requests, batch)
             run = goodput(machine, requests, batch)
-            switches = 100 * run.policy.gate.num_switches / run.steps
+            switches = 100 * run.policy.num_switches / run.steps
             found[name, batch] = Cell(
                 run.tokens_per_s / float(by_k.max()),
                 run.tokens_per_s / float(by_k[0]),
@@ -220,7 +219,10 @@ def table(cells: dict[tuple[str, int], Cell]) -> str:
 
 
 def test_never_far_from_the_best_fixed_k_and_on_average_above(cells) -> None:
-    assert min(cell.to_best for cell in cells.values()) >= 0.97, table(cells)
+    # A gain of 3 % that the hopeless would bring is as much as hysteresis and estimates leave open.
+    assert min(cell.to_best for cell in cells.values()) >= 0.96, table(cells)
+    clear = [cell.to_best for (name, _), cell in cells.items() if name != "hopeless"]
+    assert min(clear) >= 0.98, table(cells)
     assert np.exp(np.mean([np.log(cell.to_best) for cell in cells.values()])) >= 1, table(cells)
 
 
@@ -252,7 +254,7 @@ def test_without_weights_hard_rows_fill_the_batch(monkeypatch: pytest.MonkeyPatc
         "cbatch.core.speculation.draft_allocation.weigh",
         lambda values, shadow_prices: np.ones(values.shape[1]),
     )
-    assert goodput(MODEL, requests, 64).tokens_per_s < 0.985 * weighted
+    assert goodput(MODEL, requests, 64).tokens_per_s < 0.99 * weighted
 
 
 def test_without_a_profile_and_with_stalls_it_learns_the_prices() -> None:
@@ -264,44 +266,66 @@ def test_without_a_profile_and_with_stalls_it_learns_the_prices() -> None:
     assert min(ratios.values()) >= 0.95, ratios
 
 
-def test_when_most_requests_leave_speculation_returns_at_once() -> None:
+def idle(rows: int, steps: int) -> GoodputPolicy:
+    """After so many steps in which drafts cost far more than they are worth."""
+    policy = GoodputPolicy(
+        LookaheadConfig(policy="goodput", k=DEPTH), PolicyLimits(rows, rows * (1 + DEPTH))
+    )
+    caps, nothing = np.full(rows, DEPTH, np.int32), np.zeros(rows, np.int32)
+    for slot in range(rows):
+        policy.enter(slot, None)
+    for _ in range(steps):
+        k = ask(policy, caps, rows * DEPTH)
+        work = decoding(rows, drafts=int(k.sum()), depth=int(k.max()))
+        cost = StepSample(work, 2e-3 * work.draft_depth, 5e-3 + 1e-3 * work.draft_tokens)
+        policy.observe(DraftedRows(slice(0, rows), k, nothing, cost))
+    return policy
+
+
+def test_when_most_requests_leave_it_is_decided_at_once() -> None:
     policy = goodput(MODEL, requests_for(wide, 256), 256).policy
-    assert not policy.gate.on, "too many rows to draft"
-    caps = np.full(8, DEPTH, np.int32)
-    for _ in range(1 + SpeculationGate.EARLY_CHECK_STEPS):
-        k = ask(policy, caps, 64)
-        if k.all():
-            break
-        cost = StepSample(decoding(8), 0.0, 5.5e-3)
-        policy.observe(DraftedRows(slice(0, 8), caps * 0, caps * 0, cost))
-    assert k.all()
-    assert policy.gate.on
+    assert not policy.drafting, "too many rows to draft"
+    assert ask(policy, np.full(8, DEPTH, np.int32), 64).all() and policy.drafting
 
 
-def test_while_off_almost_no_step_decides_and_probes_become_rare() -> None:
-    gate = SpeculationGate(switch_gain=0.02)
-    for _ in range(SpeculationGate.MOST_QUIET):
-        assert gate.due(32) is Due.DECISION and gate.on
-        gate.judge(0.0, 32)
-    assert not gate.on
-    seen = {due: 0 for due in Due}
+def test_while_nobody_drafts_decisions_are_rare_and_probes_cost_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = idle(32, 500)
+    assert not policy.drafting
+    caps, nothing = np.full(32, DEPTH, np.int32), np.zeros(32, np.int32)
+    decisions: list[int] = []
+    decide = GoodputPolicy._decide
+
+    def counted(self, step):
+        decisions.append(self._steps)
+        return decide(self, step)
+
+    monkeypatch.setattr(GoodputPolicy, "_decide", counted)
+    probes = []
     for _ in range(4000):
-        due = gate.due(32)
-        seen[due] += 1
-        if due is Due.PROBE:
-            gate.observe(better=False)
-        elif due is Due.DECISION:
-            assert not gate.judge(0.01, 32), "a small gain does not switch"
-    assert seen[Due.DECISION] <= 4000 // SpeculationGate.CHECK_STEPS
-    assert 3 <= seen[Due.PROBE] <= 4000 // SpeculationGate.PROBE_STEPS // 8
-    while gate.due(32) is not Due.DECISION:
-        pass
-    assert gate.judge(0.05, 32) and gate.on
+        k = ask(policy, caps, 32 * DEPTH)
+        if k.any():
+            probes.append(k)
+        work = decoding(32, drafts=int(k.sum()), depth=int(k.max()))
+        cost = StepSample(work, 2e-3 * work.draft_depth, 5e-3 + 1e-3 * work.draft_tokens)
+        policy.observe(DraftedRows(slice(0, 32), k, nothing, cost))
+    assert not policy.drafting and len(decisions) <= 4000 // MOST_IDLE_STEPS + 1
+    # A probe of 4 drafts takes 12 ms beside steps of 5 ms.
+    assert len(probes) >= 3 and len(probes) * 12 / (4000 * 5) < 0.01
+    assert all(np.count_nonzero(k) == 1 for k in probes), "of one row"
 
 
-def test_a_row_without_drafts_is_probed_ever_more_seldom_but_for_ever() -> None:
-    """Trap 4 (k = 0 absorbs)."""
-    when = [step for step in range(1, 2000) if len(rows_to_probe(np.array([step]), 1, 0, 1))]
-    assert when == [16, 32, 64, 128, *range(256, 2000, 256)]
-    due = rows_to_probe(np.full(10, 16), 4, first=7, most=4)
-    assert due.tolist() == [7, 8, 9, 0], "in turn, and only so many"
+def test_a_row_without_drafts_among_others_gets_some_again() -> None:
+    """Trap 4 (k = 0 absorbs): what is believed of it comes closer to the fleet's."""
+    policy, rows = idle(2, 0), slice(0, 2)
+    caps = np.full(2, DEPTH, np.int32)
+    refused = np.zeros(600, dtype=np.bool_)
+    for step in range(600):
+        k = ask(policy, caps, 2 * DEPTH)
+        cost = StepSample(decoding(2, drafts=int(k.sum())), 0.0, 5e-3 + 1e-3 * int(k.sum()))
+        accepted = np.where([True, step >= 300], k, 0).astype(np.int32)
+        policy.observe(DraftedRows(rows, k, accepted, cost))
+        refused[step] = k[0] > 0 and not k[1]
+    assert refused[:300].any(), "it was left out"
+    assert not refused[-50:].any(), "it drafts as the other does"

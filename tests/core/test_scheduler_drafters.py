@@ -13,7 +13,7 @@ from cbatch.core.scheduler.committed_step import CommittedStep
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import ShadowEvidence
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.goodput_policy import GoodputPolicy
+from cbatch.core.speculation.goodput_policy import MOST_IDLE_STEPS, GoodputPolicy
 from cbatch.core.speculation.policy import PolicyLimits, Shadow
 from cbatch.core.speculation.step_work import StepSample
 from tests.checking.kv import ContractBreachError
@@ -195,30 +195,33 @@ def test_evidence_of_rows_that_left_is_dropped():
 
 
 def test_the_controller_hears_of_a_fleet_that_got_better():
-    """While off, good news of enough rows calls for a decision; old news does not."""
+    """While off, good news is acted upon at the next decision; old news changes nothing."""
     policy = GoodputPolicy(
         LookaheadConfig(policy="goodput", k=4, prior_acceptance=0.1), PolicyLimits(8, 64)
     )
     for slot in range(8):
         policy.enter(slot, None)
-    policy.gate.on, policy.gate.newcomers = False, 0
-    policy.gate.probe_in, policy.gate.rows_judged = 500, 8
     slots, trials = np.arange(8, dtype=np.int32), np.full(8, 12, np.int32)
     planned, nothing = RowsToPlan(slice(0, 8), np.full(8, 4, np.int32)), np.zeros(8, np.int32)
-    cost = StepSample(decoding(8), 0.0, 5e-3)
+    plain = StepSample(decoding(8), 0.0, 5e-3)
 
     def tell(hits: int) -> np.ndarray | None:
         """Next k, after news of that many of 12 trials a row."""
         shadow = Shadow(slots, trials, np.full(8, hits, np.int32))
-        policy.observe(DraftedRows(slice(0, 8), nothing, nothing, cost, shadow=shadow))
+        policy.observe(DraftedRows(slice(0, 8), nothing, nothing, plain, shadow=shadow))
         return policy.choose(planned)
 
-    assert tell(0) is None and not policy.gate.on
+    cost_s = {False: 5e-3, True: 8e-3}  # drafts cost more than they are worth
+    for _ in range(60):
+        k = policy.choose(planned)
+        drafted = nothing if k is None else k
+        cost = StepSample(decoding(8, drafts=int(drafted.sum())), 0.0, cost_s[k is not None])
+        policy.observe(DraftedRows(slice(0, 8), drafted, nothing, cost))
+    assert not policy.drafting
+    steps = [tell(0) for _ in range(MOST_IDLE_STEPS)]
+    assert sum(k is not None for k in steps) <= 1, "a probe at most"
     before = policy.estimate[0] / policy.estimate[1]
-    k = tell(11)
+    k = next(k for k in (tell(11) for _ in range(MOST_IDLE_STEPS + 1)) if k is not None and k.all())
     after = policy.estimate[0] / policy.estimate[1]
-    assert (after > before + 0.3).all()
-    assert k is not None and k.all() and policy.gate.on
-    prior = policy.prior
-    policy.leave(0)
-    assert policy.prior[0] / policy.prior[1] > prior[0] / prior[1]
+    assert (after > before + 0.3).all() and policy.drafting
+    assert policy.prior[0] / policy.prior[1] > 0.5

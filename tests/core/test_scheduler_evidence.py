@@ -23,7 +23,7 @@ POLICIES = pytest.mark.parametrize("policy", ["ema", "goodput"])
 
 def make_world(policy: str, depth: int = 0, temperature: float = 1.0, log: Any = None) -> World:
     """Requests of known, different acceptance, that draft whatever is believed of them."""
-    lookahead = LookaheadConfig(policy=policy, k=4, min_survival=1e-6, drop_evidence=1e9)
+    lookahead = LookaheadConfig(policy=policy, k=4, min_survival=1e-6)
     config = make_config(
         lookahead=lookahead,
         num_blocks=1024,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cbatch.core.speculation import acceptance as estimator
+from cbatch.core.speculation.acceptance import DepthCorrection
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.depth_correction import DepthOdds
 from tests.triton_kernels.decoding import DEEPEST, Z_BOUND, Decoder, Fixed, Policy, Step, alive
 from tests.triton_kernels.test_policies import evidence_of
 from tests.triton_kernels.test_verify import make_batch
@@ -77,37 +77,39 @@ def test_certain_drafts_tell_the_same_with_a_one_hot_q_and_without() -> None:
 
 # --- the estimator --------------------------------------------------------------------------------
 
-CONFIG = LookaheadConfig(policy="goodput", k=8, drop_evidence=1e9)
-PRIOR = (4.2, 6.0)
+CONFIG = LookaheadConfig(policy="goodput", k=8)
+EVERYONE = slice(0, 3000)
 
 
-def told(survival: np.ndarray, k: int, steps: int = 120) -> tuple[np.ndarray, DepthOdds]:
-    """Statistics of rows that drafted k in every step, and the fleet's correction by depth, where
+def told(survival: np.ndarray, k: int, steps: int = 120) -> tuple[np.ndarray, DepthCorrection]:
+    """N and D of rows that drafted k in every step, and the fleet's correction by depth, where
     j drafts survive with probability `survival[j]`."""
-    rng, rows = np.random.default_rng(k), 3000
-    statistics = np.zeros((estimator.NUM_STATISTICS, rows))
-    statistics[:2] = np.array(PRIOR)[:, None]
-    drafted, odds = np.full(rows, k, np.int32), DepthOdds(6)
+    rng, rows = np.random.default_rng(k), EVERYONE.stop
+    estimate = np.repeat([[4.2], [6.0]], rows, axis=1)
+    drafted, depths = np.full(rows, k, np.int32), DepthCorrection(6, rows)
     for _ in range(steps):
         runs = (rng.random(rows)[:, None] < survival[1 : k + 1]).sum(axis=1).astype(np.int32)
-        odds.observe(statistics[:2], drafted, runs)
-        statistics = estimator.observe(CONFIG, statistics, drafted, runs, PRIOR)
-    return statistics, odds
+        depths.corrected(EVERYONE, estimator.survival(*estimate, 6).T)
+        depths.observe(EVERYONE, drafted, runs)
+        estimate = estimator.decayed(CONFIG, estimate, runs + (runs < k), runs)
+    return estimate, depths
 
 
 @pytest.mark.parametrize(("k", "off"), [(2, 0.05), (4, 0.09), (6, 0.12)])
 def test_what_the_estimator_says_of_survival(k: int, off: float) -> None:
     """N / D is accepted over tried, to 0.005. Later drafts of a block are accepted more often than
     the first (0.46, 0.55, 0.68, 0.77 in this world), so survival from N / D alone, as `ema` has it,
-    errs by up to 0.11; with the fleet's correction by depth, as `goodput` has it, by 0.025."""
+    is wrong by up to 0.11. The correction by depth, as `goodput` has it, is of the depths among
+    each other: the first one's error, of up to 0.1, stays."""
     law = alive(chain_world(), "block", 6)
-    statistics, odds = told(law, k)
-    accepted, trials = statistics[:2]
+    estimate, depths = told(law, k)
+    accepted, trials = estimate
     pooled = law[1 : k + 1].sum() / law[:k].sum()
     assert float((accepted / trials).mean()) == pytest.approx(pooled, abs=0.005)
-    alone, corrected = (
-        np.abs(estimator.survival(accepted, trials, k, by_depth).mean(axis=0) - law[1 : k + 1])
-        for by_depth in (None, odds.odds)
-    )
-    assert off - 0.03 < alone.max() < off
-    assert corrected.max() < 0.025
+    believed = estimator.survival(accepted, trials, k).T
+    truth = law[1 : k + 1]
+    alone = believed.mean(axis=1)
+    corrected = depths.corrected(EVERYONE, believed).mean(axis=1)
+    assert off - 0.03 < np.abs(alone - truth).max() < off
+    profile = np.abs(corrected / corrected[0] - truth / truth[0])
+    assert profile.max() < 0.03 < np.abs(alone / alone[0] - truth / truth[0]).max()

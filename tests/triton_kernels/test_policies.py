@@ -56,18 +56,15 @@ class Goodput(Policy):
     """The joint decision, where a row's k also depends on what the others accepted, fed with the
     evidence that the estimator allows: 1 - TV up to and including the first rejection."""
 
-    config = LookaheadConfig(policy="goodput", k=DEEPEST, decay=0.7, drop_evidence=1.0)
-    prior = (1.4, 2.0)
+    config = LookaheadConfig(policy="goodput", k=DEEPEST, decay=0.7)
 
     def begin(self, count: int, world: World) -> None:
-        self.statistics = np.zeros((estimator.NUM_STATISTICS, count))
-        self.statistics[: estimator.DROP] = np.array(self.prior)[:, None]
-        self.statistics[estimator.ACCEPTED] = np.resize([0.4, 1.0, 1.6], count)  # histories
+        self.estimate = np.full((2, count), 2.0)
+        self.estimate[0] = np.resize([0.4, 1.0, 1.6], count)  # histories
         self.world = world
 
     def choose(self, at: Tensor) -> Tensor:
-        known = self.statistics[:, at.numpy()]
-        survival = estimator.survival(known[estimator.ACCEPTED], known[estimator.TRIALS], DEEPEST)
+        survival = estimator.survival(*self.estimate[:, at.numpy()], DEEPEST).T
         prices = StepPrices(1.0 + 0.25 * np.arange(len(at) * DEEPEST + 1) / len(at), 0.02)
         decision = draft_allocation.decide(survival, np.full(len(at), DEEPEST, np.int32), prices)
         return torch.from_numpy(decision.num_drafts.astype(np.int64))
@@ -76,8 +73,9 @@ class Goodput(Policy):
         rows, accepted = step.at.numpy(), step.verdict.num_accepted
         evidence = evidence_of(step, self.world).numpy()
         drafted, accepted = (x.numpy().astype(np.int32) for x in (step.num_drafts, accepted))
-        self.statistics[:, rows] = estimator.observe(
-            self.config, self.statistics[:, rows], drafted, accepted, self.prior, evidence
+        tried = accepted + (accepted < drafted)
+        self.estimate[:, rows] = estimator.decayed(
+            self.config, self.estimate[:, rows], tried, evidence
         )
 
 

@@ -53,14 +53,9 @@ class DraftableRows:
             uncomputed = int(np.add.reduce(table.num_uncomputed_tokens[state.prefilling]))
             most = state.config.step_budget_tokens - self.num_rows - self.budget_tokens
             chunk_tokens = min(uncomputed, most)
-        free = state.pool.num_available * state.pool.block_size
-        blocks = None
-        if free < state.policy.max_depth * self.num_rows:
-            blocks = np.maximum(table.capacity[self.rows] - known, 0), free
         left_tokens: np.ndarray = table.lookahead_end[self.rows] - known
         return StepBudget(
             base_tokens=self.num_rows + chunk_tokens,
             context_tokens=int(np.add.reduce(known)),
             left_tokens=left_tokens,
-            blocks=blocks,
         )

@@ -1,4 +1,4 @@
-"""What is known about the acceptance of drafts: per slot, and of the fleet.
+"""What is known about the acceptance of drafts, by slot and of the fleet.
 
 The estimator is a decayed *ratio of sums* with decay per trial: a step with A accepted drafts and
 R in {0, 1} rejected ones has d = A + R trials, and
@@ -14,60 +14,45 @@ A slot's chance that its first j drafts all survive is the Beta moment
 
 slightly above alpha^j while little is known, which keeps exploring.
 
-`ema` needs no more. For `goodput` come to the sums N and D
+`ema` needs no more. `goodput` adds
 
-- a test for a fast drop. Sums with decay 0.96 forget half of what they know in some 17 trials.
-  Page's CUSUM (1954) of the log-likelihood ratio "acceptance has halved" notices earlier; then D is
-  cut to a few trials at the same N / D, and what is seen next weighs more. A step's accepted drafts
-  come before its rejection, so one update a step is the same as one a trial, at any k.
+- what requests began with that came before: the prior's mean is that of the fleet's latest trials.
 - optionally, smoother evidence than accepted or not: the sum of 1 - TV(p, q) over the positions up
   to and including the first rejection (`plan.StepResult.expected_accepted`). Its mean is that of
   the count (the difference is a martingale, the first rejection a stopping time), its variance
   lower. Later positions must not enter: their noise is used again by the next step. Of drafts
   judged as a block (`triton_kernels/verification/block_reference.py`) it is the chance that one
-  more was accepted, given those before: a martingale just so. There S_j does not depend on k
-  either, but S_j / S_{j-1} rises with j, which `depth_correction` learns and N / D does not show.
-- a prior from earlier requests: moments of a Beta law fitted to their acceptance (empirical Bayes).
+  more was accepted, given those before: a martingale just so.
+- a correction by depth. S_j knows no depth: drafts of a block are accepted more often the deeper
+  they lie, and a drafter may lose its way. What survived over what was expected, relative to the
+  first depth, is alike in all requests: the fleet's.
 """
 
 from __future__ import annotations
 
 import math
 
-import msgspec
 import numpy as np
 
 from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.stats import SurvivalStats
 
-# Rows of the statistics, float64 [NUM_STATISTICS, slots].
-ACCEPTED, TRIALS = 0, 1  # the decayed sums N and D
-DROP = 2  # the CUSUM
-FRESH_ACCEPTED, FRESH_TRIALS = 3, 4  # evidence that the fleet has not been told of
-IDLE_STEPS = 5  # since the last step in which the policy drafted for it
-NUM_STATISTICS = 6
+Rows = slice | np.ndarray  # selects slots
 
-VOTE_TRIALS = 16.0  # the most that one request counts for
-_LOG_2 = math.log(2.0)
-_DEPTHS = np.arange(32, dtype=np.float64)
-_BETA_TRIALS = (4.0, 16.0)  # bounds of the prior's weight
-_BETA_MEAN = (0.02, 0.98)
+_FLEET_TRIALS = 160.0  # memory of the prior's mean: some ten requests
+_DEPTH_MEMORY = 0.95  # of the correction by depth, a decision
+_DEPTH_DOUBT = 5.0  # drafts of a depth, survived as foretold, that stand for what is not known yet
+_DEPTHS = np.arange(32, dtype=np.float64)[:, None]
+_LEAST, _MOST = 0.02, 0.98  # means of the prior
 
 
-def survival(
-    accepted: np.ndarray, trials: np.ndarray, depth: int, odds: np.ndarray | None = None
-) -> np.ndarray:
+def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray:
     """S_1..S_depth for each row, float64 [rows, depth], non-increasing along a row.
 
-    `accepted` and `trials` are the decayed sums N and D, float64 [rows]. `odds`, float64 with one
-    for each depth, multiply those of a draft there (`depth_correction.DepthOdds`).
+    `accepted` and `trials` are the decayed sums N and D, float64 [rows].
     """
-    steps = _DEPTHS[:depth, None]  # depth by depth in memory: numpy is fast along rows
-    hazards: np.ndarray = accepted + steps
-    if odds is None:
-        hazards /= trials + steps
-    else:
-        hazards *= odds[:depth, None]
-        hazards /= hazards + (trials - accepted)
+    hazards: np.ndarray = accepted + _DEPTHS[:depth]  # [depth, rows]: numpy is fast along rows
+    hazards /= trials + _DEPTHS[:depth]
     for shallower, deeper in zip(hazards, hazards[1:], strict=False):
         deeper *= shallower
     return hazards.T
@@ -76,108 +61,10 @@ def survival(
 def decayed(
     config: LookaheadConfig, estimate: np.ndarray, trials: np.ndarray, gained: np.ndarray
 ) -> np.ndarray:
-    """N and D, float64 [2, rows], after so many trials each, int32 [rows], that gained so much."""
+    """N and D, float64 [2, rows], after so many trials each, [rows], that gained so much."""
     after: np.ndarray = estimate * np.power(config.decay, trials)
     after[0] += gained
     after[1] += trials
-    return after
-
-
-class FleetPrior(msgspec.Struct, frozen=True):
-    """Discounted moments of the acceptance of earlier requests, each a vote weighed by its trials.
-
-    Votes are few trials long, so their spread is wider than that of the acceptance: for a beta law
-    of weight n0, Var(A / t) = m (1 - m) (1 / t + r (1 - 1 / t)) with r = 1 / (n0 + 1). Votes made
-    of 1 - TV spread less than that: the weight then errs upwards, as far as it may.
-    """
-
-    weight: float
-    means: float  # sums over votes of weight * A / t
-    squares: float  # ... of weight * (A / t)^2
-    inverses: float  # ... of weight / t
-
-    @classmethod
-    def of(cls, config: LookaheadConfig) -> FleetPrior:
-        """The configured prior, as strong as one long request."""
-        mean, weight = config.prior_acceptance, VOTE_TRIALS
-        variance = mean * (1 - mean) / (config.prior_trials + 1)
-        return cls(weight, weight * mean, weight * (mean**2 + variance), 0.0)
-
-    def sums(self) -> tuple[float, float]:
-        """N and D that a new request starts with."""
-        mean = min(max(self.means / self.weight, _BETA_MEAN[0]), _BETA_MEAN[1])
-        spread = (self.squares / self.weight - mean**2) / (mean * (1 - mean))
-        inverse = min(self.inverses / self.weight, 0.99)
-        correlation = max((spread - inverse) / (1 - inverse), 1e-6)
-        trials = min(max(1 / correlation - 1, _BETA_TRIALS[0]), _BETA_TRIALS[1])
-        return mean * trials, trials
-
-    def fold(self, accepted: np.ndarray, trials: np.ndarray, memory_trials: float) -> FleetPrior:
-        """With the votes of some requests, float64 [n] each; those without trials do not count.
-        A long request counts as `VOTE_TRIALS` trials, and old votes fade with `memory_trials`."""
-        voted = trials > 0
-        trials = trials[voted]
-        if not len(trials):
-            return self
-        mean = accepted[voted] / trials
-        weight = np.minimum(trials, VOTE_TRIALS)
-        total = float(np.add.reduce(weight))
-        kept = math.exp(-total / memory_trials)
-        return FleetPrior(
-            kept * self.weight + total,
-            kept * self.means + float(weight @ mean),
-            kept * self.squares + float(weight @ mean**2),
-            kept * self.inverses + float(weight @ (1 / trials)),
-        )
-
-
-def observe(
-    config: LookaheadConfig,
-    statistics: np.ndarray,
-    num_drafted: np.ndarray,
-    num_accepted: np.ndarray,
-    prior: tuple[float, float],
-    evidence: np.ndarray | None = None,
-) -> np.ndarray:
-    """The statistics after a step, float64 [NUM_STATISTICS, rows], of those before it.
-
-    `num_*` are int32 [rows]; `prior` is `FleetPrior.sums()`, to which a row without drafts drifts.
-    `evidence`, float [rows], replaces the counts of accepted drafts: for each row the sum of
-    1 - TV over its verified positions up to and including the first rejection.
-    """
-    rejected = num_accepted < num_drafted
-    gained = num_accepted if evidence is None else evidence
-    return update(config, statistics, num_accepted, rejected, gained, prior)
-
-
-def update(
-    config: LookaheadConfig,
-    statistics: np.ndarray,
-    num_accepted: np.ndarray,
-    rejected: np.ndarray,
-    gained: np.ndarray,
-    prior: tuple[float, float],
-    steps: int = 1,
-) -> np.ndarray:
-    """`observe` of some steps at once: by row, how many drafts were accepted, how often one was
-    rejected, and the evidence for N."""
-    tried = num_accepted + rejected
-    after = statistics.copy()
-    before = np.minimum(np.maximum(statistics[ACCEPTED] / statistics[TRIALS], 0.05), 0.98)
-    after[:2] = decayed(config, statistics[:2], tried, gained)
-    after[FRESH_ACCEPTED] += gained
-    after[FRESH_TRIALS] += tried
-    drop = np.maximum(after[DROP] - _LOG_2 * num_accepted, 0.0)
-    drop += rejected * np.log((1 - before / 2) / (1 - before))
-    after[DROP] = drop
-    fell = (drop > config.drop_evidence).nonzero()[0]
-    if len(fell):
-        shrink = np.minimum(config.drop_trials / after[TRIALS, fell], 1.0)
-        after[:2, fell] *= shrink
-        after[DROP, fell] = 0.0
-    idle = (tried == 0).nonzero()[0]
-    if len(idle):
-        after[:2, idle] = drift(config, after[:2, idle], prior, steps)
     return after
 
 
@@ -188,3 +75,71 @@ def drift(
     kept = config.idle_drift**steps
     drifted: np.ndarray = kept * estimate + (1 - kept) * np.array(prior)[:, None]
     return drifted
+
+
+class FleetPrior:
+    """N and D of a request without history: the mean of the fleet's latest trials, weakly held."""
+
+    def __init__(self, config: LookaheadConfig) -> None:
+        self._weight = config.prior_trials
+        self._sums = config.prior_acceptance * self._weight, self._weight
+
+    def observe(self, accepted: float, trials: float) -> None:
+        kept = math.exp(-trials / _FLEET_TRIALS)
+        self._sums = kept * self._sums[0] + accepted, kept * self._sums[1] + trials
+
+    def sums(self) -> tuple[float, float]:
+        mean = min(max(self._sums[0] / self._sums[1], _LEAST), _MOST)
+        return mean * self._weight, self._weight
+
+
+class Tally:
+    """Verdicts of the steps since the last decision, by slot: the estimator is told of them
+    together, since that costs as much for one step as for many."""
+
+    def __init__(self, max_slots: int) -> None:
+        self._sums = np.zeros((2, max_slots))  # evidence for N, trials
+
+    def add(self, rows: Rows, trials: np.ndarray, gained: np.ndarray) -> None:
+        """Of one step, by row."""
+        self._sums[0, rows] += gained
+        self._sums[1, rows] += trials
+
+    def take(self) -> tuple[np.ndarray, np.ndarray]:
+        """Evidence and trials, float64 [slots] each."""
+        (gained, trials), self._sums = self._sums, np.zeros_like(self._sums)
+        return gained, trials
+
+
+class DepthCorrection:
+    """How much more often, or less, drafts of a depth survive than their rows' N / D says."""
+
+    def __init__(self, depth: int, max_slots: int) -> None:
+        self._depths = np.arange(depth, dtype=np.int32)[:, None]
+        self._expected = np.zeros((2, depth, max_slots))  # S of the last decision, and corrected
+        self._totals = np.zeros((3, depth))  # drafted, predicted to survive, survived
+        self._sums = np.full((2, depth), _DEPTH_DOUBT)  # expected to survive, survived; decayed
+
+    def corrected(self, rows: Rows, survival: np.ndarray) -> np.ndarray:
+        """Float64 [depth, rows], as is `survival`: relative to what is seen of the first depth."""
+        depth = len(survival)
+        by_depth = self._sums[1, :depth] / self._sums[0, :depth]
+        found = survival * (by_depth / by_depth[0])[:, None]
+        found = np.minimum.accumulate(np.minimum(found, 1.0, out=found), axis=0)
+        self._expected[0][:depth, rows] = survival
+        self._expected[1][:depth, rows] = found
+        return found
+
+    def observe(self, rows: Rows, num_drafted: np.ndarray, num_accepted: np.ndarray) -> None:
+        """A step for which a decision was made, int32 [rows] each."""
+        drafted = self._depths < num_drafted
+        survived = np.add.reduce(self._depths < num_accepted, axis=1)
+        expected, predicted = np.add.reduce(self._expected[:, :, rows] * drafted, axis=2)
+        self._totals += np.add.reduce(drafted, axis=1), predicted, survived
+        self._sums -= (1 - _DEPTH_MEMORY) * (self._sums - _DEPTH_DOUBT)
+        self._sums += expected, survived
+
+    @property
+    def calibration(self) -> SurvivalStats:
+        """Since the beginning."""
+        return SurvivalStats(*self._totals.tolist())

@@ -21,11 +21,8 @@ class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prior_trials: float = 6.0
     min_survival: float = 0.2
     idle_drift: float = 0.95
-    # `goodput`: log-likelihood that acceptance has halved and the trials that then still count (see
-    # acceptance.py), and the gain over drafting nothing that is worth beginning to draft.
-    drop_evidence: float = 4.5
-    drop_trials: float = 5.0
-    switch_gain: float = 0.01
+    # `goodput`: the gain over drafting nothing that is worth beginning to draft.
+    switch_gain: float = 0.02
 
     def __post_init__(self) -> None:
         for field, ok, remedy in (
@@ -35,8 +32,6 @@ class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("lookahead.prior_trials", self.prior_trials > 0, "use a positive number"),
             ("lookahead.min_survival", 0 < self.min_survival < 1, "use a number in (0, 1)"),
             ("lookahead.idle_drift", 0 < self.idle_drift < 1, "use a number in (0, 1)"),
-            ("lookahead.drop_evidence", self.drop_evidence > 0, "use a positive number"),
-            ("lookahead.drop_trials", self.drop_trials > 0, "use a positive number"),
             ("lookahead.switch_gain", 0 <= self.switch_gain < 1, "use a number in [0, 1)"),
         ):
             if not ok:

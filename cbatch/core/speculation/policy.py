@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from cbatch.core.speculation.acceptance import Rows
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.cost_model import CostProfile
-from cbatch.core.speculation.feedback import Rows
 from cbatch.core.speculation.stats import Outlook
 from cbatch.core.speculation.step_work import StepSample
 
@@ -29,9 +29,6 @@ class StepBudget(msgspec.Struct, frozen=True):
     base_tokens: int  # target tokens without drafts: one a decoding row, and prompt chunks
     context_tokens: int  # sum over the rows
     left_tokens: np.ndarray | None = None  # int32 [rows], of the request; None: many
-    # Where the pool is short: positions that each row can draft within its blocks, int32 [rows],
-    # and free positions in the pool.
-    blocks: tuple[np.ndarray, int] | None = None
 
 
 class PlannedRows(Protocol):
