@@ -57,7 +57,9 @@ def written_kv(model: Model, kv: KVCache, layer: int, block: int, at: int) -> to
     own = kv.data[layer, :, :, block].transpose(0, 1).transpose(1, 2).reshape(-1, 2, size * dim)
     cell = 4 // own.itemsize  # elements of K that lie together
     keys = own[:, 0].view(-1, dim // cell, size, cell)[:, :, at].flatten(1)
-    return torch.stack([keys, own[:, 1].view(-1, size, dim)[:, at]])
+    together = cell if size % cell == 0 else 1  # positions of V
+    values = own[:, 1].view(-1, size // together, dim, together)
+    return torch.stack([keys, values[:, at // together, :, at % together]])
 
 
 def joint_law(

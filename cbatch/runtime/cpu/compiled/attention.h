@@ -11,12 +11,14 @@
 #define KEYS 64
 #define MASKED -1e30f
 
-// How scores are made: of fp32 keys; of bf16 ones, widened; of pairs of bf16, queries rounded too.
+// How K and V are multiplied: fp32; bf16, widened; pairs of bf16, where queries, and the weights of
+// V, are rounded, too.
 enum scoring { WHOLE, WIDENED, BY_PAIRS };
 
-// A layer's blocks of one KV head, [blocks, block_size * 2 * dim]. In a block lie K, transposed, in
-// cells of 4 bytes: [dim, block_size] of fp32, [dim / 2, block_size, 2] of bf16; then V
-// [block_size, dim].
+// A layer's blocks of one KV head, [blocks, block_size * 2 * dim]. In a block lie K, transposed, and
+// V, in cells of 4 bytes: of fp32 [dim, block_size] and [block_size, dim]; of bf16 pairs of
+// dimensions [dim / 2, block_size, 2] and of positions [block_size / 2, dim, 2]. Where a block's size
+// is odd, V has no pairs: [block_size, dim].
 typedef struct {
     const char *blocks;
     const int32_t *table;
@@ -29,6 +31,17 @@ INLINE long block_bytes_of(long block_size, long dim, enum scoring scoring) {
     return block_size * 2 * dim * kv_size(scoring);
 }
 
+// Where V of a place begins in its block, and from dimension to dimension, in bytes.
+typedef struct {
+    long first, stride;
+} value_place;
+
+INLINE value_place value_place_of(long at, long block_size, long dim, int half) {
+    const long paired = half && block_size % 2 == 0, odd = paired && at % 2;
+    return (value_place){((block_size + at - odd) * dim + odd) * (half ? 2 : 4),
+                         paired || !half ? 4 : 2};
+}
+
 // `rows` rows, the first at `position`, of `group` heads each; query r, g at queries + r * stride +
 // g * dim, and what it attends to at out + r * out_stride + g * dim.
 typedef struct {
@@ -39,8 +52,9 @@ typedef struct {
 
 // Of one thread, for up to `count` queries.
 typedef struct {
-    float *queries, *scores, *out, *keys, *sums, *top;  // keys: cells [dim, KEYS]
-    long width;                                         // of a query, and of what it attends to
+    float *queries, *scores, *out, *sums, *top;
+    float *keys, *values;  // cells gathered of a chunk: K of fp32, or half as many of both
+    long width;            // of a query, and of what it attends to
 } scratch;
 
 INLINE long scratch_width(long dim) { return rounded(dim, LANES * SPAN); }
@@ -52,7 +66,8 @@ INLINE long scratch_floats(long count, long dim) {
 INLINE scratch scratch_at(float *at, long count, long dim) {
     scratch s = {.width = scratch_width(dim)};
     s.queries = at, s.out = s.queries + count * s.width, s.scores = s.out + count * s.width;
-    s.keys = s.scores + count * KEYS, s.sums = s.keys + s.width * KEYS;
+    s.keys = s.scores + count * KEYS, s.values = s.keys + s.width * KEYS / 2;
+    s.sums = s.keys + s.width * KEYS;
     s.top = s.sums + count * LANES;
     return s;
 }
@@ -84,6 +99,42 @@ static columns columns_of(const paged *kv, const scratch *s, long chunk, long fr
     return found;
 }
 
+// V of two positions of which [from, to) is in use, as pairs; 0 for the other.
+static const char *gathered(const paged *kv, float *cells, long from, long to) {
+    const long size = kv->block_size, dim = kv->dim, bytes = block_bytes_of(size, dim, kv->scoring);
+    memset(cells, 0, dim * 4);
+    for (long k = from; k < to; k++) {
+        const value_place of = value_place_of(k % size, size, dim, 1);
+        const char *value = kv->blocks + kv->table[k / size] * bytes + of.first;
+        char *to = (char *)cells + k % 2 * 2;
+        for (long d = 0; d < dim; d++) memcpy(to + d * 4, value + d * of.stride, 2);
+    }
+    return (const char *)cells;
+}
+
+// V of the chunk's positions [from, to), each or by pairs. A pair is gathered where half of it is
+// not in use, or blocks have none.
+static void values_of(const paged *kv, const scratch *s, long chunk, long from, long to,
+                      const char **values) {
+    const long size = kv->block_size, bytes = block_bytes_of(size, kv->dim, kv->scoring);
+    const long half = kv->scoring != WHOLE, step = half ? 2 : 1;
+    for (long k = from / step * step; k < to; k += step) {
+        const long first = chunk + most(k, from), last = chunk + least(k + step, to);
+        const long block = first / size, at = first - block * size;
+        if (half && (size % 2 || last - first < 2))
+            values[k / 2] = gathered(kv, s->values + k / 2 * s->width, first, last);
+        else
+            values[k / step] = kv->blocks + kv->table[block] * bytes +
+                               value_place_of(at, size, kv->dim, half).first;
+    }
+}
+
+// Of a cell, or the first or second of its pair, widened.
+INLINE vec number(pairs cells, enum scoring scoring, int second) {
+    if (scoring == WHOLE) return (vec)cells;
+    return second ? (vec)(cells & 0xffff0000u) : (vec)(cells << 16);
+}
+
 // Scores of queries from `first` on with LANES * SPAN keys. Inlined: the last two are constants.
 INLINE void score(const scratch *s, const columns *of, long first, long key, long dim,
                   enum scoring scoring, int queries) {
@@ -112,11 +163,7 @@ INLINE void score(const scratch *s, const columns *of, long first, long key, lon
 #endif
         UNROLLED for (int turn = 0; turn < step; turn++) {
             vec column[SPAN];
-            UNROLLED for (int v = 0; v < SPAN; v++) {
-                if (scoring == WHOLE) column[v] = (vec)cells[v];
-                else if (turn) column[v] = (vec)(cells[v] & 0xffff0000u);
-                else column[v] = (vec)(cells[v] << 16);
-            }
+            UNROLLED for (int v = 0; v < SPAN; v++) column[v] = number(cells[v], scoring, turn);
             UNROLLED for (int i = 0; i < queries; i++) {
                 const float each = q[i * s->width + d + turn];
                 UNROLLED for (int v = 0; v < SPAN; v++) sums[i][v] += each * column[v];
@@ -131,26 +178,51 @@ INLINE void score(const scratch *s, const columns *of, long first, long key, lon
 // Adds V of positions [from, to) of the chunk, weighed, to what queries from `first` on attend to:
 // `wide` vectors from dimension `d` on. Inlined: the last three are constants.
 INLINE void weigh(const scratch *s, const char *const *values, long first, long from, long to,
-                  long d, long dim, int half, int queries, int wide) {
-    const long size = half ? 2 : 4;
+                  long d, long dim, enum scoring scoring, int queries, int wide) {
+    const long step = scoring == WHOLE ? 1 : 2;
     float *out = s->out + first * s->width + d;
     const float *weights = s->scores + first * KEYS;
     vec sums[QUERIES][SPAN];
     UNROLLED for (int i = 0; i < queries; i++)
         UNROLLED for (int v = 0; v < wide; v++) sums[i][v] = load(out + i * s->width + v * LANES);
-    for (long key = from; key < to; key++) {
-        vec value[SPAN];
-        UNROLLED for (int v = 0; v < wide; v++) {
-            const long at = d + v * LANES;
-            value[v] = widened(values[key] + at * size, dim - at, half);
+    for (long key = from / step * step; key < to; key += step) {
+        pairs cells[SPAN];
+        UNROLLED for (int v = 0; v < wide; v++)
+            cells[v] = cells_at(values[key / step] + (d + v * LANES) * 4, dim - d - v * LANES);
+#if defined(__AVX512BF16__)
+        if (scoring == BY_PAIRS) {
+            UNROLLED for (int i = 0; i < queries; i++) {
+                int32_t two;
+                memcpy(&two, (const char *)(weights + i * KEYS) + key * 2, 4);
+                const __m512bh each = (__m512bh)_mm512_set1_epi32(two);
+                UNROLLED for (int v = 0; v < wide; v++)
+                    sums[i][v] =
+                        (vec)_mm512_dpbf16_ps((__m512)sums[i][v], (__m512bh)cells[v], each);
+            }
+            continue;
         }
-        UNROLLED for (int i = 0; i < queries; i++) {
-            const float each = weights[i * KEYS + key];
-            UNROLLED for (int v = 0; v < wide; v++) sums[i][v] += each * value[v];
-        }
+#endif
+        UNROLLED for (int turn = 0; turn < step; turn++)
+            UNROLLED for (int i = 0; i < queries; i++) {
+                const float each = weights[i * KEYS + key + turn];
+                UNROLLED for (int v = 0; v < wide; v++)
+                    sums[i][v] += each * number(cells[v], scoring, turn);
+            }
     }
     UNROLLED for (int i = 0; i < queries; i++)
         UNROLLED for (int v = 0; v < wide; v++) store(out + i * s->width + v * LANES, sums[i][v]);
+}
+
+// The query's highest score yet, with those of another chunk; what it attends to is scaled to it.
+INLINE float raised(const scratch *s, long query, float highest, long dim) {
+    float *out = s->out + query * s->width, *sums = s->sums + query * LANES;
+    if (highest > s->top[query]) {
+        const vec shrink = exponential(all(s->top[query] - highest));
+        for (long d = 0; d < dim; d += LANES) store(out + d, load(out + d) * shrink);
+        store(sums, load(sums) * shrink);
+        s->top[query] = highest;
+    }
+    return s->top[query];
 }
 
 // Scores of the chunk's first `count` keys to weights, for a query that sees those in [from, to).
@@ -163,15 +235,9 @@ INLINE void soften(const scratch *s, long query, long from, long to, long count,
         const ints seen = (lane + (int)k >= (int)from) & (lane + (int)k < (int)to);
         highest = larger(pick(seen, load(scores + k), all(MASKED)), highest);
     }
-    float top = s->top[query];
+    float top = MASKED;
     for (int i = 0; i < LANES; i++) top = highest[i] > top ? highest[i] : top;
-    if (top > s->top[query]) {
-        const vec shrink = exponential(all(s->top[query] - top));
-        float *out = s->out + query * s->width;
-        for (long d = 0; d < dim; d += LANES) store(out + d, load(out + d) * shrink);
-        store(sums, load(sums) * shrink);
-        s->top[query] = top;
-    }
+    top = raised(s, query, top, dim);
     vec sum = {0};
     for (long k = 0; k < count; k += LANES) {
         const ints seen = (lane + (int)k >= (int)from) & (lane + (int)k < (int)to);
@@ -182,14 +248,43 @@ INLINE void soften(const scratch *s, long query, long from, long to, long count,
     store(sums, load(sums) + sum);
 }
 
+#if defined(__AVX512BF16__)
+INLINE uint64_t first_bits(long count) {
+    return count <= 0 ? 0 : count >= 64 ? ~0ull : (1ull << count) - 1;
+}
+
+// So to weights in bf16, KEYS of them; they are summed up as they are rounded.
+INLINE void soften_pairs(const scratch *s, long query, long from, long to, long count, long dim) {
+    float *scores = s->scores + query * KEYS, *sums = s->sums + query * LANES;
+    const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+    const uint64_t seen = first_bits(to) & ~first_bits(from);
+    __m512 highest = _mm512_set1_ps(MASKED);
+    for (long k = 0; k < count; k += LANES)
+        highest = _mm512_mask_max_ps(highest, seen >> k, (__m512)load(scores + k), highest);
+    const float top = raised(s, query, _mm512_reduce_max_ps(highest), dim);
+    const __m512 by = _mm512_set1_ps(LOG2_E), less = _mm512_set1_ps(top * LOG2_E);
+    __m512 sum = (__m512)load(sums);
+    for (long k = 0; k < count; k += 2 * LANES) {
+        const __m512 first = _mm512_fmsub_ps((__m512)load(scores + k), by, less);
+        const __m512 second = _mm512_fmsub_ps((__m512)load(scores + k + LANES), by, less);
+        const __m512bh both = _mm512_cvtne2ps_pbh(power_of_2(seen >> (k + LANES), second),
+                                                  power_of_2(seen >> k, first));
+        memcpy(scores + k / 2, &both, sizeof both);
+        sum = _mm512_dpbf16_ps(sum, both, ones);
+    }
+    store(sums, (vec)sum);
+}
+_Static_assert(KEYS == 64, "a chunk's keys are bits of a word");
+#endif
+
 #define SCORE(Q) \
     for (long key = 0; key < to; key += LANES * SPAN) score(s, of, first, key, dim, scoring, Q);
 #define WEIGH(Q)                                                                        \
     for (long d = 0; d < dim;) {                                                        \
         const int wide = dim - d > (SPAN - 1) * LANES ? SPAN : dim - d > LANES ? 2 : 1; \
-        if (wide == SPAN) weigh(s, values, first, from, to, d, dim, half, Q, SPAN);       \
-        else if (wide == 2) weigh(s, values, first, from, to, d, dim, half, Q, 2);        \
-        else weigh(s, values, first, from, to, d, dim, half, Q, 1);                       \
+        if (wide == SPAN) weigh(s, values, first, from, to, d, dim, scoring, Q, SPAN);       \
+        else if (wide == 2) weigh(s, values, first, from, to, d, dim, scoring, Q, 2);        \
+        else weigh(s, values, first, from, to, d, dim, scoring, Q, 1);                       \
         d += wide * LANES;                                                              \
     }
 #define EACH(DO)                                          \
@@ -203,13 +298,25 @@ INLINE void soften(const scratch *s, long query, long from, long to, long count,
         default: DO(6)                                    \
         }
 
+INLINE void soften_as(const scratch *s, long query, long from, long to, long count, long dim,
+                      enum scoring scoring) {
+#if defined(__AVX512BF16__)
+    if (scoring == BY_PAIRS) {
+        soften_pairs(s, query, from, to, count, dim);
+        return;
+    }
+#endif
+    (void)scoring;
+    soften(s, query, from, to, count, dim);
+}
+
 INLINE void score_all(const scratch *s, const columns *of, long count, long to, long dim,
                       enum scoring scoring) {
     EACH(SCORE)
 }
 
 INLINE void weigh_all(const scratch *s, const char *const *values, long count, long from, long to,
-                      long dim, int half) {
+                      long dim, enum scoring scoring) {
     EACH(WEIGH)
 }
 
@@ -225,8 +332,7 @@ INLINE void take_queries(const attending *of, const scratch *s, long dim, enum s
 
 INLINE void attend_to(const attending *of, const paged *kv, const scratch *s,
                       enum scoring scoring) {
-    const long dim = kv->dim, size = kv->block_size, value_bytes = dim * kv_size(scoring);
-    const long block_bytes = block_bytes_of(size, dim, scoring);
+    const long dim = kv->dim;
     const long count = of->rows * of->group;
     const long end = of->position + of->rows, begin = most(of->position + 1 - kv->window, 0);
     take_queries(of, s, dim, scoring);
@@ -237,17 +343,14 @@ INLINE void attend_to(const attending *of, const paged *kv, const scratch *s,
         const long from = most(begin - chunk, 0), to = least(end - chunk, KEYS);
         const columns keys = columns_of(kv, s, chunk, from, to);
         const char *values[KEYS];
-        for (long k = from; k < to; k++) {
-            const long block = (chunk + k) / size, at = chunk + k - block * size;
-            values[k] = kv->blocks + kv->table[block] * block_bytes + (size + at) * value_bytes;
-        }
+        values_of(kv, s, chunk, from, to, values);
         score_all(s, &keys, count, to, dim, scoring);
         for (long q = 0; q < count; q++) {
             const long position = of->position + q / of->group;
             const long seen = most(position + 1 - kv->window, 0) - chunk;
-            soften(s, q, most(seen, 0), least(position + 1 - chunk, KEYS), to, dim);
+            soften_as(s, q, most(seen, 0), least(position + 1 - chunk, KEYS), to, dim, scoring);
         }
-        weigh_all(s, values, count, from, to, dim, scoring != WHOLE);
+        weigh_all(s, values, count, from, to, dim, scoring);
     }
     for (long q = 0; q < count; q++) {
         const long row = q / of->group, head = q % of->group;

@@ -182,17 +182,19 @@ static void rotate(const float *x, const float *by, float scale, long dim, float
     }
 }
 
-static void store_key(const float *x, long dim, long block_size, char *to, int half) {
-    for (long d = 0; d < dim; d += half ? 2 : 1, to += block_size * 4) {
-        const uint32_t both = half ? bf16(x[d]) | (uint32_t)bf16(x[d + 1]) << 16 : 0;
-        memcpy(to, half ? (const char *)&both : (const char *)(x + d), 4);
-    }
-}
-
-static void store_value(const float *x, long dim, char *to, int half) {
-    if (!half) memcpy(to, x, dim * 4);
-    else
-        for (long d = 0; d < dim; d++) ((uint16_t *)to)[d] = bf16(x[d]);
+// K [dim] and V [dim] to place `at` of a block.
+static void store_kv(const float *key, const float *value, long dim, long block_size, long at,
+                     char *block, int half) {
+    const value_place to = value_place_of(at, block_size, dim, half);
+    const long size = half ? 2 : 4;
+    uint16_t keys[dim], values[dim];
+    if (half) round_row(key, dim, keys), round_row(value, dim, values);
+    const char *cells = half ? (const char *)keys : (const char *)key;
+    for (long i = 0; i < dim * size / 4; i++)
+        memcpy(block + (i * block_size + at) * 4, cells + i * 4, 4);
+    cells = half ? (const char *)values : (const char *)value;
+    for (long d = 0; d < dim; d++)
+        memcpy(block + to.first + d * to.stride, cells + d * size, size);
 }
 
 // Norms, rotates and scales the heads of a row and KV head; its K and V go to place `at` of a block.
@@ -211,8 +213,7 @@ static void place(const pass *p, const layer *l, float *heads, const float *cos_
         rotate(x, cos_sin, g < m->group ? scale : 1, dim, rotated);
         if (g < m->group) memcpy(x, rotated, dim * 4);
     }
-    store_key(rotated, dim, size, block + at * 4, half);
-    store_value(heads + (m->group + 1) * dim, dim, block + (size + at) * dim * (half ? 2 : 4), half);
+    store_kv(rotated, heads + (m->group + 1) * dim, dim, size, at, block, half);
 }
 
 // By pairs where the products are, too: else bits are those of every processor.

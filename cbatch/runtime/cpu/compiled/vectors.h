@@ -74,6 +74,9 @@ INLINE vec widened(const char *x, long count, int half) {
                 : load((const float *)x);
 }
 
+// Cells of 4 bytes, the first `count`; what lacks is 0.
+INLINE pairs cells_at(const char *x, long count) { return (pairs)widened(x, count, 0); }
+
 // Rounded to the nearest, ties to even; a NaN stays one.
 INLINE uint16_t bf16(float x) {
     uint32_t bits;
@@ -82,10 +85,21 @@ INLINE uint16_t bf16(float x) {
     return x == x ? near : 0x7fc0;
 }
 
-// A row to bf16; an odd last one gets a zero behind it.
-static void narrow(const float *x, long count, uint16_t *to) {
+static void round_row(const float *x, long count, uint16_t *to) {
     long i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        const vec each = load(x + i);
+        const pairs bits = (pairs)each, near = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        const pairs found = (pairs)pick(each == each, (vec)near, (vec)(near * 0 + 0x7fc0));
+        *(halves_at *)(to + i) = __builtin_convertvector(found, halves_at);
+    }
+    for (; i < count; i++) to[i] = bf16(x[i]);
+}
+
+// So for products of pairs; an odd last one gets a zero behind it.
+static void narrow(const float *x, long count, uint16_t *to) {
 #if defined(__AVX512BF16__)
+    long i = 0;
     for (; i + LANES <= count; i += LANES) {
         const __m256bh found = _mm512_cvtneps_pbh((__m512)load(x + i));
         memcpy(to + i, &found, sizeof found);
@@ -97,7 +111,7 @@ static void narrow(const float *x, long count, uint16_t *to) {
         memcpy(to + i, &found, rounded(count - i, 2) * 2);
     }
 #else
-    for (; i < count; i++) to[i] = bf16(x[i]);
+    round_row(x, count, to);
     if (count % 2) to[count] = 0;
 #endif
 }
@@ -120,13 +134,15 @@ INLINE float total(vec x) {
     return sum;
 }
 
+#define LOG2_E 1.44269504f
+
 // e^x within 2 units in the last place for x in [-87, 88], which x is brought into. With n = x /
 // ln 2 rounded and r = x - n ln 2: 2^n times Taylor's polynomial of r, of degree 7.
 INLINE vec exponential(vec x) {
     x = pick(x < all(-87.0f), all(-87.0f), x);
     x = pick(x > all(88.0f), all(88.0f), x);
     const vec shift = all(12582912.0f);  // 1.5 * 2^23: behind it whole numbers follow one another
-    const vec shifted = x * 1.44269504f + shift, n = shifted - shift;
+    const vec shifted = x * LOG2_E + shift, n = shifted - shift;
     const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
     vec p = r * (1.0f / 5040) + 1.0f / 720;
     p = p * r + 1.0f / 120;
@@ -138,3 +154,17 @@ INLINE vec exponential(vec x) {
     const ints exponent = ((ints)shifted - (ints)shift + 127) << 23;
     return p * (vec)exponent;
 }
+
+#if defined(__AVX512BF16__)
+// 2^x within 3e-6 of it, for what is rounded to bf16; 0 where `mask` has none: 2^floor(x) times a
+// polynomial of the rest, the best of degree 4.
+INLINE __m512 power_of_2(__mmask16 mask, __m512 x) {
+    const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 p = _mm512_set1_ps(0.01353417f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.05201146f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.24144275f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69300384f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.00000259f));
+    return _mm512_maskz_scalef_ps(mask, p, x);
+}
+#endif
