@@ -186,15 +186,13 @@ static void rotate(const float *x, const float *by, float scale, long dim, float
 static void store_kv(const float *key, const float *value, long dim, long block_size, long at,
                      char *block, int half) {
     const value_place to = value_place_of(at, block_size, dim, half);
-    const long size = half ? 2 : 4;
     uint16_t keys[dim], values[dim];
     if (half) round_row(key, dim, keys), round_row(value, dim, values);
     const char *cells = half ? (const char *)keys : (const char *)key;
-    for (long i = 0; i < dim * size / 4; i++)
+    for (long i = 0; i < (half ? dim / 2 : dim); i++)
         memcpy(block + (i * block_size + at) * 4, cells + i * 4, 4);
-    cells = half ? (const char *)values : (const char *)value;
-    for (long d = 0; d < dim; d++)
-        memcpy(block + to.first + d * to.stride, cells + d * size, size);
+    if (!half) memcpy(block + to.first, value, dim * 4);
+    for (long d = 0; half && d < dim; d++) memcpy(block + to.first + d * to.stride, values + d, 2);
 }
 
 // Norms, rotates and scales the heads of a row and KV head; its K and V go to place `at` of a block.
