@@ -40,8 +40,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if rows:
         grid = (rows, triton.cdiv(width, BLOCK))
         _silu_mul_kernel[grid](
-            gate_up, out, width, gate_up.stride(0), BLOCK=BLOCK, num_warps=NUM_WARPS
-        )
+            gate_up, out, width, gate_up.stride(0), BLOCK=BLOCK, num_warps=NUM_WARPS, num_stages=1,
+            enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 

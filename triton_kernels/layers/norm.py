@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         _norm_kernel[(rows,)](
             x, residual, weight, out, width, eps, x.stride(0),
             0 if residual is None else residual.stride(0), ADDS=residual is not None, BLOCK=block,
-            num_warps=num_warps(block),
+            num_warps=num_warps(block), num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

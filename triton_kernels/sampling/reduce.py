@@ -19,7 +19,7 @@ from triton_kernels.sampling.tile_stats import GREEDY, combine, is_weighed, race
 from triton_kernels.sampling.tiles import FORBIDDEN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def reduce_kernel(
     batch, tile_floats_ptr, tile_ids_ptr, short_keys_ptr, short_ids_ptr, short_lens_ptr, reduced,
     num_rows, vocab, stride, list_width, num_tiles, PURPOSE: tl.constexpr, OF_DRAFTS: tl.constexpr,

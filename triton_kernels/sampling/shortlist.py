@@ -72,7 +72,7 @@ def _asked(batch, num_rows, vocab, OF_DRAFTS: tl.constexpr, ROWS: tl.constexpr):
     return at, asks, requests, tl.load(batch.rows.depths + at), limits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def shortlist_kernel(
     batch, tile_floats_ptr, tile_ids_ptr, measured_ptr, short_keys_ptr, short_ids_ptr,
     short_lens_ptr, num_rows, vocab, stride, list_width, num_tiles, OF_DRAFTS: tl.constexpr,

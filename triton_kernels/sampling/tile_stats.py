@@ -51,7 +51,7 @@ def source_of(where, requests, depths, purposes):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def stats_kernel(
     batch, tile_floats_ptr, tile_ids_ptr, reduced, num_rows, vocab, stride, list_width, num_tiles,
     PURPOSE: tl.constexpr, OF_DRAFTS: tl.constexpr, SHAPED: tl.constexpr, ROWS: tl.constexpr,

@@ -77,7 +77,7 @@ def advance_kernel(
     tl.store(out_ptr + _AT_EMITTED, emits, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plain_words"])
 def count_kernel(
     shaping, result_ptr, list_width, plain_words, result_width, LANES: tl.constexpr
 ):  # fmt: skip
@@ -149,12 +149,12 @@ def advance(
     advance_kernel[(triton.cdiv(slots, _SLOTS),)](
         state, layout, decision, broken, next_draft_kv, result, slots, state.tokens.shape[1],
         result.shape[1], DECIDED=decision is not None, SLOTS=_SLOTS, num_warps=_NUM_WARPS,
-        num_stages=1,
+        num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     if shaped and decision is not None:
         count_kernel[(slots,)](
             state.shaping, result, state.listed.shape[1], state.plain.shape[1], result.shape[1],
-            LANES=_LANES, num_warps=_NUM_WARPS, num_stages=1,
+            LANES=_LANES, num_warps=_NUM_WARPS, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class DraftLayout(NamedTuple):
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_tokens", "most_rows", "most_token"])
 def draft_batch_kernel(
     state, layout, num_slots, token_width, block_width, most_tokens, most_rows, most_drafts,
     most_token, context_tokens, BLOCK_SLOTS: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr,
@@ -147,11 +147,11 @@ def make_draft_batch(
         state, layout, slots, state.tokens.shape[1], state.blocks.shape[1], len(layout.tokens),
         len(layout.row_slots), most_drafts, most_token, context_tokens,
         BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)), PAGE=block_size, LANES=LANES,
-        num_warps=NUM_WARPS, num_stages=1,
+        num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["depth"])
+@triton.jit(do_not_specialize=["num_rows", "depth", "most_token"])
 def take_drafts_kernel(
     reduced_ptr, state, layout, num_rows, num_slots, depth, token_width, block_width, most_drafts,
     most_token, PAGE: tl.constexpr, ROWS: tl.constexpr,
@@ -209,7 +209,7 @@ def take_drafts(
     take_drafts_kernel[(triton.cdiv(num_rows, _ROWS),)](
         reduced_ids, state, layout, num_rows, slots, depth, state.tokens.shape[1],
         state.blocks.shape[1], most_drafts, most_token, PAGE=block_size, ROWS=_ROWS,
-        num_warps=_TAKE_WARPS, num_stages=1,
+        num_warps=_TAKE_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 

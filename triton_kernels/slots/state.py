@@ -153,7 +153,7 @@ def _aligned(words: int) -> int:
     return -(-words // _ALIGN_WORDS) * _ALIGN_WORDS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_run"])
 def apply_kernel(inbox_ptr, words_ptr, first_run, BLOCK: tl.constexpr):
     """A run is (where it goes, where it lies in the inbox, length)."""
     run_ptr = inbox_ptr + 3 * (first_run + tl.program_id(0))
@@ -174,8 +174,9 @@ def apply(inbox: Tensor, words: Tensor, first_run: int, num_runs: int) -> None:
         raise ValueError(f"inbox: {len(inbox)} words do not hold {first_run + num_runs} runs")
     if num_runs:
         apply_kernel[(num_runs,)](
-            inbox, words, first_run, BLOCK=_BLOCK, num_warps=_NUM_WARPS, num_stages=1
-        )
+            inbox, words, first_run, BLOCK=_BLOCK, num_warps=_NUM_WARPS, num_stages=1,
+            enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def cases() -> list[KernelCase]:

@@ -93,7 +93,7 @@ def store_tokens(
     tl.store(layout.kv_slots + lanes, kv_slot, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_tokens", "most_logits", "most_token"])
 def target_batch_kernel(
     state, depths_ptr, layout, num_slots, token_width, block_width, most_tokens, most_logits,
     most_token, BLOCK_SLOTS: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr,
@@ -161,7 +161,7 @@ def make_target_batch(
         state, depths, layout, slots, state.tokens.shape[1], state.blocks.shape[1],
         len(layout.tokens), len(layout.logit_tokens), most_token,
         BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)), PAGE=block_size, LANES=LANES,
-        num_warps=NUM_WARPS, num_stages=1,
+        num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def ratios_kernel(
         tl.store(ratios_ptr + row + 1, ratio, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def masses_kernel(
     batch, starts_ptr, proposals, reduced, q_reduced, ratios_ptr, masses_ptr, num_rows, vocab,
     stride, q_stride, list_width, num_tiles, PROPOSED: tl.constexpr, SHAPED: tl.constexpr,
@@ -131,7 +131,7 @@ def masses_kernel(
     tl.store(masses_ptr + out, tl.sum(rest, axis=1), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def coins_kernel(
     batch, starts_ptr, proposals, reduced, q_reduced, ratios_ptr, masses_ptr, decision,
     num_requests, num_tiles, PROPOSED: tl.constexpr, REQUESTS: tl.constexpr,

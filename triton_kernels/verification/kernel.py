@@ -106,7 +106,7 @@ def _accept_kernel(
     tl.store(decision.finite + request, finite, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _replace_kernel(
     batch, starts_ptr, proposals, reduced, q_reduced, decision, tile_scores_ptr, tile_ids_ptr,
     ratios_ptr, num_requests, vocab, stride, q_stride, list_width, num_tiles,
@@ -148,7 +148,7 @@ def _replace_kernel(
     tl.store(tile_ids_ptr + out + 1, winner_of_p, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab", "num_tiles"])
 def _finish_kernel(
     batch, decision, tile_scores_ptr, tile_ids_ptr, num_requests, vocab, num_tiles,
     SHAPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
-from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS
+from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.decoder import Decoder, Flat, Hidden
 from cbatch.runtime.gpu.device import Device
 from cbatch.runtime.model.kv_cache import KVCache
@@ -53,13 +53,13 @@ class DraftPasses:
         self.layout = DraftLayout.allocate(slots, most_tokens, most_drafts, device)
         self.layout.draft_slots.fill_(slots - 1)
         rows, own = slots - 1, decoder.config.vocab_size
-        shape = (rows, most_drafts, max(own, vocab))
+        shape = (rows, most_drafts, aligned(max(own, vocab)))
         # What it does not know is finite, so that its rows are, and as good as impossible.
         lowest = torch.finfo(decoder.dtype).min
         self._logits = torch.full(shape, lowest, dtype=decoder.dtype, device=device)
         self._rows = torch.arange(rows, dtype=torch.int32, device=device)
         depths = torch.arange(most_drafts, dtype=torch.int32, device=device)
-        self._depths = depths[:, None].repeat(1, rows)
+        self._depths = depths[:, None].repeat(1, aligned(rows))
         self._no_drafts = torch.zeros(slots, dtype=torch.int32, device=device)
 
     def run(self, device: Device, most_tokens: int, rows: int, depth: int, shaped: bool) -> None:

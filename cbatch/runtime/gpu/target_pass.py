@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
-from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS
+from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.decoder import Decoder, Flat, Hidden
 from cbatch.runtime.gpu.device import Device
 from cbatch.runtime.gpu.draft_pass import DraftPasses
@@ -44,8 +44,9 @@ class TargetPass:
         # No more rows of logits than tokens, and of each slot its drafts and one more.
         self.most_logits = min(most_tokens, (slots - 1) * (1 + most_drafts))
         self.layout = TargetLayout.allocate(slots, most_tokens, self.most_logits, device)
-        shape = (self.most_logits, decoder.config.vocab_size)
-        self.logits = torch.zeros(shape, dtype=decoder.dtype, device=device)
+        vocab = decoder.config.vocab_size
+        memory = torch.zeros(self.most_logits, aligned(vocab), dtype=decoder.dtype, device=device)
+        self.logits = memory[:, :vocab]
         width = NUM_FIELDS + 1 + most_drafts
         self.result = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(slots, dtype=torch.int32, device=device)
