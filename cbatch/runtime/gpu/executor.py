@@ -13,9 +13,9 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
-from cbatch.runtime.gpu.buckets import bucket, depth_bucket, depth_ladder, ladder
+from cbatch.runtime.gpu.buckets import aligned, bucket, depth_bucket, depth_ladder, ladder
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device import Mark, device_for
+from cbatch.runtime.gpu.device import Device, Mark, device_for
 from cbatch.runtime.gpu.draft_pass import DraftPasses
 from cbatch.runtime.gpu.logprobs import LogprobsReader
 from cbatch.runtime.gpu.slot_update import SlotUpdate
@@ -26,7 +26,6 @@ from triton_kernels.slots import advance as fields
 from triton_kernels.slots.state import Arena, ArenaSizes, SlotState, apply
 
 _logger = logging.getLogger("cbatch")
-_ROUND_TO = 16  # elements: rows of the tables begin where loads are wide
 # Entries that shape logits besides the tokens of the sequence itself: biased and stop ids.
 _SPARE_ENTRIES = 1024
 _MOST_PENDING = 2
@@ -88,10 +87,10 @@ class GpuExecutor:
         self._queue = device_for(target.device)
         sizes = ArenaSizes(
             slots=max_slots + 1,
-            tokens=_rounded(max_sequence_tokens),
-            blocks=_rounded(-(-max_sequence_tokens // block_size_tokens)),
+            tokens=aligned(max_sequence_tokens),
+            blocks=aligned(-(-max_sequence_tokens // block_size_tokens)),
             vocab=target.config.vocab_size,
-            listed=_rounded(min(target.config.vocab_size, max_sequence_tokens + _SPARE_ENTRIES)),
+            listed=aligned(min(target.config.vocab_size, max_sequence_tokens + _SPARE_ENTRIES)),
         )
         limits = {"most_positions": max_sequence_tokens, "most_drafts": max_drafts}
         with torch.inference_mode(), self._queue.working():
@@ -156,9 +155,9 @@ class GpuExecutor:
         return len(self._pending)
 
     def capture(self) -> None:
-        """Capture the graphs of the usual step shapes (no slot takes part); those beyond are
-        captured when they are first met."""
-        if self.device.type != "cuda":
+        """Capture the graphs of the usual step shapes (no slot takes part), and compile every
+        kernel that any step launches; graphs beyond are captured when they are first met."""
+        if self.device.type == "cpu":
             return
         with torch.inference_mode(), self._queue.working():
             rows = ladder(self._max_slots)
@@ -177,7 +176,21 @@ class GpuExecutor:
                 for count in rows:
                     for depth in depths:
                         self._drafting.run(self._queue, 1, count, depth, False)
+            self._compile_the_rest()
             self._queue.synchronize()
+
+    def _compile_the_rest(self) -> None:
+        """The kernels of steps that are not captured ahead, by doing one of each kind."""
+        at_once = Device()
+        message = SlotUpdate(self._arena.places)
+        message.put_all("asked", np.zeros(self.state.asked.shape, dtype=np.int32))
+        self._send(message, self._buffers[0])
+        for shaped in (False, True):
+            self._target.run(at_once, 1, 1, 0, shaped)
+            if self._drafting is not None:
+                self._drafting.run(at_once, 1, 1, 1, shaped)
+                for blocks in (False, True):
+                    self._target.run(at_once, 1, 1, 1, shaped, blocks)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
@@ -306,7 +319,3 @@ class GpuExecutor:
             target_s=step.done.seconds_since(step.drafted),
             logprobs=step.logprobs,
         )
-
-
-def _rounded(count: int) -> int:
-    return -(-count // _ROUND_TO) * _ROUND_TO
