@@ -99,14 +99,14 @@ def check(case: KernelCase, target: str) -> Findings:
     if gpu.backend == "cuda" and case.maxnreg is not None:
         options["maxnreg"] = case.maxnreg
     compiled = triton.compile(_source(case), target=gpu, options=options)
+    buffers = _buffers(compiled.asm["ttgir"], case.buffers)
+    return Findings(case, target, buffers=buffers, **figures_of(compiled, gpu))
+
+
+def figures_of(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
+    """What the machine code of a compiled kernel says, by fields of `Findings`."""
     read = _read_nvidia if gpu.backend == "cuda" else _read_amd
-    return Findings(
-        case,
-        target,
-        shared_bytes=compiled.metadata.shared,
-        buffers=_buffers(compiled.asm["ttgir"], case.buffers),
-        **read(compiled, gpu),
-    )
+    return {"shared_bytes": compiled.metadata.shared, **read(compiled, gpu)}
 
 
 def _buffers(code: str, wanted: tuple[int, int, int] | None) -> int:

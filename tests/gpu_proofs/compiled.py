@@ -1,0 +1,91 @@
+"""Compiles recorded specialisations, each once, and says what of them no device could run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.compiler import ASTSource
+
+from tests.gpu_proofs.driver import Specialisation
+from triton_kernels.compile_check import TARGETS, all_cases, figures_of
+
+_REGISTERS = {"cuda": 1 << 16, "hip": 1 << 17}  # NVIDIA: a multiprocessor's; AMD: of four SIMDs
+_SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+
+
+class Code(NamedTuple):
+    kernel: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    num_threads: int
+
+
+class Verdict(NamedTuple):
+    """Of one specialisation: what it takes, or why it does not compile."""
+
+    key: str
+    code: Code | None
+    fault: str
+
+
+def verdicts(
+    target: str, found: Iterable[Specialisation], limits: dict[str, int] | None = None
+) -> list[Verdict]:
+    """By two processes. `limits`: registers by kernel, those of the compile check unless given."""
+    global _work
+    _work = (target, list(found), limits or _limits(target))
+    torch.set_num_threads(1)  # none runs while this process forks
+    with multiprocessing.get_context("fork").Pool(min(2, os.cpu_count() or 1)) as pool:
+        return pool.map(_verdict, range(len(_work[1])), chunksize=4)
+
+
+_work: tuple[str, list[Specialisation], dict[str, int]] = ("", [], {})
+
+
+def _verdict(at: int) -> Verdict:
+    target, found, limits = _work
+    each = found[at]
+    try:
+        code = _compile(target, each)
+    except Exception as error:
+        return Verdict(each.key, None, f"{type(error).__name__}: {error}")
+    return Verdict(each.key, code, "; ".join(_faults(target, code, limits)))
+
+
+def _compile(target: str, each: Specialisation) -> Code:
+    gpu = TARGETS[target]
+    source = ASTSource(each.kernel, each.signature, each.constexprs, each.attributes)
+    compiled = triton.compile(source, target=gpu, options=each.options)
+    figures = figures_of(compiled, gpu)
+    threads = gpu.warp_size * compiled.metadata.num_warps
+    told = {name: figures[name] for name in ("registers", "spill_bytes", "shared_bytes")}
+    return Code(each.name, num_threads=threads, **told)
+
+
+def _limits(target: str) -> dict[str, int]:
+    """Registers that the compile check's cases allow the kernels, the most of each."""
+    found: dict[str, int] = {}
+    for case in all_cases():
+        if target in case.limits:
+            name, most = case.kernel.__name__, case.limits[target].registers
+            found[name] = max(most, found.get(name, 0))
+    return found
+
+
+def _faults(target: str, code: Code, limits: dict[str, int]) -> list[str]:
+    found = []
+    if code.spill_bytes:
+        found.append(f"spills {code.spill_bytes} bytes")
+    if code.registers * code.num_threads > _REGISTERS[TARGETS[target].backend]:
+        found.append(f"{code.num_threads} threads of {code.registers} registers")
+    if code.registers > limits[code.kernel]:
+        found.append(f"{code.registers} registers, {limits[code.kernel]} allowed")
+    if code.shared_bytes > _SHARED_BYTES[target]:
+        found.append(f"{code.shared_bytes} bytes shared, {_SHARED_BYTES[target]} there are")
+    return found

@@ -1,0 +1,94 @@
+"""Every kernel that the executor launches, as this Triton compiles it; no GPU needed.
+
+    python -m tests.gpu_proofs.launches [--target sm_90] [--sizes first|usual|all]
+
+Executors of several sizes serve requests of every kind on a device without values. Fails on a
+specialisation that is met only after `capture`, on one that does not compile, spills, or takes more
+registers or shared memory than there are. Prints what fails, and one JSON line a target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+import triton
+
+from tests.gpu_proofs.compiled import Verdict, verdicts
+from tests.gpu_proofs.driver import Launches, Specialisation, recording
+from tests.gpu_proofs.sizes import MORE, USUAL, Size
+from tests.gpu_proofs.steps import KINDS, Run
+from triton_kernels.compile_check import TARGETS
+
+SIZES = {"first": USUAL[:1], "usual": USUAL, "all": USUAL + MORE}
+
+
+def launches_of(size: Size, target: str) -> tuple[Launches, Run]:
+    """An executor of this size is made and captured, and serves every kind of request: each alone,
+    then all together."""
+    with recording(TARGETS[target]) as launches:
+        run = Run(size, target, launches)
+        run.capture()
+        for kinds in (*((kind,) for kind in KINDS), tuple(KINDS)):
+            run.serve(*kinds)
+    return launches, run
+
+
+def late(launches: Launches) -> list[str]:
+    """What would be compiled while requests wait, and in which phase."""
+    met = ((phase, each) for phase, each in launches.found.values())
+    return [f"{each.name}: first met in {phase}" for phase, each in met if phase not in AHEAD]
+
+
+AHEAD = ("made", "captured")
+
+
+def prove(target: str, sizes: tuple[Size, ...]) -> bool:
+    """Tells what it finds; whether nothing is wrong."""
+    found: dict[str, Specialisation] = {}
+    count, graphs, faults, began = 0, 0, [], time.monotonic()
+    for size in sizes:
+        launches, run = launches_of(size, target)
+        found |= {key: each for key, (_, each) in launches.found.items()}
+        count += launches.count.total()
+        graphs += len(run.device.captured)
+        faults += [f"{size.name}: {fault}" for fault in late(launches)]
+    built = verdicts(target, found.values())
+    faults += [f"{_short(verdict)}: {verdict.fault}" for verdict in built if verdict.fault]
+    print(*faults, sep="\n", end="\n" if faults else "")
+    codes = [verdict.code for verdict in built if verdict.code is not None]
+    figures = {
+        "triton": triton.__version__,
+        "target": target,
+        "sizes": len(sizes),
+        "launches": count,
+        "graphs": graphs,
+        "specialisations": len(found),
+        "compiled": len(codes),
+        "most_registers": max(code.registers for code in codes),
+        "most_shared_bytes": max(code.shared_bytes for code in codes),
+        "spilled": sum(code.spill_bytes > 0 for code in codes),
+        "faults": len(faults),
+        "seconds": round(time.monotonic() - began),
+    }
+    print(json.dumps(figures), flush=True)
+    return not faults
+
+
+def _short(verdict: Verdict) -> str:
+    return verdict.key if len(verdict.key) < 400 else f"{verdict.key[:400]}..."
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_proofs.launches")
+    parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
+    parser.add_argument("--sizes", choices=SIZES, default="usual")
+    options = parser.parse_args(arguments)
+    passed = [prove(target, SIZES[options.sizes]) for target in options.target or TARGETS]
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

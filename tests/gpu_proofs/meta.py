@@ -1,0 +1,92 @@
+"""A device whose tensors have shapes and addresses but no values: who reads one has to say so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cbatch.runtime.gpu.device import Device
+
+META = torch.device("meta")
+_COPIES = {"aten::copy_", "aten::_to_copy"}
+_READS = {
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::masked_select",
+    "aten::nonzero",
+    "aten::_unique2",
+    "aten::unique_dim",
+}
+
+
+class Refused(BaseException):
+    """What no queue takes. No `Exception`: the step loop would recover."""
+
+
+class MetaDevice(Device):
+    """As `CudaDevice` does, runs what it meets first twice, the second time as a capture; then
+    nothing: a replay launches what was captured."""
+
+    def __init__(self) -> None:
+        self.capturing = False
+        self.captured: list[Hashable] = []
+        self.replayed = 0
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        if key in self.captured:
+            self.replayed += 1
+            return
+        function()
+        self.capturing = True
+        try:
+            function()
+        finally:
+            self.capturing = False
+        self.captured.append(key)
+
+
+class OnlyQueued(TorchDispatchMode):
+    """Raises for what makes the host wait: values that are read, and copies that do not say
+    `non_blocking`. Within a capture the host's memory may not be looked at at all."""
+
+    def __init__(self, device: MetaDevice) -> None:
+        super().__init__()
+        self._device = device
+        self.copies: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_device = [t for t in tensors if t.device == META]
+        on_host = [t for t in tensors if t.device != META and t.dim()]
+        target = kwargs.get("device")
+        leaves = bool(on_device) and target is not None and torch.device(target) != META
+        enters = bool(on_host) and target is not None and torch.device(target) == META
+        if name in _READS and on_device or leaves:
+            raise Refused(f"{name}: the host reads what the device has")
+        if (on_host and on_device) or enters:
+            return self._crossed(func, name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _crossed(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in _COPIES:
+            raise Refused(f"{name}: tensors of the host and of the device")
+        if self._device.capturing:
+            raise Refused(f"{name}: a copy from or to the host in a capture")
+        if name == "aten::_to_copy":  # of a few words, at once
+            self.copies["enters"] += 1
+            return func(*args, **kwargs)
+        target = args[0]
+        if not (kwargs.get("non_blocking") or len(args) > 2 and args[2]):
+            raise Refused(f"{name}: a copy that waits")
+        self.copies["comes back" if target.device != META else "enters"] += 1
+        return target

@@ -1,0 +1,104 @@
+"""What an executor may be made for: models in full width (two layers), slots, pages, types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cbatch.runtime.gpu.attention import Tuning
+from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.model.checkpoint import WeightSource
+from cbatch.runtime.model.config import ModelConfig, parse_config
+from tests.gpu_proofs.meta import META
+from triton_kernels.attention import Heads, tile_for
+
+PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+
+
+def model(family: str, vocab: int, heads: tuple[int, int, int], **more: Any) -> ModelConfig:
+    """`heads`: of queries, of keys, and how wide they are."""
+    num_heads, num_kv_heads, head_dim = heads
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    settings = {
+        "architectures": [f"{names[family]}ForCausalLM"],
+        "model_type": family,
+        "hidden_size": num_heads * head_dim,
+        "intermediate_size": 3 * num_heads * head_dim,
+        "num_hidden_layers": 2,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 1,
+    }
+    return parse_config(settings | more, Path("made_up"))
+
+
+class Size(NamedTuple):
+    name: str
+    target: ModelConfig
+    draft: ModelConfig | None
+    slots: int
+    page_tokens: int
+    drafts: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    budget_tokens: int = 2048
+    blocks: int = 4096
+
+
+LLAMA_8B = model("llama", 128256, (32, 8, 128))
+LLAMA_1B = model("llama", 128256, (32, 8, 64))
+QWEN3_8B = model("qwen3", 151936, (32, 8, 128))
+QWEN3_SMALL = model("qwen3", 151936, (16, 8, 128))
+QWEN2_7B = model("qwen2", 152064, (28, 4, 128))
+QWEN2_SMALL = model("qwen2", 151936, (14, 2, 64))
+SMALL = model("llama", 49152, (9, 3, 64))
+ODD = model("llama", 50257, (12, 12, 64))
+ODD_SMALLER = model("llama", 50000, (6, 2, 64))
+WINDOW = model("mistral", 32003, (32, 8, 128), sliding_window=4096)
+
+USUAL = (
+    Size("llama, 33 slots", LLAMA_8B, LLAMA_1B, 33, 16, 4),
+    Size("qwen3, 17 slots", QWEN3_8B, QWEN3_SMALL, 17, 64, 3),
+    Size("odd vocabulary, 1 slot", ODD, ODD_SMALLER, 1, 32, 5, torch.float16, 72, 600),
+    Size("window, 16 slots, no draft", WINDOW, None, 16, 128, budget_tokens=777),
+)
+MORE = (
+    Size("two vocabularies, 16 slots", QWEN2_7B, QWEN2_SMALL, 16, 128, 8),
+    Size("llama, 256 slots", LLAMA_8B, LLAMA_1B, 256, 16, 8, budget_tokens=8192),
+    Size("fp32, 33 slots", SMALL, SMALL, 33, 16, 4, torch.float32),
+    Size("fp32, 17 slots, no draft", SMALL, None, 17, 64, 0, torch.float32),
+    Size("qwen3, 1 slot", QWEN3_8B, QWEN3_SMALL, 1, 16, 6, budget_tokens=512),
+    Size("odd vocabulary, 17 slots", ODD, ODD, 17, 64, 2, torch.bfloat16, 1000),
+    Size("llama, 16 slots, no draft", LLAMA_8B, None, 16, 32),
+    Size("window, 33 slots", WINDOW, WINDOW, 33, 32, 4),
+)
+
+
+class _NoWeights(WeightSource):
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=META)
+
+
+def decoder(config: ModelConfig, dtype: torch.dtype) -> Decoder:
+    return Decoder(config, _NoWeights(dtype), dtype, META)
+
+
+def tuning_on(arch: str) -> Callable[..., Tuning]:
+    """`Tuning.of` as on a device of this kind."""
+
+    def of(heads: Heads, dtype: torch.dtype, device: torch.device, page_tokens: int) -> Tuning:
+        tile = tile_for(heads, dtype, page_tokens, arch=arch, rows=8 * heads.group)
+        return Tuning(tile, tile.programs * PROCESSORS[arch], 2 * PROCESSORS[arch])
+
+    return of

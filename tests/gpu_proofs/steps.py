@@ -1,0 +1,131 @@
+"""Steps of every kind, planned by the scheduler; what they emit is made up."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cbatch.core.request.request import Request
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.engine.loop import StepLoop
+from cbatch.runtime.gpu import GpuExecutor
+from cbatch.runtime.gpu import executor as executor_module
+from cbatch.runtime.gpu.attention import Tuning
+from tests.gpu_proofs.driver import Launches
+from tests.gpu_proofs.meta import MetaDevice, OnlyQueued, Refused
+from tests.gpu_proofs.sizes import Size, decoder, tuning_on
+from tests.runtime.engines import make_request, parse_lookahead
+
+_MODEL_TOKENS = 2047
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "coupled": {"temperature": 0.8, "verification": "coupled"},
+    "rejection": {"temperature": 0.8, "verification": "rejection"},
+    "block": {"temperature": 0.8, "verification": "block"},
+    "filtered": {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    "shaped": {"frequency_penalty": 0.4, "logit_bias": {7: 3.0}},
+    "shaped and sampled": {"temperature": 0.9, "presence_penalty": 0.5},
+    "shaped block": {"temperature": 0.9, "verification": "block", "repetition_penalty": 1.2},
+}
+
+
+def requests(kind: str, count: int, size: Size) -> list[Request]:
+    lengths = itertools.cycle((3, 1, 17, 200, 33, 16, 620, 5))
+    vocab = (size.draft or size.target).vocab_size
+    return [
+        make_request(
+            f"{kind} {i}", [(31 * i + j) % vocab for j in range(n)], max_tokens=12, **KINDS[kind]
+        )
+        for i, n in zip(range(count), lengths, strict=False)
+    ]
+
+
+class Answered:
+    """An executor that submits to a GPU executor, and makes up what came of it: half of the drafts
+    are accepted."""
+
+    def __init__(self, executor: GpuExecutor) -> None:
+        self._executor = executor
+
+    def run(self, plan: StepPlan) -> StepResult:
+        try:
+            self._executor.run(plan)
+        except Exception as error:
+            raise Refused(str(error)) from error
+        accepted = plan.num_drafts // 2
+        emitted = np.where(plan.wants_logits, accepted + 1, 0)
+        row_splits = np.concatenate([[0], emitted.cumsum()]).astype(np.int32)
+        return StepResult(
+            step_id=plan.step_id,
+            generations=plan.generations,
+            tokens=np.full(row_splits[-1], 7, dtype=np.int32),
+            row_splits=row_splits,
+            num_drafted=plan.num_drafts,
+            num_accepted=accepted.astype(np.int32),
+            status=np.zeros(plan.num_rows, dtype=np.uint8),
+        )
+
+    def reset(self) -> None:
+        raise Refused("a step failed")
+
+
+class Run:
+    """An executor of a size on a device without values, of the kind `arch`."""
+
+    def __init__(self, size: Size, arch: str, launches: Launches) -> None:
+        self.size, self.launches, self.device = size, launches, MetaDevice()
+        self.queued = OnlyQueued(self.device)
+        target = decoder(size.target, size.dtype)
+        draft = None if size.draft is None else decoder(size.draft, size.dtype)
+        launches.phase = "made"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(executor_module, "device_for", lambda device: self.device)
+            patch.setattr(Tuning, "of", tuning_on(arch))
+            self.executor = GpuExecutor(
+                target,
+                num_blocks=size.blocks,
+                block_size_tokens=size.page_tokens,
+                max_slots=size.slots,
+                max_sequence_tokens=_MODEL_TOKENS + 1,
+                step_budget_tokens=size.budget_tokens,
+                draft=draft,
+                max_drafts=size.drafts,
+            )
+
+    def capture(self) -> None:
+        """Whatever the executor does before it serves."""
+        self.launches.phase = "captured"
+        with self.queued:
+            self.executor.capture()
+
+    def serve(self, *kinds: str, steps: int = 14) -> None:
+        """Requests of these kinds, twice as many as there are slots, for so many steps."""
+        self.launches.phase = " and ".join(kinds)
+        size = self.size
+        scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=size.blocks,
+                block_size_tokens=size.page_tokens,
+                max_slots=size.slots,
+                max_model_tokens=_MODEL_TOKENS,
+                step_budget_tokens=size.budget_tokens,
+                vocab_size=size.target.vocab_size,
+                draft_context_tokens=_MODEL_TOKENS if size.draft and size.drafts else None,
+                lookahead=parse_lookahead(f"fixed:{size.drafts}" if size.drafts else "off"),
+            )
+        )
+        loop = StepLoop(scheduler, Answered(self.executor), clock=time.monotonic)
+        self.executor.reset()
+        for kind in kinds:
+            for request in requests(kind, 2 * size.slots, size):
+                scheduler.add(request, time.monotonic())
+        with self.queued:
+            for _ in range(steps):
+                loop.step()

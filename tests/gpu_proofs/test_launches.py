@@ -1,0 +1,112 @@
+"""What an executor launches is compiled before it serves, and makes the host wait for nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from cbatch.runtime.gpu import GpuExecutor
+from cbatch.runtime.gpu import target_pass as verifying
+from tests.gpu_proofs.compiled import verdicts
+from tests.gpu_proofs.driver import recording
+from tests.gpu_proofs.launches import late, launches_of
+from tests.gpu_proofs.meta import META, Refused
+from tests.gpu_proofs.sizes import MORE, USUAL, Size
+from tests.gpu_proofs.steps import KINDS, Run
+from tests.triton_kernels.test_compile_check import product_kernel
+from triton_kernels.compile_check import TARGETS
+
+SIZE = USUAL[2]  # the quickest that drafts
+FUSED = {"enable_fp_fusion": True}
+
+
+def by_name(sizes: tuple[Size, ...]) -> Any:
+    return pytest.mark.parametrize("size", sizes, ids=lambda size: size.name)
+
+
+def check(size: Size, target: str) -> None:
+    launches, run = launches_of(size, target)
+    assert late(launches) == []
+    assert len(launches.first_met_in("captured")) > 20
+    assert run.device.replayed > 100
+    assert {*run.queued.copies} == {"enters", "comes back"}
+    # A step sends one message and fetches one result; `capture` sends one more.
+    assert run.queued.copies["enters"] == 1 + run.queued.copies["comes back"]
+
+
+@by_name(USUAL)
+def test_whatever_a_step_launches_is_compiled_ahead(size: Size) -> None:
+    check(size, "sm_90")
+
+
+def test_a_gpu_of_amd_knows_the_options_of_every_launch() -> None:
+    check(SIZE, "gfx942")
+
+
+@pytest.mark.gpu_proofs
+@pytest.mark.parametrize("target", TARGETS)
+@by_name(USUAL + MORE)
+def test_on_every_target(size: Size, target: str) -> None:
+    check(size, target)
+
+
+def test_what_is_compiled_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuExecutor, "_compile_the_rest", lambda self: None)
+    launches, _ = launches_of(SIZE, "sm_90")
+    assert len(late(launches)) > 20
+
+
+def reading(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None:
+    int(layout.num_drafted.sum())
+    real(state, layout, *rest, **more)
+
+
+def choosing(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None:
+    layout.num_drafted[layout.states == 1]
+    real(state, layout, *rest, **more)
+
+
+def mixing(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None:
+    layout.num_drafted + torch.ones(len(layout.num_drafted), dtype=torch.int32)
+    real(state, layout, *rest, **more)
+
+
+def sending(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None:
+    torch.ones(len(layout.num_drafted), dtype=torch.int32).to(META)
+    real(state, layout, *rest, **more)
+
+
+@pytest.mark.parametrize("broken", [reading, choosing, mixing, sending])
+def test_a_host_that_waits_is_caught(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "advance", partial(broken, verifying.advance))
+    with recording(TARGETS["sm_90"]) as launches:
+        run = Run(SIZE, "sm_90", launches)
+        with pytest.raises(Refused):
+            run.serve(*KINDS)
+
+
+@triton.jit
+def misspelt_kernel(out_ptr, SIZE: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, SIZE), missing)  # noqa: F821
+
+
+def test_what_spills_or_does_not_compile_is_caught() -> None:
+    tensor = torch.zeros(256 * 64, dtype=torch.bfloat16, device=META)
+    with recording(TARGETS["sm_90"]) as launches:
+        product_kernel[(1,)](tensor, tensor, tensor, 64, 256, 64, num_warps=1, **FUSED)
+        misspelt_kernel[(1,)](tensor, 128, **FUSED)
+    found = [each for _, each in launches.found.values()]
+    spills, does_not = verdicts("sm_90", found, {kernel.name: 255 for kernel in found})
+    assert spills.fault.startswith("spills")
+    assert "missing" in does_not.fault
+
+
+def test_a_grid_that_no_device_takes_is_caught() -> None:
+    tensor = torch.zeros(128, device=META)
+    with recording(TARGETS["sm_90"]), pytest.raises(AssertionError, match="cannot be launched"):
+        misspelt_kernel[(1, 1 << 16)](tensor, 128, **FUSED)
