@@ -19,11 +19,10 @@ LISTED = tl.constexpr(2)
 
 
 @triton.jit
-def passes_over(view, shaping, maxima, inverse, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
-    """Passes over whole rows."""
+def tiles_of_rows(view, shaping, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
+    """Dense tiles of whole rows, and all of them."""
     num_dense = tl.cdiv(view[1], BLOCK)
-    used = num_dense + tiles.num_sparse(shaping, view[3], BLOCK, SHAPED)
-    return view, shaping, maxima, inverse, num_dense, used
+    return num_dense, num_dense + tiles.num_sparse(shaping, view[3], BLOCK, SHAPED)
 
 
 @triton.jit

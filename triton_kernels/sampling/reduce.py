@@ -68,7 +68,8 @@ def reduce_kernel(
             batch.drafts.tokens,
             starts,
         )
-        passes = cut.passes_over(view, shaping, maxima, inverse, BLOCK, SHAPED)
+        num_dense, used = cut.tiles_of_rows(view, shaping, BLOCK, SHAPED)
+        passes = (view, shaping, maxima, inverse, num_dense, used)
     raced, purposes = races(modes, depths, PURPOSE)
     source = source_of(batch.noise, requests, depths, purposes)
     asks = live & filtered & (mass > 0.0)

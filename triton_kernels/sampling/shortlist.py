@@ -94,7 +94,8 @@ def shortlist_kernel(
         batch.logits, vocab, at.to(tl.int64) * stride, requests, depths, batch.drafts.tokens,
         tl.load(batch.drafts.starts + requests),
     )  # fmt: skip
-    passes = cut.passes_over(view, shaping, maxima, inverse, BLOCK, SHAPED)
+    num_dense, used = cut.tiles_of_rows(view, shaping, BLOCK, SHAPED)
+    passes = (view, shaping, maxima, inverse, num_dense, used)
     if GATHERS:
         end, count, place = _choose(
             measured_ptr, at, asks & (mass > 0.0), limits, mass, SHARES, LIST
