@@ -12,10 +12,11 @@ import triton
 from triton.compiler import ASTSource
 
 from tests.gpu_proofs.driver import Specialisation
-from triton_kernels.compile_check import TARGETS, all_cases, figures_of
+from triton_kernels.compile_check import TARGETS, figures_of
 
 _REGISTERS = {"cuda": 1 << 16, "hip": 1 << 17}  # NVIDIA: a multiprocessor's; AMD: of four SIMDs
-_SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+_PROGRAM_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+_RESERVED_BYTES = 1 << 10  # that NVIDIA takes of each program's share of a multiprocessor
 
 
 class Code(NamedTuple):
@@ -34,28 +35,26 @@ class Verdict(NamedTuple):
     fault: str
 
 
-def verdicts(
-    target: str, found: Iterable[Specialisation], limits: dict[str, int] | None = None
-) -> list[Verdict]:
-    """By two processes. `limits`: registers by kernel, those of the compile check unless given."""
+def verdicts(target: str, found: Iterable[Specialisation]) -> list[Verdict]:
+    """By two processes."""
     global _work
-    _work = (target, list(found), limits or _limits(target))
+    _work = (target, list(found))
     torch.set_num_threads(1)  # none runs while this process forks
     with multiprocessing.get_context("fork").Pool(min(2, os.cpu_count() or 1)) as pool:
         return pool.map(_verdict, range(len(_work[1])), chunksize=4)
 
 
-_work: tuple[str, list[Specialisation], dict[str, int]] = ("", [], {})
+_work: tuple[str, list[Specialisation]] = ("", [])
 
 
 def _verdict(at: int) -> Verdict:
-    target, found, limits = _work
+    target, found = _work
     each = found[at]
     try:
         code = _compile(target, each)
     except Exception as error:
         return Verdict(each.key, None, f"{type(error).__name__}: {error}")
-    return Verdict(each.key, code, "; ".join(_faults(target, code, limits)))
+    return Verdict(each.key, code, "; ".join(_faults(target, code, each.options.get("maxnreg"))))
 
 
 def _compile(target: str, each: Specialisation) -> Code:
@@ -68,24 +67,16 @@ def _compile(target: str, each: Specialisation) -> Code:
     return Code(each.name, num_threads=threads, **told)
 
 
-def _limits(target: str) -> dict[str, int]:
-    """Registers that the compile check's cases allow the kernels, the most of each."""
-    found: dict[str, int] = {}
-    for case in all_cases():
-        if target in case.limits:
-            name, most = case.kernel.__name__, case.limits[target].registers
-            found[name] = max(most, found.get(name, 0))
-    return found
-
-
-def _faults(target: str, code: Code, limits: dict[str, int]) -> list[str]:
+def _faults(target: str, code: Code, most_registers: int | None) -> list[str]:
+    """`most_registers` a thread say how many programs are to share a multiprocessor."""
     found = []
+    there = _REGISTERS[TARGETS[target].backend]
     if code.spill_bytes:
         found.append(f"spills {code.spill_bytes} bytes")
-    if code.registers * code.num_threads > _REGISTERS[TARGETS[target].backend]:
+    if code.registers * code.num_threads > there:
         found.append(f"{code.num_threads} threads of {code.registers} registers")
-    if code.registers > limits[code.kernel]:
-        found.append(f"{code.registers} registers, {limits[code.kernel]} allowed")
-    if code.shared_bytes > _SHARED_BYTES[target]:
-        found.append(f"{code.shared_bytes} bytes shared, {_SHARED_BYTES[target]} there are")
+    programs = max(there // (code.num_threads * most_registers), 1) if most_registers else 1
+    shared = (_PROGRAM_BYTES[target] + _RESERVED_BYTES) // programs - _RESERVED_BYTES
+    if code.shared_bytes > shared:
+        found.append(f"{code.shared_bytes} bytes shared, a share is {shared}")
     return found

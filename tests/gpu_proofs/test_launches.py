@@ -101,7 +101,7 @@ def test_what_spills_or_does_not_compile_is_caught() -> None:
         product_kernel[(1,)](tensor, tensor, tensor, 64, 256, 64, num_warps=1, **FUSED)
         misspelt_kernel[(1,)](tensor, 128, **FUSED)
     found = [each for _, each in launches.found.values()]
-    spills, does_not = verdicts("sm_90", found, {kernel.name: 255 for kernel in found})
+    spills, does_not = verdicts("sm_90", found)
     assert spills.fault.startswith("spills")
     assert "missing" in does_not.fault
 
