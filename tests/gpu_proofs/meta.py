@@ -15,10 +15,11 @@ from cbatch.runtime.gpu.device import Device
 
 META = torch.device("meta")
 _COPIES = {"aten::copy_", "aten::_to_copy"}
-_READS = {
+READS = {
     "aten::_local_scalar_dense",
     "aten::equal",
     "aten::is_nonzero",
+    "aten::item",
     "aten::masked_select",
     "aten::nonzero",
     "aten::_unique2",
@@ -33,6 +34,8 @@ class Refused(BaseException):
 class MetaDevice(Device):
     """As `CudaDevice` does, runs what it meets first twice, the second time as a capture; then
     nothing: a replay launches what was captured."""
+
+    captures = True
 
     def __init__(self) -> None:
         self.capturing = False
@@ -71,7 +74,7 @@ class OnlyQueued(TorchDispatchMode):
         target = kwargs.get("device")
         leaves = bool(on_device) and target is not None and torch.device(target) != META
         enters = bool(on_host) and target is not None and torch.device(target) == META
-        if name in _READS and on_device or leaves:
+        if name in READS and on_device or leaves:
             raise Refused(f"{name}: the host reads what the device has")
         if (on_host and on_device) or enters:
             return self._crossed(func, name, args, kwargs)

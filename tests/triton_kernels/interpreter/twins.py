@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -193,10 +193,11 @@ def run_twins(
     max_slots: int = 4,
     num_faults: int = 0,
     tuning: Any = None,
+    cancels: Mapping[str, int] | None = None,
     **settings: Any,
 ) -> tuple[dict[str, list[int]], Counter[str]]:
-    """Run `requests` to their ends, request i from step `arrivals[i]` on: outputs, and what
-    happened."""
+    """Run `requests` to their ends, request i from step `arrivals[i]` on, those of `cancels` up to
+    the step named there: outputs, and what happened."""
     config = SchedulerConfig(
         num_blocks=num_blocks,
         block_size_tokens=BLOCK_SIZE,
@@ -215,6 +216,9 @@ def run_twins(
     while due or scheduler.has_work:
         while due and due[0][0] <= step:
             scheduler.add(due.pop(0)[1], time.monotonic())
+        for name, end in (cancels or {}).items():
+            if step == end:
+                assert scheduler.cancel(name, time.monotonic())
         commit = loop.step()
         scheduler.check()
         step += 1

@@ -1,0 +1,163 @@
+"""What the programs of one launch read and write, and which of it has no order on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+Program = tuple[int, int, int]
+LOAD, STORE, ATOMIC = range(3)
+
+
+class Addresses(NamedTuple):
+    """Of the lanes of one access that are not masked."""
+
+    at: np.ndarray  # uint64 [n]
+    width: int  # bytes of an element
+
+    @classmethod
+    def of(cls, ptrs: Any, mask: Any) -> Addresses:
+        at = np.asarray(ptrs.data, dtype=np.uint64)
+        held = np.broadcast_to(np.asarray(mask.data).astype(np.bool_), at.shape)
+        return cls(at[held], max(ptrs.get_element_ty().primitive_bitwidth // 8, 1))
+
+
+class _Access(NamedTuple):
+    program: Program
+    kind: int
+    time: int
+    barriers: int  # that its program has passed
+    at: np.ndarray  # unique
+
+
+class Accesses:
+    """`spans` [n, 2]: what was passed, sorted. `fresh`: memory that was allocated and not filled,
+    with a flag for every byte that was written since."""
+
+    def __init__(self, spans: np.ndarray, fresh: dict[int, tuple[Tensor, np.ndarray]]) -> None:
+        self.program: Program = (0, 0, 0)
+        self.loads = self.stores = 0  # lanes
+        self._begins, self._ends = _merged(spans)
+        self._fresh = fresh
+        self._log: list[_Access] = []
+        self._barriers: Counter[Program] = Counter()
+        self._seen: dict[Program, dict[Program, int]] = {}  # of others, up to which time
+        self._told: dict[int, dict[Program, int]] = {}  # by address of an atomic
+        self._history: dict[Program, list[tuple[int, dict[Program, int]]]] = {}
+        self._found: Counter[str] = Counter()
+
+    def load(self, addresses: Addresses) -> None:
+        self.loads += len(addresses.at)
+        self._inside(addresses, "read")
+        for begin, (held, written) in self._fresh.items():
+            size = held.untyped_storage().nbytes()
+            mine = addresses.at[(addresses.at >= begin) & (addresses.at < begin + size)]
+            if len(mine) and not written[(mine - np.uint64(begin)).astype(np.int64)].all():
+                self._found["reads memory that nobody wrote"] += 1
+        self._note(LOAD, addresses.at)
+
+    def store(self, addresses: Addresses, values: np.ndarray, mask: np.ndarray) -> None:
+        self.stores += len(addresses.at)
+        self._inside(addresses, "written")
+        for begin, (held, written) in self._fresh.items():
+            size = held.untyped_storage().nbytes()
+            mine = addresses.at[(addresses.at >= begin) & (addresses.at < begin + size)]
+            for byte in range(addresses.width):
+                written[(mine - np.uint64(begin)).astype(np.int64) + byte] = True
+        if len(np.unique(addresses.at)) < len(addresses.at):
+            held = np.broadcast_to(np.asarray(mask).astype(np.bool_), np.shape(values))
+            pairs = {*zip(addresses.at.tolist(), np.asarray(values)[held].tolist(), strict=True)}
+            if len(pairs) > len({at for at, _ in pairs}):
+                self._found["lanes of one store differ on a place"] += 1
+        self._note(STORE, addresses.at)
+
+    def atomic(self, addresses: Addresses, orders: bool) -> None:
+        """`orders`: it releases what its program did, and acquires what others released here."""
+        self._inside(addresses, "updated")
+        self._note(ATOMIC, addresses.at)
+        if not orders:
+            return
+        time, seen = len(self._log), self._seen.setdefault(self.program, {})
+        for at in addresses.at.tolist():
+            told = self._told.setdefault(at, {})
+            _merge(seen, told)
+            _merge(told, seen)
+            told[self.program] = time
+        self._history.setdefault(self.program, []).append((time, dict(seen)))
+
+    def barrier(self) -> None:
+        self._barriers[self.program] += 1
+
+    def faults(self) -> list[str]:
+        self._race()
+        return [f"{fault} ({count} times)" for fault, count in self._found.items()]
+
+    def _inside(self, addresses: Addresses, how: str) -> None:
+        at = addresses.at
+        place = np.searchsorted(self._begins, at, side="right").astype(np.int64) - 1
+        outside = (place < 0) | (at + np.uint64(addresses.width) > self._ends[place.clip(0)])
+        if outside.any():
+            self._found[f"memory outside of what was passed is {how}"] += int(outside.sum())
+
+    def _note(self, kind: int, at: np.ndarray) -> None:
+        if len(at):
+            done = self._barriers[self.program]
+            self._log.append(_Access(self.program, kind, len(self._log), done, np.unique(at)))
+
+    def _race(self) -> None:
+        """Accesses to one address, one of them a store, that nothing orders."""
+        if not any(access.kind != LOAD for access in self._log):
+            return
+        at = np.concatenate([access.at for access in self._log])
+        by = np.repeat(np.arange(len(self._log)), [len(access.at) for access in self._log])
+        written = np.unique(
+            np.concatenate([access.at for access in self._log if access.kind != LOAD])
+        )
+        kept = np.isin(at, written)
+        at, by = at[kept], by[kept]
+        order = np.lexsort((by, at))
+        groups = np.split(by[order], np.flatnonzero(np.diff(at[order])) + 1)
+        for group in {tuple(group.tolist()) for group in groups if len(group) > 1}:
+            for earlier, later in itertools.combinations(group, 2):
+                self._compare(self._log[earlier], self._log[later])
+
+    def _compare(self, a: _Access, b: _Access) -> None:
+        """`a` came before `b` in the interpreter."""
+        kinds = {a.kind, b.kind}
+        if kinds in ({LOAD}, {ATOMIC}):
+            return
+        if a.program == b.program:
+            if (a.kind, b.kind) == (STORE, LOAD) and a.barriers == b.barriers:
+                self._found["a program reads what it stored, without a barrier"] += 1
+            return
+        if self._has_seen(b.program, b.time, a):
+            return
+        what = "writes what another writes" if LOAD not in kinds else "reads what another writes"
+        self._found[f"a program {what}"] += 1
+
+    def _has_seen(self, program: Program, time: int, access: _Access) -> bool:
+        for when, seen in reversed(self._history.get(program, [])):
+            if when <= time:
+                return seen.get(access.program, -1) > access.time
+        return False
+
+
+def _merged(spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Spans that touch or overlap as one: beginnings and ends."""
+    begins, ends = [], []
+    for begin, end in spans.tolist():
+        if ends and begin <= ends[-1]:
+            ends[-1] = max(ends[-1], end)
+        else:
+            begins.append(begin)
+            ends.append(end)
+    return np.array(begins, dtype=np.uint64), np.array(ends, dtype=np.uint64)
+
+
+def _merge(into: dict[Program, int], more: dict[Program, int]) -> None:
+    for program, time in more.items():
+        into[program] = max(time, into.get(program, -1))

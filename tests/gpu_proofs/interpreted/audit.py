@@ -1,0 +1,202 @@
+"""Audits every launch in the interpreter, whose programs run one after the other, for what a GPU,
+which runs them at once and in any order, would make of it.
+
+A launch runs three times from the same memory: in order, reversed and shuffled, and must leave the
+same bits. Of the first run every address is looked at: programs may not write what another reads or
+writes, unless an atomic orders them; a program may not read what it stored itself before a barrier;
+nothing lies outside the tensors that were passed, and nothing is read that nobody wrote.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+from tests.gpu_proofs.interpreted.accesses import Accesses, Addresses
+
+Place = tuple[int, int, int]
+
+
+class Unsound(BaseException):
+    """What a launch does wrong. No `Exception`: the step loop would recover."""
+
+
+class Audit(TorchDispatchMode):
+    """While entered, every launch is audited. `orders`: in which a launch runs again."""
+
+    def __init__(self, orders: Sequence[str] = ("reversed", "shuffled")) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.programs = 0
+        self.loads = self.stores = 0
+        self._orders = orders
+        self._random = random.Random(1)
+        self._order: list[Place] = []
+        self._shape: Place = (1, 1, 1)
+        self._now: Accesses | None = None
+        self._fresh: dict[int, tuple[Tensor, np.ndarray]] = {}  # by address: bytes written
+        self._wanted_order = "forward"
+        self._launching = False  # then torch copies what it has anyway
+
+    @contextmanager
+    def auditing(self) -> Iterator[Audit]:
+        with pytest.MonkeyPatch.context() as patch, self:
+            builder = InterpreterBuilder
+            patch.setattr(GridExecutor, "__call__", self._launch(GridExecutor.__call__))
+            patch.setattr(builder, "set_grid_dim", self._set_dim(builder.set_grid_dim))
+            patch.setattr(builder, "set_grid_idx", self._set_idx(builder.set_grid_idx))
+            patch.setattr(builder, "create_masked_load", self._load(builder.create_masked_load))
+            patch.setattr(builder, "create_masked_store", self._store(builder.create_masked_store))
+            patch.setattr(builder, "create_atomic_rmw", self._atomic(builder.create_atomic_rmw))
+            patch.setattr(builder, "create_barrier", self._barrier(builder.create_barrier))
+            yield self
+
+    # -- programs in another order
+
+    def _set_dim(self, real: Callable[..., None]) -> Callable[..., None]:
+        def set_grid_dim(builder: Any, x: int, y: int, z: int) -> None:
+            self._shape = (x, y, z)
+            self._order = list(np.ndindex(x, y, z))
+            if self._wanted_order == "reversed":
+                self._order.reverse()
+            elif self._wanted_order == "shuffled":
+                self._random.shuffle(self._order)
+            real(builder, x, y, z)
+
+        return set_grid_dim
+
+    def _set_idx(self, real: Callable[..., None]) -> Callable[..., None]:
+        def set_grid_idx(builder: Any, x: int, y: int, z: int) -> None:
+            _, ny, nz = self._shape
+            place = self._order[(x * ny + y) * nz + z]
+            if self._now is not None:
+                self._now.program = place
+                self.programs += 1
+            real(builder, *place)
+
+        return set_grid_idx
+
+    def _launch(self, real: Callable[..., None]) -> Callable[..., None]:
+        def call(executor: Any, *args: Any, **kwargs: Any) -> None:
+            self.launches[executor.fn.__name__] += 1
+            self._launching = True
+            try:
+                fault = self._audit(lambda: real(executor, *args, **kwargs), (args, kwargs))
+            finally:
+                self._launching, self._now = False, None
+            if fault:
+                raise Unsound(f"{executor.fn.__name__}: {fault}")
+
+        return call
+
+    def _audit(self, launch: Callable[[], None], arguments: Any) -> str:
+        """What is wrong with it, "" if nothing."""
+        tensors = list(_tensors(arguments))
+        memory = {t.untyped_storage().data_ptr(): _bits(t.untyped_storage()) for t in tensors}
+        before = {at: bits.copy() for at, bits in memory.items()}
+        fresh = {at: held for at, held in self._fresh.items() if at in memory}
+        self._wanted_order, self._now = "forward", Accesses(_spans(tensors), fresh)
+        launch()
+        now, self._now = self._now, None
+        self.loads, self.stores = self.loads + now.loads, self.stores + now.stores
+        faults = now.faults()
+        if faults:
+            return "; ".join(faults)
+        after = {at: bits.copy() for at, bits in memory.items()}
+        for order in self._orders:
+            self._wanted_order = order
+            for at, bits in memory.items():
+                bits[:] = before[at]
+            launch()
+            if not all(np.array_equal(bits, after[at]) for at, bits in memory.items()):
+                return f"programs {order} leave other bits"
+        return ""
+
+    # -- addresses
+
+    def _load(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def create_masked_load(builder: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+            if self._now is not None:
+                self._now.load(Addresses.of(ptrs, mask))
+            return real(builder, ptrs, mask, *rest)
+
+        return create_masked_load
+
+    def _store(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def create_masked_store(builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+            if self._now is not None:
+                self._now.store(Addresses.of(ptrs, mask), value.data, mask.data)
+            return real(builder, ptrs, value, mask, *rest)
+
+        return create_masked_store
+
+    def _atomic(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def create_atomic_rmw(
+            builder: Any, how: Any, ptr: Any, value: Any, mask: Any, sem: Any, *rest: Any
+        ) -> Any:
+            if self._now is not None:
+                self._now.atomic(Addresses.of(ptr, mask), "ACQUIRE_RELEASE" in str(sem).upper())
+            return real(builder, how, ptr, value, mask, sem, *rest)
+
+        return create_atomic_rmw
+
+    def _barrier(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def create_barrier(builder: Any) -> Any:
+            if self._now is not None:
+                self._now.barrier()
+            return real(builder)
+
+        return create_barrier
+
+    # -- memory that nobody wrote
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::empty", "aten::new_empty", "aten::empty_strided"):
+            if out.numel():
+                written = np.zeros(out.untyped_storage().nbytes(), dtype=np.bool_)
+                self._fresh[out.untyped_storage().data_ptr()] = (out, written)
+        elif func._schema.is_mutable and not self._launching:
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, Tensor) and each.numel():
+                    held = self._fresh.get(each.untyped_storage().data_ptr())
+                    if held is not None:
+                        held[1][:] = True
+        return out
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, tuple | dict):
+            yield from _tensors(value)
+        elif isinstance(value, interpreter.TensorDescriptor):
+            yield value.base
+        elif isinstance(value, Tensor) and value.numel():
+            yield value
+
+
+def _spans(tensors: list[Tensor]) -> np.ndarray:
+    """[n, 2] uint64: first byte of each tensor, and the byte behind its last."""
+    found = set()
+    for t in tensors:
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        found.add((t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize))
+    return np.array(sorted(found), dtype=np.uint64).reshape(-1, 2)
+
+
+def _bits(storage: torch.UntypedStorage) -> np.ndarray:
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()

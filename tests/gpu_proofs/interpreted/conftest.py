@@ -1,0 +1,18 @@
+"""Proofs with interpreted kernels: every launch of these tests is audited.
+
+Whether a kernel is interpreted is settled when triton is imported, so this folder runs in a process
+of its own: `make prove-gpu`, or
+
+    TRITON_INTERPRET=1 python -m pytest tests/gpu_proofs/interpreted
+"""
+
+from __future__ import annotations
+
+import os
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton_kernels.build import interpreter
+
+    interpreter.repair()
+else:
+    collect_ignore_glob = ["test_*.py"]

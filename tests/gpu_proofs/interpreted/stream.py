@@ -1,0 +1,290 @@
+"""What `CudaDevice` uses of torch.cuda, on CPU tensors: a stream that does nothing before somebody
+waits for it, and graphs that are tapes.
+
+Within a stream no operation is done when it is called. It is noted with its very tensors, gets
+memory for its result full of garbage, and is done in its turn when the host waits: so a host that
+reads or overwrites too early shows. A capture notes operations on a tape; a replay does what is on
+the tape and nothing else, after filling what the capture allocated with garbage again: so a graph
+that relies on values of the host, on memory that moved or on what another graph left shows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from triton.runtime.interpreter import GridExecutor
+
+from cbatch.runtime.gpu import device as device_module
+from tests.gpu_proofs.meta import READS
+
+_GARBAGE = 0xFF  # bytes: NaN, and -1
+_ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::new_empty"}
+Work = Callable[[], None]
+
+
+class HostReads(BaseException):
+    """A read within a capture. No `Exception`: the step loop would recover."""
+
+
+class DeviceFault(BaseException):
+    """What is queued cannot be done, as with an index out of range: the device is lost."""
+
+
+class Stream(TorchDispatchMode):
+    """`seen` counts what happened."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+        self._queue: list[Work] = []
+        self._done = 0
+        self.tape: list[Work] | None = None  # of the capture under way
+        self.private: list[Tensor] = []  # what it allocated
+        self.is_current = self._doing = False
+
+    @property
+    def notes(self) -> bool:
+        """Whether what is called now is done later."""
+        return self.is_current and not self._doing
+
+    def note(self, work: Work) -> None:
+        (self._queue if self.tape is None else self.tape).append(work)
+
+    def end(self) -> int:
+        return self._done + len(self._queue)
+
+    def wait_until(self, place: int) -> None:
+        """Do what was queued before `place`."""
+        if self.tape is not None:
+            raise HostReads("the host waits within a capture")
+        while self._done < place:
+            work = self._queue.pop(0)
+            self._done += 1
+            self._doing = True
+            try:
+                with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
+                    work()
+            except Exception as error:
+                raise DeviceFault(str(error)) from error
+            finally:
+                self._doing = False
+
+    def synchronize(self) -> None:
+        self.wait_until(self.end())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        if name in READS:
+            self.seen["reads"] += 1
+            if self.tape is not None:
+                raise HostReads(f"{name} within a capture")
+            self.synchronize()
+            return func(*args, **kwargs)
+        if func.is_view or name in ("aten::detach", "aten::alias", "aten::lift_fresh"):
+            return func(*args, **kwargs)
+        if name in _ALLOCATIONS:
+            return self._allocated(func(*args, **kwargs))
+        if func._schema.is_mutable:
+            self.note(lambda: _ignore(func(*args, **kwargs)))
+            return _changed(func, args, kwargs)
+        return self._computed(func, args, kwargs)
+
+    def _allocated(self, out: Tensor) -> Tensor:
+        _spoil(out)
+        if self.tape is not None:
+            self.private.append(out)
+        return out
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Memory for what an operation gives; it is done later."""
+        shapes = func(
+            *tree_map(_on_meta, args), **tree_map(_on_meta, kwargs | _meta_device(kwargs))
+        )
+
+        def allocated(like: Any) -> Any:
+            if not isinstance(like, Tensor):
+                return like
+            return self._allocated(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype))
+
+        out = tree_map(allocated, shapes)
+
+        def work() -> None:
+            found = func(*args, **kwargs)
+            for mine, theirs in zip(tree_leaves(out), tree_leaves(found), strict=True):
+                if isinstance(mine, Tensor):
+                    mine.copy_(theirs)
+
+        self.note(work)
+        return out
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _meta_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"device": "meta"} if "device" in kwargs else {}
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation that changes an argument returns: that argument."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return value
+    return kwargs["out"]
+
+
+def _spoil(tensor: Tensor) -> None:
+    if tensor.numel():
+        torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(_GARBAGE)
+
+
+class Event:
+    def __init__(self, *, enable_timing: bool) -> None:
+        self._at = 0
+
+    def record(self, stream: Stream) -> None:
+        self._stream, self._at = stream, stream.end()
+
+    def synchronize(self) -> None:
+        self._stream.wait_until(self._at)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self._stream._done >= max(self._at, end._at), "a time that is not known yet"
+        return float(end._at - self._at + 1)
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.tape: list[Work] = []
+        self.private: list[Tensor] = []
+        self.stream: Stream | None = None
+
+    def replay(self) -> None:
+        stream = self.stream
+        assert stream is not None, "a graph that was not captured"
+        stream.seen["replayed"] += 1
+
+        def work() -> None:
+            for tensor in self.private:
+                _spoil(tensor)
+            for each in self.tape:
+                each()
+
+        stream.note(work)
+
+
+class StandIn:
+    """In place of the module torch, where a device is made."""
+
+    CUDAGraph, Event = Graph, Event
+
+    def __init__(self) -> None:
+        self.only = Stream()
+        self.cuda = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def Stream(self, device: torch.device) -> Stream:  # noqa: N802 - torch's name
+        return self.only
+
+    def zeros(self, *shape: int, pin_memory: bool = False, **more: Any) -> Tensor:
+        """Pinned memory is the host's: it is there at once."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            return torch.zeros(*shape, **more)
+
+    def synchronize(self, device: torch.device) -> None:
+        self.only.synchronize()
+
+    def graph_pool_handle(self) -> int:
+        return 0
+
+    def device(self, device: torch.device) -> Any:
+        return nullcontext()
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        with stream:
+            stream.is_current = True
+            try:
+                yield
+            finally:
+                stream.is_current = False
+
+    @contextmanager
+    def graph(self, graph: Graph, pool: int, stream: Stream, **_: str) -> Iterator[None]:
+        stream.seen["captured"] += 1
+        stream.tape, stream.private = graph.tape, graph.private
+        try:
+            yield
+        finally:
+            stream.tape, graph.stream = None, stream
+            stream.seen["noted"] += len(graph.tape)
+
+
+@contextmanager
+def standing_in() -> Iterator[Stream]:
+    """`CudaDevice(cpu)` works within, on this stream."""
+    torch_here = StandIn()
+    stream, real = torch_here.only, GridExecutor.__call__
+
+    def call(executor: Any, *args: Any, **kwargs: Any) -> None:
+        if stream.notes:
+            stream.note(lambda: real(executor, *args, **kwargs))
+        else:
+            real(executor, *args, **kwargs)
+
+    def to_host(method: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: Tensor) -> Any:
+            if stream.notes:
+                stream.seen["reads"] += 1
+                stream.synchronize()
+            return method(tensor)
+
+        return read
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("cpu", "tolist"):
+            patch.setattr(Tensor, name, to_host(getattr(Tensor, name)))
+        patch.setattr(device_module, "torch", torch_here)
+        patch.setattr(GridExecutor, "__call__", call)
+        yield stream
+
+
+def noted(
+    stream: Stream, function: Callable[..., Any], result: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`function` as one operation of the stream. `result`: memory for what it returns, of the same
+    arguments; the result may be of tensors, or None."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not stream.notes:
+            return function(*args, **kwargs)
+        out = result(*args, **kwargs)
+
+        def work() -> None:
+            for mine, theirs in zip(
+                tree_leaves(out), tree_leaves(function(*args, **kwargs)), strict=True
+            ):
+                if isinstance(mine, Tensor):
+                    mine.copy_(theirs)
+
+        stream.note(work)
+        return out
+
+    return call

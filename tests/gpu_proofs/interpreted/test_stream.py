@@ -1,0 +1,267 @@
+"""The executor and its `CudaDevice` on a stream that does nothing before it is waited for, with
+graphs that are tapes, beside the CPU executor: step by step they are equal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.runtime.gpu import GpuExecutor, decoder
+from cbatch.runtime.gpu import attention as attend
+from cbatch.runtime.gpu import draft_pass as drafting
+from cbatch.runtime.gpu import target_pass as verifying
+from cbatch.runtime.gpu.device import CudaDevice, _Event
+from cbatch.runtime.gpu.target_pass import TargetPass
+from tests.gpu_proofs.interpreted.stream import DeviceFault, HostReads, Stream, noted, standing_in
+from tests.runtime.engines import make_request
+from tests.triton_kernels.interpreter import twins
+from tests.triton_kernels.interpreter.light import (
+    use_reference_verdicts,
+    use_references,
+    without_overflow_checks,
+)
+from tests.triton_kernels.interpreter.test_gpu_executor import (
+    happened,
+    prompts,
+    sampled_requests,
+)
+from tests.triton_kernels.interpreter.twins import CPU, Differs, Pair, run_twins
+from triton_kernels.sampling.launch import Reduced
+from triton_kernels.verification.kernel import VerifyOutput
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
+    without_overflow_checks(monkeypatch)
+    with standing_in() as stream:
+        monkeypatch.setattr(twins, "ReplayingDevice", lambda: CudaDevice(CPU))
+        yield stream
+
+
+def nothing(*_: object, **__: object) -> None:
+    return None
+
+
+def halves(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+
+
+def reduced(batch: Any, purpose: int) -> Reduced:
+    return Reduced(
+        torch.empty(0), torch.empty(len(batch.logits), 4, dtype=torch.int32), torch.empty(0)
+    )
+
+
+def verdict(batch: Any, starts: Tensor, *_: object, **__: object) -> VerifyOutput:
+    return VerifyOutput(*(torch.empty_like(starts) for _ in VerifyOutput._fields))
+
+
+@pytest.fixture
+def light(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """References in place of the kernels of a decoder and of the verdict, each as one operation."""
+    use_references(monkeypatch)
+    use_reference_verdicts(monkeypatch)
+    for module, name, result in (
+        (attend, "plan", nothing),
+        (attend, "attention", nothing),
+        (decoder, "kv_write", nothing),
+        (decoder, "rms_norm", lambda x, *_: torch.empty_like(x)),
+        (decoder, "silu_mul", halves),
+        (drafting, "reduce_tiles", reduced),
+        (verifying, "verify_logits", verdict),
+    ):
+        monkeypatch.setattr(module, name, noted(stream, getattr(module, name), result))
+
+
+def replayed(stream: Stream) -> Counter[str]:
+    assert stream.seen["captured"] > 3 and stream.seen["replayed"] > 4
+    return stream.seen
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_greedy_requests_come_and_go(stream: Stream, depth: int) -> None:
+    _, seen = run_twins(
+        prompts(23, 5, 30, 12, max_tokens=8),
+        Pair(),
+        Pair(noise=0.05),
+        lookahead="fixed:3",
+        depth=depth,
+        arrivals=[0, 0, 1, 5],
+        max_slots=3,
+        step_budget_tokens=20,
+    )
+    happened(seen, "accepted", "rejected", "mixed steps", "slots used again", "catch-ups")
+    replayed(stream)
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_sampled_and_shaped_requests(stream: Stream, depth: int) -> None:
+    _, seen = run_twins(
+        sampled_requests(),
+        Pair(),
+        Pair(noise=0.05),
+        lookahead="fixed:3",
+        depth=depth,
+        step_budget_tokens=48,
+    )
+    happened(seen, "accepted", "rejected", "all accepted", "ragged k")
+    replayed(stream)
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_preempted_and_cancelled_requests(stream: Stream, depth: int) -> None:
+    outputs, seen = run_twins(
+        prompts(14, 13, 12, 9, max_tokens=22),
+        Pair(),
+        Pair(noise=0.05),
+        lookahead="fixed:2",
+        depth=depth,
+        num_blocks=6,
+        step_budget_tokens=48,
+        cancels={"r1": 6},
+    )
+    assert len(outputs["r1"]) < 22 == len(outputs["r0"])
+    happened(seen, "preemptions", "resumed", "slots used again", "accepted", "rejected")
+    replayed(stream)
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_faults_resets_and_values_that_are_not_finite(
+    stream: Stream, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token 60 poisons the target, 59 the draft; twice a step fails after it was queued."""
+    real, steps = GpuExecutor._run, iter(range(1000))
+
+    def failing(executor: GpuExecutor, plan: Any) -> Any:
+        pending = real(executor, plan)
+        if next(steps) in (3, 8):
+            raise RuntimeError("a fault of the device")
+        return pending
+
+    monkeypatch.setattr(GpuExecutor, "_run", failing)
+    requests = [
+        make_request("target", [3, 60, 4], max_tokens=6),
+        make_request("draft", [5, 59, 6], max_tokens=9),
+        make_request("sound", [7, 8, 9], max_tokens=9),
+        make_request("later", range(20, 30), max_tokens=9),
+    ]
+    outputs, seen = run_twins(
+        requests,
+        Pair(poison=60),
+        Pair(noise=0.05, poison=59),
+        lookahead="fixed:2",
+        depth=depth,
+        max_slots=3,
+        num_faults=2,
+    )
+    assert outputs["target"] == []
+    assert [len(outputs[name]) for name in ("draft", "sound", "later")] == [9, 9, 9]
+    happened(seen, "target not finite", "draft not finite", "blocks zeroed", "accepted")
+    replayed(stream)
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("depth", [0, 1])
+def test_log_probabilities(stream: Stream, depth: int) -> None:
+    asks = {"temperature": 0.7, "top_k": 9, "logprobs": 2, "logprobs_mode": "processed"}
+    requests = [
+        make_request("raw", range(4, 10), max_tokens=4, logprobs=3),
+        make_request("processed", range(8, 12), max_tokens=4, **asks),
+        make_request("prompt", range(20, 44), max_tokens=2, prompt_logprobs=2),
+    ]
+    _, seen = run_twins(
+        requests, Pair(), Pair(noise=0.05), lookahead="fixed:2", depth=depth, step_budget_tokens=16
+    )
+    assert seen["log probabilities"] == 4 + 4 + 23
+    assert replayed(stream)["reads"]
+
+
+def compare(depth: int = 1) -> None:
+    requests = [
+        make_request("plain", range(4, 9), max_tokens=9),
+        make_request("shaped", range(9, 12), max_tokens=9, frequency_penalty=2.0),
+        make_request("coupled", range(2, 9), max_tokens=9, temperature=1.0, verification="coupled"),
+        make_request("later", range(30, 50), max_tokens=9, min_tokens=2),
+    ]
+    arrivals = [0, 2, 1, 4]
+    run_twins(
+        requests, Pair(), Pair(noise=0.06), lookahead="fixed:3", depth=depth, arrivals=arrivals
+    )
+
+
+@pytest.mark.usefixtures("light", "stream")
+def test_what_the_planted_faults_break_is_sound() -> None:
+    compare(0)
+    compare(1)
+
+
+def reading(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None:
+    """The host looks how many were drafted."""
+    int(layout.num_drafted.sum())
+    real(state, layout, *rest, **more)
+
+
+def waiting_for_nothing(real: Any, event: Any) -> None:
+    """The result is read before it has come."""
+
+
+def one_message(real: Any, executor: Any, message: Any, buffers: Any) -> None:
+    """All messages are written to the same memory."""
+    buffers.message = executor.__dict__.setdefault("_only", torch.zeros(9999, dtype=torch.int32))
+    real(executor, message, buffers)
+
+
+def moved_result(real: Any, target: Any, *arguments: Any) -> None:
+    """Memory that graphs know is another in every step."""
+    target.result = torch.zeros_like(target.result)
+    real(target, *arguments)
+
+
+def key_without_shaping(real: Any, device: Any, key: Any, function: Any) -> None:
+    """One graph for shaped and other steps."""
+    real(device, (key[0], *(part for part in key[1:] if not isinstance(part, bool))), function)
+
+
+def key_without_tokens(real: Any, device: Any, key: Any, function: Any) -> None:
+    """One graph for steps of all numbers of tokens."""
+    real(device, key[:1] if key[0] == "target" else key, function)
+
+
+def left_behind(real: Any, target: Any, *arguments: Any) -> None:
+    """Tokens lie in memory that a graph allocated for itself."""
+    real(target, *arguments)
+    layout = target.layout
+    target.layout = layout._replace(logit_tokens=layout.logit_tokens + 0)
+
+
+@pytest.mark.usefixtures("light", "stream")
+@pytest.mark.parametrize(
+    "owner, name, broken, raised",
+    [
+        (verifying, "advance", reading, HostReads),
+        (_Event, "wait", waiting_for_nothing, (Differs, AssertionError)),
+        (GpuExecutor, "_send", one_message, Differs),
+        (TargetPass, "run", moved_result, Differs),
+        (CudaDevice, "run", key_without_shaping, Differs),
+        (CudaDevice, "run", key_without_tokens, (Differs, DeviceFault)),
+        (TargetPass, "_forward", left_behind, (Differs, DeviceFault)),
+    ],
+)
+def test_planted_faults_are_caught(
+    owner: Any, name: str, broken: Any, raised: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **more: broken(real, *args, **more))
+    with pytest.raises(raised):
+        compare()
