@@ -26,6 +26,8 @@ HERE = Path(__file__).parent
 CACHE = "cbatch-tests-"
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# The suite is that of the CPU, and of kernels in the interpreter, on a machine with a GPU too.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Step costs measured beside other tests are not for the user's engines. A process of tests that
 # another one started shares its cache, and need not compile anew.
 if not Path(os.environ.get("XDG_CACHE_HOME", "")).name.startswith(CACHE):

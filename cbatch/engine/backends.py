@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,9 +21,49 @@ if TYPE_CHECKING:
 
     AnyModel = Model | Decoder
 
+_LEAST_CAPABILITY = (8, 0)  # has bf16, and copies to shared memory that do not wait
+_logger = logging.getLogger("cbatch")
+
 
 def is_gpu(device: str) -> bool:
     return device.partition(":")[0] == "cuda"
+
+
+def usual_device(**asked: Any) -> str:
+    """The GPU, if torch sees one that serves all that is `asked` (as `refuse_unserved`); else the
+    CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    problem = _problem_of_gpu()
+    if problem is None:
+        try:
+            refuse_unserved("cuda", **asked)
+            return "cuda"
+        except FieldError as error:
+            problem = f"{error.field}: {error.problem}"
+    _logger.warning("the GPU that torch sees is not used: %s", problem)
+    return "cpu"
+
+
+def _problem_of_gpu() -> str | None:
+    """Why our kernels do not run on the GPU that torch sees."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "this torch was not built with CUDA"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        capability = torch.cuda.get_device_capability()
+    except RuntimeError as error:
+        return f"it does not answer: {error}"
+    if capability < _LEAST_CAPABILITY:
+        return "its compute capability is {}.{}; kernels need {}.{}".format(
+            *capability, *_LEAST_CAPABILITY
+        )
+    return None
 
 
 def load_for(
@@ -76,7 +118,9 @@ def refuse_unserved(
     )
     for field, value, ok, remedy in checks:
         if not ok:
-            raise FieldError(field, f"{value!r} is not served on a GPU", remedy)
+            raise FieldError(
+                field, f"{value!r} is not served on a GPU", f"{remedy}, or device 'cpu'"
+            )
 
 
 def held_drafters(config: SchedulerConfig, device: str) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from cbatch.engine.backends import (
     refuse_unserved,
     row_invariance_of,
     serves_grammars,
+    usual_device,
 )
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo, mib
@@ -154,16 +155,11 @@ def _load_models(
     model: str | Path, draft: str | Path | None, options: EngineOptions
 ) -> tuple[str, AnyModel, AnyModel | None]:
     """Where they are served, the target and its draft."""
-    import torch
-
-    usual = "cuda" if torch.cuda.is_available() else "cpu"
-    device = usual if options.device == "auto" else options.device
-    refuse_unserved(
-        device,
-        numerics=options.numerics,
-        drafter=options.drafter,
-        block_size_tokens=options.block_size_tokens,
-    )
+    asked: dict[str, Any] = {
+        name: getattr(options, name) for name in ("numerics", "drafter", "block_size_tokens")
+    }
+    device = usual_device(**asked) if options.device == "auto" else options.device
+    refuse_unserved(device, **asked)
     if not is_gpu(device):
         _share_processors(options.threads)
     load = partial(

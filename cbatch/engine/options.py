@@ -35,7 +35,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     draft). By default that is the draft, and without one nothing is drafted. KV takes `num_blocks`
     blocks, or as many as `kv_memory_bytes` holds, or a share of the machine's memory. `overlap` 1
     plans a step while one runs. `seed` makes the seeds drawn for requests without one reproducible.
-    On a CPU `threads` compute: as many as the process is given, by its affinity and quota, unless a
+    `device` "auto" is a GPU where torch sees one that serves all other options, else the CPU.
+    There `threads` compute: as many as the process is given, by its affinity and quota, unless a
     number says how many. `tokenizer` is where the tokenizer lies, if not with the model; "none"
     does without text. `generation_config` "none" leaves out the model's own defaults of sampling
     parameters.

@@ -1,0 +1,93 @@
+"""`device="auto"` on a machine whose GPU torch sees: served there, or by the CPU with a reason."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch import LLM, EngineOptions, FieldError
+from cbatch.cli import demo
+from cbatch.cli.main import main
+from cbatch.demo import demo_paths
+from cbatch.engine.backends import usual_device
+from cbatch.engine.build import load_engine
+from cbatch.engine.engine import Engine
+from cbatch.engine.info import EngineInfo
+
+ASKED: dict[str, Any] = {"numerics": "auto", "drafter": None, "block_size_tokens": 16}
+
+
+@pytest.fixture
+def seen_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """This machine has an H100, as far as torch tells before anything runs on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return monkeypatch
+
+
+def test_without_a_gpu_the_cpu_serves() -> None:
+    assert not torch.cuda.is_available(), "the suite hides GPUs from itself"
+    assert usual_device(**ASKED) == "cpu"
+
+
+def test_a_gpu_serves_what_it_can(seen_gpu: pytest.MonkeyPatch) -> None:
+    assert usual_device(**ASKED) == "cuda"
+    assert usual_device(**ASKED | {"drafter": ("model",)}) == "cuda"
+
+
+@pytest.mark.parametrize(
+    "field, value", [("numerics", "invariant"), ("drafter", ("ngram",)), ("block_size_tokens", 4)]
+)
+def test_what_a_gpu_does_not_serve_is_served_by_the_cpu(
+    seen_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, field: str, value: Any
+) -> None:
+    with caplog.at_level(logging.WARNING, "cbatch"):
+        assert usual_device(**ASKED | {field: value}) == "cpu"
+    assert f"not used: {field}: " in caplog.text
+    with pytest.raises(FieldError, match=f"^{field}: .*or device 'cpu'"):
+        load_engine(demo_paths()[0], None, EngineOptions(device="cuda", **{field: value}))
+
+
+def test_a_gpu_that_kernels_do_not_run_on_is_left_alone(
+    seen_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lost() -> tuple[int, int]:
+        raise RuntimeError("CUDA unknown error")
+
+    for name, value, reason in (
+        ("torch.version.cuda", None, "not built with CUDA"),
+        ("cbatch.engine.backends.find_spec", lambda _: None, "triton is not installed"),
+        ("torch.cuda.get_device_capability", lambda: (7, 5), "is 7.5; kernels need 8.0"),
+        ("torch.cuda.get_device_capability", lost, "does not answer: CUDA unknown error"),
+    ):
+        caplog.clear()
+        with seen_gpu.context() as patch, caplog.at_level(logging.WARNING, "cbatch"):
+            patch.setattr(name, value)
+            assert usual_device(**ASKED) == "cpu"
+        assert reason in caplog.text
+
+
+def test_the_demo_runs_where_a_gpu_is_seen(
+    seen_gpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded: list[EngineInfo] = []
+
+    def load(*args: Any) -> tuple[Engine, EngineInfo]:
+        engine, info = load_engine(*args)
+        loaded.append(info)
+        return engine, info
+
+    seen_gpu.setattr(demo, "load_engine", load)
+    seen_gpu.setattr(demo, "chat", lambda *_: [])
+    assert main(["demo", "--prompts", "1", "--max-tokens", "4"]) == 0
+    assert [info.device for info in loaded] == ["cpu"]
+    assert "the same text: yes" in capsys.readouterr().out
+
+
+def test_fixtures_that_ask_for_invariance_load(seen_gpu: pytest.MonkeyPatch) -> None:
+    llm = LLM(*demo_paths(), numerics="invariant", max_slots=2, tokenizer="none")
+    assert llm.info.device == "cpu" and llm.info.row_invariant
