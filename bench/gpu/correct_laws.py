@@ -4,6 +4,7 @@ kernel misses once in some million runs; the same sample must be 10 away from a 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ from triton_kernels.verification.kernel import verify_logits
 
 DEEPEST = 3
 _BOUND, _POWER = 5.0, 10.0
-_COUNT, _TINY_COUNT, _WIDE_COUNT, _GROUP = 1_000_000, 32, 100_000, 50_000
+_COUNT, _TINY_COUNT, _WIDE_COUNT = 1_000_000, 16, 100_000
+_GROUP, _TINY_GROUP = 50_000, 8  # multiples of the number of k's
 _WIDE_VOCAB, _LIKELIEST = 128_256, 64
 _SHIFT = 0.03
 _MODES = {"rejection": REJECTION, "coupled": COUPLED}
@@ -46,9 +48,8 @@ def cells(bench: Bench) -> Iterator[Cell]:
         (f"T1, a token of {_WIDE_VOCAB}", _wide_token),
         ("T3, acceptance at each depth", _acceptance),
     )
-    for at, (name, mode) in enumerate(_MODES.items()):
-        for law, run in laws if bench.full else laws[at : at + 1]:
-            yield check(bench, "verify", f"law {law}, {name}", run, mode)
+    for (name, mode), (law, run) in itertools.product(_MODES.items(), laws):
+        yield check(bench, "verify", f"law {law}, {name}", run, mode)
 
 
 class Decoded(NamedTuple):
@@ -60,11 +61,12 @@ class Decoded(NamedTuple):
 
 
 def decode(chain: MarkovChain, mode: int, length: int, at: Tensor, tiling: Tiling) -> Decoded:
-    """The sequences numbered `at`, each with a key of its own, k = 0..`DEEPEST` in turn, all in one
-    ragged batch a step."""
+    """The sequences numbered `at`, in that order, each with a key of its own, k = 0..`DEEPEST` in
+    turn, all in one ragged batch a step."""
     device, count = at.device, len(at)
     target, draft = (torch.from_numpy(np.log(law)).float().to(device) for law in chain)
     k = at % (DEEPEST + 1)
+    row = torch.arange(count, device=device)
     out = torch.zeros((count, length * (DEEPEST + 1)), dtype=torch.int64, device=device)
     have, state = torch.zeros_like(at), torch.zeros_like(at)
     first: tuple[np.ndarray, np.ndarray] | None = None
@@ -76,7 +78,7 @@ def decode(chain: MarkovChain, mode: int, length: int, at: Tensor, tiling: Tilin
         for depth in range(DEEPEST + 1):
             token = torch.where(depth == accepted, last, drafts[:, min(depth, DEEPEST - 1)])
             live = depth <= accepted
-            out[at[live], (have + depth)[live]] = token[live]
+            out[row[live], (have + depth)[live]] = token[live]
         have, state = have + accepted + 1, last
     assert first is not None
     return Decoded(out[:, :length].cpu().numpy(), *first)
@@ -154,7 +156,7 @@ def _run(bench: Bench, chain: MarkovChain, mode: int, length: int) -> Decoded:
 
 def _groups(bench: Bench, count: int) -> tuple[Tensor, ...]:
     """Numbers 0 .. count - 1, as many at a time as leave memory for the lists of their rows."""
-    return torch.arange(count, device=bench.device).split(_GROUP)
+    return torch.arange(count, device=bench.device).split(_GROUP if bench.full else _TINY_GROUP)
 
 
 def _verdict(bench: Bench, what: str, z: float, power: float, count: int) -> Row:

@@ -5,13 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl  # noqa: F401 - the interpreter looks for it here
 
-from bench.gpu import correct_attention, correct_rows, correct_sampling, correctness, kernels, sweep
+from bench.gpu import (
+    correct_attention,
+    correct_laws,
+    correct_rows,
+    correct_sampling,
+    correctness,
+    kernels,
+    sweep,
+)
 from bench.gpu.cells import Journal, Row, run_cells
+from bench.gpu.laws import MarkovChain
 from bench.gpu.steps import StepQueries
 from bench.gpu.world import Bench, World, find_world
 from triton_kernels.noise import device as noise_device
@@ -43,6 +53,15 @@ def test_correct_kernels_pass_every_cell(bench: Bench) -> None:
     assert {states.pop(key) for key in sanitizers} == {"unmeasured"}
     assert set(states.values()) == {"ok"}, states
     assert len(states) >= 15 and all(row.get("tried", 1) > 0 for row in found.values())
+
+
+def test_sequences_are_the_same_in_groups_and_together(bench: Bench) -> None:
+    chain, tiling = MarkovChain.make(5, seed=17), correct_sampling.tiling_of(bench)
+    mode, at = correct_laws.REJECTION, torch.arange(16)
+    whole = correct_laws.decode(chain, mode, 2, at, tiling)
+    parts = [correct_laws.decode(chain, mode, 2, part, tiling) for part in at.split(8)]
+    for field, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+        assert np.array_equal(field, np.concatenate(pieces))
 
 
 def test_every_kernel_is_launched_and_none_is_timed(bench: Bench) -> None:
