@@ -14,6 +14,8 @@ from triton import knobs
 
 from cbatch.system.machine import describe_machine, describe_versions
 
+_FAULTS = ("CUDA error", "Triton Error [CUDA]", "misaligned address")
+
 
 class World(enum.Enum):
     DEVICE = "device"  # compiled, full size, timed
@@ -88,9 +90,13 @@ def l2_bytes(device: torch.device) -> int:
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether the device is lost to this process: every later call would fail as well."""
+    """Whether the device is lost to this process: every later call would fail as well. Triton's
+    launcher raises what the driver says as a RuntimeError of its own wording; want of memory,
+    which neither words so, passes."""
     name, text = type(error).__name__, str(error)
-    return "AcceleratorError" in name or "CUDA error" in text or "misaligned address" in text
+    if "out of memory" in text:
+        return False
+    return "AcceleratorError" in name or any(sign in text for sign in _FAULTS)
 
 
 def _output(*command: str) -> str | None:

@@ -28,6 +28,7 @@ def test_every_cell_leaves_a_row(tmp_path: Path) -> None:
         cell("good", {"us": 1.5}),
         cell("wrong", {"status": "wrong"}),
         cell("bad", RuntimeError("no such thing\nmore")),
+        cell("full", RuntimeError("CUDA out of memory")),
         cell("absent", Absent("not supplied")),
     ]
     run_cells(cells, journal, lambda: 1.0)
@@ -35,23 +36,26 @@ def test_every_cell_leaves_a_row(tmp_path: Path) -> None:
         "good": {"name": "good", "us": 1.5, "status": "ok"},
         "wrong": {"name": "wrong", "status": "wrong"},
         "bad": {"name": "bad", "status": "failed: RuntimeError: no such thing"},
+        "full": {"name": "full", "status": "failed: RuntimeError: CUDA out of memory"},
         "absent": {"name": "absent", "status": "skipped: not supplied"},
     }
     assert journal.rows == expected
     assert Journal(journal.path).rows == expected
 
 
-def test_a_lost_device_ends_the_process_behind_its_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", ["CUDA error", "Triton Error [CUDA]"])
+def test_a_lost_device_ends_the_process_behind_its_row(tmp_path: Path, who: str) -> None:
+    """As torch and as Triton's launcher say it."""
     journal = Journal(tmp_path / "s.jsonl")
     cells = [
-        cell("fault", RuntimeError("CUDA error: an illegal memory access")),
+        cell("fault", RuntimeError(f"{who}: an illegal memory access was encountered")),
         cell("next", {}),
     ]
     with pytest.raises(SystemExit) as end:
         run_cells(cells, journal, lambda: 1.0)
     assert end.value.code == FAULT_EXIT
     again = Journal(journal.path)
-    assert again.rows["fault"]["status"].startswith("failed: RuntimeError: CUDA error")
+    assert again.rows["fault"]["status"].startswith(f"failed: RuntimeError: {who}")
     assert "next" not in again.rows and again.begun is None
     run_cells(cells, again, lambda: 1.0)
     assert again.rows["next"]["status"] == "ok"

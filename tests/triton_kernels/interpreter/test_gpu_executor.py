@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from cbatch.core.request.request import Request
 from cbatch.runtime.gpu import draft_pass as drafting
@@ -223,6 +224,35 @@ def test_log_probabilities() -> None:
     )
     happened(seen, "accepted", "unfinished chunks")
     assert seen["log probabilities"] == 4 + 4 + 23
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize(
+    "depth, error",
+    [
+        (0, OutOfResources(300_000, 232_448, "shared memory")),
+        (1, RuntimeError("Triton Error [CUDA]: invalid argument")),
+    ],
+)
+def test_what_triton_raises_in_a_step_costs_time_and_no_tokens(
+    depth: int, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of the fourth step, the drafts of which are on the device by then."""
+    real, calls = verifying.advance, Counter[str]()
+
+    def fourth_fails(*arguments: Any, **more: Any) -> None:
+        calls["advance"] += 1
+        if calls["advance"] == 4:
+            raise error
+        real(*arguments, **more)
+
+    monkeypatch.setattr(verifying, "advance", fourth_fails)
+    requests = prompts(23, 5, max_tokens=8)
+    outputs, seen = run_twins(
+        requests, Pair(), Pair(noise=0.05), lookahead="fixed:2", depth=depth, num_faults=1
+    )
+    assert {len(tokens) for tokens in outputs.values()} == {8}
+    happened(seen, "resumed", "accepted")
 
 
 def all_accepted(
