@@ -30,6 +30,8 @@ class Mark:
 class Device:
     """The CPU, which runs everything at once and captures nothing."""
 
+    captures = False
+
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Do what `function` queues. Calls of one key queue the same work on the same memory, so
         that it may be captured the first time and replayed from then on."""
@@ -67,6 +69,8 @@ class _Event(Mark):
 class CudaDevice(Device):
     """One stream of its own, and graphs that share one pool of memory: they are replayed one after
     the other on that stream, and nothing that a graph allocates outlives it."""
+
+    captures = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

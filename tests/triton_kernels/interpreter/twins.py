@@ -36,11 +36,13 @@ BLOCK_SIZE = 16
 class ReplayingDevice(Device):
     """As graphs do, runs for a key what was queued when it was first met, and nothing else."""
 
+    captures = True
+
     def __init__(self) -> None:
-        self._recorded: dict[Hashable, Callable[[], None]] = {}
+        self.recorded: dict[Hashable, Callable[[], None]] = {}
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
-        self._recorded.setdefault(key, function)()
+        self.recorded.setdefault(key, function)()
 
 
 class Pair:

@@ -1,0 +1,58 @@
+"""The engine's section at tiny size: kernels of a decoder replaced by their references, graphs by
+what replays as they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu import engine
+from bench.gpu.world import Bench, World, find_world
+from cbatch.runtime.gpu import executor as executor_module
+from tests.triton_kernels.interpreter import light
+from tests.triton_kernels.interpreter.twins import ReplayingDevice
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplayingDevice]:
+    light.without_overflow_checks(monkeypatch)
+    light.use_references(monkeypatch)
+    light.use_reference_verdicts(monkeypatch)
+    found = ReplayingDevice()
+    monkeypatch.setattr(executor_module, "device_for", lambda _: found)
+    monkeypatch.setattr(engine, "_loaded", engine._Loaded())
+    engine.script_verdicts.cache_clear()
+    yield found
+    engine.script_verdicts.cache_clear()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    assert find_world() is World.INTERPRETED
+    torch.set_num_threads(1)
+    return Bench(World.INTERPRETED, torch.device("cpu"), tmp_path, None, lambda: 1.0)
+
+
+def test_every_policy_is_measured_and_no_capture_is_priced(
+    bench: Bench, device: ReplayingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced, profile = [], engine.profile_costs
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        before = set(device.recorded)
+        prices = profile(*arguments, **more)
+        priced.append((prices, len(before), set(device.recorded) - before))
+        return prices
+
+    monkeypatch.setattr(engine, "profile_costs", watched)
+    for lookahead in engine.LOOKAHEADS:
+        row = engine.measure(bench, "tiny", 2, lookahead)
+        assert row["status"] == "unmeasured", "by the clock; it ran"
+        if lookahead != "goodput":  # which the clock tells what to do
+            assert (row["drafts_a_row"] > 0) == (lookahead != "off")
+    ((prices, captured, new),) = priced
+    assert captured > 20 and not new and prices.target_s
