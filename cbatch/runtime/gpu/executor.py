@@ -44,9 +44,19 @@ class _Pending:
     plan: StepPlan
     buffers: _HostBuffers
     started: Mark
-    drafted: Mark
+    drafts: tuple[Mark, Mark] | None  # before and behind them, where anybody drafts
     done: Mark
     logprobs: tuple[TokenLogprobs, ...]
+
+    @property
+    def durations_s(self) -> tuple[float, float]:
+        """Of drafting, and of all else: what the host prepares is part of every step, as far as
+        the device waited for it."""
+        draft_s = 0.0
+        if self.drafts is not None:
+            begun, drafted = self.drafts
+            draft_s = drafted.seconds_since(begun)
+        return draft_s, self.done.seconds_since(self.started) - draft_s
 
 
 class GpuExecutor:
@@ -236,13 +246,14 @@ class GpuExecutor:
         for kv in (self.kv, self.draft_kv):
             if kv is not None and len(plan.deltas.zeroed_blocks):
                 kv.zero_blocks(plan.deltas.zeroed_blocks)
-        rows = bucket(bounds.draft_rows, self._max_slots)
+        rows, drafts = bucket(bounds.draft_rows, self._max_slots), None
         if bounds.drafting:
             assert self._drafting is not None
+            begun = self._queue.mark()
             catch_up = bucket(bounds.catch_up, self._most_catch_up)
             depth = depth_bucket(bounds.depth, self._max_drafts)
             self._drafting.run(self._queue, catch_up, rows, depth, bounds.shaped)
-        drafted = self._queue.mark()
+            drafts = begun, self._queue.mark()
         self._target.run(
             self._queue,
             bucket(bounds.tokens, self._budget_tokens),
@@ -257,7 +268,7 @@ class GpuExecutor:
         if self._logprobs.asked(plan):
             done.wait()
             logprobs = self._logprobs.describe(plan, self._rows(buffers))
-        return _Pending(plan, buffers, started, drafted, done, logprobs)
+        return _Pending(plan, buffers, started, drafts, done, logprobs)
 
     def _checked(self, plan: StepPlan, bounds: Bounds) -> Bounds:
         for name, found, most in (
@@ -307,6 +318,7 @@ class GpuExecutor:
         emitted, tokens = rows[:, fields.EMITTED], rows[:, fields.NUM_FIELDS :]
         row_splits = np.zeros(len(rows) + 1, dtype=np.int32)
         emitted.cumsum(out=row_splits[1:])
+        draft_s, target_s = step.durations_s
         return StepResult(
             step_id=plan.step_id,
             generations=plan.generations,
@@ -315,7 +327,7 @@ class GpuExecutor:
             num_drafted=rows[:, fields.DRAFTED].copy(),
             num_accepted=rows[:, fields.ACCEPTED].copy(),
             status=status.astype(np.uint8),
-            draft_s=step.drafted.seconds_since(step.started),
-            target_s=step.done.seconds_since(step.drafted),
+            draft_s=draft_s,
+            target_s=target_s,
             logprobs=step.logprobs,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +13,13 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from cbatch.core.request.request import Request
+from cbatch.runtime.gpu import GpuExecutor
+from cbatch.runtime.gpu import device as device_module
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.attention import Tuning
+from cbatch.runtime.gpu.draft_pass import DraftPasses
+from cbatch.runtime.gpu.slots import HostSlots
 from tests.runtime.engines import make_request
 from tests.triton_kernels.interpreter.light import (
     use_reference_verdicts,
@@ -253,6 +257,38 @@ def test_what_triton_raises_in_a_step_costs_time_and_no_tokens(
     )
     assert {len(tokens) for tokens in outputs.values()} == {8}
     happened(seen, "resumed", "accepted")
+
+
+@pytest.mark.usefixtures("light")
+def test_drafting_is_not_charged_with_what_the_host_prepares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock that goes on in the host's work, by 100 s, and in the draft's passes, by 7 s."""
+    now_s, measured = [0.0], []
+
+    def goes_on(owner: type, name: str, seconds: float) -> None:
+        real = getattr(owner, name)
+
+        def slow(*arguments: Any) -> Any:
+            now_s[0] += seconds
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    def report(self: GpuExecutor, step: Any) -> Any:
+        result = reported(self, step)
+        measured.append((result.draft_s, result.target_s, step.plan.num_drafts.sum() > 0))
+        return result
+
+    monkeypatch.setattr(device_module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    goes_on(HostSlots, "take_in", 100.0)
+    goes_on(DraftPasses, "_draft", 7.0)
+    reported = GpuExecutor._report
+    monkeypatch.setattr(GpuExecutor, "_report", report)
+    run_twins(prompts(5, max_tokens=6), Pair(), Pair(noise=0.05), lookahead="fixed:2")
+    assert {drafted for *_, drafted in measured} == {False, True}
+    for draft_s, target_s, drafted in measured:
+        assert target_s == 100.0 and draft_s == (7.0 if drafted else 0.0)
 
 
 def all_accepted(
