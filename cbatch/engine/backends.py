@@ -11,6 +11,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, LOOKUPS, MODEL
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import policy_class
+from cbatch.engine.options import EngineOptions, parse_lookahead
 
 if TYPE_CHECKING:
     from cbatch.runtime.cpu.decoder import Model
@@ -146,6 +147,25 @@ def row_invariance_of(target: AnyModel) -> tuple[bool, str]:
 
     report = probe_row_invariance(cast("Model", target))
     return report.row_invariant, str(report)
+
+
+def gpu_step_bytes(
+    target: AnyModel, draft: AnyModel | None, options: EngineOptions, max_tokens: int
+) -> int:
+    """What an executor with these options takes of a GPU's memory beside weights and KV."""
+    from cbatch.engine.step_profile import MOST_DRAFTS
+    from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
+
+    lookahead = parse_lookahead(options.lookahead)
+    drafts = 0 if lookahead.policy == "off" else max(lookahead.k, MOST_DRAFTS)
+    limits = StepLimits(
+        max_slots=options.max_slots,
+        max_sequence_tokens=max_tokens,
+        step_budget_tokens=max(options.step_budget_tokens, options.max_slots),
+        block_size_tokens=options.block_size_tokens,
+        max_drafts=drafts if draft is not None else 0,
+    )
+    return step_memory_bytes(cast("Decoder", target), cast("Decoder | None", draft), limits)
 
 
 def _gpu_executor(target: Decoder, draft: Decoder | None, config: SchedulerConfig) -> GpuExecutor:

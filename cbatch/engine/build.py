@@ -21,6 +21,7 @@ from cbatch.core.speculation.build import policy_class
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import (
     executor_for,
+    gpu_step_bytes,
     held_drafters,
     is_gpu,
     load_for,
@@ -39,15 +40,15 @@ from cbatch.system.cpus import given_cpus
 from cbatch.text import TextTokenizer
 
 if TYPE_CHECKING:
-    import torch
-
     from cbatch.engine.backends import AnyModel
     from cbatch.runtime.model.gguf_file import Gguf
 
 _logger = logging.getLogger("cbatch")
 
 _LARGEST_FP32 = float(np.finfo(np.float32).max)
-MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}  # of the memory, for KV, unless a size is given
+# For KV, unless a size is given: of the machine's memory; of what a GPU has left beside weights and
+# what steps work in.
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
 # Fields of the file that vLLM heeds too, and what we call them. `do_sample` is none: a call that
 # leaves its temperature out is sampled, at 1 where the file has none.
 _GENERATION_FIELDS = {
@@ -236,7 +237,8 @@ def _num_blocks(
             raise FieldError("kv_memory_bytes", "holds no block", remedy)
         return options.kv_memory_bytes // size
     wanted = options.max_slots * -(-max_tokens // options.block_size_tokens)
-    return max(1, min(wanted, _memory_for_kv_bytes(target.device) // size))
+    kv_bytes = _memory_for_kv_bytes(target, draft, options, max_tokens)
+    return max(1, min(wanted, kv_bytes // size))
 
 
 def _block_bytes(target: AnyModel, draft: AnyModel | None, block_size_tokens: int) -> int:
@@ -246,16 +248,25 @@ def _block_bytes(target: AnyModel, draft: AnyModel | None, block_size_tokens: in
     return sum(KVCache.block_bytes(m.config, block_size_tokens, m.dtype) for m in models)
 
 
-def _memory_for_kv_bytes(device: torch.device | str) -> int:
+def _memory_for_kv_bytes(
+    target: AnyModel, draft: AnyModel | None, options: EngineOptions, max_tokens: int
+) -> int:
     import torch
 
     from cbatch.runtime.cpu.numerics import memory_bytes
 
-    kind = torch.device(device).type
-    if kind == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        return int(free_bytes * MEMORY_SHARE["cuda"])
-    return int(memory_bytes() * MEMORY_SHARE["cpu"])
+    device = torch.device(target.device)
+    if device.type != "cuda":
+        return int(memory_bytes() * MEMORY_SHARE["cpu"])
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    taken_bytes = gpu_step_bytes(target, draft, options, max_tokens)
+    if taken_bytes >= free_bytes:
+        raise FieldError(
+            "max_slots",
+            f"steps work in {mib(taken_bytes)}, {mib(free_bytes)} are free beside the weights",
+            "use fewer slots, a smaller step_budget_tokens or max_model_tokens",
+        )
+    return int((free_bytes - taken_bytes) * MEMORY_SHARE["cuda"])
 
 
 def _info(

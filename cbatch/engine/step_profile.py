@@ -25,6 +25,7 @@ CONTEXT_TOKENS = 64
 LONG_CONTEXT_TOKENS = 512
 DRAFTS = 3  # of the shapes that verify: 4 tokens a row
 _DEPTHS_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # drafts and rows, for the price of a pass
+MOST_DRAFTS = max(DRAFTS, *(drafts for drafts, _ in _DEPTHS_ROWS))  # that any shape verifies
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHUNKS = (32, 128, 512)
 _CATCH_UPS_ROWS = ((63, 1), (63, 4))  # tokens that the drafter has not seen, and rows

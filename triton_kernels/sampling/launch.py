@@ -132,10 +132,19 @@ def launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
 
 def num_tiles_of(batch: LogitsBatch, tiling: Tiling) -> int:
     """Dense tiles of the vocabulary, and sparse ones of the longest list that there may be."""
-    count = triton.cdiv(batch.logits.shape[1], tiling.block)
-    if batch.shaping is not None:
-        count += triton.cdiv(batch.shaping.listed.shape[1], tiling.block)
-    return count
+    listed = 0 if batch.shaping is None else batch.shaping.listed.shape[1]
+    return num_tiles(batch.logits.shape[1], listed, tiling)
+
+
+def num_tiles(vocab: int, listed: int, tiling: Tiling = TILING) -> int:
+    return triton.cdiv(vocab, tiling.block) + triton.cdiv(listed, tiling.block)
+
+
+def bytes_a_row(tiles: int, tiling: Tiling = TILING) -> int:
+    """What is allocated for each row of logits that is drawn from or verified, at most: tiles of
+    statistics, of masses and scores, the shortlist, and what is left of both."""
+    of_tiles, of_list = 12 * tiles, 2 * tiling.list_tokens + 2 * tiling.shares * ENDS.value
+    return 4 * (of_tiles + of_list + 32)
 
 
 def arguments(batch: LogitsBatch) -> dict[str, Any]:

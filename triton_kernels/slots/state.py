@@ -53,6 +53,12 @@ class ArenaSizes(NamedTuple):
             "blocks": (i32, (self.blocks,)),
         }
 
+    @property
+    def num_words(self) -> int:
+        """Of all fields, and of what a plan asks; without what aligns them."""
+        words = sum(math.prod(shape) * dtype.itemsize // 4 for dtype, shape in self.fields.values())
+        return self.slots * (words + len(Asked._fields))
+
 
 class Asked(NamedTuple):
     """What the plan of a step asks of a slot. Where they lie in the field `asked`, which is

@@ -13,21 +13,20 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
-from cbatch.runtime.gpu.buckets import aligned, bucket, depth_bucket, depth_ladder, ladder
+from cbatch.runtime.gpu.buckets import bucket, depth_bucket, depth_ladder, ladder
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import Device, Mark, device_for
 from cbatch.runtime.gpu.draft_pass import DraftPasses
 from cbatch.runtime.gpu.logprobs import LogprobsReader
+from cbatch.runtime.gpu.memory import StepLimits
 from cbatch.runtime.gpu.slot_update import SlotUpdate
 from cbatch.runtime.gpu.slots import Bounds, HostSlots
 from cbatch.runtime.gpu.target_pass import TargetPass
 from cbatch.runtime.model.kv_cache import KVCache
 from triton_kernels.slots import advance as fields
-from triton_kernels.slots.state import Arena, ArenaSizes, SlotState, apply
+from triton_kernels.slots.state import Arena, SlotState, apply
 
 _logger = logging.getLogger("cbatch")
-# Entries that shape logits besides the tokens of the sequence itself: biased and stop ids.
-_SPARE_ENTRIES = 1024
 _MOST_PENDING = 2
 
 
@@ -93,15 +92,12 @@ class GpuExecutor:
         self.target, self.draft, self.device = target, draft, target.device
         self._max_slots, self._max_drafts = max_slots, max_drafts
         self._budget_tokens = step_budget_tokens
-        self._most_catch_up = step_budget_tokens + max_slots
         self._queue = device_for(target.device)
-        sizes = ArenaSizes(
-            slots=max_slots + 1,
-            tokens=aligned(max_sequence_tokens),
-            blocks=aligned(-(-max_sequence_tokens // block_size_tokens)),
-            vocab=target.config.vocab_size,
-            listed=aligned(min(target.config.vocab_size, max_sequence_tokens + _SPARE_ENTRIES)),
+        made_for = StepLimits(
+            max_slots, max_sequence_tokens, step_budget_tokens, block_size_tokens, max_drafts
         )
+        self._most_catch_up = made_for.most_catch_up
+        sizes = made_for.arena_of(target.config)
         limits = {"most_positions": max_sequence_tokens, "most_drafts": max_drafts}
         with torch.inference_mode(), self._queue.working():
             self._arena = Arena.allocate(sizes, self.device)

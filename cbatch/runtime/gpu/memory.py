@@ -1,0 +1,95 @@
+"""What steps take of a device's memory beside weights and KV: counted before KV takes the rest."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cbatch.runtime.gpu.attention import Tuning, heads_of
+from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
+from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.model.config import ModelConfig
+from triton_kernels.sampling.launch import bytes_a_row, num_tiles
+from triton_kernels.slots.state import ArenaSizes
+
+# Entries that shape logits besides the tokens of the sequence itself: biased and stop ids.
+_SPARE_ENTRIES = 1024
+_LIBRARY_BYTES = 128 << 20  # workspaces of products, of steps that are captured and that are not
+_FP32_BYTES = 4
+_LOGPROB_ROWS, _LOGPROB_COPIES = 128, 4  # of logits in fp32 at a time, see `logprobs`
+
+
+class StepLimits(NamedTuple):
+    """The most that a step can bring, as the executor is made for it."""
+
+    max_slots: int
+    max_sequence_tokens: int
+    step_budget_tokens: int
+    block_size_tokens: int
+    max_drafts: int  # 0: nobody drafts
+
+    @property
+    def most_catch_up(self) -> int:
+        """Tokens that the draft model takes in, at most."""
+        return self.step_budget_tokens + self.max_slots
+
+    @property
+    def most_logits(self) -> int:
+        """No more rows of logits than tokens, and of each slot its drafts and one more."""
+        return min(self.step_budget_tokens, self.max_slots * (1 + self.max_drafts))
+
+    def arena_of(self, config: ModelConfig) -> ArenaSizes:
+        """One slot more stands for rows of padding."""
+        tokens, vocab = self.max_sequence_tokens, config.vocab_size
+        return ArenaSizes(
+            slots=self.max_slots + 1,
+            tokens=aligned(tokens),
+            blocks=aligned(-(-tokens // self.block_size_tokens)),
+            vocab=vocab,
+            listed=aligned(min(vocab, tokens + _SPARE_ENTRIES)),
+        )
+
+
+def step_memory_bytes(target: Decoder, draft: Decoder | None, limits: StepLimits) -> int:
+    """All that an executor with these limits allocates but KV, and all that its steps do. Passes
+    that are captured share one pool of memory, those that are not have another."""
+    arena, vocab = limits.arena_of(target.config), target.config.vocab_size
+    used = _LIBRARY_BYTES + arena.num_words * _FP32_BYTES
+    used += _LOGPROB_COPIES * _LOGPROB_ROWS * vocab * _FP32_BYTES
+    used += limits.most_logits * aligned(vocab) * target.dtype.itemsize
+    models = [(target, limits.step_budget_tokens, limits.most_logits)]
+    if draft is not None and limits.max_drafts:
+        rows = limits.max_slots * limits.max_drafts
+        used += rows * aligned(max(vocab, draft.config.vocab_size)) * draft.dtype.itemsize
+        models.append((draft, limits.most_catch_up, rows))
+    eager = captured = 0
+    for decoder, tokens, rows in models:
+        used += _held_bytes(decoder, tokens, limits)
+        eager = max(eager, _pass_bytes(decoder, tokens))
+        passes = _pass_bytes(decoder, min(tokens, MOST_CAPTURED_TOKENS))
+        captured = max(captured, passes, _decision_bytes(decoder, rows, arena, limits.max_slots))
+    return used + eager + captured
+
+
+def _held_bytes(decoder: Decoder, tokens: int, limits: StepLimits) -> int:
+    """The residual stream, partial results of attention, the table of rotary factors."""
+    config, heads = decoder.config, heads_of(decoder.config)
+    tuning = Tuning.of(heads, decoder.dtype, decoder.device, limits.block_size_tokens)
+    partial = heads.kv_heads * tuning.tile.rows * (heads.head_dim + 2) * _FP32_BYTES
+    stream = tokens * config.hidden_size * (_FP32_BYTES + decoder.dtype.itemsize)
+    rotary = 2 * limits.max_sequence_tokens * heads.head_dim * _FP32_BYTES
+    return stream + tuning.most_partials * partial + rotary
+
+
+def _pass_bytes(decoder: Decoder, tokens: int) -> int:
+    """Of one layer: what its products read and write, the fused projections among them."""
+    c, heads = decoder.config, heads_of(decoder.config)
+    projected = heads.kv_heads * (2 * heads.group + 2) * heads.head_dim
+    width = 4 * c.hidden_size + projected + 3 * c.intermediate_size
+    return tokens * width * decoder.dtype.itemsize
+
+
+def _decision_bytes(decoder: Decoder, rows: int, arena: ArenaSizes, slots: int) -> int:
+    """Of so many rows of logits: what they are made of, and what is drawn and verified."""
+    hidden = decoder.config.hidden_size * (_FP32_BYTES + 2 * decoder.dtype.itemsize)
+    tiles = num_tiles(arena.vocab, arena.listed)
+    return rows * (hidden + bytes_a_row(tiles)) + slots * tiles * 4 * _FP32_BYTES

@@ -1,0 +1,116 @@
+"""What an executor allocates is what was counted before KV took the rest."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cbatch.core.request.errors import FieldError
+from cbatch.engine import build
+from cbatch.engine.options import EngineOptions
+from cbatch.runtime.gpu import GpuExecutor, memory
+from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
+from tests.triton_kernels.interpreter.light import without_overflow_checks
+from tests.triton_kernels.interpreter.twins import CPU, Pair
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+LIMITS = StepLimits(
+    max_slots=7,
+    max_sequence_tokens=2048,
+    step_budget_tokens=24,
+    block_size_tokens=16,
+    max_drafts=3,
+)
+NUM_BLOCKS = 8
+
+
+class LiveBytes(TorchDispatchMode):
+    """Of storages that operations have made since, now and at most. The interpreter's copies of
+    arguments are none of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._tensors: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and func._schema.name != "aten::set_":
+            storage = found.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+            known = address in self._tensors or not size
+            if not known and not any(_shares(each, address) for each in (args, kwargs)):
+                self.now += size
+                self.most = max(self.most, self.now)
+                known = True
+                self._tensors[address] = 0
+            if address in self._tensors:
+                self._tensors[address] += 1
+                weakref.finalize(found, self._gone, address, size)
+        return found
+
+    def _gone(self, address: int, size: int) -> None:
+        self._tensors[address] -= 1
+        if not self._tensors[address]:
+            del self._tensors[address]
+            self.now -= size
+
+
+def _shares(arguments: Any, address: int) -> bool:
+    if isinstance(arguments, Tensor):
+        return arguments.untyped_storage().data_ptr() == address
+    each = arguments.values() if isinstance(arguments, dict) else arguments
+    return isinstance(each, (tuple, list)) and any(_shares(x, address) for x in each)
+
+
+@pytest.fixture(autouse=True)
+def steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's products have no workspaces, and nobody asks for log probabilities."""
+    without_overflow_checks(monkeypatch)
+    monkeypatch.setattr(memory, "_LIBRARY_BYTES", 0)
+    monkeypatch.setattr(memory, "_LOGPROB_ROWS", 0)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_steps_take_what_was_counted(drafts: bool) -> None:
+    target, draft = Pair(vocab_size=4000), Pair(noise=0.1, vocab_size=4000) if drafts else None
+    limits = LIMITS if drafts else LIMITS._replace(max_drafts=0)
+    with torch.inference_mode(), LiveBytes() as live:
+        executor = GpuExecutor(
+            target.decoder,
+            num_blocks=NUM_BLOCKS,
+            draft=None if draft is None else draft.decoder,
+            **limits._asdict(),
+        )
+        held = live.now - sum(kv.data.nbytes for kv in (executor.kv, executor.draft_kv) if kv)
+        before, live.most = live.now, live.now
+        logits = executor._target.most_logits
+        rows = limits.max_slots if drafts else 0
+        executor._target.run(executor._queue, limits.step_budget_tokens, logits, rows, True, drafts)
+        if executor._drafting is not None:
+            executor._drafting.run(executor._queue, limits.most_catch_up, rows, 2, True)
+        peak = live.most - before
+    counted = step_memory_bytes(target.decoder, None if draft is None else draft.decoder, limits)
+    assert held + peak <= counted < 1.6 * (held + peak), (held, peak, counted)
+
+
+def test_kv_takes_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An 8 GiB device: the default leaves room for all of a step; a step that does not fit is
+    refused by name."""
+    decoder = Pair(vocab_size=4000).decoder
+    free = 8 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    monkeypatch.setattr(build, "gpu_step_bytes", lambda *_: 5 << 30)
+    decoder.device = torch.device("cuda")
+    kv_bytes = build._memory_for_kv_bytes(decoder, None, EngineOptions(), 64)
+    assert kv_bytes == int(0.85 * (3 << 30))
+    monkeypatch.setattr(build, "gpu_step_bytes", lambda *_: 9 << 30)
+    with pytest.raises(FieldError, match="max_slots: steps work in 9,216 MiB, 8,192 MiB are free"):
+        build._memory_for_kv_bytes(decoder, None, EngineOptions(), 64)
+    decoder.device = CPU
