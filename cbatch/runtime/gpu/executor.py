@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
 from cbatch.runtime.gpu.buckets import bucket, depth_bucket, depth_ladder, ladder
@@ -45,7 +45,7 @@ class _Pending:
     started: Mark
     drafts: tuple[Mark, Mark] | None  # before and behind them, where anybody drafts
     done: Mark
-    logprobs: tuple[TokenLogprobs, ...]
+    logprobs: tuple[Any, ...]  # what `LogprobsReader.queue` gave
 
     @property
     def durations_s(self) -> tuple[float, float]:
@@ -68,8 +68,8 @@ class GpuExecutor:
     the host, which does not know the latest tokens, and are refused. `reset()` after any exception:
     the state is then unspecified. `tuning` is found for the device unless it is given.
 
-    A step queues its work and returns; what it emitted comes in one copy. Only requests that ask
-    for log probabilities make `submit` wait for their step.
+    A step queues its work and returns; what it emitted comes in one copy, log probabilities in
+    others. `submit` never waits for the device, nor reads from it.
     """
 
     def __init__(
@@ -259,12 +259,8 @@ class GpuExecutor:
             bounds.blocks,
         )
         self._fetch(buffers)
-        done = self._queue.mark()
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if self._logprobs.asked(plan):
-            done.wait()
-            logprobs = self._logprobs.describe(plan, self._rows(buffers))
-        return _Pending(plan, buffers, started, drafts, done, logprobs)
+        logprobs = self._logprobs.queue(plan, self._queue)
+        return _Pending(plan, buffers, started, drafts, self._queue.mark(), logprobs)
 
     def _checked(self, plan: StepPlan, bounds: Bounds) -> Bounds:
         for name, found, most in (
@@ -297,7 +293,7 @@ class GpuExecutor:
         result = self._target.result.view(-1)
         if not len(buffers.result):
             buffers.result = self._queue.staging(len(result))
-        buffers.result.copy_(result, non_blocking=True)
+        self._queue.fetch(result, buffers.result)
 
     def _rows(self, buffers: _HostBuffers) -> np.ndarray:
         """By slot; valid until the buffers are used again."""
@@ -325,5 +321,5 @@ class GpuExecutor:
             status=status.astype(np.uint8),
             draft_s=draft_s,
             target_s=target_s,
-            logprobs=step.logprobs,
+            logprobs=self._logprobs.describe(step.logprobs, self._rows(step.buffers)),
         )

@@ -1,9 +1,13 @@
 """Log probabilities: what few requests ask for, computed eagerly behind the step.
 
-These wait for the device, and read from it what they need.
+Nothing here waits for the device: what it computes comes in a copy of its own, and is looked at
+when the step is waited for. Those of what filters and penalties leave the host computes then, from
+the step's logits: penalties follow tokens that are known by then.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +18,35 @@ from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.runtime.cpu.filters import Filters, filtered_logits
 from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.device import Device
 from cbatch.runtime.gpu.target_pass import TargetPass
 from cbatch.runtime.model.arrays import I64
 from cbatch.runtime.sampling.logits_processors import ProcessorChain, processors_of
-from cbatch.runtime.sampling.logprobs import LogprobRequest, LogprobRequests, describe
+from cbatch.runtime.sampling.logprobs import LogprobRequest, LogprobRequests, describe, pack, unpack
 from triton_kernels.slots import advance as fields
 from triton_kernels.slots.state import SlotState
 
-_PROMPT_ROWS = 128  # logits of so many prompt tokens at a time
+PROMPT_ROWS = 128  # logits of so many prompt tokens at a time
+
+
+class _Processed(NamedTuple):
+    """Whose log probabilities follow penalties and filters."""
+
+    params: SamplingParams
+    chain: ProcessorChain
+
+
+class _Asked(NamedTuple):
+    """Rows of one sequence, on their way to the host. Of a prompt `position` is known; else it is
+    that of the first token emitted, whose number the device tells: `known` tokens after the step,
+    and how many of the rows count, it emitted."""
+
+    slot: int
+    num_top: int
+    host: Tensor  # packed int32 [T, 1 + 2 n], or the logits fp32 [T, V]
+    known: Tensor  # int32 [1]
+    position: int | None
+    processed: _Processed | None
 
 
 class LogprobsReader:
@@ -31,9 +56,8 @@ class LogprobsReader:
 
     def clear(self) -> None:
         self._asks = LogprobRequests()
-        self._params: dict[int, SamplingParams] = {}  # of the slots that ask for processed ones
-        self._chains: dict[int, ProcessorChain] = {}
-        self._prompts: dict[int, I64] = {}
+        self._processed: dict[int, _Processed] = {}
+        self._computed: dict[int, int] = {}  # tokens of prompts that are asked for
 
     def take_in(self, deltas: Deltas) -> None:
         if deltas.reset:
@@ -44,44 +68,52 @@ class LogprobsReader:
             self._release(admission.slot)
             self._admit(admission)
 
-    def asked(self, plan: StepPlan) -> bool:
+    def queue(self, plan: StepPlan, device: Device) -> tuple[_Asked, ...]:
+        """Behind the step that was queued last: what its sequences ask for."""
         asks = self._asks
         if not (asks.outputs or asks.prompts):
-            return False
-        return any(slot in asks.outputs or slot in asks.prompts for slot in plan.slots.tolist())
-
-    def describe(self, plan: StepPlan, result: np.ndarray) -> tuple[TokenLogprobs, ...]:
-        """Of the step that has just run; `result` by slot, as `advance` packs it."""
-        found = []
+            return ()
+        prompts, outputs = [], []
         num_new_tokens = plan.query_lens - plan.num_drafts
-        for slot, count, wants in zip(
-            plan.slots.tolist(), num_new_tokens.tolist(), plan.wants_logits.tolist(), strict=True
+        for slot, count, drafts, wants in zip(
+            plan.slots.tolist(),
+            num_new_tokens.tolist(),
+            plan.num_drafts.tolist(),
+            plan.wants_logits.tolist(),
+            strict=True,
         ):
-            ask = self._asks.prompts.get(slot)
+            ask = asks.prompts.get(slot)
             if ask is not None and count > wants:
-                found.append(self._describe_prompt(slot, count - wants, ask))
+                prompts.append(self._queue_prompt(slot, count - wants, ask, device))
             if wants:
-                self._asks.prompts.pop(slot, None)
-        num_tokens = self._state.num_tokens.cpu()
-        starts = self._target.layout.logit_starts.cpu()
-        for slot in plan.slots.tolist():
-            ask = self._asks.outputs.get(slot)
-            emitted = int(result[slot, fields.EMITTED])
-            if ask is None or not emitted:
+                asks.prompts.pop(slot, None)
+                if slot in asks.outputs:
+                    outputs.append(self._queue_output(slot, 1 + drafts, device))
+        return *prompts, *outputs
+
+    def describe(self, asked: tuple[_Asked, ...], result: np.ndarray) -> tuple[TokenLogprobs, ...]:
+        """Of a step that has been waited for; `result` by slot, as `advance` packs it."""
+        found = []
+        for each in asked:
+            if each.position is not None:
+                found.append(unpack(each.slot, each.position, each.host.numpy()))
                 continue
-            tokens = result[slot, fields.NUM_FIELDS :][:emitted].astype(np.int64)
-            start = int(starts[slot])
-            x = self._target.logits[start : start + emitted].float()
-            if ask.processed:
-                x = self._processed(slot, x, tokens)
-            known = int(num_tokens[slot]) - emitted
-            found.append(describe(slot, known, x, tokens, ask.num_top))
+            emitted = int(result[each.slot, fields.EMITTED])
+            if not emitted:
+                continue
+            rows, first = each.host[:emitted], int(each.known) - emitted
+            if each.processed is None:
+                found.append(unpack(each.slot, first, rows.numpy()))
+                continue
+            tokens = result[each.slot, fields.NUM_FIELDS :][:emitted].astype(np.int64)
+            logits = _shaped(rows.clone(), tokens, each.processed)
+            found.append(describe(each.slot, first, logits, tokens, each.num_top))
         return tuple(found)
 
     def _admit(self, a: NewSequence) -> None:
         self._asks.admit(a)
         if a.slot in self._asks.prompts:
-            self._prompts[a.slot] = a.tokens.astype(np.int64)
+            self._computed[a.slot] = 0
         ask = self._asks.outputs.get(a.slot)
         if ask is not None and ask.processed:
             prompt = a.tokens[: a.num_prompt_tokens].tolist()
@@ -89,54 +121,65 @@ class LogprobsReader:
             chain = processors_of(a.params, a.stop_ids, prompt, vocab)
             for token in a.tokens[a.num_prompt_tokens :].tolist():
                 chain.advance(token)
-            self._params[a.slot], self._chains[a.slot] = a.params, chain
+            self._processed[a.slot] = _Processed(a.params, chain)
 
     def _release(self, slot: int) -> None:
         self._asks.release(slot)
-        for held in (self._params, self._chains, self._prompts):
-            held.pop(slot, None)
+        self._processed.pop(slot, None)
+        self._computed.pop(slot, None)
 
-    def _describe_prompt(self, slot: int, count: int, ask: LogprobRequest) -> TokenLogprobs:
+    def _queue_prompt(self, slot: int, count: int, ask: LogprobRequest, device: Device) -> _Asked:
         """Of the prompt tokens that the first `count` rows of a chunk predict."""
-        layout = self._target.layout
-        begin, end = layout.query_starts[slot : slot + 2].tolist()
-        start = int(layout.contexts[slot]) - (end - begin)
-        tokens = self._prompts[slot][start + 1 : start + 1 + count]
+        start = self._computed[slot]
+        self._computed[slot] = start + count
+        begin = self._target.layout.query_starts[slot]
+        tokens = self._state.tokens[slot, start + 1 : start + 1 + count].long()
         parts = []
-        for at in range(0, count, _PROMPT_ROWS):
-            stop = min(at + _PROMPT_ROWS, count)
-            rows = torch.arange(
-                begin + at, begin + stop, dtype=torch.int32, device=self._decoder.device
-            )
+        for at in range(0, count, PROMPT_ROWS):
+            stop = min(at + PROMPT_ROWS, count)
+            rows = begin + torch.arange(at, stop, dtype=torch.int32, device=begin.device)
             logits = self._target.logits.new_empty(len(rows), self._decoder.config.vocab_size)
             self._decoder.logits(self._target.hidden, rows, logits)
-            first = start + 1 + at
-            parts.append(describe(slot, first, logits.float(), tokens[at:stop], ask.num_top))
-        return TokenLogprobs(
-            slot=slot,
-            first_position=start + 1,
-            chosen=np.concatenate([part.chosen for part in parts]),
-            top_ids=np.concatenate([part.top_ids for part in parts]),
-            top=np.concatenate([part.top for part in parts]),
-        )
+            parts.append(pack(logits.float(), tokens[at:stop], ask.num_top))
+        return self._fetched(slot, ask, torch.cat(parts), device)._replace(position=start + 1)
 
-    def _processed(self, slot: int, x: Tensor, tokens: I64) -> Tensor:
-        """What the distribution that is sampled from has instead of logits [T, V]; each follows the
-        tokens before it."""
-        chain, params = self._chains[slot], self._params[slot]
-        for row, token in zip(x, tokens.tolist(), strict=True):
-            chain.shape(row)
-            chain.advance(token)
+    def _queue_output(self, slot: int, count: int, device: Device) -> _Asked:
+        """Of as many tokens as the step may emit."""
+        target, ask = self._target, self._asks.outputs[slot]
+        each = torch.arange(count, dtype=torch.int32, device=target.logits.device)
+        rows = (target.layout.logit_starts[slot] + each).clamp_(max=target.most_logits - 1)
+        logits = target.logits.index_select(0, rows).float()
+        if slot not in self._processed:
+            tokens = target.result[slot, fields.NUM_FIELDS :][:count].long()
+            tokens.clamp_(0, logits.shape[1] - 1)  # what was not emitted is any number
+            logits = pack(logits, tokens, ask.num_top)
+        return self._fetched(slot, ask, logits, device)
 
-        def each(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((len(x),), value, dtype=dtype, device=x.device)
+    def _fetched(self, slot: int, ask: LogprobRequest, found: Tensor, device: Device) -> _Asked:
+        host = device.staging(found.numel()).view(found.dtype).view(found.shape)
+        known = device.staging(1)
+        device.fetch(found, host)
+        device.fetch(self._state.num_tokens[slot : slot + 1], known)
+        return _Asked(slot, ask.num_top, host, known, None, self._processed.get(slot))
 
-        return filtered_logits(
-            x,
-            Filters(
-                each(params.logits_divisor, torch.float32),
-                None if params.top_k is None else each(params.top_k, torch.int64),
-                each(params.top_p, torch.float32) if params.top_p < 1 else None,
-                each(params.min_p, torch.float32) if params.min_p else None,
-            ),
-        )
+
+def _shaped(x: Tensor, tokens: I64, processed: _Processed) -> Tensor:
+    """What the distribution that is sampled from has instead of logits [T, V]; each follows the
+    tokens before it."""
+    params, chain = processed
+    for row, token in zip(x, tokens.tolist(), strict=True):
+        chain.shape(row)
+        chain.advance(token)
+
+    def each(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((len(x),), value, dtype=dtype)
+
+    return filtered_logits(
+        x,
+        Filters(
+            each(params.logits_divisor, torch.float32),
+            None if params.top_k is None else each(params.top_k, torch.int64),
+            each(params.top_p, torch.float32) if params.top_p < 1 else None,
+            each(params.min_p, torch.float32) if params.min_p else None,
+        ),
+    )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from cbatch.runtime.gpu.attention import Tuning, heads_of
 from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.logprobs import PROMPT_ROWS
 from cbatch.runtime.model.config import ModelConfig
 from triton_kernels.sampling.launch import bytes_a_row, num_tiles
 from triton_kernels.slots.state import ArenaSizes
@@ -15,7 +16,7 @@ from triton_kernels.slots.state import ArenaSizes
 _SPARE_ENTRIES = 1024
 _LIBRARY_BYTES = 128 << 20  # workspaces of products, of steps that are captured and that are not
 _FP32_BYTES = 4
-_LOGPROB_ROWS, _LOGPROB_COPIES = 128, 4  # of logits in fp32 at a time, see `logprobs`
+_LOGPROB_COPIES = 8  # of logits in fp32: as they are, normalised, and as integers of two words
 
 
 class StepLimits(NamedTuple):
@@ -54,7 +55,7 @@ def step_memory_bytes(target: Decoder, draft: Decoder | None, limits: StepLimits
     that are captured share one pool of memory, those that are not have another."""
     arena, vocab = limits.arena_of(target.config), target.config.vocab_size
     used = _LIBRARY_BYTES + arena.num_words * _FP32_BYTES
-    used += _LOGPROB_COPIES * _LOGPROB_ROWS * vocab * _FP32_BYTES
+    used += _LOGPROB_COPIES * PROMPT_ROWS * vocab * _FP32_BYTES
     used += limits.most_logits * aligned(vocab) * target.dtype.itemsize
     models = [(target, limits.step_budget_tokens, limits.most_logits)]
     if draft is not None and limits.max_drafts:

@@ -58,31 +58,41 @@ def describe(
 ) -> TokenLogprobs:
     """Of `tokens` int64 [T], chosen at successive positions by `logits` fp32 [T, V] (or by anything
     that differs from them by a constant in each row)."""
+    packed = pack(logits, torch.from_numpy(tokens).to(logits.device), num_top)
+    return unpack(slot, first_position, packed.cpu().numpy())
+
+
+def pack(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
+    """What `unpack` reads, int32 [T, 1 + 2 n], where the logits fp32 [T, V] and `tokens` int64 [T]
+    are: nothing is waited for. n is `num_top`, or the vocabulary if that is smaller."""
     logprobs = logits.log_softmax(dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
-    index = torch.from_numpy(tokens).to(logits.device)
-    num_top = min(num_top, logits.shape[1])
-    ids, values = _top(logprobs, num_top)
+    chosen = logprobs.gather(1, tokens[:, None])
+    top_ids = _top(logprobs, min(num_top, logits.shape[1]))
+    values = torch.cat((chosen, logprobs.gather(1, top_ids)), dim=1)
+    return torch.cat((values.view(torch.int32), top_ids.to(torch.int32)), dim=1)
+
+
+def unpack(slot: int, first_position: int, packed: NDArray[np.int32]) -> TokenLogprobs:
+    num_top = packed.shape[1] // 2
+    values = packed[:, : 1 + num_top].copy().view(np.float32)
     return TokenLogprobs(
         slot=slot,
         first_position=first_position,
-        chosen=logprobs.gather(1, index[:, None]).squeeze(1).cpu().numpy(),
-        top_ids=ids,
-        top=values,
+        chosen=values[:, 0],
+        top_ids=packed[:, 1 + num_top :].copy(),
+        top=values[:, 1:],
     )
 
 
-def _top(logprobs: Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The `count` likeliest of each row in the order (-logprob, id): ids and values [T, count]."""
-    ids = np.zeros((len(logprobs), count), dtype=np.int32)
-    values = np.zeros((len(logprobs), count), dtype=np.float32)
-    if count:
-        edge = logprobs.topk(count, dim=-1).values[:, -1:]
-        for i, contends in enumerate(logprobs >= edge):  # more than `count` where some tie
-            candidates = contends.nonzero().squeeze(1)
-            ordered, order = logprobs[i, candidates].sort(descending=True, stable=True)
-            ids[i] = candidates[order[:count]].cpu().numpy()
-            values[i] = ordered[:count].cpu().numpy()
-    return ids, values
+def _top(logprobs: Tensor, count: int) -> Tensor:
+    """The `count` likeliest of each row in the order (-logprob, id), int64 [T, count]: by integers
+    of the same order, all of them distinct."""
+    bits = (logprobs + 0.0).view(torch.int32)  # of two zeros that are equal, one
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    last = logprobs.shape[1] - 1
+    ids = torch.arange(last + 1, device=logprobs.device)
+    best: Tensor = ((order.long() << 32) + (last - ids)).topk(count, dim=-1).values
+    return last - (best & 0xFFFFFFFF)
 
 
 def split_prompt_rows(

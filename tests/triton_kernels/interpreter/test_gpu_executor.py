@@ -208,7 +208,8 @@ def test_a_draft_that_breaks_on_what_it_drew(depth: int) -> None:
 
 
 @pytest.mark.usefixtures("light")
-def test_log_probabilities() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_log_probabilities(depth: int) -> None:
     requests = [
         make_request("raw", range(4, 10), max_tokens=4, logprobs=3),
         make_request(
@@ -224,7 +225,12 @@ def test_log_probabilities() -> None:
         make_request("prompt", range(20, 44), max_tokens=2, prompt_logprobs=2),
     ]
     _, seen = run_twins(
-        requests, Pair(), Pair(noise=0.05), lookahead="fixed:2", step_budget_tokens=16
+        requests,
+        Pair(),
+        Pair(noise=0.05),
+        lookahead="fixed:2",
+        depth=depth,
+        step_budget_tokens=16,
     )
     happened(seen, "accepted", "unfinished chunks")
     assert seen["log probabilities"] == 4 + 4 + 23

@@ -74,7 +74,7 @@ def steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU's products have no workspaces, and nobody asks for log probabilities."""
     without_overflow_checks(monkeypatch)
     monkeypatch.setattr(memory, "_LIBRARY_BYTES", 0)
-    monkeypatch.setattr(memory, "_LOGPROB_ROWS", 0)
+    monkeypatch.setattr(memory, "_LOGPROB_COPIES", 0)
 
 
 @pytest.mark.parametrize("drafts", [True, False])
