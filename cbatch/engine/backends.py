@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, LOOKUPS, MODEL
@@ -103,6 +103,12 @@ def executor_for(
         drafter=_drafter(cast("Model | None", draft), config),
         grammars=grammars,
     )
+
+
+def depth_for(device: str, overlap: Literal[0, 1] | None) -> int:
+    """Plans that are under way beside the one that runs. A GPU that waits for the next plan is
+    idle; a CPU plans with the processors that compute."""
+    return int(is_gpu(device)) if overlap is None else overlap
 
 
 def refuse_unserved(

@@ -20,6 +20,7 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.build import policy_class
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import (
+    depth_for,
     executor_for,
     gpu_step_bytes,
     held_drafters,
@@ -108,11 +109,12 @@ def load_engine(
     info = _info(model, draft, target, draft_model, config, defaults)
     for line in info.lines():
         _logger.info(line)
+    depth = depth_for(device, options.overlap)
     engine = Engine(
         Scheduler(config, log),
-        ThreadedExecutor(executor) if options.overlap and not is_gpu(device) else executor,
+        ThreadedExecutor(executor) if depth and not is_gpu(device) else executor,
         tokenizer=tokenizer,
-        depth=options.overlap,
+        depth=depth,
         seed=options.seed,
         drafters=held_drafters(config, device),
         grammars=grammars,

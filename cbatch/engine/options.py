@@ -34,12 +34,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     "model" (the draft), "ngram" and "suffix" (they guess by what the text repeats, and need no
     draft). By default that is the draft, and without one nothing is drafted. KV takes `num_blocks`
     blocks, or as many as `kv_memory_bytes` holds, or a share of the machine's memory. `overlap` 1
-    plans a step while one runs. `seed` makes the seeds drawn for requests without one reproducible.
-    `device` "auto" is a GPU where torch sees one that serves all other options, else the CPU.
-    There `threads` compute: as many as the process is given, by its affinity and quota, unless a
-    number says how many. `tokenizer` is where the tokenizer lies, if not with the model; "none"
-    does without text. `generation_config` "none" leaves out the model's own defaults of sampling
-    parameters.
+    plans a step while one runs, as it is on a GPU by default. `seed` makes the seeds drawn for
+    requests without one reproducible. `device` "auto" is a GPU where torch sees one that serves all
+    other options, else the CPU. There `threads` compute: as many as the process is given, by its
+    affinity and quota, unless a number says how many. `tokenizer` is where the tokenizer lies, if
+    not with the model; "none" does without text. `generation_config` "none" leaves out the model's
+    own defaults of sampling parameters.
     """
 
     tokenizer: Annotated[str | None, _engine("tokenizer, if not with the model", "MODEL")] = None
@@ -75,7 +75,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefix_cache: Annotated[
         bool, _engine("share no prompt prefixes", name="no_prefix_cache", negated=True)
     ] = True
-    overlap: Annotated[Literal[0, 1], _engine("1: plan a step while one runs")] = 0
+    overlap: Annotated[
+        Literal[0, 1] | None, _engine("1: plan a step while one runs (default: 1 on a GPU, else 0)")
+    ] = None
     seed: Annotated[
         int | None, _engine("draw the requests' seeds from this", "SEED", name="engine_seed")
     ] = None
@@ -88,7 +90,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if isinstance(value, int) and value < 1:
                 raise FieldError(field, f"{value!r} is not allowed", "give 1 or more, or leave out")
         for field, allowed in (
-            ("overlap", (0, 1)),
+            ("overlap", (None, 0, 1)),
             ("numerics", ("auto", "invariant", "fast")),
             ("generation_config", ("auto", "none")),
             ("queue_policy", get_args(QueuePolicy)),

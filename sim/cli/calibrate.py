@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             raise FieldError(f"--{name}", f"{getattr(args, name)} is not allowed", "give 1 or more")
     require_place("--out", args.out)
     console = Console(stderr=True, highlight=False)
-    options = msgspec.structs.replace(engine_options(args), tokenizer="none")
+    options = msgspec.structs.replace(engine_options(args), tokenizer="none", overlap=0)
     engine, info = load_engine(*model_paths(args.model, args.draft), options)
     for line in info.lines():
         console.print(line, soft_wrap=True)

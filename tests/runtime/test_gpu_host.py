@@ -18,7 +18,14 @@ from cbatch.core.request.request import StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.engine.backends import executor_for, held_drafters, refuse_unserved, serves_grammars
+from cbatch.engine.backends import (
+    depth_for,
+    executor_for,
+    held_drafters,
+    refuse_unserved,
+    serves_grammars,
+)
+from cbatch.engine.options import EngineOptions
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.gpu import Decoder, GpuExecutor
 from cbatch.runtime.gpu.buckets import bucket, depth_bucket, depth_ladder, ladder
@@ -135,6 +142,12 @@ def test_the_cpu_keeps_its_executor() -> None:
     assert held_drafters(config, "cpu") == ("model", "ngram", "suffix")
     assert held_drafters(config, "cuda") == ("model",)
     assert serves_grammars("cpu") and not serves_grammars("cuda:1")
+
+
+@pytest.mark.parametrize("device, usual", [("cpu", 0), ("cuda", 1), ("cuda:1", 1)])
+def test_a_gpu_is_given_the_next_plan_while_it_runs_one(device: str, usual: int) -> None:
+    assert depth_for(device, EngineOptions().overlap) == usual
+    assert [depth_for(device, EngineOptions(overlap=depth).overlap) for depth in (0, 1)] == [0, 1]
 
 
 def test_nothing_of_the_gpu_is_imported_elsewhere() -> None:
