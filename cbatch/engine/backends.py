@@ -148,7 +148,7 @@ def serves_grammars(device: str) -> bool:
 def row_invariance_of(target: AnyModel) -> tuple[bool, str]:
     """Whether a row's bits are its own, and the same in words."""
     if is_gpu(str(target.device)):
-        return False, f"row_invariant: not measured on this device (numerics={target.numerics})"
+        return False, f"row_invariant: no (numerics={target.numerics}; a library's products)"
     from cbatch.runtime.cpu.invariance import probe_row_invariance
 
     report = probe_row_invariance(cast("Model", target))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from cbatch.engine.backends import (
     executor_for,
     held_drafters,
     refuse_unserved,
+    row_invariance_of,
     serves_grammars,
 )
 from cbatch.engine.options import EngineOptions
@@ -148,6 +150,11 @@ def test_the_cpu_keeps_its_executor() -> None:
 def test_a_gpu_is_given_the_next_plan_while_it_runs_one(device: str, usual: int) -> None:
     assert depth_for(device, EngineOptions().overlap) == usual
     assert [depth_for(device, EngineOptions(overlap=depth).overlap) for depth in (0, 1)] == [0, 1]
+
+
+def test_a_gpu_says_that_rows_are_not_invariant() -> None:
+    invariant, told = row_invariance_of(SimpleNamespace(device="cuda:0", numerics="fast"))
+    assert not invariant and told.startswith("row_invariant: no (numerics=fast")
 
 
 def test_nothing_of_the_gpu_is_imported_elsewhere() -> None:
