@@ -16,9 +16,6 @@ from triton_kernels.attention.cases import SPLIT_TOKENS
 from triton_kernels.attention.table import arch_of, resident_programs, tile_for
 
 _INTERPRETED = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
-# The longest queries that a tile is chosen for: verifications. Prefill takes what suits them, since
-# a row's bits are its own only if all queries of a model use one tile.
-_VERIFIED_TOKENS = 8
 
 
 class Tuning(NamedTuple):
@@ -31,12 +28,12 @@ class Tuning(NamedTuple):
 
     @classmethod
     def of(cls, heads: Heads, dtype: torch.dtype, device: torch.device, page_tokens: int) -> Tuning:
-        """From the static table. Raises ValueError if nothing in it serves."""
+        """From the static table, as `bench.gpu` tests and times it: the tile that serves prefill,
+        for a verification reads as much with it. Raises ValueError if nothing there serves."""
         if device.type != "cuda":
             rows = max(_INTERPRETED.rows, triton.next_power_of_2(heads.group))
             return cls(_INTERPRETED._replace(rows=rows), num_programs=4, most_partials=16)
-        rows = heads.group * _VERIFIED_TOKENS
-        tile = tile_for(heads, dtype, page_tokens, arch=arch_of(device), rows=rows)
+        tile = tile_for(heads, dtype, page_tokens, arch=arch_of(device))
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         return cls(tile, resident_programs(tile, device), 2 * processors)
 
