@@ -161,8 +161,8 @@ class GpuExecutor:
         return len(self._pending)
 
     def capture(self) -> None:
-        """Capture the graphs of the usual step shapes (no slot takes part); those beyond are
-        captured when they are first met."""
+        """Capture the graphs of the usual step shapes (no slot takes part), and compile every
+        kernel that any step launches; graphs beyond are captured when they are first met."""
         if not self._queue.captures:
             return
         with torch.inference_mode(), self._queue.working():

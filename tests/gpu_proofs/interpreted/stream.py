@@ -107,9 +107,7 @@ class Stream(TorchDispatchMode):
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Memory for what an operation gives; it is done later."""
-        shapes = func(
-            *tree_map(_on_meta, args), **tree_map(_on_meta, kwargs | _meta_device(kwargs))
-        )
+        shapes = func(*tree_map(_blank, args), **tree_map(_blank, kwargs))
 
         def allocated(like: Any) -> Any:
             if not isinstance(like, Tensor):
@@ -132,12 +130,9 @@ def _ignore(_: object) -> None:
     pass
 
 
-def _on_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
-
-
-def _meta_device(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"device": "meta"} if "device" in kwargs else {}
+def _blank(value: Any) -> Any:
+    """Zeros in its place: any operation takes them."""
+    return torch.zeros_like(value) if isinstance(value, Tensor) else value
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
