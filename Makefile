@@ -9,7 +9,9 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 REAL := $(VENV)/.real-model-asked-for
 
-.PHONY: demo test test-statistics test-fuzz test-hostile bench pictures lint clean
+TRITONS ?= 3.6.0 3.7.0 3.7.1
+
+.PHONY: demo test test-statistics test-fuzz test-hostile prove-gpu bench pictures lint clean
 
 demo: $(REAL)
 	@$(BIN)/cbatch demo
@@ -30,6 +32,18 @@ test-fuzz: $(DEV)
 test-hostile: $(DEV)
 	$(BIN)/python -m pytest -s -m hostile tests/hostile
 
+# What can be said of the kernels' way through a GPU without having one, in 15 minutes: see docs/gpu.md.
+# With SIZES=all every size on every target, for hours.
+prove-gpu: $(DEV) $(TRITONS:%=.tritons/%/.installed)
+	$(BIN)/python -m pytest -q -m "gpu_proofs or not gpu_proofs" tests/gpu_proofs
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -p tests.gpu_proofs.interpreted.audited \
+		tests/triton_kernels/interpreter
+	$(BIN)/python -m tests.gpu_proofs.launches --tritons .tritons $(SIZES:%=--sizes %)
+
+.tritons/%/.installed: $(RUNTIME)
+	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$*
+	@touch $@
+
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,7 +59,7 @@ pictures: $(DEV)
 	$(BIN)/python -m bench.pictures
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) .tritons build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNTIME): pyproject.toml

@@ -59,6 +59,7 @@ def short_profiles() -> Iterator[None]:
 
 INTERPRETED = {
     "test_kernels_in_the_interpreter": HERE / "triton_kernels" / "interpreter",
+    "test_proofs_in_the_interpreter": HERE / "gpu_proofs" / "interpreted",
     "test_sections_with_interpreted_kernels": HERE / "bench" / "interpreted",
 }
 

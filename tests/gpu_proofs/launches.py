@@ -1,18 +1,25 @@
 """Every kernel that the executor launches, as this Triton compiles it; no GPU needed.
 
-    python -m tests.gpu_proofs.launches [--target sm_90] [--sizes first|usual|all]
+    python -m tests.gpu_proofs.launches [--target sm_90] [--sizes first|usual|all] [--tritons DIR]
 
 Executors of several sizes serve requests of every kind on a device without values. Fails on a
 specialisation that is met only after `capture`, on one that does not compile, spills, or takes more
 registers or shared memory than there are. Prints what fails, and one JSON line a target.
+
+`--tritons`: also by the Tritons in the subfolders of DIR, each in a process of its own. Without
+`--sizes` this Triton then compiles the usual sizes for sm_90 and the first for every target, the
+others the first for sm_90 and one target more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import triton
 
@@ -81,12 +88,35 @@ def _short(verdict: Verdict) -> str:
     return verdict.key if len(verdict.key) < 400 else f"{verdict.key[:400]}..."
 
 
+def prove_by_others(folder: Path, targets: list[str], sizes: str | None) -> bool:
+    """Whether nothing is wrong in what the Tritons in `folder` compile."""
+    passed = True
+    others = [target for target in TARGETS if target != "sm_90"]
+    for at, path in enumerate(sorted(path for path in folder.iterdir() if path.is_dir())):
+        for target in targets if sizes else ("sm_90", others[at % len(others)]):
+            command = ["--target", target, "--sizes", sizes or "first"]
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.gpu_proofs.launches", *command],
+                env=os.environ | {"PYTHONPATH": f"{path.resolve()}{os.pathsep}{Path.cwd()}"},
+            )
+            passed = passed and not done.returncode
+    return passed
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_proofs.launches")
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
-    parser.add_argument("--sizes", choices=SIZES, default="usual")
+    parser.add_argument("--sizes", choices=SIZES)
+    parser.add_argument("--tritons", type=Path, metavar="DIR")
     options = parser.parse_args(arguments)
-    passed = [prove(target, SIZES[options.sizes]) for target in options.target or TARGETS]
+    targets = options.target or list(TARGETS)
+    passed = []
+    for target in targets:
+        few = options.tritons is not None and target != "sm_90"
+        sizes = options.sizes or ("first" if few else "usual")
+        passed.append(prove(target, SIZES[sizes]))
+    if options.tritons is not None:
+        passed.append(prove_by_others(options.tritons, targets, options.sizes))
     return 0 if all(passed) else 1
 
 

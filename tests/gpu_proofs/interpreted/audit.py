@@ -127,10 +127,10 @@ class Audit(TorchDispatchMode):
     # -- addresses
 
     def _load(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def create_masked_load(builder: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        def create_masked_load(builder: Any, ptrs: Any, mask: Any, *rest: Any, **more: Any) -> Any:
             if self._now is not None:
                 self._now.load(Addresses.of(ptrs, mask))
-            return real(builder, ptrs, mask, *rest)
+            return real(builder, ptrs, mask, *rest, **more)
 
         return create_masked_load
 

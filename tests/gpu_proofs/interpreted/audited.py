@@ -1,0 +1,36 @@
+"""A plugin of pytest that audits every launch of whatever tests it is given.
+
+    TRITON_INTERPRET=1 python -m pytest -p tests.gpu_proofs.interpreted.audited \
+        tests/triton_kernels/interpreter
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.gpu_proofs.interpreted.audit import Audit
+
+_seen: Counter[str] = Counter()
+_kernels: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def audited() -> Iterator[None]:
+    audit = Audit()
+    with audit.auditing():
+        yield
+    _kernels.update(audit.launches)
+    _seen.update(
+        launches=audit.launches.total(),
+        programs=audit.programs,
+        loads=audit.loads,
+        stores=audit.stores,
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    told = ", ".join(f"{count} {name}" for name, count in _seen.items())
+    terminalreporter.write_line(f"audited: {len(_kernels)} kernels, {told}; orders: 3")
