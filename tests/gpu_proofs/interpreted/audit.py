@@ -199,4 +199,4 @@ def _spans(tensors: list[Tensor]) -> np.ndarray:
 
 
 def _bits(storage: torch.UntypedStorage) -> np.ndarray:
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return torch.tensor([], dtype=torch.uint8).set_(storage).numpy()

@@ -33,7 +33,7 @@ def draw_kernel(
     some = noise_device.words_of(seeds, ids, positions, choices, purposes)
     tl.store(some_ptr + row[:, None] * 2 * BLOCK + ids, some.to(tl.int64))
     first = noise_device.scalar_words(seeds, positions, choices, purposes)
-    tl.store(first_ptr + row, first.to(tl.int64))
+    tl.store(first_ptr + row, first.to(tl.int64), mask=tile + row * 0 == 0)
 
 
 @triton.jit
