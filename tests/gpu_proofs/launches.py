@@ -7,8 +7,8 @@ specialisation that is met only after `capture`, on one that does not compile, s
 registers or shared memory than there are. Prints what fails, and one JSON line a target.
 
 `--tritons`: also by the Tritons in the subfolders of DIR, each in a process of its own. Without
-`--sizes` this Triton then compiles the usual sizes for sm_90 and the first for every target, the
-others the first for sm_90 and one target more.
+`--sizes` this Triton then compiles the usual sizes for sm_90 and the first for other targets, the
+others the first for sm_90.
 """
 
 from __future__ import annotations
@@ -91,9 +91,8 @@ def _short(verdict: Verdict) -> str:
 def prove_by_others(folder: Path, targets: list[str], sizes: str | None) -> bool:
     """Whether nothing is wrong in what the Tritons in `folder` compile."""
     passed = True
-    others = [target for target in TARGETS if target != "sm_90"]
-    for at, path in enumerate(sorted(path for path in folder.iterdir() if path.is_dir())):
-        for target in targets if sizes else ("sm_90", others[at % len(others)]):
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        for target in targets if sizes else ["sm_90"]:
             command = ["--target", target, "--sizes", sizes or "first"]
             done = subprocess.run(
                 [sys.executable, "-m", "tests.gpu_proofs.launches", *command],

@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "rejection": {"temperature": 0.8, "verification": "rejection"},
     "block": {"temperature": 0.8, "verification": "block"},
     "filtered": {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    "log probabilities": {"logprobs": 2, "prompt_logprobs": 1},
     "shaped": {"frequency_penalty": 0.4, "logit_bias": {7: 3.0}},
     "shaped and sampled": {"temperature": 0.9, "presence_penalty": 0.5},
     "shaped block": {"temperature": 0.9, "verification": "block", "repetition_penalty": 1.2},
@@ -82,6 +83,7 @@ class Run:
     def __init__(self, size: Size, arch: str, launches: Launches) -> None:
         self.size, self.launches, self.device = size, launches, MetaDevice()
         self.queued = OnlyQueued(self.device)
+        self.steps = 0
         target = decoder(size.target, size.dtype)
         draft = None if size.draft is None else decoder(size.draft, size.dtype)
         launches.phase = "made"
@@ -128,4 +130,4 @@ class Run:
                 scheduler.add(request, time.monotonic())
         with self.queued:
             for _ in range(steps):
-                loop.step()
+                self.steps += loop.step() is not None

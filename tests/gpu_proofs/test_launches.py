@@ -35,8 +35,10 @@ def check(size: Size, target: str) -> None:
     assert len(launches.first_met_in("captured")) > 20
     assert run.device.replayed > 100
     assert {*run.queued.copies} == {"enters", "comes back"}
-    # A step sends one message and fetches one result; `capture` sends one more.
-    assert run.queued.copies["enters"] == 1 + run.queued.copies["comes back"]
+    # A step sends one message and fetches one result, and what log probabilities it was asked for;
+    # `capture` sends one more.
+    assert run.queued.copies["enters"] == 1 + run.steps
+    assert run.queued.copies["comes back"] > run.steps > 60
 
 
 @by_name(USUAL)
