@@ -91,7 +91,8 @@ class Stream(TorchDispatchMode):
             self.synchronize()
             return func(*args, **kwargs)
         if func.is_view or name in ("aten::detach", "aten::alias", "aten::lift_fresh"):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)  # some make a copy where no view will do
+            return out if _shares(out, args) else self._computed(func, args, kwargs)
         if name in _ALLOCATIONS:
             return self._allocated(func(*args, **kwargs))
         if func._schema.is_mutable:
@@ -128,6 +129,14 @@ class Stream(TorchDispatchMode):
 
 def _ignore(_: object) -> None:
     pass
+
+
+def _shares(out: Any, args: tuple[Any, ...]) -> bool:
+    """Whether results lie in the memory of arguments."""
+    held = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, Tensor)}
+    return all(
+        t.untyped_storage().data_ptr() in held for t in tree_leaves(out) if isinstance(t, Tensor)
+    )
 
 
 def _blank(value: Any) -> Any:
