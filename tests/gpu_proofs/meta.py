@@ -32,20 +32,26 @@ class Refused(BaseException):
 
 
 class MetaDevice(Device):
-    """As `CudaDevice` does, runs what it meets first twice, the second time as a capture; then
-    nothing: a replay launches what was captured."""
+    """As `CudaDevice` does, runs twice what is to be captured, the second time as a capture; then
+    nothing: a replay launches what was captured. `missed` was not captured when it was met."""
 
     captures = True
 
     def __init__(self) -> None:
         self.capturing = False
         self.captured: list[Hashable] = []
+        self.missed: list[Any] = []
         self.replayed = 0
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         if key in self.captured:
             self.replayed += 1
             return
+        self.missed.append(key)
+        function()
+
+    def capture(self, key: Hashable, function: Callable[[], None]) -> None:
+        assert key not in self.captured, f"{key} is captured again"
         function()
         self.capturing = True
         try:

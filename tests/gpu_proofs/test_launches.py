@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from cbatch.runtime.gpu import GpuExecutor
+from cbatch.runtime.gpu import executor as executor_module
 from cbatch.runtime.gpu import target_pass as verifying
+from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS
 from tests.gpu_proofs.compiled import verdicts
 from tests.gpu_proofs.driver import recording
 from tests.gpu_proofs.launches import late, launches_of
@@ -34,6 +35,8 @@ def check(size: Size, target: str) -> None:
     assert late(launches) == []
     assert len(launches.first_met_in("captured")) > 20
     assert run.device.replayed > 100
+    large = [key for key in run.device.missed if key[1] > MOST_CAPTURED_TOKENS]
+    assert run.device.missed == large, "work of steps that are captured"
     assert {*run.queued.copies} == {"enters", "comes back"}
     # A step sends one message and fetches one result, and what log probabilities it was asked for;
     # `capture` sends one more.
@@ -58,9 +61,9 @@ def test_on_every_target(size: Size, target: str) -> None:
 
 
 def test_what_is_compiled_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GpuExecutor, "_compile_the_rest", lambda self: None)
-    launches, _ = launches_of(SIZE, "sm_90")
-    assert len(late(launches)) > 20
+    monkeypatch.setattr(executor_module, "WEIGHING", executor_module.WEIGHING[:1])
+    launches, run = launches_of(SIZE, "sm_90")
+    assert len(late(launches)) > 10 and run.device.missed
 
 
 def reading(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None:

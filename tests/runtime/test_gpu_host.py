@@ -30,7 +30,7 @@ from cbatch.engine.backends import (
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.gpu import Decoder, GpuExecutor
-from cbatch.runtime.gpu.buckets import bucket, depth_bucket, depth_ladder, ladder
+from cbatch.runtime.gpu.buckets import bucket, ladder
 from cbatch.runtime.gpu.logits_processors import neutral, shapes_logits, sparse_of
 from tests.runtime import engines
 from tests.runtime.pairs import NoisyWeights, tiny_config, tiny_model
@@ -45,10 +45,6 @@ def test_buckets_hold_what_they_are_for() -> None:
             assert count <= bucket(count, most) <= most
         assert bucket(0, most) == 0
         assert {bucket(n, most) for n in range(1, min(most, 512) + 1)} == set(ladder(most))
-    for most in (1, 3, 7, 32):
-        found = {depth_bucket(depth, most) for depth in range(1, most + 1)}
-        assert found == set(depth_ladder(most))
-        assert max(found) == most
 
 
 def admission(**params: Any) -> NewSequence:

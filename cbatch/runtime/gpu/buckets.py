@@ -6,7 +6,6 @@ from __future__ import annotations
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _LARGE_STEP = 128
 _ROUND_TO = 16
-_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 # Beyond it a step keeps the device busy for longer than it takes to queue it.
 MOST_CAPTURED_TOKENS = _SMALL[-1]
 
@@ -26,16 +25,8 @@ def aligned(count: int) -> int:
     return -(-count // _ROUND_TO) * _ROUND_TO
 
 
-def depth_bucket(depth: int, most: int) -> int:
-    return min(next((b for b in _DEPTHS if b >= depth), depth), most)
-
-
 def ladder(most: int) -> list[int]:
     """Every captured bucket of counts up to `most`, the largest first: what they need memory for
     is then there for the others."""
     found = {bucket(count, most) for count in (*_SMALL, most) if count <= most}
     return sorted((b for b in found if b <= MOST_CAPTURED_TOKENS), reverse=True)
-
-
-def depth_ladder(most: int) -> list[int]:
-    return sorted({depth_bucket(d, most) for d in range(1, most + 1)}, reverse=True)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from triton_kernels.build import ahead
+
 
 class Mark:
     """A point in the device's queue of work. On the CPU everything is done when it is queued."""
@@ -33,9 +35,16 @@ class Device:
     captures = False
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
-        """Do what `function` queues. Calls of one key queue the same work on the same memory, so
-        that it may be captured the first time and replayed from then on."""
+        """Do what `function` queues, or replay what was captured for `key`: calls of one key queue
+        the same work on the same memory. Nothing is captured while requests wait."""
         function()
+
+    def capture(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Do what `function` queues, and keep it for `run`."""
+        function()
+
+    def compile_ahead(self, launches: Callable[[], None]) -> None:
+        """Compile whatever `launches` would, before it is called in earnest."""
 
     def staging(self, words: int) -> Tensor:
         """int32 [words] on the host, from and to which copies do not wait."""
@@ -85,17 +94,25 @@ class CudaDevice(Device):
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
-        if graph is not None:
+        if graph is None:
+            function()
+        else:
             graph.replay()
-            return
-        # The first time it is really done: that compiles kernels, and lets libraries set up what
-        # may not be set up within a capture. Capturing does nothing but record.
+
+    def capture(self, key: Hashable, function: Callable[[], None]) -> None:
+        # First it is really done: that compiles kernels, and lets libraries set up what may not be
+        # set up within a capture. Capturing does nothing but record.
         function()
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # other threads may go on using the device
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
             function()
         self._graphs[key] = graph
+
+    def compile_ahead(self, launches: Callable[[], None]) -> None:
+        with ahead.listed() as found:
+            launches()
+        ahead.compile_all(found)
 
     def staging(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
@@ -110,6 +127,13 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+class Capturing(Device):
+    """In place of a device: what is run is captured there."""
+
+    def __init__(self, device: Device) -> None:
+        self.run = device.capture  # type: ignore[method-assign]
 
 
 def device_for(device: torch.device) -> Device:

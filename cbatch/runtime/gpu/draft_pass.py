@@ -63,15 +63,22 @@ class DraftPasses:
         self._no_drafts = torch.zeros(slots, dtype=torch.int32, device=device)
 
     def run(self, device: Device, most_tokens: int, rows: int, depth: int, shaped: bool) -> None:
-        """Up to `most_tokens` tokens to catch up with, `rows` rows that draft, each up to `depth`:
-        buckets of what the plan asks."""
+        """Up to `most_tokens` tokens to catch up with, `rows` rows that draft, buckets of what the
+        plan asks; the deepest drafts `depth`."""
+        self.ingest(device, most_tokens)
+        for j in range(depth if rows else 0):
+            self.draft(device, rows, j, shaped)
+
+    def ingest(self, device: Device, most_tokens: int) -> None:
         ingest = partial(self._ingest, most_tokens)
         if most_tokens > MOST_CAPTURED_TOKENS:
             ingest()
         else:
             device.run(("ingest", most_tokens), ingest)
-        if rows:
-            device.run(("draft", rows, depth, shaped), partial(self._draft, rows, depth, shaped))
+
+    def draft(self, device: Device, rows: int, depth: int, shaped: bool) -> None:
+        """Draft number `depth`, from 0, of every row that goes so deep."""
+        device.run(("draft", rows, depth, shaped), partial(self._draft, rows, depth, shaped))
 
     def drafts(self) -> DraftTokens:
         """Of the slots; their number is not in it."""
@@ -101,25 +108,24 @@ class DraftPasses:
 
     def _draft(self, rows: int, depth: int, shaped: bool) -> None:
         layout = self.layout
-        flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(rows)
         last = layout.row_tokens[:rows]
-        for j in range(depth):
-            if j:
-                self._attention.plan(layout.row_starts, layout.row_contexts)
-                self._decoder.forward(flat, self._attention, self._cos_sin, self._hidden)
-                last = self._rows[:rows]
-            own = self._logits[:rows, j, : self._decoder.config.vocab_size]
-            self._decoder.logits(self._hidden, last, own)
-            reduced = reduce_tiles(self._batch(rows, j, shaped), noise.DRAFT)
-            take_drafts(
-                self._state,
-                layout,
-                reduced.ids,
-                j,
-                block_size=self._block_size,
-                most_drafts=self._most_drafts,
-                most_token=self._decoder.config.vocab_size - 1,
-            )
+        if depth:
+            flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(rows)
+            self._attention.plan(layout.row_starts, layout.row_contexts)
+            self._decoder.forward(flat, self._attention, self._cos_sin, self._hidden)
+            last = self._rows[:rows]
+        own = self._logits[:rows, depth, : self._decoder.config.vocab_size]
+        self._decoder.logits(self._hidden, last, own)
+        reduced = reduce_tiles(self._batch(rows, depth, shaped), noise.DRAFT)
+        take_drafts(
+            self._state,
+            layout,
+            reduced.ids,
+            depth,
+            block_size=self._block_size,
+            most_drafts=self._most_drafts,
+            most_token=self._decoder.config.vocab_size - 1,
+        )
 
     def _batch(self, rows: int, depth: int, shaped: bool) -> LogitsBatch:
         state = self._state

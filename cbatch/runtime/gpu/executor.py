@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,15 +16,15 @@ import torch
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
-from cbatch.runtime.gpu.buckets import bucket, depth_bucket, depth_ladder, ladder
+from cbatch.runtime.gpu.buckets import bucket, ladder
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device import Device, Mark, device_for
+from cbatch.runtime.gpu.device import Capturing, Device, Mark, device_for
 from cbatch.runtime.gpu.draft_pass import DraftPasses
 from cbatch.runtime.gpu.logprobs import LogprobsReader
 from cbatch.runtime.gpu.memory import StepLimits
 from cbatch.runtime.gpu.slot_update import SlotUpdate
 from cbatch.runtime.gpu.slots import Bounds, HostSlots
-from cbatch.runtime.gpu.target_pass import TargetPass
+from cbatch.runtime.gpu.target_pass import PLAIN, WEIGHING, Deciding, TargetPass
 from cbatch.runtime.model.kv_cache import KVCache
 from triton_kernels.slots import advance as fields
 from triton_kernels.slots.state import Arena, SlotState, apply
@@ -161,42 +164,36 @@ class GpuExecutor:
         return len(self._pending)
 
     def capture(self) -> None:
-        """Capture the graphs of the usual step shapes (no slot takes part), and compile every
-        kernel that any step launches; graphs beyond are captured when they are first met."""
+        """Before it serves: compile the kernels of whatever a request may ask for, and capture
+        every step of no more tokens and rows than are captured at all. No slot takes part."""
         if not self._queue.captures:
             return
         with torch.inference_mode(), self._queue.working():
-            rows = ladder(self._max_slots)
-            logits = [0, *ladder(self._target.most_logits)]
-            tokens = ladder(self._budget_tokens)
-            _logger.info("capturing steps of %s tokens", ", ".join(map(str, tokens)))
-            for count in tokens:
-                self._target.run(self._queue, count, 0, 0, False)
-            for count in logits:
-                self._target.run(self._queue, tokens[-1], count, 0, False)
-            if self._drafting is not None:
-                depths = depth_ladder(self._max_drafts)
-                _logger.info("capturing drafts: %d shapes", len(rows) * len(depths))
-                for count in ladder(self._most_catch_up):
-                    self._drafting.run(self._queue, count, 0, 0, False)
-                for count in rows:
-                    for depth in depths:
-                        self._drafting.run(self._queue, 1, count, depth, False)
-            self._compile_the_rest()
+            self._queue.compile_ahead(partial(self._run_all, self._queue, _smallest))
+            _logger.info("capturing steps")
+            self._run_all(Capturing(self._queue), ladder)
             self._queue.synchronize()
 
-    def _compile_the_rest(self) -> None:
-        """The kernels of steps that are not captured ahead, by doing one of each kind."""
-        at_once = Device()
+    def _run_all(self, device: Device, sizes: Callable[[int], list[int]]) -> None:
+        """Steps of every kind, of these sizes up to the most that there may be; nothing is asked of
+        any slot."""
         message = SlotUpdate(self._arena.places)
         message.put_all("asked", np.zeros(self.state.asked.shape, dtype=np.int32))
         self._send(message, self._buffers[0])
-        for shaped in (False, True):
-            self._target.run(at_once, 1, 1, 0, shaped)
-            if self._drafting is not None:
-                self._drafting.run(at_once, 1, 1, 1, shaped)
-                for blocks in (False, True):
-                    self._target.run(at_once, 1, 1, 1, shaped, blocks)
+        for count in sizes(self._budget_tokens):
+            self._target.compute(device, count)
+        ways = WEIGHING[:1]
+        if self._drafting is not None:
+            ways = WEIGHING
+            for count in sizes(self._most_catch_up):
+                self._drafting.ingest(device, count)
+            drafts = product(sizes(self._max_slots), range(self._max_drafts), (False, True))
+            for count, depth, shaped in drafts:
+                self._drafting.draft(device, count, depth, shaped)
+        self._target.decide(device, 0, PLAIN)
+        for count, how, shaped in product(sizes(self._target.most_logits), ways, (False, True)):
+            if count > 1 or not how.weighs:  # a draft has a row of logits, and one behind it
+                self._target.decide(device, count, how._replace(shaped=shaped))
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
@@ -242,21 +239,19 @@ class GpuExecutor:
         for kv in (self.kv, self.draft_kv):
             if kv is not None and len(plan.deltas.zeroed_blocks):
                 kv.zero_blocks(plan.deltas.zeroed_blocks)
-        rows, drafts = bucket(bounds.draft_rows, self._max_slots), None
+        drafts = None
         if bounds.drafting:
             assert self._drafting is not None
             begun = self._queue.mark()
+            rows = bucket(bounds.draft_rows, self._max_slots)
             catch_up = bucket(bounds.catch_up, self._most_catch_up)
-            depth = depth_bucket(bounds.depth, self._max_drafts)
-            self._drafting.run(self._queue, catch_up, rows, depth, bounds.shaped)
+            self._drafting.run(self._queue, catch_up, rows, bounds.depth, bounds.shaped)
             drafts = begun, self._queue.mark()
         self._target.run(
             self._queue,
             bucket(bounds.tokens, self._budget_tokens),
             bucket(bounds.logits, self._target.most_logits),
-            rows if bounds.weighs else 0,
-            bounds.shaped,
-            bounds.blocks,
+            Deciding(bounds.shaped, bounds.weighs, bounds.blocks),
         )
         self._fetch(buffers)
         logprobs = self._logprobs.queue(plan, self._queue)
@@ -323,3 +318,8 @@ class GpuExecutor:
             target_s=target_s,
             logprobs=self._logprobs.describe(step.logprobs, self._rows(step.buffers)),
         )
+
+
+def _smallest(most: int) -> list[int]:
+    """One of a kind: kernels are the same for any number of rows."""
+    return [min(2, most)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,18 @@ from triton_kernels.slots.advance import NUM_FIELDS, advance
 from triton_kernels.slots.state import SlotState
 from triton_kernels.slots.target_batch import TargetLayout, make_target_batch
 from triton_kernels.verification.kernel import VerifyOutput, verify_logits
+
+
+class Deciding(NamedTuple):
+    """What the rows of a step ask of its verdict."""
+
+    shaped: bool = False  # some row shapes its logits
+    weighs: bool = False  # some drafts were drawn, and are weighed
+    blocks: bool = False  # some of these as blocks
+
+
+PLAIN = Deciding()
+WEIGHING = (PLAIN, Deciding(weighs=True), Deciding(weighs=True, blocks=True))
 
 
 class TargetPass:
@@ -51,25 +64,22 @@ class TargetPass:
         self.result = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(slots, dtype=torch.int32, device=device)
 
-    def run(
-        self,
-        device: Device,
-        tokens: int,
-        logits: int,
-        draft_rows: int,
-        shaped: bool,
-        blocks: bool = False,
-    ) -> None:
-        """Up to `tokens` tokens, of which `logits` want logits: buckets of what the plan asks.
-        `draft_rows`: so many rows have drafts that were drawn, and are to be weighed; 0: none.
-        `blocks`: some of them are weighed as blocks."""
+    def run(self, device: Device, tokens: int, logits: int, how: Deciding) -> None:
+        """Up to `tokens` tokens, of which `logits` want logits: buckets of what the plan asks."""
+        self.compute(device, tokens)
+        self.decide(device, logits, how)
+
+    def compute(self, device: Device, tokens: int) -> None:
         forward = partial(self._forward, tokens)
         if tokens > MOST_CAPTURED_TOKENS:
             forward()
         else:
             device.run(("target", tokens), forward)
-        decide = partial(self._decide, logits, draft_rows, shaped, blocks)
-        device.run(("decide", logits, draft_rows, shaped, blocks), decide)
+
+    def decide(self, device: Device, logits: int, how: Deciding) -> None:
+        if not logits:
+            how = PLAIN
+        device.run(("decide", logits, how), partial(self._decide, logits, how))
 
     def _forward(self, tokens: int) -> None:
         layout, drafts = self.layout, self._drafting
@@ -84,18 +94,20 @@ class TargetPass:
         self._attention.plan(layout.query_starts, layout.contexts)
         self._decoder.forward(flat, self._attention, self._cos_sin, self.hidden)
 
-    def _decide(self, num_logits: int, draft_rows: int, shaped: bool, blocks: bool) -> None:
+    def _decide(self, num_logits: int, how: Deciding) -> None:
         decision: VerifyOutput | None = None
         if num_logits:
             logits = self.logits[:num_logits]
             self._decoder.logits(self.hidden, self.layout.logit_tokens[:num_logits], logits)
             proposals = None
-            if draft_rows:
+            if how.weighs:
                 assert self._drafting is not None
-                proposals = self._drafting.proposals(draft_rows)
-            batch = self._batch(logits, shaped)
+                # A row that drafts has two rows of logits, and more.
+                most_rows = min(-(-num_logits // 2), len(self._zeros) - 1)
+                proposals = self._drafting.proposals(most_rows)
+            batch = self._batch(logits, how.shaped)
             starts = self.layout.logit_starts
-            decision = verify_logits(batch, starts, proposals, blocks=blocks)
+            decision = verify_logits(batch, starts, proposals, blocks=how.blocks)
         drafts = None if self._drafting is None else self._drafting.layout
         advance(
             self._state,
@@ -104,7 +116,7 @@ class TargetPass:
             self._zeros if drafts is None else drafts.broken,
             self._zeros if drafts is None else drafts.next_kv,
             self.result,
-            shaped=shaped,
+            shaped=how.shaped,
         )
 
     def _batch(self, logits: Tensor, shaped: bool) -> LogitsBatch:

@@ -269,7 +269,7 @@ def test_what_triton_raises_in_a_step_costs_time_and_no_tokens(
 def test_drafting_is_not_charged_with_what_the_host_prepares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a clock that goes on in the host's work, by 100 s, and in the draft's passes, by 7 s."""
+    """By a clock that goes on in the host's work, by 100 s, and in each of the draft's passes, by 7 s."""
     now_s, measured = [0.0], []
 
     def goes_on(owner: type, name: str, seconds: float) -> None:
@@ -283,7 +283,8 @@ def test_drafting_is_not_charged_with_what_the_host_prepares(
 
     def report(self: GpuExecutor, step: Any) -> Any:
         result = reported(self, step)
-        measured.append((result.draft_s, result.target_s, step.plan.num_drafts.sum() > 0))
+        depth = int(step.plan.num_drafts.max())
+        measured.append((result.draft_s, result.target_s, depth))
         return result
 
     monkeypatch.setattr(device_module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
@@ -292,9 +293,9 @@ def test_drafting_is_not_charged_with_what_the_host_prepares(
     reported = GpuExecutor._report
     monkeypatch.setattr(GpuExecutor, "_report", report)
     run_twins(prompts(5, max_tokens=6), Pair(), Pair(noise=0.05), lookahead="fixed:2")
-    assert {drafted for *_, drafted in measured} == {False, True}
-    for draft_s, target_s, drafted in measured:
-        assert target_s == 100.0 and draft_s == (7.0 if drafted else 0.0)
+    assert {depth for *_, depth in measured} >= {0, 2}
+    for draft_s, target_s, depth in measured:
+        assert target_s == 100.0 and draft_s == 7.0 * depth
 
 
 def all_accepted(

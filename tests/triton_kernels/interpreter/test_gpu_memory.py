@@ -16,6 +16,7 @@ from cbatch.engine import build
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.gpu import GpuExecutor, memory
 from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
+from cbatch.runtime.gpu.target_pass import Deciding
 from tests.triton_kernels.interpreter.light import without_overflow_checks
 from tests.triton_kernels.interpreter.twins import CPU, Pair
 
@@ -92,7 +93,8 @@ def test_steps_take_what_was_counted(drafts: bool) -> None:
         before, live.most = live.now, live.now
         logits = executor._target.most_logits
         rows = limits.max_slots if drafts else 0
-        executor._target.run(executor._queue, limits.step_budget_tokens, logits, rows, True, drafts)
+        how = Deciding(shaped=True, weighs=drafts, blocks=drafts)
+        executor._target.run(executor._queue, limits.step_budget_tokens, logits, how)
         if executor._drafting is not None:
             executor._drafting.run(executor._queue, limits.most_catch_up, rows, 2, True)
         peak = live.most - before

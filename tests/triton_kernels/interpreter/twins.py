@@ -44,6 +44,8 @@ class ReplayingDevice(Device):
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         self.recorded.setdefault(key, function)()
 
+    capture = run
+
 
 class Pair:
     """A tiny model for either executor, from the same numbers."""

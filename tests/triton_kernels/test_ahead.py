@@ -1,0 +1,72 @@
+"""What is listed and compiled by other processes is what a launch asks the cache for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tests.gpu_proofs.driver import _Driver
+from tests.gpu_proofs.meta import META
+from triton_kernels.build import ahead
+from triton_kernels.compile_check import TARGETS
+from triton_kernels.layers.norm import rms_norm
+from triton_kernels.slots.state import Arena, ArenaSizes
+from triton_kernels.slots.target_batch import TargetLayout, make_target_batch
+
+
+def launch() -> None:
+    """Named tuples of tensors, and none; numbers of every kind."""
+    x, weight = torch.zeros(5, 48, device=META), torch.zeros(48, device=META)
+    rms_norm(x.bfloat16(), weight, 1e-5)
+    rms_norm(x.bfloat16(), weight, 1e-5, x)
+    state = Arena.allocate(ArenaSizes(3, 32, 16, 40, 16), META).state
+    layout = TargetLayout.allocate(3, 8, 4, META)
+    make_target_batch(state, state.kv_len, layout, block_size=16, most_token=39)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of Triton, on a machine with an H100 as far as launches can tell."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", _Driver(TARGETS["sm_90"]))
+    return tmp_path
+
+
+def test_launches_find_in_the_cache_what_was_compiled_ahead(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ahead.listed() as found:
+        launch()
+        launch()
+    assert len(found) == 3
+    ahead.compile_all(found, processes=2)
+    compiled = sorted(cache.iterdir())
+    assert len(compiled) > 3
+
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started for kernels that are there")
+
+    monkeypatch.setattr(ahead, "subprocess", SimpleNamespace(Popen=start))
+    ahead.compile_all(found)
+    run = JITFunction.run
+    monkeypatch.setattr(
+        JITFunction, "run", lambda self, *args, **more: run(self, *args, **more | {"warmup": True})
+    )
+    launch()
+    assert sorted(cache.iterdir()) == compiled
+
+
+def test_a_kernel_that_does_not_compile_is_left_to_its_launch(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ahead.listed() as found:
+        launch()
+    (name, each), *_ = found.items()
+    ahead.compile_all({name: each._replace(options=each.options | {"num_warps": 3})}, processes=1)
+    assert "not every kernel could be compiled ahead" in caplog.text

@@ -1,0 +1,127 @@
+"""Kernels compiled ahead of their first launch: listed here, compiled by many processes at once,
+into Triton's cache, where the launch finds them.
+
+    python -m triton_kernels.build.ahead FILE
+
+is such a process; FILE holds what it compiles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
+
+_MOST_PROCESSES = 16
+_KERNELS_A_PROCESS = 2  # for fewer it is not worth starting
+_logger = logging.getLogger("cbatch")
+
+
+class Specialisation(NamedTuple):
+    """What one compilation is made of. All of it can be pickled; the kernel by its name."""
+
+    module: str
+    name: str
+    signature: dict[str, Any]
+    constexprs: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+    target: GPUTarget
+
+    def compile(self) -> None:
+        kernel = getattr(importlib.import_module(self.module), self.name)
+        source = ASTSource(kernel, self.signature, self.constexprs, self.attributes)
+        triton.compile(source, target=self.target, options=self.options)
+
+
+@contextmanager
+def listed() -> Iterator[dict[str, Specialisation]]:
+    """Launches within do nothing but for kernels that are compiled already: by key, what they would
+    compile."""
+    found: dict[str, Specialisation] = {}
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        told = json.loads(compile["specialization_data"])
+        found[f"{fn.name} {compile['key']}"] = Specialisation(
+            fn.module,
+            fn.name,
+            compile["signature"],
+            compile["constants"],
+            compile["configs"][0],
+            {name: _tuples(value) for name, value in told["options"].items()},
+            driver.active.get_current_target(),
+        )
+        return True  # it counts as done
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = note
+    try:
+        yield found
+    finally:
+        knobs.runtime.jit_cache_hook = before
+
+
+def compile_all(found: dict[str, Specialisation], *, processes: int | None = None) -> None:
+    """Into Triton's cache, unless these were compiled there before. A process that fails is told
+    of; the launch then says what is wrong."""
+    mark = _mark(found)
+    if not found or mark.exists():
+        return
+    count = processes or min(
+        len(os.sched_getaffinity(0)), -(-len(found) // _KERNELS_A_PROCESS), _MOST_PROCESSES
+    )
+    _logger.info("compiling %d kernels by %d processes", len(found), count)
+    work = list(found.values())
+    with tempfile.TemporaryDirectory(prefix="cbatch-kernels-") as folder:
+        files = [Path(folder) / str(at) for at in range(count)]
+        for at, file in enumerate(files):
+            file.write_bytes(pickle.dumps(work[at::count]))
+        command = [sys.executable, "-m", __name__]
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        environment = os.environ | {"PYTHONPATH": path}
+        running = [subprocess.Popen([*command, str(f)], env=environment) for f in files]
+        failed = [process.wait() for process in running]
+    if any(failed):
+        _logger.warning("not every kernel could be compiled ahead")
+        return
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
+def _mark(found: dict[str, Specialisation]) -> Path:
+    """A file in Triton's cache that is there once all of these are."""
+    digest = hashlib.sha256(triton.__version__.encode())
+    for key in sorted(found):
+        each = found[key]
+        kernel = getattr(importlib.import_module(each.module), each.name)
+        digest.update(f"{key} {kernel.cache_key} {each.target}".encode())
+    return Path(knobs.cache.dir) / f"cbatch-{digest.hexdigest()[:24]}"
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def main(arguments: Sequence[str]) -> None:
+    for each in pickle.loads(Path(arguments[0]).read_bytes()):
+        each.compile()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
