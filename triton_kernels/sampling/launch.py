@@ -25,13 +25,13 @@ NUM_WARPS = 8
 ALL_REGISTERS = 255
 NUM_STAGES = 2
 LIMITS = {
-    "sample_stats": CaseLimits(168, 16 << 10),
+    "sample_stats": CaseLimits(184, 16 << 10),
     "sample_measure": CaseLimits(168, 16 << 10),
     "sample_gather": CaseLimits(168, 16 << 10),
-    "sample_reduce": CaseLimits(176, 8 << 10),
+    "sample_reduce": CaseLimits(200, 8 << 10),
     "sample_walk": CaseLimits(176, 8 << 10),
     "verify_replace": CaseLimits(184, 16 << 10),
-    "verify_finish": CaseLimits(24, 1 << 10),
+    "verify_finish": CaseLimits(32, 1 << 10),
     "verify_accept": CaseLimits(64, 1 << 10),
     "verify_ratios": CaseLimits(64, 1 << 10),
     "verify_masses": CaseLimits(184, 16 << 10),
