@@ -269,7 +269,7 @@ def test_what_triton_raises_in_a_step_costs_time_and_no_tokens(
 def test_drafting_is_not_charged_with_what_the_host_prepares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a clock that goes on in the host's work, by 100 s, and in each of the draft's passes, by 7 s."""
+    """By a clock that goes on by 100 s as the host works, by 7 s in each pass of the draft."""
     now_s, measured = [0.0], []
 
     def goes_on(owner: type, name: str, seconds: float) -> None:
