@@ -19,7 +19,7 @@ LAYERS = {
         "server",
         "llm process",
         "engine",
-        "grammars",
+        "grammars kv_events",
         "runtime steplog text",
         "core demo system",
     ),

@@ -10,7 +10,7 @@ import socket
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.engine.build import load_tokenizers
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.model_files import chat_template_of, find_model, gguf_of
+from cbatch.kv_events.config import KVEventsConfig, read_config
 from cbatch.process.factory import EngineFactory
 from cbatch.process.messages import Ready
 from cbatch.server.http.limits import ConnectionLimits, connections_for
@@ -31,6 +32,9 @@ from cbatch.steplog.step_log import StepLogError, open_to_append
 from cbatch.system.knobs import knob
 from cbatch.system.logs import LogFormat, configure
 from cbatch.text import ChatTemplate, TextTokenizer
+
+if TYPE_CHECKING:
+    from cbatch.kv_events.publisher import KVEventPublisher
 
 _logger = logging.getLogger("cbatch")
 _server, _limit, _watching = (partial(knob, name) for name in ("server", "limits", "sight"))
@@ -61,6 +65,10 @@ class ServeSettings(EngineSettings, frozen=True, kw_only=True):
         tuple[str, ...], _server("ask clients for one of these; repeatable", "KEY")
     ] = ()
     api_key_file: Annotated[str | None, _server("more of them, one a line", "FILE")] = None
+    kv_events_config: Annotated[
+        str | None,
+        _server("publish what enters and leaves the prefix cache; fields are vLLM's", "JSON"),
+    ] = None
     open_metrics: Annotated[bool, _server("/metrics asks for no key")] = False
 
     max_requests_per_key: Annotated[
@@ -143,9 +151,14 @@ async def _serve(settings: ServeSettings) -> None:
         require_parser(settings.tool_parser, tokenizer)
     require_record(settings.record)
     listener = bind(settings.host, settings.port)
-    factory = EngineFactory(model, draft, options, settings.log_format, settings.record)
+    kv_events = kv_event_publisher(settings)
+    factory = EngineFactory(
+        model, draft, options, settings.log_format, settings.record, kv_events is not None
+    )
     client = EngineClient(partial(EngineProcess, factory), hang_timeout_s=settings.hang_timeout)
-    service = EngineService(client, tokenizer, limits=settings.limits, seed=options.seed)
+    service = EngineService(
+        client, tokenizer, limits=settings.limits, seed=options.seed, kv_events=kv_events
+    )
     try:
         served = _served(settings, model, await service.start(), tokenizer, chat_template)
         _logger.info(f"connections: {most} at most")
@@ -205,6 +218,23 @@ def require_record(path: str | None) -> None:
     except (OSError, StepLogError) as error:
         remedy = "name a new file, or a step log, in a folder that exists"
         raise FieldError("record", f"{path} cannot be written ({error})", remedy) from error
+
+
+def kv_event_publisher(settings: ServeSettings) -> KVEventPublisher | None:
+    """None: nothing is to be published. Raises `FieldError`."""
+    text = settings.kv_events_config
+    config = KVEventsConfig() if text is None else read_config(text)
+    if not config.publishes:
+        return None
+    if not settings.engine.prefix_cache:
+        remedy = "leave one of the two out"
+        raise FieldError("kv_events_config", "has nothing to tell with --no-prefix-cache", remedy)
+    from cbatch.kv_events.publisher import KVEventPublisher
+
+    publisher = KVEventPublisher(config)
+    replays = "none" if publisher.replay_endpoint is None else publisher.replay_endpoint
+    _logger.info(f"KV events: {publisher.endpoint} (replays: {replays})")
+    return publisher
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -76,11 +76,13 @@ def load_engine(
     *,
     handles_text: bool = True,
     log: Callable[[Event], None] | None = None,
+    kv_events: bool = False,
 ) -> tuple[Engine, EngineInfo]:
     """Loads a model, and the draft that guesses for it, into an `Engine` to be driven by the
     caller. With `handles_text` False it is given token ids alone. `log` is given every input of its
-    scheduler, see `cbatch.steplog.step_log`. Raises `FieldError`, or the runtime's or tokenizer's
-    error naming file and field."""
+    scheduler, see `cbatch.steplog.step_log`. With `kv_events` the caller takes
+    `scheduler.take_cache_changes` after every step. Raises `FieldError`, or the runtime's or
+    tokenizer's error naming file and field."""
     from cbatch.runtime.cpu.threaded import ThreadedExecutor
 
     options = options or EngineOptions()
@@ -94,7 +96,7 @@ def load_engine(
     defaults = sampling_defaults(path) if options.generation_config == "auto" else {}
     tokenizer = load_tokenizers(path, draft_path, options) if handles_text else None
     device, target, draft_model = _load_models(model, draft, options)
-    config = _scheduler_config(target, draft_model, options)
+    config = _scheduler_config(target, draft_model, options, kv_events)
     grammars = None
     if options.tokenizer != "none" and serves_grammars(device):
         source = options.tokenizer or model
@@ -184,7 +186,7 @@ def _share_processors(threads: int | Literal["auto"]) -> None:
 
 
 def _scheduler_config(
-    target: AnyModel, draft: AnyModel | None, options: EngineOptions
+    target: AnyModel, draft: AnyModel | None, options: EngineOptions, kv_events: bool
 ) -> SchedulerConfig:
     context = target.config.max_position_tokens
     max_tokens = options.max_model_tokens or context
@@ -216,6 +218,7 @@ def _scheduler_config(
         queue_policy=options.queue_policy,
         ageing_per_s=options.ageing_per_s,
         prefix_cache=options.prefix_cache,
+        kv_events=kv_events,
         draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
         # Of a draft token in target tokens, about: work goes with the weights.
         catch_up_price=1.0

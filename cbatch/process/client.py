@@ -77,7 +77,8 @@ class EngineClient:
         self.num_starts = 0
         self.num_tokens = 0  # that came for requests that were open, from all engines together
         self.down: str | None = None  # why it is gone for good
-        self.on_step: Callable[[Stepped], None] | None = None  # for metrics
+        self.on_step: Callable[[Stepped], None] | None = None  # for those who look on
+        self.on_death: Callable[[], None] | None = None  # of each engine
         self._on_snapshot: Callable[[Snapshot], None] | None = None  # None: nobody watches
 
     @property
@@ -338,6 +339,8 @@ class EngineClient:
             link.kill()  # dead already, but for a failure of ours
             in_flight = link.journal.read()
             death = link.close()
+            if self.on_death is not None:
+                self.on_death()
         if self._stopping.is_set():
             return
         if not self._started.done():

@@ -23,12 +23,18 @@ class EngineFactory(msgspec.Struct, frozen=True):
     options: EngineOptions
     log_format: LogFormat = "text"
     record: str | Path | None = None  # a step log, which it appends to
+    kv_events: bool = False  # it tells what enters and leaves its prefix cache
 
     def __call__(self) -> EngineParts:
         configure_logs(self.log_format, logging.WARNING)
         recorder = None if self.record is None else StepRecorder(self.record)
         engine, info = load_engine(
-            self.model, self.draft, self.options, handles_text=False, log=recorder
+            self.model,
+            self.draft,
+            self.options,
+            handles_text=False,
+            log=recorder,
+            kv_events=self.kv_events,
         )
         if engine.grammars is not None:
             engine.grammars.prepare()

@@ -129,8 +129,9 @@ class Stepped(Message, frozen=True):
     rows: tuple[OutputRow, ...]
     endings: tuple[Ending, ...]
     logprobs: tuple[tuple[str, TokenLogprobs], ...]
-    times: StepTimes | None  # None: requests ended without a step
+    times: StepTimes | None  # None: there was no step
     stats: EngineMetrics
+    kv_events: bytes = b""  # a batch, see `cbatch.kv_events.wire`; empty: there were none
 
 
 class Heartbeat(Message, frozen=True):

@@ -25,6 +25,7 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit
 from cbatch.engine.loop import StepLoop
 from cbatch.grammars import Grammars
+from cbatch.kv_events.wire import encode_changes
 from cbatch.process.connection import Death
 from cbatch.process.grammar_desk import GrammarDesk
 from cbatch.process.in_flight import InFlightJournal
@@ -104,6 +105,8 @@ class EngineServer:
             return False
         if self.busy:
             self._step()
+        else:
+            self._tell_without_step([])  # a request that was cancelled has left its blocks
         return True
 
     @property
@@ -184,10 +187,15 @@ class EngineServer:
             self._tell(commit, endings, total_s)
             if self._monitor is not None and self._monitor.due(start_s + total_s):
                 self._show()
-        elif endings:
-            self._send(Stepped((), (), tuple(endings), (), None, self._stats()))
-        elif self._scheduler.has_work:
+        elif not self._tell_without_step(endings) and self._scheduler.has_work:
             raise RuntimeError("the scheduler has requests that it cannot plan")
+
+    def _tell_without_step(self, endings: list[Ending]) -> bool:
+        """Whether there was anything to tell."""
+        kv_events = self._kv_events()
+        if endings or kv_events:
+            self._send(Stepped((), (), tuple(endings), (), None, self._stats(), kv_events))
+        return bool(endings or kv_events)
 
     def _tell(self, commit: Commit, endings: list[Ending], total_s: float) -> None:
         plan, result = self._loop.last_plan, self._loop.last_result
@@ -202,6 +210,7 @@ class EngineServer:
                 logprobs=commit.logprobs,
                 times=StepTimes(result.draft_s, result.target_s, total_s),
                 stats=self._stats(),
+                kv_events=self._kv_events(),
             )
         )
 
@@ -213,6 +222,12 @@ class EngineServer:
             steps, num_steps = monitor.take_steps()
             self._send(Snapshot(monitor.rows(), steps, num_steps, monitor.blocks(), self._stats()))
             monitor.looked(time.monotonic(), time.thread_time() - begin_s)
+
+    def _kv_events(self) -> bytes:
+        """Since the last call; empty, if there are none or nobody follows them."""
+        changes = self._scheduler.take_cache_changes()
+        size = self._scheduler.config.block_size_tokens
+        return encode_changes(changes, time.time(), size) if changes else b""
 
     def _stats(self) -> EngineMetrics:
         scheduler, pool = self._scheduler, self._scheduler.state.pool

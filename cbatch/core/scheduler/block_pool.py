@@ -33,6 +33,7 @@ class Node(NamedTuple):
 
     uid: int
     block: int | None
+    salt: str | None = None  # of a root
 
 
 ROOT = Node(0, None)
@@ -41,11 +42,11 @@ _SALTED_UID = 2**62  # and above: roots; the nodes, which count up from 1, never
 
 def root_of(salt: str | None) -> Node:
     """Where the prefixes of requests with this salt begin, and no others. Its uid is a digest of
-    the salt, so that nobody has to keep salts, however many there are."""
+    the salt, so that no table of salts is kept, however many there are."""
     if salt is None:
         return ROOT
     digest = hashlib.sha256(salt.encode()).digest()[:8]
-    return Node(_SALTED_UID | int.from_bytes(digest) >> 2, None)
+    return Node(_SALTED_UID | int.from_bytes(digest) >> 2, None, salt)
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -260,7 +261,7 @@ class BlockPool:
 
     def _along(self, node: Node, names: np.ndarray) -> list[int]:
         """The same of nodes that were named in one go with `node`: their uids count on from its."""
-        uid, block = node
+        uid, block = node.uid, node.block
         along: list[int] = []
         if block is None or self._uids.item(block) != uid:
             return along

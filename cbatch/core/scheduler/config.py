@@ -38,6 +38,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     # What a waiting request gains a second: levels under `priority`, tokens under `shortest`.
     ageing_per_s: float | None = None  # None: 0 (strict) under `priority`, 64 under `shortest`
     prefix_cache: bool = True
+    kv_events: bool = False  # what enters and leaves the prefix cache is recorded, to be taken
     decode_reserve_tokens: int = 16  # room a request must find beyond its prompt to be admitted
     draft_context_tokens: int | None = None  # None: no draft model is loaded
     # The chain of drafters of a request that names none, preferred first. None: the draft model, or
@@ -59,6 +60,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             ),
             ("catch_up_price", 0 <= self.catch_up_price <= 1, "use a number in [0, 1]"),
             ("decode_reserve_tokens", self.decode_reserve_tokens >= 1, "give at least 1"),
+            (
+                "kv_events",
+                self.prefix_cache or not self.kv_events,
+                "share prefixes (prefix_cache): else there is nothing to tell",
+            ),
             (
                 "ageing_per_s",
                 self.ageing_per_s is None or self.ageing_per_s >= 0,

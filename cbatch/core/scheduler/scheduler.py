@@ -38,6 +38,7 @@ from cbatch.core.scheduler.events import (
 from cbatch.core.scheduler.fast_forward import FastForward
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.planner import Planner
+from cbatch.core.scheduler.recorded_pool import CacheChange, RecordedBlockPool
 from cbatch.core.scheduler.sequence import Commit, Finished, SchedulerStats, Sequence
 from cbatch.core.scheduler.state import SchedulerState
 
@@ -110,7 +111,10 @@ class Scheduler:
             # Log probabilities pass through and decide nothing: the log does without them.
             logged = structs.replace(result, logprobs=()) if result.logprobs else result
             self._log(Committed(logged, now_s))
-        return self._committer.commit(result, now_s)
+        commit = self._committer.commit(result, now_s)
+        if self.config.kv_events:  # those who follow the cache do not wait for a lookup
+            self._state.cache_completed_blocks()
+        return commit
 
     def steps_ahead(self) -> tuple[np.ndarray, int]:
         """For a simulator: the slots of rows, int32, that will decode one token each in as many
@@ -124,6 +128,8 @@ class Scheduler:
         that rows took meanwhile are in no plan's deltas: the executor must not need them. Slots
         that were released are in the next plan's. What ended is with `take_finished`."""
         self._fast_forward.take(tokens, target_s, now_s)
+        if self.config.kv_events:
+            self._state.cache_completed_blocks()
 
     def executor_reset(self, now_s: float) -> None:
         """The executor lost its state: plans in flight are void, running requests go back to the
@@ -139,6 +145,12 @@ class Scheduler:
         finished = tuple(self._state.finished)
         self._state.finished = []
         return finished
+
+    def take_cache_changes(self) -> list[CacheChange]:
+        """What has entered and left the prefix cache since the last call, in order, if the
+        configuration has it recorded (`kv_events`)."""
+        pool = self._state.pool
+        return pool.take_changes() if isinstance(pool, RecordedBlockPool) else []
 
     # ---- what can be seen ---------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.decode_batch import DecodeBatch, Flight
 from cbatch.core.scheduler.plan import Deltas, NewSequence
 from cbatch.core.scheduler.queue import WaitingQueue, rank_request
+from cbatch.core.scheduler.recorded_pool import RecordedBlockPool
 from cbatch.core.scheduler.sequence import Finished, SchedulerStats, Sequence
 from cbatch.core.scheduler.slot_table import SlotTable
 from cbatch.core.speculation.build import build_policy
@@ -28,7 +29,8 @@ class SchedulerState:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks, config.block_size_tokens)
+        pool = RecordedBlockPool if config.kv_events else BlockPool
+        self.pool = pool(config.num_blocks, config.block_size_tokens)
         max_blocks = self.pool.num_blocks_for(config.max_sequence_tokens)
         self._block_size = np.array(config.block_size_tokens, dtype=np.int32)
         self.table = SlotTable(config.max_slots, max_blocks)

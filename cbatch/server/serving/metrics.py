@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -23,11 +23,15 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.stats import Outlook
 from cbatch.process.messages import EngineMetrics
 from cbatch.server.protocol.responses import CallMetrics, SpeculativeDecoding
 from cbatch.server.serving.service import EngineService
 from cbatch.text.outputs import Output
+
+if TYPE_CHECKING:
+    from cbatch.kv_events.publisher import KVEventPublisher
 
 LABELS = ("model_name", "engine")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -131,6 +135,10 @@ class Metrics(Collector):
         yield from self._counted()
         yield from self._timed()
         yield from self._queued()
+        if self._service.kv_events is not None:
+            yield from self._published(self._service.kv_events)
+        if self._service.running:
+            yield self._cache_config(self._service.config)
         if self._service.stats is not None:
             yield from self._told(self._service.stats)
 
@@ -204,6 +212,26 @@ class Metrics(Collector):
         yield self._gauge("cbatch:open_calls", text, service.num_open)
         text = "Times that the engine died and was started again."
         yield self._counter("cbatch:engine_restarts", text, service.num_restarts)
+
+    def _published(self, events: KVEventPublisher) -> Iterator[Metric]:
+        text = "Batches of KV events, sent or not."
+        yield self._counter("cbatch:kv_event_batches", text, events.num_published)
+        text = "Of these, not sent: the queue was full."
+        yield self._counter("cbatch:kv_event_batches_dropped", text, events.num_dropped)
+
+    def _cache_config(self, config: SchedulerConfig) -> Metric:
+        """What is told are the labels; a block on a processor counts as a GPU's, as for vLLM."""
+        values = {
+            "engine": self._labels[1],
+            "block_size": config.block_size_tokens,
+            "num_gpu_blocks": config.num_blocks,
+            "kv_cache_size_tokens": config.num_blocks * config.block_size_tokens,
+            "enable_prefix_caching": config.prefix_cache,
+        }
+        text = "How KV is held."
+        family = GaugeMetricFamily("vllm:cache_config_info", text, labels=(*values,))
+        family.add_metric([*map(str, values.values())], 1)
+        return family
 
     def _told(self, told: EngineMetrics) -> Iterator[Metric]:
         kv_usage = 1 - (told.free_blocks + told.cached_blocks) / told.num_blocks

@@ -7,15 +7,18 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.recorded_pool import CacheCleared
 from cbatch.grammars import FIELD, GrammarGuard, GrammarsBusyError, Setup, TriedGrammar, not_served
+from cbatch.kv_events.wire import encode_changes
 from cbatch.process.client import EngineClient
-from cbatch.process.messages import EngineMetrics, Ready, Snapshot
+from cbatch.process.messages import EngineMetrics, Ready, Snapshot, Stepped
 from cbatch.server.protocol.errors import ServiceDownError
 from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, most_tokens
 from cbatch.server.serving.admission_queue import LONGEST_RETRY_S, AdmissionQueue, Limits
@@ -23,6 +26,9 @@ from cbatch.server.serving.call import OpenCall, OutputStream
 from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import Seeds, choice_requests, token_ids
 from cbatch.text.outputs import Accepted
+
+if TYPE_CHECKING:
+    from cbatch.kv_events.publisher import KVEventPublisher
 
 _LONG_PROMPT_CHARS = 10_000  # tokenising more than this would hold up everyone's stream
 LEAST_UNREAD_TOKENS = 64  # for each choice, so that one long step is no slow reader
@@ -39,11 +45,17 @@ class EngineService:
         *,
         limits: Limits | None = None,
         seed: int | None = None,
+        kv_events: KVEventPublisher | None = None,
     ) -> None:
-        """`seed` makes the seeds drawn for requests without one reproducible."""
+        """`seed` makes the seeds drawn for requests without one reproducible. What the engines tell
+        of their prefix caches goes to `kv_events`; it is closed with the service."""
         self.limits = limits or Limits()
         self.queue = AdmissionQueue(self.limits, time.monotonic)
         self._client, self._tokenizer, self._seeds = client, tokenizer, Seeds(seed)
+        self.kv_events = kv_events
+        if kv_events is not None:
+            client.on_step, client.on_death = self._publish, self._publish_cleared
+            self._publish_cleared()  # to who followed a server that was here before
         self._grammars: GrammarGuard | None = None
         self._calls: dict[str, OpenCall] = {}  # by the caller's request id
         self._num_open = 0  # and those that are being tokenised
@@ -139,6 +151,8 @@ class EngineService:
         self._stops_at_s = time.monotonic()
         self._abort_all(_STOPPING)
         await self._client.stop()
+        if self.kv_events is not None:
+            self.kv_events.close()
         if self._grammars is not None:
             await self._grammars.close()
 
@@ -187,6 +201,14 @@ class EngineService:
             call.begin(requests, self._tokenizer, whole=whole)
             call.keep()
         return call.stream
+
+    def _publish(self, step: Stepped) -> None:
+        if step.kv_events and self.kv_events is not None:
+            self.kv_events.publish(step.kv_events)
+
+    def _publish_cleared(self) -> None:
+        if self.kv_events is not None:
+            self.kv_events.publish(encode_changes([CacheCleared()], time.time()))
 
     def _require_engine(self) -> Ready:
         """Raises `ServiceDownError`."""

@@ -1,0 +1,112 @@
+"""Batches of KV events over ZeroMQ, as vLLM publishes them.
+
+PUB sends [topic, sequence number, batch]. The number counts up from 0, in 8 bytes, big-endian. A
+subscriber that finds a gap asks the ROUTER for all from a number on, and is sent those that are
+kept yet, [topic, sequence number, batch] each, and ["", -1, ""] at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections import deque
+
+import zmq
+
+from cbatch.kv_events.config import KVEventsConfig, binds, field_error
+
+END = (-1).to_bytes(8, "big", signed=True)
+_LINGER_MS = 1000  # of the last batches, at the end
+_PATIENCE_MS = 5000  # with one who asks for a replay and does not read it
+_logger = logging.getLogger("cbatch")
+
+
+class KVEventPublisher:
+    """`publish` waits for nobody: what finds no room in the queue is not sent, but kept for a
+    replay. A thread sends, another one answers who asks for a replay."""
+
+    def __init__(self, config: KVEventsConfig) -> None:
+        """Raises `FieldError` for an endpoint that cannot be had."""
+        self.num_published = self.num_dropped = 0
+        self._topic = config.topic.encode()
+        self._kept = deque[tuple[int, bytes]](maxlen=config.buffer_batches)
+        self._lock = threading.Lock()  # of what is kept
+        self._queue = queue.Queue[tuple[int, bytes] | None](config.max_queue_size)
+        self._context = zmq.Context()
+        self.replay_endpoint: str | None = None
+        try:
+            pub = self._context.socket(zmq.PUB)
+            pub.sndhwm = config.hwm
+            self.endpoint = _open(pub, "endpoint", config.endpoint, binds(config.endpoint))
+            self._threads = [threading.Thread(target=self._send, args=(pub,), daemon=True)]
+            if config.replay_endpoint is not None:
+                router = self._context.socket(zmq.ROUTER)
+                # A message to who is not there, or has left too much unread, is an error.
+                router.router_mandatory, router.sndtimeo = True, _PATIENCE_MS
+                where = _open(router, "replay_endpoint", config.replay_endpoint, True)
+                self.replay_endpoint = where
+                replay = threading.Thread(target=self._replay, args=(router,), daemon=True)
+                self._threads.append(replay)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        for thread in self._threads:
+            thread.start()
+
+    def publish(self, batch: bytes) -> None:
+        seq = self.num_published
+        self.num_published += 1
+        with self._lock:
+            self._kept.append((seq, batch))
+        try:
+            self._queue.put_nowait((seq, batch))
+        except queue.Full:
+            if not self.num_dropped:
+                _logger.warning("KV events come faster than they are sent: some are left out")
+            self.num_dropped += 1
+
+    def close(self) -> None:
+        """What waits in the queue is sent first, if that takes no longer than a second."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=_LINGER_MS / 1000)
+        self._threads[0].join(_LINGER_MS / 1000)
+        self._context.term()  # ends the threads, if they have not ended
+        for thread in self._threads:
+            thread.join()
+
+    def _send(self, pub: zmq.Socket[bytes]) -> None:
+        with pub, contextlib.suppress(zmq.ContextTerminated):
+            while (waiting := self._queue.get()) is not None:
+                seq, batch = waiting
+                pub.send_multipart((self._topic, seq.to_bytes(8, "big"), batch))
+
+    def _replay(self, router: zmq.Socket[bytes]) -> None:
+        with router, contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                match router.recv_multipart():
+                    case [who, b"", start] if len(start) == len(END):
+                        with contextlib.suppress(zmq.ZMQError):
+                            self._answer(router, who, int.from_bytes(start, "big"))
+
+    def _answer(self, router: zmq.Socket[bytes], who: bytes, start: int) -> None:
+        with self._lock:
+            kept = list(self._kept)
+        for seq, batch in kept:
+            if seq >= start:
+                router.send_multipart((who, b"", self._topic, seq.to_bytes(8, "big"), batch))
+        router.send_multipart((who, b"", b"", END, b""))
+
+
+def _open(socket: zmq.Socket[bytes], name: str, endpoint: str, bind: bool) -> str:
+    """Returns where it is, which the system chooses for port 0."""
+    socket.linger = _LINGER_MS
+    socket.ipv6 = "[" in endpoint or "::" in endpoint
+    try:
+        (socket.bind if bind else socket.connect)(endpoint)
+    except zmq.ZMQError as error:
+        remedy = "use one of this machine that is free" if bind else "use tcp://HOST:PORT"
+        problem = f"cannot be {'had' if bind else 'connected to'} ({error})"
+        raise field_error(name, endpoint, remedy, problem) from error
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

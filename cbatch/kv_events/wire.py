@@ -1,0 +1,79 @@
+"""KV events as vLLM writes them: a batch is an array, its events are maps with a `type`. Names and
+order of the fields are those of `vllm/distributed/kv_events.py` (0.32), and so are the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from cbatch.core.scheduler.recorded_pool import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheChange,
+    CacheCleared,
+)
+
+# vLLM's word for the memory that the model computes with, also where that is a processor's: "CPU"
+# is memory that blocks are offloaded to.
+MEDIUM = "GPU"
+RANK = 0  # of the replica among those of one server: there is one
+
+
+class BlockStored(msgspec.Struct, tag=True, frozen=True, gc=False):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: None = None
+    medium: str = MEDIUM
+    lora_name: None = None
+    extra_keys: list[tuple[str] | None] = []  # by block: the salt, where a salted prompt begins
+    group_idx: int = 0
+    kv_cache_spec_kind: str = "full_attention"
+
+
+class BlockRemoved(msgspec.Struct, tag=True, frozen=True, gc=False):
+    block_hashes: list[int]
+    medium: str = MEDIUM
+    group_idx: int = 0
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True, gc=False):
+    pass
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int = RANK
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_changes(
+    changes: Sequence[CacheChange], now_s: float, block_size_tokens: int = 0
+) -> bytes:
+    """A batch. `now_s` is since the epoch; without blocks that are stored no size is needed."""
+    events = [_event_of(change, block_size_tokens) for change in changes]
+    return _encoder.encode(KVEventBatch(now_s, events))
+
+
+def _event_of(
+    change: CacheChange, block_size_tokens: int
+) -> BlockStored | BlockRemoved | AllBlocksCleared:
+    match change:
+        case BlocksStored(hashes, parent_hash, token_ids, salt):
+            first = None if salt is None else (salt,)
+            return BlockStored(
+                hashes,
+                parent_hash,
+                token_ids,
+                block_size_tokens,
+                extra_keys=[first, *[None] * (len(hashes) - 1)],
+            )
+        case BlocksRemoved(hashes):
+            return BlockRemoved(hashes)
+        case CacheCleared():
+            return AllBlocksCleared()

@@ -1,0 +1,214 @@
+"""What the record of a pool tells is what a lookup would hit, after whatever has happened."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.scheduler.block_pool import BlockPool, Node, root_of
+from cbatch.core.scheduler.recorded_pool import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    RecordedBlockPool,
+)
+from cbatch.kv_events.wire import encode_changes
+from tests.checking.follower import Follower, cached_prefixes, hits
+from tests.helpers import World, make_config, make_request
+
+SIZE = 4
+SALTS = (None, "a", "b")
+ALPHABET = (0, 1)
+HAPPENED: Counter[str] = Counter()
+
+
+def tokens(*blocks: int) -> np.ndarray:
+    return np.repeat(np.asarray(blocks, dtype=np.int32), SIZE)
+
+
+class Running:
+    """A sequence as the scheduler has it: some of its blocks are named as it enters."""
+
+    def __init__(self, pool: BlockPool, sequence: np.ndarray, blocks: np.ndarray) -> None:
+        self.pool, self.sequence, self.blocks = pool, sequence, blocks
+        self.end: Node
+        self.named = 0
+
+    def name(self, end: Node, first: int, last: int) -> None:
+        self.end = self.pool.name_chain(self.blocks[first:last], end, self.sequence, first)
+        self.named = last
+
+    def complete(self) -> None:
+        self.name(self.end, self.named, len(self.blocks))
+        self.pool.mark_ready(self.blocks)
+
+
+def drive(pool: BlockPool, choose: Callable[[int], int], num_actions: int) -> None:
+    """Whatever can happen to a pool, and after each a look at what its follower knows. `choose`
+    gives a number below another."""
+    assert isinstance(pool, RecordedBlockPool)
+    follower, running = Follower(), list[Running]()
+    for _ in range(num_actions):
+        action = choose(16)
+        if action < 6:
+            sequence = tokens(*(choose(2) for _ in range(1 + choose(5))))
+            enter(pool, running, sequence, root_of(SALTS[choose(4) % 3]), choose)
+        elif action < 10 and running:
+            running[choose(len(running))].complete()
+        elif action < 14 and running:
+            pool.release(running.pop(choose(len(running))).blocks)
+        elif action == 14 and running:
+            failed = running.pop(choose(len(running)))
+            pool.taint(failed.blocks)
+            pool.release(failed.blocks)
+            HAPPENED["taints"] += 1
+        elif action == 15 and choose(4) == 0:
+            pool.clear_cache()
+            HAPPENED["clears"] += 1
+        changes = pool.take_changes()
+        follower.take(encode_changes(changes, 0.0, SIZE))
+        known = follower.prefixes
+        assert known == cached_prefixes(pool, SALTS) == hits(pool, SALTS, ALPHABET)
+        pool.check()
+        HAPPENED["cached"] += len(known)
+    HAPPENED.update(follower.num_events)
+
+
+def enter(
+    pool: BlockPool,
+    running: list[Running],
+    sequence: np.ndarray,
+    root: Node,
+    choose: Callable[[int], int],
+) -> None:
+    count = len(sequence) // SIZE
+    match = pool.match(sequence, choose(count + 1), root)
+    fresh = count - len(match.blocks)
+    if fresh + pool.count_unreferenced(match.blocks) > pool.num_available:
+        return
+    pool.acquire(match.blocks)
+    blocks = np.append(np.array(match.blocks, dtype=np.intp), pool.allocate(fresh))
+    running.append(Running(pool, sequence, blocks))
+    running[-1].name(match.node, len(match.blocks), len(match.blocks) + choose(fresh + 1))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_the_record_is_the_cache(data: st.DataObject) -> None:
+    pool = RecordedBlockPool(data.draw(st.integers(1, 14)), SIZE)
+    drive(pool, lambda n: data.draw(st.integers(0, n - 1)), data.draw(st.integers(1, 30)))
+
+
+def test_the_record_is_the_cache_after_long_runs() -> None:
+    for seed in range(20):
+        drive(RecordedBlockPool(6 + seed % 9, SIZE), random.Random(seed).randrange, 100)
+    for what in ("taints", "clears", "BlockStored", "BlockRemoved", "AllBlocksCleared"):
+        assert HAPPENED[what] > 10, what
+
+
+class ForgetsEvictions(RecordedBlockPool):
+    def _evict(self, count: int) -> np.ndarray:
+        evicted = self._cached.take(count)
+        BlockPool._forget(self, evicted)
+        return evicted
+
+
+class ForgetsWhatFollows(RecordedBlockPool):
+    """A block that has gone takes nothing with it."""
+
+    def _remove(self, entry) -> None:  # type: ignore[no-untyped-def]
+        below = dict(entry.below)
+        entry.below.clear()
+        super()._remove(entry)
+        entry.below.update(below)
+
+
+class TellsTooSoon(RecordedBlockPool):
+    """A block comes in once it is named, computed or not."""
+
+    def name_chain(self, blocks, *more) -> Node:  # type: ignore[no-untyped-def]
+        last = super().name_chain(blocks, *more)
+        for uid in self._uids[blocks].tolist():
+            if uid in self._entries:
+                self._entries[uid].ready = True
+                self._store(self._entries[uid])
+        return last
+
+
+class OneHashForAllSalts(RecordedBlockPool):
+    def name_chain(self, blocks, parent, *more) -> Node:  # type: ignore[no-untyped-def]
+        return super().name_chain(blocks, parent._replace(salt=None), *more)
+
+
+@pytest.mark.parametrize(
+    "kind", [ForgetsEvictions, ForgetsWhatFollows, TellsTooSoon, OneHashForAllSalts]
+)
+def test_a_record_that_is_wrong_is_found_out(kind: type[RecordedBlockPool]) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        for seed in range(20):
+            drive(kind(6 + seed % 9, SIZE), random.Random(seed).randrange, 60)
+
+
+def test_a_hash_is_of_the_prefix_alone() -> None:
+    """Another pool, other blocks, after an eviction: the same hash; another salt: another one."""
+
+    def stored(pool: RecordedBlockPool, salt: str | None) -> list[BlocksStored]:
+        blocks = pool.allocate(3)
+        pool.name_chain(blocks, root_of(salt), tokens(7, 8, 7), 0)
+        pool.mark_ready(blocks)
+        pool.release(blocks)
+        return [each for each in pool.take_changes() if isinstance(each, BlocksStored)]
+
+    pool, other = RecordedBlockPool(4, SIZE), RecordedBlockPool(9, SIZE)
+    other.release(other.allocate(5))
+    (first,) = stored(pool, None)
+    assert stored(other, None) == [first]
+    assert len({*first.hashes}) == 3 and all(0 <= each < 2**64 for each in first.hashes)
+    (salted,) = stored(pool, "a")
+    assert not {*salted.hashes} & {*first.hashes}
+    assert (salted.salt, salted.parent_hash) == ("a", None)
+    assert stored(pool, None) == [first]
+
+
+def test_nothing_is_recorded_that_is_not_asked_for() -> None:
+    world = World(make_config())
+    world.add(make_request("r", 20))
+    world.run()
+    assert type(world.scheduler.state.pool) is BlockPool
+    assert world.scheduler.take_cache_changes() == []
+
+
+def test_there_is_nothing_to_record_without_a_prefix_cache() -> None:
+    with pytest.raises(FieldError, match="kv_events"):
+        make_config(kv_events=True, prefix_cache=False)
+
+
+def test_a_block_is_told_of_with_the_step_that_completes_it() -> None:
+    """Nobody has to ask for the prefix first."""
+    world = World(make_config(kv_events=True, block_size_tokens=4))
+    world.add(make_request("r", range(9), max_tokens=8, ignore_eos=True))
+    told = []
+    while world.scheduler.has_work:
+        world.step()
+        for change in world.scheduler.take_cache_changes():
+            assert isinstance(change, BlocksStored)
+            told.append((world.scheduler.stats.emitted_tokens, len(change.hashes)))
+    assert told == [(1, 2), (4, 1), (8, 1)]
+
+
+def test_a_reset_executor_has_nothing_cached() -> None:
+    world = World(make_config(kv_events=True))
+    world.add(make_request("r", range(9), max_tokens=4))
+    world.step()
+    world.scheduler.executor_reset(world.clock())
+    assert world.scheduler.take_cache_changes() == [CacheCleared()]
+    world.loop.executor.reset()
+    world.run()
+    assert not any(isinstance(c, BlocksRemoved) for c in world.scheduler.take_cache_changes())

@@ -1,0 +1,84 @@
+"""A gateway's end of KV events: it subscribes, finds gaps by the sequence numbers, and has them
+replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import zmq
+
+from cbatch.kv_events.publisher import END
+from tests.checking.follower import Follower
+
+WAIT_MS = 10_000
+
+
+class Subscriber:
+    """`deaf`: of so many messages it hears one only, as if a network had lost the others."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
+        self._context = zmq.Context()
+        self._topic = topic.encode()
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.subscribe(self._topic)
+        self._sub.connect(endpoint.replace("0.0.0.0", "127.0.0.1"))
+        self._replays: zmq.Socket[bytes] | None = None
+        if replay_endpoint is not None:
+            self._replays = self._context.socket(zmq.DEALER)
+            self._replays.connect(replay_endpoint.replace("0.0.0.0", "127.0.0.1"))
+        self.follower = Follower()
+        self.next_seq = 0
+        self.num_gaps = self.num_replayed = 0
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def hear(self, wait_ms: int = 0) -> bool:
+        """One message, if there is one. A gap before it is filled first."""
+        if not self._sub.poll(wait_ms):
+            return False
+        topic, seq_bytes, batch = self._sub.recv_multipart()
+        assert topic == self._topic
+        seq = int.from_bytes(seq_bytes, "big")
+        if seq > self.next_seq:
+            self.num_gaps += 1
+            self.catch_up()
+        if seq == self.next_seq:  # and not among what was replayed
+            self._take(batch)
+        return True
+
+    def catch_up(self) -> None:
+        """All that it has missed."""
+        for seq, batch in self.replay(self.next_seq):
+            assert seq == self.next_seq, "what it has missed is kept no longer"
+            self._take(batch)
+            self.num_replayed += 1
+
+    def replay(self, start: int) -> Iterator[tuple[int, bytes]]:
+        assert self._replays is not None
+        self._replays.send_multipart([b"", start.to_bytes(8, "big")])
+        while True:
+            assert self._replays.poll(WAIT_MS), "no replay"
+            empty, topic, seq, batch = self._replays.recv_multipart()
+            assert empty == b""
+            if seq == END:
+                assert (topic, batch) == (b"", b"")
+                return
+            assert topic == self._topic
+            yield int.from_bytes(seq, "big"), batch
+
+    def _take(self, batch: bytes) -> None:
+        self.follower.take(batch)
+        self.next_seq += 1
+
+
+@contextmanager
+def subscribed(
+    endpoint: str, replay_endpoint: str | None = None, topic: str = ""
+) -> Iterator[Subscriber]:
+    subscriber = Subscriber(endpoint, replay_endpoint, topic)
+    try:
+        yield subscriber
+    finally:
+        subscriber.close()
