@@ -10,6 +10,10 @@ from cbatch.core.request.errors import FieldError
 
 SETTING = "kv_events_config"
 _MOST = 2**31 - 1
+_FIELDS = (
+    "enable_kv_cache_events (true, false), publisher (zmq, null), endpoint, replay_endpoint, topic "
+    "(text), buffer_steps, hwm, max_queue_size (numbers)"
+)
 _SWITCHED_ON = '{"enable_kv_cache_events": true}'
 
 
@@ -46,8 +50,7 @@ def read_config(text: str) -> KVEventsConfig:
     try:
         config = msgspec.json.decode(text.encode(), type=KVEventsConfig)
     except msgspec.ValidationError as error:
-        fields = ", ".join(KVEventsConfig.__struct_fields__)
-        raise FieldError(SETTING, str(error), f"its fields are {fields}") from error
+        raise FieldError(SETTING, str(error), f"use {_FIELDS}") from error
     except msgspec.DecodeError as error:
         raise FieldError(
             SETTING, f"is no JSON ({error})", f"write it as '{_SWITCHED_ON}'"

@@ -74,6 +74,12 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], named: str, remedy: str)
     assert remedy in f"{raised.value.problem}; {raised.value.remedy}"
 
 
+def test_a_field_that_is_unknown_is_told_all_that_are() -> None:
+    with pytest.raises(FieldError) as raised:
+        read(colour="red")
+    assert all(field in raised.value.remedy for field in KVEventsConfig.__struct_fields__)
+
+
 def test_what_is_no_json_is_told_so() -> None:
     for text in ("", "on", "[1]", '{"enable_kv_cache_events": tru'):
         with pytest.raises(FieldError, match="kv_events_config"):

@@ -1,0 +1,31 @@
+"""Run by a Python that has vLLM: reads a replay with vLLM's own types, and publishes what it read
+with vLLM's own publisher. Arguments: where to ask for it, and where to publish and replay."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import msgspec
+import zmq
+from vllm.config.kv_events import KVEventsConfig
+from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
+
+source, endpoint, replay_endpoint = sys.argv[1:]
+socket = zmq.Context().socket(zmq.DEALER)
+socket.connect(source)
+socket.send_multipart([b"", bytes(8)])
+decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+publisher = ZmqEventPublisher(0, endpoint, replay_endpoint)
+batches = []
+while True:
+    _, topic, seq, payload = socket.recv_multipart()
+    if seq == ZmqEventPublisher.END_SEQ:
+        break
+    batches.append(decoder.decode(payload))
+    publisher.publish(batches[-1])
+told = {"config": asdict(KVEventsConfig()), "batches": msgspec.to_builtins(batches)}
+print(json.dumps(told), flush=True)
+sys.stdin.read()
+publisher.shutdown()
