@@ -19,8 +19,10 @@ from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policy import Shadow, StepBudget
 from cbatch.core.speculation.step_work import StepSample, StepWork
 from cbatch.engine.loop import StepLoop
+from cbatch.kv_events.wire import encode_changes
 from tests.checking.clock import VirtualClock
 from tests.checking.executor import SimExecutor
+from tests.checking.follower import Follower, cached_prefixes
 from tests.checking.language import reference_output
 from tests.checking.models import ModelledAcceptance
 
@@ -180,6 +182,7 @@ class World:
         self.shown: defaultdict[str, list[int]] = defaultdict(list)
         self.finished: dict[str, Finished] = {}
         self.commits: list[Commit] = []
+        self.follower = Follower()
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -193,6 +196,7 @@ class World:
     def step(self) -> Commit | None:
         commit = self.loop.step()
         self.scheduler.check()
+        self.follow()
         if commit is not None:
             self.commits.append(commit)
             for row in commit.updates():
@@ -202,6 +206,15 @@ class World:
             self._end(commit.finished)
         self._end(self.scheduler.take_finished())
         return commit
+
+    def follow(self) -> None:
+        """Who hears of what enters and leaves the prefix cache knows what is in it."""
+        changes = self.scheduler.take_cache_changes()
+        if changes:
+            self.follower.take(encode_changes(changes, 0.0, self.config.block_size_tokens))
+        if self.config.kv_events:
+            salts = {request.cache_salt: None for request in self.requests.values()}
+            assert self.follower.prefixes == cached_prefixes(self.scheduler.state.pool, salts)
 
     def run(self, max_steps: int = 3000) -> dict[str, Finished]:
         """Step until nothing is left to do."""

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.block_pool import BlockPool, Node, root_of
 from cbatch.core.scheduler.recorded_pool import (
-    BlocksRemoved,
     BlocksStored,
     CacheCleared,
     RecordedBlockPool,
@@ -192,23 +191,23 @@ def test_there_is_nothing_to_record_without_a_prefix_cache() -> None:
 
 def test_a_block_is_told_of_with_the_step_that_completes_it() -> None:
     """Nobody has to ask for the prefix first."""
-    world = World(make_config(kv_events=True, block_size_tokens=4))
+    world = World(make_config(kv_events=True))
     world.add(make_request("r", range(9), max_tokens=8, ignore_eos=True))
     told = []
     while world.scheduler.has_work:
         world.step()
-        for change in world.scheduler.take_cache_changes():
-            assert isinstance(change, BlocksStored)
-            told.append((world.scheduler.stats.emitted_tokens, len(change.hashes)))
-    assert told == [(1, 2), (4, 1), (8, 1)]
+        told.append((world.scheduler.stats.emitted_tokens, len(world.follower.blocks)))
+    assert told == [(1, 2), (2, 2), (3, 2), (4, 3), (5, 3), (6, 3), (7, 3), (8, 4)]
 
 
 def test_a_reset_executor_has_nothing_cached() -> None:
     world = World(make_config(kv_events=True))
-    world.add(make_request("r", range(9), max_tokens=4))
+    world.add(make_request("r", range(9), max_tokens=4, cache_salt="tenant"))
     world.step()
+    assert len(world.follower.blocks) == 2
     world.scheduler.executor_reset(world.clock())
-    assert world.scheduler.take_cache_changes() == [CacheCleared()]
+    assert world.scheduler.state.pool.take_changes() == [CacheCleared()]
+    world.follower.blocks.clear()
     world.loop.executor.reset()
     world.run()
-    assert not any(isinstance(c, BlocksRemoved) for c in world.scheduler.take_cache_changes())
+    assert world.follower.num_events == {"BlockStored": 3}

@@ -36,6 +36,7 @@ def configs(draw):
     chains = [None, ("suffix",), ("ngram", "suffix")]
     if draft_context is not None:
         chains += [("suffix", "model"), ("model", "ngram")]
+    prefix_cache = draw(st.booleans())
     return SchedulerConfig(
         num_blocks=draw(st.one_of(st.integers(2, 12), st.just(40))),
         block_size_tokens=draw(st.integers(1, 6)),
@@ -46,7 +47,8 @@ def configs(draw):
         eos_ids=draw(st.sampled_from([(), (3,)])),
         queue_policy=draw(st.sampled_from(["fcfs", "priority", "shortest"])),
         ageing_per_s=draw(st.sampled_from([None, 0.0, 2.0, 1000.0])),
-        prefix_cache=draw(st.booleans()),
+        prefix_cache=prefix_cache,
+        kv_events=prefix_cache and draw(st.booleans()),
         decode_reserve_tokens=draw(st.integers(1, 8)),
         draft_context_tokens=draft_context,
         drafter=draw(st.sampled_from(chains)),
@@ -179,6 +181,7 @@ class Serving(RuleBasedStateMachine):
         self.disturbed.add(name)
         self.world.scheduler.check()
         self.world._end(self.world.scheduler.take_finished())
+        self.world.follow()
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 5.0]))
     def wait(self, seconds):
@@ -215,6 +218,7 @@ class Serving(RuleBasedStateMachine):
             ("rows drafted by the model", executor.rows_by_drafter["model"]),
             ("rows drafted by a lookup", executor.rows_by_drafter["suffix"]),
             ("scores", executor.num_scores),
+            ("kv events", sum(world.follower.num_events.values())),
             ("zeroed blocks", sum(len(plan.deltas.zeroed_blocks) for plan in world.plans)),
         ):
             HAPPENED[prefix + what] += count
@@ -254,6 +258,7 @@ def test_everything_happened():
             "rows drafted by a lookup",
             "scores",
             "zeroed blocks",
+            "kv events",
             *(reason.value for reason in FinishReason),
         ):
             assert HAPPENED[f"depth {depth} {what}"] > 10, what

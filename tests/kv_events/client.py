@@ -3,7 +3,7 @@ replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import zmq
@@ -15,9 +15,16 @@ WAIT_MS = 10_000
 
 
 class Subscriber:
-    """`deaf`: of so many messages it hears one only, as if a network had lost the others."""
+    """`loses` says of a message, by its number, that it never came."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        loses: Callable[[int], bool] = lambda seq: False,
+    ) -> None:
+        self._loses = loses
         self._context = zmq.Context()
         self._topic = topic.encode()
         self._sub = self._context.socket(zmq.SUB)
@@ -41,6 +48,8 @@ class Subscriber:
         topic, seq_bytes, batch = self._sub.recv_multipart()
         assert topic == self._topic
         seq = int.from_bytes(seq_bytes, "big")
+        if self._loses(seq):
+            return True
         if seq > self.next_seq:
             self.num_gaps += 1
             self.catch_up()
@@ -75,9 +84,12 @@ class Subscriber:
 
 @contextmanager
 def subscribed(
-    endpoint: str, replay_endpoint: str | None = None, topic: str = ""
+    endpoint: str,
+    replay_endpoint: str | None = None,
+    topic: str = "",
+    loses: Callable[[int], bool] = lambda seq: False,
 ) -> Iterator[Subscriber]:
-    subscriber = Subscriber(endpoint, replay_endpoint, topic)
+    subscriber = Subscriber(endpoint, replay_endpoint, topic, loses)
     try:
         yield subscriber
     finally:

@@ -1,0 +1,142 @@
+"""Who follows a simulated hour by its events alone, over real sockets and with losses, knows at any
+moment what is in the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.kv_events.config import KVEventsConfig
+from cbatch.kv_events.publisher import KVEventPublisher
+from cbatch.kv_events.wire import encode_changes
+from sim.distributions.arrivals import poisson
+from sim.distributions.lengths import uniform
+from sim.replay.replay import replay
+from sim.report.report import to_json
+from sim.report.timeline import TimelineStep
+from sim.traces.changes import scale
+from sim.traces.reader import Trace
+from sim.traces.request import TraceRequest
+from sim.workload.generate import Conversations, converse
+from sim.workload.sources import OpenLoop
+from tests.checking.follower import cached_prefixes
+from tests.kv_events.client import Subscriber
+from tests.sim.replays import config_for, executor_for, speculating
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+HOUR_S = 3600.0
+
+
+def hour(sessions: int = 150) -> list[TraceRequest]:
+    """Conversations that begin with one of three system prompts."""
+    made = Conversations(
+        turns=uniform(1, 5),
+        messages=uniform(20, 200),
+        outputs=uniform(5, 40),
+        system_prompts=3,
+        system_prompt_tokens=256,
+        think_s=20.0,
+    )
+    rate = sessions / HOUR_S
+    return list(converse(lambda rng: poisson(rate, rng), made, sessions=sessions, seed=4))
+
+
+class Gateway:
+    """An observer of a replay: publishes every step's events, and compares now and then. What is
+    lost on the way comes from the publisher's short queue, and from the network."""
+
+    def __init__(self, folder: Path, every_steps: int) -> None:
+        self._every_steps = every_steps
+        endpoint, replays = f"ipc://{folder}/live", f"ipc://{folder}/replay"
+        config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            endpoint=endpoint,
+            replay_endpoint=replays,
+            max_queue_size=20,
+        )
+        self.publisher = KVEventPublisher(config)
+        self.subscriber = Subscriber(endpoint, replays, loses=lambda seq: seq % 7 == 3)
+        self.num_steps = self.num_looks = 0
+        self.sizes: set[int] = set()
+
+    def step(self, step: TimelineStep) -> None:
+        scheduler = step.scheduler
+        changes = scheduler.take_cache_changes()
+        if changes:
+            size = scheduler.config.block_size_tokens
+            self.publisher.publish(encode_changes(changes, step.ended_s, size))
+        self.subscriber.hear()
+        self.num_steps += 1
+        if self.num_steps % self._every_steps == 0:
+            self.look(scheduler)
+
+    def look(self, scheduler: Any) -> None:
+        while self.subscriber.hear():
+            pass
+        if self.subscriber.next_seq < self.publisher.num_published:
+            self.subscriber.catch_up()
+        found = self.subscriber.follower.prefixes
+        assert found == cached_prefixes(scheduler.state.pool)
+        self.sizes.add(len(found))
+        self.num_looks += 1
+
+    def close(self) -> None:
+        self.subscriber.close()
+        self.publisher.close()
+
+
+def follow(
+    requests: Iterable[TraceRequest], config: SchedulerConfig, folder: Path, every_steps: int
+) -> Gateway:
+    gateway = Gateway(folder, every_steps)
+    try:
+        replay(OpenLoop(requests), config, executor_for(config), observers=[gateway])
+    finally:
+        gateway.close()
+    assert gateway.subscriber.num_gaps > 20 and gateway.subscriber.num_replayed > 20
+    assert min(gateway.subscriber.follower.num_events.values()) > 20, "stored and removed"
+    return gateway
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_an_hour_is_followed(tmp_path: Path, drafts: int) -> None:
+    more = speculating(drafts) if drafts else {}
+    config = config_for(kv_events=True, **more)
+    gateway = follow(hour(), config, tmp_path, every_steps=50)
+    assert gateway.num_looks > 60 and max(gateway.sizes) > 300
+
+
+def test_to_be_followed_moves_nothing() -> None:
+    """The same steps at the same times, fast-forwarded or not."""
+    requests = hour(60)
+    for more in ({}, speculating(3)):
+        reports = []
+        for kv_events in (False, True):
+            config = config_for(kv_events=kv_events, num_blocks=150, **more)
+            report = replay(OpenLoop(requests), config, executor_for(config))
+            reports.append(to_json(report).replace(b'"kv_events": true', b'"kv_events": false'))
+        assert reports[0] == reports[1]
+
+
+@pytest.mark.shared_data
+def test_a_published_trace_is_followed(tmp_path: Path) -> None:
+    """Mooncake's, whose prefixes are those of its hashes, in blocks of 512 tokens: the first 1,000
+    requests, at the rate that makes an hour of them."""
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is absent")
+    trace = list(Trace(SHARED / "traces/mooncake/synthetic_trace.jsonl"))[:1000]
+    requests = scale(trace, rate=trace[-1].arrival_s / HOUR_S)
+    config = config_for(
+        kv_events=True,
+        num_blocks=1000,
+        block_size_tokens=512,
+        max_model_tokens=200_000,
+        step_budget_tokens=8192,
+        **speculating(3),
+    )
+    gateway = follow(requests, config, tmp_path, every_steps=100)
+    assert gateway.num_looks > 100
