@@ -23,6 +23,7 @@ from cbatch.cli.serve import LOST
 from cbatch.demo import demo_paths
 from cbatch.server.http.run import EngineLostError
 from tests.cli.conftest import Run
+from tests.kv_events.client import subscribed
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -55,9 +56,12 @@ def test_it_serves_the_demo_pair_until_it_is_told_to_stop(tmp_path: Path) -> Non
         f'num_blocks = 64\napi_key = ["none"]\napi_key_file = "{tmp_path / "keys"}"\n'
         "open_metrics = true\nmax_connections = 2\n"
     )
+    live, replays = f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replays"
+    events = {"enable_kv_cache_events": True, "endpoint": live, "replay_endpoint": replays}
     with serve(
         *("--port", "0", "--max-slots", "2", "--lookahead", "off"),
         *("--config", tmp_path / "serve.toml"),
+        *("--kv-events-config", json.dumps(events)),
         environment={"CBATCH_API_KEY": "first,second", "CBATCH_REQUEST_TIMEOUT": "3"},
     ) as (process, where, told):
         assert "row_invariant" in told and "KV: 64 blocks of 16 tokens" in told
@@ -78,6 +82,10 @@ def test_it_serves_the_demo_pair_until_it_is_told_to_stop(tmp_path: Path) -> Non
             post(f"{where}/v1/completions", body, "none")
         with urlopen(f"{where}/metrics", timeout=60) as metrics:
             assert metrics.status == 200
+        post(f"{where}/v1/completions", {"prompt": "x = [" + "1, " * 50, "max_tokens": 1}, "first")
+        with subscribed(live, replays) as gateway:
+            gateway.catch_up()
+            assert len(gateway.follower.blocks) > 1
         address = ("127.0.0.1", int(where.rpartition(":")[2]))
         with socket.create_connection(address) as one, socket.create_connection(address) as two:
             with pytest.raises(HTTPError, match="503"):

@@ -136,6 +136,7 @@ def test_errors_at_start_say_what_to_do(
     started: list[Any] = []
     monkeypatch.setattr("cbatch.process.server.EngineProcess.__init__", started.append)
     (tmp_path / "notes").write_text("mine")
+    on = '"enable_kv_cache_events": true'
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for flags, told in (
@@ -151,6 +152,18 @@ def test_errors_at_start_say_what_to_do(
             ((tmp_path / "nothing",), str(tmp_path / "nothing")),
             (("--grace", "1", "--timeout", "-1"), "--timeout: -1.0 is not allowed"),
             (("--max-connections", 2**40), f"--max-connections: {2**40} need"),
+            (
+                ("--kv-events-config", f'{{{on}, "hmw": 1}}'),
+                "--kv-events-config: Object contains unknown field `hmw`; use enable_kv_cache",
+            ),
+            (
+                ("--kv-events-config", f'{{{on}, "endpoint": "ipc://{tmp_path}/no/file"}}'),
+                "no/file' cannot be had",
+            ),
+            (
+                ("--no-prefix-cache", "--kv-events-config", f"{{{on}}}"),
+                "--kv-events-config: has nothing to tell with --no-prefix-cache",
+            ),
             (("--max-connections", 0), "--max-connections: 0 is not allowed"),
         ):
             run = cbatch("serve", *flags)

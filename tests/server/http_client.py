@@ -19,6 +19,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from cbatch.engine.engine import Engine
+from cbatch.kv_events.publisher import KVEventPublisher
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import Ready
 from cbatch.server.http.app import create_app
@@ -129,12 +130,17 @@ def call(
 
 
 @contextmanager
-def serving(engine: Engine, limits: Limits | None = None, **options: Any) -> Iterator[Client]:
+def serving(
+    engine: Engine,
+    limits: Limits | None = None,
+    kv_events: KVEventPublisher | None = None,
+    **options: Any,
+) -> Iterator[Client]:
     """Serves what the engine would run, in a thread, until the block ends. `options` are those of
     `serving_service`."""
     held = {"drafters": engine.drafters, "grammars": engine.grammars}
     client = EngineClient(partial(EngineThread, engine.scheduler, engine.loop, **held))
-    service = EngineService(client, engine.tokenizer, limits=limits)
+    service = EngineService(client, engine.tokenizer, limits=limits, kv_events=kv_events)
     with serving_service(service, engine.tokenizer, **options) as served:
         yield served
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from cbatch.kv_events.publisher import KVEventPublisher
 from cbatch.process.client import EngineClient
 from cbatch.process.server import EngineProcess, Factory
 from cbatch.server.serving.admission_queue import Limits
@@ -37,11 +38,14 @@ class Served(NamedTuple):
 
 @contextmanager
 def serving_process(
-    factory: Factory, limits: Limits | None = None, tokenizer: TextTokenizer = TOKENIZER
+    factory: Factory,
+    limits: Limits | None = None,
+    tokenizer: TextTokenizer = TOKENIZER,
+    kv_events: KVEventPublisher | None = None,
 ) -> Iterator[Served]:
     """HTTP in a thread of the test, where the test can look into it, the engine in a process."""
     engine = EngineClient(partial(EngineProcess, factory))
-    service = EngineService(engine, tokenizer, limits=limits)
+    service = EngineService(engine, tokenizer, limits=limits, kv_events=kv_events)
     with serving_service(service, tokenizer) as client:
         yield Served(client, service, engine)
 

@@ -222,15 +222,14 @@ class Metrics(Collector):
     def _cache_config(self, config: SchedulerConfig) -> Metric:
         """What is told are the labels; a block on a processor counts as a GPU's, as for vLLM."""
         values = {
-            "engine": self._labels[1],
             "block_size": config.block_size_tokens,
             "num_gpu_blocks": config.num_blocks,
             "kv_cache_size_tokens": config.num_blocks * config.block_size_tokens,
             "enable_prefix_caching": config.prefix_cache,
         }
         text = "How KV is held."
-        family = GaugeMetricFamily("vllm:cache_config_info", text, labels=(*values,))
-        family.add_metric([*map(str, values.values())], 1)
+        family = GaugeMetricFamily("vllm:cache_config_info", text, labels=(*LABELS, *values))
+        family.add_metric((*self._labels, *map(str, values.values())), 1)
         return family
 
     def _told(self, told: EngineMetrics) -> Iterator[Metric]:

@@ -1,0 +1,121 @@
+"""A server's KV events: a gateway that follows them knows the engine's prefix cache, and that it is
+empty once the engine has died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cbatch.kv_events.config import KVEventsConfig
+from cbatch.kv_events.publisher import KVEventPublisher
+from tests.checking.executor import Faults
+from tests.checking.follower import Follower, cached_prefixes, digest, digest_of_root
+from tests.kv_events.client import WAIT_MS, Subscriber, subscribed
+from tests.process.factories import SIZES, SimFactory
+from tests.server.http_client import sample, serving, wait_until
+from tests.server.processes import Answer, Served, call, serving_process
+from tests.toy_engine import TOKENIZER, make_engine
+
+BODY: dict[str, Any] = {"prompt": "def add(a, b):", "max_tokens": 40, "return_token_ids": True}
+
+
+@contextmanager
+def followed(folder: Path) -> Iterator[tuple[KVEventPublisher, Subscriber]]:
+    endpoint, replays = f"ipc://{folder}/live", f"ipc://{folder}/replay"
+    config = KVEventsConfig(True, endpoint=endpoint, replay_endpoint=replays)
+    publisher = KVEventPublisher(config)  # whoever serves closes it
+    with subscribed(endpoint, replays) as subscriber:
+        yield publisher, subscriber
+
+
+def hear_all(publisher: KVEventPublisher, subscriber: Subscriber) -> Follower:
+    while subscriber.hear():
+        pass
+    if subscriber.next_seq < publisher.num_published:
+        subscriber.catch_up()
+    return subscriber.follower
+
+
+def test_a_gateway_knows_the_cache(tmp_path: Path) -> None:
+    """Of a small pool, with salts, clients that leave, and an executor that fails twice."""
+    faults = Faults(raise_at_runs=frozenset({30, 90}))
+    engine = make_engine(
+        kv_events=True, num_blocks=60, max_model_tokens=128, lookahead="off", faults=faults
+    )
+    salts = (None, "alice", "bob")
+
+    async def calls(port: int) -> None:
+        work = []
+        for i in range(24):
+            body = BODY | {"prompt": "def add" + "ab" * (i % 5), "cache_salt": salts[i % 3]}
+            leave = 1 if i % 4 == 3 else None
+            work.append(call(port, body | {"stream": True}, leave_after_bytes=leave))
+        await asyncio.gather(*work)
+
+    with (
+        followed(tmp_path) as (publisher, subscriber),
+        serving(engine, kv_events=publisher) as client,
+    ):
+        scheduler, follower = engine.scheduler, subscriber.follower
+        for _ in range(2):
+            asyncio.run(calls(client.port))
+            wait_until(lambda: not (scheduler.has_work or scheduler.num_in_flight))
+            wait_until(
+                lambda: (
+                    hear_all(publisher, subscriber).prefixes
+                    == cached_prefixes(scheduler.state.pool, salts)
+                )
+            )
+        assert min(follower.num_events[f"Block{what}"] for what in ("Stored", "Removed")) > 10
+        assert follower.num_events["AllBlocksCleared"] == 3, "at the start, and for each fault"
+        assert sample(client, "cbatch:kv_event_batches_total") == publisher.num_published
+        assert sample(client, "cbatch:kv_event_batches_dropped_total") == 0
+        told = {"block_size": "4", "num_gpu_blocks": "60", "kv_cache_size_tokens": "240"}
+        assert sample(client, "vllm:cache_config_info", enable_prefix_caching="True", **told) == 1
+
+
+def test_a_dead_engine_has_nothing_cached(tmp_path: Path) -> None:
+    """It is killed in mid-stream, with blocks of calls that are over. Its successor's are all that
+    is left: those of the stream, which goes on, and of a call after it."""
+    held = tmp_path / "held"
+    held.touch()
+    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, held=str(held), sizes={"kv_events": True})
+
+    async def scene(served: Served) -> list[Answer]:
+        port = served.client.port
+        await call(port, BODY | {"prompt": "it is over before"})
+        stream = asyncio.create_task(call(port, BODY | {"max_tokens": 300, "stream": True}))
+        while served.engine.num_tokens < 100:
+            await asyncio.sleep(0.002)
+        assert served.engine.pid is not None
+        held.unlink()
+        os.kill(served.engine.pid, signal.SIGKILL)
+        return [await stream, await call(port, BODY | {"prompt": "it comes after", "stream": True})]
+
+    with followed(tmp_path) as (publisher, subscriber):
+        with serving_process(factory, kv_events=publisher) as served:
+            answers = asyncio.run(scene(served))
+            follower = hear_all(publisher, subscriber)
+        assert follower.num_events["AllBlocksCleared"] == 2, "at the start, and for the death"
+        expected = set[bytes]()
+        for answer in answers:
+            choices = [choice for event in answer.events for choice in event["choices"]]
+            output = [i for choice in choices for i in choice["token_ids"]]
+            expected |= whole_blocks([*choices[0]["prompt_token_ids"], *output])
+        assert follower.prefixes == expected and len(expected) > 80
+        while follower.blocks:
+            assert subscriber.hear(WAIT_MS), "nothing is cached once the server has ended"
+
+
+def whole_blocks(tokens: list[int]) -> set[bytes]:
+    """Of all of them but the last, whose KV nobody computes."""
+    size, before, found = SIZES["block_size_tokens"], digest_of_root(None), set()
+    for at in range(0, (len(tokens) - 1) // size * size, size):
+        before = digest(before, tokens[at : at + size])
+        found.add(before)
+    return found
