@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -150,32 +151,36 @@ async def _serve(settings: ServeSettings) -> None:
     if settings.tool_parser is not None:
         require_parser(settings.tool_parser, tokenizer)
     require_record(settings.record)
-    listener = bind(settings.host, settings.port)
-    kv_events = kv_event_publisher(settings)
-    factory = EngineFactory(
-        model, draft, options, settings.log_format, settings.record, kv_events is not None
-    )
-    client = EngineClient(partial(EngineProcess, factory), hang_timeout_s=settings.hang_timeout)
-    service = EngineService(
-        client, tokenizer, limits=settings.limits, seed=options.seed, kv_events=kv_events
-    )
-    try:
-        served = _served(settings, model, await service.start(), tokenizer, chat_template)
-        _logger.info(f"connections: {most} at most")
-        app = create_app(
-            service, served, keys=keys, open_metrics=settings.open_metrics, limits=connections
+    with closing(bind(settings.host, settings.port)) as listener:
+        kv_events = kv_event_publisher(settings)
+        factory = EngineFactory(
+            model,
+            draft,
+            options,
+            settings.log_format,
+            settings.record,
+            kv_events=kv_events is not None,
         )
-        config = ServerConfig(app, connections, log_config=None)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        client = EngineClient(partial(EngineProcess, factory), hang_timeout_s=settings.hang_timeout)
+        service = EngineService(
+            client, tokenizer, limits=settings.limits, seed=options.seed, kv_events=kv_events
+        )
+        try:
+            served = _served(settings, model, await service.start(), tokenizer, chat_template)
+            _logger.info(f"connections: {most} at most")
+            app = create_app(
+                service, served, keys=keys, open_metrics=settings.open_metrics, limits=connections
+            )
+            config = ServerConfig(app, connections, log_config=None)
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
 
-        def announce(port: int) -> None:
-            _logger.info(f"serving {served.name} on http://{host}:{port}/v1")
+            def announce(port: int) -> None:
+                _logger.info(f"serving {served.name} on http://{host}:{port}/v1")
 
-        server = DrainingServer(config, service, grace_s=settings.grace, on_listening=announce)
-        await server.serve([listener])
-    finally:
-        listener.close()
-        await service.stop()
+            server = DrainingServer(config, service, grace_s=settings.grace, on_listening=announce)
+            await server.serve([listener])
+        finally:
+            await service.stop()
 
 
 def _served(
