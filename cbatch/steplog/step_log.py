@@ -180,6 +180,7 @@ def replay(
                 commit = scheduler.commit(result, now_s)
                 if on_commit is not None:
                     on_commit(commit)
+                scheduler.take_cache_changes()  # whoever followed its cache has been told
             case Added(request, now_s, output):
                 scheduler.add(request, now_s, output)
             case Cancelled(request_id, now_s):

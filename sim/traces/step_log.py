@@ -60,7 +60,7 @@ def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
     ]
     if not found:
         raise FieldError("step log", f"{path} has no request with output", "record it anew")
-    return sort_requests(found), configs[-1]
+    return sort_requests(found), replace(configs[-1], kv_events=False)  # nobody follows
 
 
 @dataclass

@@ -10,10 +10,15 @@ from tests.checking.executor import Faults
 from tests.helpers import World, make_config, make_request
 
 
-def busy_world(log, depth):
+def busy_world(log, depth, **more):
     """A run with everything in it: preemption, faults, cancel, finish, non-finite rows, sharing."""
     config = make_config(
-        num_blocks=16, lookahead="ema:3", queue_policy="shortest", ageing_per_s=3.0, eos_ids=(7,)
+        num_blocks=16,
+        lookahead="ema:3",
+        queue_policy="shortest",
+        ageing_per_s=3.0,
+        eos_ids=(7,),
+        **more,
     )
     faults = Faults(raise_at_runs=frozenset({6, 20, 21, 22, 23}), non_finite_at={"r3": 2})
     world = World(config, depth=depth, log=log, faults=faults)
@@ -35,12 +40,12 @@ def encode(value):
     return msgspec.msgpack.encode(value, enc_hook=encode_array)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_replay_reproduces_every_decision(tmp_path, depth):
+@pytest.mark.parametrize(("depth", "kv_events"), [(0, False), (1, False), (0, True), (1, True)])
+def test_replay_reproduces_every_decision(tmp_path, depth, kv_events):
     """Trap 8 (replicas that do not follow from their inputs differ)."""
     path = tmp_path / "steps.jsonl"
     with StepRecorder(path) as log:
-        world = busy_world(log, depth)
+        world = busy_world(log, depth, kv_events=kv_events)
     assert world.scheduler.stats.preemptions > 0
     assert world.scheduler.stats.prefix_hit_tokens > 0
     read = read_step_log(path)
