@@ -209,4 +209,5 @@ def _drafter(draft: Model | None, config: SchedulerConfig) -> Drafter | None:
         model=None if draft is None else DraftModel(draft),
         lookups={"ngram": LookupDrafter(NgramLookup()), "suffix": LookupDrafter(SuffixLookup())},
         default=config.default_chain,
+        model_price=config.catch_up_price,
     )

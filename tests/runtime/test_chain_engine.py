@@ -23,7 +23,14 @@ from tests.runtime.pairs import tiny_model
 from tests.runtime.test_drafter import CheckedDraftModel
 
 VOCAB, NOISE = 12, 0.08
-CHAINS = (("suffix", "model"), ("ngram",), ("ngram", "model"), ("model",), ("suffix",))
+CHAINS = (
+    ("suffix", "model"),
+    ("ngram",),
+    ("ngram", "model"),
+    ("model",),
+    ("suffix",),
+    ("model", "suffix", "ngram"),
+)
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 50}
 COUPLED = GREEDY | {"temperature": 0.4, "verification": "coupled"}
 RETURNS_AT = 120  # step in which the second half enters, whose prompts are what the first half said

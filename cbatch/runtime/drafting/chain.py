@@ -1,4 +1,4 @@
-"""Several drafters in one engine: each row goes to the first of its chain that has a proposal."""
+"""Several drafters in one engine: each row goes to one of its chain that has a proposal."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal
 from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.runtime.drafting.lookup import Evidence, LookupDrafter
+from cbatch.runtime.drafting.turns import Turns
 from cbatch.runtime.model.arrays import I64
 
 # The most tokens of a row that a draft model ingests in a step to make up for drafts of others. If
@@ -32,9 +33,10 @@ class ChainDrafter(Drafter):
     """Holds drafters by name; a request names its chain (`SamplingParams.drafter`), or gets
     `default`.
 
-    A row is offered to the drafters of its chain in order until one drafts, each with a single call
-    for all rows whose turn it is. Names of the chain that are not held are passed over; whoever
-    accepts requests should refuse them by `check`.
+    A row is offered to the drafters of its chain in turn until one drafts, each with a single call
+    for all rows whose turn it is. Whose turn comes first is learnt by slot (`Turns`); `model_price`
+    is what a pass of the model costs over one of the target. Names of the chain that are not held
+    are passed over; whoever accepts requests should refuse them by `check`.
 
     While a lookup drafts for a slot, the draft model's KV falls behind; `kv_lens` says so. Where a
     lookup has the first turn the scheduler plans no catch-up, since it would mostly be in vain: the
@@ -47,7 +49,9 @@ class ChainDrafter(Drafter):
         model: DraftModel | None = None,
         lookups: Mapping[str, LookupDrafter],
         default: tuple[str, ...],
+        model_price: float = 0.0,
     ) -> None:
+        self._model_price = model_price
         self.model, self.lookups, self.default = model, dict(lookups), default
         self._drafters: dict[str, Drafter] = {**self.lookups}
         if model is not None:
@@ -76,17 +80,17 @@ class ChainDrafter(Drafter):
         slots = self.table.max_slots
         self._mixed = np.zeros(slots, dtype=np.bool_)  # its chain is not the model alone
         self._num_mixed = 0
-        self._scored = np.zeros(slots, dtype=np.bool_)  # a lookup has the first turn, and may draft
+        self._scored = np.zeros(slots, dtype=np.bool_)  # has a lookup, and may draft
         self._num_scored = 0
         self._since = np.zeros(slots, dtype=np.int64)  # tokens at its last draft or score
         self._pause = np.zeros(slots, dtype=np.int64)  # tokens until its next score
         self._steps = 0
-        # Turns that somebody has, and whose they are; None: to be found out.
-        self._order: list[tuple[int, str]] | None = None
-        # Turn t of a slot belongs to a drafter: bool [turns, slots] for each.
-        self._turns = {
-            name: np.zeros((len(self._drafters), slots), dtype=np.bool_) for name in self._drafters
-        }
+        self._turns = Turns(
+            self.table,
+            self.lookups,
+            with_model=self.model is not None,
+            model_price=self._model_price,
+        )
 
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
         for drafter in self._drafters.values():
@@ -103,35 +107,34 @@ class ChainDrafter(Drafter):
         names = self.default if asked is None else asked
         names, slot = tuple(name for name in names if name in self._drafters), admission.slot
         self._mixed[slot] = names != (MODEL,)
-        first = names[0] in self.lookups if names else False
-        self._scored[slot] = first and admission.params.max_lookahead != 0
+        if admission.params.max_lookahead == 0:
+            names = names[:1]  # there is nothing to choose
+        looks_up = any(name in self.lookups for name in names)
+        self._scored[slot] = looks_up and admission.params.max_lookahead != 0
         self._since[slot], self._pause[slot] = len(admission.tokens), SCORE_TOKENS
-        self._set_chain(slot, names)
+        self._turns.admit(admission, names)
+        self._count()
 
     def release(self, slot: int) -> None:
         for drafter in self._drafters.values():
             drafter.release(slot)
         self._mixed[slot] = self._scored[slot] = False
-        self._set_chain(slot, ())
+        self._turns.release(slot)
+        self._count()
 
-    def _set_chain(self, slot: int, names: tuple[str, ...]) -> None:
+    def _count(self) -> None:
         self._num_mixed, self._num_scored = map(np.count_nonzero, (self._mixed, self._scored))
-        for name, turns in self._turns.items():
-            turns[:, slot] = False
-            if name in names:
-                turns[names.index(name), slot] = True
-        self._order = None
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         for drafter in self._drafters.values():
             drafter.truncate(slots, kv_len_tokens)
 
     def observe(self, slots: NDArray[np.integer], since: I64) -> Evidence:
-        """As `LookupDrafter.observe`, by the first drafter of each row's chain. A model that did
+        """As `LookupDrafter.observe`, by the drafter that has the first turn. A model that did
         not draft cannot tell what it would have: no trials."""
         trials, hits = np.zeros((2, len(slots)), dtype=np.int64)
         for name, lookup in self.lookups.items():
-            at = np.flatnonzero(self._turns[name][0, slots])
+            at = np.flatnonzero(self._turns.of(0, name, slots))
             if len(at):
                 trials[at], hits[at] = lookup.observe(slots[at], since[at])
         return Evidence(trials, hits)
@@ -141,6 +144,7 @@ class ChainDrafter(Drafter):
 
     def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
         """A few rows now and then, so many that each is served when its turn has come."""
+        self._turns.learn(slots, num_drafted)
         if not self._num_scored:
             return None
         if num_drafted is not None and num_drafted.any():
@@ -151,6 +155,7 @@ class ChainDrafter(Drafter):
             return None
         known = self.table.num_tokens[slots]
         due = (known - self._since[slots] >= self._pause[slots]) & self._scored[slots]
+        due &= self._turns.begin_with_lookup(slots)
         rows = due.nonzero()[0][: 1 + SCORE_STEPS * len(slots) // SCORE_TOKENS]
         if not len(rows):
             return None
@@ -164,21 +169,17 @@ class ChainDrafter(Drafter):
     def propose(self, rows: DraftRows) -> Proposal:
         if self.model is not None and not self._num_mixed:
             return self.model.propose(rows)
-        if self._order is None:
-            self._order = sorted(
-                (turn, name)
-                for name, turns in self._turns.items()
-                for turn in turns.any(axis=1).nonzero()[0]
-            )
-        if len(self._order) == 1:
-            turn, name = self._order[0]
-            if name in self.lookups and self._turns[name][turn, rows.slots].all():
+        order = self._turns.order
+        if len(order) == 1:
+            turn, name = order[0]
+            if name in self.lookups and self._turns.of(turn, name, rows.slots).all():
                 return self.lookups[name].propose(rows)
+        self._turns.begin(*rows[:3])
         merger = _Merger(self.table, rows)
         waiting = rows.num_drafts > 0
         self._ingest_slices(rows)
-        for turn, name in self._order:
-            at = np.flatnonzero(self._turns[name][turn, rows.slots] & waiting)
+        for turn, name in order:
+            at = np.flatnonzero(self._turns.of(turn, name, rows.slots) & waiting)
             if not len(at):
                 continue
             part, drafter = DraftRows(*(field[at] for field in rows)), self._drafters[name]
@@ -188,6 +189,7 @@ class ChainDrafter(Drafter):
                     continue
             proposal = drafter.propose(part)
             merger.add(at, proposal)
+            self._turns.credit(name, part.slots[proposal.num_drafted > 0])
             waiting[at] &= (proposal.num_drafted == 0) & ~proposal.non_finite
         return merger.merged()
 
@@ -195,8 +197,7 @@ class ChainDrafter(Drafter):
         """Rows that catch up and draft nothing yet: that is the model's alone."""
         if self.model is None:
             return
-        mine = self._turns[MODEL][:, rows.slots].any(axis=0)
-        at = np.flatnonzero((rows.num_drafts == 0) & mine)
+        at = np.flatnonzero((rows.num_drafts == 0) & self._turns.holds(MODEL, rows.slots))
         if len(at):
             self.model.propose(DraftRows(*(field[at] for field in rows)))
 

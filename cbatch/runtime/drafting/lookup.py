@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cbatch.runtime.cpu.compiled.lookup import CompiledLookup, LookupStruct
 from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal
-from cbatch.runtime.model.arrays import I64
+from cbatch.runtime.model.arrays import I64, iota
 
 # At most so many tokens before a draft are looked at, and at least the last half of them: it bounds
 # what a draft costs.
@@ -97,6 +97,23 @@ class LookupDrafter(Drafter):
                 evidence.trials[i] += bool(guess)
                 evidence.hits[i] += guess == [self.table.tokens[slot, end]]
         return evidence
+
+    def replay(
+        self, slots: NDArray[np.integer], since: I64, depths: I64
+    ) -> tuple[NDArray[np.bool_], I64]:
+        """Whether it would have drafted after the first `since[i]` tokens of a slot, asked for
+        `depths[i]` drafts, and how many would have been accepted; so many tokens are known since.
+        Depends on emitted tokens alone, as `observe` does."""
+        if self._compiled is not None:
+            tokens, num_drafted = self._compiled.look_up(self.table.tokens, slots, since, depths)
+        else:
+            tokens, num_drafted = self._look_up(DraftRows(slots, since, depths, depths))
+        depth = iota(tokens.shape[1])
+        places = np.minimum(since[:, None] + depth, self.table.tokens.shape[1] - 1)
+        emitted = self.table.tokens[slots[:, None], places]
+        stands = (tokens == emitted) & (depth < num_drafted[:, None])
+        hits: I64 = np.logical_and.accumulate(stands, axis=1).sum(axis=1)
+        return num_drafted > 0, hits
 
     def _look_up(self, rows: DraftRows) -> tuple[I64, I64]:
         depths = rows.num_drafts.tolist()
