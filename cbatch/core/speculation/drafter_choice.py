@@ -35,7 +35,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cbatch.core.speculation.feedback import Rows
+from cbatch.core.speculation.acceptance import Rows
 
 _LOG_DECAY, _IDLE_DECAY = math.log(0.96), 0.92  # of the sums: per trial; per decision without
 _PATIENCE = 64.0  # decisions without a word that are worth one more standard deviation

@@ -18,6 +18,7 @@ DECIDE_STEPS = 4  # what was learnt in so many steps moves turns together
 # Lookups that did not draft are replayed then on the latest tokens, at most so many; in a slot that
 # drafts nothing, once so many have come.
 REPLAY_TOKENS, IDLE_TOKENS = 4, 12
+MOST_REPLAYS = 16  # slots at a time, in turn
 
 
 class Turns:
@@ -133,7 +134,10 @@ class Turns:
         if self._steps % DECIDE_STEPS:
             return
         waits = self._idle[slots] & (known[slots] - self._replayed[slots] < IDLE_TOKENS)
-        self._replay(slots[choice.chooses[slots] & ~waits])
+        due = slots[choice.chooses[slots] & ~waits]
+        if len(due) > MOST_REPLAYS:
+            due = np.roll(due, -(self._steps // DECIDE_STEPS * MOST_REPLAYS))[:MOST_REPLAYS]
+        self._replay(due)
         self._idle[:] = True
         changed = choice.decide()
         if len(changed):
