@@ -29,7 +29,7 @@ from cbatch.core.speculation.policy import (
 from cbatch.core.speculation.stats import Outlook
 
 # For how many steps a decision stands: at first, and at most, while rows draft and while none does.
-LEAST_STEPS, MOST_STEPS, MOST_IDLE_STEPS = 4, 16, 32
+LEAST_STEPS, MOST_STEPS, MOST_IDLE_STEPS = 4, 16, 64
 _PLAIN_STEPS = 12  # between two steps without drafts, at least
 _PROBE_DRAFTS = 4
 _EXPERIMENTS = 0.01  # the share of time that they may cost
@@ -54,7 +54,7 @@ class GoodputPolicy(LearningPolicy):
         self._first_drafts = 0  # of whoever comes
         self._decision: LookaheadDecision | None = None
         self._steps = self._learnt_at = (
-            0  # `choose` was called; of these when beliefs were brought up
+            0  # calls of `choose`, up to the last that brought beliefs up
         )
         self._until = self._interval = 0  # the step of the next decision; how far that was ahead
         self._newcomers = self._judged_rows = self._mixed_samples = 0
@@ -144,6 +144,7 @@ class GoodputPolicy(LearningPolicy):
         deepest = int(np.maximum.reduce(step.caps, initial=0))
         most = min(step.budget_tokens, deepest * step.num_rows)
         if most <= 0:
+            self._until = self._steps + LEAST_STEPS
             return None
         room = step.room()
         mixed = self._mixed_samples > MOST_STEPS
