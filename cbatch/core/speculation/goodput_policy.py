@@ -127,11 +127,14 @@ class GoodputPolicy(LearningPolicy):
         self._tell_fleet(gained, trials)
 
     def _observe_shadow(self, shadow: Shadow) -> None:
+        """Good news is acted upon soon."""
         slots, trials, hits = shadow
         self.estimate[:, slots] = acceptance.decayed(
             self.config, self.estimate[:, slots], trials, hits
         )
         self._tell_fleet(hits, trials)
+        if 2 * int(np.add.reduce(hits)) > int(np.add.reduce(trials)):
+            self._until = min(self._until, self._steps + LEAST_STEPS)
 
     def _tell_fleet(self, gained: np.ndarray, trials: np.ndarray) -> None:
         self.fleet.observe(float(np.add.reduce(gained)), float(np.add.reduce(trials)))
