@@ -68,5 +68,5 @@ def test_the_core_reads_no_clock_and_draws_nothing() -> None:
 def test_the_ranges_of_the_dependencies_are_the_stated_ones() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert "torch>=2.11,<2.14" in project["dependencies"]
-    assert "triton>=3.6; platform_system == 'Linux'" in project["dependencies"]
+    assert "triton>=3.6,<3.8; platform_system == 'Linux'" in project["dependencies"]
     assert project["requires-python"] == ">=3.11"
