@@ -324,7 +324,7 @@ def first_step_apart(*, own_clocks: bool) -> int | None:
                 result, draft_s=3 * slower * result.draft_s, target_s=slower * result.target_s
             )
         second.commit(result, 0.0)
-    assert len(seen) > 3
+    assert len(seen) > 2
     return None
 
 

@@ -248,13 +248,13 @@ def test_on_and_off_are_kept_for_a_while(cells) -> None:
 
 
 def test_without_weights_hard_rows_fill_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = requests_for(half_and_half, 64)
-    weighted = goodput(MODEL, requests, 64).tokens_per_s
+    requests = requests_for(half_and_half, 16)
+    weighted = goodput(MODEL, requests, 16).tokens_per_s
     monkeypatch.setattr(
         "cbatch.core.speculation.draft_allocation.weigh",
         lambda values, shadow_prices: np.ones(values.shape[1]),
     )
-    assert goodput(MODEL, requests, 64).tokens_per_s < 0.99 * weighted
+    assert goodput(MODEL, requests, 16).tokens_per_s < 0.98 * weighted
 
 
 def test_without_a_profile_and_with_stalls_it_learns_the_prices() -> None:

@@ -13,6 +13,10 @@ from cbatch.core.scheduler.slot_table import SlotTable
 from cbatch.core.speculation.policy import Shadow
 from cbatch.core.speculation.step_work import StepSample, StepWork
 
+_USUAL_HOST_S = (
+    2e-3  # of a step's turn besides what the executor measures; more where steps are long
+)
+
 
 class CommittedStep:
     """What a lookahead policy sees of it is `policy.DraftedStep`."""
@@ -84,7 +88,7 @@ class CommittedStep:
     def sample(self) -> StepSample:
         """What it computed, and how long that took: with what it took besides what the executor
         measured, planning, text, whoever drives the loop. If that is longer than the step itself,
-        the caller was doing something else."""
+        and long, the caller was doing something else."""
         plan, result = self.plan, self.result
         measured_s = result.draft_s + result.target_s
         host_s = 0.0 if self._elapsed_s is None else self._elapsed_s - measured_s
@@ -98,7 +102,7 @@ class CommittedStep:
             draft_tokens=self.total_drafted,
             ingested_tokens=int(np.add.reduce(plan.catch_up)),
         )
-        host_s = host_s if 0.0 < host_s < measured_s else 0.0
+        host_s = host_s if 0.0 < host_s < max(measured_s, _USUAL_HOST_S) else 0.0
         return StepSample(work, result.draft_s, result.target_s + host_s)
 
 

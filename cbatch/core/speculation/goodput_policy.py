@@ -30,9 +30,10 @@ from cbatch.core.speculation.stats import Outlook
 
 # For how many steps a decision stands: at first, and at most, while rows draft and while none does.
 LEAST_STEPS, MOST_STEPS, MOST_IDLE_STEPS = 4, 16, 64
-_PLAIN_STEPS = 12  # between two steps without drafts, at least
+_DECISION_S = 3e-4  # what one takes, and half of that what is learnt of a step
+_PLAIN_STEPS = 4  # without drafts, in a row: the first ones are slow
 _PROBE_DRAFTS = 4
-_EXPERIMENTS = 0.01  # the share of time that they may cost
+_EXPERIMENTS = 0.01  # the share of time that they may cost, and decisions
 _PATIENCE = 4  # times as rare as that: probes that brought nothing better, several in a row
 
 
@@ -56,9 +57,12 @@ class GoodputPolicy(LearningPolicy):
         self._steps = self._learnt_at = (
             0  # calls of `choose`, up to the last that brought beliefs up
         )
+        self._least_steps = LEAST_STEPS  # more, where steps are short
         self._until = self._interval = 0  # the step of the next decision; how far that was ahead
         self._newcomers = self._judged_rows = self._mixed_samples = 0
         self._tried_at = 0  # the step of the last experiment
+        self._plain_until = 0  # the step that drafts again
+        self._look_from = self._look_until = 0  # steps that are looked at, besides every so many
         self._probed_mean, self._patience = 0.0, 1
 
     # ---- slots --------------------------------------------------------------------------------
@@ -79,7 +83,7 @@ class GoodputPolicy(LearningPolicy):
         self._steps += 1
         if self._steps >= self._until or self._disturbed(step.num_rows):
             return self._decide(step)
-        if not self.drafting:
+        if not self.drafting or self._steps < self._plain_until:
             return None
         num_drafts: np.ndarray = np.minimum(self._num_drafts[step.rows], step.caps)
         return num_drafts
@@ -91,8 +95,8 @@ class GoodputPolicy(LearningPolicy):
         if step.total_drafted:
             gained = accepted if step.evidence is None else step.evidence
             self._tally.add(step.rows, accepted + (accepted < drafted), gained)
-        seldom = LEAST_STEPS if self.drafting else MOST_STEPS
-        if self._steps % seldom and self._steps > self._tried_at + 1:
+        seldom = self._least_steps if self.drafting else MOST_STEPS
+        if self._steps % seldom and not self._look_from <= self._steps <= self._look_until:
             return
         if step.total_drafted and self.drafting and self._steps % MOST_STEPS == 0:
             self._depths.observe(step.rows, drafted, accepted)
@@ -153,16 +157,22 @@ class GoodputPolicy(LearningPolicy):
         mixed = self._mixed_samples > MOST_STEPS
         base_tokens = room.base_tokens if mixed else step.num_rows
         prices = self.costs.prices(step.num_rows, base_tokens, room.context_tokens, most)
+        worth_steps = int(_DECISION_S / (_EXPERIMENTS * float(prices.step_s[0])))
+        self._least_steps = min(max(worth_steps, LEAST_STEPS), MOST_STEPS)
+        prices.step_s[1:] += _DECISION_S / MOST_STEPS  # it is paid for by drafts
         found = self._best(step, room, prices, deepest)
         self._let_stand(found, disturbed)
         if not self.drafting:
             return self._probe(step, prices)
         self._num_drafts[step.rows] = found.num_drafts
         self._first_drafts = self._drafts_of_a_newcomer(found)
-        if self._steps - self._tried_at >= max(found.gain / _EXPERIMENTS, _PLAIN_STEPS):
-            self._tried_at, self._until = self._steps, self._steps + 1
-            return None
-        return found.num_drafts
+        wait = max(_PLAIN_STEPS * found.gain / _EXPERIMENTS, MOST_STEPS)
+        if self._steps - self._tried_at < wait:
+            return found.num_drafts
+        self._tried_at, self._until = self._steps, self._steps + _PLAIN_STEPS
+        self._plain_until = self._until
+        self._look(_PLAIN_STEPS // 2, _PLAIN_STEPS)
+        return None
 
     def _drafts_of_a_newcomer(self, found: LookaheadDecision) -> int:
         accepted, trials = np.array(self.prior)[:, None]
@@ -195,6 +205,10 @@ class GoodputPolicy(LearningPolicy):
         step_s[1:] += float(np.add.reduce(debt_s * pays))
         return np.where(pays, values, 0.0), StepPrices(step_s, prices.pass_s, prices.ingest_s)
 
+    def _look(self, first: int, last: int) -> None:
+        """At steps that are so many later than this one."""
+        self._look_from, self._look_until = self._steps + first, self._steps + last
+
     def _let_stand(self, found: LookaheadDecision, disturbed: bool) -> None:
         """Whether it is carried out, and how long it stands: twice as long as the last one, if it
         is much the same and of much the same requests."""
@@ -204,8 +218,10 @@ class GoodputPolicy(LearningPolicy):
         total_before = int(np.add.reduce(before.num_drafts)) if before else 0
         other = was != self.drafting or not 3 * total_before <= 4 * total <= 5 * total_before
         longest = MOST_STEPS if self.drafting else MOST_IDLE_STEPS
-        again = LEAST_STEPS if disturbed or other else min(2 * self._interval, longest)
+        again = self._least_steps if disturbed or other else min(2 * self._interval, longest)
         self._decision, self._interval, self._until = found, again, self._steps + again
+        if disturbed or was != self.drafting:
+            self._look(0, 1)  # drafters catch up
         if was != self.drafting:
             self.num_switches += 1
             self._tried_at, self._patience = self._steps, 1
@@ -217,11 +233,12 @@ class GoodputPolicy(LearningPolicy):
         cost_s = prices.pass_s * drafts + prices.ingest_s * float(step.lag[row])
         cost_s += float(prices.step_s[drafts] - prices.step_s[0])
         wait = self._patience * cost_s / (_EXPERIMENTS * float(prices.step_s[0]))
-        if not drafts or self._steps - self._tried_at < max(wait, _PLAIN_STEPS):
+        if not drafts or self._steps - self._tried_at < max(wait, MOST_STEPS):
             return None
         mean = self.prior[0] / self.prior[1]
         self._patience = 1 if mean > self._probed_mean else min(2 * self._patience, _PATIENCE)
         self._tried_at, self._probed_mean = self._steps, mean
+        self._look(0, 1)
         num_drafts = np.zeros(step.num_rows, dtype=np.int32)
         num_drafts[row] = drafts
         return num_drafts
