@@ -54,9 +54,8 @@ class GoodputPolicy(LearningPolicy):
         self._num_drafts = np.zeros(max_slots, dtype=np.int32)
         self._first_drafts = 0  # of whoever comes
         self._decision: LookaheadDecision | None = None
-        self._steps = self._learnt_at = (
-            0  # calls of `choose`, up to the last that brought beliefs up
-        )
+        self._steps = 0  # calls of `choose`
+        self._learnt_at = 0  # the one that last brought beliefs up
         self._least_steps = LEAST_STEPS  # more, where steps are short
         self._until = self._interval = 0  # the step of the next decision; how far that was ahead
         self._newcomers = self._judged_rows = self._mixed_samples = 0
