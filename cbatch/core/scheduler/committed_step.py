@@ -13,9 +13,8 @@ from cbatch.core.scheduler.slot_table import SlotTable
 from cbatch.core.speculation.policy import Shadow
 from cbatch.core.speculation.step_work import StepSample, StepWork
 
-_USUAL_HOST_S = (
-    2e-3  # of a step's turn besides what the executor measures; more where steps are long
-)
+# Of a step's turn besides what the executor measures; of long steps it may be more.
+_USUAL_HOST_S = 2e-3
 
 
 class CommittedStep:
