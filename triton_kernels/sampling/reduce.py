@@ -59,15 +59,8 @@ def reduce_kernel(
         passes = (view, None, maxima, inverse, 0, tl.cdiv(longest, BLOCK))
     else:
         starts = tl.load(batch.drafts.starts + requests)
-        view = (
-            batch.logits,
-            vocab,
-            at.to(tl.int64) * stride,
-            requests,
-            depths,
-            batch.drafts.tokens,
-            starts,
-        )
+        first = at.to(tl.int64) * stride
+        view = (batch.logits, vocab, first, requests, depths, batch.drafts.tokens, starts)
         num_dense, used = cut.tiles_of_rows(view, shaping, BLOCK, SHAPED)
         passes = (view, shaping, maxima, inverse, num_dense, used)
     raced, purposes = races(modes, depths, PURPOSE)

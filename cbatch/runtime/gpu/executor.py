@@ -102,15 +102,14 @@ class GpuExecutor:
         self._most_catch_up = made_for.most_catch_up
         sizes = made_for.arena_of(target.config)
         limits = {"most_positions": max_sequence_tokens, "most_drafts": max_drafts}
+        memory = partial(self._memory, num_blocks, block_size_tokens, tuning)
         with torch.inference_mode(), self._queue.working():
             self._arena = Arena.allocate(sizes, self.device)
             self._drafting: DraftPasses | None = None
             self.draft_kv: KVCache | None = None
             if draft is not None:
                 most = self._most_catch_up
-                self.draft_kv, attention = self._memory(
-                    draft, num_blocks, block_size_tokens, most, tuning
-                )
+                self.draft_kv, attention = memory(draft, most)
                 self._drafting = DraftPasses(
                     draft,
                     self.draft_kv,
@@ -120,9 +119,7 @@ class GpuExecutor:
                     vocab=sizes.vocab,
                     **limits,
                 )
-            self.kv, attention = self._memory(
-                target, num_blocks, block_size_tokens, step_budget_tokens, tuning
-            )
+            self.kv, attention = memory(target, step_budget_tokens)
             self._target = TargetPass(
                 target,
                 self.kv,
@@ -140,11 +137,11 @@ class GpuExecutor:
 
     def _memory(
         self,
-        decoder: Decoder,
         num_blocks: int,
         block_size_tokens: int,
-        most_tokens: int,
         tuning: Tuning | None,
+        decoder: Decoder,
+        most_tokens: int,
     ) -> tuple[KVCache, PagedAttention]:
         """A model's pool, and its attention over it."""
         config = decoder.config

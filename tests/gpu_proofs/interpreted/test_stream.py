@@ -27,6 +27,7 @@ from tests.triton_kernels.interpreter.light import (
 )
 from tests.triton_kernels.interpreter.test_gpu_executor import (
     happened,
+    poisoned,
     prompts,
     sampled_requests,
 )
@@ -160,14 +161,8 @@ def test_faults_resets_and_values_that_are_not_finite(
         return pending
 
     monkeypatch.setattr(GpuExecutor, "_run", failing)
-    requests = [
-        make_request("target", [3, 60, 4], max_tokens=6),
-        make_request("draft", [5, 59, 6], max_tokens=9),
-        make_request("sound", [7, 8, 9], max_tokens=9),
-        make_request("later", range(20, 30), max_tokens=9),
-    ]
     outputs, seen = run_twins(
-        requests,
+        poisoned(9, 9, 9),
         Pair(poison=60),
         Pair(noise=0.05, poison=59),
         lookahead="fixed:2",

@@ -168,19 +168,23 @@ def test_a_smaller_draft_and_a_shorter_context() -> None:
     happened(seen, "drafted", "rejected")
 
 
+def poisoned(draft: int, sound: int, later: int) -> list[Request]:
+    """Token 60 is for a target that breaks on it, 59 for a draft; how long the others become."""
+    return [
+        make_request("target", [3, 60, 4], max_tokens=6),
+        make_request("draft", [5, 59, 6], max_tokens=draft),
+        make_request("sound", [7, 8, 9], max_tokens=sound),
+        make_request("later", range(20, 30), max_tokens=later),
+    ]
+
+
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_values_that_are_not_finite(depth: int) -> None:
     """Token 60 poisons the target, 59 the draft: the first request ends with an error, the second
     goes on without drafts, the third is as ever; slots and blocks serve again."""
-    requests = [
-        make_request("target", [3, 60, 4], max_tokens=6),
-        make_request("draft", [5, 59, 6], max_tokens=6),
-        make_request("sound", [7, 8, 9], max_tokens=6),
-        make_request("later", range(20, 30), max_tokens=3),
-    ]
     outputs, seen = run_twins(
-        requests,
+        poisoned(6, 6, 3),
         Pair(poison=60),
         Pair(noise=0.05, poison=59),
         lookahead="fixed:2",
