@@ -114,14 +114,16 @@ static void make(made *m, int type, long dim, long positions) {
     const long queries = heads * group * dim, hidden = in_blocks(type) ? 256 : 20 + below(30);
     *m = (made){.num_held = 0};
     m->model = (decoder){.num_layers = 2, .hidden = hidden, .kv_heads = heads, .group = group,
-                         .dim = dim, .inner = width, .vocab = 3 * LANES + 1, .eps = 1e-5f};
+                         .dim = dim, .inner = width, .vocab = 3 * LANES + 1, .choices = 3 * LANES + 1,
+                         .kept = below(2) ? 1 : -1, .eps = 1e-5f};
     float *norm = held(m, hidden), *bias = held(m, queries + 2 * heads * dim);
     float *qk = held(m, (group + 1) * dim);
     for (long i = 0; i < 2; i++)
         m->layers[i] = (layer){linear_of(type, queries + 2 * heads * dim, hidden, bias, norm),
                                linear_of(type, hidden, queries, 0, 0),
                                linear_of(type, 2 * width, hidden, 0, norm),
-                               linear_of(type, hidden, width, 0, 0), i ? qk : 0, i ? 5 : positions};
+                               linear_of(type, hidden, width, 0, 0), i ? qk : 0, i ? 5 : positions,
+                               i - 1};
     m->model.layers = m->layers;
     m->model.head = linear_of(type, m->model.vocab, hidden, 0, norm);
     m->model.embedding_type = type;
@@ -160,12 +162,12 @@ static void one_pass(const made *m, long query, long before, int half, int wrong
     const long most_rows = most(rows, wanted);
     step s = {tokens, rows_wanted, queries, contexts, tables, bits(kv_bytes),
               room((wanted + 1) * of->vocab * 4), room(memory_bytes(of, most_rows, threads)),
-              &progress, rows, 3, width, wrong == 3 ? wanted + 1 : wanted, blocks, size, half, threads};
+              &progress, 0, room(rows * 2 * of->hidden * 4), rows, 3, width, wrong == 3 ? wanted + 1 : wanted, blocks, size, half, threads, 2};
     const int told = decode(of, &s);
     rest();
     if (told != (wrong == 4 ? 2 : wrong)) fprintf(stderr, "%d of %d\n", told, wrong), abort();
     free(tokens), free(rows_wanted), free(queries), free(contexts), free(tables);
-    free(s.kv), free(s.logits), free(s.memory);
+    free(s.kv), free(s.logits), free(s.memory), free(s.hidden);
 }
 
 static void decoders(void) {
@@ -181,6 +183,9 @@ static void decoders(void) {
 }
 
 int main(int count, char **words) {
+#if defined(__AMX_TILE__) && !defined(_tile_release)
+    syscall(SYS_arch_prctl, 0x1023, 18);  // each process asks for its tiles (see builds.py)
+#endif
     if (count > 1) state = strtoull(words[1], 0, 10) * 2654435761u + 1;
     products();
     lookups();

@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +27,7 @@ from cbatch.runtime.cpu.compiled.product import BLOCK_TYPES
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.system.cache import cache_folder
+from tests.runtime.compiled_ahead import BY_HAND, tiles_by_hand
 from tests.runtime.hf_models import build as build_model
 from tests.runtime.marks import has_compiler, needs_compiler
 from tests.runtime.test_block_products import COLUMNS, OUT, assert_values, stored, whole
@@ -38,9 +38,6 @@ NOT_HERE = [each for each in builds.builds_of(platform.machine()) if each.name n
 # Both are rounded once where `a * b + c` is one instruction: else twice.
 FUSED = [name for name, each in RUNNABLE.items() if "fma" in each.features or name == "i8mm"]
 FUSED += ["portable"] if platform.machine() == "aarch64" else []
-# AMX in C (see tiles.h), where the other instructions of such a processor are.
-BY_HAND = "amx by hand"
-TILES = Path(__file__).with_name("tiles.h")
 COMPUTED = [*RUNNABLE, *([BY_HAND] if "avx512_bf16" in RUNNABLE else [])]
 OWN_BF16 = ("avx512_bf16", "amx", BY_HAND)
 MOST_ROWS = 40
@@ -145,24 +142,18 @@ def test_what_does_not_run_here_compiles(made: Build, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, ctypes.CDLL]:
-    """Each takes seconds to compile."""
+    """Each takes seconds to compile, unless that was done beside the tests before."""
     compiler = find_compiler()
     assert compiler is not None
     known = {name: each for name, each in RUNNABLE.items() if compiler.takes(each)}
     folder = cache_folder("compiled")
     with ThreadPoolExecutor(2) as pool:
-        by_hand = pool.submit(tiles_by_hand, compiler) if "avx512_bf16" in known else None
+        by_hand = None
+        if "avx512_bf16" in known:
+            by_hand = pool.submit(tiles_by_hand, compiler, known["avx512_bf16"])
         made = pool.map(lambda each: build.library_of(each, compiler, folder), known.values())
         found = dict(zip(known, made, strict=True))
         return found if by_hand is None else found | {BY_HAND: by_hand.result()}
-
-
-def tiles_by_hand(compiler: Compiler) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "library.so"
-        flags = (*build._FLAGS, *compiler.flags(RUNNABLE["avx512_bf16"]), "-include", str(TILES))
-        compiler.run(*flags, "-shared", str(build._SOURCE), "-lm", "-o", str(made))
-        return build._loaded(made)
 
 
 def use(kernel: ctypes.CDLL, patch: pytest.MonkeyPatch) -> None:
@@ -245,7 +236,7 @@ def test_company_changes_no_bit(columns: int) -> None:
 
 @pytest.mark.usefixtures("build_in_use")
 def test_passes_are_row_invariant(tmp_path: Path) -> None:
-    build_model(tmp_path, "llama")
+    build_model(tmp_path, "llama", head_dim=32)  # tiles attend to whole ones
     for path, dtype in (
         (tmp_path, "float32"),
         (tmp_path, "bfloat16"),
@@ -282,7 +273,7 @@ def test_passes_have_the_bits_of_their_width(
 ) -> None:
     """Norms and softmax are sums by vectors: what is as wide, and fused, agrees to the bit. Others
     differ in last bits, and by what rounding to 8 bits makes of them."""
-    build_model(tmp_path, "llama")
+    build_model(tmp_path, "llama", head_dim=32)
     exact = logits(tmp_path, dtype="float32")
     path = as_gguf(tmp_path, Q8_0) if stored_as == "blocks" else tmp_path
     dtype = "auto" if stored_as == "blocks" else stored_as

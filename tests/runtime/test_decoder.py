@@ -16,9 +16,9 @@ from cbatch.runtime.cpu.compiled import product as product_module
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch, load_model
 from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.runtime.cpu.numerics import Numerics
-from cbatch.runtime.model.checkpoint import Safetensors
 from cbatch.runtime.model.config import load_config
 from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.model.weight_files import Safetensors
 from tests.runtime.hf_models import build as build_model
 from tests.runtime.hf_models import paged, run_all, tokens_of
 from tests.runtime.marks import needs_compiler
@@ -42,12 +42,14 @@ def batch(tokens: list[int], tables: list[list[int]], wanted: list[int]) -> Ragg
     ("dtype", "kv_dtype"),
     [("float32", torch.float32), ("float32", torch.bfloat16), ("bfloat16", torch.bfloat16)],
 )
+@pytest.mark.parametrize("dim", [10, 64])
 @pytest.mark.parametrize("block_size", [1, 7, 16, 100])
 def test_blocks_of_any_size_hold_the_same(
-    tmp_path: Path, block_size: int, dtype: str, kv_dtype: torch.dtype
+    tmp_path: Path, block_size: int, dim: int, dtype: str, kv_dtype: torch.dtype
 ) -> None:
-    """Heads of 10 dimensions, in groups of 3, fill no vector; contexts pass two chunks of keys."""
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10}
+    """Heads of 10 dimensions, in groups of 3, fill no vector, and those of 64 whole tiles; contexts
+    pass two chunks of keys."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": dim}
     build_model(tmp_path, "llama", hidden_size=48, **heads)
     model = load_model(tmp_path, numerics="invariant", dtype=dtype)
     sequences = [tokens_of(i, n) for i, n in enumerate((150, 37))]
@@ -143,3 +145,22 @@ def test_an_order_of_sums_that_depends_on_the_rows_is_noticed(
     model = Model(config, source_of, dtype, numerics)
     assert model._compiled is not None
     assert probe_row_invariance(model).forward is (broken == "none")
+
+
+def test_logits_lie_where_nobody_looks_any_more(tmp_path: Path) -> None:
+    """The memory of those that somebody holds, or holds a part of, stays theirs."""
+    build_model(tmp_path, "llama", vocab_size=12)
+    decoder = load_model(tmp_path, numerics="invariant")._compiled
+    assert decoder is not None
+    first = decoder._logits(4)
+    address, part = first.data_ptr(), first[1:3]
+    del first
+    second = decoder._logits(4)
+    assert second.data_ptr() != address
+    del part
+    address = second.data_ptr()
+    del second
+    assert decoder._logits(2).data_ptr() == address
+    assert decoder._logits(0).shape == (0, 12)
+    for rows in range(1, 40):  # a few more than there is room for
+        assert decoder._logits(rows).shape == (rows, 12)

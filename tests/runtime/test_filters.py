@@ -8,13 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cbatch.runtime.cpu.filters import (
-    Filters,
-    all_finite,
-    filtered_probs,
-    greedy_drafts,
-    greedy_tokens,
-)
+from cbatch.runtime.cpu import filters as filters_module
+from cbatch.runtime.cpu.filters import Filters, filtered_probs, greedy_drafts, greedy_tokens
+from tests.runtime.marks import has_compiler
 from tests.runtime.reference import slow_filter
 
 
@@ -85,11 +81,36 @@ def test_unfiltered_row_keeps_its_tail_beside_filtered_ones():
     assert (probs[0] > 0).all() and (probs[1] > 0).sum() == 1
 
 
+@pytest.fixture(params=["compiled", "numpy"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "numpy":
+        monkeypatch.setattr(filters_module, "library", lambda: None)
+    elif not has_compiler():
+        pytest.skip("no C compiler, or not Linux")
+
+
+@pytest.mark.usefixtures("kernels")
 def test_greedy_ties_and_what_is_finite():
     logits = torch.tensor([[1.0, 2.0, 2.0], [0.0, math.nan, 9.0], [3.0, 1.0, -math.inf]])
-    assert greedy_tokens(logits).tolist() == [1, 1, 0]
-    assert all_finite(logits).tolist() == [True, False, False]
+    tokens, finite = greedy_tokens(logits)
+    assert tokens.tolist() == [1, 1, 0] and finite.tolist() == [True, False, False]
     assert greedy_drafts(logits)[1].tolist() == [True, False, True]
     huge = torch.full((1, 64), 3e38)  # the sum overflows, the terms are finite
-    assert all_finite(huge).tolist() == [True]
-    assert all_finite(torch.tensor([[math.inf, -math.inf]])).tolist() == [False]
+    assert greedy_tokens(huge)[1].tolist() == [True]
+    assert greedy_tokens(torch.tensor([[math.inf, -math.inf]]))[1].tolist() == [False]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("vocab", [1, 63, 1024, 5003])
+def test_the_greedy_choice_is_the_first_of_the_highest(vocab: int):
+    """Wherever it stands: in whole vectors or behind them, on one thread or on several."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.integers(-40, 40, size=(200, vocab)).astype(np.float32)
+    at = rng.integers(vocab, size=200)
+    logits[np.arange(200), at] = 41
+    for row, value in ((3, math.nan), (5, math.inf), (7, -math.inf)):
+        logits[row, rng.integers(vocab)] = value
+    logits[9] = -math.inf
+    tokens, finite = greedy_tokens(torch.from_numpy(logits))
+    assert tokens.tolist() == logits.argmax(axis=1).tolist()
+    assert finite.tolist() == np.isfinite(logits).all(axis=1).tolist()

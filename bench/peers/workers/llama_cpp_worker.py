@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from pathlib import Path
 from typing import Any
 
 import llama_cpp as lib
@@ -27,6 +28,8 @@ class LlamaCpp:
         if model is None:
             return
         params = lib.llama_model_default_params()
+        # With AMX its other layouts of quantised weights end the process (0.3.36).
+        params.use_extra_bufts = "amx_int8" not in Path("/proc/cpuinfo").read_text()
         loaded = lib.llama_model_load_from_file(model.encode(), params)
         if not loaded:
             raise RuntimeError(f"llama.cpp cannot load {model}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_long, c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT_BYTES = 64
 _ALONE_BELOW = 1 << 17  # multiplications of a pass that one thread does sooner than several
+_OUR_REFERENCES = 3  # to memory: of the decoder, of a local name, and of an argument
 _WRONG = {
     1: "tokens: an id is not in the vocabulary",
     2: "block_tables: they do not hold the context, or name a block that is not in the cache",
@@ -40,7 +42,15 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         *_fields(LinearStruct, "qkv out gate_up down"),
         ("qk_weight", c_void_p),
-        ("window", c_long),
+        *_fields(c_long, "window kept"),
+    ]
+
+
+class _Reader(ctypes.Structure):
+    _fields_ = [
+        *_fields(LinearStruct, "front only_kv"),
+        *_fields(c_void_p, "token_norm state_norm"),
+        *_fields(c_long, "normed_residual plain_in plain_out"),
     ]
 
 
@@ -49,7 +59,9 @@ class _Decoder(ctypes.Structure):
         ("layers", POINTER(_Layer)),
         ("head", LinearStruct),
         *_fields(c_void_p, "embedding cos_sin"),
+        ("reader", POINTER(_Reader)),
         *_fields(c_long, "num_layers hidden kv_heads group dim inner vocab embedding_type"),
+        *_fields(c_long, "choices first kept"),
         ("eps", c_float),
     ]
 
@@ -59,12 +71,28 @@ class _Step(ctypes.Structure):
         *_fields(
             c_void_p, "tokens wanted query_lens context_lens tables kv logits memory progress"
         ),
+        *_fields(c_void_p, "states hidden"),
         *_fields(c_long, "rows sequences table_width num_wanted blocks block_size kv_half threads"),
+        ("num_kept", c_long),
     ]
 
 
+class StateReading(NamedTuple):
+    """How a drafter's first layer takes tokens and states, as `reader` of step.h says. Norms are
+    fp32 [hidden], weights times sqrt(hidden)."""
+
+    front: Linear | None
+    only_kv: Linear | None
+    token_norm: Tensor | None
+    state_norm: Tensor | None
+    normed_residual: bool = False
+    plain_in: bool = False
+    plain_out: bool = False
+
+
 class CompiledDecoder:
-    """The layers of a model between its embedding [vocab, hidden] and its logits."""
+    """The layers of a model between its embedding [vocab, hidden] and its logits; or with `reading`
+    those of a drafter, which knows no position before the second: it has read no state there."""
 
     @classmethod
     def of(
@@ -88,6 +116,7 @@ class CompiledDecoder:
         layers: Sequence[Layer],
         head: Linear,
         rotary: RotaryTable,
+        reading: StateReading | None = None,
     ) -> None:
         """Every product of `layers`, and `head`, is compiled."""
         kernel = library()
@@ -97,17 +126,20 @@ class CompiledDecoder:
         self._memory_bytes.argtypes = [POINTER(_Decoder), c_long, c_long]
         self._memory_bytes.restype = c_long
         self._config, self._rotary = config, rotary
-        self._held = embedding, layers, head  # the structs below hold addresses
+        self._reader = None if reading is None else _reader(reading)
+        self._held = embedding, layers, head, reading  # the structs below hold addresses
         self._layers = (_Layer * len(layers))(*(_layer(layer, config) for layer in layers))
         if isinstance(embedding, CompiledProduct):
             (rows,), (embedding_type,) = embedding.panels, embedding.types
         else:
             rows, embedding_type = embedding, TYPES[embedding.dtype]
+        self.num_kept = int(reading is not None)  # states of a row that are kept
         self._struct = _Decoder(
             self._layers,
             _struct(head),
             rows.data_ptr(),
             None,
+            None if self._reader is None else ctypes.pointer(self._reader),
             len(layers),
             config.hidden_size,
             config.num_kv_heads,
@@ -116,14 +148,29 @@ class CompiledDecoder:
             config.intermediate_size,
             config.vocab_size,
             embedding_type,
+            head.shape[0],
+            int(reading is not None),
+            self.num_kept - 1,
             config.rms_norm_eps,
         )
         weakref.finalize(self, _let_go, kernel, self._struct, self._held)
         self._positions = 0
+        parts = () if reading is None else (reading.front, reading.only_kv)
         products = [linear for layer in layers for linear in layer.products()]
+        products += [linear for linear in parts if linear is not None]
         weights = sum(out * columns for out, columns in (p.shape for p in (*products, head)))
         self._alone_rows = _ALONE_BELOW // weights
         self._room_for = 0, 0  # rows and threads
+        self._logits_memory = np.empty(0, np.float32)
+
+    def keep(self, layers: tuple[int, ...]) -> None:
+        """From now on a pass gives what comes into these layers, in this order; a number behind the
+        last one means what that makes."""
+        number = {layer: at for at, layer in enumerate(layers)}
+        for index, layer in enumerate(self._layers):
+            layer.kept = number.get(index, -1)
+        self._struct.kept = number.get(len(self._layers), -1)
+        self.num_kept = len(layers)
 
     def run(
         self,
@@ -134,11 +181,18 @@ class CompiledDecoder:
         wanted: Tensor,
         kv: KVCache,
         progress: NDArray[np.int64] | None,
+        states: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """As `Model.forward`; `progress` as there. Raises IndexError for what `_WRONG` says."""
+        """As `Model.forward`; `progress` as there. A drafter reads `states` fp32 [T, hidden].
+        `hidden` fp32 [T, num_kept, hidden] gets what is kept; a drafter's [N, 1, hidden]. Raises
+        IndexError for what `_WRONG` says."""
         rows, num_wanted = tokens.shape[0], wanted.shape[0]
+        if self.num_kept and hidden is None:
+            made = num_wanted if states is not None else rows
+            hidden = torch.empty(made, self.num_kept, self._config.hidden_size)
         self._reach(int(context_lens.max()))
-        logits = torch.empty(num_wanted, self._config.vocab_size)
+        logits = self._logits(num_wanted)
         tokens, wanted = tokens.contiguous(), wanted.contiguous()
         query_lens, context_lens, tables = map(_ints, (query_lens, context_lens, tables))
         threads = torch.get_num_threads()
@@ -152,6 +206,8 @@ class CompiledDecoder:
             logits.data_ptr(),
             self._room(max(rows, num_wanted), threads),
             None if progress is None else progress.ctypes.data,
+            None if states is None else states.data_ptr(),
+            None if hidden is None else hidden.data_ptr(),
             rows,
             len(query_lens),
             tables.shape[1],
@@ -160,6 +216,7 @@ class CompiledDecoder:
             kv.block_size,
             kv.data.dtype == torch.bfloat16,
             1 if rows <= self._alone_rows else threads,
+            self.num_kept,
         )
         wrong = self._decode(self._struct, step)
         if wrong:
@@ -172,6 +229,17 @@ class CompiledDecoder:
             self._cos_sin = self._rotary.cos_sin(1 << (positions - 1).bit_length())
             self._struct.cos_sin = self._cos_sin.data_ptr()
             self._positions = len(self._cos_sin)
+
+    def _logits(self, rows: int) -> Tensor:
+        """[rows, vocab]. The same memory again once nobody has a tensor in it: a large one that is
+        made anew costs as long as its pages take to be cleared, a tenth of a step of 128 rows."""
+        vocab, memory = self._struct.choices, self._logits_memory
+        count = rows * vocab
+        room = count + _ALIGNMENT_BYTES // 4
+        if memory.size < room or sys.getrefcount(memory) > _OUR_REFERENCES:
+            self._logits_memory = memory = np.empty(room, np.float32)
+        first = -memory.ctypes.data % _ALIGNMENT_BYTES // 4
+        return torch.from_numpy(memory[first : first + count]).view(rows, vocab)
 
     def _room(self, rows: int, threads: int) -> int:
         """Address of working memory for so many."""
@@ -197,7 +265,13 @@ def _layer(layer: Layer, config: ModelConfig) -> _Layer:
     weight = layer.qk_weight
     # A window as wide as the model's context is none.
     window = config.max_position_tokens if layer.window is None else layer.window
-    return _Layer(*products, None if weight is None else weight.data_ptr(), window)
+    return _Layer(*products, None if weight is None else weight.data_ptr(), window, -1)
+
+
+def _reader(reading: StateReading) -> _Reader:
+    parts = [LinearStruct() if p is None else _struct(p) for p in reading[:2]]
+    norms = [None if norm is None else norm.data_ptr() for norm in reading[2:4]]
+    return _Reader(*parts, *norms, *reading[4:])
 
 
 def _struct(linear: Linear) -> LinearStruct:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import c_long, c_void_p
 from typing import NamedTuple
 
 import numpy as np
@@ -9,12 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.runtime.cpu.compiled.build import library
 from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
 from triton_kernels.verification.reference import NoiseRows
 
 # Enough for any usual top-k and most nuclei; a larger prefix costs more on every row.
 _LEADING_TOKENS = 256
+_ALONE_BELOW = 1 << 17  # logits that one thread looks at sooner than two get together
+_CHOOSE = [c_void_p, c_long, c_long, c_void_p, c_void_p, c_long]
 
 
 class Filters(NamedTuple):
@@ -134,21 +138,28 @@ def _kept(mass: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
     return keep
 
 
-def greedy_tokens(logits: Tensor) -> I64:
-    """Most likely token of each row, ties to the lowest id; the id of a NaN if any. numpy's row
-    reductions are several times faster than torch's on few rows."""
-    return logits.numpy().argmax(axis=1)
+def greedy_tokens(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
+    """Most likely token of each row, ties to the lowest id, and whether all its logits are finite;
+    the id of a NaN if any. `logits` [rows, vocab], fp32."""
+    kernel = library()
+    if kernel is None:
+        return logits.numpy().argmax(axis=1), _all_finite(logits.numpy())
+    logits, (rows, vocab) = logits.contiguous(), logits.shape
+    tokens, finite = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.bool_)
+    kernel.choose.argtypes = _CHOOSE
+    threads = 1 if rows * vocab < _ALONE_BELOW else torch.get_num_threads()
+    to = tokens.ctypes.data, finite.ctypes.data
+    kernel.choose(logits.data_ptr(), rows, vocab, *to, threads)
+    return tokens, finite
 
 
 def greedy_drafts(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
     """`greedy_tokens`, and whether each chosen logit is finite (NaN and +inf are always chosen)."""
-    tokens = greedy_tokens(logits)
+    tokens, _ = greedy_tokens(logits)
     return tokens, np.isfinite(logits.numpy()[iota(len(tokens)), tokens])
 
 
-def all_finite(logits: Tensor) -> NDArray[np.bool_]:
-    """Whether every logit of a row is finite, for each row."""
-    x = logits.numpy()
+def _all_finite(x: NDArray[np.float32]) -> NDArray[np.bool_]:
     # One pass: a finite sum has finite terms. A sum may also overflow, so the rare other case
     # looks again: minimum and maximum pass NaN on, and show an infinity of their side.
     with np.errstate(over="ignore", invalid="ignore"):

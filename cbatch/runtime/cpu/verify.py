@@ -14,7 +14,6 @@ from torch import Tensor
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.scheduler.plan import RowStatus
 from cbatch.runtime.cpu.filters import (
-    all_finite,
     filtered_logits,
     filtered_probs,
     filters_of,
@@ -67,7 +66,7 @@ class Verified(NamedTuple):
 
 def verify(logits: Tensor, wanted: Wanted, table: InputBatch) -> Verified:
     """Accept, replace and extend. Rows whose status is not OK get an arbitrary verdict."""
-    finite = all_finite(logits)
+    ids, finite = greedy_tokens(logits)
     lens = wanted.num_drafted + 1
     starts = lens.cumsum() - lens
     if len(finite) > len(lens):
@@ -79,7 +78,7 @@ def verify(logits: Tensor, wanted: Wanted, table: InputBatch) -> Verified:
     if table.logits_processors.num_active:
         shape_runs = table.logits_processors.shape_runs
         dead_ends = shape_runs(logits, wanted.slots, starts, lens - 1, wanted.drafts)
-    ids = greedy_tokens(logits)
+        ids, _ = greedy_tokens(logits)
     if wanted.drafts is None:
         tokens, num_accepted = ids[:, None], np.zeros(len(ids), dtype=np.int64)
     else:

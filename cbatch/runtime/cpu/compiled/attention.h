@@ -12,17 +12,17 @@
 #define MASKED -1e30f
 
 // How K and V are multiplied: fp32; bf16, widened; pairs of bf16, where queries, and the weights of
-// V, are rounded, too.
-enum scoring { WHOLE, WIDENED, BY_PAIRS };
+// V, are rounded, too, one after another or by tiles.
+enum scoring { WHOLE, WIDENED, BY_PAIRS, BY_TILES };
 
 // A layer's blocks of one KV head, [blocks, block_size * 2 * dim]. In a block lie K, transposed, and
 // V, in cells of 4 bytes: of fp32 [dim, block_size] and [block_size, dim]; of bf16 pairs of
 // dimensions [dim / 2, block_size, 2] and of positions [block_size / 2, dim, 2]. Where a block's size
-// is odd, V has no pairs: [block_size, dim].
+// is odd, V has no pairs: [block_size, dim]. Nobody sees positions before `first`.
 typedef struct {
     const char *blocks;
     const int32_t *table;
-    long block_size, dim, window;
+    long block_size, dim, window, first;
     enum scoring scoring;
 } paged;
 
@@ -60,11 +60,13 @@ typedef struct {
 INLINE long scratch_width(long dim) { return rounded(dim, LANES * SPAN); }
 INLINE long scratch_floats(long count, long dim) {
     const long width = scratch_width(dim);
-    return count * (2 * width + KEYS + LANES) + width * KEYS + rounded(count, LANES);
+    count = rounded(count, LANES);
+    return count * (2 * width + KEYS + LANES) + width * KEYS + count;
 }
 
 INLINE scratch scratch_at(float *at, long count, long dim) {
     scratch s = {.width = scratch_width(dim)};
+    count = rounded(count, LANES);
     s.queries = at, s.out = s.queries + count * s.width, s.scores = s.out + count * s.width;
     s.keys = s.scores + count * KEYS, s.values = s.keys + s.width * KEYS / 2;
     s.sums = s.keys + s.width * KEYS;
@@ -112,12 +114,21 @@ static const char *gathered(const paged *kv, float *cells, long from, long to) {
     return (const char *)cells;
 }
 
+#include "tiled_attention.h"
+
 // V of the chunk's positions [from, to), each or by pairs. A pair is gathered where half of it is
 // not in use, or blocks have none.
 static void values_of(const paged *kv, const scratch *s, long chunk, long from, long to,
                       const char **values) {
     const long size = kv->block_size, bytes = block_bytes_of(size, kv->dim, kv->scoring);
     const long half = kv->scoring != WHOLE, step = half ? 2 : 1;
+#if defined(__AMX_TILE__)
+    if (kv->scoring == BY_TILES) {
+        for (long group = from / TILE; group * TILE < to; group++)
+            values[group] = value_tile(kv, s, chunk, group, from, to);
+        return;
+    }
+#endif
     for (long k = from / step * step; k < to; k += step) {
         const long first = chunk + most(k, from), last = chunk + least(k + step, to);
         const long block = first / size, at = first - block * size;
@@ -301,7 +312,7 @@ _Static_assert(KEYS == 64, "a chunk's keys are bits of a word");
 INLINE void soften_as(const scratch *s, long query, long from, long to, long count, long dim,
                       enum scoring scoring) {
 #if defined(__AVX512BF16__)
-    if (scoring == BY_PAIRS) {
+    if (scoring == BY_PAIRS || scoring == BY_TILES) {
         soften_pairs(s, query, from, to, count, dim);
         return;
     }
@@ -312,11 +323,23 @@ INLINE void soften_as(const scratch *s, long query, long from, long to, long cou
 
 INLINE void score_all(const scratch *s, const columns *of, long count, long to, long dim,
                       enum scoring scoring) {
+#if defined(__AMX_TILE__)
+    if (scoring == BY_TILES) {
+        score_tiles(s, of, count, to, dim);
+        return;
+    }
+#endif
     EACH(SCORE)
 }
 
 INLINE void weigh_all(const scratch *s, const char *const *values, long count, long from, long to,
                       long dim, enum scoring scoring) {
+#if defined(__AMX_TILE__)
+    if (scoring == BY_TILES) {
+        weigh_tiles(s, values, count, from, to, dim);
+        return;
+    }
+#endif
     EACH(WEIGH)
 }
 
@@ -325,7 +348,7 @@ INLINE void take_queries(const attending *of, const scratch *s, long dim, enum s
     for (long q = 0; q < of->rows * of->group; q++) {
         const long row = q / of->group, head = q % of->group;
         const float *from = of->queries + row * of->stride + head * dim;
-        if (scoring == BY_PAIRS) narrow(from, dim, (uint16_t *)(s->queries + q * s->width));
+        if (scoring == BY_PAIRS || scoring == BY_TILES) narrow(from, dim, (uint16_t *)(s->queries + q * s->width));
         else memcpy(s->queries + q * s->width, from, dim * 4);
     }
 }
@@ -334,8 +357,11 @@ INLINE void attend_to(const attending *of, const paged *kv, const scratch *s,
                       enum scoring scoring) {
     const long dim = kv->dim;
     const long count = of->rows * of->group;
-    const long end = of->position + of->rows, begin = most(of->position + 1 - kv->window, 0);
+    const long end = of->position + of->rows, begin = most(of->position + 1 - kv->window, kv->first);
     take_queries(of, s, dim, scoring);
+#if defined(__AMX_TILE__)
+    if (scoring == BY_TILES) shape_attention(count);
+#endif
     for (long q = 0; q < count; q++) s->top[q] = MASKED;
     memset(s->out, 0, count * s->width * 4);
     memset(s->sums, 0, count * LANES * 4);
@@ -347,11 +373,14 @@ INLINE void attend_to(const attending *of, const paged *kv, const scratch *s,
         score_all(s, &keys, count, to, dim, scoring);
         for (long q = 0; q < count; q++) {
             const long position = of->position + q / of->group;
-            const long seen = most(position + 1 - kv->window, 0) - chunk;
+            const long seen = most(position + 1 - kv->window, kv->first) - chunk;
             soften_as(s, q, most(seen, 0), least(position + 1 - chunk, KEYS), to, dim, scoring);
         }
         weigh_all(s, values, count, from, to, dim, scoring);
     }
+#if defined(__AMX_TILE__)
+    if (scoring == BY_TILES) _tile_release();
+#endif
     for (long q = 0; q < count; q++) {
         const long row = q / of->group, head = q % of->group;
         float *out = of->out + row * of->out_stride + head * dim;
@@ -365,5 +394,6 @@ static void attend(const attending *of, const paged *kv, const scratch *s) {
     case WHOLE: attend_to(of, kv, s, WHOLE); return;
     case WIDENED: attend_to(of, kv, s, WIDENED); return;
     case BY_PAIRS: attend_to(of, kv, s, BY_PAIRS); return;
+    case BY_TILES: attend_to(of, kv, s, BY_TILES); return;
     }
 }

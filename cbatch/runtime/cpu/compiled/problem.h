@@ -28,13 +28,16 @@ typedef struct {
     long num_parts, in;
 } linear;
 
-// Rows follow each other by strides, of x in bytes; y is added to, or written.
+// Rows follow each other by strides, of x and `gated` in bytes; y is added to, or written. Where
+// there is a `gated`, outputs are gate | up, and silu(gate) * up goes there in place of y, in pairs.
 typedef struct {
     const linear *by;
     const char *x;
     float *y;
     long x_stride, y_stride;
     int add;
+    char *gated;
+    long gated_stride;
 } problem;
 
 INLINE enum takes takes_of(const linear *by) {
@@ -83,3 +86,5 @@ INLINE void put(const problem *of, outputs at, long row, vec sum) {
             to[i] = of->add ? to[i] + found : found;
         }
 }
+
+INLINE vec silu(vec x) { return x / (exponential(-x) + all(1)); }

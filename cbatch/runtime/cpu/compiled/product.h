@@ -179,18 +179,42 @@ static __attribute__((noinline)) void any_band(const problem *of, const segment 
     }
 }
 
+#define CHUNK 256  // rows at a time, whose inputs and sums stay in a second cache
+
+// Whether the product can give silu(gate) * up in pairs.
+INLINE int gates(const linear *by) {
+#if defined(__AMX_TILE__)
+    const segment *p = by->parts;
+    return takes_of(by) == PAIRS && by->num_parts == 1 && p->run == p->out &&
+           p->out % (2 * LANES) == 0;
+#endif
+    (void)by;
+    return 0;
+}
+
+// How often so many of its panels are taken at once: of gates alone, with what goes up.
+INLINE long bands_of(const problem *of, const segment *p, long width) {
+    return (panels_of(p) / (of->gated ? 2 : 1) + width - 1) / width;
+}
+
 // All rows, by every thread of the team.
 static void product_of(const problem *of, long rows, member *me) {
     const linear *by = of->by;
+    const long chunks = (rows + CHUNK - 1) / CHUNK, halves = of->gated ? 2 : 1;
     long panels = 0, bands = 0, taken;
     for (long i = 0; i < by->num_parts; i++) panels += panels_of(by->parts + i);
-    const long width = panels < 4 * WIDE * me->threads ? FULL : WIDE;
-    for (long i = 0; i < by->num_parts; i++)
-        bands += (panels_of(by->parts + i) + width - 1) / width;
-    while ((taken = take(me, bands)) >= 0) {
+    const long width = (panels < 4 * WIDE * me->threads ? FULL : WIDE) / halves;
+    for (long i = 0; i < by->num_parts; i++) bands += bands_of(of, by->parts + i, width);
+    while ((taken = take(me, bands * chunks)) >= 0) {
+        const long row = taken / bands * CHUNK;
+        problem here = *of;
+        here.x += row * of->x_stride;
+        if (of->gated) here.gated += row * of->gated_stride;
+        else here.y += row * of->y_stride;
         const segment *p = by->parts;
-        for (long here; taken >= (here = (panels_of(p) + width - 1) / width); p++) taken -= here;
-        const long first = taken * width;
-        any_band(of, p, rows, first, least(first + width, panels_of(p)));
+        taken %= bands;
+        for (long count; taken >= (count = bands_of(of, p, width)); p++) taken -= count;
+        const long first = taken * width, last = least(first + width, panels_of(p) / halves);
+        any_band(&here, p, least(rows - row, CHUNK), first, last);
     }
 }

@@ -13,65 +13,141 @@ typedef struct {
     uint8_t rows[16];
 } shapes;
 
+// Some compilers do not know that loading a tile reads memory: what was written is there after this.
+#define WRITTEN() __asm__ volatile("" ::: "memory")
+
 #define SHAPE(t, count, bytes) all.rows[t] = (count), all.row_bytes[t] = (count) ? (bytes) : 0
 
 // ---- bf16 ---------------------------------------------------------------------------------------
 // An instruction sums the even and the odd columns of its 32 apart, each in their order, and adds
 // both to what was there: a row's bits depend on nothing beside it.
 
-// Of two tiles of so many rows, of the weights, and of both again for a last step of `rest` pairs.
-// One of no rows is not there.
-static void shape_pairs(long upper, long lower, long rest) {
+#define TILE_BYTES 64  // of a tile's row
+
+// Sums of two tiles of rows with a panel are tiles 0 and 1, with another 2 and 3; rows 4 and 5,
+// weights 6 and 7. A tile of no rows is not there.
+static void shape_pairs(long upper, long lower) {
     shapes all = {.palette = 1};
-    SHAPE(0, upper, 64), SHAPE(1, lower, 64);
-    SHAPE(2, upper, 64), SHAPE(3, lower, 64), SHAPE(4, TILE, 64);
-    if (rest) SHAPE(5, upper, rest * 4), SHAPE(6, lower, rest * 4), SHAPE(7, rest, 64);
+    SHAPE(0, upper, TILE_BYTES), SHAPE(1, lower, TILE_BYTES);
+    SHAPE(2, upper, TILE_BYTES), SHAPE(3, lower, TILE_BYTES);
+    SHAPE(4, upper, TILE_BYTES), SHAPE(5, lower, TILE_BYTES);
+    SHAPE(6, TILE, TILE_BYTES), SHAPE(7, TILE, TILE_BYTES);
     _tile_loadconfig(&all);
 }
 
-// A step of the sums, tiles 0 and 1, by tiles that have its shape.
-#define STEP(x_upper, x_lower, weights)                                              \
-    {                                                                                \
-        const char *columns = x + k * 4;                                             \
-        _tile_loadd(weights, w + k * LANES * 4, LANES * 4);                          \
-        _tile_loadd(x_upper, columns, of->x_stride);                                 \
-        _tile_dpbf16ps(0, x_upper, weights);                                         \
-        if (lower) {                                                                 \
-            _tile_loadd(x_lower, columns + TILE * of->x_stride, of->x_stride);       \
-            _tile_dpbf16ps(1, x_lower, weights);                                     \
-        }                                                                            \
+// 32 columns more of the sums. Inlined: the last two are constants.
+INLINE void tiled_step(const char *x, long stride, const char *w, const char *w_second, int lower,
+                       int second) {
+    _tile_loadd(6, w, TILE_BYTES);
+    _tile_loadd(4, x, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if (second) {
+        _tile_loadd(7, w_second, TILE_BYTES);
+        _tile_dpbf16ps(2, 4, 7);
     }
+    if (lower) {
+        _tile_loadd(5, x + TILE * stride, stride);
+        _tile_dpbf16ps(1, 5, 6);
+        if (second) _tile_dpbf16ps(3, 5, 7);
+    }
+}
 
-// All rows with the panels from `first` to before `last`.
+// The last columns, less than 32, filled up with zeros.
+static __attribute__((noinline)) void filled(const char *x, long stride, long rows, long row_bytes,
+                                             char (*to)[TILE_BYTES]) {
+    memset(to, 0, rows * TILE_BYTES);
+    for (long r = 0; r < rows; r++) memcpy(to[r], x + r * stride, row_bytes);
+}
+
+INLINE void tiled_sums(const char *x, long stride, long rows, const char *w, const char *w_second,
+                       long in, int ahead, int lower, int second) {
+    const long steps = (in + 1) / 2;
+    long k = 0;
+    _tile_zero(0);
+    if (lower) _tile_zero(1);
+    if (second) _tile_zero(2);
+    if (lower && second) _tile_zero(3);
+    for (; k + TILE <= steps; k += TILE) {
+        const char *at = w + k * TILE_BYTES, *at_second = w_second + k * TILE_BYTES;
+        if (ahead) UNROLLED for (int line = 0; line < TILE; line++) {
+            __builtin_prefetch(at + AHEAD + line * TILE_BYTES, 0, 2);
+            if (second) __builtin_prefetch(at_second + AHEAD + line * TILE_BYTES, 0, 2);
+        }
+        tiled_step(x + k * 4, stride, at, at_second, lower, second);
+    }
+    if (k == steps) return;
+    _Alignas(64) char rest[2 * TILE][TILE_BYTES], rest_w[2][TILE][TILE_BYTES];
+    filled(x + k * 4, stride, rows, (steps - k) * 4, rest);
+    memset(rest_w, 0, sizeof rest_w);
+    memcpy(rest_w[0], w + k * TILE_BYTES, (steps - k) * TILE_BYTES);
+    if (second) memcpy(rest_w[1], w_second + k * TILE_BYTES, (steps - k) * TILE_BYTES);
+    WRITTEN();
+    tiled_step(rest[0], TILE_BYTES, rest_w[0][0], rest_w[1][0], lower, second);
+}
+
+typedef struct {
+    _Alignas(64) float of[2][2 * TILE][LANES];
+} tile_sums;
+
+INLINE void tiled_panels(const char *x, long stride, long rows, const char *w, const char *w_second,
+                         long in, int ahead, int second, tile_sums *found) {
+    const int lower = rows > TILE;
+    if (lower) tiled_sums(x, stride, rows, w, w_second, in, ahead, 1, second);
+    else tiled_sums(x, stride, rows, w, w_second, in, ahead, 0, second);
+    _tile_stored(0, found->of[0], TILE_BYTES);
+    if (lower) _tile_stored(1, found->of[0] + TILE, TILE_BYTES);
+    if (second) _tile_stored(2, found->of[1], TILE_BYTES);
+    if (lower && second) _tile_stored(3, found->of[1] + TILE, TILE_BYTES);
+}
+
+static void put_gated(const problem *of, long row, long column, vec gate, vec up) {
+    const float *bias = of->by->bias;
+    if (bias) gate += load(bias + column), up += load(bias + of->by->parts->out / 2 + column);
+    const __m256bh found = _mm512_cvtneps_pbh((__m512)(silu(gate) * up));
+    memcpy(of->gated + row * of->gated_stride + column * 2, &found, sizeof found);
+}
+
+// Lines that a product writes, two panels of rows from `row` on, come while it is found.
+// Inlined: a call without another effect is left out.
+INLINE void bring_outputs(const problem *of, const segment *of_w, long panel, long row, long rows,
+                          int second) {
+    const outputs at = outputs_of(of_w, panel), at_second = outputs_of(of_w, panel + 1);
+    for (long i = row; i < row + rows; i++)
+        if (of->gated) __builtin_prefetch(of->gated + i * of->gated_stride + panel * LANES * 2, 1, 3);
+        else {
+            __builtin_prefetch(of->y + i * of->y_stride + at.column, 1, 3);
+            if (second) __builtin_prefetch(of->y + i * of->y_stride + at_second.column, 1, 3);
+        }
+}
+
+// All rows with the panels from `first` to before `last`: two at a time, which lie side by side; or
+// gates, each with what goes up.
 static void tiled_band(const problem *of, const segment *of_w, long rows, long first, long last) {
-    const long steps = (of->by->in + 1) / 2, rest = steps % TILE;
-    const long bytes = panel_bytes(of_w, of->by->in);
-    _Alignas(64) float sums[2 * TILE][LANES];
+    const long in = of->by->in, bytes = panel_bytes(of_w, in);
+    const long apart = of->gated ? panels_of(of_w) / 2 : 1;
+    tile_sums found;
     for (long r = 0; r < rows; r += 2 * TILE) {
-        const long upper = least(rows - r, TILE), lower = least(rows - r - upper, TILE);
+        const long here = least(rows - r, 2 * TILE);
         const char *x = of->x + r * of->x_stride;
-        shape_pairs(upper, lower, rest);
-        for (long p = first; p < last; p++) {
+        if (!r || here < 2 * TILE) shape_pairs(least(here, TILE), most(here - TILE, 0));
+        for (long p = first; p < last; p += of->gated ? 1 : 2) {
             const char *w = of_w->panels + p * bytes;
-            long k = 0;
-            _tile_zero(0);
-            if (lower) _tile_zero(1);
-            for (; k + TILE <= steps; k += TILE) {
-                if (rows <= 2 * TILE)
-                    UNROLLED for (int line = 0; line < TILE; line++)
-                        __builtin_prefetch(w + k * LANES * 4 + AHEAD + line * 64, 0, 2);
-                STEP(2, 3, 4)
+            const int second = of->gated || p + 1 < last;
+            bring_outputs(of, of_w, p, r, here, second);
+            if (second)
+                tiled_panels(x, of->x_stride, here, w, w + apart * bytes, in, !r, 1, &found);
+            else tiled_panels(x, of->x_stride, here, w, w, in, !r, 0, &found);
+            const outputs at = outputs_of(of_w, p), at_second = outputs_of(of_w, p + 1);
+            for (long i = 0; i < here; i++) {
+                const vec one = load(found.of[0][i]), other = load(found.of[1][i]);
+                if (of->gated) put_gated(of, r + i, p * LANES, one, other);
+                else put(of, at, r + i, one);
+                if (!of->gated && second) put(of, at_second, r + i, other);
             }
-            if (rest) STEP(5, 6, 7)
-            _tile_stored(0, sums, LANES * 4);
-            if (lower) _tile_stored(1, sums + TILE, LANES * 4);
-            const outputs at = outputs_of(of_w, p);
-            for (long i = 0; i < upper + lower; i++) put(of, at, r + i, load(sums[i]));
         }
     }
     _tile_release();
 }
-#undef STEP
 
 // ---- blocks -------------------------------------------------------------------------------------
 // Integers are summed by tiles, a cell at a time; the rest is as in `cells`, whose bits these are.
@@ -90,6 +166,7 @@ INLINE void tiled_cells(const char *panel, long in, form f, const char *x, long 
     for (long cell = 0; cell < count; cell++) {
         const char *at = panel + cell * cell_bytes(f);
         if (f.bits < 8) unpack(f, at, codes);
+        WRITTEN();
         _tile_loadd(1, x + cell * sizeof(coded), stride);
         _tile_loadd(2, f.bits < 8 ? (const char *)codes : at, CODE_BYTES);
         _tile_zero(0);
@@ -123,5 +200,4 @@ INLINE long tiled_block_band(const problem *of, const segment *of_w, form f, lon
     _tile_release();
     return r;
 }
-#undef SHAPE
 #endif

@@ -1,0 +1,290 @@
+// A decoder's whole pass over a ragged batch, by one team of threads.
+
+#pragma once
+#include "step.h"
+
+static float squares(const float *x, long count) {
+    vec sum = {0};
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) sum += load(x + i) * load(x + i);
+    float found = total(sum);
+    for (; i < count; i++) found += x[i] * x[i];
+    return found;
+}
+
+// With room for a whole vector at its end.
+static void embed_row(const decoder *m, long token, float *to) {
+    const int half = m->embedding_type == BF16, whole = m->embedding_type == F32;
+    const long size = half ? 2 : 4;
+    if (half || whole) {
+        const char *from = m->embedding + token * m->hidden * size;
+        for (long k = 0; k < m->hidden; k += LANES)
+            store(to + k, widened(from + k * size, m->hidden - k, half));
+    } else {
+        const long bytes = block_panel_bytes(form_of((int)m->embedding_type), m->hidden);
+        decode_row((int)m->embedding_type, m->embedding + token / LANES * bytes, m->hidden,
+                   token % LANES, to);
+    }
+}
+
+static void embed(pass *p) {
+    for (long r; (r = take(&p->me, p->rows)) >= 0;)
+        embed_row(p->model, p->step->tokens[r], p->residual + r * p->hidden_stride);
+}
+
+// A row that is ready, as the product takes it.
+static void give(const pass *p, const linear *to, const float *x, long row) {
+    hand_over(takes_of(to), x, to->in, p->taken + row * p->taken_stride);
+}
+
+// x / sqrt(sum(x^2) + n eps) * scale: RMSNorm, whose weight times sqrt(n) is the scale.
+static void norm(const decoder *m, const float *x, const float *scale, float *to) {
+    const float by = 1 / __builtin_sqrtf(squares(x, m->hidden) + m->hidden * m->eps);
+    for (long k = 0; k < m->hidden; k++) to[k] = scale ? x[k] * by * scale[k] : x[k] * by;
+}
+
+static void keep(const pass *p, long kept, long row, const float *x) {
+    const long hidden = p->model->hidden;
+    if (kept >= 0)
+        memcpy(p->step->hidden + (row * p->step->num_kept + kept) * hidden, x, hidden * 4);
+}
+
+// What comes into a product that a norm is before, or with `plain` none; and state number `kept`.
+// A product that takes no floats needs what is normed no longer than it takes to give it to it.
+static void normalize(pass *p, const linear *to, int plain, long kept) {
+    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
+        const float *x = p->residual + r * p->hidden_stride;
+        float *normed = p->normed + (takes_of(to) == FLOATS ? r : p->me.thread) * p->hidden_stride;
+        keep(p, kept, r, x);
+        if (plain) memcpy(normed, x, p->model->hidden * 4);
+        else norm(p->model, x, to->scale, normed);
+        give(p, to, normed, r);
+    }
+}
+
+// The rows of a drafter: tokens and states.
+static void pair_up(pass *p, const linear *to) {
+    const decoder *m = p->model;
+    const reader *by = m->reader;
+    const long bytes = m->hidden * 4;
+    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
+        float *residual = p->residual + r * p->hidden_stride;
+        float *token = p->pairs + r * p->pair_stride, *state = token + m->hidden;
+        float *embedded = p->normed + r * p->hidden_stride;
+        const float *given = p->step->states + r * m->hidden;
+        embed_row(m, p->step->tokens[r], embedded);
+        if (by->token_norm) norm(m, embedded, by->token_norm, token);
+        else memcpy(token, embedded, bytes);
+        if (by->state_norm) norm(m, given, by->state_norm, state);
+        else memcpy(state, given, bytes);
+        memcpy(residual, by->normed_residual ? state : given, bytes);
+        give(p, to, token, r);
+    }
+}
+
+// Pairs of dimensions side by side, rotated (arXiv:2104.09864) and scaled.
+static void rotate(const float *x, const float *by, float scale, long dim, float *restrict to) {
+    for (long d = 0; d < dim; d += 2) {
+        to[d] = (x[d] * by[d] - x[d + 1] * by[d + 1]) * scale;
+        to[d + 1] = (x[d] * by[d + 1] + x[d + 1] * by[d]) * scale;
+    }
+}
+
+// K [dim] and V [dim] to place `at` of a block.
+static void store_kv(const float *key, const float *value, long dim, long block_size, long at,
+                     char *block, int half) {
+    const value_place to = value_place_of(at, block_size, dim, half);
+    uint16_t keys[dim], values[dim];
+    if (half) round_row(key, dim, keys), round_row(value, dim, values);
+    const char *cells = half ? (const char *)keys : (const char *)key;
+    for (long i = 0; i < (half ? dim / 2 : dim); i++)
+        memcpy(block + (i * block_size + at) * 4, cells + i * 4, 4);
+    if (!half) memcpy(block + to.first, value, dim * 4);
+    for (long d = 0; half && d < dim; d++) memcpy(block + to.first + d * to.stride, values + d, 2);
+}
+
+// Norms, rotates and scales the heads of a row and KV head, of which `queries` are queries; its K and
+// V go to place `at` of a block.
+static void place(const pass *p, const layer *l, long queries, float *heads, const float *cos_sin,
+                  char *block, long at) {
+    const decoder *m = p->model;
+    const long dim = m->dim, size = p->step->block_size, half = p->step->kv_half;
+    const float scale = 1 / __builtin_sqrtf(dim);
+    float rotated[dim];
+    for (long g = 0; g <= queries; g++) {
+        float *x = heads + g * dim;
+        if (l->qk_weight) {
+            const float *weight = l->qk_weight + (g < queries ? g : m->group) * dim;
+            const float by = 1 / __builtin_sqrtf(squares(x, dim) / dim + m->eps);
+            for (long d = 0; d < dim; d++) x[d] = x[d] * by * weight[d];
+        }
+        rotate(x, cos_sin, g < queries ? scale : 1, dim, rotated);
+        if (g < queries) memcpy(x, rotated, dim * 4);
+    }
+    store_kv(rotated, heads + (queries + 1) * dim, dim, size, at, block, half);
+}
+
+// By pairs where the products are, too: else bits are those of every processor.
+static enum scoring scoring_of(const pass *p) {
+    if (!p->step->kv_half) return WHOLE;
+    if (takes_of(&p->model->layers->qkv) != PAIRS) return WIDENED;
+#if defined(__AMX_TILE__)
+    if (fits_tiles(p->model->dim)) return BY_TILES;
+#endif
+    return BY_PAIRS;
+}
+
+static char *blocks_of(const pass *p, long layer, long head) {
+    const step *s = p->step;
+    const long bytes = block_bytes_of(s->block_size, p->model->dim, scoring_of(p));
+    return s->kv + (layer * p->model->kv_heads + head) * s->blocks * bytes;
+}
+
+static void place_all(pass *p, long index, long queries) {
+    const decoder *m = p->model;
+    const step *s = p->step;
+    const long bytes = block_bytes_of(s->block_size, m->dim, scoring_of(p));
+    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
+        const long position = p->positions[r], which = position / s->block_size;
+        const long block = s->tables[p->sequences[r] * s->table_width + which];
+        for (long head = 0; head < m->kv_heads; head++)
+            place(p, m->layers + index, queries,
+                  p->fused + r * p->fused_stride + head * (queries + 2) * m->dim,
+                  m->cos_sin + position * m->dim, blocks_of(p, index, head) + block * bytes,
+                  position - which * s->block_size);
+    }
+}
+
+static void attend_all(pass *p, long index) {
+    const decoder *m = p->model;
+    const step *s = p->step;
+    const scratch mine =
+        scratch_at(p->scratches + p->me.thread * p->scratch_size, p->queries, m->dim);
+    for (long i; (i = take(&p->me, p->num_pieces * m->kv_heads)) >= 0;) {
+        const piece *of = p->pieces + i / m->kv_heads;
+        const long head = i % m->kv_heads;
+        const paged kv = {blocks_of(p, index, head), s->tables + of->sequence * s->table_width,
+                          s->block_size, m->dim, m->layers[index].window, m->first, scoring_of(p)};
+        const attending queries = {
+            p->fused + of->row * p->fused_stride + head * (m->group + 2) * m->dim,
+            p->attended + of->row * p->attended_stride + head * m->group * m->dim,
+            of->rows, m->group, of->position, p->fused_stride, p->attended_stride};
+        attend(&queries, &kv, &mine);
+    }
+}
+
+// inner = silu(gate) * up of gate_up [gate | up].
+static void activate(pass *p, const linear *to) {
+    const long inner = p->model->inner;
+    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
+        const float *gate = p->gate_up + r * p->gate_up_stride, *up = gate + inner;
+        float *found = p->inner + r * p->inner_stride;
+        for (long k = 0; k < inner; k += LANES)
+            store(found + k, silu(load(gate + k)) * load(up + k));
+        give(p, to, found, r);
+    }
+}
+
+// From here on each row is alone: those not wanted have had their part.
+static void select_wanted(pass *p) {
+    for (long i; (i = take(&p->me, p->num_wanted)) >= 0;) {
+        const long row = p->step->wanted[i];
+        memcpy(p->some_residual + i * p->hidden_stride, p->residual + row * p->hidden_stride,
+               p->hidden_stride * 4);
+        memcpy(p->some_attended + i * p->attended_stride, p->attended + row * p->attended_stride,
+               p->attended_stride * 4);
+    }
+    p->residual = p->some_residual, p->attended = p->some_attended, p->rows = p->num_wanted;
+}
+
+static void give_attended(pass *p, const linear *to) {
+    if (takes_of(to) == FLOATS) return;
+    for (long r; (r = take(&p->me, p->rows)) >= 0;)
+        give(p, to, p->attended + r * p->attended_stride, r);
+}
+
+static void multiply(pass *p, const linear *by, const float *x, long x_stride, float *y,
+                     long y_stride, int add) {
+    const int floats = takes_of(by) == FLOATS;
+    const problem of = {.by = by, .x = floats ? (const char *)x : p->taken, .y = y,
+                        .x_stride = floats ? x_stride * 4 : p->taken_stride,
+                        .y_stride = y_stride, .add = add};
+    product_of(&of, p->rows, &p->me);
+}
+
+// residual += down(silu(gate) * up) of what is normed.
+static void feed_forward(pass *p, const layer *l) {
+    if (gated_by_product(l)) {
+        const problem up = {.by = &l->gate_up, .x = p->taken, .x_stride = p->taken_stride,
+                            .gated = p->gated, .gated_stride = p->gated_stride};
+        product_of(&up, p->rows, &p->me);
+        const problem down = {.by = &l->down, .x = p->gated, .y = p->residual,
+                              .x_stride = p->gated_stride, .y_stride = p->hidden_stride, .add = 1};
+        product_of(&down, p->rows, &p->me);
+        return;
+    }
+    multiply(p, &l->gate_up, p->normed, p->hidden_stride, p->gate_up, p->gate_up_stride, 0);
+    activate(p, &l->down);
+    multiply(p, &l->down, p->inner, p->inner_stride, p->residual, p->hidden_stride, 1);
+}
+
+static void keep_all(pass *p) {
+    for (long r; (r = take(&p->me, p->rows)) >= 0;)
+        keep(p, p->model->kept, r, p->residual + r * p->hidden_stride);
+}
+
+// Rows into the first layer of a drafter. Nonzero where its qkv takes pairs.
+static int read_states(pass *p) {
+    const reader *by = p->model->reader;
+    const linear *front = by->front.num_parts ? &by->front : 0;
+    const linear *kv = !p->num_wanted && by->only_kv.num_parts ? &by->only_kv : 0;
+    pair_up(p, front ? front : kv ? kv : &p->model->layers->qkv);
+    if (!front) return 1;
+    multiply(p, front, p->pairs, p->pair_stride, p->residual, p->hidden_stride, 0);
+    return 0;
+}
+
+// Queries, K and V of a layer; of a drafter of which nothing is wanted K and V alone.
+static void project(pass *p, long index, int pairs) {
+    const decoder *m = p->model;
+    const layer *l = m->layers + index;
+    const reader *by = index ? 0 : m->reader;
+    const int alone = by && !p->num_wanted && by->only_kv.num_parts;
+    const linear *qkv = alone ? &by->only_kv : &l->qkv;
+    if (pairs) multiply(p, qkv, p->pairs, p->pair_stride, p->fused, p->fused_stride, 0);
+    else {
+        normalize(p, qkv, by && by->plain_in, l->kept);
+        multiply(p, qkv, p->normed, p->hidden_stride, p->fused, p->fused_stride, 0);
+    }
+    place_all(p, index, alone ? 0 : m->group);
+}
+
+// The whole pass, by each thread of the team. What a step points to may be gone where a thread is
+// late, and is looked at only in what it has taken.
+static void run(void *job) {
+    pass p = *(const pass *)job;
+    const decoder *m = p.model;
+    const long last = m->num_layers - 1;
+    const int keeps_all = m->kept >= 0 && !m->reader, plain_out = m->reader && m->reader->plain_out;
+    int pairs = 0;
+    if (m->reader) pairs = read_states(&p);
+    else embed(&p);
+    for (long i = 0; i <= last; i++) {
+        const layer *l = m->layers + i;
+        project(&p, i, pairs && !i);
+        if (i == last && !p.num_wanted && !keeps_all) return;
+        attend_all(&p, i);
+        if (i == last && !keeps_all) select_wanted(&p);
+        give_attended(&p, &l->out);
+        multiply(&p, &l->out, p.attended, p.attended_stride, p.residual, p.hidden_stride, 1);
+        normalize(&p, &l->gate_up, 0, -1);
+        feed_forward(&p, l);
+    }
+    if (keeps_all) {
+        keep_all(&p);
+        if (!p.num_wanted) return;
+        select_wanted(&p);
+    }
+    normalize(&p, &m->head, plain_out, m->reader ? m->kept : -1);
+    multiply(&p, &m->head, p.normed, p.hidden_stride, p.logits, m->choices, 0);
+}

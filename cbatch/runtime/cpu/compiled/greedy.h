@@ -1,0 +1,62 @@
+// The most likely token of rows of logits.
+
+#pragma once
+#include "team.h"
+#include "vectors.h"
+
+#define STRETCH 1024  // logits, of which the highest is found before it is looked for
+#define ACCUMULATORS 4
+
+typedef struct {
+    member me;
+    const float *logits;
+    int64_t *tokens;
+    uint8_t *finite;
+    long rows, vocab;
+} choosing;
+
+// The highest of some logits; `odd` gets to be NaN where one is not finite.
+static float highest_of(const float *x, long count, float *odd) {
+    vec top[ACCUMULATORS], zeros[ACCUMULATORS];
+    UNROLLED for (int i = 0; i < ACCUMULATORS; i++)
+        top[i] = all(-__builtin_inff()), zeros[i] = (vec){0};
+    long k = 0;
+    for (; k + ACCUMULATORS * LANES <= count; k += ACCUMULATORS * LANES)
+        UNROLLED for (int i = 0; i < ACCUMULATORS; i++) {
+            const vec each = load(x + k + i * LANES);
+            top[i] = larger(each, top[i]);
+            zeros[i] += each * 0.0f;
+        }
+    float found = -__builtin_inff();
+    UNROLLED for (int i = 0; i < ACCUMULATORS; i++) {
+        for (int l = 0; l < LANES; l++) found = top[i][l] > found ? top[i][l] : found;
+        *odd += total(zeros[i]);
+    }
+    for (; k < count; k++) {
+        found = x[k] > found ? x[k] : found;
+        *odd += x[k] * 0.0f;
+    }
+    return found;
+}
+
+// The first of the highest; of a row that is not finite, its first NaN if there is one.
+static long choice_of(const float *x, long vocab, uint8_t *finite) {
+    float highest = -__builtin_inff(), odd = 0;
+    long from = 0, token = 0;
+    for (long k = 0; k < vocab; k += STRETCH) {
+        const float here = highest_of(x + k, least(vocab - k, STRETCH), &odd);
+        if (here > highest) highest = here, from = k;
+    }
+    *finite = odd == 0;
+    if (!*finite)
+        for (long k = 0; k < vocab; k++)
+            if (x[k] != x[k]) return k;
+    for (token = from; token < vocab - 1 && x[token] != highest;) token++;
+    return token;
+}
+
+static void choose_all(void *job) {
+    choosing *p = job;
+    for (long r; (r = take(&p->me, p->rows)) >= 0;)
+        p->tokens[r] = choice_of(p->logits + r * p->vocab, p->vocab, p->finite + r);
+}

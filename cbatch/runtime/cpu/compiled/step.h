@@ -1,0 +1,161 @@
+// A decoder and a step of it, as they come from outside; and its working memory.
+
+#pragma once
+#include "attention.h"
+#include "product.h"
+
+#define MOST_QUERIES 48  // of a tile of attention
+#define GAP LANES        // floats behind a row, which keep rows out of the same cache sets
+
+// qkv makes rows [kv_heads, group + 2, dim]: the queries of each KV head, then its K, then its V.
+// `qk_weight` [group + 1, dim] may be null. A row sees the last `window` positions. What comes into
+// the layer is wanted as state number `kept`, or not if that is below 0.
+typedef struct {
+    linear qkv, out, gate_up, down;
+    const float *qk_weight;
+    long window, kept;
+} layer;
+
+// How a drafter that reads states takes a row: [token | state], each normed by a weight times
+// sqrt(hidden), or as it is where that is null. `front`, if it has parts, makes of both what comes
+// into the first layer; else the first qkv takes both, and its residual is the state, or with
+// `normed_residual` the normed one. `only_kv`, rows [kv_heads, 2, dim] of the first qkv, is for
+// passes of which nothing is wanted. With `plain_in` the first layer norms nothing before its qkv,
+// with `plain_out` the head takes rows as they are.
+typedef struct {
+    linear front, only_kv;
+    const float *token_norm, *state_norm;
+    long normed_residual, plain_in, plain_out;
+} reader;
+
+// embedding [vocab, hidden]: rows of fp32 or bf16, of block types panels; cos_sin [positions,
+// dim / 2, 2]. The head makes `choices` logits. `reader` is null but for drafters. Positions before
+// `first` are nobody's. `kept`: as that of a layer, of what the last one makes: for all rows, of a
+// drafter for those wanted.
+typedef struct {
+    const layer *layers;
+    linear head;
+    const char *embedding;
+    const float *cos_sin;
+    const reader *reader;
+    long num_layers, hidden, kv_heads, group, dim, inner, vocab, embedding_type, choices, first, kept;
+    float eps;
+} decoder;
+
+// tokens [rows]; query_lens and context_lens [sequences]; tables [sequences, table_width]; wanted
+// [num_wanted]: flat rows; kv [layers, kv_heads, blocks] of blocks as attention.h has them; logits
+// [num_wanted, choices]. `states` [rows, hidden] are what a drafter reads. What is kept goes to hidden
+// [rows, num_kept, hidden]. `progress` is null, or a number that goes up during the pass, at least
+// once a layer.
+typedef struct {
+    const int64_t *tokens, *wanted;
+    const int32_t *query_lens, *context_lens, *tables;
+    char *kv;
+    float *logits;
+    char *memory;  // of `memory_bytes`
+    int64_t *progress;
+    const float *states;
+    float *hidden;
+    long rows, sequences, table_width, num_wanted, blocks, block_size, kv_half, threads, num_kept;
+} step;
+
+typedef struct {
+    long sequence, row, rows, position;
+} piece;
+
+// A pass as each thread sees it. Working memory: rows of floats, a stride apart, and as the next
+// product takes them.
+typedef struct {
+    member me;
+    const decoder *model;
+    const step *step;
+    char *taken, *gated;
+    float *residual, *normed, *fused, *attended, *gate_up, *inner, *some_residual, *some_attended;
+    float *pairs;
+    float *logits;
+    float *scratches;
+    long pair_stride, hidden_stride, fused_stride, attended_stride, gate_up_stride, inner_stride;
+    long taken_stride, gated_stride, scratch_size, queries, num_pieces, rows, num_wanted;
+    piece *pieces;
+    long *positions, *sequences;
+} pass;
+
+_Static_assert(sizeof(pass) <= MOST_JOB_BYTES, "a pass is handed over whole");
+
+#define LOOPS_OF_A_LAYER 10
+#define OTHER_LOOPS 7
+
+static int gated_by_product(const layer *l) {
+    return gates(&l->gate_up) && takes_of(&l->down) == PAIRS;
+}
+
+static long carve(pass *p, char *memory, long rows, long threads) {
+    const decoder *m = p->model;
+    const long heads = m->kv_heads * m->group * m->dim, width = heads + 2 * m->kv_heads * m->dim;
+    long used = 0;
+#define TAKE(to, count, type) \
+    (to) = (type *)(memory + used), used += rounded((count) * (long)sizeof(type), 64)
+#define ROWS_OF(to, stride, width) \
+    p->stride = rounded(width, LANES) + GAP, TAKE(p->to, rows *p->stride, float)
+    ROWS_OF(residual, hidden_stride, m->hidden);
+    ROWS_OF(some_residual, hidden_stride, m->hidden);
+    TAKE(p->normed, most(rows, threads) * p->hidden_stride, float);
+    ROWS_OF(fused, fused_stride, width);
+    ROWS_OF(attended, attended_stride, heads);
+    ROWS_OF(some_attended, attended_stride, heads);
+    long gated = 0, apart = 0;  // layers of either kind there are
+    for (long i = 0; i < m->num_layers; i++) *(gated_by_product(m->layers + i) ? &gated : &apart) = 1;
+    ROWS_OF(gate_up, gate_up_stride, apart * 2 * m->inner);
+    ROWS_OF(inner, inner_stride, apart * m->inner);
+    p->gated_stride = taken_bytes(gated * m->inner) + 4 * GAP;
+    TAKE(p->gated, rows *p->gated_stride, char);
+    ROWS_OF(pairs, pair_stride, m->reader ? 2 * m->hidden : 0);
+    p->queries = most(MOST_QUERIES / m->group, 1) * m->group;
+    p->scratch_size = rounded(scratch_floats(p->queries, m->dim), LANES);
+    TAKE(p->scratches, threads *p->scratch_size, float);
+    TAKE(p->pieces, rows, piece);
+    TAKE(p->positions, rows, long);
+    TAKE(p->sequences, rows, long);
+    const long widest = most(most(m->hidden * (m->reader ? 2 : 1), heads), m->inner);
+    p->taken_stride = taken_bytes(widest) + 4 * GAP;
+    TAKE(p->taken, rows *p->taken_stride, char);
+    return used;
+}
+
+// Bytes that `decode` needs for so many rows, or wanted ones, and threads; aligned to 64.
+long memory_bytes(const decoder *model, long rows, long threads) {
+    pass p = {.model = model};
+    return carve(&p, 0, rows, threads);
+}
+
+// Which row is where. Nonzero where a number of the step does not fit: 1 a token, 2 a block, 3 a
+// wanted row.
+static int plan(pass *p) {
+    const decoder *m = p->model;
+    const step *s = p->step;
+    const long most_rows = p->queries / m->group;
+    long row = 0;
+    p->num_pieces = 0;
+    for (long i = 0; i < s->rows; i++)
+        if (s->tokens[i] < 0 || s->tokens[i] >= m->vocab) return 1;
+    for (long i = 0; i < s->num_wanted; i++)
+        if (s->wanted[i] < 0 || s->wanted[i] >= s->rows) return 3;
+    for (long b = 0; b < s->sequences; b++) {
+        const long length = s->query_lens[b], start = s->context_lens[b] - length;
+        const long blocks = (s->context_lens[b] + s->block_size - 1) / s->block_size;
+        if (start < 0 || blocks > s->table_width || row + length > s->rows) return 2;
+        for (long i = 0; i < blocks; i++) {
+            const long block = s->tables[b * s->table_width + i];
+            if (block < 0 || block >= s->blocks) return 2;
+        }
+        for (long i = 0; i < length; i += most_rows)
+            p->pieces[p->num_pieces++] =
+                (piece){b, row + i, least(most_rows, length - i), start + i};
+        for (long i = 0; i < length; i++) {
+            p->sequences[row + i] = b;
+            p->positions[row + i] = start + i;
+        }
+        row += length;
+    }
+    return row == s->rows ? 0 : 2;
+}

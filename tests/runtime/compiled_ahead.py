@@ -1,0 +1,80 @@
+"""What the suite compiles of C besides the kernels that it runs with: minutes of one processor.
+
+    python -m tests.runtime.compiled_ahead
+
+puts all of it into the cache, as the whole suite does beside its first tests. Whoever needs a part
+finds it there, or compiles it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from cbatch.runtime.cpu.compiled import build, builds, find_compiler
+from cbatch.runtime.cpu.compiled.builds import Build
+from cbatch.runtime.cpu.compiled.compiler import Compiler
+from cbatch.system.cache import cache_folder
+from tests.runtime.marks import has_compiler
+
+# AMX in C (see tiles.h), where the other instructions of such a processor are.
+BY_HAND = "amx by hand"
+TILES, BOUNDS = (Path(__file__).with_name(name) for name in ("tiles.h", "bounds.c"))
+FLAGS = ("-std=gnu11", "-O1", "-g", "-pthread")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+def tiles_by_hand(compiler: Compiler, like: Build) -> ctypes.CDLL:
+    flags = (*build._FLAGS, *compiler.flags(like), "-include", str(TILES), "-shared")
+    made = _once("tiles.so", lambda to: compiler.run(*flags, str(build._SOURCE), "-lm", "-o", to))
+    return build._loaded(made)
+
+
+def checked_bounds() -> Iterator[tuple[str, Build, tuple[str, ...]]]:
+    """Of each width of vectors, the best; and tiles, by hand where there are none."""
+    found = builds.runnable() if has_compiler() else []
+    for each in found:
+        if each in found[:1] or each.name in ("avx2", "portable"):
+            yield each.name, each, ()
+        if each.name == "avx512_bf16":
+            yield "tiles", each, ("-include", str(TILES))
+
+
+def bounds_program(compiler: Compiler, name: str, of: Build, more: tuple[str, ...]) -> Path:
+    """Its compiler may lack the sanitizers: then raises what `Compiler.run` does."""
+    flags = (*FLAGS, *SANITIZERS, *compiler.flags(of), *more, f"-I{build._SOURCE.parent}")
+    return _once(f"bounds-{name}", lambda to: compiler.run(*flags, str(BOUNDS), "-o", to, "-lm"))
+
+
+def _once(name: str, make: Callable[[str], object]) -> Path:
+    """A file of the cache, made unless it is there."""
+    folder = cache_folder("compiled")
+    assert folder is not None
+    path = folder / name
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / name
+            make(str(made))
+            os.replace(made, path)
+    return path
+
+
+def main() -> None:
+    compiler = find_compiler() if has_compiler() else None
+    if compiler is None:
+        return
+    known = [each for each in builds.runnable() if compiler.takes(each)]
+    for each in reversed(known):  # the first of them is what the suite runs with, and compiles
+        build.library_of(each, compiler, cache_folder("compiled"))
+        if each.name == "avx512_bf16":
+            tiles_by_hand(compiler, each)
+    for found in checked_bounds():
+        bounds_program(compiler, *found)
+
+
+if __name__ == "__main__":
+    main()
