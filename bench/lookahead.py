@@ -57,6 +57,8 @@ class PolicyRun(msgspec.Struct):
     tokens: int
     seconds: float
     speculation: Speculation
+    # By depth: drafts that were looked at, how many should have survived, and did. float64 [3, k]
+    survival: np.ndarray | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -125,6 +127,24 @@ class EndlessLoop:
         self._running.add(self.engine.add(next(self._prompts), params).request_id)
 
 
+def survival_until_now(engine: Engine) -> np.ndarray:
+    """Totals as in `PolicyRun.survival`; of a policy that foretells nothing there are none."""
+    outlook = engine.scheduler.state.policy.outlook
+    if outlook is None:
+        return np.zeros((3, 0))
+    seen = outlook.calibration
+    return np.array([seen.drafted, seen.predicted, seen.survived])
+
+
+def survival_error(runs: Sequence[PolicyRun]) -> float | None:
+    """How far what was foretold of each depth is from what came, mean over all drafts."""
+    seen = [run.survival for run in runs if run.survival is not None]
+    drafted, predicted, survived = np.add.reduce(seen) if seen else np.zeros((3, 0))
+    if not drafted.sum():
+        return None
+    return float(np.abs(predicted - survived).sum() / drafted.sum())
+
+
 def make_prompts(workload: str, model: str | Path) -> Prompts:
     """A cycle of the shipped prompts; in a mix every other one is of each kind."""
     tokenizer = tokenizer_of(model)
@@ -181,11 +201,13 @@ def measure(
     runs: dict[str, list[PolicyRun]] = {policy: [] for policy in engines}
     for _ in range(args.cycles):
         cycle = {policy: PolicyRun(0, 0.0, Speculation()) for policy in engines}
+        before = {policy: survival_until_now(engine) for policy, engine in engines.items()}
         for turn in range(turns):
             for policy in engines if turn % 2 else reversed(engines):
                 cycle[policy].add(loops[policy].run(tokens))
             advance()
         for policy, run in cycle.items():
+            run.survival = survival_until_now(engines[policy]) - before[policy]
             runs[policy].append(run)
     for loop in loops.values():
         loop.stop()
@@ -227,6 +249,7 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[PolicyRun]]) -> list
                 "ratio_to_off_low95": rounded(off_low),
                 "steps_with_drafts": rounded(total.drafting_share),
                 "mean_accepted_tokens": rounded(total.mean_accepted_tokens),
+                "survival_error": rounded(survival_error(runs[policy])),
                 "best_fixed": best,
             }
         )

@@ -70,7 +70,7 @@ class ToPlan(NamedTuple):
         return len(self.caps)
 
     def room(self) -> StepBudget:
-        return StepBudget(len(self.caps), 0)
+        return StepBudget(0)
 
 
 def to_plan(rows: int) -> ToPlan:
@@ -84,6 +84,9 @@ def policy_of(kind: str, rows: int) -> GoodputPolicy:
         PolicyLimits(rows, TOKENS, PROFILES[kind]),
     )
     policy.estimate[:] = inputs(rows)[:2]
+    work = StepWork(rows=rows, target_tokens=rows, logit_tokens=rows)
+    for _ in range(2):  # else it would try out what the profile says
+        policy.costs.observe(StepSample(work, 0.0, float(PROFILES[kind].table(TOKENS)[rows])))
     return policy
 
 

@@ -59,6 +59,7 @@ def with_prices(
     target: AnyModel,
     draft: AnyModel | None,
     paths: tuple[str | Path, str | Path | None],
+    kv_cache_dtype: str,
 ) -> SchedulerConfig:
     """With what steps cost here: measured now, or kept from an earlier start on this machine."""
     import torch
@@ -72,10 +73,10 @@ def with_prices(
         "version": VERSION,
         "models": [None if path is None else str(path) for path in paths],
         "shapes": [repr(m.config) for m in (target, draft) if m is not None],
-        "dtype": str(target.dtype),
+        "dtype": [str(target.dtype), kv_cache_dtype],
         "numerics": target.numerics,
         "weights": [getattr(m, "block_bytes", None) for m in (target, draft) if m is not None],
-        "compiled": version() if compiles(target.dtype) else None,
+        "compiled": version() if device.type == "cpu" and compiles(target.dtype) else None,
         "processor": processor,
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),

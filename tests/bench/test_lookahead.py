@@ -5,10 +5,18 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 
 from bench.chat_prompts import RENAMES, STORIES
-from bench.lookahead import EndlessLoop, PolicyRun, make_prompts, rows_of, spoilt_drafts
+from bench.lookahead import (
+    EndlessLoop,
+    PolicyRun,
+    make_prompts,
+    rows_of,
+    spoilt_drafts,
+    survival_error,
+)
 from bench.plot import save_lines
 from cbatch import EngineOptions, load_engine
 from cbatch.demo import demo_paths
@@ -34,6 +42,15 @@ def test_ratios_are_paired_and_the_best_constant_is_found_afterwards():
     assert rows["goodput"]["steps_with_drafts"] == 0.6
     (row,) = rows_of("edit", 1, {"off": [run_of(10.0)]})
     assert row["ci95"] is None and row["ratio_to_off_low95"] is None
+    assert row["survival_error"] is None
+
+
+def test_the_error_of_what_was_foretold_is_by_depth_and_over_all_runs():
+    first, second = run_of(1.0), run_of(1.0)
+    first.survival = np.array([[60.0, 40.0], [50.0, 20.0], [40.0, 22.0]])
+    second.survival = np.array([[60.0, 40.0], [50.0, 20.0], [56.0, 22.0]])
+    assert survival_error([first, second, run_of(1.0)]) == pytest.approx((4 + 4) / 200)
+    assert survival_error([first]) == pytest.approx((10 + 2) / 100), "depths do not make up"
 
 
 def test_a_mix_takes_both_kinds_in_turn():

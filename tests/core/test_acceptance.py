@@ -43,7 +43,7 @@ def after_steps(estimate: np.ndarray, alphas: Iterable[float], k: int, seed: int
     rng = np.random.default_rng(seed)
     for alpha in alphas:
         runs = accepted_runs(rng, alpha, estimate.shape[1], k)
-        estimate = decayed(CONFIG, estimate, runs + (runs < k), runs)
+        estimate = decayed(CONFIG.decay, estimate, runs + (runs < k), runs)
     return estimate
 
 
@@ -87,14 +87,14 @@ def test_twenty_steps_after_a_drop_nine_tenths_of_the_optimum(load: float) -> No
 def test_one_step_is_its_trials_one_by_one_and_so_are_steps_told_together() -> None:
     """3 accepted of 4 is the same as three accepted single drafts and a rejected one, but for the
     order within: k does not enter."""
-    at_once = decayed(CONFIG, fresh(1), np.array([4]), np.array([3]))
+    at_once = decayed(CONFIG.decay, fresh(1), np.array([4]), np.array([3]))
     singly, tally = fresh(1), Tally(1)
     for hit in (1, 1, 1, 0):
-        singly = decayed(CONFIG, singly, np.array([1]), np.array([hit]))
+        singly = decayed(CONFIG.decay, singly, np.array([1]), np.array([hit]))
         tally.add(slice(0, 1), np.array([1]), np.array([hit]))
     assert singly == pytest.approx(at_once, abs=0.3)
     gained, trials = tally.take()
-    assert np.array_equal(decayed(CONFIG, fresh(1), trials, gained), at_once)
+    assert np.array_equal(decayed(CONFIG.decay, fresh(1), trials, gained), at_once)
     assert not np.any(tally.take())
 
 
@@ -112,8 +112,8 @@ def test_smooth_evidence_is_unbiased_and_sharper(leak: bool) -> None:
         runs = runs.astype(np.int32)
         seen = np.ones_like(overlap) if leak else position <= runs[:, None]
         evidence = (overlap * seen).sum(axis=1)
-        counted = decayed(CONFIG, counted, runs + (runs < k), runs)
-        smooth = decayed(CONFIG, smooth, runs + (runs < k), evidence)
+        counted = decayed(CONFIG.decay, counted, runs + (runs < k), runs)
+        smooth = decayed(CONFIG.decay, smooth, runs + (runs < k), evidence)
     truth = 1.7 / 2.7
     bias = float((smooth[0] / smooth[1]).mean() - truth)
     assert (abs(bias) <= 0.005) == (not leak), bias
@@ -125,9 +125,11 @@ def test_smooth_evidence_is_unbiased_and_sharper(leak: bool) -> None:
 def test_a_row_without_drafts_drifts_to_the_prior_and_steps_can_be_made_up() -> None:
     stepped = before = np.array([[1.0, 20.0], [20.0, 25.0]])
     for _ in range(30):
-        stepped = drift(CONFIG, stepped, PRIOR)
-    assert stepped == pytest.approx(drift(CONFIG, before, PRIOR, steps=30))
-    assert drift(CONFIG, before, PRIOR, steps=600) == pytest.approx(fresh(2), rel=1e-3)
+        stepped = drift(CONFIG.idle_drift, stepped, np.array(PRIOR))
+    assert stepped == pytest.approx(drift(CONFIG.idle_drift, before, np.array(PRIOR), steps=30))
+    assert drift(CONFIG.idle_drift, before, np.array(PRIOR), steps=600) == pytest.approx(
+        fresh(2), rel=1e-3
+    )
 
 
 def test_the_prior_begins_as_configured_and_follows_the_fleet() -> None:

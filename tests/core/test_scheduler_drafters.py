@@ -173,7 +173,7 @@ def test_shadow_evidence_raises_k_from_0_for_a_request_that_begins_to_copy(polic
 
     informed, scores = steps_until_drafting()
     assert scores > 5
-    monkeypatch.setattr(CommittedStep, "shadow", None)
+    monkeypatch.setattr(CommittedStep, "_live_shadow", lambda *_: None)
     deaf, _ = steps_until_drafting()
     assert informed < 60 and deaf > 1.5 * informed
 

@@ -54,7 +54,10 @@ def test_fields_of_requests(field: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are not supported"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quantization_config.quant_method: 'bitsandbytes' is not supported; .*full weights",
+        ),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3 is not supported"),
         ({"architectures": None, "model_type": "medusa"}, "'medusa' is not supported"),
         ({"architectures": ["BertModel"]}, "BertModel is not supported"),

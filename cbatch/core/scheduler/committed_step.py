@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 from msgspec import structs
 
 from cbatch.core.scheduler.decode_batch import Flight
-from cbatch.core.scheduler.plan import RowStatus, StepResult
+from cbatch.core.scheduler.plan import RowStatus, ShadowEvidence, StepResult
 from cbatch.core.scheduler.slot_table import SlotTable
 from cbatch.core.speculation.policy import Shadow
 from cbatch.core.speculation.step_work import StepSample, StepWork
@@ -32,10 +30,12 @@ class CommittedStep:
         self.slots, self.tokens = self.plan.slots, self.result.tokens
         self.num_drafted, self.num_accepted = self.result.num_drafted, self.result.num_accepted
         self.evidence = self.result.expected_accepted
+        self.shadow = None if result.shadow is None else self._live_shadow(result.shadow)
         self.has_chunks = flight.tokens.num_chunks > 0
         # As bytes: for an array that short, numpy takes ten times as long.
         self.has_errors = result.status.tobytes().count(RowStatus.OK) < len(result.status)
-        self.plain = flight.tokens.plain and not self.has_errors
+        tokens = flight.tokens
+        self.undrafted = not (tokens.total_drafts or tokens.total_catch_up)
         self.total_drafted, self.all_drafted = flight.tokens.total_drafts, flight.tokens.all_draft
         # What was drafted is nearly always what was planned, which has been summed up already.
         planned = flight.tokens.num_drafts
@@ -75,11 +75,7 @@ class CommittedStep:
         )
         self.rows = self.plan.slots
 
-    @cached_property
-    def shadow(self) -> Shadow | None:
-        found = self.result.shadow
-        if found is None:
-            return None
+    def _live_shadow(self, found: ShadowEvidence) -> Shadow:
         slots = self._flight.plan.slots[found.rows]
         live = ~np.isin(slots, self._flight.void_slots)
         return Shadow(slots[live], found.trials[live], found.hits[live])
@@ -91,16 +87,20 @@ class CommittedStep:
         plan, result = self.plan, self.result
         measured_s = result.draft_s + result.target_s
         host_s = 0.0 if self._elapsed_s is None else self._elapsed_s - measured_s
-        unused = int(np.add.reduce(plan.num_drafts)) - self.total_drafted
+        rows = len(self.slots)
         work = StepWork(
-            rows=len(self.slots),
-            target_tokens=int(np.add.reduce(plan.query_lens)) - unused,
-            logit_tokens=int(np.count_nonzero(plan.wants_logits)) + self.total_drafted,
+            rows=rows,
+            target_tokens=rows,
+            logit_tokens=rows,
             context_tokens=int(np.add.reduce(self._table.num_tokens[self.rows])),
-            draft_depth=int(np.maximum.reduce(self.num_drafted, initial=0)),
-            draft_tokens=self.total_drafted,
-            ingested_tokens=int(np.add.reduce(plan.catch_up)),
         )
+        if self.has_chunks or not (self.undrafted and self.one_each):
+            unused = int(np.add.reduce(plan.num_drafts)) - self.total_drafted
+            work.target_tokens = int(np.add.reduce(plan.query_lens)) - unused
+            work.logit_tokens = int(np.count_nonzero(plan.wants_logits)) + self.total_drafted
+            work.draft_depth = int(np.maximum.reduce(self.num_drafted, initial=0))
+            work.draft_tokens = self.total_drafted
+            work.ingested_tokens = int(np.add.reduce(plan.catch_up))
         host_s = host_s if 0.0 < host_s < max(measured_s, _USUAL_HOST_S) else 0.0
         return StepSample(work, result.draft_s, result.target_s + host_s)
 

@@ -10,7 +10,7 @@ from cbatch.core.scheduler.committed_step import CommittedStep
 from cbatch.core.scheduler.decode_batch import Flight
 from cbatch.core.scheduler.plan import RowStatus, StepResult
 from cbatch.core.scheduler.sequence import Commit
-from cbatch.core.scheduler.slot_table import ONE, advance
+from cbatch.core.scheduler.slot_table import advance
 from cbatch.core.scheduler.state import SchedulerState
 
 _NON_FINITE = int(RowStatus.NON_FINITE)
@@ -35,7 +35,7 @@ class Committer:
             self._taint_void(flight, result)
         elapsed_s = None if last_s is None else now_s - last_s
         step = CommittedStep(state.table, flight, result, elapsed_s)
-        may_end = state.may_end()
+        may_end = state.may_end(flight.tokens.total_drafts)
         self._advance(step)
         state.policy.observe(step)
         ended = self._find_ends(step, may_end) if may_end or len(state.stop_union) else []
@@ -86,8 +86,8 @@ class Committer:
             moved = step.plan.query_lens - step.plan.num_drafts + step.num_accepted
             advance(table.num_uncomputed_tokens, rows, step.counts - moved)
         if state.has_draft_kv:
-            if step.plain:
-                advance(table.draft_lag, rows, ONE)
+            if step.undrafted and step.result.draft_kv_lens is None:
+                advance(table.draft_lag, rows, step.plan.query_lens)
             else:
                 self._advance_draft(step)
 

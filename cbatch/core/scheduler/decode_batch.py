@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 
@@ -38,6 +40,11 @@ class RowTokens(msgspec.Struct, frozen=True, eq=False):
         return not (self.total_drafts or self.total_catch_up or self.num_chunks)
 
 
+class DraftLimits(NamedTuple):
+    most: RowTokens  # as many drafts as each may ever have
+    all_catch_up: bool  # every row may plan catch-up wherever it may draft
+
+
 class DecodeBatch(msgspec.Struct, eq=False):
     """Rows that decode, in ascending order of slots, and what is constant while they do.
 
@@ -51,8 +58,8 @@ class DecodeBatch(msgspec.Struct, eq=False):
     generations: np.ndarray
     wants_logits: np.ndarray  # all of them do
     plain: RowTokens  # one token each
-    most: RowTokens  # as many drafts as each may ever have
-    all_catch_up: bool  # every row may plan catch-up wherever it may draft
+    may_draft: bool  # somebody may
+    limits: DraftLimits | None = None  # None: nobody has asked
     tokens_until_end: int = 0  # at least so many before any row comes near its end
 
     @classmethod
@@ -63,12 +70,6 @@ class DecodeBatch(msgspec.Struct, eq=False):
         # As a slice where it can be: numpy is several times faster.
         rows = slice(slots[0], slots[0] + count) if adjacent else index
         zeros = table.zeros[:count]
-        plain = most = RowTokens(zeros, table.ones[:count], zeros, 0)
-        all_catch_up = True
-        if np.count_nonzero(table.max_lookahead[rows]):
-            most = RowTokens.of(table.max_lookahead[rows].copy(), zeros, 0)
-            behind = table.catch_up_end[rows] < table.lookahead_end[rows]
-            all_catch_up = not np.count_nonzero(behind)
         return cls(
             slots=index.astype(np.int32),
             index=index,
@@ -76,10 +77,16 @@ class DecodeBatch(msgspec.Struct, eq=False):
             owners=owners,
             generations=table.generation[index],
             wants_logits=table.trues[:count],
-            plain=plain,
-            most=most,
-            all_catch_up=all_catch_up,
+            plain=RowTokens(zeros, table.ones[:count], zeros, 0),
+            may_draft=bool(np.count_nonzero(table.max_lookahead[rows])),
         )
+
+    def draft_limits(self, table: SlotTable) -> DraftLimits:
+        if self.limits is None:
+            most = RowTokens.of(table.max_lookahead[self.rows].copy(), self.plain.num_drafts, 0)
+            behind = table.catch_up_end[self.rows] < table.lookahead_end[self.rows]
+            self.limits = DraftLimits(most, not np.count_nonzero(behind))
+        return self.limits
 
     def near_end(self, table: SlotTable, tokens: int) -> bool:
         """Whether a row comes near its end within so many tokens. Makes the bound sharp if need

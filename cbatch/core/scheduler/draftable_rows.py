@@ -22,7 +22,8 @@ class DraftableRows:
 
     @cached_property
     def caps(self) -> np.ndarray:
-        state, batch, most = self._state, self._batch, self._batch.most.num_drafts
+        state, batch = self._state, self._batch
+        most = batch.draft_limits(state.table).most.num_drafts
         if state.flights or batch.tokens_until_end < state.policy.max_depth:
             left: np.ndarray = np.maximum(state.table.lookahead_end[batch.rows] - self._known, 0)
             most = np.minimum(most, left)
@@ -34,7 +35,7 @@ class DraftableRows:
         lag: np.ndarray = table.draft_lag[rows]
         if self._state.flights:
             lag = lag + known - table.num_tokens[rows] + table.num_uncomputed_tokens[rows] - ONE
-        if not self._state.decode_batch().all_catch_up:
+        if not self._state.decode_batch().draft_limits(table).all_catch_up:
             lag = lag * (known <= table.catch_up_end[rows])
         return lag
 
@@ -46,16 +47,8 @@ class DraftableRows:
         return budget
 
     def room(self) -> StepBudget:
-        """Prompts are counted as far as they can go on."""
-        state, table, known = self._state, self._state.table, self._known
-        chunk_tokens = 0
-        if state.prefilling:
-            uncomputed = int(np.add.reduce(table.num_uncomputed_tokens[state.prefilling]))
-            most = state.config.step_budget_tokens - self.num_rows - self.budget_tokens
-            chunk_tokens = min(uncomputed, most)
-        left_tokens: np.ndarray = table.lookahead_end[self.rows] - known
+        left_tokens: np.ndarray = self._state.table.lookahead_end[self.rows] - self._known
         return StepBudget(
-            base_tokens=self.num_rows + chunk_tokens,
-            context_tokens=int(np.add.reduce(known)),
+            context_tokens=int(np.add.reduce(self._known)),
             left_tokens=left_tokens,
         )

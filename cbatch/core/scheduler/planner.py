@@ -84,14 +84,14 @@ class Planner:
     def _choose_drafts(self, batch: DecodeBatch, known: np.ndarray) -> RowTokens:
         """Drafts and catch-up tokens per row, before blocks are considered."""
         state = self.state
-        if not state.decode_batch().most.total_drafts:
+        if not batch.may_draft:
             return batch.plain
         step = DraftableRows(state, batch, known)
         num_drafts = state.policy.choose(step)
         if num_drafts is None:
             return batch.plain
         lag, budget = step.lag, step.budget_tokens
-        drafts = batch.most
+        drafts = batch.draft_limits(state.table).most
         if num_drafts is not drafts.num_drafts:
             drafts = RowTokens.of(num_drafts, lag, 0)
         total = int(np.add.reduce(lag))

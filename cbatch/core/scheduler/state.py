@@ -174,9 +174,10 @@ class SchedulerState:
     def owners_of(self, slots: list[int]) -> list[Sequence]:
         return cast("list[Sequence]", [self.owners[slot] for slot in slots])
 
-    def may_end(self) -> bool:
-        """Whether the step that commits may be the last of a decoding row."""
-        batch, most_emitted = self.cached_batch, 1 + self.policy.max_depth
+    def may_end(self, drafts: int) -> bool:
+        """Whether the step that commits, with so many drafts in all, may be the last of a decoding
+        row."""
+        batch, most_emitted = self.cached_batch, 1 + min(drafts, self.policy.max_depth)
         if batch is None:
             return True
         near_end = batch.near_end(self.table, most_emitted)

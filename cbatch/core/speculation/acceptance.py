@@ -31,6 +31,8 @@ slightly above alpha^j while little is known, which keeps exploring.
 from __future__ import annotations
 
 import math
+import operator
+from itertools import accumulate
 
 import numpy as np
 
@@ -58,22 +60,27 @@ def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray
     return hazards.T
 
 
+def survival_of_one(accepted: float, trials: float, depth: int) -> list[float]:
+    """The same of one row, without numpy."""
+    hazards = ((accepted + tried) / (trials + tried) for tried in range(depth))
+    return list(accumulate(hazards, operator.mul))
+
+
 def decayed(
-    config: LookaheadConfig, estimate: np.ndarray, trials: np.ndarray, gained: np.ndarray
+    decay: float, estimate: np.ndarray, trials: np.ndarray | float, gained: np.ndarray | float
 ) -> np.ndarray:
-    """N and D, float64 [2, rows], after so many trials each, [rows], that gained so much."""
-    after: np.ndarray = estimate * np.power(config.decay, trials)
+    """N and D, float64 [2, ...], after so many trials each, [...], that gained so much."""
+    after: np.ndarray = estimate * decay**trials
     after[0] += gained
     after[1] += trials
     return after
 
 
-def drift(
-    config: LookaheadConfig, estimate: np.ndarray, prior: tuple[float, float], steps: int = 1
-) -> np.ndarray:
-    """N and D, float64 [2, rows], after `steps` steps without drafts: closer to the prior."""
-    kept = config.idle_drift**steps
-    drifted: np.ndarray = kept * estimate + (1 - kept) * np.array(prior)[:, None]
+def drift(idle_drift: float, estimate: np.ndarray, prior: np.ndarray, steps: int = 1) -> np.ndarray:
+    """N and D, float64 [2, ..., rows], after `steps` steps without drafts: closer to the prior,
+    [2, ...]."""
+    kept = idle_drift**steps
+    drifted: np.ndarray = kept * estimate + (1 - kept) * prior[..., None]
     return drifted
 
 
@@ -99,15 +106,26 @@ class Tally:
 
     def __init__(self, max_slots: int) -> None:
         self._sums = np.zeros((2, max_slots))  # evidence for N, trials
+        self._empty = True
 
     def add(self, rows: Rows, trials: np.ndarray, gained: np.ndarray) -> None:
         """Of one step, by row."""
         self._sums[0, rows] += gained
         self._sums[1, rows] += trials
+        self._empty = False
 
-    def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """Evidence and trials, float64 [slots] each."""
+    def take(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Evidence and trials, float64 [slots] each; None: there are none."""
+        if self._empty:
+            return None
         (gained, trials), self._sums = self._sums, np.zeros_like(self._sums)
+        self._empty = True
+        return gained, trials
+
+    def take_slot(self, slot: int) -> tuple[float, float]:
+        """The same of one slot."""
+        gained, trials = self._sums[:, slot].tolist()
+        self._sums[:, slot] = 0.0
         return gained, trials
 
 

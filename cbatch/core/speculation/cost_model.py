@@ -19,6 +19,7 @@ Without a profile more tokens look cheap until they are tried, and teach their p
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right, insort
 
 import msgspec
 import numpy as np
@@ -104,6 +105,7 @@ class OnlineCostModel:
                 drafting_s = profile.draft_pass_s + profile.draft_token_s * count
                 self._pass.observe(count, drafting_s, 0)
             self._ingest_s = profile.draft_ingest_s
+            self._target.hold_weakly()
 
     def observe(self, sample: StepSample) -> None:
         """A step took so long. Durations that are not positive were not measured: no evidence."""
@@ -121,6 +123,15 @@ class OnlineCostModel:
             self._ingest_s += _INGEST_GAIN * (ingest_s - self._ingest_s)
         elif depth:
             self._pass.observe(max(work.draft_tokens / depth, 1.0), draft_s / depth, 0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a price at all: a profile's or a step's."""
+        return self._target.is_known
+
+    def is_measured(self, target_tokens: int) -> bool:
+        """Whether real steps of about so many have been seen: a profile is of another day."""
+        return self._target.num_seen_about(target_tokens) > 1
 
     def prices(
         self, rows: int, base_tokens: int, context_tokens: int, most_drafts: int
@@ -144,6 +155,7 @@ class _Curve:
         size = 1 + self._nearest(most)
         self._seen = [0.0] * size  # steps that a point remembers
         self._points = [(0.0, 0.0, 0.0)] * size  # means of count, seconds and context
+        self._known: list[int] = []  # points that have seen some, ascending
         self.slope_s = 0.0  # of a token of context
         self._products = self._squares = 0.0  # of deviations from the point, decayed
 
@@ -162,6 +174,8 @@ class _Curve:
             self._observe_context(context, context - point[2], seconds - point[1])
             if surprise < 1 / _SURPRISE:
                 seen = 0.0
+        else:
+            insort(self._known, at)
         self._seen[at] = seen = min(seen + 1, _MEMORY_STEPS)
         x, y, z = point
         self._points[at] = (
@@ -170,6 +184,19 @@ class _Curve:
             z + (context - z) / seen,
         )
         return surprise
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._known)
+
+    def num_seen_about(self, count: float) -> float:
+        """Of its point, or of one beside it."""
+        at = self._nearest(count)
+        return max(self._seen[max(at - 1, 0) : at + 2])
+
+    def hold_weakly(self) -> None:
+        """What has been seen till now is worth one step."""
+        self._seen = [min(seen, 1.0) for seen in self._seen]
 
     def _observe_context(self, context: int, beyond: float, beyond_s: float) -> None:
         """Least squares of seconds on context, both as deviations, relative to the context."""
@@ -183,27 +210,37 @@ class _Curve:
 
     def over(self, counts: np.ndarray, context: int) -> np.ndarray:
         """Seconds, float64, of ascending counts with so much context."""
-        known = [point for point, seen in zip(self._points, self._seen, strict=True) if seen]
-        if not known:
+        if not self._known:
             return np.full(len(counts), _LEAST_S)
-        lowest_s, points = math.inf, []
-        for count, seconds, about in reversed(known):
-            seconds += self.slope_s * (context - about)
-            lowest_s = max(min(lowest_s, seconds), _LEAST_S)
-            points.append((count, lowest_s))
-        points.reverse()
-        last, last_s = points[-1]
-        if last < counts[-1]:
-            # On as it rose over the last doubling.
-            slope_s = _UNTRIED * last_s / last
-            before = [point for point in points if 2 * point[0] <= last]
-            if before:
-                slope_s = max(slope_s, (last_s - before[-1][1]) / (last - before[-1][0]))
-            end = float(counts[-1])
-            points.append((end, last_s + slope_s * (end - last)))
-        known_counts, known_s = zip(*points, strict=True)
-        found: np.ndarray = np.interp(counts, known_counts, known_s)
+        found: np.ndarray = np.interp(counts, *self._levels(float(counts[-1]), context))
         return found
 
     def at(self, count: int) -> float:
-        return float(self.over(np.array([max(count, 1)]), 0)[0])
+        if not self._known:
+            return _LEAST_S
+        counts, seconds = self._levels(float(count), 0)
+        above = bisect_left(counts, count)
+        if above in (0, len(counts)):
+            return seconds[min(above, len(counts) - 1)]
+        share = (count - counts[above - 1]) / (counts[above] - counts[above - 1])
+        return seconds[above - 1] + share * (seconds[above] - seconds[above - 1])
+
+    def _levels(self, end: float, context: int) -> tuple[list[float], list[float]]:
+        """Counts, ascending to `end` or beyond, and seconds that never fall."""
+        lowest_s, counts, levels_s = math.inf, [], []
+        for at in reversed(self._known):
+            count, seconds, about = self._points[at]
+            lowest_s = max(min(lowest_s, seconds + self.slope_s * (context - about)), _LEAST_S)
+            counts.append(count)
+            levels_s.append(lowest_s)
+        counts.reverse()
+        levels_s.reverse()
+        last, last_s = counts[-1], levels_s[-1]
+        if last < end:
+            # On as it rose over the last doubling.
+            slope_s, before = _UNTRIED * last_s / last, bisect_right(counts, last / 2) - 1
+            if before >= 0:
+                slope_s = max(slope_s, (last_s - levels_s[before]) / (last - counts[before]))
+            counts.append(end)
+            levels_s.append(last_s + slope_s * (end - last))
+        return counts, levels_s

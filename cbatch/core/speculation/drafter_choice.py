@@ -30,14 +30,15 @@ policy it is pure: whoever drafts in a simulation or a test can hold one, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from cbatch.core.speculation.acceptance import Rows
+from cbatch.core.speculation.acceptance import Rows, decayed, drift
+from cbatch.core.speculation.config import LookaheadConfig
 
-_LOG_DECAY, _IDLE_DECAY = math.log(0.96), 0.92  # of the sums: per trial; per decision without
+_DECAY = LookaheadConfig().decay  # of the sums, a trial
+_IDLE_DECAY = 0.92  # of the sums, a decision without trials
 _PATIENCE = 64.0  # decisions without a word that are worth one more standard deviation
 _PRIOR_TRIALS = 4.0  # that the fleet's word is worth to a slot
 _FLEET_MEAN, _FLEET_TRIALS = 0.5, 16.0  # at first
@@ -110,14 +111,11 @@ class DrafterChoice:
         accepted, failed = self._tally
         trials = accepted + failed
         unheard = trials == 0
-        kept = np.exp(_LOG_DECAY * trials)
-        kept[unheard] = _IDLE_DECAY
         self._unheard += 1.0
         self._unheard *= unheard
-        self._estimate *= kept
-        self._estimate += ((1 - _IDLE_DECAY) * self._prior())[:, :, None] * unheard
-        self._estimate[0] += accepted
-        self._estimate[1] += trials
+        told = decayed(_DECAY, self._estimate, trials, accepted)
+        drifted = drift(_IDLE_DECAY, self._estimate, self._prior())
+        self._estimate = np.where(unheard, drifted, told)
         seen = np.add.reduce(trials, axis=1)
         self._fleet *= np.exp(-seen / _FLEET_MEMORY_TRIALS)
         self._fleet[0] += np.add.reduce(accepted, axis=1)

@@ -68,12 +68,17 @@ class GoodputPolicy(LearningPolicy):
 
     def enter(self, slot: int, carried: tuple[float, float] | None) -> None:
         """Until the next decision it drafts as far as others did of whom as much is believed."""
-        self._newcomers += 1
+        if self.drafting or self._first_drafts or carried is not None:
+            self._newcomers += 1
         self._num_drafts[slot] = self._first_drafts
         super().enter(slot, carried)
 
     def leave(self, slot: int) -> tuple[float, float] | None:
-        self._learn()
+        gained, trials = self._tally.take_slot(slot)
+        if trials:
+            found = acceptance.decayed(self.config.decay, self.estimate[:, slot], trials, gained)
+            self.estimate[:, slot] = found
+            self._tell_fleet(gained, trials)
         return super().leave(slot)
 
     # ---- steps --------------------------------------------------------------------------------
@@ -94,6 +99,8 @@ class GoodputPolicy(LearningPolicy):
         if step.total_drafted:
             gained = accepted if step.evidence is None else step.evidence
             self._tally.add(step.rows, accepted + (accepted < drafted), gained)
+            if not self.drafting:  # a probe
+                self._act_soon(float(np.add.reduce(accepted)), step.total_drafted)
         seldom = self._least_steps if self.drafting else MOST_STEPS
         if self._steps % seldom and not self._look_from <= self._steps <= self._look_until:
             return
@@ -117,55 +124,67 @@ class GoodputPolicy(LearningPolicy):
 
     def _disturbed(self, num_rows: int) -> bool:
         """Since the last decision: many requests are new, or there are more or fewer."""
-        judged = self._judged_rows
-        return 4 * self._newcomers >= num_rows or not 3 * judged <= 4 * num_rows <= 5 * judged
+        apart = abs(num_rows - self._judged_rows)
+        return 4 * self._newcomers >= num_rows or apart > max(self._judged_rows // 4, 1)
 
     def _learn(self) -> None:
         """Bring beliefs up: rows without drafts come closer to the prior."""
         steps, self._learnt_at = self._steps - self._learnt_at, self._steps
-        gained, trials = self._tally.take()
-        drifted = acceptance.drift(self.config, self.estimate, self.prior, steps)
-        told = acceptance.decayed(self.config, self.estimate, trials, gained)
-        self.estimate[:] = np.where(trials > 0, told, drifted)
-        self._tell_fleet(gained, trials)
+        prior = np.array(self.prior)
+        found = acceptance.drift(self.config.idle_drift, self.estimate, prior, steps)
+        tally = self._tally.take()
+        if tally is not None:
+            gained, trials = tally
+            told = acceptance.decayed(self.config.decay, self.estimate, trials, gained)
+            found = np.where(trials > 0, told, found)
+            self._tell_fleet(float(np.add.reduce(gained)), float(np.add.reduce(trials)))
+        self.estimate = found
 
     def _observe_shadow(self, shadow: Shadow) -> None:
-        """Good news is acted upon soon."""
         slots, trials, hits = shadow
-        self.estimate[:, slots] = acceptance.decayed(
-            self.config, self.estimate[:, slots], trials, hits
-        )
-        self._tell_fleet(hits, trials)
-        if 2 * int(np.add.reduce(hits)) > int(np.add.reduce(trials)):
+        before, decay = self.estimate[:, slots], self.config.decay
+        self.estimate[:, slots] = acceptance.decayed(decay, before, trials, hits)
+        gained, tried = float(np.add.reduce(hits)), float(np.add.reduce(trials))
+        self._tell_fleet(gained, tried)
+        self._act_soon(gained, tried)
+
+    def _act_soon(self, gained: float, tried: float) -> None:
+        """If that is good news."""
+        if 2 * gained > tried:
             self._until = min(self._until, self._steps + LEAST_STEPS)
 
-    def _tell_fleet(self, gained: np.ndarray, trials: np.ndarray) -> None:
-        self.fleet.observe(float(np.add.reduce(gained)), float(np.add.reduce(trials)))
+    def _tell_fleet(self, gained: float, trials: float) -> None:
+        self.fleet.observe(gained, trials)
         self.prior = self.fleet.sums()
 
     def _decide(self, step: PlannedRows) -> np.ndarray | None:
         self._learn()
-        disturbed = self._disturbed(step.num_rows)
+        disturbed, all_new = self._disturbed(step.num_rows), self._newcomers >= step.num_rows
         self._newcomers, self._judged_rows = 0, step.num_rows
         deepest = int(np.maximum.reduce(step.caps, initial=0))
         most = min(step.budget_tokens, deepest * step.num_rows)
         if most <= 0:
             self._until = self._steps + LEAST_STEPS
             return None
+        if not self.costs.is_known:  # neither for drafts nor against them
+            self._look(0, 0)
+            self._until = self._steps + 1
+            return None
         room = step.room()
-        mixed = self._mixed_samples > MOST_STEPS
-        base_tokens = room.base_tokens if mixed else step.num_rows
-        prices = self.costs.prices(step.num_rows, base_tokens, room.context_tokens, most)
+        # What prompts take comes with requests, not with steps: it is no part of either price.
+        prices = self.costs.prices(step.num_rows, step.num_rows, room.context_tokens, most)
         worth_steps = int(_DECISION_S / (_EXPERIMENTS * float(prices.step_s[0])))
         self._least_steps = min(max(worth_steps, LEAST_STEPS), MOST_STEPS)
         prices.step_s[1:] += _DECISION_S / MOST_STEPS  # it is paid for by drafts
         found = self._best(step, room, prices, deepest)
         self._let_stand(found, disturbed)
+        self._first_drafts = self._drafts_of_a_newcomer(found, prices)
         if not self.drafting:
             return self._probe(step, prices)
         self._num_drafts[step.rows] = found.num_drafts
-        self._first_drafts = self._drafts_of_a_newcomer(found)
         wait = max(_PLAIN_STEPS * found.gain / _EXPERIMENTS, MOST_STEPS)
+        if not (all_new or self._mixed_samples or self.costs.is_measured(step.num_rows)):
+            wait = MOST_STEPS
         if self._steps - self._tried_at < wait:
             return found.num_drafts
         self._tried_at, self._until = self._steps, self._steps + _PLAIN_STEPS
@@ -173,10 +192,15 @@ class GoodputPolicy(LearningPolicy):
         self._look(_PLAIN_STEPS // 2, _PLAIN_STEPS)
         return None
 
-    def _drafts_of_a_newcomer(self, found: LookaheadDecision) -> int:
-        accepted, trials = np.array(self.prior)[:, None]
-        worth = acceptance.survival(accepted, trials, self.max_depth) >= found.threshold
-        return min(int(np.count_nonzero(worth)), int(np.maximum.reduce(found.num_drafts)))
+    def _drafts_of_a_newcomer(self, found: LookaheadDecision, prices: StepPrices) -> int:
+        """While nobody drafts: 0 if it would not pay either if one row, or all, were new."""
+        chances = acceptance.survival_of_one(*self.prior, self.max_depth)
+        if not self.drafting:
+            rows = len(found.num_drafts)
+            gains = (draft_allocation.gain_of_alike(chances, n, rows, prices) for n in (1, rows))
+            return self.max_depth if max(gains) > self.config.switch_gain else 0
+        deepest = int(np.maximum.reduce(found.num_drafts))
+        return sum(chance >= found.threshold for chance in chances[:deepest])
 
     def _best(
         self, step: PlannedRows, room: StepBudget, prices: StepPrices, depth: int
@@ -219,7 +243,7 @@ class GoodputPolicy(LearningPolicy):
         longest = MOST_STEPS if self.drafting else MOST_IDLE_STEPS
         again = self._least_steps if disturbed or other else min(2 * self._interval, longest)
         self._decision, self._interval, self._until = found, again, self._steps + again
-        if disturbed or was != self.drafting:
+        if was != self.drafting or (disturbed and was):
             self._look(0, 1)  # drafters catch up
         if was != self.drafting:
             self.num_switches += 1
@@ -232,7 +256,11 @@ class GoodputPolicy(LearningPolicy):
         cost_s = prices.pass_s * drafts + prices.ingest_s * float(step.lag[row])
         cost_s += float(prices.step_s[drafts] - prices.step_s[0])
         wait = self._patience * cost_s / (_EXPERIMENTS * float(prices.step_s[0]))
-        if not drafts or self._steps - self._tried_at < max(wait, MOST_STEPS):
+        due = self._tried_at + max(int(wait), MOST_STEPS)
+        if not drafts:
+            return None
+        if self._steps < due:
+            self._until = min(self._until, due)
             return None
         mean = self.prior[0] / self.prior[1]
         self._patience = 1 if mean > self._probed_mean else min(2 * self._patience, _PATIENCE)

@@ -43,14 +43,15 @@ class EmaPolicy(LearningPolicy):
     def observe(self, step: DraftedStep) -> None:
         """A row that drafted nothing drifts to the prior, so that k = 0 never absorbs a slot."""
         before = self.estimate[:, step.rows]
-        after = drift(self._config, before, self.prior)
+        after = drift(self._config.idle_drift, before, np.array(self.prior))
         if step.total_drafted:
             accepted = step.num_accepted
             tried = accepted + (accepted < step.num_drafted)
             gained = accepted if step.evidence is None else step.evidence
-            moved = decayed(self._config, before, tried, gained)
+            moved = decayed(self._config.decay, before, tried, gained)
             after = np.where(step.num_drafted > 0, moved, after)
         self.estimate[:, step.rows] = after
         if step.shadow is not None:
             slots, trials, hits = step.shadow
-            self.estimate[:, slots] = decayed(self._config, self.estimate[:, slots], trials, hits)
+            before = self.estimate[:, slots]
+            self.estimate[:, slots] = decayed(self._config.decay, before, trials, hits)

@@ -26,7 +26,6 @@ class PolicyLimits(msgspec.Struct, frozen=True):
 class StepBudget(msgspec.Struct, frozen=True):
     """What a step has for drafts besides money."""
 
-    base_tokens: int  # target tokens without drafts: one a decoding row, and prompt chunks
     context_tokens: int  # sum over the rows
     left_tokens: np.ndarray | None = None  # int32 [rows], of the request; None: many
 
@@ -68,9 +67,7 @@ class DraftedStep(Protocol):
     num_accepted: np.ndarray
     evidence: np.ndarray | None  # float32, see `acceptance.observe`
     total_drafted: int
-
-    @property
-    def shadow(self) -> Shadow | None: ...
+    shadow: Shadow | None
 
     def sample(self) -> StepSample: ...
 
