@@ -137,8 +137,24 @@ SLIDING = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
         ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "Qwen3"]),
         ({"num_local_experts": 8}, ["num_experts", "mixtures of experts"]),
         (
-            {"quantization_config": {"quant_method": "gptq"}},
-            ["quantization_config", "full weights"],
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            ["quantization_config.quant_method", "bitsandbytes", "full weights"],
+        ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}},
+            ["quantization_config.format", "marlin-24", "pack-quantized"],
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "checkpoint_format": "marlin"}},
+            ["quantization_config.checkpoint_format", "gptq_v2"],
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq", "version": "gemv"}},
+            ["quantization_config.version", "gemm"],
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            ["quantization_config.weight_block_size", "two numbers"],
         ),
         ({"hidden_size": "absent"}, ["hidden_size", "missing"]),
         ({"hidden_size": "64"}, ["hidden_size", "positive integer"]),

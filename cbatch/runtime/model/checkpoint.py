@@ -2,104 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig, ModelError, load_config
-from cbatch.runtime.model.gguf_file import GgufTensor, is_gguf, read_gguf
+from cbatch.runtime.model.gguf_file import is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import GgufWeights, config_of
+from cbatch.runtime.model.quantised import QuantisedWeights
 from cbatch.runtime.model.rope import has_angles
+from cbatch.runtime.model.weight_files import DTYPES, Safetensors, WeightSource
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _RANDOM_STD = 0.02
-
-
-class WeightSource(Protocol):
-    """Tensors by their name in the checkpoint."""
-
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, on the CPU in its stored dtype. Raises ModelError if it is absent, broken or
-        of another shape."""
-
-    def blocks(self, name: str) -> GgufTensor | None:
-        """It as it is stored, where that is in blocks that are to be multiplied with."""
-        return None
-
-
-class Safetensors(WeightSource):
-    """A directory with `model.safetensors`, or shards and their index."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._files: dict[Path, Any] = {}
-        index = directory / _INDEX
-        if index.exists():
-            self._names = _read_index(index)
-        else:
-            file = directory / _SINGLE
-            if not file.exists():
-                raise ModelError(
-                    f"{directory}: neither {_SINGLE} nor {_INDEX} found; "
-                    "only safetensors weights can be loaded"
-                )
-            self._names = dict.fromkeys(self._open(file).keys(), file)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        file = self._names.get(name)
-        if file is None:
-            raise ModelError(f"{self.directory}: tensor {name} is missing; the download may be cut")
-        try:
-            tensor: Tensor = self._open(file).get_tensor(name)
-        except (SafetensorError, OSError) as err:
-            raise ModelError(f"{file}: tensor {name} cannot be read ({err!s:.300})") from None
-        if tuple(tensor.shape) != shape:
-            raise ModelError(
-                f"{file}: tensor {name} has shape {list(tensor.shape)}, "
-                f"config.json asks for {list(shape)}"
-            )
-        if tensor.dtype not in _DTYPES.values():
-            raise ModelError(
-                f"{file}: tensor {name} has dtype {tensor.dtype}; "
-                f"supported: {', '.join(_DTYPES)} (quantised weights are not)"
-            )
-        return tensor
-
-    def _open(self, file: Path) -> Any:
-        if file not in self._files:
-            try:
-                self._files[file] = safe_open(file, framework="pt")
-            except FileNotFoundError:
-                raise ModelError(f"{file}: named by {_INDEX} but not there") from None
-            except (SafetensorError, OSError) as err:
-                raise ModelError(
-                    f"{file}: not a complete safetensors file ({err!s:.300}); download it again"
-                ) from None
-        return self._files[file]
-
-
-def _read_index(index: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index of a sharded checkpoint."""
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        found = {str(name): index.parent / file for name, file in names.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
-        raise ModelError(f"{index}: weight_map: cannot be read ({err!r:.300})") from None
-    for file in found.values():
-        if file.parent != index.parent or "\0" in file.name:
-            raise ModelError(f"{index}: weight_map: {str(file)!r:.80} is no file beside it")
-    return found
 
 
 class RandomWeights(WeightSource):
@@ -130,7 +48,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Of a Hugging Face directory or hub name, or of a GGUF file (the first, where it is split).
 
-    A file's blocks are multiplied with as they are unless `dtype` says what to widen them to.
+    Quantised weights are multiplied with as they are unless `dtype` says what to widen them to.
     `random_weights_seed` draws the weights instead (only the config is read). Raises ModelError for
     whatever in the checkpoint cannot be served, naming file and field or tensor.
     """
@@ -138,22 +56,26 @@ def open_checkpoint(
     file = read_gguf(path) if is_gguf(path) else None
     config = read_config(path)
     stored = config.torch_dtype
-    if dtype == "auto" and stored not in (None, *_DTYPES):
-        known = ", ".join(_DTYPES)
+    if dtype == "auto" and stored not in (None, *DTYPES):
+        known = ", ".join(DTYPES)
         raise ModelError(
             f"{path}: torch_dtype: {stored!r:.40} is not supported; supported: {known}"
         )
+    if config.quantisation is not None and stored == "float16":
+        stored = "bfloat16"  # as for GGUF files: what is quantised is multiplied with as it is
     served = resolve_dtype(dtype, stored)
     source: WeightSource
     if random_weights_seed is not None:
         source = RandomWeights(random_weights_seed)
     else:
         as_stored = dtype == "auto"
-        source = (
-            Safetensors(path)
-            if file is None
-            else GgufWeights(file, config, served, as_stored=as_stored)
-        )
+        if file is not None:
+            source = GgufWeights(file, config, served, as_stored=as_stored)
+        else:
+            source = Safetensors(path)
+            if config.quantisation is not None:
+                how = config.quantisation
+                source = QuantisedWeights(source, how, config, served, as_stored=as_stored)
     return Checkpoint(config, source, served)
 
 
@@ -173,9 +95,9 @@ def resolve_dtype(dtype: str | torch.dtype, stored: str | None) -> torch.dtype:
         name = str(dtype).removeprefix("torch.")
     else:
         name = (stored or "float32") if dtype == "auto" else dtype
-    if name not in _DTYPES:
-        raise ModelError(f"dtype: {name!r} is not supported; use auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise ModelError(f"dtype: {name!r} is not supported; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def resolve_directory(

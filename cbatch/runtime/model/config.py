@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from cbatch.runtime.model.quantisation import Quantisation, parse_quantisation
+
 GENERATION_FILE = "generation_config.json"
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -90,6 +92,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     torch_dtype: str | None = None
+    quantisation: Quantisation | None = None
 
     @property
     def group_size(self) -> int:
@@ -220,6 +223,7 @@ def parse_config(
         eos_token_ids=_token_ids(f, "eos_token_id"),
         bos_token_id=next(iter(_token_ids(f, "bos_token_id")), None),
         torch_dtype=_dtype(f),
+        quantisation=parse_quantisation(f.get("quantization_config"), f.error),
     )
 
 
@@ -251,10 +255,6 @@ def _family(f: _Fields) -> str:
 
 
 def _refuse_unsupported(f: _Fields) -> None:
-    if f.get("quantization_config") is not None:
-        raise f.error(
-            "quantization_config", "quantised weights are not supported; use the full weights"
-        )
     experts = f.get("num_experts", f.get("num_local_experts"))
     if experts is not None:
         raise f.error("num_experts", "mixtures of experts are not supported; use a dense model")

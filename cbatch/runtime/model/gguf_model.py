@@ -262,6 +262,9 @@ class GgufWeights:
             raise self._file.error(f"tensor {tensor.name}", problem)
         return tensor.dequantised(self._dtype)
 
+    def scalar(self, name: str) -> float | None:
+        return None
+
     def blocks(self, name: str) -> GgufTensor | None:
         stored = self.stored(name) if self._as_stored else None
         return stored if stored is not None and stored.type.elements > 1 else None

@@ -63,7 +63,8 @@ class KVCache:
         if ids.min() < 0 or ids.max() >= self.num_blocks:
             raise ValueError(f"block ids must lie in 0..{self.num_blocks - 1}, got {ids.tolist()}")
         index = torch.from_numpy(ids).to(self.data.device)
-        self.data.index_fill_(3, index, 0)
+        bits = self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data
+        bits.index_fill_(3, index, 0)
 
     @staticmethod
     def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

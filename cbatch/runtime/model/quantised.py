@@ -1,0 +1,249 @@
+"""Quantised weights of Hugging Face directories: compressed-tensors, GPTQ, AWQ and fp8.
+
+Whole numbers of 4 or 8 bits with a scale, and a zero point, for a group of columns each. What of
+them fits a block type of GGUF to the bit (`_as_blocks` has the one exception) is multiplied with as
+such blocks; the rest is widened as it loads, and so are weights in fp8. How many bits a matrix has,
+and how large its groups are, follows from the shapes of its tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.runtime.model.config import ModelConfig, ModelError
+from cbatch.runtime.model.gguf_file import TYPES, GgufTensor
+from cbatch.runtime.model.quantisation import Quantisation
+from cbatch.runtime.model.weight_files import Safetensors, WeightSource
+
+_BLOCK_TYPES = {each.name: each for each in TYPES.values()}
+_BLOCK = 32  # columns
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of columns 0 .. 7 in a word
+_FP8 = torch.float8_e4m3fn
+_MAIN = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
+
+
+class Codes(NamedTuple):
+    """A matrix [out, in] of whole numbers: (codes - zeros) * scales, by groups of columns."""
+
+    codes: Tensor  # uint8 [out, in]
+    scales: Tensor  # fp32 [out, groups]
+    zeros: Tensor  # int32 [out, groups]
+    bits: int
+    group_of: Tensor  # int64 [in]: ascending, unless columns were sorted by importance
+
+    @property
+    def in_order(self) -> bool:
+        size = len(self.group_of) // self.scales.shape[1]
+        return bool((self.group_of == torch.arange(len(self.group_of)) // max(size, 1)).all())
+
+    def values(self) -> Tensor:
+        """fp32."""
+        zeros, scales = self.zeros[:, self.group_of], self.scales[:, self.group_of]
+        return (self.codes.int() - zeros).float() * scales
+
+
+class QuantisedWeights(WeightSource):
+    """A directory's tensors, quantised ones widened to `dtype`; `as_stored` also as blocks, where
+    they are some."""
+
+    def __init__(
+        self,
+        files: Safetensors,
+        how: Quantisation,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        as_stored: bool,
+    ) -> None:
+        self._files, self._how, self._dtype = files, how, dtype
+        self._as_stored = as_stored
+        self._shapes = {name: shape for name, shape in _matrices(config)}
+
+    def scalar(self, name: str) -> float | None:
+        return self._files.scalar(name)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or len(shape) != 2:
+            return self._files.get(name, shape)
+        if f"{module}.{_MAIN.get(self._how.method, '')}" in self._files:
+            return self._codes(module, *shape).values().to(self._dtype)
+        if self._files.dtype_of(name) == _FP8:
+            return self._widened(module, shape)
+        return self._files.get(name, shape)
+
+    def blocks(self, name: str) -> GgufTensor | None:
+        module = name.removesuffix(".weight")
+        main = f"{module}.{_MAIN.get(self._how.method, '')}"
+        if not self._as_stored or main not in self._files or name not in self._shapes:
+            return None
+        return _as_blocks(name, self._codes(module, *self._shapes[name]))
+
+    def _error(self, name: str, problem: str) -> ModelError:
+        return ModelError(f"{self._files.directory}: tensor {name}: {problem}")
+
+    def _codes(self, module: str, out: int, columns: int) -> Codes:
+        if self._how.method == "compressed-tensors":
+            return self._packed(module, out, columns)
+        return self._transposed(module, out, columns)
+
+    def _packed(self, module: str, out: int, columns: int) -> Codes:
+        """compressed-tensors' `pack-quantized`: words along the columns, and zero points, where
+        there are some, along the rows; both by half a range too large."""
+        name = f"{module}.weight_packed"
+        words, bits = self._words(name, out, columns, along=1)
+        codes = _unpacked(words, bits, range(32 // bits))[:, :columns]
+        half = 1 << (bits - 1)
+        scales = self._scales(f"{module}.weight_scale", out, columns, rows_first=True)
+        zeros = torch.full(scales.shape, half, dtype=torch.int32)
+        place = f"{module}.weight_zero_point"
+        if place in self._files:
+            stored = self._files.read(place)
+            if stored.dtype == torch.int32:
+                stored = self._integers(place).t()
+                stored = _unpacked(stored, bits, range(32 // bits)).t()[:out].int()
+            else:
+                stored = stored.int() + half
+            zeros = self._fitting(place, stored, tuple(scales.shape))
+        order = self._order(f"{module}.weight_g_idx", columns, scales.shape[1])
+        return Codes(codes, scales, zeros, bits, order)
+
+    def _transposed(self, module: str, out: int, columns: int) -> Codes:
+        """GPTQ and AWQ: [in, out], of which GPTQ's words go along the columns of x, AWQ's along the
+        outputs, in an order of their own."""
+        name, awq = f"{module}.qweight", self._how.method == "awq"
+        words, bits = self._words(name, columns, out, along=1 if awq else 0)
+        places = _AWQ_PLACES if awq else range(32 // bits)
+        if awq and bits != 4:
+            raise self._error(name, f"has {bits} bits, AWQ's have 4")
+        codes = _unpacked(words, bits, places).t() if awq else _unpacked(words.t(), bits, places)
+        scales = self._scales(f"{module}.scales", out, columns, rows_first=False)
+        zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.int32)
+        place = f"{module}.qzeros"
+        if place in self._files:
+            stored = _unpacked(self._integers(place), bits, places).t()
+            zeros = self._fitting(place, stored.int() + self._how.zero_shift, tuple(scales.shape))
+        order = self._order(f"{module}.g_idx", columns, scales.shape[1])
+        return Codes(codes, scales, zeros, bits, order)
+
+    def _integers(self, name: str) -> Tensor:
+        words = self._files.read(name)
+        if words.dtype != torch.int32 or words.dim() != 2:
+            raise self._error(name, f"{words.dtype} {list(words.shape)} is no matrix of int32")
+        return words
+
+    def _words(self, name: str, rows: int, columns: int, *, along: int) -> tuple[Tensor, int]:
+        """Packed along a dimension of [rows, columns], and in how many bits each."""
+        words = self._integers(name)
+        for bits in (4, 8):
+            shape = [rows, columns]
+            shape[along] = -(-shape[along] * bits // 32)
+            if list(words.shape) == shape:
+                return words, bits
+        problem = f"has shape {list(words.shape)}, not {[rows, columns]} in 4 or 8 bits"
+        raise self._error(name, problem)
+
+    def _fitting(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if tuple(found.shape) != shape:
+            raise self._error(name, f"holds {list(found.shape)}, its scales are {list(shape)}")
+        return found
+
+    def _scales(self, name: str, out: int, columns: int, *, rows_first: bool) -> Tensor:
+        stored = self._files.read(name)
+        if not stored.is_floating_point() or stored.dim() != 2:
+            raise self._error(name, f"{stored.dtype} {list(stored.shape)} are no scales")
+        scales = stored.float() if rows_first else stored.float().t()
+        fits = len(scales) == out and scales.shape[1] and columns % scales.shape[1] == 0
+        if not fits or not scales.isfinite().all():
+            problem = f"{list(stored.shape)} are no finite scales of a matrix {[out, columns]}"
+            raise self._error(name, problem)
+        return scales.contiguous()
+
+    def _order(self, name: str, columns: int, groups: int) -> Tensor:
+        if name not in self._files:
+            return torch.arange(columns) // (columns // groups)
+        order = self._files.read(name).long()
+        if order.shape != (columns,) or order.min() < 0 or order.max() >= groups:
+            raise self._error(name, f"is no group of {groups} for each of {columns} columns")
+        return order
+
+    def _widened(self, module: str, shape: tuple[int, ...]) -> Tensor:
+        """fp8: with a scale for all, for each row, or for blocks of rows and columns."""
+        weight = self._files.read(f"{module}.weight")
+        if tuple(weight.shape) != shape:
+            problem = f"has shape {list(weight.shape)}, config.json asks for {list(shape)}"
+            raise self._error(f"{module}.weight", problem)
+        names = [f"{module}.weight_scale_inv", f"{module}.weight_scale"]
+        name = next((name for name in names if name in self._files), None)
+        if name is None:
+            raise self._error(names[1], "is missing")
+        scale, (out, columns) = self._files.read(name).float(), shape
+        if not scale.isfinite().all():
+            raise self._error(name, "is not finite")
+        if scale.numel() == 1:
+            return (weight.float() * scale.view(1, 1)).to(self._dtype)
+        if tuple(scale.shape) in ((out, 1), (out,)):
+            return (weight.float() * scale.view(-1, 1)).to(self._dtype)
+        rows, wide = self._how.block_rows or 128, self._how.block_columns or 128
+        if tuple(scale.shape) != (-(-out // rows), -(-columns // wide)):
+            raise self._error(name, f"{list(scale.shape)} fits no {rows} x {wide} of {list(shape)}")
+        each = scale[torch.arange(out) // rows][:, torch.arange(columns) // wide]
+        return (weight.float() * each).to(self._dtype)
+
+
+def _unpacked(words: Tensor, bits: int, places: Any) -> Tensor:
+    """uint8 [rows, values] of int32 [rows, words]; value i of a word is at place `places[i]`."""
+    shifts = torch.tensor([bits * place for place in places], dtype=torch.int32)
+    values = (words.contiguous().unsqueeze(2) >> shifts) & ((1 << bits) - 1)
+    return values.flatten(1).to(torch.uint8)
+
+
+def _as_blocks(name: str, matrix: Codes) -> GgufTensor | None:
+    """Q4_0 and Q8_0 where zero points are the middle, Q4_1 for others of 4 bits: there an offset is
+    held, which is rounded to 11 bits (by less than a 130th of a step). None where groups, or their
+    scales in fp16, do not fit."""
+    out, columns = matrix.codes.shape
+    groups = matrix.scales.shape[1]
+    scales = matrix.scales.half()
+    exact = bool((scales.float() == matrix.scales).all())
+    if columns % _BLOCK or (columns // groups) % _BLOCK or not matrix.in_order or not exact:
+        return None
+    middle = bool((matrix.zeros == 1 << (matrix.bits - 1)).all())
+    offsets = (-matrix.zeros * matrix.scales).half()
+    if not middle and (matrix.bits != 4 or not offsets.isfinite().all()):
+        return None
+    kind = _BLOCK_TYPES["Q8_0" if matrix.bits == 8 else "Q4_0" if middle else "Q4_1"]
+    times = columns // groups // _BLOCK
+    heads = [scales] if middle else [scales, offsets]
+    codes = matrix.codes.view(out, -1, _BLOCK)
+    if matrix.bits == 8:
+        body = (codes.int() - 128).to(torch.int8).view(torch.uint8)
+    else:
+        body = codes[..., :16] | codes[..., 16:] << 4
+    each = [h.repeat_interleave(times, 1).unsqueeze(2).view(torch.uint8) for h in heads]
+    raw: np.ndarray = torch.cat([*each, body], dim=2).flatten().numpy()
+    return GgufTensor(name, kind, (out, columns), raw)
+
+
+def _matrices(c: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
+    hidden, wide = c.hidden_size, c.intermediate_size
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    shapes = {
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (wide, hidden),
+        "mlp.up_proj": (wide, hidden),
+        "mlp.down_proj": (hidden, wide),
+    }
+    found = [
+        (f"model.layers.{i}.{name}.weight", shape)
+        for i in range(c.num_layers)
+        for name, shape in shapes.items()
+    ]
+    return [*found, ("lm_head.weight", (c.vocab_size, hidden))]

@@ -1,0 +1,118 @@
+"""Tensors of a Hugging Face directory by their names, and what any source of weights has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.gguf_file import GgufTensor
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class WeightSource(Protocol):
+    """Tensors by their name in the checkpoint."""
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor, on the CPU in its stored dtype. Raises ModelError if it is absent, broken or
+        of another shape."""
+
+    def blocks(self, name: str) -> GgufTensor | None:
+        """It as it is stored, where that is in blocks that are to be multiplied with."""
+        return None
+
+    def scalar(self, name: str) -> float | None:
+        """A tensor of one number, if there is one of that name."""
+        return None
+
+
+class Safetensors(WeightSource):
+    """A directory with `model.safetensors`, or shards and their index."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[Path, Any] = {}
+        index = directory / _INDEX
+        if index.exists():
+            self._names = _read_index(index)
+        else:
+            file = directory / _SINGLE
+            if not file.exists():
+                raise ModelError(
+                    f"{directory}: neither {_SINGLE} nor {_INDEX} found; "
+                    "only safetensors weights can be loaded"
+                )
+            self._names = dict.fromkeys(self._open(file).keys(), file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """None where there is none of that name."""
+        return self.read(name).dtype if name in self._names else None
+
+    def scalar(self, name: str) -> float | None:
+        if name not in self._names:
+            return None
+        tensor = self.read(name)
+        if tensor.numel() != 1 or not tensor.isfinite().all() or float(tensor) <= 0:
+            raise ModelError(f"{self.directory}: tensor {name} is no number above 0")
+        return float(tensor)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor, file = self.read(name), self._names.get(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"{file}: tensor {name} has shape {list(tensor.shape)}, "
+                f"config.json asks for {list(shape)}"
+            )
+        if tensor.dtype not in DTYPES.values():
+            raise ModelError(
+                f"{file}: tensor {name} has dtype {tensor.dtype}; "
+                f"supported: {', '.join(DTYPES)} (and quantised ones that config.json tells of)"
+            )
+        return tensor
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as it is, of any dtype and shape."""
+        file = self._names.get(name)
+        if file is None:
+            raise ModelError(f"{self.directory}: tensor {name} is missing; the download may be cut")
+        try:
+            tensor: Tensor = self._open(file).get_tensor(name)
+        except (SafetensorError, OSError) as err:
+            raise ModelError(f"{file}: tensor {name} cannot be read ({err!s:.300})") from None
+        return tensor
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(file, framework="pt")
+            except FileNotFoundError:
+                raise ModelError(f"{file}: named by {_INDEX} but not there") from None
+            except (SafetensorError, OSError) as err:
+                raise ModelError(
+                    f"{file}: not a complete safetensors file ({err!s:.300}); download it again"
+                ) from None
+        return self._files[file]
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    """Tensor name -> file, from the index of a sharded checkpoint."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found = {str(name): index.parent / file for name, file in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        raise ModelError(f"{index}: weight_map: cannot be read ({err!r:.300})") from None
+    for file in found.values():
+        if file.parent != index.parent or "\0" in file.name:
+            raise ModelError(f"{index}: weight_map: {str(file)!r:.80} is no file beside it")
+    return found

@@ -1,0 +1,211 @@
+"""Quantised checkpoints: formats, written from their definitions, against what they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cbatch.runtime.cpu.compiled import compiles
+from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.model import quantised
+from cbatch.runtime.model.checkpoint import open_checkpoint
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.kv_cache import KVCache
+from tests.runtime.hf_models import build, paged, run_all, tokens_of
+
+GROUP, BLOCK = 32, (48, 40)
+UP = "model.layers.1.mlp.up_proj"
+
+
+class Format(NamedTuple):
+    method: str
+    bits: int = 4
+    zeros: bool = False  # of their own
+    sorted: bool = False  # columns were sorted by importance
+    more: dict[str, Any] = {}
+
+
+FORMATS = {
+    "packed": Format("compressed-tensors", more={"format": "pack-quantized"}),
+    "packed zeros": Format("compressed-tensors", zeros=True, more={"format": "pack-quantized"}),
+    "packed 8": Format("compressed-tensors", 8, more={"format": "pack-quantized"}),
+    "gptq": Format("gptq"),
+    "gptq 8": Format("gptq", 8),
+    "gptq sorted": Format("gptq", sorted=True),
+    "gptq zeros v2": Format("gptq", zeros=True, more={"checkpoint_format": "gptq_v2"}),
+    "awq": Format("awq", zeros=True),
+    "awq middle": Format("awq"),
+}
+BLOCKS = {"packed": "Q4_0", "packed zeros": "Q4_1", "packed 8": "Q8_0", "gptq": "Q4_0"}
+BLOCKS |= {"gptq 8": "Q8_0", "gptq zeros v2": "Q4_1", "awq": "Q4_1", "awq middle": "Q4_0"}
+
+
+def packed(values: NDArray[np.int64], bits: int, order: Any = None) -> Tensor:
+    """[rows, n] to [rows, words]: of each run value `order[j]` goes to place j, from the lowest."""
+    per = 32 // bits
+    words = np.zeros((len(values), values.shape[1] // per), dtype=np.int64)
+    for word in range(words.shape[1]):
+        for place in range(per):
+            taken = place if order is None else order[place]
+            words[:, word] |= values[:, word * per + taken] << (bits * place)
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32)).contiguous()
+
+
+def written(
+    kind: Format, shape: tuple[int, int], rng: np.random.Generator
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors of a matrix in a format, and in fp64 what it stands for."""
+    (out, columns), bits = shape, kind.bits
+    groups, most = columns // GROUP, 1 << bits
+    codes = rng.integers(0, most, shape)
+    zeros = np.full((out, groups), most // 2)
+    if kind.zeros:
+        zeros = rng.integers(1, most, (out, groups))
+    scales = torch.from_numpy(rng.uniform(0.01, 0.03, (out, groups))).half()
+    group_of = np.arange(columns) // GROUP
+    if kind.sorted:
+        group_of = rng.permutation(group_of)
+    values = (codes - zeros[:, group_of]) * scales.double().numpy()[:, group_of]
+    if kind.method == "compressed-tensors":
+        found = {"weight_packed": packed(codes, bits), "weight_scale": scales}
+        found["weight_shape"] = torch.tensor(shape)
+        if kind.zeros:
+            found["weight_zero_point"] = packed(zeros.T, bits).t().contiguous()
+    elif kind.method == "gptq":
+        shift = 0 if kind.more.get("checkpoint_format") == "gptq_v2" else 1
+        found = {"qweight": packed(codes, bits).t(), "qzeros": packed((zeros - shift).T, bits)}
+        found |= {"scales": scales.t(), "g_idx": torch.from_numpy(group_of).int()}
+    else:
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        found = {"qweight": packed(codes.T, bits, order), "qzeros": packed(zeros.T, bits, order)}
+        found |= {"scales": scales.t()}
+    return {name: tensor.contiguous() for name, tensor in found.items()}, torch.from_numpy(values)
+
+
+def directory(folder: Path, kind: Format) -> tuple[Path, Path, dict[str, Tensor]]:
+    """A model with quantised matrices; the same with what they stand for; and that, by name."""
+    full, folder = folder / "full", folder / "quantised"
+    build(full, "llama", num_hidden_layers=2, tie_word_embeddings=False)
+    tensors, rng = load_file(full / "model.safetensors"), np.random.default_rng(3)
+    small, wide, values = dict(tensors), dict(tensors), {}
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            module = name.removesuffix(".weight")
+            parts, values[name] = written(kind, tuple(tensor.shape), rng)
+            del small[name]
+            small |= {f"{module}.{part}": t for part, t in parts.items()}
+            wide[name] = values[name].float()
+    config = json.loads((full / "config.json").read_text())
+    folder.mkdir()
+    save_file(small, folder / "model.safetensors")
+    save_file(wide, full / "model.safetensors")
+    told = {"quant_method": kind.method, "bits": kind.bits} | kind.more
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": told}))
+    return folder, full, values
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_matrix_is_what_its_format_says(name: str, tmp_path: Path) -> None:
+    folder, _, values = directory(tmp_path, FORMATS[name])
+    _, weights, _ = open_checkpoint(folder, "auto")
+    kinds = set()
+    for each, wanted in values.items():
+        assert torch.equal(weights.get(each, tuple(wanted.shape)).double(), wanted.float().double())
+        blocks = weights.blocks(each)
+        if blocks is not None:
+            kinds.add(blocks.type.name)
+            found = blocks.dequantised(torch.float32).double()
+            step = 0.03 / 130 if blocks.type.name == "Q4_1" else 0.0
+            assert (found - wanted).abs().max() <= step
+    assert kinds == ({BLOCKS[name]} if name in BLOCKS else set())
+    assert weights.blocks("lm_head.weight") is None
+
+
+def logits_of(folder: Path, dtype: str) -> Tensor:
+    model = load_model(folder, dtype=dtype)
+    kv = KVCache(model.config, 16, 4, model.dtype, model.device)
+    sequences = paged(kv, [tokens_of(1, 20), tokens_of(2, 9)])
+    with torch.inference_mode():
+        return run_all(model, kv, sequences, [5, 3]).float()
+
+
+@pytest.mark.parametrize("name", ["packed", "gptq sorted", "awq"])
+def test_a_model_answers_as_with_full_weights(name: str, tmp_path: Path) -> None:
+    """Widened, the same; as blocks, rows are rounded to 8 bits, as for GGUF files."""
+    folder, full, _ = directory(tmp_path, FORMATS[name])
+    wanted = logits_of(full, "float32")
+    torch.testing.assert_close(logits_of(folder, "float32"), wanted, rtol=1e-4, atol=1e-4)
+    found = logits_of(folder, "auto")
+    assert torch.cosine_similarity(found, wanted).min() > 0.995
+    # Columns in another order are no blocks, and without kernels nothing is.
+    widened = FORMATS[name].sorted or not compiles(torch.float32)
+    assert torch.equal(found, logits_of(folder, "float32")) == widened
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows", "one"])
+def test_fp8_is_widened_by_its_scales(kind: str, tmp_path: Path) -> None:
+    build(tmp_path, "llama", num_hidden_layers=2, tie_word_embeddings=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    rng = np.random.default_rng(5)
+    weight = torch.from_numpy(rng.normal(size=(96, 64))).to(torch.float8_e4m3fn)
+    sizes = {"blocks": (2, 2), "rows": (96, 1), "one": (1,)}
+    scale = torch.from_numpy(rng.uniform(0.1, 0.2, sizes[kind])).float()
+    wanted = weight.double()
+    for i in range(96):
+        for j in range(64):
+            at = {"blocks": (i // BLOCK[0], j // BLOCK[1]), "rows": (i, 0), "one": (0,)}[kind]
+            wanted[i, j] *= scale[at].double()
+    tensors[f"{UP}.weight"] = weight
+    tensors[f"{UP}.weight_scale{'_inv' if kind == 'blocks' else ''}"] = scale
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    told: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+    if kind != "blocks":
+        told = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": told}))
+    _, weights, _ = open_checkpoint(tmp_path, "float32")
+    found = weights.get(f"{UP}.weight", (96, 64)).double()
+    assert ((found - wanted).abs() <= wanted.abs() * 1e-6).all()
+    assert weights.blocks(f"{UP}.weight") is None
+    del tensors[f"{UP}.weight_scale{'_inv' if kind == 'blocks' else ''}"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    _, weights, _ = open_checkpoint(tmp_path, "float32")
+    with pytest.raises(ModelError, match="weight_scale: is missing"):
+        weights.get(f"{UP}.weight", (96, 64))
+
+
+def test_another_order_of_words_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _, values = directory(tmp_path, FORMATS["awq"])
+    monkeypatch.setattr(quantised, "_AWQ_PLACES", tuple(range(8)))
+    _, weights, _ = open_checkpoint(folder, "float32")
+    wanted = values[f"{UP}.weight"]
+    assert not torch.equal(weights.get(f"{UP}.weight", (96, 64)).double(), wanted.float().double())
+
+
+@pytest.mark.parametrize(
+    "part, made, words",
+    [
+        ("weight_packed", torch.zeros(96, 9, dtype=torch.int32), r"\[96, 9\], not \[96, 64\]"),
+        ("weight_packed", torch.zeros(96, 8), "is no matrix of int32"),
+        ("weight_scale", torch.full((96, 2), torch.inf), "no finite scales"),
+        ("weight_scale", torch.ones(95, 2), "no finite scales"),
+        ("weight_scale", torch.ones(96, 0), "no finite scales"),
+        ("weight_g_idx", torch.full((64,), 2, dtype=torch.int32), "no group of 2"),
+        ("weight_zero_point", torch.zeros(3, 2, dtype=torch.int8), r"holds \[3, 2\]"),
+    ],
+)
+def test_what_does_not_fit_is_named(part: str, made: Tensor, words: str, tmp_path: Path) -> None:
+    folder, _, _ = directory(tmp_path, FORMATS["packed"])
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {f"{UP}.{part}": made}, folder / "model.safetensors")
+    _, weights, _ = open_checkpoint(folder, "auto")
+    with pytest.raises(ModelError, match=rf"{part}: .*{words}"):
+        weights.blocks(f"{UP}.weight")
