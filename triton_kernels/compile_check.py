@@ -38,8 +38,10 @@ TARGETS = {
 FAMILIES = {  # and where each has its `cases`
     "activation": "layers.activation",
     "attention": "attention",
+    "dense": "products.dense",
     "kv_write": "layers.kv_write",
     "norm": "layers.norm",
+    "quantised": "products.quantised",
     "sample": "sampling",
     "slots": "slots",
     "verify_logits": "verification.kernel",

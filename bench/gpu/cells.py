@@ -92,6 +92,7 @@ def run_cells(cells: Iterable[Cell], journal: Journal, left_s: Callable[[], floa
             journal.end(cell.key, cell.labels | {"status": "skipped: the section's time was up"})
             continue
         journal.begin(cell)
+        began_s = time.time()
         try:
             row = cell.labels | cell.run()
         except Absent as absent:
@@ -103,7 +104,7 @@ def run_cells(cells: Iterable[Cell], journal: Journal, left_s: Callable[[], floa
             if is_fault(error):
                 raise SystemExit(FAULT_EXIT) from error
             continue
-        journal.end(cell.key, {"status": "ok"} | row)
+        journal.end(cell.key, {"status": "ok"} | row | {"at_s": [began_s, time.time()]})
 
 
 def shard(cells: Iterable[Cell], index: int, count: int) -> list[Cell]:

@@ -31,13 +31,17 @@ def cells(bench: Bench) -> Iterator[Cell]:
         yield check(bench, "attention", f"compute-sanitizer {tool}", sanitize, tool)
 
 
+def sanitizer() -> str | None:
+    """Where it is, if it is installed."""
+    folders = "/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer"
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=folders)
+
+
 def sanitize(bench: Bench, tool: str) -> Row:
     """Run this module under `tool`. What it cannot do is said, not counted as passed."""
     if not bench.full:
         return UNMEASURED
-    program = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path="/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer"
-    )
+    program = sanitizer()
     if program is None:
         return {"status": "skipped: compute-sanitizer is not installed"}
     command = [program, "--tool", tool, "--error-exitcode", str(_ERROR_EXIT), sys.executable]

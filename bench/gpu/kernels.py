@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from bench.gpu import peers
 from bench.gpu.batches import VerifyCase, make_case
@@ -28,6 +29,7 @@ from bench.gpu.limits import (
     GridHeads,
     attention_cost,
     kv_write_cost,
+    product_cost,
     rms_norm_cost,
     sampling_cost,
     silu_mul_cost,
@@ -37,15 +39,16 @@ from bench.gpu.steps import TINY as TINY_CONFIG
 from bench.gpu.steps import Pool, StepQueries, config_of, launches, make_steps
 from bench.gpu.timing import Call, figures, input_sets, time_calls
 from bench.gpu.verdict import relative_error
-from bench.gpu.world import Bench
+from bench.gpu.world import Bench, l2_bytes
 from triton_kernels.layers.activation import silu_mul, silu_mul_reference
 from triton_kernels.layers.kv_write import kv_write
 from triton_kernels.layers.norm import rms_norm, rms_norm_reference
 from triton_kernels.noise import host as noise
+from triton_kernels.products.dense import dense
 from triton_kernels.sampling import COUPLED, REJECTION, sample
 from triton_kernels.verification.kernel import verify_logits
 
-OURS, INDUCTOR = "cbatch", "torch inductor"
+OURS, INDUCTOR, LIBRARY = "cbatch", "torch inductor", "torch"
 PAGE_TOKENS = 16
 _TOKENS = (64, 512, 2048)  # of the kernels that work token by token
 _MOST_ERROR = 2e-2
@@ -70,18 +73,24 @@ def cells(bench: Bench) -> Iterator[Cell]:
     names = ATTENTION if bench.full else TINY
     first, rest = names[:_FIRST], names[_FIRST:]
     for subject in chain(
-        attention(bench, first), sampling(bench), by_token(bench), attention(bench, rest)
+        attention(bench, first),
+        sampling(bench),
+        by_token(bench),
+        products(bench),
+        attention(bench, rest),
     ):
         labels = dict(zip(("kernel", "workload", "implementation"), subject, strict=False))
         yield Cell(" ".join(subject[:3]), labels, functools.partial(measure, bench, subject))
 
 
 def measure(bench: Bench, subject: Subject) -> Row:
-    timing = None
+    timing, sets = None, 1
     if bench.full or subject.implementation in (OURS, *peers.ANYWHERE):
         sets = input_sets(subject.cost.num_bytes, bench.device)
         timing = time_calls(bench, subject.build(1 if bench.warming else sets))
-    return figures(timing, subject.cost, load_ceilings(bench.out))
+    around = sets * subject.cost.num_bytes > l2_bytes(bench.device)
+    row = figures(timing, subject.cost, load_ceilings(bench.out))
+    return row | {"input_sets": sets, "beyond_l2": around if bench.full else None}
 
 
 def _heads(bench: Bench) -> GridHeads:
@@ -205,6 +214,28 @@ def by_token(bench: Bench) -> Iterator[Subject]:
         cost = kv_write_cost(tokens, _heads(bench))
         made = functools.partial(_writes, bench, tokens)
         yield Subject("kv_write", f"{tokens} tokens", OURS, cost, made)
+
+
+def products(bench: Bench) -> Iterator[Subject]:
+    """By fixed tiles, beside the library's: what invariant numerics cost."""
+    width, inner = (_WIDTH, _INTERMEDIATE) if bench.full else (32, 48)
+    for tokens in (1, *_TOKENS) if bench.full else (3,):
+        for outs, columns in ((2 * inner, width), (width, inner)):
+            cost = product_cost(tokens, outs, columns)
+            shapes = {"x": (tokens, columns), "weight": (outs, columns)}
+            for implementation, function in _PRODUCTS.items():
+                made = functools.partial(_over_inputs, bench, function, shapes)
+                label = f"{tokens} tokens, {outs} x {columns}"
+                yield Subject("product", label, implementation, cost, made)
+
+
+def _dense(x: Tensor, weight: Tensor) -> Tensor:
+    out = x.new_empty(len(x), len(weight))
+    dense(x, weight, None, out)
+    return out
+
+
+_PRODUCTS: dict[str, Callable[..., Any]] = {OURS: _dense, LIBRARY: torch.nn.functional.linear}
 
 
 def _over_inputs(

@@ -159,6 +159,12 @@ def silu_mul_cost(tokens: int, width: int, *, element_bytes: int = 2) -> Cost:
     return Cost(3 * tokens * width * element_bytes)
 
 
+def product_cost(tokens: int, outs: int, columns: int, *, element_bytes: int = 2) -> Cost:
+    """The weight read once, rows read and written."""
+    num_bytes = (outs * columns + tokens * (outs + columns)) * element_bytes
+    return Cost(num_bytes, 2 * tokens * outs * columns)
+
+
 def sampling_cost(target_rows: int, draft_rows: int, vocab: int, *, element_bytes: int = 2) -> Cost:
     """One read of the target's logits, and of the draft's where drafts were drawn from a law."""
     return Cost((target_rows + draft_rows) * vocab * element_bytes)

@@ -94,12 +94,13 @@ _COLUMNS = {
     "correctness": ("kernel", "case", "what", "found", "allowed", "status"),
     "kernels": (
         "kernel", "workload", "implementation", "median_us", "low_us", "high_us", "limit_us",
-        "fraction_of_limit", "tflop_per_s", "method", "status",
+        "fraction_of_limit", "tflop_per_s", "method", "beyond_l2", "sm_mhz_low",
+        "slowed_by", "status",
     ),
     "sweep": ("heads", "page_tokens", "tile", "split_tokens", "median_us", "status"),
     "engine": (
         "model", "batch", "lookahead", "implementation", "tokens_per_s", "tokens_a_row", "step_ms",
-        "limit_ms", "over_limit", "status",
+        "limit_ms", "over_limit", "sm_mhz_low", "slowed_by", "status",
     ),
 }  # fmt: skip
 
@@ -109,6 +110,8 @@ def print_sections(sections: Sections, about: Row) -> None:
         shown = [{c: _shown(row.get(c)) for c in _COLUMNS[name]} for row in rows.values()]
         if shown:
             print_table(f"{name}: {where(about)}", shown)
+    if any(value is not None for value in about.get("clocks", {}).values()):
+        print_table("clocks, while it ran", [about["clocks"]])
     print_table("what must hold", [v._asdict() for v in verdicts_of(sections)])
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from bench.gpu.cells import Journal, Row
 
 SHARDS = 6
-_GRACE_S, _POLL_S = 8.0, 0.2
+GRACE_S, _POLL_S = 3.0, 0.2
 _CELL_S = 100.0  # no cell takes so long, compilation included, unless it hangs
 _MOST_RESTARTS = 6
 _START_S = 15.0  # a process is not worth starting for less
@@ -101,7 +101,7 @@ class _SectionProcess:
         size = self.path.stat().st_size if self.path.exists() else 0
         if size != self._size:
             self._moved_s, self._size = now_s, size
-        if now_s > self.deadline_s + _GRACE_S:
+        if now_s > self.deadline_s + GRACE_S:
             self._end()
             Journal(self.path).abandon("cut off: the section's time was up")
             return False

@@ -15,7 +15,7 @@ Call = Callable[[], Any]
 MOST_SAMPLES, FEWEST_SAMPLES = 40, 5
 _SAMPLE_S = 4e-3  # a sample lasts at least about this long
 CELL_S = 0.25  # of sampling, while the section has time for it
-_MOST_SETS = 64
+_MOST_SETS = 256  # of a small kernel, 0.5 MB each or more
 
 
 class Timing(NamedTuple):

@@ -35,7 +35,7 @@ class Bench(NamedTuple):
     device: torch.device
     out: Path
     peers: Path | None  # folder with files of peers that the machine does not have
-    left_s: Callable[[], float]  # what is left of the section's time
+    left_s: Callable[[], float] = lambda: 0.0  # what is left of the section's time
     warming: bool = False  # only compile: everything is called once, nothing is timed
 
     @property

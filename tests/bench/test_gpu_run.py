@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as command
-from bench.gpu import combine, summary
+from bench.gpu import combine, preflight, summary, supervise
 from bench.gpu.cells import Row
 from bench.gpu.limits import CHUNK, DECODE, VERIFY
 from bench.gpu.summary import verdicts
@@ -43,7 +43,7 @@ def test_a_section_runs_in_a_process_of_its_own(
     monkeypatch.setattr(command, "find_world", lambda: World.DEVICE)
     monkeypatch.setattr(command, "device_of", lambda world: torch.device("cpu"))
     monkeypatch.setattr(command, "describe", lambda world: dict(ABOUT))
-    args = command.parse(["--out", str(tmp_path), "--section", "limits", "--seconds", "60"])
+    args = command.parse(["--out", str(tmp_path), "--section", "limits", "--minutes", "9"])
     found = command.run(args)
     assert [row["ceiling"] for row in found["limits"]] == ["copy", "matmul"]
     assert {row["status"] for row in found["limits"]} == {"unmeasured"}
@@ -73,11 +73,90 @@ def test_sections_with_interpreted_kernels(interpreted: tuple[int, str]) -> None
 
 
 def test_time_is_shared_out_among_the_sections_asked_for() -> None:
-    shares = command.seconds_of(["kernels", "sweep"], 240.0)
+    shares = command.seconds_of(["kernels", "sweep"], 245.0)
     assert list(shares) == ["limits", "kernels", "sweep"]
     assert sum(shares.values()) == pytest.approx(240.0)
-    assert shares["kernels"] == 240.0 * 130 / (15 + 130 + 70)
-    assert sum(command.seconds_of([], 540.0).values()) == pytest.approx(540.0)
+    assert shares["kernels"] == pytest.approx(20 + (240 - 12 - 20 - 30) * 115 / (5 + 115 + 60))
+
+
+@pytest.mark.parametrize(
+    ("minutes", "fits"),
+    [
+        (0.2, []),
+        (0.5, ["correctness"]),
+        (1, ["correctness", "limits", "kernels"]),
+        (2, ["correctness", "limits", "kernels", "engine"]),
+        (9, ["correctness", "limits", "kernels", "engine", "sweep"]),
+    ],
+)
+def test_no_more_is_begun_than_the_minutes_hold(minutes: float, fits: list[str]) -> None:
+    shares = command.seconds_of(["sweep", "correctness", "kernels", "engine"], 60 * minutes)
+    assert list(shares) == fits
+    assert sum(shares.values()) <= 60 * minutes
+    assert all(seconds > supervise.GRACE_S for seconds in shares.values())
+
+
+def test_what_the_minutes_do_not_hold_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_world", lambda: World.LISTED)
+    assert command.main(["--out", str(tmp_path), "--minutes", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "left out, for 1 minutes do not hold them: engine, sweep" in printed
+    found = json.loads((tmp_path / summary.RESULTS).read_text())
+    assert found["about"]["left_out"] == ["engine", "sweep"] and "sweep" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("torch.cuda.is_available", lambda: False, "torch sees no GPU"),
+        ("torch.cuda.get_device_capability", lambda: (7, 5), "compute capability is 7.5"),
+        ("bench.gpu.preflight.shutil.which", lambda *_, **__: None, "needs a C compiler"),
+        (
+            "bench.gpu.preflight.sysconfig.get_paths",
+            lambda: {"include": "/nowhere"},
+            "needs Python.h",
+        ),
+    ],
+)
+def test_what_nothing_runs_without_is_told_in_a_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    value: object,
+    told: str,
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(command, "find_world", lambda: World.DEVICE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(name, value)
+    assert command.main(["--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench.gpu: ") and told in line
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_is_skipped_for_want_of_something_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda _: None)
+    monkeypatch.setattr(preflight.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 80 << 30))
+    missing = [each.what for each in preflight.lacks(None)]
+    assert missing == [
+        "compute-sanitizer", "nvidia-smi", "transformers", "--peers DIR with vllm/",
+        "40 GiB of free memory",
+    ]  # fmt: skip
+    assert len(preflight.line(preflight.lacks(None)).splitlines()) == 1
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
+    monkeypatch.setattr(preflight.shutil, "which", lambda name, **_: name)
+    assert preflight.line(preflight.lacks(tmp_path)) == "nothing is missing"
 
 
 def attention(workload: str, implementation: str, us: float, **more: float) -> dict[str, Row]:

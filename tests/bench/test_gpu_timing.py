@@ -98,7 +98,7 @@ def test_long_launches_get_fewer_samples_and_warming_ones_none(
 def test_inputs_go_round_until_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "l2_bytes", lambda device: 50 << 20)
     device = torch.device("cuda")
-    assert [input_sets(n, device) for n in (1 << 30, 4 << 20, 1)] == [1, 50, 64]
+    assert [input_sets(n, device) for n in (1 << 30, 4 << 20, 1)] == [1, 50, 256]
 
 
 def test_figures_of_a_launch() -> None:

@@ -16,8 +16,6 @@ from triton_kernels.compile_check import TARGETS, figures_of
 
 _REGISTERS = {"cuda": 1 << 16, "hip": 1 << 17}  # NVIDIA: a multiprocessor's; AMD: of four SIMDs
 _PROGRAM_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-# Two registers of the attention's tile of 64 rows, by Triton 3.7 for sm_90; the others need none.
-_SPILL_BYTES = 8
 _RESERVED_BYTES = 1 << 10  # that NVIDIA takes of each program's share of a multiprocessor
 
 
@@ -73,7 +71,7 @@ def _faults(target: str, code: Code, most_registers: int | None) -> list[str]:
     """`most_registers` a thread say how many programs are to share a multiprocessor."""
     found = []
     there = _REGISTERS[TARGETS[target].backend]
-    if code.spill_bytes > _SPILL_BYTES:
+    if code.spill_bytes:
         found.append(f"spills {code.spill_bytes} bytes")
     if code.registers * code.num_threads > there:
         found.append(f"{code.num_threads} threads of {code.registers} registers")

@@ -6,9 +6,9 @@ Executors of several sizes serve requests of every kind on a device without valu
 specialisation that is met only after `capture`, on one that does not compile, spills, or takes more
 registers or shared memory than there are. Prints what fails, and one JSON line a target.
 
-`--tritons`: also by the Tritons in the subfolders of DIR, each in a process of its own. Without
-`--sizes` this Triton then compiles the usual sizes for sm_90 and the first for other targets, the
-others the first for sm_90.
+`--tritons`: also by the Tritons in the subfolders of DIR, each in a process of its own, but for one
+named as the installed. Without `--sizes` this Triton then compiles the usual sizes for sm_90 and
+the first for other targets, the others the first for sm_90.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ def _short(verdict: Verdict) -> str:
 
 def prove_by_others(folder: Path, targets: list[str], sizes: str | None) -> bool:
     """Whether nothing is wrong in what the Tritons in `folder` compile."""
-    passed = True
-    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+    passed, installed = True, triton.__version__
+    others = (path for path in folder.iterdir() if path.is_dir() and path.name != installed)
+    for path in sorted(others):
         for target in targets if sizes else ["sm_90"]:
             command = ["--target", target, "--sizes", sizes or "first"]
             done = subprocess.run(

@@ -41,11 +41,11 @@ class MetaDevice(Device):
         self.capturing = False
         self.captured: list[Hashable] = []
         self.missed: list[Any] = []
-        self.replayed = 0
+        self.replayed: Counter[Any] = Counter()
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         if key in self.captured:
-            self.replayed += 1
+            self.replayed[key] += 1
             return
         self.missed.append(key)
         function()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.model.checkpoint import WeightSource
 from cbatch.runtime.model.config import ModelConfig, parse_config
+from cbatch.runtime.model.weight_files import WeightSource
 from tests.gpu_proofs.meta import META
 from triton_kernels.attention import Heads, tile_for
 
@@ -51,6 +51,7 @@ class Size(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     budget_tokens: int = 2048
     blocks: int = 4096
+    numerics: str = "fast"
 
 
 LLAMA_8B = model("llama", 128256, (32, 8, 128))
@@ -79,6 +80,17 @@ MORE = (
     Size("odd vocabulary, 17 slots", ODD, ODD, 17, 64, 2, torch.bfloat16, 1000),
     Size("llama, 16 slots, no draft", LLAMA_8B, None, 16, 32),
     Size("window, 33 slots", WINDOW, WINDOW, 33, 32, 4),
+    Size("lookups, 17 slots, no draft", QWEN3_8B, None, 17, 64, 4),
+    Size(
+        "invariant, 5 slots",
+        QWEN2_7B,
+        QWEN2_SMALL,
+        5,
+        16,
+        2,
+        budget_tokens=600,
+        numerics="invariant",
+    ),
 )
 
 
@@ -90,8 +102,8 @@ class _NoWeights(WeightSource):
         return torch.empty(shape, dtype=self._dtype, device=META)
 
 
-def decoder(config: ModelConfig, dtype: torch.dtype) -> Decoder:
-    return Decoder(config, _NoWeights(dtype), dtype, META)
+def decoder(config: ModelConfig, dtype: torch.dtype, numerics: str) -> Decoder:
+    return Decoder(config, _NoWeights(dtype), dtype, META, numerics)
 
 
 def tuning_on(arch: str) -> Callable[..., Tuning]:

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cbatch.core.request.request import Request
+from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
+from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.gpu import GpuExecutor
 from cbatch.runtime.gpu import executor as executor_module
 from cbatch.runtime.gpu.attention import Tuning
+from cbatch.runtime.gpu.host_drafts import LookupSettings
 from tests.gpu_proofs.driver import Launches
 from tests.gpu_proofs.meta import MetaDevice, OnlyQueued, Refused
 from tests.gpu_proofs.sizes import Size, decoder, tuning_on
@@ -34,17 +36,53 @@ KINDS: dict[str, dict[str, Any]] = {
     "shaped": {"frequency_penalty": 0.4, "logit_bias": {7: 3.0}},
     "shaped and sampled": {"temperature": 0.9, "presence_penalty": 0.5},
     "shaped block": {"temperature": 0.9, "verification": "block", "repetition_penalty": 1.2},
+    "looked up": {"drafter": ("ngram",)},
+    "structured": {"structured_outputs": StructuredOutputs(regex="a+")},
 }
 
 
+class AnyText:
+    """A grammar of every text, and its source."""
+
+    eos_ids = (1,)
+
+    def __init__(self, vocab: int) -> None:
+        self._bits = b"\xff" * -(-vocab // 8)
+
+    def matcher(self, asked: StructuredOutputs) -> AnyText:
+        return self
+
+    def compute_bitmask(self) -> bytes:
+        return self._bits
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        return len(tokens)
+
+    validate_tokens = try_consume_tokens
+
+    def rollback(self, num_tokens: int) -> bool:
+        return True
+
+    def is_accepting(self) -> bool:
+        return True
+
+    def is_error(self) -> bool:
+        return False
+
+
 def requests(kind: str, count: int, size: Size) -> list[Request]:
-    lengths = itertools.cycle((3, 1, 17, 200, 33, 16, 620, 5))
-    vocab = (size.draft or size.target).vocab_size
+    lengths, vocab = (3, 1, 17, 200, 33, 16, 620, 5), (size.draft or size.target).vocab_size
+    period = vocab
+    if kind == "looked up" or size.draft is None:  # there is something to find in the first, too
+        lengths, period = lengths[2:] + lengths[:2], 3
     return [
         make_request(
-            f"{kind} {i}", [(31 * i + j) % vocab for j in range(n)], max_tokens=12, **KINDS[kind]
+            f"{kind} {i}",
+            [(31 * i + j % period) % vocab for j in range(n)],
+            max_tokens=12,
+            **KINDS[kind],
         )
-        for i, n in zip(range(count), lengths, strict=False)
+        for i, n in zip(range(count), itertools.cycle(lengths), strict=False)
     ]
 
 
@@ -54,12 +92,14 @@ class Answered:
 
     def __init__(self, executor: GpuExecutor) -> None:
         self._executor = executor
+        self.masked = 0  # steps
 
     def run(self, plan: StepPlan) -> StepResult:
         try:
             self._executor.run(plan)
         except Exception as error:
             raise Refused(str(error)) from error
+        self.masked += len(self._executor._host.masked(plan)) > 0
         accepted = plan.num_drafts // 2
         emitted = np.where(plan.wants_logits, accepted + 1, 0)
         row_splits = np.concatenate([[0], emitted.cumsum()]).astype(np.int32)
@@ -83,9 +123,11 @@ class Run:
     def __init__(self, size: Size, arch: str, launches: Launches) -> None:
         self.size, self.launches, self.device = size, launches, MetaDevice()
         self.queued = OnlyQueued(self.device)
-        self.steps = 0
-        target = decoder(size.target, size.dtype)
-        draft = None if size.draft is None else decoder(size.draft, size.dtype)
+        self.steps = self.masked = 0
+        # Who drafts for requests that name nobody.
+        self.chain = ("ngram",) if size.draft is None else ("model",)
+        target = decoder(size.target, size.dtype, size.numerics)
+        draft = None if size.draft is None else decoder(size.draft, size.dtype, size.numerics)
         launches.phase = "made"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(executor_module, "device_for", lambda device: self.device)
@@ -99,6 +141,8 @@ class Run:
                 step_budget_tokens=size.budget_tokens,
                 draft=draft,
                 max_drafts=size.drafts,
+                lookups=LookupSettings({"ngram": NgramLookup()}, self.chain),
+                grammars=AnyText(size.target.vocab_size),
             )
 
     def capture(self) -> None:
@@ -121,13 +165,17 @@ class Run:
                 vocab_size=size.target.vocab_size,
                 draft_context_tokens=_MODEL_TOKENS if size.draft and size.drafts else None,
                 lookahead=parse_lookahead(f"fixed:{size.drafts}" if size.drafts else "off"),
+                drafter=self.chain if size.drafts else None,
             )
         )
-        loop = StepLoop(scheduler, Answered(self.executor), clock=time.monotonic)
+        answered = Answered(self.executor)
+        loop = StepLoop(scheduler, answered, clock=time.monotonic)
         self.executor.reset()
-        for kind in kinds:
-            for request in requests(kind, 2 * size.slots, size):
+        # In turns: steps have rows of all these kinds.
+        for turn in zip(*(requests(kind, 2 * size.slots, size) for kind in kinds), strict=True):
+            for request in turn:
                 scheduler.add(request, time.monotonic())
         with self.queued:
             for _ in range(steps):
                 self.steps += loop.step() is not None
+        self.masked += answered.masked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -30,17 +31,26 @@ def by_name(sizes: tuple[Size, ...]) -> Any:
     return pytest.mark.parametrize("size", sizes, ids=lambda size: size.name)
 
 
+def kinds_of(keys: Iterable[Any]) -> set[Any]:
+    """Without the numbers of tokens and rows."""
+    return {(key[0], *(part for part in key[1:] if type(part) is not int)) for key in keys}
+
+
 def check(size: Size, target: str) -> None:
     launches, run = launches_of(size, target)
     assert late(launches) == []
     assert len(launches.first_met_in("captured")) > 20
-    assert run.device.replayed > 100
+    assert run.device.replayed.total() > 100
+    # Steps asked for every kind of graph. One row alone does not draft in two ways at once.
+    never = {("guesses", False)} if size.slots == 1 else set()
+    assert kinds_of(run.device.replayed) == kinds_of(run.device.captured) - never
     large = [key for key in run.device.missed if key[1] > MOST_CAPTURED_TOKENS]
     assert run.device.missed == large, "work of steps that are captured"
     assert {*run.queued.copies} == {"enters", "comes back"}
     # A step sends one message and fetches one result, and what log probabilities it was asked for;
-    # `capture` sends one more.
-    assert run.queued.copies["enters"] == 1 + run.steps
+    # `capture` sends one more, and a step that follows a grammar one of masks.
+    assert run.queued.copies["enters"] == 1 + run.steps + run.masked
+    assert run.masked > 5
     assert run.queued.copies["comes back"] > run.steps > 60
 
 

@@ -23,14 +23,16 @@ from cbatch.engine.backends import (
     depth_for,
     executor_for,
     held_drafters,
+    kv_dtype_of,
     refuse_unserved,
     row_invariance_of,
-    serves_grammars,
 )
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.cpu.executor import TorchExecutor
+from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.gpu import Decoder, GpuExecutor
 from cbatch.runtime.gpu.buckets import bucket, ladder
+from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.gpu.logits_processors import neutral, shapes_logits, sparse_of
 from tests.runtime import engines
 from tests.runtime.pairs import NoisyWeights, tiny_config, tiny_model
@@ -109,24 +111,37 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         executor(max_sequence_tokens=16).submit(
             plan(structs.replace(admission(), max_total_tokens=17))
         )
-    with pytest.raises(FieldError, match="drafter: .*ngram.* cannot draft on a GPU"):
-        executor().submit(plan(admission(drafter=("ngram",))))
-    with pytest.raises(FieldError, match="structured_outputs: is not served on a GPU"):
-        executor().submit(plan(admission(structured_outputs=StructuredOutputs(regex="a"))))
+    lookups = LookupSettings({"ngram": NgramLookup()}, ("ngram",))
+    with pytest.raises(FieldError, match="drafter: 'model' is not loaded here; use: ngram"):
+        executor(lookups=lookups, max_drafts=2).submit(plan(admission(drafter=("model",))))
+    with pytest.raises(FieldError, match="structured_outputs: is not served here"):
+        asked = admission(structured_outputs=StructuredOutputs(regex="a"))
+        executor(lookups=lookups, max_drafts=2).submit(plan(asked))
     with pytest.raises(RuntimeError, match="no step was submitted"):
         executor().wait()
 
 
 @pytest.mark.parametrize(
     "field, value",
-    [("numerics", "invariant"), ("drafter", ("model", "suffix")), ("block_size_tokens", 48)],
+    [("block_size_tokens", 48), ("block_size_tokens", 8)],
 )
 def test_options_that_a_gpu_does_not_serve(field: str, value: Any) -> None:
-    options: dict[str, Any] = {"numerics": "auto", "drafter": None, "block_size_tokens": 16}
+    options: dict[str, Any] = {"block_size_tokens": 16, "kv_cache_dtype": "auto"}
     refuse_unserved("cuda:1", **options)
     refuse_unserved("cpu", **options | {field: value})
-    with pytest.raises(FieldError, match=f"^{field}: "):
+    with pytest.raises(FieldError, match=f"^{field}: .* or --device cpu"):
         refuse_unserved("cuda:1", **options | {field: value})
+
+
+def test_fp8_is_refused_where_there_is_none() -> None:
+    options: dict[str, Any] = {"block_size_tokens": 16}
+    with pytest.raises(FieldError, match="^kv_cache_dtype: 'fp8' .* on a CPU; .* --device cuda"):
+        refuse_unserved("cpu", **options, kv_cache_dtype="fp8")
+    refuse_unserved("cuda", **options, kv_cache_dtype="fp8")
+    with pytest.raises(FieldError, match="^kv_cache_dtype: fp8 is not served .* on sm_80"):
+        kv_dtype_of(decoder(), "fp8")
+    with pytest.raises(FieldError, match="^kv_cache_dtype: 'int4' is not known"):
+        EngineOptions(kv_cache_dtype="int4")  # type: ignore[arg-type]
 
 
 def test_the_cpu_keeps_its_executor() -> None:
@@ -137,9 +152,8 @@ def test_the_cpu_keeps_its_executor() -> None:
         lookahead=LookaheadConfig(policy="fixed", k=2),
     )
     assert isinstance(executor_for(tiny_model(), tiny_model(noise=0.1), config), TorchExecutor)
-    assert held_drafters(config, "cpu") == ("model", "ngram", "suffix")
-    assert held_drafters(config, "cuda") == ("model",)
-    assert serves_grammars("cpu") and not serves_grammars("cuda:1")
+    assert held_drafters(config) == ("model", "ngram", "suffix")
+    assert held_drafters(structs.replace(config, draft_context_tokens=None)) == ()
 
 
 @pytest.mark.parametrize("device, usual", [("cpu", 0), ("cuda", 1), ("cuda:1", 1)])
@@ -151,6 +165,15 @@ def test_a_gpu_is_given_the_next_plan_while_it_runs_one(device: str, usual: int)
 def test_a_gpu_says_that_rows_are_not_invariant() -> None:
     invariant, told = row_invariance_of(SimpleNamespace(device="cuda:0", numerics="fast"))
     assert not invariant and told.startswith("row_invariant: no (numerics=fast")
+
+
+def test_invariant_numerics_are_tried_on_the_device() -> None:
+    for keeps, told in ((True, "row_invariant: yes (numerics=invariant"), (False, "did not keep")):
+        target = SimpleNamespace(
+            device="cuda:0", numerics="invariant", keeps_bits=lambda k=keeps: k
+        )
+        invariant, words = row_invariance_of(target)  # type: ignore[arg-type]
+        assert invariant == keeps and told in words
 
 
 def test_nothing_of_the_gpu_is_imported_elsewhere() -> None:

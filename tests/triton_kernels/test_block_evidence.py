@@ -91,7 +91,7 @@ def told(survival: np.ndarray, k: int, steps: int = 120) -> tuple[np.ndarray, De
         runs = (rng.random(rows)[:, None] < survival[1 : k + 1]).sum(axis=1).astype(np.int32)
         depths.corrected(EVERYONE, estimator.survival(*estimate, 6).T)
         depths.observe(EVERYONE, drafted, runs)
-        estimate = estimator.decayed(CONFIG, estimate, runs + (runs < k), runs)
+        estimate = estimator.decayed(CONFIG.decay, estimate, runs + (runs < k), runs)
     return estimate, depths
 
 

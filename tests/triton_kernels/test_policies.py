@@ -75,7 +75,7 @@ class Goodput(Policy):
         drafted, accepted = (x.numpy().astype(np.int32) for x in (step.num_drafts, accepted))
         tried = accepted + (accepted < drafted)
         self.estimate[:, rows] = estimator.decayed(
-            self.config, self.estimate[:, rows], tried, evidence
+            self.config.decay, self.estimate[:, rows], tried, evidence
         )
 
 

@@ -2,11 +2,13 @@
 
 `inputs` says what a caller hands over. `tile_stats` reads every logit once; `reduce` makes winners,
 masses and cuts (`cut`) of what it leaves; both look at logits through `tiles`. `launch` runs them,
-and `reference` does the same in plain torch.
+and `reference` does the same in plain torch. `mask` forbids tokens before all of these.
 """
 
 from __future__ import annotations
 
+from triton_kernels.build.case import KernelCase
+from triton_kernels.sampling import launch, mask
 from triton_kernels.sampling.inputs import (
     BLOCK,
     COUPLED,
@@ -21,7 +23,7 @@ from triton_kernels.sampling.inputs import (
     Rows,
     rows_of,
 )
-from triton_kernels.sampling.launch import TILING, Tiling, cases, sample
+from triton_kernels.sampling.launch import TILING, Tiling, sample
 
 __all__ = [
     "BLOCK",
@@ -41,3 +43,7 @@ __all__ = [
     "rows_of",
     "sample",
 ]
+
+
+def cases() -> list[KernelCase]:
+    return launch.cases() + mask.cases()

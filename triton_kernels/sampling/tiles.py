@@ -54,14 +54,28 @@ def _dense_tile(view, tile, BLOCK: tl.constexpr):
     logits_ptr, vocab, at = view[0], view[1], view[2]
     ids = tile * BLOCK + tl.arange(0, BLOCK)[None, :] + (at * 0).to(tl.int32)[:, None]
     x = tl.load(logits_ptr + at[:, None] + ids, mask=ids < vocab, other=float("-inf"))
-    x = _finite(x.to(tl.float32))
-    return ids, x, (ids >= vocab) | (x > float("-inf"))
+    x = x.to(tl.float32)
+    sound = (ids >= vocab) | (tl.abs(x) < float("inf"))
+    return ids, _allowed(x, logits_ptr), sound
 
 
 @triton.jit
-def _finite(x):
-    """A row that is not finite is reported as such; meanwhile nothing of it may spread."""
-    return tl.where(tl.abs(x) < float("inf"), x, float("-inf"))
+def _allowed(x, logits_ptr):
+    """Minus infinity where a token is forbidden in memory. A row that is not finite is reported as
+    such; meanwhile nothing of it may spread."""
+    inside = (x > lowest_of(logits_ptr.dtype.element_ty)) & (x < float("inf"))
+    return tl.where(inside, x, float("-inf"))
+
+
+@triton.jit
+def lowest_of(kind: tl.constexpr):
+    """The least finite number of a type of logits."""
+    lowest = -3.4028234663852886e38
+    if kind == tl.bfloat16:
+        lowest = -3.3895313892515355e38
+    elif kind == tl.float16:
+        lowest = -65504.0
+    return lowest
 
 
 @triton.jit
@@ -86,7 +100,7 @@ def _sparse_tile(view, shaping, tile, BLOCK: tl.constexpr):
     entry = requests[:, None].to(tl.int64) * width + entry
     ids = tl.load(shaping[0].listed + entry, mask=inside, other=NO_ID)
     x = tl.load(logits_ptr + at[:, None] + ids, mask=inside, other=float("-inf")).to(tl.float32)
-    x = _finite(x) + tl.load(shaping[0].bias + entry, mask=inside, other=0.0)
+    x = _allowed(x, logits_ptr) + tl.load(shaping[0].bias + entry, mask=inside, other=0.0)
     marks = tl.load(shaping[0].marks + entry, mask=inside, other=0)
     early = tl.load(shaping[0].min_tokens + requests) > depths
     x = tl.where((marks & IS_STOP != 0) & early[:, None], float("-inf"), x)

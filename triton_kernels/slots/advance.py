@@ -14,11 +14,13 @@ from triton_kernels.slots.target_batch import IDLE, MISFIT, RUNS, TARGET_TYPES, 
 from triton_kernels.verification.kernel import VerifyOutput
 
 # Fields of a slot's row of the result; behind them are the tokens that it emitted.
-STATUS, DRAFTED, ACCEPTED, EMITTED, NUM_FIELDS = range(5)
+STATUS, DRAFTED, ACCEPTED, EMITTED, DRAFT_KV, NUM_FIELDS = range(6)
 # Statuses.
 OK, NON_FINITE, DRAFT_NON_FINITE, DOES_NOT_FIT = range(4)
 
-_AT_STATUS, _AT_DRAFTED, _AT_ACCEPTED, _AT_EMITTED, _AT_TOKENS = map(tl.constexpr, range(5))
+_AT_STATUS, _AT_DRAFTED, _AT_ACCEPTED, _AT_EMITTED, _AT_DRAFT_KV, _AT_TOKENS = map(
+    tl.constexpr, range(6)
+)
 _OK, _NON_FINITE, _DRAFT_NON_FINITE, _DOES_NOT_FIT = map(tl.constexpr, range(4))
 _LANES = 256
 _SLOTS = 64
@@ -75,6 +77,7 @@ def advance_kernel(
     tl.store(out_ptr + _AT_DRAFTED, drafted, mask=there)
     tl.store(out_ptr + _AT_ACCEPTED, tl.maximum(emits - 1, 0), mask=there)
     tl.store(out_ptr + _AT_EMITTED, emits, mask=there)
+    tl.store(out_ptr + _AT_DRAFT_KV, draft_kv, mask=there)
 
 
 @triton.jit(do_not_specialize=["plain_words"])

@@ -28,7 +28,8 @@ _TAKE_WARPS = 2
 
 class DraftLayout(NamedTuple):
     """Of S slots; up to R rows draft up to K tokens each. Row r of slot s: its drafts, and what
-    they were drawn from, lie from `starts[s]` = r K on. Rows of padding belong to the last slot."""
+    they were drawn from, lie from `starts[s]` = r K on. Rows of padding belong to the last slot.
+    Behind all of these there is room for K tokens of every slot, which were looked up."""
 
     tokens: Tensor  # int32 [T]: ids, positions and KV slots of a pass; of all but the first, R
     positions: Tensor  # int32 [T]
@@ -44,7 +45,7 @@ class DraftLayout(NamedTuple):
     broken: Tensor  # int32 [S]: 1 once its logits were not finite: its KV does not count
     next_kv: Tensor  # int32 [S]: valid positions in the draft's KV afterwards
     noise_positions: Tensor  # int64 [S]: number of known tokens
-    drafts: Tensor  # int32 [R K]
+    drafts: Tensor  # int32 [R K + S K]
     draft_slots: Tensor  # int32 [R K]: whose they are; the last slot where there is none
     draft_depths: Tensor  # int32 [R K]
 
@@ -66,8 +67,12 @@ class DraftLayout(NamedTuple):
             zeros(rows),
             *(zeros(slots) for _ in range(4)),
             zeros(slots, dtype=torch.int64),
-            *(zeros(rows * most_drafts) for _ in range(3)),
+            zeros((rows + slots) * most_drafts),
+            *(zeros(rows * most_drafts) for _ in range(2)),
         )
+
+
+LAYOUT_TYPES = DraftLayout(*["*i32"] * len(DraftLayout._fields))._replace(noise_positions="*i64")
 
 
 @triton.jit(do_not_specialize=["most_tokens", "most_rows", "most_token"])
@@ -214,8 +219,7 @@ def take_drafts(
 
 
 def cases() -> list[KernelCase]:
-    layout = DraftLayout(*["*i32"] * len(DraftLayout._fields))._replace(noise_positions="*i64")
-    types = {"state": STATE_TYPES, "layout": layout}
+    types = {"state": STATE_TYPES, "layout": LAYOUT_TYPES}
     found = batch_cases("slots_draft_batch", draft_batch_kernel, types)
     made, config = {"PAGE": 16, "ROWS": _ROWS}, f"{_ROWS} rows"
     taken = case_of(

@@ -33,6 +33,7 @@ class ArenaSizes(NamedTuple):
     blocks: int
     vocab: int
     listed: int  # entries of the list that shapes logits
+    guess: int = 0  # words of what the host looked up for the slot
 
     @property
     def fields(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -51,6 +52,7 @@ class ArenaSizes(NamedTuple):
             "choices": (i64, ()),
             "tokens": (i32, (self.tokens,)),
             "blocks": (i32, (self.blocks,)),
+            "guess": (i32, (self.guess,)),
         }
 
     @property
@@ -62,16 +64,17 @@ class ArenaSizes(NamedTuple):
 
 class Asked(NamedTuple):
     """What the plan of a step asks of a slot. Where they lie in the field `asked`, which is
-    [5, slots], and zero for slots without a row."""
+    [6, slots], and zero for slots without a row."""
 
     num_new_tokens: int = 0  # known tokens to compute: a chunk, or the last one; 0: no row
     num_drafts: int = 1
     catch_up: int = 2  # tokens for the draft model beyond the last known one
     wants_logits: int = 3
     drafting: int = 4  # for all slots alike: whether anybody drafts or catches up in this step
+    looked_up: int = 5  # drafts that the host looked up, in place of those of the model
 
 
-NEW_TOKENS, NUM_DRAFTS, CATCH_UP, WANTS, DRAFTING = map(tl.constexpr, Asked())
+NEW_TOKENS, NUM_DRAFTS, CATCH_UP, WANTS, DRAFTING, LOOKED_UP = map(tl.constexpr, Asked())
 
 
 class SlotState(NamedTuple):
@@ -100,7 +103,8 @@ class SlotState(NamedTuple):
     marks: Tensor
     penalties: Tensor
     min_tokens: Tensor
-    asked: Tensor  # int32 [5, slots], see `Asked`
+    guess: Tensor  # int32 [slots, n], see `guesses`
+    asked: Tensor  # int32 [6, slots], see `Asked`
 
     @property
     def shaping(self) -> LogitsShaping:

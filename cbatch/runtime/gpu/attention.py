@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,23 +28,39 @@ class Tuning(NamedTuple):
     split_tokens: int = SPLIT_TOKENS
 
     @classmethod
-    def of(cls, heads: Heads, dtype: torch.dtype, device: torch.device, page_tokens: int) -> Tuning:
+    def of(
+        cls,
+        heads: Heads,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> Tuning:
         """From the static table, as `bench.gpu` tests and times it: the tile that serves prefill,
         for a verification reads as much with it. Raises ValueError if nothing there serves."""
         if device.type != "cuda":
             rows = max(_INTERPRETED.rows, triton.next_power_of_2(heads.group))
             return cls(_INTERPRETED._replace(rows=rows), num_programs=4, most_partials=16)
-        tile = tile_for(heads, dtype, page_tokens, arch=arch_of(device))
+        arch = arch_of(device)
+        tile = tile_for(heads, dtype, page_tokens, arch=arch, kv_dtype=kv_dtype)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         return cls(tile, resident_programs(tile, device), 2 * processors)
 
 
 class PagedAttention:
-    """Of passes with up to `most_tokens` tokens. `tables` int32 [S, n]: the blocks of each slot."""
+    """Of passes with up to `most_tokens` tokens. `tables` int32 [S, n]: the blocks of each slot.
+    `scales`, by layer: K and V are held divided by them; None: as they are."""
 
     def __init__(
-        self, config: ModelConfig, kv: KVCache, tables: Tensor, most_tokens: int, tuning: Tuning
+        self,
+        config: ModelConfig,
+        kv: KVCache,
+        tables: Tensor,
+        most_tokens: int,
+        tuning: Tuning,
+        scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
+        self.scales = scales or [(1.0, 1.0)] * config.num_layers
         self._kv, self._tables, self._tuning = kv, tables, tuning
         self._scale = 1.0 / math.sqrt(config.head_dim)
         heads = heads_of(config)
@@ -77,6 +94,7 @@ class PagedAttention:
         slot are left as they were in memory."""
         out = torch.empty(len(q), q[0].numel(), dtype=q.dtype, device=q.device)
         k_pages, v_pages = self.pages(layer)
+        k_scale, v_scale = self.scales[layer]
         attention(
             q,
             k_pages,
@@ -85,6 +103,8 @@ class PagedAttention:
             out,
             self._work[window],
             scale=self._scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
             num_programs=self._tuning.num_programs,
         )
         return out

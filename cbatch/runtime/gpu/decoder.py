@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,16 +13,21 @@ from torch import Tensor
 from cbatch.runtime.cpu.layers import Layer, LayerBuilder
 from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.gpu.attention import PagedAttention
-from cbatch.runtime.model.checkpoint import WeightSource, open_checkpoint
+from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.rope import RotaryTable
+from cbatch.runtime.model.rope import RotaryTable, interleave_halves
+from cbatch.runtime.model.weight_files import WeightSource
 from triton_kernels.layers.activation import silu_mul
 from triton_kernels.layers.kv_write import kv_write
 from triton_kernels.layers.norm import rms_norm
+from triton_kernels.products.dense import dense, keeps_bits
+from triton_kernels.products.quantised import Packed, pack, quantised
+
+_PROBED_ROWS = 131  # more than two tiles
 
 
 class Dense(NamedTuple):
-    """A product, and the norm before it."""
+    """A product, and the norm before it; a library's, whose bits may depend on the row count."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
@@ -30,12 +36,104 @@ class Dense(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def into(self, x: Tensor, out: Tensor) -> None:
+        torch.mm(x, self.weight.t(), out=out)
+        if self.bias is not None:
+            out.add_(self.bias)
+
+
+class InvariantDense(Dense):
+    """Ours: a row's bits are its own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), len(self.weight))
+        self.into(x, out)
+        return out
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        dense(x, self.weight, self.bias, out)
+
+
+class QuantisedDense(NamedTuple):
+    """Ours, with weights of 4 or 8 bits: a row's bits are its own."""
+
+    packed: Packed
+    bias: Tensor | None
+    norm: Tensor | None  # fp32 [in]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), self.packed.shape[0])
+        self.into(x, out)
+        return out
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        quantised(x, self.packed, self.bias, out)
+
 
 class _Builder(LayerBuilder):
-    """The same fusion of tensors, for kernels: norms keep their weights, nothing is packed."""
+    """The same fusion of tensors, for kernels: norms keep their weights, nothing is packed but
+    what comes in blocks."""
 
-    def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Dense:
-        return Dense(weight, bias, in_scale)
+    def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Any:
+        kind = InvariantDense if self.numerics.mode == "invariant" else Dense
+        return kind(weight.contiguous(), bias, in_scale)
+
+    def _packed(self, names: list[str]) -> list[Packed] | None:
+        """Tensors as our product takes them, if it takes them all, and alike."""
+        found = []
+        for name in names:
+            blocks = self.source.blocks(name)
+            packed = blocks and pack(blocks.type.name, torch.from_numpy(blocks.rows))
+            if packed is None:
+                return None
+            found.append(packed)
+        if len({packed.codes.dtype for packed in found}) > 1:
+            return None
+        if any(packed.offsets is not None for packed in found):
+            found = [
+                p if p.offsets is not None else p._replace(offsets=-8 * p.scales) for p in found
+            ]
+        return found
+
+    def _quantised(
+        self,
+        parts: list[Packed],
+        fuse: Callable[[list[Tensor]], Tensor],
+        bias: Tensor | None,
+        in_scale: Tensor | None,
+    ) -> Any:
+        fields = [[f for f in field if f is not None] for field in zip(*parts, strict=True)]
+        fused = [fuse(each).contiguous().to(self.device) if each else None for each in fields]
+        return QuantisedDense(Packed(*fused), bias, in_scale)  # type: ignore[arg-type]
+
+    def _below(
+        self,
+        names: list[str],
+        shape: tuple[int, int],
+        bias: Tensor | None,
+        in_scale: Tensor | None,
+    ) -> Any:
+        parts = self._packed(names)
+        if parts is None:
+            return super()._below(names, shape, bias, in_scale)
+        return self._quantised(parts, torch.cat, bias, in_scale)
+
+    def _qkv(self, attention: str, norm: Tensor) -> Any:
+        parts, c = (
+            self._packed([f"{attention}.{letter}_proj.weight" for letter in "qkv"]),
+            self.config,
+        )
+        if parts is None:
+            return super()._qkv(attention, norm)
+
+        def fuse(found: list[Tensor]) -> Tensor:
+            q, k, v = found
+            turned = (interleave_halves(q, c.head_dim), interleave_halves(k, c.head_dim), v)
+            heads = [part.view(c.num_kv_heads, -1, c.head_dim, part.shape[1]) for part in turned]
+            return torch.cat(heads, dim=1).flatten(0, 2)
+
+        bias = self._fuse(attention, "bias") if c.attention_bias else None
+        return self._quantised(parts, fuse, bias, norm)
 
     def _norm(self, name: str) -> Tensor:
         return self._get(name, self.config.hidden_size).float()
@@ -68,25 +166,55 @@ class Hidden(NamedTuple):
 
 
 class Decoder:
-    """A model with its weights. The residual stream is fp32; products are of the model's dtype and
-    leave their padding and algorithm to the library, so a row's bits may depend on the row count.
+    """A model with its weights. The residual stream is fp32; products are of the model's dtype, and
+    with `numerics` "fast" a library's, so that a row's bits may depend on the row count.
 
     No method waits for the device or reads from it: a pass can be captured.
     """
 
-    numerics = "fast"
-
     def __init__(
-        self, config: ModelConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        numerics: str = "fast",
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        builder = _Builder(config, source, dtype, device, Numerics(self.numerics, False))
+        self.numerics = numerics
+        builder = _Builder(config, source, dtype, device, Numerics(numerics, False))
         self.layers: list[Layer]
         with torch.inference_mode():
             self.embedding, self.layers, self.head = builder.build()
+            self.block_bytes = self._block_bytes()
+            self.kv_scales = [_kv_scales(source, i) for i in range(config.num_layers)]
             self._rotary = RotaryTable(
                 config.rope, config.head_dim, config.num_kv_heads, config.group_size, device
             )
+
+    def _block_bytes(self) -> int | None:
+        """Of all matrices, where some are quantised."""
+        products: list[Any] = [p for layer in self.layers for p in layer.products()] + [self.head]
+        weights = [_weight_of(product) for product in products]
+        if not any(isinstance(weight, Packed) for weight in weights):
+            return None
+        sizes = {id(w): w.num_bytes if isinstance(w, Packed) else w.nbytes for w in weights}
+        return sum(({id(self.embedding): self.embedding.nbytes} | sizes).values())
+
+    def keeps_bits(self) -> bool:
+        """Whether rows of its products have the same bits in any company, as tried on one of each
+        shape. Waits for the device."""
+        if self.numerics != "invariant":
+            return False
+        products: list[Any] = [p for layer in self.layers for p in layer.products()] + [self.head]
+        shapes = {(type(p), tuple(_weight_of(p).shape)): p for p in products}
+        generator = torch.Generator().manual_seed(1)
+        with torch.inference_mode():
+            for (_, (_, columns)), product in shapes.items():
+                x = torch.randn(_PROBED_ROWS, columns, generator=generator)
+                if not keeps_bits(product, x.to(self.dtype).to(self.device)):
+                    return False
+        return True
 
     def cos_sin(self, most_tokens: int) -> Tensor:
         """Of positions, for `kv_write`."""
@@ -106,6 +234,7 @@ class Decoder:
             normed = rms_norm(x, layer.qkv.norm, c.rms_norm_eps, added)
             fused = layer.qkv(normed).view(count, c.num_kv_heads, c.group_size + 2, c.head_dim)
             k_pages, v_pages = attention.pages(index)
+            k_scale, v_scale = attention.scales[index]
             kv_write(
                 fused,
                 flat.positions,
@@ -115,23 +244,32 @@ class Decoder:
                 v_pages,
                 qk_weight=layer.qk_weight,
                 eps=c.rms_norm_eps,
+                k_scale=k_scale,
+                v_scale=v_scale,
             )
             x = layer.out(attention.run(index, layer.window, fused[:, :, : c.group_size]))
             gate_up = layer.gate_up(rms_norm(x, layer.gate_up.norm, c.rms_norm_eps, residual))
             x = silu_mul(gate_up)
             if index < last:
                 x = layer.down(x)
-        down = self.layers[last].down
-        torch.mm(x, down.weight.t(), out=hidden.last[:count])
-        if down.bias is not None:
-            hidden.last[:count].add_(down.bias)
+        self.layers[last].down.into(x, hidden.last[:count])
 
     def logits(self, hidden: Hidden, rows: Tensor, out: Tensor) -> None:
         """Logits of the flat rows `rows` int32 [N], to `out` [N, vocab] (rows may lie apart)."""
         residual = hidden.residual.index_select(0, rows)
         x = hidden.last.index_select(0, rows)
         normed = rms_norm(x, self.head.norm, self.config.rms_norm_eps, residual)
-        torch.mm(normed, self.head.weight.t(), out=out)
+        self.head.into(normed, out)
+
+
+def _weight_of(product: Dense | QuantisedDense) -> Tensor | Packed:
+    return product.packed if isinstance(product, QuantisedDense) else product.weight
+
+
+def _kv_scales(source: WeightSource, layer: int) -> tuple[float, float]:
+    """What the checkpoint says that K and V of a layer are divided by, to be held in fp8."""
+    k, v = (source.scalar(f"model.layers.{layer}.self_attn.{n}_scale") for n in "kv")
+    return k or 1.0, v or 1.0
 
 
 def load_decoder(
@@ -139,8 +277,10 @@ def load_decoder(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cuda",
+    numerics: str = "fast",
     random_weights_seed: int | None = None,
 ) -> Decoder:
     """A model from a directory, GGUF file or hub name, as `open_checkpoint`."""
     config, source, served = open_checkpoint(path_or_name, dtype, random_weights_seed)
-    return Decoder(config, source, served, torch.device(device))
+    mode = "invariant" if numerics == "invariant" else "fast"
+    return Decoder(config, source, served, torch.device(device), mode)

@@ -23,7 +23,7 @@ from triton_kernels.sampling.inputs import (
 )
 from triton_kernels.sampling.launch import reduce_tiles
 from triton_kernels.slots.draft_batch import DraftLayout, make_draft_batch, take_drafts
-from triton_kernels.slots.state import SlotState
+from triton_kernels.slots.state import Asked, SlotState
 
 
 class DraftPasses:
@@ -39,6 +39,7 @@ class DraftPasses:
         kv: KVCache,
         attention: PagedAttention,
         state: SlotState,
+        layout: DraftLayout,
         *,
         most_tokens: int,
         most_positions: int,
@@ -50,7 +51,7 @@ class DraftPasses:
         self._block_size, self._most_drafts, self._vocab = kv.block_size, most_drafts, vocab
         self._cos_sin = decoder.cos_sin(most_positions)
         self._hidden = Hidden.allocate(most_tokens, decoder)
-        self.layout = DraftLayout.allocate(slots, most_tokens, most_drafts, device)
+        self.layout = layout
         self.layout.draft_slots.fill_(slots - 1)
         rows, own = slots - 1, decoder.config.vocab_size
         shape = (rows, most_drafts, aligned(max(own, vocab)))
@@ -89,7 +90,7 @@ class DraftPasses:
         layout, count = self.layout, rows * self._most_drafts
         owners = Rows(layout.draft_slots[:count], layout.draft_depths[:count])
         logits = self._logits.flatten(0, 1)[:count, : self._vocab]
-        return Proposals(logits, owners, self._no_drafts)
+        return Proposals(logits, owners, self._state.asked[Asked().looked_up])
 
     def _ingest(self, most_tokens: int) -> None:
         layout = self.layout

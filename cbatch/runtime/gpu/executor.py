@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,47 +16,27 @@ from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
 from cbatch.runtime.gpu.buckets import bucket, ladder
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device import Capturing, Device, Mark, device_for
+from cbatch.runtime.gpu.device import Capturing, Device, device_for
 from cbatch.runtime.gpu.draft_pass import DraftPasses
+from cbatch.runtime.gpu.host_drafts import HostDrafts, LookupSettings
+from cbatch.runtime.gpu.host_side import HostSide
+from cbatch.runtime.gpu.known_tokens import KnownTokens
 from cbatch.runtime.gpu.logprobs import LogprobsReader
+from cbatch.runtime.gpu.masking import Masking, end_dead_ends
 from cbatch.runtime.gpu.memory import StepLimits
+from cbatch.runtime.gpu.pending import HostBuffers, Pending
 from cbatch.runtime.gpu.slot_update import SlotUpdate
 from cbatch.runtime.gpu.slots import Bounds, HostSlots
-from cbatch.runtime.gpu.target_pass import PLAIN, WEIGHING, Deciding, TargetPass
+from cbatch.runtime.gpu.target_pass import BY_LOOKUPS, PLAIN, WEIGHING, Deciding, TargetPass
 from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.sampling.structured import GrammarSource
 from triton_kernels.slots import advance as fields
+from triton_kernels.slots.draft_batch import DraftLayout
+from triton_kernels.slots.guesses import take_guesses
 from triton_kernels.slots.state import Arena, SlotState, apply
 
 _logger = logging.getLogger("cbatch")
 _MOST_PENDING = 2
-
-
-class _HostBuffers:
-    """Host memory of a step under way; a message is written while the step before still runs."""
-
-    def __init__(self) -> None:
-        self.message = torch.zeros(0, dtype=torch.int32)
-        self.result = torch.zeros(0, dtype=torch.int32)
-
-
-@dataclass
-class _Pending:
-    plan: StepPlan
-    buffers: _HostBuffers
-    started: Mark
-    drafts: tuple[Mark, Mark] | None  # before and behind them, where anybody drafts
-    done: Mark
-    logprobs: tuple[Any, ...]  # what `LogprobsReader.queue` gave
-
-    @property
-    def durations_s(self) -> tuple[float, float]:
-        """Of drafting, and of all else: what the host prepares is part of every step, as far as
-        the device waited for it."""
-        draft_s = 0.0
-        if self.drafts is not None:
-            begun, drafted = self.drafts
-            draft_s = drafted.seconds_since(begun)
-        return draft_s, self.done.seconds_since(self.started) - draft_s
 
 
 class GpuExecutor:
@@ -67,9 +45,12 @@ class GpuExecutor:
 
     `max_sequence_tokens` is the longest sequence, `step_budget_tokens` the most tokens of a step,
     `max_drafts` the most drafts of a row (0: nobody drafts). `block_size_tokens` is a page of the
-    attention kernel, which refuses others. Drafts come from the draft model alone: lookups live on
-    the host, which does not know the latest tokens, and are refused. `reset()` after any exception:
-    the state is then unspecified. `tuning` is found for the device unless it is given.
+    attention kernel, which refuses others. Drafts come from the draft model, and by `lookups` from
+    the host, which finds them in the tokens that it knows: with a plan under way, those before it.
+    `grammars` are followed on the host: the verdict of a step waits for the result of the step
+    before, its forward pass does not. `reset()` after any exception: the state is then unspecified.
+    `kv_dtype` is that of keys and values, the model's or an fp8 type; `tuning` is found for the
+    device unless it is given.
 
     A step queues its work and returns; what it emitted comes in one copy, log probabilities in
     others. `submit` never waits for the device, nor reads from it.
@@ -86,12 +67,16 @@ class GpuExecutor:
         step_budget_tokens: int,
         draft: Decoder | None = None,
         max_drafts: int = 0,
+        lookups: LookupSettings | None = None,
+        grammars: GrammarSource | None = None,
+        kv_dtype: torch.dtype | None = None,
         tuning: Tuning | None = None,
     ) -> None:
         if draft is not None and draft.device != target.device:
             raise FieldError("draft", f"it is on {draft.device}", f"load it on {target.device}")
-        draft = draft if max_drafts else None
-        max_drafts = max_drafts if draft is not None else 0
+        draft, lookups = (draft, lookups) if max_drafts else (None, None)
+        if draft is None and lookups is None:
+            max_drafts = 0
         self.target, self.draft, self.device = target, draft, target.device
         self._max_slots, self._max_drafts = max_slots, max_drafts
         self._budget_tokens = step_budget_tokens
@@ -102,20 +87,25 @@ class GpuExecutor:
         self._most_catch_up = made_for.most_catch_up
         sizes = made_for.arena_of(target.config)
         limits = {"most_positions": max_sequence_tokens, "most_drafts": max_drafts}
-        memory = partial(self._memory, num_blocks, block_size_tokens, tuning)
+        memory = partial(self._memory, num_blocks, block_size_tokens, tuning, kv_dtype)
         with torch.inference_mode(), self._queue.working():
             self._arena = Arena.allocate(sizes, self.device)
+            self._layout: DraftLayout | None = None
+            if max_drafts:
+                most = self._most_catch_up if draft is not None else 1
+                self._layout = DraftLayout.allocate(sizes.slots, most, max_drafts, self.device)
             self._drafting: DraftPasses | None = None
             self.draft_kv: KVCache | None = None
             if draft is not None:
-                most = self._most_catch_up
-                self.draft_kv, attention = memory(draft, most)
+                assert self._layout is not None
+                self.draft_kv, attention = memory(draft, self._most_catch_up)
                 self._drafting = DraftPasses(
                     draft,
                     self.draft_kv,
                     attention,
                     self.state,
-                    most_tokens=most,
+                    self._layout,
+                    most_tokens=self._most_catch_up,
                     vocab=sizes.vocab,
                     **limits,
                 )
@@ -125,31 +115,60 @@ class GpuExecutor:
                 self.kv,
                 attention,
                 self.state,
+                self._layout,
                 self._drafting,
                 most_tokens=step_budget_tokens,
                 **limits,
             )
             self._inbox = torch.zeros(0, dtype=torch.int32, device=self.device)
-        self._slots = HostSlots(sizes, self._arena.places, drafts=draft is not None)
-        self._logprobs = LogprobsReader(target, self._target, self.state)
-        self._buffers = deque(_HostBuffers() for _ in range(_MOST_PENDING))
-        self._pending: deque[_Pending] = deque()
+            self._masking = Masking(self._target, self._queue, max_slots, max_drafts)
+        self._slots = HostSlots(sizes, self._arena.places)
+        self._host = self._host_side(lookups, grammars, block_size_tokens, num_blocks)
+        self._logprobs = LogprobsReader(target, self._target, self.state, grammars)
+        self._buffers = deque(HostBuffers() for _ in range(_MOST_PENDING))
+        self._pending: deque[Pending] = deque()
+
+    def _host_side(
+        self,
+        lookups: LookupSettings | None,
+        grammars: GrammarSource | None,
+        block_size_tokens: int,
+        num_blocks: int,
+    ) -> HostSide:
+        known, chains, draft = None, None, self.draft
+        if lookups is not None or grammars is not None:
+            vocab = self.target.config.vocab_size
+            known = KnownTokens(self._max_slots, block_size_tokens, vocab, grammars)
+        if lookups is not None:
+            assert known is not None
+            context = None if draft is None else draft.config.max_position_tokens
+            most = self._most_catch_up
+            chains = HostDrafts(
+                lookups, known, num_blocks, context_tokens=context, most_catch_up=most
+            )
+        return HostSide(known, chains, with_model=draft is not None)
 
     def _memory(
         self,
         num_blocks: int,
         block_size_tokens: int,
         tuning: Tuning | None,
+        kv_dtype: torch.dtype | None,
         decoder: Decoder,
         most_tokens: int,
     ) -> tuple[KVCache, PagedAttention]:
         """A model's pool, and its attention over it."""
         config = decoder.config
-        kv = KVCache(config, num_blocks, block_size_tokens, decoder.dtype, self.device)
+        held = kv_dtype or decoder.dtype
+        kv = KVCache(config, num_blocks, block_size_tokens, held, self.device)
+        more = {} if held == decoder.dtype else {"kv_dtype": held}
         if tuning is None:
             heads = heads_of(config)
-            tuning = Tuning.of(heads, decoder.dtype, self.device, block_size_tokens)
-        return kv, PagedAttention(config, kv, self.state.blocks, most_tokens, tuning)
+            tuning = Tuning.of(heads, decoder.dtype, self.device, block_size_tokens, **more)
+        # AMD's kind of fp8 goes half as far.
+        wider = 2.0 if held == torch.float8_e4m3fnuz else 1.0
+        scales = [(k * wider, v * wider) for k, v in decoder.kv_scales] if more else None
+        return kv, PagedAttention(config, kv, self.state.blocks, most_tokens, tuning, scales)
 
     @property
     def state(self) -> SlotState:
@@ -180,6 +199,10 @@ class GpuExecutor:
         for count in sizes(self._budget_tokens):
             self._target.compute(device, count)
         ways = WEIGHING[:1]
+        if self._host.chains is not None:
+            ways = BY_LOOKUPS
+            for alone in {True, self._drafting is None}:
+                self._take_guesses(device, alone=alone)
         if self._drafting is not None:
             ways = WEIGHING
             for count in sizes(self._most_catch_up):
@@ -187,10 +210,15 @@ class GpuExecutor:
             drafts = product(sizes(self._max_slots), range(self._max_drafts), (False, True))
             for count, depth, shaped in drafts:
                 self._drafting.draft(device, count, depth, shaped)
+        if self._host.known is not None:
+            self._masking.mask_nothing()
         self._target.decide(device, 0, PLAIN)
-        for count, how, shaped in product(sizes(self._target.most_logits), ways, (False, True)):
-            if count > 1 or not how.weighs:  # a draft has a row of logits, and one behind it
-                self._target.decide(device, count, how._replace(shaped=shaped))
+        for count in sizes(self._target.most_logits):
+            self._target.find_logits(device, count)
+            for how, shaped in product(ways, (False, True)):
+                if count > 1 or not how.blocks and not how.weighs:
+                    # A draft has a row of logits, and one behind it.
+                    self._target.decide(device, count, how._replace(shaped=shaped))
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
@@ -200,7 +228,11 @@ class GpuExecutor:
         if len(self._pending) >= _MOST_PENDING:
             raise RuntimeError(f"submit: {_MOST_PENDING} steps are under way; call wait() first")
         with self._queue.working():
-            self._pending.append(self._run(plan))
+            step = self._begin(plan)
+            waits = bool(self._pending) and len(self._host.masked(plan)) > 0
+            self._pending.append(step)
+            if not waits:
+                self._decide(step)
 
     def wait(self) -> StepResult:
         """Result of the oldest step not waited for. Raises ValueError if its plan did not fit what
@@ -210,7 +242,12 @@ class GpuExecutor:
         step = self._pending.popleft()
         step.done.wait()
         self._buffers.append(step.buffers)
-        return self._report(step)
+        result = self._report(step)
+        for behind in self._pending:
+            if not behind.decided:
+                with torch.inference_mode(), self._queue.working():
+                    self._decide(behind)
+        return result
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step; raises what `submit` and `wait` do."""
@@ -221,44 +258,81 @@ class GpuExecutor:
         """Forget every slot, and drop the results of steps under way. KV contents stay: nothing
         reads a position it has not written."""
         self._queue.synchronize()
-        self._buffers = deque(_HostBuffers() for _ in range(_MOST_PENDING))
+        self._buffers = deque(HostBuffers() for _ in range(_MOST_PENDING))
         self._pending.clear()
         self._slots.clear()
         self._logprobs.clear()
+        self._host.forget()
 
-    def _run(self, plan: StepPlan) -> _Pending:
+    def _begin(self, plan: StepPlan) -> Pending:
+        """Up to the forward pass of the target."""
         started = self._queue.mark()
-        message = self._slots.take_in(plan)
-        bounds = self._checked(plan, self._slots.bounds(plan))
+        self._host.take_in(plan.deltas)
+        asks = self._host.asks(plan, (step.plan for step in self._pending))
+        message = self._slots.take_in(plan, asks)
+        bounds = self._checked(plan, self._slots.bounds(plan, asks))
         self._logprobs.take_in(plan.deltas)
         buffers = self._buffers.popleft()
         self._send(message, buffers)
         for kv in (self.kv, self.draft_kv):
             if kv is not None and len(plan.deltas.zeroed_blocks):
                 kv.zero_blocks(plan.deltas.zeroed_blocks)
-        drafts = None
+        step = Pending(plan, asks, bounds, buffers, started, None)
+        if bounds.drafting or bounds.looked_up:
+            begun = self._queue.mark()
+            self._draft(bounds)
+            if len(self._host.masked(plan)):
+                assert self._layout is not None
+                self._masking.fetch_drafts(self._layout, buffers)
+            step.drafts = begun, self._queue.mark()
+        self._target.compute(self._queue, bucket(bounds.tokens, self._budget_tokens))
+        return step
+
+    def _draft(self, bounds: Bounds) -> None:
         if bounds.drafting:
             assert self._drafting is not None
-            begun = self._queue.mark()
             rows = bucket(bounds.draft_rows, self._max_slots)
             catch_up = bucket(bounds.catch_up, self._most_catch_up)
             self._drafting.run(self._queue, catch_up, rows, bounds.depth, bounds.shaped)
-            drafts = begun, self._queue.mark()
-        self._target.run(
-            self._queue,
-            bucket(bounds.tokens, self._budget_tokens),
-            bucket(bounds.logits, self._target.most_logits),
-            Deciding(bounds.shaped, bounds.weighs, bounds.blocks),
-        )
-        self._fetch(buffers)
-        logprobs = self._logprobs.queue(plan, self._queue)
-        return _Pending(plan, buffers, started, drafts, self._queue.mark(), logprobs)
+        if bounds.looked_up:
+            self._take_guesses(self._queue, alone=not bounds.drafting)
+
+    def _take_guesses(self, device: Device, *, alone: bool) -> None:
+        layout = self._layout
+        assert layout is not None
+
+        def take() -> None:
+            if alone:
+                layout.draft_slots.fill_(self._max_slots)
+            take_guesses(self.state, layout, most_drafts=self._max_drafts, alone=alone)
+
+        device.run(("guesses", alone), take)
+
+    def _decide(self, step: Pending) -> None:
+        """The rest of a step."""
+        plan, bounds = step.plan, step.bounds
+        rows = bucket(bounds.logits, self._target.most_logits)
+        self._target.find_logits(self._queue, rows)
+        masked = self._host.masked(plan)
+        if len(masked):
+            self._logprobs.keep(plan, masked)
+            assert self._host.known is not None
+            drafts = step.drafts is not None
+            if step.drafts is not None:
+                step.drafts[1].wait()
+            known = self._host.known
+            step.dead_ends = self._masking.mask(known, masked, step.buffers, drafts=drafts)
+        how = Deciding(bounds.shaped, bounds.weighs and self._drafting is not None, bounds.blocks)
+        self._target.decide(self._queue, rows, how)
+        self._fetch(step.buffers)
+        step.logprobs = self._logprobs.queue(plan, self._queue)
+        step.done, step.decided = self._queue.mark(), True
 
     def _checked(self, plan: StepPlan, bounds: Bounds) -> Bounds:
         for name, found, most in (
             ("query_lens", bounds.tokens, self._budget_tokens),
             ("catch_up", bounds.catch_up, self._most_catch_up),
-            ("num_drafts", bounds.depth, self._max_drafts),
+            ("num_drafts", max(bounds.depth, bounds.looked_up), self._max_drafts),
         ):
             if found > most:
                 raise ValueError(
@@ -267,7 +341,7 @@ class GpuExecutor:
                 )
         return bounds
 
-    def _send(self, message: SlotUpdate, buffers: _HostBuffers) -> None:
+    def _send(self, message: SlotUpdate, buffers: HostBuffers) -> None:
         """One copy to the device, and the words go to their places."""
         words = message.num_words()
         if words > len(buffers.message):
@@ -280,19 +354,22 @@ class GpuExecutor:
         apply(self._inbox, self._arena.words, 0, first)
         apply(self._inbox, self._arena.words, first, second)
 
-    def _fetch(self, buffers: _HostBuffers) -> None:
+    def _fetch(self, buffers: HostBuffers) -> None:
         """The one copy back."""
         result = self._target.result.view(-1)
         if not len(buffers.result):
             buffers.result = self._queue.staging(len(result))
         self._queue.fetch(result, buffers.result)
 
-    def _rows(self, buffers: _HostBuffers) -> np.ndarray:
+    def _rows(self, buffers: HostBuffers) -> np.ndarray:
         """By slot; valid until the buffers are used again."""
         return buffers.result.numpy().reshape(self._target.result.shape)
 
-    def _report(self, step: _Pending) -> StepResult:
-        plan, rows = step.plan, self._rows(step.buffers)[step.plan.slots]
+    def _report(self, step: Pending) -> StepResult:
+        plan, all_rows = step.plan, self._rows(step.buffers)
+        if self._host.known is not None:
+            end_dead_ends(plan, step.dead_ends, self._host.known, all_rows)
+        rows = all_rows[plan.slots]
         status = rows[:, fields.STATUS]
         if (status == fields.DOES_NOT_FIT).any():
             raise ValueError(
@@ -300,6 +377,7 @@ class GpuExecutor:
                 f"sequences in slots {plan.slots[status == fields.DOES_NOT_FIT].tolist()}"
             )
         emitted, tokens = rows[:, fields.EMITTED], rows[:, fields.NUM_FIELDS :]
+        kv_lens, shadow = self._host.learn(plan, step.asks, rows)
         row_splits = np.zeros(len(rows) + 1, dtype=np.int32)
         emitted.cumsum(out=row_splits[1:])
         draft_s, target_s = step.durations_s
@@ -313,7 +391,9 @@ class GpuExecutor:
             status=status.astype(np.uint8),
             draft_s=draft_s,
             target_s=target_s,
-            logprobs=self._logprobs.describe(step.logprobs, self._rows(step.buffers)),
+            draft_kv_lens=kv_lens,
+            shadow=shadow,
+            logprobs=self._logprobs.describe(step.logprobs, all_rows),
         )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.core.request.logprobs import TokenLogprobs
@@ -23,6 +24,7 @@ from cbatch.runtime.gpu.target_pass import TargetPass
 from cbatch.runtime.model.arrays import I64
 from cbatch.runtime.sampling.logits_processors import ProcessorChain, processors_of
 from cbatch.runtime.sampling.logprobs import LogprobRequest, LogprobRequests, describe, pack, unpack
+from cbatch.runtime.sampling.structured import GrammarSource
 from triton_kernels.slots import advance as fields
 from triton_kernels.slots.state import SlotState
 
@@ -50,14 +52,22 @@ class _Asked(NamedTuple):
 
 
 class LogprobsReader:
-    def __init__(self, decoder: Decoder, target: TargetPass, state: SlotState) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        target: TargetPass,
+        state: SlotState,
+        grammars: GrammarSource | None = None,
+    ) -> None:
         self._decoder, self._target, self._state = decoder, target, state
+        self._grammars = grammars
         self.clear()
 
     def clear(self) -> None:
         self._asks = LogprobRequests()
         self._processed: dict[int, _Processed] = {}
         self._computed: dict[int, int] = {}  # tokens of prompts that are asked for
+        self._kept: dict[int, Tensor] = {}  # logits of a slot as they were before masks
 
     def take_in(self, deltas: Deltas) -> None:
         if deltas.reset:
@@ -67,6 +77,13 @@ class LogprobsReader:
         for admission in deltas.new_sequences:
             self._release(admission.slot)
             self._admit(admission)
+
+    def keep(self, plan: StepPlan, slots: NDArray[np.int32]) -> None:
+        """Logits of these slots are about to be masked."""
+        counts = dict(zip(plan.slots.tolist(), plan.num_drafts.tolist(), strict=True))
+        for slot in slots.tolist():
+            if slot in self._asks.outputs:
+                self._kept[slot] = self._logits(slot, 1 + counts[slot])
 
     def queue(self, plan: StepPlan, device: Device) -> tuple[_Asked, ...]:
         """Behind the step that was queued last: what its sequences ask for."""
@@ -118,7 +135,7 @@ class LogprobsReader:
         if ask is not None and ask.processed:
             prompt = a.tokens[: a.num_prompt_tokens].tolist()
             vocab = self._decoder.config.vocab_size
-            chain = processors_of(a.params, a.stop_ids, prompt, vocab)
+            chain = processors_of(a.params, a.stop_ids, prompt, vocab, self._grammars)
             for token in a.tokens[a.num_prompt_tokens :].tolist():
                 chain.advance(token)
             self._processed[a.slot] = _Processed(a.params, chain)
@@ -146,14 +163,21 @@ class LogprobsReader:
     def _queue_output(self, slot: int, count: int, device: Device) -> _Asked:
         """Of as many tokens as the step may emit."""
         target, ask = self._target, self._asks.outputs[slot]
-        each = torch.arange(count, dtype=torch.int32, device=target.logits.device)
-        rows = (target.layout.logit_starts[slot] + each).clamp_(max=target.most_logits - 1)
-        logits = target.logits.index_select(0, rows).float()
+        logits = self._kept.pop(slot, None)
+        if logits is None:
+            logits = self._logits(slot, count)
         if slot not in self._processed:
             tokens = target.result[slot, fields.NUM_FIELDS :][:count].long()
             tokens.clamp_(0, logits.shape[1] - 1)  # what was not emitted is any number
             logits = pack(logits, tokens, ask.num_top)
         return self._fetched(slot, ask, logits, device)
+
+    def _logits(self, slot: int, count: int) -> Tensor:
+        """Of the first `count` rows of a slot: fp32 [count, V], a copy."""
+        target = self._target
+        each = torch.arange(count, dtype=torch.int32, device=target.logits.device)
+        rows = (target.layout.logit_starts[slot] + each).clamp_(max=target.most_logits - 1)
+        return target.logits.index_select(0, rows).float()
 
     def _fetched(self, slot: int, ask: LogprobRequest, found: Tensor, device: Device) -> _Asked:
         host = device.staging(found.numel()).view(found.dtype).view(found.shape)

@@ -10,6 +10,8 @@ from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.logprobs import PROMPT_ROWS
 from cbatch.runtime.model.config import ModelConfig
 from triton_kernels.sampling.launch import bytes_a_row, num_tiles
+from triton_kernels.sampling.mask import words_of
+from triton_kernels.slots.guesses import HEAD_WORDS
 from triton_kernels.slots.state import ArenaSizes
 
 # Entries that shape logits besides the tokens of the sequence itself: biased and stop ids.
@@ -47,6 +49,8 @@ class StepLimits(NamedTuple):
             blocks=aligned(-(-tokens // self.block_size_tokens)),
             vocab=vocab,
             listed=aligned(min(vocab, tokens + _SPARE_ENTRIES)),
+            # What the step under way may emit, and drafts behind that.
+            guess=HEAD_WORDS + 2 * self.max_drafts + 1 if self.max_drafts else 0,
         )
 
 
@@ -57,6 +61,7 @@ def step_memory_bytes(target: Decoder, draft: Decoder | None, limits: StepLimits
     used = _LIBRARY_BYTES + arena.num_words * _FP32_BYTES
     used += _LOGPROB_COPIES * PROMPT_ROWS * vocab * _FP32_BYTES
     used += limits.most_logits * aligned(vocab) * target.dtype.itemsize
+    used += 2 * limits.most_logits * words_of(vocab) * _FP32_BYTES  # of masks
     models = [(target, limits.step_budget_tokens, limits.most_logits)]
     if draft is not None and limits.max_drafts:
         rows = limits.max_slots * limits.max_drafts

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
-from cbatch.core.request.errors import FieldError
 from cbatch.core.request.noise import split_seed
-from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
+from cbatch.runtime.gpu.host_drafts import Asks
 from cbatch.runtime.gpu.logits_processors import Sparse, neutral, shapes_logits, sparse_of
 from cbatch.runtime.gpu.slot_update import SlotUpdate
 from triton_kernels.sampling.inputs import BLOCK, COUPLED, GREEDY, REJECTION
@@ -25,9 +25,10 @@ class Bounds(NamedTuple):
     tokens: int
     logits: int  # rows of logits
     catch_up: int  # tokens that the draft model takes in before it drafts
-    draft_rows: int
-    depth: int  # drafts of a row
-    drafting: bool
+    draft_rows: int  # of the model
+    depth: int  # drafts of a row of the model
+    drafting: bool  # the model
+    looked_up: int  # most drafts of a row that were looked up
     weighs: bool  # some drafts are drawn, and verified by rejection
     blocks: bool  # some of them as blocks
     shaped: bool  # some row shapes its logits
@@ -36,8 +37,8 @@ class Bounds(NamedTuple):
 class HostSlots:
     """`held` slots have a sequence of `generation`; `mode` is how its tokens are decided."""
 
-    def __init__(self, sizes: ArenaSizes, places: dict[str, FieldPlace], *, drafts: bool) -> None:
-        self._sizes, self._places, self._drafts = sizes, places, drafts
+    def __init__(self, sizes: ArenaSizes, places: dict[str, FieldPlace]) -> None:
+        self._sizes, self._places = sizes, places
         count = sizes.slots
         self.generation = np.zeros(count, dtype=np.int32)
         self.mode = np.full(count, GREEDY, dtype=np.int32)
@@ -49,7 +50,7 @@ class HostSlots:
         self.held: Flags = np.zeros(self._sizes.slots, dtype=np.bool_)
         self._lists[:] = True  # who knows how far the last message came
 
-    def take_in(self, plan: StepPlan) -> SlotUpdate:
+    def take_in(self, plan: StepPlan, asks: Asks) -> SlotUpdate:
         """Apply the deltas of `plan`; returns what the device has to be told. Raises ValueError for
         a plan that does not fit, FieldError for a request that cannot be served here."""
         message = SlotUpdate(self._places)
@@ -70,28 +71,30 @@ class HostSlots:
         fields = Asked()
         asked[fields.num_new_tokens, slots] = plan.query_lens - plan.num_drafts
         asked[fields.wants_logits, slots] = plan.wants_logits
-        if self._drafts:
-            asked[fields.num_drafts, slots] = plan.num_drafts
-            asked[fields.catch_up, slots] = plan.catch_up
-            asked[fields.drafting] = (asked[fields.num_drafts] | asked[fields.catch_up]).any()
+        asked[fields.num_drafts, slots] = asks.model
+        asked[fields.catch_up, slots] = asks.catch_up
+        asked[fields.looked_up, slots] = asks.looked_up
+        asked[fields.drafting] = (asks.model | asks.catch_up | asks.looked_up).any()
+        for slot, (known, guess) in asks.guesses.items():
+            message.put("guess", slot, np.array([len(guess), known, *guess], dtype=np.int32))
         message.put_all("asked", asked)
         return message
 
-    def bounds(self, plan: StepPlan) -> Bounds:
-        drafts = plan.num_drafts if self._drafts else np.zeros_like(plan.num_drafts)
-        catch_up = plan.catch_up if self._drafts else drafts
-        deep = drafts > 0
+    def bounds(self, plan: StepPlan, asks: Asks) -> Bounds:
+        deep, drafts = asks.model > 0, asks.model + asks.looked_up
         new = plan.query_lens - plan.num_drafts
-        modes = self.mode[plan.slots[deep]]
+        modes = self.mode[plan.slots]
+        blocks = bool((modes[drafts > 0] == BLOCK).any())
         return Bounds(
             tokens=int((new + drafts).sum()),
             logits=int(((1 + drafts) * plan.wants_logits).sum()),
-            catch_up=int((catch_up + deep).sum()),
+            catch_up=int((asks.catch_up + deep).sum()),
             draft_rows=int(deep.sum()),
-            depth=int(drafts.max(initial=0)),
-            drafting=bool((drafts | catch_up).any()),
-            weighs=bool(((modes == REJECTION) | (modes == BLOCK)).any()),
-            blocks=bool((modes == BLOCK).any()),
+            depth=int(asks.model.max(initial=0)),
+            drafting=bool((asks.model | asks.catch_up).any()),
+            looked_up=int(asks.looked_up.max(initial=0)),
+            weighs=blocks or bool((modes[deep] == REJECTION).any()),
+            blocks=blocks,
             shaped=bool(self.shaped[plan.slots].any()),
         )
 
@@ -104,16 +107,11 @@ class HostSlots:
                 f"{a.kv_len_tokens}, max_total {a.max_total_tokens} and {len(a.blocks)} blocks do "
                 "not fit together, or what the executor was made for"
             )
-        named = set(a.params.drafter or ()) - {MODEL}
-        if named:
-            raise FieldError(
-                "drafter", f"{sorted(named)} cannot draft on a GPU", f"use {MODEL!r}, or leave out"
-            )
-        if a.params.structured_outputs is not None:
-            raise FieldError("structured_outputs", "is not served on a GPU", "leave it out")
         self.held[slot], self.generation[slot] = True, a.generation
         self._put_sequence(a, message)
         self._put_sampling(a, message)
+        if a.params.structured_outputs is not None:  # its masks heed these
+            a = structs.replace(a, params=structs.replace(a.params, min_tokens=0))
         self.shaped[slot] = shapes_logits(a)
         if self.shaped[slot]:
             self._put_shaping(slot, sparse_of(a, sizes.vocab, sizes.listed), message)

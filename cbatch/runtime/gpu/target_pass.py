@@ -16,8 +16,9 @@ from cbatch.runtime.gpu.draft_pass import DraftPasses
 from cbatch.runtime.model.kv_cache import KVCache
 from triton_kernels.sampling.inputs import DraftTokens, LogitsBatch, Noise, Requests, Rows
 from triton_kernels.slots.advance import NUM_FIELDS, advance
+from triton_kernels.slots.draft_batch import DraftLayout
 from triton_kernels.slots.state import SlotState
-from triton_kernels.slots.target_batch import TargetLayout, make_target_batch
+from triton_kernels.slots.target_batch import RUNS, TargetLayout, make_target_batch
 from triton_kernels.verification.kernel import VerifyOutput, verify_logits
 
 
@@ -30,11 +31,13 @@ class Deciding(NamedTuple):
 
 
 PLAIN = Deciding()
+BY_LOOKUPS = (PLAIN, Deciding(blocks=True))  # where no model drafts nothing is drawn
 WEIGHING = (PLAIN, Deciding(weighs=True), Deciding(weighs=True, blocks=True))
 
 
 class TargetPass:
-    """`result` int32 [slots, n] is what a step leaves for the host (see `slots.advance`).
+    """`result` int32 [slots, n] is what a step leaves for the host (see `slots.advance`). `drafts`
+    are there where anybody drafts, `drafting` where a model does.
     `logits` and `layout` are valid until the next step."""
 
     def __init__(
@@ -43,6 +46,7 @@ class TargetPass:
         kv: KVCache,
         attention: PagedAttention,
         state: SlotState,
+        drafts: DraftLayout | None,
         drafting: DraftPasses | None,
         *,
         most_tokens: int,
@@ -51,7 +55,7 @@ class TargetPass:
     ) -> None:
         slots, device = len(state.num_tokens), decoder.device
         self._decoder, self._state, self._attention = decoder, state, attention
-        self._drafting, self._block_size = drafting, kv.block_size
+        self._drafts, self._drafting, self._block_size = drafts, drafting, kv.block_size
         self._cos_sin = decoder.cos_sin(most_positions)
         self.hidden = Hidden.allocate(most_tokens, decoder)
         # No more rows of logits than tokens, and of each slot its drafts and one more.
@@ -64,11 +68,6 @@ class TargetPass:
         self.result = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(slots, dtype=torch.int32, device=device)
 
-    def run(self, device: Device, tokens: int, logits: int, how: Deciding) -> None:
-        """Up to `tokens` tokens, of which `logits` want logits: buckets of what the plan asks."""
-        self.compute(device, tokens)
-        self.decide(device, logits, how)
-
     def compute(self, device: Device, tokens: int) -> None:
         forward = partial(self._forward, tokens)
         if tokens > MOST_CAPTURED_TOKENS:
@@ -76,17 +75,27 @@ class TargetPass:
         else:
             device.run(("target", tokens), forward)
 
-    def decide(self, device: Device, logits: int, how: Deciding) -> None:
-        if not logits:
+    def find_logits(self, device: Device, count: int) -> None:
+        """Up to `count` rows of them; behind `compute`."""
+        if count:
+            device.run(("logits", count), partial(self._find_logits, count))
+
+    def decide(self, device: Device, count: int, how: Deciding) -> None:
+        """By as many rows of logits."""
+        if not count:
             how = PLAIN
-        device.run(("decide", logits, how), partial(self._decide, logits, how))
+        device.run(("decide", count, how), partial(self._decide, count, how))
+
+    def num_rows(self) -> Tensor:
+        """Of logits, by slot: int32 [slots]."""
+        return (self.layout.states == RUNS.value).int() * (self.layout.num_drafted + 1)
 
     def _forward(self, tokens: int) -> None:
-        layout, drafts = self.layout, self._drafting
+        layout, drafts = self.layout, self._drafts
         flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(tokens)
         make_target_batch(
             self._state,
-            self._zeros if drafts is None else drafts.layout.depths,
+            self._zeros if drafts is None else drafts.depths,
             layout._replace(tokens=flat.tokens, positions=flat.positions, kv_slots=flat.slots),
             block_size=self._block_size,
             most_token=self._decoder.config.vocab_size - 1,
@@ -94,11 +103,14 @@ class TargetPass:
         self._attention.plan(layout.query_starts, layout.contexts)
         self._decoder.forward(flat, self._attention, self._cos_sin, self.hidden)
 
+    def _find_logits(self, count: int) -> None:
+        rows = self.layout.logit_tokens[:count]
+        self._decoder.logits(self.hidden, rows, self.logits[:count])
+
     def _decide(self, num_logits: int, how: Deciding) -> None:
         decision: VerifyOutput | None = None
         if num_logits:
             logits = self.logits[:num_logits]
-            self._decoder.logits(self.hidden, self.layout.logit_tokens[:num_logits], logits)
             proposals = None
             if how.weighs:
                 assert self._drafting is not None
@@ -108,7 +120,7 @@ class TargetPass:
             batch = self._batch(logits, how.shaped)
             starts = self.layout.logit_starts
             decision = verify_logits(batch, starts, proposals, blocks=how.blocks)
-        drafts = None if self._drafting is None else self._drafting.layout
+        drafts = self._drafts
         advance(
             self._state,
             self.layout,
@@ -122,8 +134,8 @@ class TargetPass:
     def _batch(self, logits: Tensor, shaped: bool) -> LogitsBatch:
         state, layout, count = self._state, self.layout, len(logits)
         drafts = DraftTokens(self._zeros, self._zeros, self._zeros)
-        if self._drafting is not None:
-            drafts = self._drafting.drafts()
+        if self._drafts is not None:
+            drafts = DraftTokens(self._drafts.drafts, self._drafts.starts, self._zeros)
         return LogitsBatch(
             logits,
             Rows(layout.logit_slots[:count], layout.logit_depths[:count]),

@@ -10,6 +10,7 @@ that relies on values of the host, on memory that moved or on what another graph
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -242,9 +243,9 @@ class StandIn:
 
 
 @contextmanager
-def standing_in() -> Iterator[Stream]:
+def standing_in(torch_here: StandIn | None = None) -> Iterator[Stream]:
     """`CudaDevice(cpu)` works within, on this stream."""
-    torch_here = StandIn()
+    torch_here = torch_here or StandIn()
     stream, real = torch_here.only, GridExecutor.__call__
 
     def call(executor: Any, *args: Any, **kwargs: Any) -> None:
@@ -254,6 +255,7 @@ def standing_in() -> Iterator[Stream]:
             real(executor, *args, **kwargs)
 
     def to_host(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)  # by its name a mode knows what is called
         def read(tensor: Tensor) -> Any:
             if stream.notes:
                 stream.seen["reads"] += 1

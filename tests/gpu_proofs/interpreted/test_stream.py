@@ -9,22 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from cbatch.runtime.gpu import GpuExecutor, decoder
-from cbatch.runtime.gpu import attention as attend
-from cbatch.runtime.gpu import draft_pass as drafting
+from cbatch.runtime.gpu import GpuExecutor
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.device import CudaDevice, _Event
 from cbatch.runtime.gpu.target_pass import TargetPass
-from tests.gpu_proofs.interpreted.stream import DeviceFault, HostReads, Stream, noted, standing_in
+from tests.gpu_proofs.interpreted.references import use_noted_references
+from tests.gpu_proofs.interpreted.stream import DeviceFault, HostReads, Stream, standing_in
 from tests.runtime.engines import make_request
 from tests.triton_kernels.interpreter import twins
-from tests.triton_kernels.interpreter.light import (
-    use_reference_verdicts,
-    use_references,
-    without_overflow_checks,
-)
+from tests.triton_kernels.interpreter.light import without_overflow_checks
 from tests.triton_kernels.interpreter.test_gpu_executor import (
     happened,
     poisoned,
@@ -32,8 +26,6 @@ from tests.triton_kernels.interpreter.test_gpu_executor import (
     sampled_requests,
 )
 from tests.triton_kernels.interpreter.twins import CPU, Differs, Pair, run_twins
-from triton_kernels.sampling.launch import Reduced
-from triton_kernels.verification.kernel import VerifyOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
@@ -56,39 +48,9 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
         yield stream
 
 
-def nothing(*_: object, **__: object) -> None:
-    return None
-
-
-def halves(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-
-
-def reduced(batch: Any, purpose: int) -> Reduced:
-    return Reduced(
-        torch.empty(0), torch.empty(len(batch.logits), 4, dtype=torch.int32), torch.empty(0)
-    )
-
-
-def verdict(batch: Any, starts: Tensor, *_: object, **__: object) -> VerifyOutput:
-    return VerifyOutput(*(torch.empty_like(starts) for _ in VerifyOutput._fields))
-
-
 @pytest.fixture
 def light(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    """References in place of the kernels of a decoder and of the verdict, each as one operation."""
-    use_references(monkeypatch)
-    use_reference_verdicts(monkeypatch)
-    for module, name, result in (
-        (attend, "plan", nothing),
-        (attend, "attention", nothing),
-        (decoder, "kv_write", nothing),
-        (decoder, "rms_norm", lambda x, *_: torch.empty_like(x)),
-        (decoder, "silu_mul", halves),
-        (drafting, "reduce_tiles", reduced),
-        (verifying, "verify_logits", verdict),
-    ):
-        monkeypatch.setattr(module, name, noted(stream, getattr(module, name), result))
+    use_noted_references(stream, monkeypatch)
 
 
 def replayed(stream: Stream) -> Counter[str]:
@@ -152,15 +114,14 @@ def test_faults_resets_and_values_that_are_not_finite(
     stream: Stream, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token 60 poisons the target, 59 the draft; twice a step fails after it was queued."""
-    real, steps = GpuExecutor._run, iter(range(1000))
+    real, steps = GpuExecutor._decide, iter(range(1000))
 
-    def failing(executor: GpuExecutor, plan: Any) -> Any:
-        pending = real(executor, plan)
+    def failing(executor: GpuExecutor, step: Any) -> None:
+        real(executor, step)
         if next(steps) in (3, 8):
             raise RuntimeError("a fault of the device")
-        return pending
 
-    monkeypatch.setattr(GpuExecutor, "_run", failing)
+    monkeypatch.setattr(GpuExecutor, "_decide", failing)
     outputs, seen = run_twins(
         poisoned(9, 9, 9),
         Pair(poison=60),
@@ -258,7 +219,7 @@ def left_behind(real: Any, target: Any, *arguments: Any) -> None:
         (verifying, "advance", reading, HostReads),
         (_Event, "wait", waiting_for_nothing, (Differs, AssertionError)),
         (GpuExecutor, "_send", one_message, Differs),
-        (TargetPass, "run", moved_result, Differs),
+        (TargetPass, "decide", moved_result, Differs),
         (Captures, "run", key_without_shaping, Differs),
         (Captures, "run", key_without_tokens, (Differs, DeviceFault)),
         (TargetPass, "_forward", left_behind, (Differs, DeviceFault)),

@@ -47,11 +47,14 @@ def use_references(patch: pytest.MonkeyPatch) -> None:
         work: WorkList,
         *,
         scale: float,
+        k_scale: float,
+        v_scale: float,
         num_programs: int,
     ) -> None:
         lengths: Any = planned[id(work.items)]
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
         attended = attention_reference(
-            q, k_pages, v_pages, tables, *lengths, scale=scale, window=work.window
+            q, k_pages, v_pages, tables, *lengths, scale=scale, window=work.window, **scales
         )
         out.copy_(attended.view(out.shape))
 
@@ -112,6 +115,8 @@ def _verify(
     )
     drawn = None
     if proposals is not None:
+        # What was looked up lies behind what was drawn, and was drawn from nothing.
+        where = where.clamp(max=len(proposals.logits) - 1)
         owners = renumbered[proposals.rows.requests[where].long()]
         drawn = Proposals(
             proposals.logits[where],

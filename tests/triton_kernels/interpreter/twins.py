@@ -19,13 +19,18 @@ from cbatch.core.scheduler.plan import RowStatus, StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
 from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.drafter import Drafter
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.numerics import Numerics
+from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.gpu import Decoder, GpuExecutor
 from cbatch.runtime.gpu import executor as executor_module
 from cbatch.runtime.gpu.device import Device
+from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.sampling.structured import GrammarSource
 from tests.runtime.engines import parse_lookahead
 from tests.runtime.pairs import NoisyWeights, tiny_config
 
@@ -69,15 +74,31 @@ class Twins:
     """An executor of both kinds for `StepLoop`. `seen` counts what happened."""
 
     def __init__(
-        self, target: Pair, draft: Pair | None, config: SchedulerConfig, **settings: Any
+        self,
+        target: Pair,
+        draft: Pair | None,
+        config: SchedulerConfig,
+        *,
+        lookups: LookupSettings | None = None,
+        grammars: GrammarSource | None = None,
+        **settings: Any,
     ) -> None:
+        drafter: Drafter | None = None if draft is None else DraftModel(draft.model)
+        if lookups is not None:
+            drafter = ChainDrafter(
+                model=None if draft is None else DraftModel(draft.model),
+                lookups={name: LookupDrafter(each) for name, each in lookups.lookups.items()},
+                default=lookups.default,
+            )
         self.cpu = TorchExecutor(
             target.model,
             num_blocks=config.num_blocks,
             block_size_tokens=config.block_size_tokens,
             max_slots=config.max_slots,
-            drafter=None if draft is None else DraftModel(draft.model),
+            drafter=drafter,
+            grammars=grammars,
         )
+        settings = settings | {"lookups": lookups, "grammars": grammars}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(executor_module, "device_for", lambda device: ReplayingDevice())
             self.gpu = self._gpu_executor(target, draft, config, settings)
@@ -134,7 +155,12 @@ class Twins:
             assert mine.tolist() == theirs.tolist(), (plan.step_id, name)
         assert found.step_id == expected.step_id
         assert found.generations is plan.generations
-        assert found.draft_kv_lens is expected.draft_kv_lens is None
+        assert _listed(found.draft_kv_lens) == _listed(expected.draft_kv_lens)
+        assert (found.shadow is None) == (expected.shadow is None)
+        if found.shadow is not None and expected.shadow is not None:
+            for name in ("rows", "trials", "hits"):
+                mine, theirs = getattr(found.shadow, name), getattr(expected.shadow, name)
+                assert mine.tolist() == theirs.tolist(), (plan.step_id, name)
         assert found.draft_s >= 0 and found.target_s > 0
         assert len(found.logprobs) == len(expected.logprobs)
         for mine, theirs in zip(found.logprobs, expected.logprobs, strict=True):
@@ -147,12 +173,18 @@ class Twins:
         """What both keep of the slots of a step, once nothing is in flight."""
         table, state = self.cpu.table, self.gpu.state
         for slot in slots.tolist():
+            if table.failed[slot] == RowStatus.NO_TOKEN:  # the host alone knows
+                continue
             known = int(table.num_tokens[slot])
             assert int(state.num_tokens[slot]) == known
             assert state.tokens[slot, :known].tolist() == table.tokens[slot, :known].tolist()
             assert int(state.kv_len[slot]) == table.kv_len[slot]
             if self.cpu.drafter is not None:
-                assert int(state.draft_kv_len[slot]) == self.cpu.drafter.kv_len[slot]
+                kv_lens = self.cpu.drafter.kv_lens(np.array([slot]))
+                if isinstance(self.cpu.drafter, DraftModel):
+                    kv_lens = self.cpu.drafter.kv_len[[slot]]
+                if kv_lens is not None:
+                    assert int(state.draft_kv_len[slot]) == kv_lens[0]
 
     def _notice(self, plan: StepPlan) -> None:
         drafts, chunks = plan.num_drafts, plan.query_lens - plan.num_drafts > 1
@@ -180,6 +212,8 @@ class Twins:
         broken = found.status == RowStatus.DRAFT_NON_FINITE
         self.seen["draft not finite"] += int(broken.sum())
         self.seen["drafts before a break"] += int(drafted[broken].sum())
+        self.seen["scored"] += 0 if found.shadow is None else len(found.shadow.rows)
+        self.seen["no token"] += int((found.status == RowStatus.NO_TOKEN).sum())
         self.seen["log probabilities"] += sum(len(entry.chosen) for entry in found.logprobs)
         emitted = np.diff(found.row_splits)
         self.seen["void rows"] += int(((emitted == 0) & plan.wants_logits).sum())
@@ -198,6 +232,9 @@ def run_twins(
     num_faults: int = 0,
     tuning: Any = None,
     cancels: Mapping[str, int] | None = None,
+    lookups: LookupSettings | None = None,
+    grammars: GrammarSource | None = None,
+    twins_kind: type[Twins] = Twins,
     **settings: Any,
 ) -> tuple[dict[str, list[int]], Counter[str]]:
     """Run `requests` to their ends, request i from step `arrivals[i]` on, those of `cancels` up to
@@ -210,10 +247,11 @@ def run_twins(
         vocab_size=target.config.vocab_size,
         draft_context_tokens=None if draft is None else draft.config.max_position_tokens,
         lookahead=parse_lookahead(lookahead),
+        drafter=None if lookups is None else lookups.default,
         **({"step_budget_tokens": 32, "decode_reserve_tokens": 4} | settings),
     )
     scheduler = Scheduler(config)
-    twins = Twins(target, draft, config, tuning=tuning)
+    twins = twins_kind(target, draft, config, tuning=tuning, lookups=lookups, grammars=grammars)
     loop = StepLoop(scheduler, twins, clock=time.monotonic, depth=depth)
     outputs: dict[str, list[int]] = {}
     due, step = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=_first), 0
@@ -232,6 +270,10 @@ def run_twins(
     assert len(outputs) == len(requests)
     twins.seen["preemptions"] = scheduler.stats.preemptions
     return outputs, twins.seen
+
+
+def _listed(array: np.ndarray | None) -> list[int] | None:
+    return None if array is None else array.tolist()
 
 
 def _first(pair: tuple[int, Request]) -> int:

@@ -1,0 +1,58 @@
+"""References in place of the kernels of a decoder and of the verdict, each as one operation of a
+stream: what is left of a step in the interpreter is its bookkeeping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.runtime.gpu import attention as attend
+from cbatch.runtime.gpu import decoder
+from cbatch.runtime.gpu import draft_pass as drafting
+from cbatch.runtime.gpu import target_pass as verifying
+from tests.gpu_proofs.interpreted.stream import Stream, noted
+from tests.triton_kernels.interpreter.light import use_reference_verdicts, use_references
+from triton_kernels.sampling.launch import Reduced
+from triton_kernels.verification.kernel import VerifyOutput
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+def _halves(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+
+
+def _reduced(batch: Any, purpose: int) -> Reduced:
+    ids = batch.logits.new_empty(len(batch.logits), 4, dtype=torch.int32)
+    return Reduced(torch.empty(0), ids, torch.empty(0))
+
+
+def _verdict(batch: Any, starts: Tensor, *_: object, **__: object) -> VerifyOutput:
+    return VerifyOutput(*(torch.empty_like(starts) for _ in VerifyOutput._fields))
+
+
+Call = Callable[..., Any]
+
+
+def use_noted_references(
+    stream: Stream, patch: pytest.MonkeyPatch, checked: Callable[[Call], Call] = lambda call: call
+) -> None:
+    """`checked` wraps each, as what a launch would refuse is to be refused."""
+    use_references(patch)
+    use_reference_verdicts(patch)
+    for module, name, result in (
+        (attend, "plan", _nothing),
+        (attend, "attention", _nothing),
+        (decoder, "kv_write", _nothing),
+        (decoder, "rms_norm", lambda x, *_: torch.empty_like(x)),
+        (decoder, "silu_mul", _halves),
+        (drafting, "reduce_tiles", _reduced),
+        (verifying, "verify_logits", _verdict),
+    ):
+        patch.setattr(module, name, checked(noted(stream, getattr(module, name), result)))

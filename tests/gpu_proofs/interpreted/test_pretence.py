@@ -1,0 +1,121 @@
+"""What a GPU's owner would run first, on a GPU that is not there; and what it would not take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from cbatch import LLM, SamplingParams
+from cbatch.runtime.cpu import compiled
+from cbatch.runtime.gpu.decoder import _Builder
+from tests.gpu_proofs.pretence.gpu import Cuda, pretending, use_references
+from tests.gpu_proofs.pretence.tensors import CUDA, Mixed
+from tests.runtime.pairs import tiny_config
+
+PROMPTS = [list(range(5, 25)), [7, 9, 11], list(range(40, 49))]
+ASKED = [
+    SamplingParams(temperature=0.0, max_tokens=6),
+    SamplingParams(temperature=0.8, seed=3, top_k=9, max_tokens=5, verification="coupled"),
+    SamplingParams(temperature=0.0, max_tokens=4, logprobs=2, frequency_penalty=0.5),
+]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    with pretending() as cuda:
+        use_references(cuda, monkeypatch)
+        yield cuda
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Configurations alone: weights are drawn by their names."""
+    c = tiny_config()
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": 16,
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": 256,
+        "torch_dtype": "float32",
+        "eos_token_id": 0,
+    }
+    folders = []
+    for name, layers in (("target", 2), ("draft", 1)):
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": layers}))
+        folders.append(folder)
+    return folders[0], folders[1]
+
+
+def load(pair: tuple[Path, Path | None], **more: Any) -> LLM:
+    return LLM(*pair, random_weights_seed=4, max_slots=2, tokenizer="none", **more)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    found = llm.generate(PROMPTS, ASKED)
+    assert [each.error for each in found] == [None] * len(found)
+    return [[*each.choices[0].token_ids] for each in found]
+
+
+def compiles(dtype: torch.dtype) -> bool:
+    raise AssertionError("kernels for a CPU, on a GPU")
+
+
+def test_a_gpu_serves_what_nobody_asked_to_run_elsewhere(
+    cuda: Cuda, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "compiles", compiles)
+        llm = load(pair)
+    assert llm.info.device == "cuda" and llm.info.lookahead.startswith("goodput")
+    captured = cuda.only.seen["captured"]
+    found = tokens(llm)
+    assert found == tokens(load(pair, device="cpu"))
+    assert cuda.only.seen["captured"] == captured > 10 < cuda.only.seen["replayed"]
+
+
+def on_the_host(builder: _Builder, name: str) -> torch.Tensor:
+    """Norms are forgotten where they were read."""
+    return builder._get(name, builder.config.hidden_size).cpu().float()
+
+
+def test_a_weight_that_is_left_on_the_host_is_caught(
+    cuda: Cuda, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Builder, "_norm", on_the_host)
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        load((pair[0], None))
+
+
+@triton.jit
+def copying(source, target):
+    tl.store(target, tl.load(source))
+
+
+def test_a_tensor_knows_its_side(cuda: Cuda) -> None:
+    host, there = torch.ones(3), torch.ones(3, device="cuda")
+    assert host.device.type == "cpu" and there.device == CUDA and there[1:].is_cuda
+    assert (there * 2 + there.sum()).to("cpu").tolist() == [5.0] * 3
+    assert host.to(there.device).device == CUDA and host.device.type == "cpu"
+    assert host.copy_(there) is host and host.device.type == "cpu"
+    with pytest.raises(Mixed):
+        there + host
+    with pytest.raises(Mixed):
+        torch.rand(3, device="cuda", generator=torch.Generator("cpu"))
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+    copying[(1,)](there, there[1:])
+    with pytest.raises(ValueError, match="cannot be accessed"):
+        copying[(1,)](host, there)

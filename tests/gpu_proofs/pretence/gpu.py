@@ -1,0 +1,133 @@
+"""A machine with a GPU, as far as torch tells, and `bench.gpu` in full but for its sizes.
+
+What is queued there is done when the host waits (`interpreted.stream`), kernels are interpreted,
+and a tensor knows on which side it is (`tensors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cbatch.runtime.gpu import buckets, draft_pass, memory, target_pass
+from tests.gpu_proofs.interpreted.references import use_noted_references
+from tests.gpu_proofs.interpreted.stream import Event, Graph, StandIn, Stream, standing_in
+from tests.gpu_proofs.pretence.tensors import everywhere, is_marked
+from tests.triton_kernels.interpreter.light import without_overflow_checks
+
+NAME = "a GPU that is not there"
+_MEMORY_BYTES = 3 << 30
+_PROPERTIES = SimpleNamespace(
+    name=NAME, multi_processor_count=2, L2_cache_size=1 << 12, total_memory=_MEMORY_BYTES
+)
+_CAPTURED = (2, 16)  # numbers of tokens: a graph of each takes its time in the interpreter
+
+
+class _LateStream(Stream):
+    """What it does, it does as the machine that it is on."""
+
+    def wait_until(self, place: int) -> None:
+        with torch._C.DisableTorchFunction():
+            super().wait_until(place)
+
+    def wait_stream(self, other: Stream) -> None:
+        """There is one."""
+
+
+class _Event(Event):
+    def record(self, stream: Stream | None = None) -> None:
+        super().record(stream or self.usual)
+
+    usual: Stream
+
+
+class Cuda(StandIn):
+    """In place of `torch.cuda`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = _LateStream()
+        self.Event = type("Event", (_Event,), {"usual": self.only})
+        self.Stream = type("Stream", (), {"__new__": lambda cls, device=None: self.only})
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self.only
+
+    def synchronize(self, device: Any = None) -> None:
+        self.only.synchronize()
+
+    @contextmanager
+    def graph(
+        self, graph: Graph, pool: Any = None, stream: Stream | None = None, **more: Any
+    ) -> Iterator[None]:
+        current = nullcontext() if self.only.is_current else self.stream(self.only)
+        with current, super().graph(graph, pool, self.only, **more):
+            yield
+
+    def told(self) -> dict[str, Any]:
+        """What the project uses of the module."""
+        return {
+            "is_available": lambda: True,
+            "get_device_capability": lambda device=None: (9, 0),
+            "get_device_properties": lambda device=None: _PROPERTIES,
+            "get_device_name": lambda device=None: NAME,
+            "mem_get_info": lambda device=None: (_MEMORY_BYTES, _MEMORY_BYTES),
+            "empty_cache": lambda: None,
+            "CUDAGraph": Graph,
+            **{name: getattr(self, name) for name in _WORK},
+        }
+
+
+_WORK = (
+    "Event", "Stream", "current_stream", "device", "graph", "graph_pool_handle", "stream",
+    "synchronize",
+)  # fmt: skip
+
+
+def _checked(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """It takes no memory of the host."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = tree_leaves((args, kwargs))
+        bases = (a.base if isinstance(a, TensorDescriptor) else a for a in given)
+        if not all(is_marked(tensor) for tensor in bases if isinstance(tensor, Tensor)):
+            raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        return launch(*args, **kwargs)
+
+    return call
+
+
+def use_references(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
+    """In place of an engine's kernels: a whole model in the interpreter would take minutes."""
+    without_overflow_checks(patch)
+    use_noted_references(cuda.only, patch, _checked)
+
+
+@contextmanager
+def pretending() -> Iterator[Cuda]:
+    cuda = Cuda()
+    with standing_in(cuda), pytest.MonkeyPatch.context() as patch:
+        queued: Callable[..., Any] = GridExecutor.__call__
+
+        def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+            with torch._C.DisableTorchFunction():
+                queued(executor, *args, **kwargs)
+
+        patch.setattr(GridExecutor, "__call__", _checked(launch))
+        for name, value in cuda.told().items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(torch.version, "cuda", "13.0")
+        patch.setattr(buckets, "_SMALL", _CAPTURED)
+        for module in (buckets, draft_pass, memory, target_pass):
+            patch.setattr(module, "MOST_CAPTURED_TOKENS", _CAPTURED[-1])
+        with everywhere():
+            yield cuda

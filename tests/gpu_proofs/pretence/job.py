@@ -1,0 +1,52 @@
+"""A command of this project on a GPU that is not there:
+
+    TRITON_INTERPRET=1 python -m tests.gpu_proofs.pretence.job cbatch.cli.main generate ...
+    TRITON_INTERPRET=1 python -m tests.gpu_proofs.pretence.job bench.gpu --out DIR
+
+Kernels of an engine are their references. The processes that it starts are on the same machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+
+def settle(scope: ExitStack) -> None:
+    """In this process, until `scope` ends."""
+    from triton_kernels.build import interpreter
+
+    interpreter.repair()
+    from cbatch.engine import step_profile
+    from tests.gpu_proofs.pretence.gpu import pretending, use_references
+
+    torch.set_num_threads(1)
+    patch = scope.enter_context(pytest.MonkeyPatch.context())
+    patch.setattr(sys, "argv", sys.argv[1:])
+    for name, few in (("_ROWS", (1, 2)), ("_CHUNKS", (32,)), ("LONG_CONTEXT_TOKENS", 128)):
+        patch.setattr(step_profile, name, few)
+    use_references(scope.enter_context(pretending()), patch)
+
+
+def run(module: str, arguments: list[str]) -> int:
+    if module == "bench.gpu":
+        from tests.gpu_proofs.pretence import small
+
+        small.shrink()
+        module = "bench.gpu.__main__"
+    status: int = importlib.import_module(module).main(arguments)
+    return status
+
+
+if __name__ == "__main__":
+    with ExitStack() as scope:
+        settle(scope)
+        code = run(sys.argv[0], sys.argv[1:])
+    sys.exit(code)
+elif __name__ == "__mp_main__":  # a process that it started
+    scope = ExitStack()  # of its whole life
+    settle(scope)

@@ -1,0 +1,99 @@
+"""The product whose rows keep their bits: against torch, and alone, among others and elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.runtime.gpu.decoder import Decoder
+from tests.runtime.engines import make_request
+from tests.triton_kernels.interpreter import twins as twins_module
+from tests.triton_kernels.interpreter.light import (
+    use_reference_verdicts,
+    use_references,
+    without_overflow_checks,
+)
+from tests.triton_kernels.interpreter.twins import Pair, run_twins
+from triton_kernels.products import dense as module
+from triton_kernels.products.dense import dense, dense_reference, keeps_bits
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_overflow_checks(monkeypatch)
+
+
+def operands(rows: int, outs: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + outs)
+    x = torch.randn(rows, columns, generator=generator)
+    return x.to(dtype), torch.randn(outs, columns, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("rows, outs, columns", [(1, 70, 96), (67, 33, 200), (130, 64, 64)])
+def test_products_are_those_of_torch(
+    dtype: torch.dtype, rows: int, outs: int, columns: int
+) -> None:
+    x, weight = operands(rows, outs, columns, dtype)
+    bias = weight[:, 0].contiguous() if rows == 67 else None
+    out = torch.full((rows, outs + 16), 7.0, dtype=dtype)
+    dense(x, weight, bias, out[:, :outs])
+    expected = dense_reference(x, weight, bias)
+    rounding = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-6}[dtype]
+    torch.testing.assert_close(out[:, :outs], expected, rtol=rounding, atol=rounding * 8)
+    assert (out[:, outs:] == 7).all()
+
+
+def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), len(weight))
+        module.dense(x, weight, None, out)
+        return out
+
+    return run
+
+
+def test_rows_keep_their_bits() -> None:
+    x, weight = operands(131, 40, 200, torch.bfloat16)
+    assert keeps_bits(product(weight), x)
+
+
+def test_a_sum_that_follows_the_number_of_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows are summed up in two halves, as a library does that splits columns."""
+    real = module.dense
+
+    def split(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        if len(x) > 16:
+            real(x, weight, bias, out)
+            return
+        at = weight.shape[1] // 2
+        first, second = torch.empty_like(out), torch.empty_like(out)
+        real(x[:, :at].contiguous(), weight[:, :at].contiguous(), None, first)
+        real(x[:, at:].contiguous(), weight[:, at:].contiguous(), None, second)
+        out.copy_(first + second)
+
+    monkeypatch.setattr(module, "dense", split)
+    x, weight = operands(131, 40, 200, torch.float32)
+    assert not keeps_bits(product(weight), x)
+
+
+def test_an_executor_with_invariant_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_references(monkeypatch)
+    use_reference_verdicts(monkeypatch)
+
+    def invariant(*given: Any) -> Decoder:
+        return Decoder(*given, numerics="invariant")
+
+    monkeypatch.setattr(twins_module, "Decoder", invariant)
+    target, draft = Pair(), Pair(noise=0.05)
+    assert target.decoder.numerics == "invariant" and target.decoder.keeps_bits()
+    requests = [
+        make_request(f"r{i}", [(7 * i + 3 * j) % 61 for j in range(n)], max_tokens=4)
+        for i, n in enumerate((12, 5))
+    ]
+    _, seen = run_twins(requests, target, draft, lookahead="fixed:2")
+    assert seen["accepted"] and seen["drafted"]

@@ -1,0 +1,1 @@
+"""Products with weights whose rows keep their bits, whoever shares the step."""
