@@ -17,7 +17,7 @@ SCHEMA = {
 
 
 def main() -> None:
-    llm = LLM(*demo_paths(), device="cpu")  # a GPU does not follow grammars yet
+    llm = LLM(*demo_paths())
     params = SamplingParams(
         max_tokens=64, temperature=0, structured_outputs=StructuredOutputs(json=SCHEMA)
     )

@@ -17,6 +17,7 @@ LAYERS = {
     "cbatch": (
         "cli",
         "server",
+        "training",
         "llm process",
         "engine",
         "grammars kv_events",
@@ -24,7 +25,7 @@ LAYERS = {
         "core demo system",
     ),
     "cbatch/core": ("scheduler", "speculation", "request"),
-    "cbatch/runtime": ("drafting gpu", "cpu", "sampling", "model"),
+    "cbatch/runtime": ("gpu", "drafting", "cpu", "sampling", "model"),
     "cbatch/server": ("http", "serving", "protocol"),
     "sim": (
         "cli",
@@ -38,7 +39,7 @@ LAYERS = {
     "triton_kernels": (
         "slots",
         "verification",
-        "attention compile_check layers sampling",
+        "attention compile_check layers products sampling",
         "build noise",
     ),
 }

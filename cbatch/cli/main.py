@@ -17,6 +17,7 @@ COMMANDS = (  # in the order of the help. Each has an `add_parser`, and lives wi
     "cbatch.cli.serve",
     "bench.load.cli.command",
     "cbatch.cli.demo",
+    "cbatch.cli.train_head",
     "sim.cli.replay_command",
     "sim.cli.capacity",
     "sim.cli.calibrate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-__all__ = ["demo_paths", "demo_prompts", "edit_prompts"]
+__all__ = ["demo_head", "demo_paths", "demo_prompts", "edit_prompts"]
 
 _FOLDER = Path(__file__).parent
 
@@ -13,6 +13,11 @@ _FOLDER = Path(__file__).parent
 def demo_paths() -> tuple[Path, Path]:
     """Folders of the target and of its draft, in Hugging Face layout."""
     return _FOLDER / "target", _FOLDER / "draft"
+
+
+def demo_head() -> Path:
+    """Folder of the target's EAGLE-3 head, which drafts for it in the draft's place."""
+    return _FOLDER / "head"
 
 
 def demo_prompts() -> list[str]:

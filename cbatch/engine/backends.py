@@ -8,19 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import DRAFTERS, LOOKUPS, MODEL
+from cbatch.core.request.request import DRAFTERS, LOOKUPS
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import policy_class
 from cbatch.engine.options import EngineOptions, parse_lookahead
 
 if TYPE_CHECKING:
+    import torch
+
     from cbatch.runtime.cpu.decoder import Model
     from cbatch.runtime.cpu.drafter import Drafter
+    from cbatch.runtime.cpu.eagle_head import EagleHead
     from cbatch.runtime.cpu.executor import TorchExecutor
+    from cbatch.runtime.drafting.lookup import Lookup
     from cbatch.runtime.gpu import Decoder, GpuExecutor
     from cbatch.runtime.sampling.structured import GrammarSource
 
-    AnyModel = Model | Decoder
+    AnyModel = Model | Decoder | EagleHead
 
 _LEAST_CAPABILITY = (8, 0)  # has bf16, and copies to shared memory that do not wait
 _logger = logging.getLogger("cbatch")
@@ -30,14 +34,16 @@ def is_gpu(device: str) -> bool:
     return device.partition(":")[0] == "cuda"
 
 
-def usual_device(**asked: Any) -> str:
+def usual_device(*, numerics: str, **asked: Any) -> str:
     """The GPU, if torch sees one that serves all that is `asked` (as `refuse_unserved`); else the
-    CPU."""
+    CPU, and for invariant numerics: only there it has been seen that they hold."""
     import torch
 
     if not torch.cuda.is_available():
         return "cpu"
-    problem = _problem_of_gpu()
+    problem = problem_of_gpu()
+    if problem is None and numerics == "invariant":
+        problem = "numerics: 'invariant' was never tried on one; --device cuda does"
     if problem is None:
         try:
             refuse_unserved("cuda", **asked)
@@ -48,7 +54,7 @@ def usual_device(**asked: Any) -> str:
     return "cpu"
 
 
-def _problem_of_gpu() -> str | None:
+def problem_of_gpu() -> str | None:
     """Why our kernels do not run on the GPU that torch sees."""
     import torch
 
@@ -75,7 +81,11 @@ def load_for(
         from cbatch.runtime.gpu import load_decoder
 
         return load_decoder(
-            path, dtype=dtype, device=device, random_weights_seed=random_weights_seed
+            path,
+            dtype=dtype,
+            device=device,
+            numerics=numerics,
+            random_weights_seed=random_weights_seed,
         )
     from cbatch.runtime.cpu.decoder import load_model
 
@@ -89,10 +99,11 @@ def executor_for(
     draft: AnyModel | None,
     config: SchedulerConfig,
     grammars: GrammarSource | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> TorchExecutor | GpuExecutor:
-    """`grammars` where `serves_grammars`."""
     if is_gpu(str(target.device)):
-        return _gpu_executor(cast("Decoder", target), cast("Decoder | None", draft), config)
+        gpu_draft = cast("Decoder | None", draft)
+        return _gpu_executor(cast("Decoder", target), gpu_draft, config, grammars, kv_cache_dtype)
     from cbatch.runtime.cpu.executor import TorchExecutor
 
     return TorchExecutor(
@@ -100,7 +111,7 @@ def executor_for(
         num_blocks=config.num_blocks,
         block_size_tokens=config.block_size_tokens,
         max_slots=config.max_slots,
-        drafter=_drafter(cast("Model | None", draft), config),
+        drafter=_drafter(cast("Model | EagleHead | None", draft), config),
         grammars=grammars,
     )
 
@@ -112,47 +123,55 @@ def depth_for(device: str, overlap: Literal[0, 1] | None) -> int:
 
 
 def refuse_unserved(
-    device: str, *, numerics: str, drafter: tuple[str, ...] | None, block_size_tokens: int
+    device: str, *, block_size_tokens: int, kv_cache_dtype: str, head: Path | None = None
 ) -> None:
-    """Options that only the CPU executor can serve. Raises `FieldError`."""
+    """Options that only the executor of another device can serve. Raises `FieldError`."""
     if not is_gpu(device):
+        if kv_cache_dtype != "auto":
+            problem = f"{kv_cache_dtype!r} is not served on a CPU"
+            raise FieldError("kv_cache_dtype", problem, "leave it out, or use --device cuda")
         return
-    pages = block_size_tokens >= 16 and not block_size_tokens & (block_size_tokens - 1)
-    checks: tuple[tuple[str, Any, bool, str], ...] = (
-        ("numerics", numerics, numerics != "invariant", "use auto or fast"),
-        ("drafter", drafter, not set(drafter or ()) & set(LOOKUPS), "give a draft, use 'model'"),
-        ("block_size_tokens", block_size_tokens, pages, "use 16, 32, 64 or 128"),
-    )
-    for field, value, ok, remedy in checks:
-        if not ok:
-            raise FieldError(
-                field, f"{value!r} is not served on a GPU", f"{remedy}, or device 'cpu'"
-            )
+    if block_size_tokens < 16 or block_size_tokens & (block_size_tokens - 1):
+        raise FieldError(
+            "block_size_tokens",
+            f"{block_size_tokens!r} is not served on a GPU",
+            "use 16, 32, 64 or 128, or --device cpu",
+        )
+    if head is not None:
+        problem = f"a head ({head}) is not served on a GPU"
+        raise FieldError("draft", problem, "give a draft model, or use --device cpu")
 
 
-def held_drafters(config: SchedulerConfig, device: str) -> tuple[str, ...]:
-    """The drafters that requests may name: all that there are, where anybody drafts at all. Lookups
-    live on the host, which on a GPU does not know the latest tokens."""
+def held_drafters(config: SchedulerConfig) -> tuple[str, ...]:
+    """The drafters that requests may name: all that there are, where anybody drafts at all."""
     if not config.default_chain:
         return ()
-    if is_gpu(device):
-        return (MODEL,)
     return DRAFTERS if config.draft_context_tokens is not None else LOOKUPS
-
-
-def serves_grammars(device: str) -> bool:
-    """A grammar is followed on the host, which on a GPU does not know the latest tokens."""
-    return not is_gpu(device)
 
 
 def row_invariance_of(target: AnyModel) -> tuple[bool, str]:
     """Whether a row's bits are its own, and the same in words."""
     if is_gpu(str(target.device)):
-        return False, f"row_invariant: no (numerics={target.numerics}; a library's products)"
+        decoder = cast("Decoder", target)
+        if decoder.numerics != "invariant":
+            return False, f"row_invariant: no (numerics={decoder.numerics}; a library's products)"
+        holds = decoder.keeps_bits()
+        found = "" if holds else "; rows of this device's products did not keep their bits"
+        told = "yes" if holds else "no"
+        return holds, f"row_invariant: {told} (numerics=invariant; fixed tiles{found})"
     from cbatch.runtime.cpu.invariance import probe_row_invariance
 
     report = probe_row_invariance(cast("Model", target))
     return report.row_invariant, str(report)
+
+
+def kv_dtype_of(model: AnyModel, kv_cache_dtype: str) -> torch.dtype:
+    """What keys and values are held in. Raises `FieldError` where the device has no such type."""
+    if kv_cache_dtype == "auto":
+        return model.dtype
+    from cbatch.runtime.gpu.kv_types import fp8_for
+
+    return fp8_for(cast("Decoder", model))
 
 
 def gpu_step_bytes(
@@ -169,16 +188,23 @@ def gpu_step_bytes(
         max_sequence_tokens=max_tokens,
         step_budget_tokens=max(options.step_budget_tokens, options.max_slots),
         block_size_tokens=options.block_size_tokens,
-        max_drafts=drafts if draft is not None else 0,
+        max_drafts=drafts if draft is not None or options.drafter is not None else 0,
     )
     return step_memory_bytes(cast("Decoder", target), cast("Decoder | None", draft), limits)
 
 
-def _gpu_executor(target: Decoder, draft: Decoder | None, config: SchedulerConfig) -> GpuExecutor:
+def _gpu_executor(
+    target: Decoder,
+    draft: Decoder | None,
+    config: SchedulerConfig,
+    grammars: GrammarSource | None,
+    kv_cache_dtype: str,
+) -> GpuExecutor:
     from cbatch.engine.step_profile import shapes_for
     from cbatch.runtime.gpu import GpuExecutor
+    from cbatch.runtime.gpu.host_drafts import LookupSettings
 
-    drafts = config.lookahead.policy != "off"
+    drafts = bool(config.default_chain) and config.lookahead.policy != "off"
     most = [config.lookahead.k]
     if policy_class(config.lookahead.policy).priced:  # its prices are measured in these shapes
         most += [shape.num_drafts for shape in shapes_for(config)]
@@ -191,23 +217,33 @@ def _gpu_executor(target: Decoder, draft: Decoder | None, config: SchedulerConfi
         step_budget_tokens=config.step_budget_tokens,
         draft=draft if drafts else None,
         max_drafts=max(most) if drafts else 0,
+        lookups=LookupSettings(_lookups(), config.default_chain, config.catch_up_price)
+        if drafts
+        else None,
+        grammars=grammars,
+        kv_dtype=kv_dtype_of(target, kv_cache_dtype),
     )
     executor.capture()
     return executor
 
 
-def _drafter(draft: Model | None, config: SchedulerConfig) -> Drafter | None:
-    from cbatch.runtime.drafting.chain import ChainDrafter
-    from cbatch.runtime.drafting.draft_model import DraftModel
-    from cbatch.runtime.drafting.lookup import LookupDrafter
+def _lookups() -> dict[str, Lookup]:
     from cbatch.runtime.drafting.ngram import NgramLookup
     from cbatch.runtime.drafting.suffix import SuffixLookup
+
+    return {"ngram": NgramLookup(), "suffix": SuffixLookup()}
+
+
+def _drafter(draft: Model | EagleHead | None, config: SchedulerConfig) -> Drafter | None:
+    from cbatch.runtime.drafting.chain import ChainDrafter
+    from cbatch.runtime.drafting.kinds import drafter_of
+    from cbatch.runtime.drafting.lookup import LookupDrafter
 
     if not config.default_chain or config.lookahead.policy == "off":
         return None
     return ChainDrafter(
-        model=None if draft is None else DraftModel(draft),
-        lookups={"ngram": LookupDrafter(NgramLookup()), "suffix": LookupDrafter(SuffixLookup())},
+        model=None if draft is None else drafter_of(draft),
+        lookups={name: LookupDrafter(lookup) for name, lookup in _lookups().items()},
         default=config.default_chain,
         model_price=config.catch_up_price,
     )

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -25,23 +25,26 @@ from cbatch.engine.backends import (
     gpu_step_bytes,
     held_drafters,
     is_gpu,
+    kv_dtype_of,
     load_for,
     refuse_unserved,
     row_invariance_of,
-    serves_grammars,
     usual_device,
 )
 from cbatch.engine.engine import Engine
+from cbatch.engine.heads import take_head
 from cbatch.engine.info import EngineInfo, mib
 from cbatch.engine.model_files import find_model, gguf_of, tokenizer_of
 from cbatch.engine.options import EngineOptions, lookahead_name, parse_lookahead
 from cbatch.grammars import Grammars
 from cbatch.runtime.model.config import GENERATION_FILE, ModelError, read_generation_config
+from cbatch.runtime.model.head_config import is_head
 from cbatch.system.cpus import given_cpus
 from cbatch.text import TextTokenizer
 
 if TYPE_CHECKING:
     from cbatch.engine.backends import AnyModel
+    from cbatch.runtime.cpu.decoder import Model
     from cbatch.runtime.model.gguf_file import Gguf
 
 _logger = logging.getLogger("cbatch")
@@ -91,24 +94,25 @@ def load_engine(
         raise FieldError("drafter", "'model' needs a draft", remedy)
     model = find_model(model)
     draft = None if draft is None else find_model(draft, "draft")
-    files = _checked(model, "model"), None if draft is None else _checked(draft, "draft")
+    files = _checked(model, "model"), None if draft is None else _checked_draft(draft, model)
     path, draft_path = files[0].path, files[1] and files[1].path
     defaults = sampling_defaults(path) if options.generation_config == "auto" else {}
     tokenizer = load_tokenizers(path, draft_path, options) if handles_text else None
-    device, target, draft_model = _load_models(model, draft, options)
+    device, target, draft_model = _load_models(model, draft, draft_path, options, tokenizer)
     config = _scheduler_config(target, draft_model, options, kv_events)
     grammars = None
-    if options.tokenizer != "none" and serves_grammars(device):
+    if options.tokenizer != "none":
         source = options.tokenizer or model
         grammars = Grammars(
             lambda: tokenizer or tokenizer_of(source), config.vocab_size, config.eos_ids
         )
-    executor = executor_for(target, draft_model, config, grammars)
+    executor = executor_for(target, draft_model, config, grammars, options.kv_cache_dtype)
     if policy_class(config.lookahead.policy).priced:
         from cbatch.engine.kept_prices import with_prices
 
-        config = with_prices(config, executor, target, draft_model, (model, draft))
-    info = _info(model, draft, target, draft_model, config, defaults)
+        paths = model, draft
+        config = with_prices(config, executor, target, draft_model, paths, options.kv_cache_dtype)
+    info = _info(model, draft, target, draft_model, config, options, defaults)
     for line in info.lines():
         _logger.info(line)
     depth = depth_for(device, options.overlap)
@@ -118,7 +122,7 @@ def load_engine(
         tokenizer=tokenizer,
         depth=depth,
         seed=options.seed,
-        drafters=held_drafters(config, device),
+        drafters=held_drafters(config),
         grammars=grammars,
         default_params=SamplingParams(**defaults),
     )
@@ -133,7 +137,7 @@ def load_tokenizers(
     if options.tokenizer == "none":
         return None
     tokenizer = tokenizer_of(options.tokenizer or model)
-    if draft is not None:
+    if draft is not None and not is_head(Path(draft)):
         tokenizer_of(draft).require_same_as(tokenizer)
     return tokenizer
 
@@ -156,14 +160,33 @@ def _checked(model: str | Path, field: str) -> _Files:
     return _Files(path, gguf)
 
 
+def _checked_draft(draft: str | Path, model: str | Path) -> _Files:
+    from cbatch.runtime.model.checkpoint import read_config, resolve_directory
+    from cbatch.runtime.model.head_config import read_head
+
+    path = resolve_directory(draft, weights=True)
+    if not is_head(path):
+        return _checked(draft, "draft")
+    read_head(path, read_config(resolve_directory(model, weights=False)))
+    return _Files(path, None)
+
+
 def _load_models(
-    model: str | Path, draft: str | Path | None, options: EngineOptions
+    model: str | Path,
+    draft: str | Path | None,
+    draft_path: Path | None,
+    options: EngineOptions,
+    tokenizer: TextTokenizer | None,
 ) -> tuple[str, AnyModel, AnyModel | None]:
     """Where they are served, the target and its draft."""
     asked: dict[str, Any] = {
-        name: getattr(options, name) for name in ("numerics", "drafter", "block_size_tokens")
+        name: getattr(options, name) for name in ("block_size_tokens", "kv_cache_dtype")
     }
-    device = usual_device(**asked) if options.device == "auto" else options.device
+    head = draft_path if draft_path is not None and is_head(draft_path) else None
+    asked["head"] = head
+    device = options.device
+    if device == "auto":
+        device = usual_device(numerics=options.numerics, **asked)
     refuse_unserved(device, **asked)
     if not is_gpu(device):
         _share_processors(options.threads)
@@ -174,7 +197,10 @@ def _load_models(
         numerics=options.numerics,
         random_weights_seed=options.random_weights_seed,
     )
-    return device, load(model), None if draft is None else load(draft)
+    target = load(model)
+    if head is not None:
+        return device, target, take_head(head, cast("Model", target), model, tokenizer)
+    return device, target, None if draft is None else load(draft)
 
 
 def _share_processors(threads: int | Literal["auto"]) -> None:
@@ -201,7 +227,7 @@ def _scheduler_config(
     if options.max_model_tokens and num_blocks * options.block_size_tokens < max_tokens:
         field = "num_blocks" if options.num_blocks is not None else "kv_memory_bytes"
         least = -(-max_tokens // options.block_size_tokens)
-        size = _block_bytes(target, draft, options.block_size_tokens)
+        size = _block_bytes(target, draft, options)
         raise FieldError(
             field,
             f"{num_blocks} blocks hold no sequence of {max_tokens} tokens",
@@ -235,7 +261,7 @@ def _num_blocks(
     """As asked, or enough for every slot at full length within the memory for KV."""
     if options.num_blocks is not None:
         return options.num_blocks
-    size = _block_bytes(target, draft, options.block_size_tokens)
+    size = _block_bytes(target, draft, options)
     if options.kv_memory_bytes is not None:
         if options.kv_memory_bytes < size:
             remedy = f"give at least {size} bytes ({size / 2**30:.2g} GiB)"
@@ -246,11 +272,16 @@ def _num_blocks(
     return max(1, min(wanted, kv_bytes // size))
 
 
-def _block_bytes(target: AnyModel, draft: AnyModel | None, block_size_tokens: int) -> int:
+def _block_bytes(target: AnyModel, draft: AnyModel | None, options: EngineOptions) -> int:
     from cbatch.runtime.model.kv_cache import KVCache
 
-    models = [target] if draft is None else [target, draft]
-    return sum(KVCache.block_bytes(m.config, block_size_tokens, m.dtype) for m in models)
+    return sum(
+        KVCache.block_bytes(
+            model.config, options.block_size_tokens, kv_dtype_of(model, options.kv_cache_dtype)
+        )
+        for model in (target, draft)
+        if model is not None
+    )
 
 
 def _memory_for_kv_bytes(
@@ -280,6 +311,7 @@ def _info(
     target: AnyModel,
     draft_model: AnyModel | None,
     config: SchedulerConfig,
+    options: EngineOptions,
     defaults: dict[str, Any],
 ) -> EngineInfo:
     import torch
@@ -298,8 +330,7 @@ def _info(
         weight_bytes=sum(_weight_bytes(m) for m in (target, draft_model) if m is not None),
         num_blocks=config.num_blocks,
         block_size_tokens=config.block_size_tokens,
-        kv_memory_bytes=config.num_blocks
-        * _block_bytes(target, draft_model, config.block_size_tokens),
+        kv_memory_bytes=config.num_blocks * _block_bytes(target, draft_model, options),
         max_model_tokens=config.max_model_tokens,
         num_threads=torch.get_num_threads(),
         sampling_defaults=defaults,

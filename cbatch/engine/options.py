@@ -33,7 +33,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `LookaheadConfig`. `drafter` names who drafts for a request that does not say, preferred first:
     "model" (the draft), "ngram" and "suffix" (they guess by what the text repeats, and need no
     draft). By default that is the draft, and without one nothing is drafted. KV takes `num_blocks`
-    blocks, or as many as `kv_memory_bytes` holds, or a share of the machine's memory. `overlap` 1
+    blocks, or as many as `kv_memory_bytes` holds, or a share of the machine's memory; it is of the
+    model's dtype, or with `kv_cache_dtype` "fp8" (as "fp8_e4m3") half as large. `overlap` 1
     plans a step while one runs, as it is on a GPU by default. `seed` makes the seeds drawn for
     requests without one reproducible. `device` "auto" is a GPU where torch sees one that serves all
     other options, else the CPU. There `threads` compute: as many as the process is given, by its
@@ -59,6 +60,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_memory_bytes: Annotated[
         int | None, _engine("memory for KV", "GIB", name="kv_memory", type=float | None, unit=2**30)
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "fp8_e4m3"],
+        _engine("what keys and values are held in: auto (the model's); fp8 on a GPU that has it"),
+    ] = "auto"
     block_size_tokens: Annotated[
         int, _engine("tokens of a KV block", "TOKENS", name="block_size")
     ] = 16
@@ -92,6 +97,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for field, allowed in (
             ("overlap", (None, 0, 1)),
             ("numerics", ("auto", "invariant", "fast")),
+            ("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3")),
             ("generation_config", ("auto", "none")),
             ("queue_policy", get_args(QueuePolicy)),
         ):

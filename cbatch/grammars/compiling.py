@@ -186,7 +186,7 @@ def _limits() -> LLParserLimits:
 
 def not_served(field: str = FIELD) -> FieldError:
     """Where nobody follows grammars."""
-    remedy = "leave it out, or start the engine with a tokenizer and on the CPU"
+    remedy = "leave it out, or start the engine with a tokenizer"
     return FieldError(field, "is not served here", remedy)
 
 

@@ -30,7 +30,7 @@ def orthogonalise(gradients: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised per matrix, with decoupled weight decay."""
+    """Momentum, orthogonalised per matrix in `dtype`, with decoupled weight decay."""
 
     def __init__(
         self,
@@ -39,8 +39,9 @@ class Muon(torch.optim.Optimizer):
         workers: Workers,
         momentum: float = 0.95,
         weight_decay: float = 0.1,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._workers = workers
+        self._workers, self._dtype = workers, dtype
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -58,7 +59,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update(self, weights: list[Tensor], group: dict[str, float]) -> None:
-        updates = orthogonalise(torch.stack([self._nesterov(w, group) for w in weights]))
+        gradients = torch.stack([self._nesterov(w, group) for w in weights])
+        updates = orthogonalise(gradients.to(self._dtype)).to(gradients.dtype)
         rows, columns = weights[0].shape
         scale = group["lr"] * max(1.0, rows / columns) ** 0.5
         for weight, update in zip(weights, updates, strict=True):

@@ -19,10 +19,11 @@ from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
 from cbatch.runtime.cpu.layers import Layer, LayerBuilder
 from cbatch.runtime.cpu.linear import RowPadding
 from cbatch.runtime.cpu.numerics import Numerics, resolve_numerics
-from cbatch.runtime.model.checkpoint import WeightSource, open_checkpoint
+from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import ModelConfig, ModelError
 from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.model.rope import RotaryTable
+from cbatch.runtime.model.weight_files import WeightSource
 
 # Elementwise kernels treat the end of a thread's share differently from the rest (scalar against
 # vector code). Up to this many elements a call has one share, and its layout is fixed.
@@ -87,11 +88,13 @@ class Model:
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.numerics = numerics.mode
         self.progress: NDArray[np.int64] | None = None
+        self.hidden_layers: tuple[int, ...] = ()
         self._heads = HeadShape.of(config)
         self._planner = AttentionPlanner(config)
         with torch.inference_mode():
             builder = LayerBuilder(config, source, dtype, self.device, numerics)
-            embedding, self.layers, self.head = builder.build()
+            self.embedding, self.layers, self.head = builder.build()
+            self.final_norm = builder.final_norm()
             self._rotary = RotaryTable(
                 config.rope,
                 config.head_dim,
@@ -100,10 +103,9 @@ class Model:
                 self.device,
             )
         self._padding = self._common_padding()
-        self._compiled = CompiledDecoder.of(config, embedding, self.layers, self.head, self._rotary)
-        if self._compiled is None:
-            assert isinstance(embedding, Tensor), "blocks are multiplied with by compiled products"
-            self._embedding = embedding
+        self._compiled = CompiledDecoder.of(
+            config, self.embedding, self.layers, self.head, self._rotary
+        )
 
     @property
     def block_bytes(self) -> int | None:
@@ -114,27 +116,41 @@ class Model:
             return None
         return sum(product.num_bytes for product in held)
 
-    def forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
+    def keep_hidden(self, layers: tuple[int, ...]) -> None:
+        """From now on passes give the residual stream of all rows as it comes into these layers, in
+        this order; number `num_layers` is what the last one makes, before the final norm."""
+        self.hidden_layers = layers
+        if self._compiled is not None:
+            self._compiled.keep(layers)
+
+    def room_for_hidden(self, num_rows: int) -> Tensor | None:
+        """What `forward` fills for so many rows; None where nothing is kept."""
+        if not self.hidden_layers:
+            return None
+        return torch.empty(num_rows, len(self.hidden_layers), self.config.hidden_size)
+
+    def forward(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor | None = None) -> Tensor:
         """Logits fp32 [N, vocab] of `batch.logits_index`.
 
-        Writes K and V of all T tokens, then attends. The result is the caller's to change.
+        Writes K and V of all T tokens, then attends. The result is the caller's to change. What is
+        kept (`keep_hidden`) goes to `hidden`, fp32 [T, layers, hidden_size].
         """
         if torch.is_inference_mode_enabled():
-            return self._forward(batch, kv)
+            return self._forward(batch, kv, hidden)
         with torch.inference_mode():
-            return self._forward(batch, kv)
+            return self._forward(batch, kv, hidden)
 
-    def _forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
+    def _forward(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor | None) -> Tensor:
         if self._compiled is not None:
             self._checked(int(batch.context_lens.max()) - 1)
-            lens = batch.query_lens, batch.context_lens
+            lens, wanted = (batch.query_lens, batch.context_lens), batch.logits_index
             return self._compiled.run(
-                batch.tokens, *lens, batch.block_tables, batch.logits_index, kv, self.progress
+                batch.tokens, *lens, batch.block_tables, wanted, kv, self.progress, hidden=hidden
             )
         num_rows = batch.tokens.shape[0]
         buffers = _Buffers(self.config, num_rows, self._padding.rows(num_rows))
         rotary, layout = self._plan(batch, kv, buffers)
-        return self._pass(batch.tokens, rotary, layout, buffers, kv, batch.logits_index)
+        return self._pass(batch.tokens, rotary, layout, buffers, kv, batch.logits_index, hidden)
 
     def _pass(
         self,
@@ -144,25 +160,36 @@ class Model:
         buffers: _Buffers,
         kv: KVCache,
         wanted: Tensor,
+        hidden: Tensor | None,
     ) -> Tensor:
         """All layers over a planned step, then the logits of the rows `wanted`."""
         num_wanted, padded = wanted.shape[0], buffers.padded
+        kept = self.hidden_layers if hidden is not None else ()
+        keeps_all = len(self.layers) in kept
         # With many rows of which few are wanted, the rest need no second half of the last layer.
         unfinished = num_wanted < buffers.num_rows and buffers.num_rows > _FEW_ROWS
+        unfinished &= not keeps_all
         # A single token's row spreads over the padding.
-        buffers.x.copy_(self._embedding.index_select(0, _pad_index(tokens, padded)))
+        assert isinstance(self.embedding, Tensor), "blocks are multiplied with by compiled products"
+        buffers.x.copy_(self.embedding.index_select(0, _pad_index(tokens, padded)))
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
+            if hidden is not None and index in kept:
+                hidden[:, kept.index(index)] = buffers.x[: buffers.num_rows]
             self._project(layer, buffers, rotary)
             if self.progress is not None:
                 self.progress[0] += 1
             kv.token_rows[index].index_copy_(0, layout.slots, buffers.kv.to(kv.data.dtype))
-            if index == last and not num_wanted:
+            if index == last and not num_wanted and not keeps_all:
                 return torch.empty(0, self.config.vocab_size)
             for group in layout.groups[layer.window]:
                 group.run(kv.block_rows[index])
             if index < last or not unfinished:
                 _finish_layer(layer, buffers.residual, buffers.x, buffers.heads_out)
+        if hidden is not None and keeps_all:
+            hidden[:, kept.index(last + 1)] = buffers.x[: buffers.num_rows]
+            if not num_wanted:
+                return torch.empty(0, self.config.vocab_size)
         if num_wanted == buffers.num_rows:
             logits = self.head.product(_normed(buffers.residual, buffers.x), padded)
             return logits if num_wanted == padded else logits[:num_wanted]

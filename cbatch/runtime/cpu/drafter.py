@@ -40,9 +40,24 @@ class Proposal(NamedTuple):
     non_finite: NDArray[np.bool_]
 
 
+class StepStates(NamedTuple):
+    """What the model's layers held at the positions that a step made valid: row i has `lens[i]` of
+    them from `starts[i]` on. `hidden` fp32 [sum of lens, len(hidden_layers), hidden_size], row
+    after row. No rejected draft is among them; the token behind each position is known."""
+
+    slots: NDArray[np.integer]
+    starts: I64
+    lens: I64
+    hidden: Tensor
+
+
 class Drafter:
-    """Contract of a drafter. All calls come from the executor, in the order of a step. What is
-    written here is right for one that keeps nothing."""
+    """Contract of a drafter. All calls come from the executor, in the order of a step: `admit` and
+    `release`, `propose`, then, with the model's pass behind it, `read_states`, `truncate` and
+    `score`. What is written here is right for one that keeps nothing."""
+
+    # The model's layers whose states it reads (see `Model.keep_hidden`); (): none.
+    hidden_layers: tuple[int, ...] = ()
 
     def bind(self, table: InputBatch, num_blocks: int) -> None:
         """Called once, before anything else: the slots and the block pool it shares."""
@@ -67,6 +82,9 @@ class Drafter:
         """Draft for `rows`, each as deep as its own `num_drafts`."""
         raise NotImplementedError
 
+    def read_states(self, states: StepStates) -> None:
+        """After every step, whoever drafted in it, for who has `hidden_layers`."""
+
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         """After verification: only the first `kv_len_tokens[i]` positions of a slot are valid."""
 
@@ -79,3 +97,23 @@ class Drafter:
         """After a step in which `slots` drafted so many tokens (None: nobody any): how drafts of
         rows without would have done, by row of `slots`. Not every step, and not every row."""
         return None
+
+
+class ModelDrafter(Drafter):
+    """A drafter with a KV cache of the target's block ids. `kv_len` [slots]: valid positions in it;
+    `context_tokens`: as far as its positions go."""
+
+    context_tokens: int
+    kv_len: I64
+
+    def reset(self) -> None:
+        self.kv_len[:] = 0
+
+    def admit(self, admission: NewSequence) -> None:
+        self.kv_len[admission.slot] = admission.draft_kv_len_tokens
+
+    def release(self, slot: int) -> None:
+        self.kv_len[slot] = 0
+
+    def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
+        self.kv_len[slots] = np.minimum(self.kv_len[slots], kv_len_tokens)

@@ -14,7 +14,7 @@ from torch import Tensor
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.scheduler.plan import Deltas, RowStatus, ShadowEvidence, StepPlan, StepResult
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal
+from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal, StepStates
 from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.cpu.verify import Verified, Wanted, verify
 from cbatch.runtime.model.arrays import I64, iota
@@ -62,8 +62,11 @@ class TorchExecutor:
         self.table = InputBatch(max_slots, block_size_tokens, model.config.vocab_size, grammars)
         self.kv = KVCache(model.config, num_blocks, block_size_tokens, model.dtype, model.device)
         self.drafter = drafter
+        # Of the latest pass, for a drafter that reads it: rows of each sequence, and their states.
+        self._hidden: tuple[I64, Tensor] | None = None
         if drafter is not None:
             drafter.bind(self.table, num_blocks)
+            model.keep_hidden(drafter.hidden_layers)
 
     def reset(self) -> None:
         """Forget every slot. KV contents stay: nothing reads a position it has not written."""
@@ -86,7 +89,8 @@ class TorchExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
         self._apply(plan.deltas)
-        drafting = self.drafter is not None and bool((plan.num_drafts + plan.catch_up).any())
+        asked = np.count_nonzero(plan.num_drafts) or np.count_nonzero(plan.catch_up)
+        drafting = self.drafter is not None and bool(asked)
         rows = self._rows(plan, drafting)
         proposal, draft_s = None, 0.0
         if drafting:
@@ -97,8 +101,12 @@ class TorchExecutor:
         tokens, counts, kv_lens = self._advance(rows, verified)
         draft_kv_lens = shadow = None
         if self.drafter is not None:
+            reads = bool(self.drafter.hidden_layers)
+            if reads:
+                self._hand_states(rows, kv_lens)
             if drafting:
                 self.drafter.truncate(rows.slots, kv_lens)
+            if drafting or reads:
                 draft_kv_lens = self.drafter.kv_lens(plan.slots)
             shadow = self._score(rows, proposal)
         # What the step cost besides its drafts, bookkeeping included: somebody has to pay for it.
@@ -194,9 +202,10 @@ class TorchExecutor:
         asked = self._prompt_rows(rows) if self.table.logprob_requests.prompts else None
         if asked is not None:
             wanted = wanted + asked
-        logits = self.model.forward(
-            self.table.ragged(rows.slots, rows.start, query_lens, wanted), self.kv
-        )
+        batch = self.table.ragged(rows.slots, rows.start, query_lens, wanted)
+        hidden = self.model.room_for_hidden(len(batch.tokens))
+        logits = self.model.forward(batch, self.kv, hidden)
+        self._hidden = None if hidden is None else (query_lens, hidden)
         if asked is not None:
             prompts, logits = self._describe_prompts(rows, logits, asked, wanted)
         if not logits.shape[0]:
@@ -251,6 +260,19 @@ class TorchExecutor:
                 table.logits_processors.advance(slots, verified.tokens, emits)
         table.kv_len[rows.slots] = kv_lens
         return tokens, counts, kv_lens
+
+    def _hand_states(self, rows: _Rows, kv_lens: I64) -> None:
+        """What the pass left of positions that are valid now: of drafts, those that stand."""
+        passed, self._hidden = self._hidden, None
+        if passed is None or self.drafter is None:
+            return
+        query_lens, hidden = passed
+        lens = kv_lens - rows.start
+        count = int(lens.sum())
+        if count < len(hidden):
+            skipped = (query_lens - lens).cumsum() - (query_lens - lens)  # before each row
+            hidden = hidden[torch.from_numpy(iota(count) + skipped.repeat(lens))]
+        self.drafter.read_states(StepStates(rows.slots, rows.start, lens, hidden))
 
     def _score(self, rows: _Rows, proposal: Proposal | None) -> ShadowEvidence | None:
         """How drafters would have done in rows that have emitted without drafts."""

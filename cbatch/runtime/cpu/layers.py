@@ -12,9 +12,9 @@ from cbatch.runtime.cpu.compiled import MOST_LANES, Blocks, CompiledProduct, Run
 from cbatch.runtime.cpu.linear import Linear, ProductPlan, make_plan
 from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.cpu.products import Kind
-from cbatch.runtime.model.checkpoint import WeightSource
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.rope import interleave_halves
+from cbatch.runtime.model.weight_files import WeightSource
 
 
 @dataclass
@@ -64,6 +64,10 @@ class LayerBuilder:
                 return packed, layers, Linear.of(packed)
         head = self._below(["lm_head.weight"], shape, None, norm)
         return (embedding if blocks is None else packed), layers, head
+
+    def final_norm(self) -> Tensor:
+        """The weight of the norm before the head, fp32, for who reads what it makes."""
+        return self._get("model.norm.weight", self.config.hidden_size).float()
 
     def _blocks(self, names: list[str]) -> list[Blocks] | None:
         """Tensors as they are stored, where our kernels take them all."""

@@ -12,9 +12,8 @@ from torch import Tensor
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.plan import NewSequence, ShadowEvidence
-from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal
+from cbatch.runtime.cpu.drafter import Drafter, DraftRows, ModelDrafter, Proposal, StepStates
 from cbatch.runtime.cpu.input_batch import InputBatch
-from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.runtime.drafting.lookup import Evidence, LookupDrafter
 from cbatch.runtime.drafting.turns import Turns
 from cbatch.runtime.model.arrays import I64
@@ -46,7 +45,7 @@ class ChainDrafter(Drafter):
     def __init__(
         self,
         *,
-        model: DraftModel | None = None,
+        model: ModelDrafter | None = None,
         lookups: Mapping[str, LookupDrafter],
         default: tuple[str, ...],
         model_price: float = 0.0,
@@ -56,6 +55,7 @@ class ChainDrafter(Drafter):
         self._drafters: dict[str, Drafter] = {**self.lookups}
         if model is not None:
             self._drafters[MODEL] = model
+            self.hidden_layers = model.hidden_layers
         self.check(default)
 
     def check(self, names: tuple[str, ...]) -> None:
@@ -140,11 +140,37 @@ class ChainDrafter(Drafter):
         return Evidence(trials, hits)
 
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
-        return self.model.kv_len[slots] if self.model is not None and self._num_mixed else None
+        if self.model is None:
+            return None
+        return self.model.kv_len[slots] if self._num_mixed else self.model.kv_lens(slots)
+
+    def read_states(self, states: StepStates) -> None:
+        assert self.model is not None, "lookups read no states"
+        self.model.read_states(states)
+
+    def is_mixed(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Whether their chains are not the model alone."""
+        return self._mixed[slots]
+
+    def recall(
+        self,
+        slots: NDArray[np.integer],
+        num_tokens: I64,
+        drafting: NDArray[np.integer],
+        asked: I64,
+        owners: Mapping[str, NDArray[np.integer]],
+    ) -> None:
+        """Before `score`, where another step was proposed for since: these slots had so many known
+        tokens; of those that were `drafting`, how many drafts they were asked for, and whose."""
+        self._turns.begin(slots, num_tokens, np.zeros_like(num_tokens))
+        self._turns.ask(drafting, asked)
+        for name, theirs in owners.items():
+            self._turns.credit(name, theirs)
 
     def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
         """A few rows now and then, so many that each is served when its turn has come."""
-        self._turns.learn(slots, num_drafted)
+        if self._num_mixed:
+            self._turns.learn(slots, num_drafted)
         if not self._num_scored:
             return None
         if num_drafted is not None and num_drafted.any():

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.core.scheduler.plan import NewSequence
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
-from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal
+from cbatch.runtime.cpu.drafter import DraftRows, ModelDrafter, Proposal
 from cbatch.runtime.cpu.filters import filtered_probs, filters_of, greedy_drafts, noise_rows
 from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
@@ -23,7 +22,7 @@ from triton_kernels.noise import host as noise
 from triton_kernels.verification.reference import draw
 
 
-class DraftModel(Drafter):
+class DraftModel(ModelDrafter):
     """A small model of the target's vocabulary as drafter.
 
     Its KV cache has the target's block ids. `kv_len` counts its valid positions per slot; it lags
@@ -44,23 +43,11 @@ class DraftModel(Drafter):
         self.kv_len = np.zeros(table.max_slots, dtype=np.int64)
         self._ones = np.ones(table.max_slots, dtype=np.int32)  # of which batches share the first
 
-    def reset(self) -> None:
-        self.kv_len[:] = 0
-
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
         self.kv.zero_blocks(block_ids)
 
     def report_progress(self, counter: NDArray[np.int64]) -> None:
         self.model.progress = counter
-
-    def admit(self, admission: NewSequence) -> None:
-        self.kv_len[admission.slot] = admission.draft_kv_len_tokens
-
-    def release(self, slot: int) -> None:
-        self.kv_len[slot] = 0
-
-    def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
-        self.kv_len[slots] = np.minimum(self.kv_len[slots], kv_len_tokens)
 
     def propose(self, rows: DraftRows) -> Proposal:
         slots, known = rows.slots, rows.num_tokens
@@ -102,8 +89,7 @@ class DraftModel(Drafter):
         batch = self._batch(slots, positions - missing, missing, self._ones[: len(slots)])
         depth = 0
         while True:
-            logits = self.model.forward(batch, self.kv)
-            tokens, finite = drafting.choose(logits, active, depth)
+            tokens, finite = drafting.choose(self._logits(batch, slots), active, depth)
             depth += 1
             deeper = depths > depth
             if not finite:
@@ -114,7 +100,16 @@ class DraftModel(Drafter):
             if len(at) < len(active):
                 active, tokens, tables = active[at], tokens[at], tables[at]
                 positions, depths = positions[at], depths[at]
+                self._go_on_with(at)
+            slots = None
             batch = self._next_tokens(tokens, positions + (depth - 1), tables)
+
+    def _logits(self, batch: RaggedBatch, slots: NDArray[np.integer] | None) -> Tensor:
+        """Of the next draft of each sequence; `slots` at the first one, None behind it."""
+        return self.model.forward(batch, self.kv)
+
+    def _go_on_with(self, at: I64) -> None:
+        """Of the sequences of the latest batch only these are drafted for any further."""
 
     def _batch(
         self, slots: NDArray[np.integer], starts: I64, query_lens: I64, wanted: I64

@@ -113,7 +113,11 @@ class Turns:
 
     def begin(self, slots: NDArray[np.integer], num_tokens: I64, num_drafts: I64) -> None:
         """These slots, with so many known tokens, are asked for drafts."""
-        self._known[slots], self._asked[slots] = num_tokens, num_drafts
+        self._known[slots] = num_tokens
+        self.ask(slots, num_drafts)
+
+    def ask(self, slots: NDArray[np.integer], num_drafts: I64) -> None:
+        self._asked[slots] = num_drafts
 
     def credit(self, name: str, slots: NDArray[np.integer]) -> None:
         """The drafts of these slots in this step are this drafter's."""

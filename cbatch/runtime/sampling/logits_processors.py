@@ -242,7 +242,7 @@ def _structured(
     asked: StructuredOutputs, vocab_size: int, grammars: GrammarSource | None
 ) -> Structured:
     if grammars is None:
-        remedy = "start the engine with a tokenizer, on the CPU"
+        remedy = "start the engine with a tokenizer"
         raise FieldError("structured_outputs", "is not served here", remedy)
     return Structured(grammars, asked, vocab_size)
 

@@ -1,0 +1,138 @@
+"""`cbatch train-head`: a head of its own for any model, which drafts for it from then on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cbatch.core.request.errors import FieldError
+
+_TEXT_TOKENS = 256  # of a text that is read at once
+_TEMPERATURES = (0.0, 0.0, 0.0, 0.8, 0.8)  # of the answers, in turn
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "train-head",
+        help="train a small head that drafts for a model",
+        description="The model answers prompts (or reads texts) in big batches; what it held at "
+        "each token is recorded, and a head learns from that what it says next. A run that was "
+        "interrupted goes on where it was. The head is given to --draft then.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="directory, GGUF file or a packaged name")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the head")
+    parser.add_argument("--kind", default="eagle3", choices=["eagle3"], help="of the head")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="prompts to answer: lines of text or JSON ({prompt} or {messages}); texts are asked "
+        "by the model's chat template, where it has one (default: questions that come with this)",
+    )
+    parser.add_argument(
+        "--text", type=Path, nargs="+", default=[], metavar="FILE", help="texts to read instead"
+    )
+    parser.add_argument("--answer-tokens", type=int, default=200, metavar="N")
+    parser.add_argument("--lesson-minutes", type=float, default=20.0, help="for the answers")
+    parser.add_argument("--minutes", type=float, default=40.0, help="for the training")
+    parser.add_argument("--steps", type=int, help="end the training earlier, at this step")
+    parser.add_argument("--draft-vocab", type=int, default=4096, help="ids that it may draft")
+    parser.add_argument("--intermediate-size", type=int, help="of its MLP (default: the model's)")
+    parser.add_argument("--depth", type=int, default=3, help="drafts in a row that it learns")
+    parser.add_argument(
+        "--share-head",
+        action="store_true",
+        help="leave the model's own head out of the file: it is smaller, and other engines want it",
+    )
+    parser.add_argument("--threads", type=int, help="that compute (default: as given)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from cbatch.engine.model_files import find_model
+    from cbatch.training.train_head import record, train_eagle3
+
+    for field in ("answer_tokens", "lesson_minutes", "minutes", "draft_vocab", "depth"):
+        if getattr(args, field) <= 0:
+            raise FieldError(field, f"{getattr(args, field)!r} is not allowed", "give more than 0")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    model = find_model(args.model)
+    prompts = list(_prompts(args, model))
+    if not prompts:
+        raise FieldError("prompts", "nothing to answer, nothing to read", "give lines, or texts")
+    args.out.mkdir(parents=True, exist_ok=True)
+    shards = record(model, prompts, args.out / "lessons", args.lesson_minutes * 60)
+    found = train_eagle3(
+        model,
+        shards,
+        args.out,
+        name=str(args.model),
+        seconds=args.minutes * 60,
+        draft_vocab=args.draft_vocab,
+        intermediate_size=args.intermediate_size,
+        depth=args.depth,
+        with_head=not args.share_head,
+        steps=args.steps,
+    )
+    depths = ", ".join(f"{rate:.2f}" for rate in found.by_depth)
+    print(f"held out: {depths} of drafts by depth stood; {found.tokens_per_step:.2f} tokens a step")
+    print(json.dumps({"by_depth": found.by_depth, "tokens_per_step": found.tokens_per_step}))
+    return 0
+
+
+def _prompts(args: argparse.Namespace, model: str | Path) -> Iterator[tuple[list[int], Any]]:
+    """Token ids, and how they are answered."""
+    from cbatch.core.request.request import SamplingParams
+    from cbatch.engine.model_files import tokenizer_of
+    from cbatch.training.questions import questions
+
+    tokenizer = tokenizer_of(model)
+    for file in args.text:
+        ids = tokenizer.encode(_read(file, "text"))
+        for at in range(0, len(ids), _TEXT_TOKENS):
+            yield ids[at : at + _TEXT_TOKENS], SamplingParams(max_tokens=1)
+    if args.text and args.prompts is None:
+        return
+    lines = questions() if args.prompts is None else _read(args.prompts, "prompts").splitlines()
+    for number, line in enumerate(filter(str.strip, lines)):
+        text, whole = _asked(line, model, args.prompts, number)
+        temperature = _TEMPERATURES[number % len(_TEMPERATURES)]
+        params = SamplingParams(max_tokens=args.answer_tokens, temperature=temperature)
+        yield tokenizer.encode(text, add_special_tokens=not whole), params
+
+
+def _read(file: Path, field: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FieldError(field, f"{file} cannot be read ({error})", "name a text file") from None
+
+
+def _asked(line: str, model: str | Path, file: Path | None, number: int) -> tuple[str, bool]:
+    """The text of a prompt, and whether a chat template has made it."""
+    from cbatch.engine.model_files import chat_template_of
+
+    found: Any = line
+    if file is not None and line.lstrip().startswith("{"):
+        try:
+            held = json.loads(line)
+            found = held["messages"] if "messages" in held else held["prompt"]
+        except (ValueError, KeyError) as error:
+            problem = f"{file}, line {number + 1}: {error!r}"
+            raise FieldError("prompts", problem, "give text, {prompt} or {messages}") from None
+        if isinstance(found, str):
+            return found, False
+    template = chat_template_of(model)
+    if isinstance(found, str):
+        if template is None:
+            return found, False
+        found = [{"role": "user", "content": found}]
+    if template is None:
+        raise FieldError("prompts", "this model has no chat template", "give {prompt}")
+    return template.render(found), True

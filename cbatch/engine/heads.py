@@ -1,0 +1,76 @@
+"""A head, read as its layout allows, tried on a few texts, and taken if it knows anything."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cbatch.core.request.errors import FieldError
+
+if TYPE_CHECKING:
+    from cbatch.runtime.cpu.decoder import Model
+    from cbatch.runtime.cpu.eagle_head import EagleHead
+    from cbatch.text import TextTokenizer
+
+_logger = logging.getLogger("cbatch")
+
+_TEXTS = (
+    "The water cycle describes how water moves through the air, the land and the sea. "
+    "The sun heats the sea, and some of the water evaporates. The vapour rises, cools "
+    "down, and forms clouds. When the drops in a cloud get too heavy, they fall as rain "
+    "or snow, and the water flows back.",
+    "def mean(values):\n    total = 0.0\n    count = 0\n    for value in values:\n        "
+    "total += value\n        count += 1\n    if count == 0:\n        raise "
+    'ValueError("mean of nothing")\n    return total / count\n\n\nclass Stack:\n    def '
+    "__init__(self):\n        self.items = []\n",
+    "Once upon a time there was a small village at the foot of a mountain. Every morning "
+    "the baker got up before the sun, lit the fire in his oven and made bread for "
+    "everyone. One day a stranger came to the door and asked him for a loaf. He said "
+    "that he had no money, but that he could tell a story.",
+    "def read_settings(path):\n    settings = {}\n    with open(path) as file:\n        for "
+    "line in file:\n            line = line.strip()\n            if not line or "
+    'line.startswith("#"):\n                continue\n            key, _, value = '
+    'line.partition("=")\n            settings[key.strip()] = value.strip()\n    return '
+    "settings\n",
+    "Question: What is the difference between a list and a tuple?\nAnswer: A list can be "
+    "changed after it was made: items can be added, removed or replaced. A tuple cannot "
+    "be changed. So a tuple can be the key of a dictionary, and a list cannot. Use a "
+    "list where the number of items changes, and a tuple for a few values that belong "
+    "together, such as a point with two coordinates.",
+)
+_MADE_UP_TOKENS = 256
+
+
+def take_head(
+    path: Path, target: Model, target_path: str | Path, tokenizer: TextTokenizer | None
+) -> EagleHead:
+    """Raises ModelError for a file that does not fit, `FieldError` for a head that only guesses."""
+    from cbatch.runtime.cpu.load_head import load_heads
+    from cbatch.runtime.cpu.self_test import best_reading
+
+    heads = load_heads(path, target, target_path)
+    found = best_reading(heads, target, _token_ids(target, tokenizer))
+    told = f"draft {path}: {_reading(found.head)}; {found.agreement:.0%} of {found.trials} first "
+    told += "drafts are the model's own choice"
+    if found.guesses:
+        problem = f"{told}, no more than by always guessing one token ({found.chance:.0%})"
+        raise FieldError("draft", problem, "use a head that was trained for this model")
+    _logger.info("%s", told)
+    return found.head
+
+
+def _reading(head: EagleHead) -> str:
+    config = head.head
+    layers = ", ".join(map(str, config.hidden_layers))
+    residual = ", normed residual" if config.norm_before_residual else ""
+    return f"{config.kind} head that reads what comes into layers {layers}{residual}"
+
+
+def _token_ids(target: Model, tokenizer: TextTokenizer | None) -> list[list[int]]:
+    vocab = target.config.vocab_size
+    if tokenizer is None:  # any numbers: it is seen at least whether it says what the model says
+        return [np.random.default_rng(0).integers(0, vocab, _MADE_UP_TOKENS).tolist()]
+    return [[i for i in tokenizer.encode(text) if i < vocab] for text in _TEXTS]

@@ -1,0 +1,183 @@
+"""What the `config.json` of a head says: a small drafter that reads a model's states.
+
+Known layouts: EAGLE-3 as SafeAILab, SpecForge and SGLang, AngelSlim and speculators write it, and
+EAGLE-1 and 2 (whose files are the same). Where frameworks read a field differently, `readings` has
+what it may mean, the likeliest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cbatch.runtime.model.config import ModelConfig, ModelError, _Fields, _read_object, parse_config
+
+_EAGLE3 = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+)
+_EAGLE1 = ("EagleLlamaForCausalLM", "EAGLELlamaForCausalLM", "EagleModel")
+_OTHERS = ("peagle", "dflash", "dflash2", "dspark", "mtp", "mlp_speculator")
+_HEAD_FIELDS = ("speculators_model_type", "eagle_config", "draft_vocab_size", "eagle_fc_bias")
+_HEAD_FIELDS += ("medusa_num_heads",)
+
+
+class HeadConfig(msgspec.Struct, frozen=True):
+    """`layer` is the shape of the head's one layer, with the target's vocabulary. `hidden_layers`
+    are those of the target that it reads, as `Model.keep_hidden` numbers them."""
+
+    kind: Literal["eagle3", "eagle"]
+    layer: ModelConfig
+    hidden_layers: tuple[int, ...]
+    draft_vocab_size: int
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    input_norm: bool = False  # one norm of all that is read, before fc
+    fc_norm: bool = False  # one of each layer's
+    fc_bias: bool = False
+
+
+def is_head(path: Path) -> bool:
+    """Whether a directory's configuration is that of a head."""
+    file = path / "config.json"
+    if not path.is_dir() or not file.exists():
+        return False
+    values = _read_object(file)
+    names = values.get("architectures")
+    named = isinstance(names, list) and any(str(name) in (*_EAGLE3, *_EAGLE1) for name in names)
+    eagle = values.get("model_type") == "eagle"
+    if named or eagle or any(values.get(field) is not None for field in _HEAD_FIELDS):
+        return True
+    return values.get("num_hidden_layers") == 1 and _has_fc(path)
+
+
+def _has_fc(path: Path) -> bool:
+    """EAGLE-1 says nothing in its configuration: it is the one Llama layer with `fc`."""
+    from cbatch.runtime.model.head_weights import HeadWeights, weight_files
+
+    return bool(weight_files(path)) and "fc.weight" in HeadWeights.of(path).names
+
+
+def read_head(path: Path, target: ModelConfig) -> list[HeadConfig]:
+    """Its readings, the likeliest first. Raises ModelError naming file and field for what is not
+    supported, or does not fit the target."""
+    from cbatch.runtime.model.head_weights import HeadWeights
+
+    file = path / "config.json"
+    values = _read_object(file)
+    f = _Fields(file, values)
+    algorithm = values.get("speculators_model_type")
+    if algorithm in _OTHERS or values.get("medusa_num_heads") is not None:
+        what = algorithm or "medusa"
+        raise f.error("speculators_model_type", f"{what} heads are not supported; use EAGLE-1 to 3")
+    names = HeadWeights.of(path).names
+    eagle3 = (
+        "lm_head.weight" in names or "d2t" in names or algorithm == "eagle3" or _fc_norms(names)
+    )
+    inner = values.get("transformer_layer_config", values.get("model", values))
+    if not isinstance(inner, dict):
+        raise f.error("transformer_layer_config", f"must be an object, got {inner!r:.40}")
+    layer = _layer(f, inner, target, HeadWeights.of(path))
+    if not eagle3:
+        bias = "fc.bias" in names
+        return [HeadConfig("eagle", layer, (target.num_layers,), target.vocab_size, fc_bias=bias)]
+    config = HeadConfig(
+        kind="eagle3",
+        layer=layer,
+        hidden_layers=(),
+        draft_vocab_size=_draft_vocab(f, target),
+        norm_before_residual=f.flag("norm_before_residual", False),
+        norm_output=f.flag("norm_output", False) and algorithm is not None,
+        input_norm="input_norm.weight" in names,
+        fc_norm="fc_norm.0.weight" in names,
+    )
+    return _readings(config, f, target)
+
+
+def _fc_norms(names: frozenset[str]) -> bool:
+    return "fc_norm.0.weight" in names or any("hidden_norm" in name for name in names)
+
+
+def _layer(f: _Fields, inner: Mapping[str, Any], target: ModelConfig, weights: Any) -> ModelConfig:
+    """Sizes that files get wrong are those of the tensors."""
+    values = dict(inner)
+    if values.get("num_hidden_layers", 1) != 1:
+        count = values["num_hidden_layers"]
+        raise f.error(
+            "num_hidden_layers", f"{count!r:.40} layers are not supported; use a head of 1"
+        )
+    vocabulary = values.get("vocab_size", target.vocab_size)
+    if vocabulary != target.vocab_size:
+        problem = f"{vocabulary!r:.40} is not the target's vocabulary of {target.vocab_size}"
+        raise f.error("vocab_size", f"{problem}; use a head that was trained for this model")
+    values |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    values |= {"vocab_size": target.vocab_size, "torch_dtype": None, "dtype": None}
+    values.setdefault("max_position_embeddings", target.max_position_tokens)
+    heads = values.get("num_attention_heads")
+    rows = weights.shape_of("layers.0.self_attn.q_proj.weight")
+    if isinstance(heads, int) and heads > 0 and rows and rows[0] % heads == 0:
+        values["head_dim"] = rows[0] // heads
+    layer = parse_config(values, f.path)
+    norms = "layers.0.self_attn.q_norm.weight" in weights.names
+    biased = "layers.0.self_attn.q_proj.bias" in weights.names
+    context = min(layer.max_position_tokens, target.max_position_tokens)
+    return msgspec.structs.replace(
+        layer,
+        qk_norm=norms,
+        attention_bias=biased,
+        attention_out_bias=False,
+        mlp_bias=False,
+        # A head's own context is often that of its training; its positions are relative.
+        max_position_tokens=max(context, min(target.max_position_tokens, 2048)),
+    )
+
+
+def _draft_vocab(f: _Fields, target: ModelConfig) -> int:
+    size = f.integer("draft_vocab_size", target.vocab_size)
+    if size > target.vocab_size:
+        problem = f"{size} is more than the target's vocabulary of {target.vocab_size}"
+        raise f.error("draft_vocab_size", f"{problem}; use a head that was trained for this model")
+    return size
+
+
+def _readings(config: HeadConfig, f: _Fields, target: ModelConfig) -> list[HeadConfig]:
+    """Ids are of the state before a layer, as vLLM and speculators have them, or of the one behind
+    it, as SGLang has. `norm_before_residual` defaults to one in vLLM, to the other elsewhere."""
+    count = target.num_layers
+    eagle = f.get("eagle_config", {})
+    given = eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None
+    if given is None:
+        given = f.get("eagle_aux_hidden_state_layer_ids")
+        by_sglang = False
+    else:
+        by_sglang = f.get("speculators_model_type") is None
+    if given is None:
+        ids = [(2, count // 2, count - 3)]
+    elif not isinstance(given, list) or not given or not all(isinstance(i, int) for i in given):
+        field = "eagle_aux_hidden_state_layer_ids"
+        raise f.error(field, f"must be a list of layer numbers, got {given!r:.40}")
+    else:
+        before, behind = tuple(given), tuple(i + 1 for i in given)
+        ids = [behind, before] if by_sglang else [before, behind]
+    fits = [each for each in ids if all(0 <= i <= count for i in each)]
+    if not fits:
+        field, problem = "eagle_aux_hidden_state_layer_ids", f"{list(ids[0])} of {count} layers"
+        raise f.error(field, f"{problem}; use a head that was trained for this model")
+    stated = f.get("norm_before_residual") is not None
+    residual = [config.norm_before_residual]
+    if not stated:
+        residual.append(not config.norm_before_residual)
+    return [
+        msgspec.structs.replace(config, hidden_layers=each, norm_before_residual=normed)
+        for normed in residual
+        for each in fits
+    ]
+
+
+def refuse_shape(path: Path, what: str, problem: str) -> ModelError:
+    return ModelError(f"{path}: {what}: {problem}; use a head that was trained for this model")

@@ -1,0 +1,1 @@
+"""Training of drafters that read a model's states, for any model that is served."""

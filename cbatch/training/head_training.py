@@ -1,0 +1,184 @@
+"""The loop that trains a head: a budget, checkpoints, progress lines, acceptance by depth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cbatch.demo.training.optim import Muon, wsd_scale
+from cbatch.demo.training.parallel import Workers
+from cbatch.training.batches import LessonBatch, batch_of, batches
+from cbatch.training.lessons import Lesson
+from cbatch.training.target_parts import TargetParts
+
+DEPTH_WEIGHT = 0.8
+BATCH_TOKENS = 1024
+REPORT_EVERY_S, SAVE_EVERY_S = 15.0, 60.0
+MATRIX_LR, OTHER_LR = 0.02, 3e-3
+DECAY_SHARE = 0.5
+WARMUP_STEPS = 10
+
+
+@dataclass
+class Acceptance:
+    """Of held-out tokens: `by_depth[j]` of drafts number j + 1 that were tried stood."""
+
+    by_depth: list[float]
+    trials: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        """With as many drafts in each step, and the one of the model."""
+        found, stands = 1.0, 1.0
+        for rate in self.by_depth:
+            stands *= rate
+            found += stands
+        return found
+
+
+class HeadTraining:
+    """`net` has `draft(tokens, states, steps)`, `draft_ids` and `rows`, as `EagleNet`."""
+
+    def __init__(
+        self, net: Any, parts: TargetParts, checkpoint: Path, *, steps: int, seed: int = 0
+    ) -> None:
+        self.net, self.parts, self.checkpoint = net, parts, checkpoint
+        self.steps, self.seed = steps, seed
+        self.step, self.tokens, self.elapsed_s, self.loss = 0, 0, 0.0, 0.0
+        matrices = [p for p in net.parameters() if p.ndim == 2]
+        others = [p for p in net.parameters() if p.ndim != 2]
+        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+        dtype = torch.bfloat16 if fast else torch.float32
+        self.muon = Muon(matrices, MATRIX_LR, Workers(1), weight_decay=0.01, dtype=dtype)
+        self.adam = torch.optim.AdamW(others, OTHER_LR, betas=(0.9, 0.95), weight_decay=0.0)
+        self._number = torch.full((parts.config.vocab_size,), -1)
+        self._number[net.draft_ids] = torch.arange(len(net.draft_ids))
+        if checkpoint.exists():
+            self._load()
+
+    def run(
+        self, lessons: Sequence[Lesson], *, seconds: float, max_steps: int | None = None
+    ) -> None:
+        """Until the budget is spent, what was spent before included."""
+        told = saved = self.elapsed_s
+        epoch = 0
+        while True:
+            for group in batches(lessons, BATCH_TOKENS, self.seed + self.step + epoch):
+                by_steps = self.step / max_steps if max_steps else 0.0
+                share = max(self.elapsed_s / seconds, by_steps)
+                if share >= 1:
+                    self.save()
+                    return
+                began = time.perf_counter()
+                self._learn(batch_of(group), share)
+                self.elapsed_s += time.perf_counter() - began
+                if self.elapsed_s - told > REPORT_EVERY_S:
+                    told = self.elapsed_s
+                    print(self.progress(share), flush=True)
+                if self.elapsed_s - saved > SAVE_EVERY_S:
+                    saved = self.elapsed_s
+                    self.save()
+            epoch += 1
+
+    def progress(self, share: float) -> str:
+        return (
+            f"{share:6.1%} step {self.step} loss {self.loss:.3f} {self.tokens:,} tokens "
+            f"{self.elapsed_s:,.0f} s"
+        )
+
+    def _learn(self, batch: LessonBatch, share: float) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = self.net.draft(batch.tokens, batch.states, self.steps)
+            with torch.no_grad():
+                wanted = F.linear(self.parts.normed(batch.states[:, :, -1]), self.net.rows.float())
+        loss, weight = torch.zeros(()), 0.0
+        for j, logits in enumerate(found):
+            here, chances = self._pairs(batch, j)
+            if not len(here):
+                continue
+            own = logits.flatten(0, 1)[here].float().log_softmax(-1)
+            theirs = wanted.flatten(0, 1)[chances].float().softmax(-1)
+            by = DEPTH_WEIGHT**j
+            loss = loss - by * (theirs * own).sum(-1).mean()
+            weight += by
+        loss = loss / max(weight, 1e-9)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        scale = wsd_scale(share, self.step, WARMUP_STEPS, DECAY_SHARE)
+        for optimizer, rate in ((self.muon, MATRIX_LR), (self.adam, OTHER_LR)):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        value = float(loss.detach())
+        self.loss = value if not self.step else 0.95 * self.loss + 0.05 * value
+        self.step += 1
+        self.tokens += int(batch.counts.sum())
+
+    def _pairs(self, batch: LessonBatch, j: int) -> tuple[Tensor, Tensor]:
+        """Flat rows t at which draft j is of a token that counts, and rows t + 1 + j, at which the
+        target says of the same."""
+        length = batch.states.shape[1]
+        last = batch.tokens.shape[1] - 2 - j
+        if last <= 0:
+            return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
+        counts = batch.counts[:, 2 + j :] & (self._number[batch.tokens[:, 2 + j :]] >= 0)
+        row, t = counts.nonzero(as_tuple=True)
+        return row * length + t, row * length + t + 1 + j
+
+    # ---- how good it is -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def acceptance(self, lessons: Sequence[Lesson]) -> Acceptance:
+        """Against what the target itself says is the likeliest token."""
+        hits, trials = torch.zeros(2, self.steps, dtype=torch.long)
+        for group in batches(lessons, BATCH_TOKENS, 0):
+            batch = batch_of(group)
+            found = self.net.draft(batch.tokens, batch.states, self.steps)
+            normed = self.parts.normed(batch.states[:, :, -1]).bfloat16()
+            likeliest = F.linear(normed, self.parts.head).argmax(-1)
+            stands = torch.ones_like(batch.counts[:, :-1])
+            for j, logits in enumerate(found):
+                last = batch.tokens.shape[1] - 2 - j
+                if last <= 0:
+                    break
+                drafts = self.net.draft_ids[logits[:, :last].argmax(-1)]
+                hit = drafts == likeliest[:, 1 + j : 1 + j + last]
+                tried = stands[:, :last] & batch.counts[:, 2 + j :]
+                trials[j] += tried.sum()
+                hits[j] += (tried & hit).sum()
+                # What follows counts where the text is what the target would say.
+                stands = stands[:, :last] & hit & (drafts == batch.tokens[:, 2 + j :])
+        rates = (hits / trials.clamp(min=1)).tolist()
+        return Acceptance(rates, int(trials[0]))
+
+    # ---- checkpoints --------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Whole or not at all."""
+        part = self.checkpoint.with_suffix(".part")
+        torch.save(
+            {
+                "net": self.net.state_dict(),
+                "muon": self.muon.state_dict(),
+                "adam": self.adam.state_dict(),
+                "draft_ids": self.net.draft_ids,
+                "at": [self.step, self.tokens, self.elapsed_s, self.loss],
+            },
+            part,
+        )
+        part.replace(self.checkpoint)
+
+    def _load(self) -> None:
+        state = torch.load(self.checkpoint, weights_only=True)
+        self.net.load_state_dict(state["net"])
+        self.muon.load_state_dict(state["muon"])
+        self.adam.load_state_dict(state["adam"])
+        self.step, self.tokens, self.elapsed_s, self.loss = state["at"]

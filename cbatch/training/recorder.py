@@ -1,0 +1,57 @@
+"""What a model held at every token that it read or wrote, taken down as an engine serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cbatch.core.scheduler.plan import NewSequence
+from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal, StepStates
+
+
+class Recorder(Drafter):
+    """Drafts nothing. Calls `keep(tokens, num_prompt_tokens, states)` with each sequence that ends:
+    int32 [n], and bf16 [n - 1, layers, hidden_size] of all positions but the last, which no pass
+    has seen. Of a sequence that is preempted that is the part before; one that begins on a prefix
+    hit is left out."""
+
+    def __init__(
+        self, layers: tuple[int, ...], keep: Callable[[Tensor, int, Tensor], None]
+    ) -> None:
+        self.hidden_layers = layers
+        self._keep = keep
+        self._prompts: dict[int, int] = {}
+        self._states: dict[int, list[Tensor]] = {}
+
+    def reset(self) -> None:
+        self._states.clear()
+
+    def admit(self, admission: NewSequence) -> None:
+        whole = admission.kv_len_tokens == 0
+        if whole and len(admission.tokens) == admission.num_prompt_tokens:
+            self._prompts[admission.slot] = admission.num_prompt_tokens
+            self._states[admission.slot] = []
+
+    def release(self, slot: int) -> None:
+        parts = self._states.pop(slot, None)
+        if not parts:
+            return
+        states = torch.cat(parts)
+        tokens = torch.from_numpy(self.table.tokens[slot, : len(states) + 1].copy()).int()
+        self._keep(tokens, self._prompts[slot], states)
+
+    def close(self) -> None:
+        """Keep those that ended last."""
+        for slot in list(self._states):
+            self.release(slot)
+
+    def read_states(self, states: StepStates) -> None:
+        parts = states.hidden.bfloat16().split(states.lens.tolist())
+        for slot, part in zip(states.slots.tolist(), parts, strict=True):
+            if slot in self._states:
+                self._states[slot].append(part)
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        raise AssertionError("nobody asks who drafts nothing")

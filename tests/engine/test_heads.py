@@ -1,0 +1,87 @@
+"""Heads in an engine: the shipped one drafts; those that guess, or fit no GPU, are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from msgspec import structs
+from safetensors.torch import load_file, save_file
+
+from cbatch import LLM, FieldError, SamplingParams
+from cbatch.demo import demo_head, demo_paths, demo_prompts
+from cbatch.engine.build import load_engine
+from cbatch.engine.model_files import tokenizer_of
+from cbatch.engine.options import EngineOptions
+from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.cpu.eagle_head import EagleHead
+from cbatch.runtime.cpu.self_test import best_reading
+from cbatch.runtime.model.head_config import read_head
+from cbatch.runtime.model.head_weights import HeadWeights
+from tests.runtime.marks import needs_compiler
+
+TARGET = demo_paths()[0]
+GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+ASKED = demo_prompts()[:6]
+
+
+@needs_compiler
+def test_the_shipped_head_drafts_and_changes_no_text(caplog):
+    """As well after a prefix hit as cold."""
+    caplog.set_level("INFO", logger="cbatch")
+    plain = LLM(TARGET, lookahead="off", max_slots=6).generate(ASKED, GREEDY)
+    llm = LLM(TARGET, demo_head(), lookahead="fixed:3", max_slots=6)
+    assert "eagle3 head that reads what comes into layers 2, 6, 9" in caplog.text
+    cold = llm.generate(ASKED, GREEDY)
+    assert llm.engine.scheduler.stats.prefix_hit_tokens == 0
+    again = llm.generate(ASKED, GREEDY)
+    assert llm.engine.scheduler.stats.prefix_hit_tokens > 0
+    for found in (cold, again):
+        assert [c.token_ids for c in found] == [c.token_ids for c in plain]
+    for first, second in zip(cold, again, strict=True):
+        assert first.speculation.accepted_tokens == second.speculation.accepted_tokens
+    total = llm.engine.stats.speculation
+    trials = total.accepted_tokens + total.rejections
+    assert total.accepted_tokens / trials > 0.5
+
+
+@needs_compiler
+def test_a_head_that_only_guesses_is_refused(tmp_path):
+    head = shutil.copytree(demo_head(), tmp_path / "head")
+    tensors = load_file(head / "model.safetensors")
+    tensors["fc.weight"] = torch.randn(tensors["fc.weight"].shape).bfloat16()
+    save_file(tensors, head / "model.safetensors")
+    with pytest.raises(FieldError, match="no more than by always guessing one token"):
+        load_engine(TARGET, head)
+
+
+@needs_compiler
+def test_a_reading_that_agrees_more_beyond_doubt_is_taken():
+    """A file that does not say whether the residual is normed, and a first guess that is wrong."""
+    target = load_model(TARGET)
+    right = read_head(demo_head(), target.config)[0]
+    wrong = structs.replace(right, norm_before_residual=True)
+    weights = HeadWeights.of(demo_head())
+    rows = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
+    heads = [EagleHead(each, weights, target, rows) for each in (wrong, right)]
+    tokenizer = tokenizer_of(TARGET)
+    texts = [tokenizer.encode(text) for text in demo_prompts()[:8]]
+    assert best_reading(heads, target, texts).head is heads[1]
+    assert best_reading(heads[::-1], target, texts).head is heads[1]
+    assert best_reading([heads[1], heads[1]], target, texts).head is heads[1]
+
+
+def test_a_gpu_serves_no_heads_yet():
+    with pytest.raises(FieldError, match=r"draft: a head .* is not served on a GPU.*--device cpu"):
+        load_engine(TARGET, demo_head(), EngineOptions(device="cuda"))
+
+
+def test_a_head_of_another_model_is_refused_before_anything_loads(tmp_path):
+    head = shutil.copytree(demo_head(), tmp_path / "head")
+    config = json.loads((head / "config.json").read_text())
+    config["transformer_layer_config"]["vocab_size"] = 32000
+    (head / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="vocab_size: 32000 is not the target's vocabulary"):
+        load_engine(TARGET, head)

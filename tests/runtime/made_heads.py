@@ -1,0 +1,203 @@
+"""Heads of random numbers, in the layouts that are found; their equations in plain torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.runtime.pairs import VOCAB, tiny_config
+
+HIDDEN, HEADS, KV_HEADS, DIM, INNER = 32, 4, 2, 8, 40
+EPS, THETA = 1e-5, 10000.0
+DRAFTS = 40  # ids that a reduced vocabulary has
+LAYERS = (0, 1, 2)
+
+
+def draft_ids() -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randperm(VOCAB, generator=generator)[:DRAFTS].sort().values
+
+
+def eagle3_tensors(seed: int = 0, *, reads: int = 3, drafts: int = DRAFTS) -> dict[str, Tensor]:
+    """By the names of speculators."""
+    g = torch.Generator().manual_seed(seed)
+
+    def made(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=g) * scale / shape[-1] ** 0.5
+
+    def norm(*shape: int) -> Tensor:
+        return 1 + 0.2 * torch.randn(shape, generator=g)
+
+    layer = {
+        "self_attn.q_proj.weight": made(HEADS * DIM, 2 * HIDDEN, scale=2),
+        "self_attn.k_proj.weight": made(KV_HEADS * DIM, 2 * HIDDEN, scale=2),
+        "self_attn.v_proj.weight": made(KV_HEADS * DIM, 2 * HIDDEN),
+        "self_attn.o_proj.weight": made(HIDDEN, HEADS * DIM),
+        "mlp.gate_proj.weight": made(INNER, HIDDEN),
+        "mlp.up_proj.weight": made(INNER, HIDDEN),
+        "mlp.down_proj.weight": made(HIDDEN, INNER),
+        "input_layernorm.weight": norm(HIDDEN),
+        "hidden_norm.weight": norm(HIDDEN),
+        "post_attention_layernorm.weight": norm(HIDDEN),
+    }
+    tensors = {f"layers.0.{name}": tensor for name, tensor in layer.items()}
+    tensors |= {
+        "fc.weight": made(HIDDEN, reads * HIDDEN),
+        "norm.weight": norm(HIDDEN),
+        "lm_head.weight": made(drafts, HIDDEN, scale=6),
+    }
+    if drafts < VOCAB:
+        ids = draft_ids()
+        tensors["d2t"] = ids - torch.arange(drafts)
+        mask = torch.zeros(VOCAB, dtype=torch.bool)
+        mask[ids] = True
+        tensors["t2d"] = mask
+    return tensors
+
+
+def llama_fields() -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 1,
+        "vocab_size": VOCAB,
+        "rms_norm_eps": EPS,
+        "max_position_embeddings": 256,
+        "rope_theta": THETA,
+    }
+
+
+def eagle3_config(**fields: Any) -> dict[str, Any]:
+    """As speculators writes it, of a head that reads `LAYERS`."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": DRAFTS,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": list(LAYERS),
+        "transformer_layer_config": llama_fields(),
+        **fields,
+    }
+
+
+def write_head(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+class Reference:
+    """The equations of EAGLE-3 over one sequence, from its files' tensors; `embedding` and states
+    are the target's."""
+
+    def __init__(self, tensors: dict[str, Tensor], embedding: Tensor, **flags: bool) -> None:
+        self.t = {name: x.float() for name, x in tensors.items() if x.is_floating_point()}
+        self.embedding, self.flags = embedding.float(), flags
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """[T, layers, H] to [T, H]."""
+        if "input_norm.weight" in self.t:
+            states = _rms(states.flatten(1), self.t["input_norm.weight"]).view(states.shape)
+        elif "fc_norm.0.weight" in self.t:
+            norms = [self.t[f"fc_norm.{i}.weight"] for i in range(states.shape[1])]
+            states = torch.stack([_rms(states[:, i], w) for i, w in enumerate(norms)], dim=1)
+        return states.flatten(1) @ self.t["fc.weight"].T
+
+    def logits(self, tokens: list[int], states: Tensor, drafts: list[int]) -> Tensor:
+        """Of the draft behind `drafts`, behind `tokens`, whose states are known but for the last.
+        The pair t is (token t + 1, state t), at position t."""
+        carry = list(self.fuse(states[: len(tokens) - 1]))
+        for depth in range(len(drafts) + 1):
+            y = self._last(tokens + drafts[:depth], torch.stack(carry))
+            normed = self._normed(y)
+            carry.append(normed if self.flags.get("norm_output") else y)
+        return normed @ self.t["lm_head.weight"].T
+
+    def _normed(self, y: Tensor) -> Tensor:
+        return _rms(y, self.t["norm.weight"])
+
+    def _last(self, tokens: list[int], given: Tensor) -> Tensor:
+        """What the layer makes of the last pair."""
+        t, p = self.t, "layers.0."
+        embedded = _rms(self.embedding[tokens[1:]], t[p + "input_layernorm.weight"])
+        normed = _rms(given, t[p + "hidden_norm.weight"])
+        both = torch.cat((embedded, normed), dim=1)
+        split = lambda x: x.view(len(both), -1, DIM).transpose(0, 1)  # noqa: E731
+        q, k, v = (split(both @ t[f"{p}self_attn.{n}_proj.weight"].T) for n in "qkv")
+        q, k = _rope(q), _rope(k)
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
+        weights = (q[:, -1:] @ k.mT / DIM**0.5).softmax(-1)
+        out = (weights @ v)[:, 0].flatten() @ t[p + "self_attn.o_proj.weight"].T
+        y = (normed if self.flags.get("norm_before_residual") else given)[-1] + out
+        z = _rms(y, t[p + "post_attention_layernorm.weight"])
+        inner = F.silu(z @ t[p + "mlp.gate_proj.weight"].T) * (z @ t[p + "mlp.up_proj.weight"].T)
+        return y + inner @ t[p + "mlp.down_proj.weight"].T
+
+
+class FirstReference(Reference):
+    """Those of EAGLE-1 and 2: one state, after the target's last norm; no norm before the layer,
+    and none before the target's head."""
+
+    def __init__(
+        self, tensors: dict[str, Tensor], embedding: Tensor, norm: Tensor, head: Tensor
+    ) -> None:
+        super().__init__({**tensors, "lm_head.weight": head, "norm.weight": norm}, embedding)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        return _rms(states[:, 0], self.t["norm.weight"])
+
+    def _normed(self, y: Tensor) -> Tensor:
+        return y
+
+    def _last(self, tokens: list[int], given: Tensor) -> Tensor:
+        t, p = self.t, "layers.0."
+        both = torch.cat((self.embedding[tokens[1:]], given), dim=1)
+        x = both @ t["fc.weight"].T + t.get("fc.bias", torch.zeros(HIDDEN))
+        split = lambda y: y.view(len(x), -1, DIM).transpose(0, 1)  # noqa: E731
+        q, k, v = (split(x @ t[f"{p}self_attn.{n}_proj.weight"].T) for n in "qkv")
+        q, k = _rope(q), _rope(k)
+        k, v = (y.repeat_interleave(HEADS // KV_HEADS, 0) for y in (k, v))
+        weights = (q[:, -1:] @ k.mT / DIM**0.5).softmax(-1)
+        a = x[-1] + (weights @ v)[:, 0].flatten() @ t[p + "self_attn.o_proj.weight"].T
+        z = _rms(a, t[p + "post_attention_layernorm.weight"])
+        inner = F.silu(z @ t[p + "mlp.gate_proj.weight"].T) * (z @ t[p + "mlp.up_proj.weight"].T)
+        return a + inner @ t[p + "mlp.down_proj.weight"].T
+
+
+def eagle1_tensors(seed: int = 0, *, bias: bool = True) -> dict[str, Tensor]:
+    tensors = eagle3_tensors(seed, reads=2, drafts=VOCAB)
+    for name in ("norm.weight", "lm_head.weight"):
+        del tensors[name]
+    for name in ("input_layernorm", "hidden_norm"):
+        del tensors[f"layers.0.{name}.weight"]
+    for letter in "qkv":
+        name = f"layers.0.self_attn.{letter}_proj.weight"
+        tensors[name] = tensors[name][:, :HIDDEN] * 2
+    if bias:
+        tensors["fc.bias"] = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(seed + 1))
+    return tensors
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def _rope(x: Tensor) -> Tensor:
+    """[heads, T, dim], the first of them at position 0."""
+    exponents = torch.arange(0, DIM, 2) / DIM
+    angles = torch.outer(torch.arange(x.shape[1]).float(), THETA**-exponents).repeat(1, 2)
+    first, second = x.chunk(2, dim=-1)
+    return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+
+
+assert tiny_config().hidden_size == HIDDEN

@@ -1,0 +1,271 @@
+"""EAGLE heads: their equations, whatever their KV went through; text that no draft can change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
+from cbatch.core.speculation.policies import FixedPolicy
+from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.cpu.drafter import DraftRows, Proposal, StepStates
+from cbatch.runtime.cpu.eagle_head import EagleHead
+from cbatch.runtime.drafting.eagle import EagleDrafter
+from cbatch.runtime.model.head_config import read_head
+from cbatch.runtime.model.head_weights import HeadWeights
+from cbatch.runtime.model.kv_cache import KVCache
+from tests.runtime import made_heads
+from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
+from tests.runtime.made_heads import FirstReference, Reference
+from tests.runtime.marks import needs_compiler
+from tests.runtime.pairs import VOCAB, NoisyWeights, tiny_model
+
+pytestmark = needs_compiler
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def load(folder: Path, target: Model) -> EagleHead:
+    return EagleHead(
+        read_head(folder, target.config)[0], HeadWeights.of(folder), target, target_head()
+    )
+
+
+def target_head() -> Tensor:
+    return NoisyWeights(1).get("lm_head.weight", (VOCAB, made_heads.HIDDEN))
+
+
+def embedding() -> Tensor:
+    return NoisyWeights(1).get("model.embed_tokens.weight", (VOCAB, made_heads.HIDDEN))
+
+
+class Cold:
+    """Drafts of somebody who has seen nothing before: the equations, over the whole sequence."""
+
+    def __init__(self, reference: Reference, layers: tuple[int, ...]) -> None:
+        self.reference, self.model = reference, tiny_model()
+        self.model.keep_hidden(layers)
+
+    def logits(self, tokens: list[int], drafts: list[int]) -> Tensor:
+        return self.reference.logits(tokens, self.states(tokens), drafts)
+
+    def states(self, tokens: list[int]) -> Tensor:
+        model = self.model
+        kv = KVCache(model.config, 64, 4, model.dtype, model.device)
+        hidden = model.room_for_hidden(len(tokens))
+        model.forward(self.batch(tokens), kv, hidden)
+        assert hidden is not None
+        return hidden
+
+    @staticmethod
+    def batch(tokens: list[int], start: int = 0) -> RaggedBatch:
+        """A sequence from position `start` on, of which all is wanted."""
+        n = len(tokens)
+        lens, ends = np.array([n], dtype=np.int32), np.array([start + n], dtype=np.int32)
+        tables, every = np.arange(64, dtype=np.int32)[None], torch.arange(n)
+        return RaggedBatch(torch.tensor(tokens), every + start, lens, ends, tables, every)
+
+
+class CheckedEagle(EagleDrafter):
+    """Compares the logits of every draft with those of `Cold`."""
+
+    def __init__(self, head: EagleHead, cold: Cold) -> None:
+        super().__init__(head)
+        self.cold, self.checked, self.seen = cold, 0, []
+        self.wrong = 0.0
+
+    def _logits(self, batch: RaggedBatch, slots: Any) -> Tensor:
+        logits = super()._logits(batch, slots)
+        self.seen.append(logits.clone())
+        return logits
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        self.seen = []
+        proposal = super().propose(rows)
+        for depth, logits in enumerate(self.seen):
+            for place, row in enumerate(np.flatnonzero(proposal.num_drafted > depth)):
+                tokens = self.table.tokens[rows.slots[row], : int(rows.num_tokens[row])].tolist()
+                expected = self.cold.logits(tokens, proposal.tokens[row, :depth].tolist())
+                own = logits[place]
+                if self.head.vocabulary is not None:
+                    own = own[self.head.vocabulary]
+                self.wrong = max(self.wrong, float((own - expected).abs().max()))
+                self.checked += 1
+        return proposal
+
+
+def checked_run(folder: Path, reference: Reference, requests: Any, **settings: Any) -> Run:
+    target = tiny_model()
+    head = load(folder, target)
+    held = settings.pop("kind_of_drafter", CheckedEagle)(
+        head, Cold(reference, head.head.hidden_layers)
+    )
+    return run_engine(requests, target, head, held=held, **settings)  # type: ignore[arg-type]
+
+
+def prompts(count: int, seed: int = 1, low: int = 1, high: int = 40) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, rng.integers(low, high)).tolist() for _ in range(count)]
+
+
+def hard_life(monkeypatch: pytest.MonkeyPatch, **params: Any) -> tuple[list[Any], dict[str, Any]]:
+    """k varies by step and row, and is 0 for a while; preemptions, prefix hits, chunks."""
+    rng, steps = np.random.default_rng(3), {"n": 0}
+
+    def choose(policy: Any, step: Any) -> np.ndarray:
+        steps["n"] += 1
+        k = rng.integers(0, 5, step.num_rows) * (not 10 <= steps["n"] < 20)
+        return np.minimum(step.caps, k.astype(np.int32))
+
+    monkeypatch.setattr(FixedPolicy, "choose", choose)
+    shared = prompts(1, seed=9, low=24, high=25)[0]
+    requests = [
+        make_request(f"r{i}", (shared if i % 2 else []) + p, max_tokens=24, **params)
+        for i, p in enumerate(prompts(8))
+    ]
+    size = {"num_blocks": 40, "step_budget_tokens": 40, "max_slots": 6}
+    return requests, {"lookahead": "fixed:4", **size}
+
+
+def eagle3(folder: Path, **flags: bool) -> tuple[Path, Reference]:
+    tensors = made_heads.eagle3_tensors()
+    made_heads.write_head(folder, made_heads.eagle3_config(**flags), tensors)
+    return folder, Reference(tensors, embedding(), **flags)
+
+
+def eagle1(folder: Path) -> tuple[Path, Reference]:
+    tensors = made_heads.eagle1_tensors()
+    made_heads.write_head(folder, made_heads.llama_fields(), tensors)
+    model = tiny_model()
+    return folder, FirstReference(tensors, embedding(), model.final_norm, target_head())
+
+
+@pytest.mark.parametrize("make", [eagle3, eagle1])
+def test_drafts_are_those_of_the_equations_whatever_the_head_went_through(
+    make, tmp_path, monkeypatch
+):
+    requests, settings = hard_life(monkeypatch)
+    run = checked_run(*make(tmp_path), requests, **settings)
+    held = run.executor.drafter
+    assert isinstance(held, CheckedEagle)
+    assert held.checked > 200 and held.wrong < 1e-4
+    assert run.scheduler.stats.preemptions > 0 and run.scheduler.stats.prefix_hit_tokens > 0
+    assert (run.accepted > 0).any() and (run.accepted < run.drafted).any()
+    assert run.outputs == run_engine(requests, tiny_model()).outputs
+
+
+class _WrongPosition(CheckedEagle):
+    """Reads the state of the position itself, not of the one before."""
+
+    def read_states(self, states: StepStates) -> None:
+        hidden = states.hidden.roll(-1, 0) if len(states.hidden) > 1 else states.hidden
+        super().read_states(states._replace(hidden=hidden))
+
+
+class _Stale(CheckedEagle):
+    """Keeps what it wrote while it guessed, and the state that it guessed with."""
+
+    def read_states(self, states: StepStates) -> None:
+        if states.lens.max() > 4 or self.kv_len[states.slots].min() == 0:
+            super().read_states(states)
+        self.kv_len[states.slots] = states.starts + states.lens
+
+
+class _ForgetsBlocks(CheckedEagle):
+    """After a prefix hit, or a preemption, it goes on from what the slot's last sequence left."""
+
+    def admit(self, admission: NewSequence) -> None:
+        before = self._last[admission.slot].clone()
+        super().admit(admission)
+        self._last[admission.slot] = before
+
+
+@pytest.mark.parametrize("broken", [_WrongPosition, _Stale, _ForgetsBlocks])
+def test_the_equations_tell_what_reads_the_wrong_states(broken, tmp_path, monkeypatch):
+    """And no text is another for it."""
+    requests, settings = hard_life(monkeypatch)
+    run = checked_run(*eagle3(tmp_path), requests, kind_of_drafter=broken, **settings)
+    assert run.executor.drafter.wrong > 1e-2
+    assert run.outputs == run_engine(requests, tiny_model()).outputs
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 12, "min_p": 0.01}])
+def test_seeded_text_does_not_depend_on_the_head(params, tmp_path, monkeypatch):
+    coupled = {"temperature": 0.9, "verification": "coupled", **params}
+    requests, settings = hard_life(monkeypatch, **coupled)
+    target = tiny_model()
+    head = load(eagle3(tmp_path)[0], target)
+    run = run_engine(requests, target, head, held=EagleDrafter(head), depth=1, **settings)
+    assert (run.accepted > 0).any() and (run.accepted < run.drafted).any()
+    assert run.outputs == run_engine(requests, tiny_model()).outputs
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_the_law_of_sampled_text_is_that_without_a_head(verification, tmp_path):
+    """Second and third tokens of 2,000 sequences with a head against as many without: two-sample
+    chi-square, false alarm below 1e-6 each; one whose q is not what it drew from fails it."""
+    found = {}
+    for name in ("off", "head", "broken"):
+        target = tiny_model()
+        head = load(eagle3(tmp_path / name)[0], target)
+        held = None if name == "off" else {"head": EagleDrafter, "broken": _Lies}[name](head)
+        asks = {"temperature": 1.0, "max_tokens": 4, "verification": verification}
+        requests = [
+            make_request(f"r{i}", [5, 9, 11], seed=1000 + i + 10**6 * (name == "off"), **asks)
+            for i in range(2000)
+        ]
+        run = run_engine(
+            requests,
+            target,
+            None if held is None else head,  # type: ignore[arg-type]
+            held=held,
+            lookahead="off" if held is None else "fixed:2",
+            max_slots=64,
+            check=False,
+            arrivals=[i // 64 for i in range(2000)],
+        )
+        assert held is None or (run.accepted > 0).any()
+        tokens = np.array(list(run.outputs.values()))
+        found[name] = [np.bincount(tokens[:, at], minlength=VOCAB) for at in (1, 2)]
+    z = {
+        name: [_two_samples_z(*pair) for pair in zip(found[name], found["off"], strict=True)]
+        for name in ("head", "broken")
+    }
+    assert max(z["head"]) < 5 < max(z["broken"])
+
+
+class _Lies(EagleDrafter):
+    def propose(self, rows: DraftRows) -> Proposal:
+        proposal = super().propose(rows)
+        assert proposal.probs is not None
+        flat = torch.full_like(proposal.probs, 1 / VOCAB)
+        return proposal._replace(probs=flat)
+
+
+def _two_samples_z(a: np.ndarray, b: np.ndarray) -> float:
+    """Of equally many: (a - b)^2 / (a + b) is chi-square with one less degree than cells."""
+    seen = a + b >= 10
+    a, b = np.append(a[seen], a[~seen].sum()), np.append(b[seen], b[~seen].sum())
+    both = np.maximum(a + b, 1)
+    statistic, df = float(((a - b) ** 2 / both).sum()), len(a) - 1
+    return ((statistic / df) ** (1 / 3) - (1 - 2 / (9 * df))) / (2 / (9 * df)) ** 0.5
+
+
+def test_the_scheduler_sees_a_head_that_is_never_behind(tmp_path):
+    target = tiny_model()
+    head = load(eagle3(tmp_path)[0], target)
+    lags = []
+
+    class Watched(RecordingExecutor):
+        def run(self, plan: StepPlan) -> StepResult:
+            lags.append(int(plan.catch_up.max(initial=0)))
+            return super().run(plan)
+
+    requests = [make_request(f"r{i}", p) for i, p in enumerate(prompts(4))]
+    run_engine(requests, target, head, held=EagleDrafter(head), lookahead="fixed:3", kind=Watched)
+    assert len(lags) > 10 and not any(lags)

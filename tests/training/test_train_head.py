@@ -1,0 +1,158 @@
+"""Training of heads: what is recorded, what is learnt, and that it is what is served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cbatch.cli.main import main
+from cbatch.core.request.request import SamplingParams
+from cbatch.demo import demo_head, demo_paths, demo_prompts
+from cbatch.engine.model_files import tokenizer_of
+from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.cpu.load_head import load_heads
+from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.training.eagle_net import EagleNet, EagleShape
+from cbatch.training.head_training import HeadTraining
+from cbatch.training.lessons import Lesson
+from cbatch.training.target_parts import TargetParts
+from cbatch.training.train_head import record
+from tests.runtime.marks import needs_compiler
+from tests.runtime.test_eagle import Cold
+
+TARGET = demo_paths()[0]
+LAYERS = (2, 6, 9, 12)
+
+
+def shipped_net() -> EagleNet:
+    parts = TargetParts.of(TARGET)
+    tensors = load_file(demo_head() / "model.safetensors")
+    ids = tensors.pop("d2t") + torch.arange(1024)
+    del tensors["t2d"]
+    shape = EagleShape(256, 3, 8, 4, 32, 352, parts.config.rms_norm_eps, parts.config.rope.theta)
+    net = EagleNet(shape, parts, ids)
+    net.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    return net
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_what_is_trained_is_what_is_served():
+    """Two drafts in a row: training's, for all positions at once, and those of a served head."""
+    target = load_model(TARGET, dtype="float32")
+    head = load_heads(demo_head(), target, TARGET)[0]
+    tokens = tokenizer_of(TARGET).encode(demo_prompts()[0])[:40]
+    target.keep_hidden(LAYERS[:3])
+    hidden = target.room_for_hidden(len(tokens))
+    kv = KVCache(target.config, 64, 4, target.dtype, target.device)
+    target.forward(Cold.batch(tokens), kv, hidden)
+    assert hidden is not None
+    own = KVCache(head.config, 64, 4, head.dtype, head.device)
+    first, carried = head.forward(Cold.batch(tokens), own, head.fuse(hidden).roll(1, 0))
+    net = shipped_net()
+    asked = torch.tensor(tokens)[None]
+    drafts = net.draft(asked, hidden[None, :-1], 2)
+    assert head.vocabulary is not None
+    served = first[1:, head.vocabulary]
+    torch.testing.assert_close(drafts[0][0], served, rtol=1e-3, atol=1e-3)
+    # The second draft at the last position but one, whose next token is known.
+    last, at = len(tokens) - 1, len(tokens) - 3
+    second, _ = head.forward(Cold.batch(tokens[last:], last), own, carried[last - 1 : last])
+    told = drafts[1][0, at]
+    torch.testing.assert_close(told, second[0, head.vocabulary], rtol=1e-3, atol=1e-3)
+
+
+@needs_compiler
+def test_states_are_recorded_as_one_pass_has_them_and_once(tmp_path, capsys):
+    tokenizer = tokenizer_of(TARGET)
+    prompts = [
+        (tokenizer.encode(text)[:30], SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+        for text in demo_prompts()[:5]
+    ]
+    shards = record(TARGET, prompts, tmp_path, 60)
+    lessons = list(shards.read())
+    assert len(lessons) == 5
+    assert sorted(each.tokens[: each.num_given].tolist() for each in lessons) == sorted(
+        list(tokens) for tokens, _ in prompts
+    )
+    target = load_model(TARGET)
+    target.keep_hidden(LAYERS)
+    for lesson in lessons:
+        assert len(lesson.tokens) == lesson.num_given + 9
+        hidden = target.room_for_hidden(len(lesson.tokens))
+        kv = KVCache(target.config, 64, 4, target.dtype, target.device)
+        target.forward(Cold.batch(lesson.tokens.tolist()), kv, hidden)
+        assert hidden is not None
+        # Of bf16 KV in blocks of another size sums differ in their last bits.
+        torch.testing.assert_close(lesson.states.float(), hidden[:-1], rtol=0.05, atol=0.5)
+    files = [file.stat().st_mtime_ns for file in shards.files]
+    again = record(TARGET, prompts, tmp_path, 60)
+    assert [file.stat().st_mtime_ns for file in again.files] == files
+
+
+def made_up_lessons(count: int) -> list[Lesson]:
+    """Texts that count up: what comes next is the token behind the latest."""
+    found = []
+    for i in range(count):
+        tokens = (torch.arange(24) * 3 + 5 * i) % 90
+        parts = torch.nn.functional.one_hot(tokens[:-1], 256).bfloat16()
+        found.append(Lesson(tokens.int(), 1, parts[:, None].repeat(1, 4, 1)))
+    return found
+
+
+def test_it_learns_and_goes_on_where_it_was(tmp_path, monkeypatch):
+    """The target's choice is made up, too: each token's successor."""
+    parts = TargetParts.of(TARGET)
+    rows = torch.zeros(4096, 256)
+    tokens = torch.arange(90)
+    rows[(tokens + 3) % 90, tokens] = 40.0
+    parts = parts._replace(head=rows.bfloat16(), norm=torch.ones(256).bfloat16())
+    shape = EagleShape(256, 3, 8, 4, 32, 64, 1e-5, 1e4)
+
+    def training(file: Path) -> HeadTraining:
+        torch.manual_seed(1)
+        return HeadTraining(EagleNet(shape, parts, torch.arange(90)), parts, file, steps=2)
+
+    lessons, held_out = made_up_lessons(48), made_up_lessons(60)[48:]
+    first = training(tmp_path / "a.pt")
+    before = first.acceptance(held_out)
+    first.run(lessons, seconds=1e9, max_steps=20)
+    after = first.acceptance(held_out)
+    assert before.by_depth[0] < 0.2 < 0.5 < after.by_depth[0]
+    again = training(tmp_path / "a.pt")
+    assert (again.step, again.tokens) == (first.step, first.tokens)
+    assert again.acceptance(held_out) == after
+    again.run(lessons, seconds=1e9, max_steps=22)
+    assert again.step == 22
+
+
+@needs_compiler
+def test_the_command_trains_a_head_that_loads(tmp_path, capsys):
+    texts = tmp_path / "texts.py"
+    texts.write_text("\n".join(demo_prompts() * 3), encoding="utf-8")
+    args = ["--text", str(texts), "--out", str(tmp_path / "head"), "--steps", "2", "--depth", "2"]
+    assert main(["train-head", str(TARGET), *args, "--draft-vocab", "512", "--share-head"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(told["by_depth"]) == 2
+    target = load_model(TARGET)
+    head = load_heads(tmp_path / "head", target, TARGET)[0]
+    assert head.head.hidden_layers == LAYERS[:3] and head.head.fc_norm
+    assert head.vocabulary is not None and len(head.vocabulary) == 512
+    assert "EAGLE-3 head" in (tmp_path / "head" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--minutes", "0"], "minutes"),
+        (["--text", "nowhere.txt"], "text: nowhere.txt cannot be read"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_told(args, message, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "head")]
+    assert main(["train-head", str(TARGET), *out, *args]) == 2
+    assert message in capsys.readouterr().err
