@@ -1,7 +1,8 @@
 """Settings for the whole suite: two threads, and hypothesis that gives the same verdict twice.
 
-Tests of interpreted kernels need a process of their own, and are the longest of the suite: it runs
-beside the other tests, and is looked at last."""
+Tests of interpreted kernels need a process of their own: it runs beside the other tests, and is
+looked at last. Where it is the whole suite that runs, so do a few long tests, and what compiles all
+builds of our C kernels before their tests come."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -64,44 +66,88 @@ INTERPRETED = {
 }
 
 
+# Long ones that look at no time, and leave a processor idle or wait for other processes.
+APART = {
+    "tests/bench/test_peers.py::test_all_of_them_agree_and_are_timed",
+    "tests/hostile/test_hostile.py::test_a_hostile_quarter_minute",
+}
+_WHOLE = 1000  # so many tests are the suite, and not a part of it
+
+
 class Beside(NamedTuple):
     process: subprocess.Popen[bytes]
     output: IO[bytes]
 
+    @classmethod
+    def start(cls, *command: str, **environment: str) -> Beside:
+        """A module of Python with arguments."""
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - open until the end
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=HERE.parent,
+            env=os.environ | environment,
+            stdout=output,
+            stderr=output,
+        )
+        return cls(process, output)
 
-_BESIDE = pytest.StashKey[Beside]()
+    @classmethod
+    def pytest(cls, *chosen: str, **environment: str) -> Beside:
+        return cls.start("pytest", "-q", "-p", "no:cacheprovider", *chosen, **environment)
+
+    def later(self) -> Beside:
+        """Beside what has to come first."""
+        os.setpriority(os.PRIO_PROCESS, self.process.pid, 10)
+        return self
+
+    def ended(self) -> tuple[int, str]:
+        """Exit status and output."""
+        status = self.process.wait()
+        self.output.seek(0)
+        return status, self.output.read().decode()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.output.close()
+
+
+_BESIDE = pytest.StashKey[dict[str, Beside]]()
+_KERNELS, _COMPILING = "interpreted kernels", "compiling"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.name in INTERPRETED)
+    items.sort(key=lambda item: item.name in INTERPRETED or item.nodeid in APART)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
-    folders = [str(INTERPRETED[i.name]) for i in session.items if i.name in INTERPRETED]
-    if not folders or session.config.option.collectonly:
+    beside = session.config.stash[_BESIDE] = {}
+    if session.config.option.collectonly:
         return
-    output = tempfile.TemporaryFile()  # noqa: SIM115 - open until the end
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *folders]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    process = subprocess.Popen(
-        command, cwd=HERE.parent, env=environment, stdout=output, stderr=output
-    )
-    session.config.stash[_BESIDE] = Beside(process, output)
+    folders = [str(INTERPRETED[i.name]) for i in session.items if i.name in INTERPRETED]
+    if folders:
+        beside[_KERNELS] = Beside.pytest(*folders, TRITON_INTERPRET="1")
+    if len(session.items) > _WHOLE:
+        beside[_COMPILING] = Beside.start("tests.runtime.compiled_ahead").later()
+        for item in session.items:
+            if item.nodeid in APART and isinstance(item, pytest.Function):
+                beside[item.nodeid] = Beside.pytest(item.nodeid).later()
+                item.obj = partial(passes, beside[item.nodeid])
+
+
+def passes(beside: Beside, **_: object) -> None:
+    status, output = beside.ended()
+    assert status == 0, output
+    assert "1 passed" in output
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    beside = config.stash.get(_BESIDE, None)
-    if beside is not None:
-        beside.process.kill()
-        beside.process.wait()
-        beside.output.close()
+    for beside in config.stash.get(_BESIDE, {}).values():
+        beside.end()
 
 
 @pytest.fixture
 def interpreted(request: pytest.FixtureRequest) -> tuple[int, str]:
     """Exit status and output of the tests of all selected folders of `INTERPRETED`."""
-    beside = request.config.stash[_BESIDE]
-    status = beside.process.wait()
-    beside.output.seek(0)
-    return status, beside.output.read().decode()
+    return request.config.stash[_BESIDE][_KERNELS].ended()

@@ -97,7 +97,7 @@ class RowsToPlan(msgspec.Struct):
         return np.zeros(len(self.caps), np.int32)
 
     def room(self) -> StepBudget:
-        return StepBudget(len(self.caps), 0)
+        return StepBudget(0)
 
 
 def make_config(**overrides: Any) -> SchedulerConfig:
