@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ctypes import c_long, c_void_p
+import functools
+from collections.abc import Callable
+from ctypes import CDLL, c_long, c_void_p
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +20,6 @@ from triton_kernels.verification.reference import NoiseRows
 # Enough for any usual top-k and most nuclei; a larger prefix costs more on every row.
 _LEADING_TOKENS = 256
 _ALONE_BELOW = 1 << 17  # logits that one thread looks at sooner than two get together
-_CHOOSE = [c_void_p, c_long, c_long, c_void_p, c_void_p, c_long]
 
 
 class Filters(NamedTuple):
@@ -146,11 +147,18 @@ def greedy_tokens(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
         return logits.numpy().argmax(axis=1), _all_finite(logits.numpy())
     logits, (rows, vocab) = logits.contiguous(), logits.shape
     tokens, finite = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.bool_)
-    kernel.choose.argtypes = _CHOOSE
     threads = 1 if rows * vocab < _ALONE_BELOW else torch.get_num_threads()
     to = tokens.ctypes.data, finite.ctypes.data
-    kernel.choose(logits.data_ptr(), rows, vocab, *to, threads)
+    _chooser(kernel)(logits.data_ptr(), rows, vocab, *to, threads)
     return tokens, finite
+
+
+@functools.cache
+def _chooser(kernel: CDLL) -> Callable[..., None]:
+    choose = kernel.choose
+    choose.argtypes = [c_void_p, c_long, c_long, c_void_p, c_void_p, c_long]
+    choose.restype = None
+    return choose
 
 
 def greedy_drafts(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:

@@ -23,7 +23,7 @@ class KVCache:
     together, as they do in the projection that makes them, and so do the tokens of one head in one
     block: writing copies one run for each (token, head), gathering one for each (block, head), and
     the gathered tiles are operands of a batched product as they stand. A compiled pass, which reads
-    blocks in place, has K of a block transposed (see `attention.h`). One more block
+    blocks in place, has K of a block transposed (see `paged.h`). One more block
     (`scratch_block`) stays zero: it stands for whatever a block table does not hold.
 
     `data` [layers, 2, kv_heads, blocks, block_size, head_dim] is a view of all of it.

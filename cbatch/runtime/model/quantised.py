@@ -22,7 +22,7 @@ from cbatch.runtime.model.weight_files import Safetensors, WeightSource
 _BLOCK_TYPES = {each.name: each for each in TYPES.values()}
 _BLOCK = 32  # columns
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of columns 0 .. 7 in a word
-_FP8 = torch.float8_e4m3fn
+_FP8 = "F8_E4M3"  # as safetensors files name it
 _MAIN = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 
 
@@ -70,18 +70,21 @@ class QuantisedWeights(WeightSource):
         module, _, kind = name.rpartition(".")
         if kind != "weight" or len(shape) != 2:
             return self._files.get(name, shape)
-        if f"{module}.{_MAIN.get(self._how.method, '')}" in self._files:
+        if self._main(module) in self._files:
             return self._codes(module, *shape).values().to(self._dtype)
-        if self._files.dtype_of(name) == _FP8:
+        if self._files.type_of(name) == _FP8:
             return self._widened(module, shape)
         return self._files.get(name, shape)
 
     def blocks(self, name: str) -> GgufTensor | None:
         module = name.removesuffix(".weight")
-        main = f"{module}.{_MAIN.get(self._how.method, '')}"
-        if not self._as_stored or main not in self._files or name not in self._shapes:
+        if not self._as_stored or name not in self._shapes or self._main(module) not in self._files:
             return None
         return _as_blocks(name, self._codes(module, *self._shapes[name]))
+
+    def _main(self, module: str) -> str:
+        """The tensor that a quantised matrix has, and no other."""
+        return f"{module}.{_MAIN.get(self._how.method, '')}"
 
     def _error(self, name: str, problem: str) -> ModelError:
         return ModelError(f"{self._files.directory}: tensor {name}: {problem}")

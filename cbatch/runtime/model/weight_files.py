@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,9 +56,12 @@ class Safetensors(WeightSource):
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def dtype_of(self, name: str) -> torch.dtype | None:
-        """None where there is none of that name."""
-        return self.read(name).dtype if name in self._names else None
+    def type_of(self, name: str) -> str | None:
+        """As the file names it (F32, BF16, F8_E4M3); None where there is none of that name."""
+        if name not in self._names:
+            return None
+        found: str = self._read(name, lambda file: file.get_slice(name).get_dtype())
+        return found
 
     def scalar(self, name: str) -> float | None:
         if name not in self._names:
@@ -83,14 +87,17 @@ class Safetensors(WeightSource):
 
     def read(self, name: str) -> Tensor:
         """The tensor as it is, of any dtype and shape."""
+        tensor: Tensor = self._read(name, lambda file: file.get_tensor(name))
+        return tensor
+
+    def _read(self, name: str, what: Callable[[Any], Any]) -> Any:
         file = self._names.get(name)
         if file is None:
             raise ModelError(f"{self.directory}: tensor {name} is missing; the download may be cut")
         try:
-            tensor: Tensor = self._open(file).get_tensor(name)
+            return what(self._open(file))
         except (SafetensorError, OSError) as err:
             raise ModelError(f"{file}: tensor {name} cannot be read ({err!s:.300})") from None
-        return tensor
 
     def _open(self, file: Path) -> Any:
         if file not in self._files:

@@ -1,6 +1,7 @@
 // A decoder's whole pass over a ragged batch, by one team of threads.
 
 #pragma once
+#include "attention.h"
 #include "step.h"
 
 static float squares(const float *x, long count) {
@@ -261,7 +262,7 @@ static void project(pass *p, long index, int pairs) {
 
 // The whole pass, by each thread of the team. What a step points to may be gone where a thread is
 // late, and is looked at only in what it has taken.
-static void run(void *job) {
+static void decode_all(void *job) {
     pass p = *(const pass *)job;
     const decoder *m = p.model;
     const long last = m->num_layers - 1;

@@ -12,7 +12,7 @@ int decode(const decoder *model, const step *step) {
     carve(&p, step->memory, most(step->rows, step->num_wanted), step->threads);
     const int wrong = plan(&p);
     if (wrong) return wrong;
-    together(run, &p, sizeof p, step->threads,
+    together(decode_all, &p, sizeof p, step->threads,
              model->num_layers * LOOPS_OF_A_LAYER + OTHER_LOOPS);
     return 0;
 }

@@ -1,7 +1,7 @@
 // A decoder and a step of it, as they come from outside; and its working memory.
 
 #pragma once
-#include "attention.h"
+#include "paged.h"
 #include "product.h"
 
 #define MOST_QUERIES 48  // of a tile of attention
@@ -43,7 +43,7 @@ typedef struct {
 } decoder;
 
 // tokens [rows]; query_lens and context_lens [sequences]; tables [sequences, table_width]; wanted
-// [num_wanted]: flat rows; kv [layers, kv_heads, blocks] of blocks as attention.h has them; logits
+// [num_wanted]: flat rows; kv [layers, kv_heads, blocks] of blocks as paged.h has them; logits
 // [num_wanted, choices]. `states` [rows, hidden] are what a drafter reads. What is kept goes to hidden
 // [rows, num_kept, hidden]. `progress` is null, or a number that goes up during the pass, at least
 // once a layer.

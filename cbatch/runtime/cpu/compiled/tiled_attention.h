@@ -1,7 +1,8 @@
 // What attention multiplies, by tiles (AMX): 16 queries with 16 keys, 32 dimensions at a time, and
-// with 16 positions of V. It is included by attention.h, whose words it uses.
+// with 16 positions of V.
 
 #pragma once
+#include "paged.h"
 #include "tiles.h"
 
 #if defined(__AMX_TILE__)

@@ -1,0 +1,111 @@
+// What attention reads and works on: a sequence's K and V in blocks, chunk by chunk of KEYS
+// positions, and a thread's memory.
+
+#pragma once
+#include "vectors.h"
+
+#define KEYS 64
+#define MASKED -1e30f
+
+// How K and V are multiplied: fp32; bf16, widened; pairs of bf16, where queries, and the weights of
+// V, are rounded, too, one after another or by tiles.
+enum scoring { WHOLE, WIDENED, BY_PAIRS, BY_TILES };
+
+// A layer's blocks of one KV head, [blocks, block_size * 2 * dim]. In a block lie K, transposed, and
+// V, in cells of 4 bytes: of fp32 [dim, block_size] and [block_size, dim]; of bf16 pairs of
+// dimensions [dim / 2, block_size, 2] and of positions [block_size / 2, dim, 2]. Where a block's size
+// is odd, V has no pairs: [block_size, dim]. Nobody sees positions before `first`.
+typedef struct {
+    const char *blocks;
+    const int32_t *table;
+    long block_size, dim, window, first;
+    enum scoring scoring;
+} paged;
+
+INLINE long kv_size(enum scoring scoring) { return scoring == WHOLE ? 4 : 2; }
+INLINE long block_bytes_of(long block_size, long dim, enum scoring scoring) {
+    return block_size * 2 * dim * kv_size(scoring);
+}
+
+// Where V of a place begins in its block, and from dimension to dimension, in bytes.
+typedef struct {
+    long first, stride;
+} value_place;
+
+INLINE value_place value_place_of(long at, long block_size, long dim, int half) {
+    const long paired = half && block_size % 2 == 0, odd = paired && at % 2;
+    return (value_place){((block_size + at - odd) * dim + odd) * (half ? 2 : 4),
+                         paired || !half ? 4 : 2};
+}
+
+// `rows` rows, the first at `position`, of `group` heads each; query r, g at queries + r * stride +
+// g * dim, and what it attends to at out + r * out_stride + g * dim.
+typedef struct {
+    const float *queries;
+    float *out;
+    long rows, group, position, stride, out_stride;
+} attending;
+
+// Of one thread, for up to `count` queries.
+typedef struct {
+    float *queries, *scores, *out, *sums, *top;
+    float *keys, *values;  // cells gathered of a chunk: K of fp32, or half as many of both
+    long width;            // of a query, and of what it attends to
+} scratch;
+
+INLINE long scratch_width(long dim) { return rounded(dim, LANES * SPAN); }
+INLINE long scratch_floats(long count, long dim) {
+    const long width = scratch_width(dim);
+    count = rounded(count, LANES);
+    return count * (2 * width + KEYS + LANES) + width * KEYS + count;
+}
+
+INLINE scratch scratch_at(float *at, long count, long dim) {
+    scratch s = {.width = scratch_width(dim)};
+    count = rounded(count, LANES);
+    s.queries = at, s.out = s.queries + count * s.width, s.scores = s.out + count * s.width;
+    s.keys = s.scores + count * KEYS, s.values = s.keys + s.width * KEYS / 2;
+    s.sums = s.keys + s.width * KEYS;
+    s.top = s.sums + count * LANES;
+    return s;
+}
+
+// LANES keys after another, of a block or gathered: cells `stride` bytes apart from dimension to
+// dimension, or pair to pair.
+typedef struct {
+    const char *at[KEYS / LANES];
+    long stride;
+} columns;
+
+// K of the chunk's positions [0, to), those from `from` on in use. Blocks that do not hold whole
+// groups of LANES are gathered.
+static columns columns_of(const paged *kv, const scratch *s, long chunk, long from, long to) {
+    const long size = kv->block_size, bytes = block_bytes_of(size, kv->dim, kv->scoring);
+    const long rows = kv->dim * kv_size(kv->scoring) / 4;
+    columns found = {.stride = 4 * (size % LANES ? KEYS : size)};
+    for (long k = from; k < to && size % LANES; k++) {
+        const long block = (chunk + k) / size, at = chunk + k - block * size;
+        const char *cell = kv->blocks + kv->table[block] * bytes + at * 4;
+        for (long d = 0; d < rows; d++) memcpy(s->keys + d * KEYS + k, cell + d * size * 4, 4);
+    }
+    for (long g = 0; g < KEYS / LANES; g++) {
+        const long first = most(least(g, (to - 1) / LANES), from / LANES) * LANES;
+        const long block = (chunk + first) / size, at = chunk + first - block * size;
+        if (size % LANES) found.at[g] = (const char *)(s->keys + first);
+        else found.at[g] = kv->blocks + kv->table[block] * bytes + at * 4;
+    }
+    return found;
+}
+
+// V of two positions of which [from, to) is in use, as pairs; 0 for the other.
+static const char *gathered(const paged *kv, float *cells, long from, long to) {
+    const long size = kv->block_size, dim = kv->dim, bytes = block_bytes_of(size, dim, kv->scoring);
+    memset(cells, 0, dim * 4);
+    for (long k = from; k < to; k++) {
+        const value_place of = value_place_of(k % size, size, dim, 1);
+        const char *value = kv->blocks + kv->table[k / size] * bytes + of.first;
+        char *to = (char *)cells + k % 2 * 2;
+        for (long d = 0; d < dim; d++) memcpy(to + d * 4, value + d * of.stride, 2);
+    }
+    return (const char *)cells;
+}
