@@ -72,7 +72,8 @@ class Cold:
 
 
 class CheckedEagle(EagleDrafter):
-    """Compares the logits of every draft with those of `Cold`."""
+    """Compares the logits of every draft with those of `Cold`: `wrong` is the largest difference
+    yet, in standard deviations of the logits beside it."""
 
     def __init__(self, head: EagleHead, cold: Cold) -> None:
         super().__init__(head)
@@ -94,7 +95,8 @@ class CheckedEagle(EagleDrafter):
                 own = logits[place]
                 if self.head.vocabulary is not None:
                     own = own[self.head.vocabulary]
-                self.wrong = max(self.wrong, float((own - expected).abs().max()))
+                wrong = (own - expected).abs().max() / expected.std()
+                self.wrong = max(self.wrong, float(wrong))
                 self.checked += 1
         return proposal
 
