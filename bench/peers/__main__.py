@@ -17,12 +17,11 @@ second (`--prefill`), or of seconds until a constructor returns (`--startup`), b
 and the `most` of them; `to_peer` is its ratio to the first peer, `ours_to_it` that of ours with
 lookahead off. `step_p99_to_median` is of decoding steps, with `--busy` of those beside the loops.
 
-`--limits` is one more system, which reads weights from memory once a step where it decodes and
-multiplies with them where it reads prompts, as fast as torch reads a GiB and multiplies matrices of
-2048 (bf16 or fp32) on as many threads in the same turn. `of_limit` is the ratio to it: of `decode`
-the share of the memory's bandwidth, of `prefill` that of the products a second. Neither attention
-nor KV is counted, and the head for the last token of a prompt alone. In a batch a step has to
-multiply as well, and products of integers may be faster than those: a limit is none there.
+`--limits` is one more system, which does nothing but multiply with weights, and read them from
+memory once a step where that takes longer, as fast as torch reads a GiB and multiplies matrices of
+2048 (bf16 or fp32) on as many threads in the same turn. `of_limit` is the ratio to it. Neither
+attention nor KV is counted, and the head for the last token of a prompt alone. Products of integers
+may be faster: of quantised models decoding is held to reading alone, which in a batch is no limit.
 """
 
 from __future__ import annotations

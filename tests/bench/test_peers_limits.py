@@ -34,7 +34,7 @@ def test_limits_take_as_long_as_reading_and_multiplying(monkeypatch: pytest.Monk
     monkeypatch.setattr(limits_worker, "READ_BYTES", 1 << 16)
     monkeypatch.setattr(limits_worker, "WIDTH", 16)
     threads = torch.get_num_threads()
-    found = limits_worker.MachineLimits(1 << 14, 10.0, 100.0, threads=threads)
+    found = limits_worker.MachineLimits(1 << 14, 10.0, 100.0, 512.0, threads=threads)
     assert all(step > 0 for step in found.run([[1]], 3)["steps_s"])
     done: list[Any] = []
 
@@ -46,9 +46,11 @@ def test_limits_take_as_long_as_reading_and_multiplying(monkeypatch: pytest.Monk
     run = found.run([[1, 2, 3]] * 2, 4)
     assert run["outputs"] == [[0] * 4] * 2
     assert run["steps_s"] == [0.5] * 3, "a quarter of what is read in two seconds"
+    crowd = found.run([[1]] * 10, 3)
+    assert crowd["steps_s"] == [1.25] * 2, "ten rows of an eighth of a second each"
     reading_prompts_s = 2 * (3 * 10.0 + 100.0) / (2 * 16**3 / 2.0)
     assert run["seconds"] == pytest.approx(1.5 + reading_prompts_s)
-    total, product = done
+    total, product = done[:2]
     assert float(total) == (1 << 16) / 4 and product.shape == (16, 16)
 
 
@@ -83,8 +85,10 @@ def test_bytes_and_products_are_those_of_the_matrices(tmp_path: Path, tied: bool
         "weight_bytes": blocks.weight_bytes,
         "token_flop": given.token_flop,
         "prompt_flop": given.prompt_flop,
+        "row_flop": 0,
         "threads": 3,
     }
+    assert limits(given, 3).settings["row_flop"] == 2 * count
 
 
 def test_limits_are_no_peer_and_what_others_are_a_share_of() -> None:
