@@ -12,7 +12,7 @@
 #endif
 
 #define CELL 32        // columns
-#define BLOCKS_AHEAD 8192  // bytes
+#define BLOCKS_AHEAD 16384  // bytes
 #define SUPER_CELLS 8  // of a block with 256 columns
 #define CODE_BYTES (4 * LANES)  // of a vector: 4 columns of LANES outputs
 
@@ -177,18 +177,19 @@ INLINE ints dot4(ints sum, ints codes, int32_t values, int bits) {
 #endif
 }
 
-// What rows from `x` on, a stride apart, and a panel make. Inlined: form and rows are constants.
-INLINE void cells(const char *panel, long in, form f, const char *x, long stride, int rows,
-                  vec *found) {
-    const long count = in / CELL;
+// What rows from `x` on, a stride apart, and a panel make. The first to read a panel asks for those
+// behind it (`ahead`). Inlined: form and rows are constants.
+INLINE void cells(const char *panel, long in, form f, const char *x, long stride, int ahead,
+                  int rows, vec *found) {
+    const long count = in / CELL, whole = cell_bytes(f) + scale_bytes(f);
     const char *scales = panel + count * cell_bytes(f);
     vec sums[ROWS];
     UNROLLED for (int r = 0; r < rows; r++) sums[r] = (vec){0};
     for (long cell = 0; cell < count; cell++) {
         const char *at = panel + cell * cell_bytes(f);
-        if (rows <= FEW)
-            UNROLLED for (int line = 0; line < f.bits; line++)
-                __builtin_prefetch(at + BLOCKS_AHEAD + line * CODE_BYTES, 0, 2);
+        if (ahead)
+            for (long line = 0; line < whole; line += 64)
+                __builtin_prefetch(panel + BLOCKS_AHEAD + cell * whole + line, 0, 2);
         ints codes[8];
         unpack(f, at, codes);
         const scale by = scale_of(f, scales, cell);

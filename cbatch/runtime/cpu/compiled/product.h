@@ -138,7 +138,7 @@ INLINE void band(const problem *of, const segment *of_w, long rows, long first, 
 INLINE void block_tile(const problem *of, const segment *of_w, form f, long row, long panel, int rows) {
     vec found[ROWS];
     cells(of_w->panels + panel * block_panel_bytes(f, of->by->in), of->by->in, f,
-          of->x + row * of->x_stride, of->x_stride, rows, found);
+          of->x + row * of->x_stride, of->x_stride, !row, rows, found);
     const outputs at = outputs_of(of_w, panel);
     for (int r = 0; r < rows; r++) put(of, at, row + r, found[r]);
 }
