@@ -13,7 +13,7 @@ import torch
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.plan import StepPlan, StepResult
-from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
+from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.buckets import bucket, ladder
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import Capturing, Device, device_for
@@ -24,10 +24,11 @@ from cbatch.runtime.gpu.known_tokens import KnownTokens
 from cbatch.runtime.gpu.logprobs import LogprobsReader
 from cbatch.runtime.gpu.masking import Masking, end_dead_ends
 from cbatch.runtime.gpu.memory import StepLimits
+from cbatch.runtime.gpu.passes import PassBuilder
 from cbatch.runtime.gpu.pending import HostBuffers, Pending
 from cbatch.runtime.gpu.slot_update import SlotUpdate
 from cbatch.runtime.gpu.slots import Bounds, HostSlots
-from cbatch.runtime.gpu.target_pass import BY_LOOKUPS, PLAIN, WEIGHING, Deciding, TargetPass
+from cbatch.runtime.gpu.target_pass import BY_LOOKUPS, PLAIN, WEIGHING, Deciding
 from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.sampling.structured import GrammarSource
 from triton_kernels.slots import advance as fields
@@ -86,40 +87,18 @@ class GpuExecutor:
         )
         self._most_catch_up = made_for.most_catch_up
         sizes = made_for.arena_of(target.config)
-        limits = {"most_positions": max_sequence_tokens, "most_drafts": max_drafts}
-        memory = partial(self._memory, num_blocks, block_size_tokens, tuning, kv_dtype)
         with torch.inference_mode(), self._queue.working():
             self._arena = Arena.allocate(sizes, self.device)
             self._layout: DraftLayout | None = None
             if max_drafts:
                 most = self._most_catch_up if draft is not None else 1
                 self._layout = DraftLayout.allocate(sizes.slots, most, max_drafts, self.device)
+            passes = PassBuilder(made_for, num_blocks, kv_dtype, tuning, self.state, self._layout)
             self._drafting: DraftPasses | None = None
             self.draft_kv: KVCache | None = None
             if draft is not None:
-                assert self._layout is not None
-                self.draft_kv, attention = memory(draft, self._most_catch_up)
-                self._drafting = DraftPasses(
-                    draft,
-                    self.draft_kv,
-                    attention,
-                    self.state,
-                    self._layout,
-                    most_tokens=self._most_catch_up,
-                    vocab=sizes.vocab,
-                    **limits,
-                )
-            self.kv, attention = memory(target, step_budget_tokens)
-            self._target = TargetPass(
-                target,
-                self.kv,
-                attention,
-                self.state,
-                self._layout,
-                self._drafting,
-                most_tokens=step_budget_tokens,
-                **limits,
-            )
+                self._drafting, self.draft_kv = passes.of_draft(draft, sizes.vocab)
+            self._target, self.kv = passes.of_target(target, self._drafting)
             self._inbox = torch.zeros(0, dtype=torch.int32, device=self.device)
             self._masking = Masking(self._target, self._queue, max_slots, max_drafts)
         self._slots = HostSlots(sizes, self._arena.places)
@@ -147,28 +126,6 @@ class GpuExecutor:
                 lookups, known, num_blocks, context_tokens=context, most_catch_up=most
             )
         return HostSide(known, chains, with_model=draft is not None)
-
-    def _memory(
-        self,
-        num_blocks: int,
-        block_size_tokens: int,
-        tuning: Tuning | None,
-        kv_dtype: torch.dtype | None,
-        decoder: Decoder,
-        most_tokens: int,
-    ) -> tuple[KVCache, PagedAttention]:
-        """A model's pool, and its attention over it."""
-        config = decoder.config
-        held = kv_dtype or decoder.dtype
-        kv = KVCache(config, num_blocks, block_size_tokens, held, self.device)
-        more = {} if held == decoder.dtype else {"kv_dtype": held}
-        if tuning is None:
-            heads = heads_of(config)
-            tuning = Tuning.of(heads, decoder.dtype, self.device, block_size_tokens, **more)
-        # AMD's kind of fp8 goes half as far.
-        wider = 2.0 if held == torch.float8_e4m3fnuz else 1.0
-        scales = [(k * wider, v * wider) for k, v in decoder.kv_scales] if more else None
-        return kv, PagedAttention(config, kv, self.state.blocks, most_tokens, tuning, scales)
 
     @property
     def state(self) -> SlotState:

@@ -25,3 +25,11 @@ def fp8_for(decoder: Decoder) -> torch.dtype:
         problem = f"fp8 is not served with {decoder.dtype} on {arch}"
         raise FieldError("kv_cache_dtype", problem, "leave it out") from error
     return dtype
+
+
+def kv_scales(decoder: Decoder, held: torch.dtype) -> list[tuple[float, float]] | None:
+    """What K and V of each layer are divided by to be `held`; None: they are held as they are."""
+    if held == decoder.dtype:
+        return None
+    wider = 2.0 if held == torch.float8_e4m3fnuz else 1.0  # AMD's kind goes half as far
+    return [(k * wider, v * wider) for k, v in decoder.kv_scales]
