@@ -83,12 +83,21 @@ class LayerBuilder:
         in_scale: Tensor | None,
     ) -> Linear:
         """Of tensors of one shape, below one another."""
-        blocks = self._blocks(names)
-        if blocks is not None:
-            return Linear.of(CompiledProduct.of_blocks(_stacked(blocks), bias, in_scale))
+        stored = self._as_stored(names, bias, in_scale)
+        if stored is not None:
+            return stored
         weights = [self._get(name, *shape) for name in names]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         return self._linear(weight, bias, in_scale)
+
+    def _as_stored(
+        self, names: list[str], bias: Tensor | None, in_scale: Tensor | None
+    ) -> Linear | None:
+        """Of tensors below one another in the blocks they come in, if we multiply with such."""
+        blocks = self._blocks(names)
+        if blocks is None:
+            return None
+        return Linear.of(CompiledProduct.of_blocks(_stacked(blocks), bias, in_scale))
 
     def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Linear:
         return Linear(weight, bias, in_scale, self._plan(*weight.shape))

@@ -106,23 +106,13 @@ class _Builder(LayerBuilder):
         fused = [fuse(each).contiguous().to(self.device) if each else None for each in fields]
         return QuantisedDense(Packed(*fused), bias, in_scale)  # type: ignore[arg-type]
 
-    def _below(
-        self,
-        names: list[str],
-        shape: tuple[int, int],
-        bias: Tensor | None,
-        in_scale: Tensor | None,
-    ) -> Any:
+    def _as_stored(self, names: list[str], bias: Tensor | None, in_scale: Tensor | None) -> Any:
         parts = self._packed(names)
-        if parts is None:
-            return super()._below(names, shape, bias, in_scale)
-        return self._quantised(parts, torch.cat, bias, in_scale)
+        return None if parts is None else self._quantised(parts, torch.cat, bias, in_scale)
 
     def _qkv(self, attention: str, norm: Tensor) -> Any:
-        parts, c = (
-            self._packed([f"{attention}.{letter}_proj.weight" for letter in "qkv"]),
-            self.config,
-        )
+        c = self.config
+        parts = self._packed([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
         if parts is None:
             return super()._qkv(attention, norm)
 
@@ -192,10 +182,12 @@ class Decoder:
                 config.rope, config.head_dim, config.num_kv_heads, config.group_size, device
             )
 
+    def _products(self) -> list[Any]:
+        return [p for layer in self.layers for p in layer.products()] + [self.head]
+
     def _block_bytes(self) -> int | None:
         """Of all matrices, where some are quantised."""
-        products: list[Any] = [p for layer in self.layers for p in layer.products()] + [self.head]
-        weights = [_weight_of(product) for product in products]
+        weights = [_weight_of(product) for product in self._products()]
         if not any(isinstance(weight, Packed) for weight in weights):
             return None
         sizes = {id(w): w.num_bytes if isinstance(w, Packed) else w.nbytes for w in weights}
@@ -206,8 +198,7 @@ class Decoder:
         shape. Waits for the device."""
         if self.numerics != "invariant":
             return False
-        products: list[Any] = [p for layer in self.layers for p in layer.products()] + [self.head]
-        shapes = {(type(p), tuple(_weight_of(p).shape)): p for p in products}
+        shapes = {(type(p), tuple(_weight_of(p).shape)): p for p in self._products()}
         generator = torch.Generator().manual_seed(1)
         with torch.inference_mode():
             for (_, (_, columns)), product in shapes.items():
