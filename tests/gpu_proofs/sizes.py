@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.gpu import kv_types
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.model.config import ModelConfig, parse_config
+from cbatch.runtime.model.gguf_file import GgufTensor
 from cbatch.runtime.model.weight_files import WeightSource
 from tests.gpu_proofs.meta import META
+from tests.runtime.blocks import stored_matrix
 from triton_kernels.attention import Heads, tile_for
 
+OURS = "invariant"
 PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 
 
@@ -52,6 +58,8 @@ class Size(NamedTuple):
     budget_tokens: int = 2048
     blocks: int = 4096
     numerics: str = "fast"
+    in_blocks: bool = False  # matrices of the layers come in 4 and 8 bits
+    kv_cache_dtype: str = "auto"
 
 
 LLAMA_8B = model("llama", 128256, (32, 8, 128))
@@ -63,6 +71,8 @@ QWEN2_SMALL = model("qwen2", 151936, (14, 2, 64))
 SMALL = model("llama", 49152, (9, 3, 64))
 ODD = model("llama", 50257, (12, 12, 64))
 ODD_SMALLER = model("llama", 50000, (6, 2, 64))
+BLOCKS = model("llama", 32000, (16, 4, 64))
+BLOCKS_BIASED = model("qwen2", 32000, (8, 2, 64))
 WINDOW = model("mistral", 32003, (32, 8, 128), sliding_window=4096)
 
 USUAL = (
@@ -70,6 +80,18 @@ USUAL = (
     Size("qwen3, 17 slots", QWEN3_8B, QWEN3_SMALL, 17, 64, 3),
     Size("odd vocabulary, 1 slot", ODD, ODD_SMALLER, 1, 32, 5, torch.float16, 72, 600),
     Size("window, 16 slots, no draft", WINDOW, None, 16, 128, budget_tokens=777),
+    Size(
+        "in blocks, keys in fp8, invariant, 5 slots",
+        BLOCKS,
+        BLOCKS_BIASED,
+        5,
+        16,
+        2,
+        budget_tokens=600,
+        numerics=OURS,
+        in_blocks=True,
+        kv_cache_dtype="fp8",
+    ),
 )
 MORE = (
     Size("two vocabularies, 16 slots", QWEN2_7B, QWEN2_SMALL, 16, 128, 8),
@@ -81,16 +103,13 @@ MORE = (
     Size("llama, 16 slots, no draft", LLAMA_8B, None, 16, 32),
     Size("window, 33 slots", WINDOW, WINDOW, 33, 32, 4),
     Size("lookups, 17 slots, no draft", QWEN3_8B, None, 17, 64, 4),
+    Size("invariant, 5 slots", QWEN2_7B, QWEN2_SMALL, 5, 16, 2, budget_tokens=600, numerics=OURS),
+    Size("in blocks, 5 slots", BLOCKS, BLOCKS_BIASED, 5, 16, 2, budget_tokens=600, in_blocks=True),
     Size(
-        "invariant, 5 slots",
-        QWEN2_7B,
-        QWEN2_SMALL,
-        5,
-        16,
-        2,
-        budget_tokens=600,
-        numerics="invariant",
+        "in blocks and fp32, 3 slots", BLOCKS_BIASED, None, 3, 32, 2, torch.float32, in_blocks=True
     ),
+    Size("keys in fp8, 17 slots", LLAMA_8B, LLAMA_1B, 17, 16, 3, kv_cache_dtype="fp8"),
+    Size("keys in fp8, large pages", QWEN3_8B, QWEN3_SMALL, 5, 64, 2, kv_cache_dtype="fp8"),
 )
 
 
@@ -102,15 +121,42 @@ class _NoWeights(WeightSource):
         return torch.empty(shape, dtype=self._dtype, device=META)
 
 
-def decoder(config: ModelConfig, dtype: torch.dtype, numerics: str) -> Decoder:
-    return Decoder(config, _NoWeights(dtype), dtype, META, numerics)
+class _Blocks(_NoWeights):
+    """All else has no values."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._config = config
+
+    def blocks(self, name: str) -> GgufTensor | None:
+        return stored_matrix(self._config, name)
 
 
-def tuning_on(arch: str) -> Callable[..., Tuning]:
-    """`Tuning.of` as on a device of this kind."""
+def decoder(config: ModelConfig, size: Size) -> Decoder:
+    source = _Blocks(config, size.dtype) if size.in_blocks else _NoWeights(size.dtype)
+    return Decoder(config, source, size.dtype, META, size.numerics)
 
-    def of(heads: Heads, dtype: torch.dtype, device: torch.device, page_tokens: int) -> Tuning:
-        tile = tile_for(heads, dtype, page_tokens, arch=arch, rows=8 * heads.group)
+
+@contextmanager
+def device_of(arch: str) -> Iterator[None]:
+    """What the executor asks about its device it is told of one of this kind."""
+
+    def of(
+        heads: Heads,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> Tuning:
+        tile = tile_for(heads, dtype, page_tokens, arch=arch, kv_dtype=kv_dtype)
         return Tuning(tile, tile.programs * PROCESSORS[arch], 2 * PROCESSORS[arch])
 
-    return of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tuning, "of", of)
+        patch.setattr(kv_types, "arch_of", lambda device: arch)
+        yield
+
+
+def serves(size: Size, arch: str) -> bool:
+    """Keys in fp8 are refused where no tile reads them."""
+    return size.kv_cache_dtype == "auto" or arch != "sm_80"

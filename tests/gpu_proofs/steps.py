@@ -13,15 +13,15 @@ from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.engine.backends import kv_dtype_of
 from cbatch.engine.loop import StepLoop
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.gpu import GpuExecutor
 from cbatch.runtime.gpu import executor as executor_module
-from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.host_drafts import LookupSettings
 from tests.gpu_proofs.driver import Launches
 from tests.gpu_proofs.meta import MetaDevice, OnlyQueued, Refused
-from tests.gpu_proofs.sizes import Size, decoder, tuning_on
+from tests.gpu_proofs.sizes import Size, decoder, device_of
 from tests.runtime.engines import make_request, parse_lookahead
 
 _MODEL_TOKENS = 2047
@@ -126,12 +126,11 @@ class Run:
         self.steps = self.masked = 0
         # Who drafts for requests that name nobody.
         self.chain = ("ngram",) if size.draft is None else ("model",)
-        target = decoder(size.target, size.dtype, size.numerics)
-        draft = None if size.draft is None else decoder(size.draft, size.dtype, size.numerics)
+        target = decoder(size.target, size)
+        draft = None if size.draft is None else decoder(size.draft, size)
         launches.phase = "made"
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, device_of(arch):
             patch.setattr(executor_module, "device_for", lambda device: self.device)
-            patch.setattr(Tuning, "of", tuning_on(arch))
             self.executor = GpuExecutor(
                 target,
                 num_blocks=size.blocks,
@@ -143,6 +142,7 @@ class Run:
                 max_drafts=size.drafts,
                 lookups=LookupSettings({"ngram": NgramLookup()}, self.chain),
                 grammars=AnyText(size.target.vocab_size),
+                kv_dtype=kv_dtype_of(target, size.kv_cache_dtype),
             )
 
     def capture(self) -> None:

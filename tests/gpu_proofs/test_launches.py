@@ -11,18 +11,20 @@ import torch
 import triton
 import triton.language as tl
 
+from cbatch.core.request.errors import FieldError
 from cbatch.runtime.gpu import executor as executor_module
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS
 from tests.gpu_proofs.compiled import verdicts
-from tests.gpu_proofs.driver import recording
+from tests.gpu_proofs.driver import Launches, recording
 from tests.gpu_proofs.launches import late, launches_of
 from tests.gpu_proofs.meta import META, Refused
-from tests.gpu_proofs.sizes import MORE, USUAL, Size
+from tests.gpu_proofs.sizes import MORE, USUAL, Size, serves
 from tests.gpu_proofs.steps import KINDS, Run
 from tests.triton_kernels.test_compile_check import product_kernel
 from triton_kernels.compile_check import TARGETS
 
+FP8_KERNELS = {"attention_kernel", "kv_write_kernel"}
 SIZE = USUAL[2]  # the quickest that drafts
 FUSED = {"enable_fp_fusion": True}
 
@@ -40,6 +42,7 @@ def check(size: Size, target: str) -> None:
     launches, run = launches_of(size, target)
     assert late(launches) == []
     assert len(launches.first_met_in("captured")) > 20
+    check_kernels(size, launches)
     assert run.device.replayed.total() > 100
     # Steps asked for every kind of graph. One row alone does not draft in two ways at once.
     never = {("guesses", False)} if size.slots == 1 else set()
@@ -52,6 +55,19 @@ def check(size: Size, target: str) -> None:
     assert run.queued.copies["enters"] == 1 + run.steps + run.masked
     assert run.masked > 5
     assert run.queued.copies["comes back"] > run.steps > 60
+
+
+def check_kernels(size: Size, launches: Launches) -> None:
+    """Products and keys are of the kind that the size is for."""
+    found = [each for _, each in launches.found.values()]
+    names = {each.name for each in found}
+    assert ("dense_kernel" in names) == (size.numerics == "invariant")
+    held = [each.signature for each in found if each.name == "quantised_kernel"]
+    kinds = {(types["codes_ptr"], types["offsets_ptr"]) for types in held}
+    in_blocks = {("*u8", "*fp16"), ("*u8", "constexpr"), ("*i8", "constexpr")}
+    assert kinds == (in_blocks if size.in_blocks else set())
+    in_fp8 = {each.name for each in found if "fp8" in str(each.signature)}
+    assert in_fp8 == (FP8_KERNELS if size.kv_cache_dtype == "fp8" else set())
 
 
 @by_name(USUAL)
@@ -67,7 +83,11 @@ def test_a_gpu_of_amd_knows_the_options_of_every_launch() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @by_name(USUAL + MORE)
 def test_on_every_target(size: Size, target: str) -> None:
-    check(size, target)
+    if serves(size, target):
+        check(size, target)
+    else:
+        with recording(TARGETS[target]) as launches, pytest.raises(FieldError, match="fp8"):
+            Run(size, target, launches)
 
 
 def test_what_is_compiled_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from cbatch.runtime.gpu import Decoder
 from cbatch.runtime.gpu.decoder import QuantisedDense
-from cbatch.runtime.model.gguf_file import TYPES, GgufTensor
+from cbatch.runtime.model.gguf_file import GgufTensor
+from tests.runtime.blocks import stored, stored_matrix
 from tests.runtime.pairs import NoisyWeights, tiny_config
 from tests.triton_kernels.interpreter.light import without_overflow_checks
 from triton_kernels.products.dense import keeps_bits
@@ -21,23 +22,10 @@ from triton_kernels.products.quantised import (
     restored,
 )
 
-_KINDS = {each.name: each for each in TYPES.values()}
-
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     without_overflow_checks(monkeypatch)
-
-
-def stored(kind: str, out: int, columns: int, seed: int = 0) -> GgufTensor:
-    """With blocks of a GGUF type, whose scales are small."""
-    generator = torch.Generator().manual_seed(seed)
-    size, count = _KINDS[kind].bytes, columns // 32
-    raw = torch.randint(0, 256, (out, count, size), generator=generator).to(torch.uint8)
-    heads = 2 if kind == "Q4_1" else 1
-    halves = (torch.rand(out, count, heads, generator=generator) * 0.02 + 0.002).half()
-    raw[..., : 2 * heads] = halves.view(torch.uint8).view(out, count, -1)
-    return GgufTensor(kind, _KINDS[kind], (out, columns), raw.flatten().numpy())
 
 
 def packed(kind: str, out: int, columns: int) -> tuple[Packed, GgufTensor]:
@@ -81,19 +69,8 @@ CONFIG = structs.replace(
 
 
 class Stored(NoisyWeights):
-    """Matrices of the layers in blocks; queries have offsets, keys and values none."""
-
     def blocks(self, name: str) -> GgufTensor | None:
-        c, place = CONFIG, name.split(".")[-2]
-        if not name.endswith("proj.weight"):
-            return None
-        width = c.num_heads * c.head_dim
-        sizes = {"q_proj": (width, c.hidden_size), "o_proj": (c.hidden_size, width)}
-        sizes |= dict.fromkeys(("k_proj", "v_proj"), (c.num_kv_heads * c.head_dim, c.hidden_size))
-        sizes |= dict.fromkeys(("gate_proj", "up_proj"), (c.intermediate_size, c.hidden_size))
-        sizes["down_proj"] = (c.hidden_size, c.intermediate_size)
-        kind = {"q_proj": "Q4_1", "o_proj": "Q8_0"}.get(place, "Q4_0")
-        return stored(kind, *sizes[place], seed=len(name) + ord(place[0]))
+        return stored_matrix(CONFIG, name)
 
 
 class Widened(Stored):

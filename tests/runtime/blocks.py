@@ -1,0 +1,36 @@
+"""Matrices of a decoder in blocks of 4 and 8 bits, as a GGUF file holds them."""
+
+from __future__ import annotations
+
+import torch
+
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.gguf_file import TYPES, GgufTensor
+
+KINDS = {each.name: each for each in TYPES.values()}
+
+
+def stored(kind: str, out: int, columns: int, seed: int = 0) -> GgufTensor:
+    """Any values; scales are small."""
+    generator = torch.Generator().manual_seed(seed)
+    size, count = KINDS[kind].bytes, columns // 32
+    raw = torch.randint(0, 256, (out, count, size), generator=generator).to(torch.uint8)
+    heads = 2 if kind == "Q4_1" else 1
+    halves = (torch.rand(out, count, heads, generator=generator) * 0.02 + 0.002).half()
+    raw[..., : 2 * heads] = halves.view(torch.uint8).view(out, count, -1)
+    return GgufTensor(kind, KINDS[kind], (out, columns), raw.flatten().numpy())
+
+
+def stored_matrix(config: ModelConfig, name: str) -> GgufTensor | None:
+    """Of the layers, every kind that a GPU multiplies with as it is: queries have offsets, keys and
+    values beside them none. None for other tensors."""
+    if not name.endswith("proj.weight"):
+        return None
+    c, place = config, name.split(".")[-2]
+    width = c.num_heads * c.head_dim
+    sizes = {"q_proj": (width, c.hidden_size), "o_proj": (c.hidden_size, width)}
+    sizes |= dict.fromkeys(("k_proj", "v_proj"), (c.num_kv_heads * c.head_dim, c.hidden_size))
+    sizes |= dict.fromkeys(("gate_proj", "up_proj"), (c.intermediate_size, c.hidden_size))
+    sizes["down_proj"] = (c.hidden_size, c.intermediate_size)
+    kind = {"q_proj": "Q4_1", "o_proj": "Q8_0"}.get(place, "Q4_0")
+    return stored(kind, *sizes[place], seed=len(name) + ord(place[0]))
