@@ -12,6 +12,7 @@ The price: few rows work in tiles of 64, and a product too narrow to fill the de
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.build.case import CaseLimits, KernelCase, case_of
+from triton_kernels.build.case import TARGETS, CaseLimits, KernelCase, case_of
 
 
 class ProductTile(NamedTuple):
@@ -29,6 +30,9 @@ class ProductTile(NamedTuple):
     columns: int  # of x, a step of the sum
     num_warps: int
     num_stages: int
+
+
+_STAGES, _STAGES_OF_AMD = 4, 2
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -64,7 +68,7 @@ def dense_kernel(
 
 def tile_of(dtype: torch.dtype, num_outs: int) -> ProductTile:
     """By the weight alone. Narrow ones have narrow tiles: as many programs as may be read it."""
-    stages = 2 if torch.version.hip else 4
+    stages = _STAGES_OF_AMD if torch.version.hip else _STAGES
     if dtype == torch.float32:
         return ProductTile(32, 32, 32, 4, 2)
     outs = next(outs for least, outs in ((32768, 128), (8192, 64), (0, 32)) if num_outs >= least)
@@ -113,12 +117,12 @@ def keeps_bits(product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
 def cases() -> list[KernelCase]:
     """What the table has of 16 bits, with and without bias; fp32 has no use for tensor cores."""
     found = []
-    for num_outs in (4096, 8192, 32768):
+    for num_outs, biased in itertools.product((4096, 8192, 32768), (False, True)):
         tile = tile_of(torch.bfloat16, num_outs)
-        for biased in (False, True):
-            made = {"ROWS": tile.rows, "OUTS": tile.outs, "COLUMNS": tile.columns, "EVEN": True}
-            made |= {} if biased else {"bias_ptr": None}
-            pointers = [f"{name}_ptr" for name in ("x", "weight", "bias", "out")]
+        made = {"ROWS": tile.rows, "OUTS": tile.outs, "COLUMNS": tile.columns, "EVEN": True}
+        made |= {} if biased else {"bias_ptr": None}
+        pointers = [f"{name}_ptr" for name in ("x", "weight", "bias", "out")]
+        for targets, stages in ((TARGETS[:3], _STAGES), (TARGETS[3:], _STAGES_OF_AMD)):
             found.append(
                 case_of(
                     "dense",
@@ -127,10 +131,10 @@ def cases() -> list[KernelCase]:
                     made,
                     CaseLimits(registers=200, shared_bytes=160 << 10),
                     num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
+                    num_stages=stages,
                     types=dict.fromkeys(pointers, "*bf16"),
                     divisible=("num_outs", "num_columns", "stride_x", "stride_out"),
-                    targets=("sm_80", "sm_90", "sm_100"),
+                    targets=targets,
                     wgmma=True,
                     wide_loads=not biased,  # a bias is a vector
                 )
