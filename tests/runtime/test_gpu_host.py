@@ -31,11 +31,13 @@ from cbatch.engine.options import EngineOptions
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.gpu import Decoder, GpuExecutor
+from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.buckets import bucket, ladder
 from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.gpu.logits_processors import neutral, shapes_logits, sparse_of
 from tests.runtime import engines
 from tests.runtime.pairs import NoisyWeights, tiny_config, tiny_model
+from triton_kernels.attention import Heads
 
 I32 = np.int32
 NONE = np.zeros(0, dtype=I32)
@@ -74,7 +76,7 @@ def test_lists_hold_what_a_request_asks_for() -> None:
     assert plain == [i for i in range(70) if i not in (1, 2, 5, 6, 7, 8, 9)]
     assert not shapes_logits(admission())
     assert (neutral(70).plain == -1).all()
-    with pytest.raises(FieldError, match="logit_bias: .*lists 5 tokens"):
+    with pytest.raises(FieldError, match="logit_bias: .*lists 5 tokens; .* or use --device cpu"):
         sparse_of(a, vocab_size=70, most_listed=4)
 
 
@@ -131,6 +133,12 @@ def test_options_that_a_gpu_does_not_serve(field: str, value: Any) -> None:
     refuse_unserved("cpu", **options | {field: value})
     with pytest.raises(FieldError, match=f"^{field}: .* or --device cpu"):
         refuse_unserved("cuda:1", **options | {field: value})
+
+
+def test_heads_without_a_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with pytest.raises(FieldError, match="^model: Heads.* are not served .*; use --device cpu"):
+        Tuning.of(Heads(1, 17, 128), torch.bfloat16, torch.device("cuda"), 16)
 
 
 def test_fp8_is_refused_where_there_is_none() -> None:

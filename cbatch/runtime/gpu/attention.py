@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from cbatch.core.request.errors import FieldError
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.kv_cache import KVCache
 from triton_kernels.attention import Heads, Partials, Tile, WorkList, attention, plan
@@ -37,12 +38,16 @@ class Tuning(NamedTuple):
         kv_dtype: torch.dtype | None = None,
     ) -> Tuning:
         """From the static table, as `bench.gpu` tests and times it: the tile that serves prefill,
-        for a verification reads as much with it. Raises ValueError if nothing there serves."""
+        for a verification reads as much with it. Raises FieldError if nothing there serves."""
         if device.type != "cuda":
             rows = max(_INTERPRETED.rows, triton.next_power_of_2(heads.group))
             return cls(_INTERPRETED._replace(rows=rows), num_programs=4, most_partials=16)
         arch = arch_of(device)
-        tile = tile_for(heads, dtype, page_tokens, arch=arch, kv_dtype=kv_dtype)
+        try:
+            tile = tile_for(heads, dtype, page_tokens, arch=arch, kv_dtype=kv_dtype)
+        except ValueError as error:
+            problem = f"{heads} of {dtype} are not served on a GPU ({arch})"
+            raise FieldError("model", problem, "use --device cpu") from error
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         return cls(tile, resident_programs(tile, device), 2 * processors)
 

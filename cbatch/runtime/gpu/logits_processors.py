@@ -74,7 +74,7 @@ def sparse_of(a: NewSequence, vocab_size: int, most_listed: int) -> Sparse:
         raise FieldError(
             "logit_bias",
             f"with penalties and stop ids it lists {len(listed)} tokens",
-            f"list at most {most_listed}",
+            f"list at most {most_listed}, or use --device cpu",
         )
     return Sparse(
         plain=_bits(allowed & ~has_entry),
