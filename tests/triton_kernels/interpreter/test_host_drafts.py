@@ -3,6 +3,7 @@ plan in flight every step is that of the CPU executor; with one, lookups are a s
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -74,15 +75,20 @@ def chained(model: bool, **params: Any) -> list[Request]:
     ]
 
 
-def test_chains_draft_what_they_do_on_a_cpu() -> None:
-    requests = chained(True, max_tokens=14)
-    outputs, seen = run_twins(
+def run_chains(requests: list[Request], **more: Any) -> tuple[dict[str, list[int]], Counter[str]]:
+    """A model drafts, too."""
+    return run_twins(
         requests,
         Pair(vocab_size=VOCAB),
         Pair(noise=0.08, vocab_size=VOCAB),
         lookups=settings_of("suffix", "model"),
         lookahead="fixed:3",
+        **more,
     )
+
+
+def test_chains_draft_what_they_do_on_a_cpu() -> None:
+    outputs, seen = run_chains(chained(True, max_tokens=14))
     assert {len(tokens) for tokens in outputs.values()} == {14}
     happened(seen, "accepted", "rejected", "all accepted", "slots used again", "catch-ups")
 
@@ -115,15 +121,7 @@ def test_late_drafts_leave_the_text_as_it_is() -> None:
     """Text of few words repeats itself: what was guessed a step ago mostly stands."""
     requests = chained(True, max_tokens=14)
     plain, _ = run_twins(requests, Pair(vocab_size=VOCAB), max_slots=6)
-    outputs, seen = run_twins(
-        requests,
-        Pair(vocab_size=VOCAB),
-        Pair(noise=0.08, vocab_size=VOCAB),
-        lookups=settings_of("suffix", "model"),
-        lookahead="fixed:3",
-        depth=1,
-        twins_kind=LateTwins,
-    )
+    outputs, seen = run_chains(requests, depth=1, twins_kind=LateTwins)
     assert outputs == plain
     happened(seen, "plans in flight", "accepted", "rejected", "drafted fewer", "slots used again")
 
@@ -168,19 +166,23 @@ def structured() -> list[Request]:
     return found
 
 
-@pytest.mark.parametrize("depth, drafts", [(0, True), (1, False), (1, True)])
-def test_outputs_follow_their_grammars(depth: int, drafts: bool) -> None:
-    outputs, seen = run_twins(
+def run_structured(drafts: bool, **more: Any) -> tuple[dict[str, list[int]], Counter[str]]:
+    return run_twins(
         structured(),
         Pair(vocab_size=TEXTS),
         lookups=settings_of("suffix") if drafts else None,
         grammars=GRAMMARS,
         lookahead="fixed:3" if drafts else "off",
-        depth=depth,
-        twins_kind=LateTwins if drafts and depth else Twins,
         eos_ids=(0,),
         step_budget_tokens=40,
+        **more,
     )
+
+
+@pytest.mark.parametrize("depth, drafts", [(0, True), (1, False), (1, True)])
+def test_outputs_follow_their_grammars(depth: int, drafts: bool) -> None:
+    kind = LateTwins if drafts and depth else Twins
+    outputs, seen = run_structured(drafts, depth=depth, twins_kind=kind)
     happened(seen, "no token", *(["plans in flight"] if depth else []))
     texts = [VOCABULARY.decode([t for t in outputs[f"r{i}"] if t]) for i in range(6)]
     assert texts[0][:2].strip("ab") == "" and texts[1] in ("abba", "bad", "cab")
