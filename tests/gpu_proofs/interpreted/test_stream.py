@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.runtime.gpu import GpuExecutor
+from cbatch.core.scheduler.plan import StepResult
+from cbatch.runtime.gpu import GpuExecutor, masking
+from cbatch.runtime.gpu import executor as executor_module
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.device import CudaDevice, _Event
 from cbatch.runtime.gpu.target_pass import TargetPass
@@ -25,7 +27,22 @@ from tests.triton_kernels.interpreter.test_gpu_executor import (
     prompts,
     sampled_requests,
 )
-from tests.triton_kernels.interpreter.twins import CPU, Differs, Pair, run_twins
+from tests.triton_kernels.interpreter.test_host_drafts import (
+    LateTwins,
+    chained,
+    run_chains,
+    run_structured,
+)
+from tests.triton_kernels.interpreter.twins import (
+    CPU,
+    Differs,
+    Pair,
+    ReplayingDevice,
+    Twins,
+    run_twins,
+)
+from triton_kernels.sampling.mask import mask_logits
+from triton_kernels.slots.guesses import take_guesses
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
@@ -232,3 +249,124 @@ def test_planted_faults_are_caught(
     monkeypatch.setattr(owner, name, lambda *args, **more: broken(real, *args, **more))
     with pytest.raises(raised):
         compare()
+
+
+Step = tuple[list[int], ...]
+
+
+def steps_of(run: Callable[..., Any], depth: int) -> tuple[list[Step], Counter[str]]:
+    """What each step of a run came to, and what happened. Without a plan under way a step is that
+    of the CPU executor."""
+    steps: list[Step] = []
+
+    class Noting(LateTwins if depth else Twins):  # type: ignore[misc]
+        def wait(self) -> StepResult:
+            found: StepResult = super().wait()
+            kept = found.tokens, found.row_splits, found.num_drafted, found.num_accepted
+            steps.append(tuple(each.tolist() for each in kept))
+            return found
+
+    _, seen = run(depth=depth, twins_kind=Noting)
+    return steps, seen
+
+
+def steps_at_once(
+    run: Callable[..., Any], depth: int, monkeypatch: pytest.MonkeyPatch
+) -> list[Step]:
+    """By a device that does what it is told at once."""
+    with monkeypatch.context() as patch:
+        patch.setattr(twins, "ReplayingDevice", ReplayingDevice)
+        return steps_of(run, depth)[0]
+
+
+RUNS: dict[str, Callable[..., Any]] = {
+    "lookups": lambda **more: run_chains(chained(True, max_tokens=8), **more),
+    "grammars": lambda **more: run_structured(True, **more),
+}
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("name", RUNS)
+def test_lookups_and_grammars(
+    stream: Stream, name: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, seen = steps_of(RUNS[name], depth)
+    happened(seen, "accepted", "rejected" if name == "lookups" else "no token")
+    assert seen["plans in flight"] or not depth
+    replayed(stream)
+    assert steps_at_once(RUNS[name], depth, monkeypatch) == found
+
+
+@pytest.mark.usefixtures("light")
+def test_a_grammar_with_a_plan_under_way(stream: Stream) -> None:
+    _, seen = run_structured(False, depth=1)
+    happened(seen, "plans in flight", "no token")
+    replayed(stream)
+
+
+def guesses_of_another_place(patch: pytest.MonkeyPatch) -> None:
+    """Guesses are not moved on by what was emitted since."""
+
+    def unmoved(state: Any, layout: Any, **more: Any) -> None:
+        state.guess[:, 1] -= 1
+        take_guesses(state, layout, **more)
+
+    patch.setattr(executor_module, "take_guesses", unmoved)
+
+
+def guesses_of_the_step_behind(patch: pytest.MonkeyPatch) -> None:
+    """The message of a step is overwritten before it has gone."""
+    real = GpuExecutor._send
+    patch.setattr(GpuExecutor, "_send", lambda *given: one_message(real, *given))
+
+
+def masks_behind_the_verdict(patch: pytest.MonkeyPatch) -> None:
+    """Masks come when the step has decided."""
+    decide, waiting = TargetPass.decide, []
+    patch.setattr(masking, "mask_logits", lambda *given: waiting.append(given))
+
+    def deciding(target: TargetPass, *given: Any) -> None:
+        decide(target, *given)
+        for each in waiting:
+            mask_logits(*each)
+        waiting.clear()
+
+    patch.setattr(TargetPass, "decide", deciding)
+
+
+def drafts_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """The grammar is asked about drafts before they have come."""
+    decide = GpuExecutor._decide
+
+    def deciding(executor: GpuExecutor, step: Any) -> None:
+        if step.drafts is not None:
+            patch.setattr(step.drafts[1], "wait", lambda: None)
+        decide(executor, step)
+
+    patch.setattr(GpuExecutor, "_decide", deciding)
+
+
+@pytest.mark.usefixtures("light", "stream")
+@pytest.mark.parametrize(
+    "name, depth, plant",
+    [
+        ("lookups", 0, guesses_of_another_place),
+        ("lookups", 1, guesses_of_another_place),
+        ("lookups", 1, guesses_of_the_step_behind),
+        ("grammars", 0, masks_behind_the_verdict),
+        ("grammars", 1, masks_behind_the_verdict),
+        ("grammars", 0, drafts_not_waited_for),
+        ("grammars", 1, drafts_not_waited_for),
+    ],
+)
+def test_planted_faults_of_the_host_side_are_caught(
+    name: str, depth: int, plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = steps_at_once(RUNS[name], depth, monkeypatch) if depth else None
+    plant(monkeypatch)
+    try:
+        found, _ = steps_of(RUNS[name], depth)
+    except (Differs, DeviceFault, AssertionError):
+        return
+    assert depth and found != sound
