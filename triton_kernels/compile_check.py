@@ -111,6 +111,13 @@ def figures_of(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
     return {"shared_bytes": compiled.metadata.shared, **read(compiled, gpu)}
 
 
+def resources_of(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
+    """Of `figures_of` what a program takes of the device, without a look at its code."""
+    read = _nvidia_resources if gpu.backend == "cuda" else _read_amd
+    found = {"shared_bytes": compiled.metadata.shared, **read(compiled, gpu)}
+    return {name: found[name] for name in ("registers", "spill_bytes", "shared_bytes")}
+
+
 def _buffers(code: str, wanted: tuple[int, int, int] | None) -> int:
     """How many tiles of the wanted shape are held at once; 0 if none is wanted."""
     if wanted is None:
@@ -153,24 +160,31 @@ def _read_nvidia(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        usage = _run(_TOOLS / "cuobjdump", "--dump-resource-usage", cubin)
         code = _run(_TOOLS / "nvdisasm", "-c", cubin)
-        # Only code that touches local memory can have spilled.
-        spilled = _ptxas_spills(compiled, gpu, Path(folder)) if re.search(r"\bSTL\b", code) else 0
-    registers = re.search(r"REG:(\d+)", usage)
-    if registers is None:
-        raise RuntimeError(f"cuobjdump: no resource usage in {usage!r}")
     loads = Counter(_load_bits(m[0]) for m in re.finditer(r"\bLDG(STS)?\.E[.\w]*", code))
     descriptor_loads = len(re.findall(r"\bUTMALDG\b", code))
     return {
-        "registers": int(registers[1]),
-        "spill_bytes": spilled,
+        **_nvidia_resources(compiled, gpu),
         "wgmmas": len(re.findall(r"\b[HQI]GMMA\b", code)),
         "descriptor_loads": descriptor_loads,
         "wide_loads": loads[128] + descriptor_loads,
         # 32 bits at a time through registers are indices; data come in pairs of 16 bits at worst.
         "narrow_loads": loads[8] + loads[16] + loads[64] + loads["async 32"] + loads["async 64"],
     }
+
+
+def _nvidia_resources(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _run(_TOOLS / "cuobjdump", "--dump-resource-usage", cubin)
+        found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage)
+        if found is None:
+            raise RuntimeError(f"cuobjdump: no resource usage in {usage!r}")
+        registers, *local = map(int, found.groups())
+        # What was spilled lies in local memory.
+        spilled = _ptxas_spills(compiled, gpu, Path(folder)) if any(local) else 0
+    return {"registers": registers, "spill_bytes": spilled}
 
 
 def _load_bits(opcode: str) -> int | str:

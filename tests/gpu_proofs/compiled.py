@@ -12,7 +12,7 @@ import triton
 from triton.compiler import ASTSource
 
 from tests.gpu_proofs.driver import Specialisation
-from triton_kernels.compile_check import TARGETS, figures_of
+from triton_kernels.compile_check import TARGETS, resources_of
 
 _REGISTERS = {"cuda": 1 << 16, "hip": 1 << 17}  # NVIDIA: a multiprocessor's; AMD: of four SIMDs
 _PROGRAM_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
@@ -38,10 +38,11 @@ class Verdict(NamedTuple):
 def verdicts(target: str, found: Iterable[Specialisation]) -> list[Verdict]:
     """By two processes."""
     global _work
-    _work = (target, list(found))
+    # Those with the most arguments take longest: they come first, lest one process waits.
+    _work = (target, sorted(found, key=lambda each: -len(str(each.signature))))
     torch.set_num_threads(1)  # none runs while this process forks
     with multiprocessing.get_context("fork").Pool(min(2, os.cpu_count() or 1)) as pool:
-        return pool.map(_verdict, range(len(_work[1])), chunksize=4)
+        return pool.map(_verdict, range(len(_work[1])), chunksize=1)
 
 
 _work: tuple[str, list[Specialisation]] = ("", [])
@@ -61,10 +62,8 @@ def _compile(target: str, each: Specialisation) -> Code:
     gpu = TARGETS[target]
     source = ASTSource(each.kernel, each.signature, each.constexprs, each.attributes)
     compiled = triton.compile(source, target=gpu, options=each.options)
-    figures = figures_of(compiled, gpu)
     threads = gpu.warp_size * compiled.metadata.num_warps
-    told = {name: figures[name] for name in ("registers", "spill_bytes", "shared_bytes")}
-    return Code(each.name, num_threads=threads, **told)
+    return Code(each.name, num_threads=threads, **resources_of(compiled, gpu))
 
 
 def _faults(target: str, code: Code, most_registers: int | None) -> list[str]:
