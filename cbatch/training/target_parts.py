@@ -20,19 +20,15 @@ class TargetParts(NamedTuple):
 
     @classmethod
     def of(cls, model: str | Path) -> TargetParts:
-        config, weights, _ = open_checkpoint(model)
-        shape = config.vocab_size, config.hidden_size
-        embedding = weights.get("model.embed_tokens.weight", shape).bfloat16()
-        head = embedding
-        if not config.tie_embeddings:
-            head = weights.get("lm_head.weight", shape).bfloat16()
-        norm = weights.get("model.norm.weight", (config.hidden_size,)).bfloat16()
-        return cls(config, embedding, norm, head)
+        checkpoint = open_checkpoint(model)
+        config, weights, _ = checkpoint
+        embedding = weights.get(
+            "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
+        )
+        norm = weights.get("model.norm.weight", (config.hidden_size,))
+        return cls(config, embedding.bfloat16(), norm.bfloat16(), checkpoint.head().bfloat16())
 
     def normed(self, states: Tensor) -> Tensor:
         """What the model's head takes, of what its last layer makes."""
-        return rms_norm(states.float(), self.norm.float(), self.config.rms_norm_eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        eps = self.config.rms_norm_eps
+        return F.rms_norm(states.float(), self.norm.shape, self.norm.float(), eps)

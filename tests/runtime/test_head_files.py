@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.load_head import load_heads
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.head_config import is_head, read_head
 from cbatch.runtime.model.head_weights import HeadWeights
@@ -213,13 +212,12 @@ def target():
 
 @needs_compiler
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_by_name(case, target, tmp_path, monkeypatch):
+def test_what_does_not_fit_is_refused_by_name(case, target, tmp_path):
     config, tensors, message = REFUSED[case]
     write_head(tmp_path, config, tensors)
     assert is_head(tmp_path)
-    monkeypatch.setattr("cbatch.runtime.cpu.load_head._head_of", lambda *_: _target_rows())
     with pytest.raises(ModelError) as caught:
-        load_heads(tmp_path, target, "unused")
+        load(tmp_path, target)
     assert message in str(caught.value) and str(tmp_path) in str(caught.value)
 
 

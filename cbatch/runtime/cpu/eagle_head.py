@@ -15,13 +15,14 @@ from torch import Tensor
 from cbatch.runtime.cpu.compiled import CompiledProduct
 from cbatch.runtime.cpu.compiled_pass import CompiledDecoder, StateReading
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
-from cbatch.runtime.cpu.layers import Layer
-from cbatch.runtime.cpu.linear import Linear, make_plan
+from cbatch.runtime.cpu.layers import Layer, LayerBuilder
+from cbatch.runtime.cpu.linear import Linear
+from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
 from cbatch.runtime.model.kv_cache import KVCache
-from cbatch.runtime.model.rope import RotaryTable, interleave_halves
+from cbatch.runtime.model.rope import RotaryTable
 
 
 class EagleHead:
@@ -56,7 +57,8 @@ class EagleHead:
             raise ModelError("draft: heads need the project's kernels: install a C compiler (gcc)")
         rotary = RotaryTable(c.rope, c.head_dim, c.num_kv_heads, c.group_size, self.device)
         self._decoder = CompiledDecoder(c, embedding, [layer], lm_head, rotary, reading)
-        self._norm = weights.get("norm.weight", c.hidden_size).float() if head.norm_output else None
+        size = (c.hidden_size,)
+        self._norm = weights.get("norm.weight", size).float() if head.norm_output else None
         self.block_bytes = sum(p.compiled.num_bytes for p in products if p.compiled is not None)
         if self._fc is not None and self._fc.compiled is not None:
             self.block_bytes += self._fc.compiled.num_bytes
@@ -103,63 +105,64 @@ class EagleHead:
         return logits, carried[:, 0]
 
 
-class _Weights:
+class _Weights(LayerBuilder):
     """The tensors of a head as products."""
 
     def __init__(self, head: HeadConfig, weights: HeadWeights, dtype: torch.dtype) -> None:
-        self.head, self.config, self.weights, self.dtype = head, head.layer, weights, dtype
+        numerics = Numerics("invariant", may_pack=False)
+        super().__init__(head.layer, weights, dtype, torch.device("cpu"), numerics)
+        self.head, self.names = head, weights.names
 
     def layer(self) -> tuple[Layer, StateReading]:
         c, eagle3 = self.config, self.head.kind == "eagle3"
         hidden, inner, width = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim
+        attention, mlp = "layers.0.self_attn", "layers.0.mlp"
         wide = 2 * hidden if eagle3 else hidden
-        q, k, v = (self._heads(letter, wide) for letter in "qkv")
-        bias = self._fused("bias", "qkv") if c.attention_bias else None
-        halves = [self._get(f"mlp.{n}_proj.weight", inner, hidden) for n in ("gate", "up")]
+        norm = self._norm("layers.0.post_attention_layernorm.weight")
         layer = Layer(
             window=None,
-            qkv=self._linear(torch.cat((q, k, v), dim=1).flatten(0, 2), bias),
-            qk_weight=self._qk_weight() if c.qk_norm else None,
-            out=self._linear(self._get("self_attn.o_proj.weight", hidden, width)),
-            gate_up=self._linear(torch.cat(halves), None, self._norm("post_attention_layernorm")),
-            down=self._linear(self._get("mlp.down_proj.weight", hidden, inner)),
+            qkv=self._projected(attention, "qkv", wide),
+            qk_weight=self._qk_weight(attention) if c.qk_norm else None,
+            out=self._below([f"{attention}.o_proj.weight"], (hidden, width), None, None),
+            gate_up=self._below(
+                [f"{mlp}.{half}_proj.weight" for half in ("gate", "up")],
+                (inner, hidden),
+                None,
+                norm,
+            ),
+            down=self._below([f"{mlp}.down_proj.weight"], (hidden, inner), None, None),
         )
         if not eagle3:
             front = self.fc(2 * hidden)
             return layer, StateReading(front, None, None, None, plain_in=True, plain_out=True)
-        kv_bias = self._fused("bias", "kv") if c.attention_bias else None
         reading = StateReading(
             front=None,
-            only_kv=self._linear(torch.cat((k, v), dim=1).flatten(0, 2), kv_bias),
-            token_norm=self._norm("input_layernorm"),
-            state_norm=self._norm("hidden_norm"),
+            only_kv=self._projected(attention, "kv", wide),
+            token_norm=self._norm("layers.0.input_layernorm.weight"),
+            state_norm=self._norm("layers.0.hidden_norm.weight"),
             normed_residual=self.head.norm_before_residual,
         )
         return layer, reading
 
     def fc(self, reads: int) -> Linear:
-        bias = self.weights.get("fc.bias", self.config.hidden_size) if self.head.fc_bias else None
-        weight = self.weights.get("fc.weight", self.config.hidden_size, reads)
-        return self._linear(weight, bias)
+        size = self.config.hidden_size
+        bias = self._get("fc.bias", size) if self.head.fc_bias else None
+        return self._below(["fc.weight"], (size, reads), bias, None)
 
     def lm_head(self, vocabulary: Tensor | None, target_head: Tensor) -> Linear:
-        c, eagle3 = self.config, self.head.kind == "eagle3"
-        count = self.head.draft_vocab_size
-        if "lm_head.weight" in self.weights.names:
-            rows = self.weights.get("lm_head.weight", count, c.hidden_size)
-        elif target_head.shape[1] != c.hidden_size:
-            rows = self.weights.get("lm_head.weight", count, c.hidden_size)  # it is missing
+        hidden, name = self.config.hidden_size, "lm_head.weight"
+        if name in self.names or target_head.shape[1] != hidden:
+            rows = self._get(name, self.head.draft_vocab_size, hidden)
         else:
-            rows = target_head if vocabulary is None else target_head[vocabulary]
-        return self._linear(rows, None, self._norm("norm", "") if eagle3 else None)
+            rows = (target_head if vocabulary is None else target_head[vocabulary]).to(self.dtype)
+        norm = self._norm("norm.weight") if self.head.kind == "eagle3" else None
+        return self._linear(rows.contiguous(), None, norm)
 
     def embedding(self, target: Model) -> Tensor | CompiledProduct:
-        c, name = self.config, "embed_tokens.weight"
-        if name in self.weights.names and target.config.hidden_size != c.hidden_size:
-            return self.weights.get(name, c.vocab_size, c.hidden_size).to(self.dtype).contiguous()
-        if target.config.hidden_size != c.hidden_size:
-            return self.weights.get(name, c.vocab_size, c.hidden_size)  # it is missing
-        return target.embedding
+        c = self.config
+        if target.config.hidden_size == c.hidden_size:
+            return target.embedding
+        return self._get("embed_tokens.weight", c.vocab_size, c.hidden_size)
 
     def read_norms(self, target: Model) -> Tensor | None:
         """Before fc: [layers, H], or of all together [layers * H]; of EAGLE-1 the model's last."""
@@ -167,46 +170,21 @@ class _Weights:
         if self.head.kind == "eagle":
             return target.final_norm
         if self.head.input_norm:
-            return self.weights.get("input_norm.weight", count * size).float()
+            return self.source.get("input_norm.weight", (count * size,)).float()
         if not self.head.fc_norm:
             return None
-        each = [self.weights.get(f"fc_norm.{i}.weight", size) for i in range(count)]
+        each = [self.source.get(f"fc_norm.{i}.weight", (size,)) for i in range(count)]
         return torch.stack(each).float()
 
-    def _linear(
-        self, weight: Tensor, bias: Tensor | None = None, in_scale: Tensor | None = None
-    ) -> Linear:
-        shape = weight.shape[0], weight.shape[1]
-        plan = make_plan(shape, self.dtype, invariant=True, may_pack=False)
-        bias = None if bias is None else bias.to(self.dtype)
-        return Linear(weight.to(self.dtype).contiguous(), bias, in_scale, plan)
+    def _projected(self, attention: str, letters: str, columns: int) -> Linear:
+        weight = self._heads(attention, letters, "weight", columns)
+        bias = self._heads(attention, letters, "bias") if self.config.attention_bias else None
+        return self._linear(weight, bias, None)
 
-    def _get(self, name: str, *shape: int) -> Tensor:
-        return self.weights.get(f"layers.0.{name}", *shape).to(self.dtype)
-
-    def _norm(self, name: str, prefix: str = "layers.0.") -> Tensor:
+    def _norm(self, name: str) -> Tensor:
+        """Not rounded to what products have: a head may keep its norms in fp32."""
         size = self.config.hidden_size
-        return self.weights.get(f"{prefix}{name}.weight", size).float().contiguous() * size**0.5
-
-    def _heads(self, letter: str, *columns: int, kind: str = "weight") -> Tensor:
-        """[kv_heads, heads of each, head_dim, columns]."""
-        c = self.config
-        count = c.num_heads if letter == "q" else c.num_kv_heads
-        part = self._get(f"self_attn.{letter}_proj.{kind}", count * c.head_dim, *columns)
-        if letter != "v":
-            part = interleave_halves(part, c.head_dim)
-        return part.view(c.num_kv_heads, -1, c.head_dim, *columns)
-
-    def _fused(self, kind: str, letters: str) -> Tensor:
-        return torch.cat([self._heads(each, kind=kind) for each in letters], dim=1).flatten()
-
-    def _qk_weight(self) -> Tensor:
-        c = self.config
-        q, k = (
-            interleave_halves(self._get(f"self_attn.{n}_norm.weight", c.head_dim), c.head_dim)
-            for n in "qk"
-        )
-        return torch.stack([q] * c.group_size + [k]).float()
+        return self.source.get(name, (size,)).float() * size**0.5
 
 
 def _vocabulary(head: HeadConfig, weights: HeadWeights) -> Tensor | None:
@@ -214,7 +192,7 @@ def _vocabulary(head: HeadConfig, weights: HeadWeights) -> Tensor | None:
     count, vocab = head.draft_vocab_size, head.layer.vocab_size
     if count == vocab:
         return None
-    ids = weights.any("d2t", count).long() + torch.arange(count)
+    ids = weights.read("d2t", (count,)).long() + torch.arange(count)
     ascending = bool((ids[1:] > ids[:-1]).all())
     if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
         problem = f"tensor d2t gives ids that are not ascending within the vocabulary of {vocab}"

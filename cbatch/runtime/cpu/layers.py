@@ -164,9 +164,14 @@ class LayerBuilder:
         return Linear.of(CompiledProduct.of_blocks(parts, bias, norm))
 
     def _fuse(self, attention: str, kind: str, *columns: int) -> Tensor:
+        return self._heads(attention, "qkv", kind, *columns)
+
+    def _heads(self, attention: str, letters: str, kind: str, *columns: int) -> Tensor:
+        """Of these projections, those of a KV head together: [out, columns]."""
         c = self.config
         parts = []
-        for letter, heads in (("q", c.num_heads), ("k", c.num_kv_heads), ("v", c.num_kv_heads)):
+        for letter in letters:
+            heads = c.num_heads if letter == "q" else c.num_kv_heads
             part = self._get(f"{attention}.{letter}_proj.{kind}", heads * c.head_dim, *columns)
             if letter != "v":
                 part = interleave_halves(part, c.head_dim)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import Tensor
-
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.eagle_head import EagleHead
 from cbatch.runtime.model.checkpoint import open_checkpoint
@@ -17,11 +15,5 @@ def load_heads(path: Path, target: Model, target_path: str | Path) -> list[Eagle
     """As its layout may be read, the likeliest first. Raises ModelError naming file and field or
     tensor."""
     weights = HeadWeights.of(path)
-    rows = _head_of(target, target_path)
+    rows = open_checkpoint(target_path).head()
     return [EagleHead(each, weights, target, rows) for each in read_head(path, target.config)]
-
-
-def _head_of(target: Model, path: str | Path) -> Tensor:
-    c = target.config
-    name = "model.embed_tokens.weight" if c.tie_embeddings else "lm_head.weight"
-    return open_checkpoint(path).weights.get(name, (c.vocab_size, c.hidden_size))

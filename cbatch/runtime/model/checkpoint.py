@@ -40,6 +40,12 @@ class Checkpoint(NamedTuple):
     weights: WeightSource
     dtype: torch.dtype
 
+    def head(self) -> Tensor:
+        """[vocab, hidden], by which states become logits: the embedding, where they are tied."""
+        c = self.config
+        name = "model.embed_tokens.weight" if c.tie_embeddings else "lm_head.weight"
+        return self.weights.get(name, (c.vocab_size, c.hidden_size))
+
 
 def open_checkpoint(
     path_or_name: str | Path,

@@ -75,14 +75,15 @@ def read_head(path: Path, target: ModelConfig) -> list[HeadConfig]:
     if algorithm in _OTHERS or values.get("medusa_num_heads") is not None:
         what = algorithm or "medusa"
         raise f.error("speculators_model_type", f"{what} heads are not supported; use EAGLE-1 to 3")
-    names = HeadWeights.of(path).names
+    weights = HeadWeights.of(path)
+    names = weights.names
     eagle3 = (
         "lm_head.weight" in names or "d2t" in names or algorithm == "eagle3" or _fc_norms(names)
     )
     inner = values.get("transformer_layer_config", values.get("model", values))
     if not isinstance(inner, dict):
         raise f.error("transformer_layer_config", f"must be an object, got {inner!r:.40}")
-    layer = _layer(f, inner, target, HeadWeights.of(path))
+    layer = _layer(f, inner, target, weights)
     if not eagle3:
         bias = "fc.bias" in names
         return [HeadConfig("eagle", layer, (target.num_layers,), target.vocab_size, fc_bias=bias)]

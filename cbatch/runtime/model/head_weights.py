@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.weight_files import WeightSource
 
 _SAFE, _PICKLES = "*.safetensors", ("pytorch_model.bin", "*.bin", "*.pt", "*.pth")
 # What frameworks call the one layer, and what they put before names.
@@ -20,44 +23,53 @@ _PREFIXES = ("model.", "draft_model.")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class HeadWeights:
-    """Tensors by the names of speculators: `fc.weight`, `layers.0.self_attn.q_proj.weight`."""
+class _Tensors(NamedTuple):
+    """Of a file that is open."""
 
-    def __init__(self, file: Path, tensors: dict[str, Any]) -> None:
+    names: Iterable[str]
+    shape: Callable[[str], Iterable[int]]
+    read: Callable[[str], Tensor]
+
+
+class HeadWeights(WeightSource):
+    """Tensors by the names of speculators: `fc.weight`, `layers.0.self_attn.q_proj.weight`. They
+    are read as they are asked for."""
+
+    def __init__(self, file: Path) -> None:
         self.file = file
-        self._tensors = {_spelled(name): tensor for name, tensor in tensors.items()}
-        self.names = frozenset(self._tensors)
+        self._held = _read_safe(file) if file.match(_SAFE) else _read_pickle(file)
+        self._stored = {_spelled(name): name for name in self._held.names}
+        self.names = frozenset(self._stored)
 
     @classmethod
     def of(cls, path: Path) -> HeadWeights:
         """Raises ModelError for what is no file of tensors. A pickle is read by an unpickler that
         knows tensors alone: code in it is never run."""
         for file in weight_files(path):
-            return cls(file, (_read_safe if file.match(_SAFE) else _read_pickle)(file))
+            return cls(file)
         raise ModelError(f"{path}: no weights found; a head has {_SAFE}, or {_PICKLES[0]}")
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        tensor = self._tensors.get(name)
-        return None if tensor is None else tuple(tensor.shape)
+        return tuple(self._held.shape(self._stored[name])) if name in self.names else None
 
-    def get(self, name: str, *shape: int) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Of floats that are numbers. Raises ModelError naming file and tensor."""
-        tensor = self.any(name, *shape)
+        tensor = self.read(name, shape)
         if tensor.dtype not in _FLOATS:
             raise self._error(name, f"has dtype {tensor.dtype}; quantised heads are not supported")
         if not torch.isfinite(tensor.sum(dtype=torch.float64)):
             raise self._error(name, "holds numbers that are not finite; take another head")
         return tensor
 
-    def any(self, name: str, *shape: int) -> Tensor:
-        tensor = self._tensors.get(name)
-        if tensor is None:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Of any dtype."""
+        have = self.shape_of(name)
+        if have is None:
             raise self._error(name, "is missing; the download may be cut, or the layout another")
-        if tuple(tensor.shape) != shape:
-            have, want = list(tensor.shape), list(shape)
-            problem = f"has shape {have}, this model and config.json ask for {want}"
+        if have != shape:
+            problem = f"has shape {list(have)}, this model and config.json ask for {list(shape)}"
             raise self._error(name, f"{problem}; use a head that was trained for this model")
-        return tensor
+        return self._held.read(self._stored[name]).contiguous()
 
     def _error(self, name: str, problem: str) -> ModelError:
         return ModelError(f"{self.file}: tensor {name} {problem}")
@@ -77,19 +89,21 @@ def _spelled(name: str) -> str:
     return name
 
 
-def _read_safe(file: Path) -> dict[str, Tensor]:
+def _read_safe(file: Path) -> _Tensors:
     try:
-        with safe_open(file, framework="pt") as held:
-            return {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+        held = safe_open(file, framework="pt")
+        names = list(held.keys())
     except (SafetensorError, OSError) as error:
         problem = f"not a complete safetensors file ({error!s:.300}); download it again"
         raise ModelError(f"{file}: {problem}") from None
+    return _Tensors(names, lambda name: held.get_slice(name).get_shape(), held.get_tensor)
 
 
-def _read_pickle(file: Path) -> dict[str, Tensor]:
+def _read_pickle(file: Path) -> _Tensors:
     try:
         with warnings.catch_warnings(action="ignore"):  # of older and newer pickles
-            held = torch.load(file, map_location="cpu", weights_only=True)
+            mapped = is_zipfile(file)  # older ones can only be read whole
+            held = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:
         problem = "holds more than tensors: code in a pickle could do anything and is not run"
         remedy = "take a safetensors file of it"
@@ -98,4 +112,4 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
         raise ModelError(f"{file}: cannot be read ({error!s:.200}); download it again") from None
     if not isinstance(held, dict) or not all(isinstance(t, Tensor) for t in held.values()):
         raise ModelError(f"{file}: must hold tensors by their names; take a file of weights")
-    return held
+    return _Tensors(held, lambda name: held[name].shape, held.__getitem__)
