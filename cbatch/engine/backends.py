@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from cbatch.runtime.cpu.decoder import Model
     from cbatch.runtime.cpu.drafter import Drafter
-    from cbatch.runtime.cpu.eagle_head import EagleHead
     from cbatch.runtime.cpu.executor import TorchExecutor
+    from cbatch.runtime.cpu.head import Head
     from cbatch.runtime.drafting.lookup import Lookup
     from cbatch.runtime.gpu import Decoder, GpuExecutor
     from cbatch.runtime.sampling.structured import GrammarSource
 
-    AnyModel = Model | Decoder | EagleHead
+    AnyModel = Model | Decoder | Head
 
 _LEAST_CAPABILITY = (8, 0)  # has bf16, and copies to shared memory that do not wait
 _logger = logging.getLogger("cbatch")
@@ -111,7 +111,7 @@ def executor_for(
         num_blocks=config.num_blocks,
         block_size_tokens=config.block_size_tokens,
         max_slots=config.max_slots,
-        drafter=_drafter(cast("Model | EagleHead | None", draft), config),
+        drafter=_drafter(cast("Model | Head | None", draft), config),
         grammars=grammars,
     )
 
@@ -234,7 +234,7 @@ def _lookups() -> dict[str, Lookup]:
     return {"ngram": NgramLookup(), "suffix": SuffixLookup()}
 
 
-def _drafter(draft: Model | EagleHead | None, config: SchedulerConfig) -> Drafter | None:
+def _drafter(draft: Model | Head | None, config: SchedulerConfig) -> Drafter | None:
     from cbatch.runtime.drafting.chain import ChainDrafter
     from cbatch.runtime.drafting.kinds import drafter_of
     from cbatch.runtime.drafting.lookup import LookupDrafter

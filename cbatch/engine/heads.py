@@ -12,7 +12,7 @@ from cbatch.core.request.errors import FieldError
 
 if TYPE_CHECKING:
     from cbatch.runtime.cpu.decoder import Model
-    from cbatch.runtime.cpu.eagle_head import EagleHead
+    from cbatch.runtime.cpu.head import Head
     from cbatch.text import TextTokenizer
 
 _logger = logging.getLogger("cbatch")
@@ -46,27 +46,20 @@ _MADE_UP_TOKENS = 256
 
 def take_head(
     path: Path, target: Model, target_path: str | Path, tokenizer: TextTokenizer | None
-) -> EagleHead:
+) -> Head:
     """Raises ModelError for a file that does not fit, `FieldError` for a head that only guesses."""
     from cbatch.runtime.cpu.load_head import load_heads
     from cbatch.runtime.cpu.self_test import best_reading
 
     heads = load_heads(path, target, target_path)
     found = best_reading(heads, target, _token_ids(target, tokenizer))
-    told = f"draft {path}: {_reading(found.head)}; {found.agreement:.0%} of {found.trials} first "
+    told = f"draft {path}: {found.head.head}; {found.agreement:.0%} of {found.trials} first "
     told += "drafts are the model's own choice"
     if found.guesses:
         problem = f"{told}, no more than by always guessing one token ({found.chance:.0%})"
         raise FieldError("draft", problem, "use a head that was trained for this model")
     _logger.info("%s", told)
     return found.head
-
-
-def _reading(head: EagleHead) -> str:
-    config = head.head
-    layers = ", ".join(map(str, config.hidden_layers))
-    residual = ", normed residual" if config.norm_before_residual else ""
-    return f"{config.kind} head that reads what comes into layers {layers}{residual}"
 
 
 def _token_ids(target: Model, tokenizer: TextTokenizer | None) -> list[list[int]]:

@@ -200,4 +200,37 @@ def _rope(x: Tensor) -> Tensor:
     return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
 
 
+def medusa_tensors(seed: int = 0, *, heads: int = 4, blocks: int = 1) -> dict[str, Tensor]:
+    """By the names of FasterDecoding."""
+    g = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for i in range(heads):
+        for j in range(blocks):
+            tensors[f"{i}.{j}.linear.weight"] = torch.randn(HIDDEN, HIDDEN, generator=g) / 4
+            tensors[f"{i}.{j}.linear.bias"] = torch.randn(HIDDEN, generator=g)
+        tensors[f"{i}.{blocks}.weight"] = torch.randn(VOCAB, HIDDEN, generator=g) * 2
+    return tensors
+
+
+def medusa_config(**fields: Any) -> dict[str, Any]:
+    return {"medusa_num_heads": 4, "medusa_num_layers": 1, **fields}
+
+
+class MedusaReference:
+    """The equations of Medusa, with the block's z + SiLU(W z + b); `norm` is the target's last."""
+
+    def __init__(self, tensors: dict[str, Tensor], norm: Tensor) -> None:
+        self.t, self.norm = tensors, norm
+
+    def logits(self, tokens: list[int], states: Tensor, drafts: list[int]) -> Tensor:
+        """Of the draft behind `drafts`, behind `tokens`, whose states are known but for the last:
+        that of the one before says what is so many places on."""
+        z, head, block = _rms(states[len(tokens) - 2, 0], self.norm), len(drafts), 0
+        while f"{head}.{block}.linear.weight" in self.t:
+            name = f"{head}.{block}.linear."
+            z = z + F.silu(self.t[name + "weight"] @ z + self.t[name + "bias"])
+            block += 1
+        return self.t[f"{head}.{block}.weight"] @ z
+
+
 assert tiny_config().hidden_size == HIDDEN

@@ -197,11 +197,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
         eagle3_tensors(),
         "dflash heads are not supported",
     ),
-    "Medusa": (
-        {"medusa_num_heads": 4, "medusa_num_layers": 1},
-        eagle3_tensors(),
-        "medusa heads are not supported",
-    ),
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from cbatch.runtime.cpu.compiled import CompiledProduct
 from cbatch.runtime.cpu.compiled_pass import CompiledDecoder, StateReading
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.cpu.head import Head
 from cbatch.runtime.cpu.layers import Layer, LayerBuilder
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.numerics import Numerics
@@ -25,16 +26,14 @@ from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.model.rope import RotaryTable
 
 
-class EagleHead:
-    """A head with its weights, and what it borrows of its target. `vocabulary` int64 [drafts] are
-    the target's ids of what it may draft, ascending; None: all."""
+class EagleHead(Head):
+    """A head with its weights, and what it borrows of its target. Its vocabulary ascends."""
 
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Model, target_head: Tensor
     ) -> None:
         """`target_head` [vocab, hidden] stands in where the file has no head of its own."""
-        self.head, self.config = head, head.layer
-        self.dtype, self.device, self.numerics = target.dtype, target.device, target.numerics
+        super().__init__(head, target)
         with torch.inference_mode():
             self._build(head, weights, target, target_head)
 
@@ -64,7 +63,6 @@ class EagleHead:
             self.block_bytes += self._fc.compiled.num_bytes
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """What it reads of a position, fp32 [T, hidden], of the target's states [T, layers, H]."""
         eps = self.config.rms_norm_eps
         if self._norms is not None:
             shape = self._norms.shape[-1:]
@@ -73,6 +71,9 @@ class EagleHead:
         if self._fc is None:
             return hidden.flatten(1)
         return self._fc(hidden.flatten(1).contiguous())
+
+    def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
+        return self.forward(batch, kv, self.fuse(hidden).roll(1, 0))[0]
 
     def ingest(self, batch: RaggedBatch, kv: KVCache, states: Tensor) -> None:
         """K and V of the batch's tokens, each with the state before it, [T, hidden]."""
@@ -84,10 +85,7 @@ class EagleHead:
         logits, carried = self._run(batch, kv, states)
         if self.head.norm_output:
             carried = F.rms_norm(carried, carried.shape[-1:], self._norm, self.config.rms_norm_eps)
-        if self.vocabulary is None:
-            return logits, carried
-        whole = torch.full((len(logits), self.config.vocab_size), -torch.inf)
-        return whole.index_copy_(1, self.vocabulary, logits), carried
+        return self.over_vocabulary(logits), carried
 
     def _run(self, batch: RaggedBatch, kv: KVCache, states: Tensor) -> tuple[Tensor, Tensor]:
         carried = torch.empty(len(batch.logits_index), 1, self.config.hidden_size)

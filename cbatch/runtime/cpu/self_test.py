@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
-from cbatch.runtime.cpu.eagle_head import EagleHead
+from cbatch.runtime.cpu.head import Head
 from cbatch.runtime.model.kv_cache import KVCache
 
 _BLOCK_TOKENS = 16
@@ -21,7 +21,7 @@ class Tested(NamedTuple):
     """Of first drafts on a text, which are the target's own choice (bool `hits` [trials]).
     `chance`: as many as one token would be right that is always guessed."""
 
-    head: EagleHead
+    head: Head
     hits: Tensor
     chance: float
 
@@ -46,9 +46,7 @@ class Tested(NamedTuple):
 
 
 @torch.inference_mode()
-def best_reading(
-    heads: Sequence[EagleHead], target: Model, texts: Sequence[Sequence[int]]
-) -> Tested:
+def best_reading(heads: Sequence[Head], target: Model, texts: Sequence[Sequence[int]]) -> Tested:
     """The likeliest reading, unless another agrees more beyond doubt. `texts` are token ids."""
     kept = target.hidden_layers
     try:
@@ -62,16 +60,12 @@ def best_reading(
     return best
 
 
-def _test(head: EagleHead, target: Model, texts: Sequence[Sequence[int]]) -> Tested:
+def _test(head: Head, target: Model, texts: Sequence[Sequence[int]]) -> Tested:
     hits, choices = [], []
     for tokens in texts:
         ids = torch.tensor(tokens, dtype=torch.int64)
         chosen, hidden = _read(target, head.head.hidden_layers, ids)
-        states = head.fuse(hidden).roll(1, 0)
-        kv = _kv(head, len(ids))
-        logits, _ = head.forward(_whole(ids), kv, states)
-        drafts = logits.argmax(-1)
-        # The pair at position 1 is the first that has a state before it.
+        drafts = head.first_logits(_whole(ids), _kv(head, len(ids)), hidden).argmax(-1)
         hits.append((drafts == chosen)[1:])
         choices.append(chosen[1:])
     hit, every = torch.cat(hits), torch.cat(choices)
@@ -88,7 +82,7 @@ def _read(target: Model, layers: tuple[int, ...], ids: Tensor) -> tuple[Tensor, 
     return logits.argmax(-1), hidden
 
 
-def _kv(model: Model | EagleHead, tokens: int) -> KVCache:
+def _kv(model: Model | Head, tokens: int) -> KVCache:
     blocks = -(-tokens // _BLOCK_TOKENS)
     return KVCache(model.config, blocks, _BLOCK_TOKENS, model.dtype, model.device)
 

@@ -57,7 +57,7 @@ class DraftModel(ModelDrafter):
         depths *= (missing <= rows.catch_up + 1) & (depths > 0)
         if not rows.num_drafts.all():
             self._ingest_slices(rows, missing)
-        drafting = _Drafting(self, rows, depths)
+        drafting = Drafting(self, rows, depths)
         active = depths.nonzero()[0]
         if len(active):
             self._ingest_and_draft(drafting, active, missing)
@@ -79,7 +79,7 @@ class DraftModel(ModelDrafter):
             self.model.forward(self._batch(slots, starts, lens, np.zeros_like(lens)), self.kv)
             self.kv_len[slots] = starts + lens
 
-    def _ingest_and_draft(self, drafting: _Drafting, active: I64, missing: I64) -> None:
+    def _ingest_and_draft(self, drafting: Drafting, active: I64, missing: I64) -> None:
         """First a ragged pass over the unseen tokens, then one token a pass, while any row goes
         deeper."""
         rows, depths = drafting.rows, drafting.depths[active]
@@ -132,10 +132,10 @@ class DraftModel(ModelDrafter):
         )
 
 
-class _Drafting:
+class Drafting:
     """The choices of one proposal as it deepens."""
 
-    def __init__(self, drafter: DraftModel, rows: DraftRows, depths: I64) -> None:
+    def __init__(self, drafter: ModelDrafter, rows: DraftRows, depths: I64) -> None:
         self.rows = rows
         self.depths = depths  # how many drafts a row is to have, or has where its numbers broke
         self.table = drafter.table

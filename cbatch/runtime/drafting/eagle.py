@@ -24,6 +24,7 @@ from cbatch.runtime.cpu.drafter import DraftRows, Proposal, StepStates
 from cbatch.runtime.cpu.eagle_head import EagleHead
 from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.drafting.last_states import LastStates
 from cbatch.runtime.model.arrays import I64
 
 # States that wait to be ingested, at most, while nobody drafts.
@@ -41,8 +42,7 @@ class EagleDrafter(DraftModel):
     def bind(self, table: InputBatch, num_blocks: int) -> None:
         super().bind(table, num_blocks)
         size = self.head.config.hidden_size
-        self._last = torch.zeros(table.max_slots, size)  # state of the last position that counts
-        self._of_block = torch.zeros(num_blocks, size)  # so, of whole blocks
+        self._states = LastStates(table, num_blocks, size)
         self._carried = torch.empty(0, size)  # by the sequences of the latest batch
         self._waiting: list[StepStates] = []
         self._num_waiting = 0
@@ -61,16 +61,13 @@ class EagleDrafter(DraftModel):
 
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
         super().zero_blocks(block_ids)
-        self._of_block[torch.from_numpy(block_ids).long()] = 0
+        self._states.zero_blocks(block_ids)
 
     def admit(self, admission: NewSequence) -> None:
         """On a prefix hit, which is of whole blocks; what they hold of the head is as valid."""
         self._ingest_waiting()
-        slot, computed = admission.slot, admission.kv_len_tokens
-        self.kv_len[slot] = computed
-        if computed:
-            last_block = admission.blocks[computed // self.table.block_size_tokens - 1]
-            self._last[slot] = self._of_block[int(last_block)]
+        self.kv_len[admission.slot] = admission.kv_len_tokens
+        self._states.admit(admission)
 
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
         return self.kv_len[slots]
@@ -110,27 +107,17 @@ class EagleDrafter(DraftModel):
             latest[step.slots] = ends[rows] - 1
             at = rows.stop
         places = torch.from_numpy((ends - lens)[first])
-        before[places] = self._last[torch.from_numpy(slots[first].astype(np.int64))]
+        before[places] = self._states.of_slot[torch.from_numpy(slots[first].astype(np.int64))]
         batch = self.table.ragged(slots, starts, lens, np.zeros_like(lens))
         self.head.ingest(batch, self.kv, before)
         moved = np.flatnonzero(latest >= 0)
-        self._last[torch.from_numpy(moved)] = fused[torch.from_numpy(latest[moved])]
-        self._keep_of_blocks(batch, slots, lens, fused)
-
-    def _keep_of_blocks(
-        self, batch: RaggedBatch, slots: NDArray[np.integer], lens: I64, fused: Tensor
-    ) -> None:
-        size = self.table.block_size_tokens
-        positions = batch.positions.numpy()
-        at = ((positions + 1) % size == 0).nonzero()[0]
-        if len(at):
-            blocks = self.table.blocks[slots.repeat(lens)[at], positions[at] // size]
-            self._of_block[torch.from_numpy(blocks).long()] = fused[torch.from_numpy(at)]
+        self._states.of_slot[torch.from_numpy(moved)] = fused[torch.from_numpy(latest[moved])]
+        self._states.keep_of_blocks(slots, starts, lens, fused)
 
     def _logits(self, batch: RaggedBatch, slots: NDArray[np.integer] | None) -> Tensor:
         states = self._carried
         if slots is not None:
-            states = self._last[torch.from_numpy(slots.astype(np.int64))]
+            states = self._states.of_slot[torch.from_numpy(slots.astype(np.int64))]
         logits, self._carried = self.head.forward(batch, self.kv, states)
         return logits
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.drafter import ModelDrafter
 from cbatch.runtime.cpu.eagle_head import EagleHead
+from cbatch.runtime.cpu.head import Head
+from cbatch.runtime.cpu.medusa_head import MedusaHead
 from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.runtime.drafting.eagle import EagleDrafter
+from cbatch.runtime.drafting.medusa import MedusaDrafter
 
-_KINDS = {Model: DraftModel, EagleHead: EagleDrafter}
+_KINDS = {Model: DraftModel, EagleHead: EagleDrafter, MedusaHead: MedusaDrafter}
 
 
-def drafter_of(draft: Model | EagleHead) -> DraftModel:
-    return _KINDS[type(draft)](draft)  # type: ignore[index]
+def drafter_of(draft: Model | Head) -> ModelDrafter:
+    return _KINDS[type(draft)](draft)  # type: ignore[index,abstract,no-any-return]

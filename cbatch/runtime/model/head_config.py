@@ -1,19 +1,23 @@
 """What the `config.json` of a head says: a small drafter that reads a model's states.
 
-Known layouts: EAGLE-3 as SafeAILab, SpecForge and SGLang, AngelSlim and speculators write it, and
-EAGLE-1 and 2 (whose files are the same). Where frameworks read a field differently, `readings` has
-what it may mean, the likeliest first.
+Known layouts: EAGLE-3 as SafeAILab, SpecForge and SGLang, AngelSlim and speculators write it,
+EAGLE-1 and 2 (whose files are the same), and Medusa as FasterDecoding, TGI and vLLM do. Where
+frameworks read a field differently, `readings` has what it may mean, the likeliest first.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from cbatch.runtime.model.config import ModelConfig, ModelError, _Fields, _read_object, parse_config
+
+if TYPE_CHECKING:
+    from cbatch.runtime.model.head_weights import HeadWeights
 
 _EAGLE3 = (
     "LlamaForCausalLMEagle3",
@@ -22,16 +26,18 @@ _EAGLE3 = (
     "Eagle3DraftModel",
 )
 _EAGLE1 = ("EagleLlamaForCausalLM", "EAGLELlamaForCausalLM", "EagleModel")
+_MEDUSA = ("MedusaModel", "MedusaForCausalLM")
 _OTHERS = ("peagle", "dflash", "dflash2", "dspark", "mtp", "mlp_speculator")
 _HEAD_FIELDS = ("speculators_model_type", "eagle_config", "draft_vocab_size", "eagle_fc_bias")
 _HEAD_FIELDS += ("medusa_num_heads",)
 
 
 class HeadConfig(msgspec.Struct, frozen=True):
-    """`layer` is the shape of the head's one layer, with the target's vocabulary. `hidden_layers`
-    are those of the target that it reads, as `Model.keep_hidden` numbers them."""
+    """`layer` is the shape of an EAGLE head's one layer, of Medusa of none, with the target's
+    vocabulary. `hidden_layers` are those of the target that it reads, as `Model.keep_hidden`
+    numbers them."""
 
-    kind: Literal["eagle3", "eagle"]
+    kind: Literal["eagle3", "eagle", "medusa"]
     layer: ModelConfig
     hidden_layers: tuple[int, ...]
     draft_vocab_size: int
@@ -40,6 +46,17 @@ class HeadConfig(msgspec.Struct, frozen=True):
     input_norm: bool = False  # one norm of all that is read, before fc
     fc_norm: bool = False  # one of each layer's
     fc_bias: bool = False
+    # Of Medusa: how many tokens are drafted, by how many blocks each; whether one head is for all.
+    num_heads: int = 1
+    num_blocks: int = 1
+    shares_head: bool = False
+
+    def __str__(self) -> str:
+        if self.kind == "medusa":
+            return f"{self.num_heads} medusa heads"
+        layers = ", ".join(map(str, self.hidden_layers))
+        residual = ", normed residual" if self.norm_before_residual else ""
+        return f"{self.kind} head that reads what comes into layers {layers}{residual}"
 
 
 def is_head(path: Path) -> bool:
@@ -49,9 +66,10 @@ def is_head(path: Path) -> bool:
         return False
     values = _read_object(file)
     names = values.get("architectures")
-    named = isinstance(names, list) and any(str(name) in (*_EAGLE3, *_EAGLE1) for name in names)
-    eagle = values.get("model_type") == "eagle"
-    if named or eagle or any(values.get(field) is not None for field in _HEAD_FIELDS):
+    known = (*_EAGLE3, *_EAGLE1, *_MEDUSA)
+    named = isinstance(names, list) and any(str(name) in known for name in names)
+    typed = values.get("model_type") in ("eagle", "medusa")
+    if named or typed or any(values.get(field) is not None for field in _HEAD_FIELDS):
         return True
     return values.get("num_hidden_layers") == 1 and _has_fc(path)
 
@@ -72,10 +90,13 @@ def read_head(path: Path, target: ModelConfig) -> list[HeadConfig]:
     values = _read_object(file)
     f = _Fields(file, values)
     algorithm = values.get("speculators_model_type")
-    if algorithm in _OTHERS or values.get("medusa_num_heads") is not None:
-        what = algorithm or "medusa"
-        raise f.error("speculators_model_type", f"{what} heads are not supported; use EAGLE-1 to 3")
+    if algorithm in _OTHERS:
+        problem = f"{algorithm} heads are not supported; use EAGLE-1 to 3 or Medusa"
+        raise f.error("speculators_model_type", problem)
     weights = HeadWeights.of(path)
+    typed, named = values.get("model_type") == "medusa", values.get("architectures") or ()
+    if typed or values.get("medusa_num_heads") is not None or set(named) & set(_MEDUSA):
+        return [_medusa(f, weights, target)]
     names = weights.names
     eagle3 = (
         "lm_head.weight" in names or "d2t" in names or algorithm == "eagle3" or _fc_norms(names)
@@ -104,7 +125,9 @@ def _fc_norms(names: frozenset[str]) -> bool:
     return "fc_norm.0.weight" in names or any("hidden_norm" in name for name in names)
 
 
-def _layer(f: _Fields, inner: Mapping[str, Any], target: ModelConfig, weights: Any) -> ModelConfig:
+def _layer(
+    f: _Fields, inner: Mapping[str, Any], target: ModelConfig, weights: HeadWeights
+) -> ModelConfig:
     """Sizes that files get wrong are those of the tensors."""
     values = dict(inner)
     if values.get("num_hidden_layers", 1) != 1:
@@ -138,11 +161,43 @@ def _layer(f: _Fields, inner: Mapping[str, Any], target: ModelConfig, weights: A
     )
 
 
-def _draft_vocab(f: _Fields, target: ModelConfig) -> int:
-    size = f.integer("draft_vocab_size", target.vocab_size)
+def _medusa(f: _Fields, weights: HeadWeights, target: ModelConfig) -> HeadConfig:
+    """Files hold more heads than their configuration tells: those that are there count. Where it is
+    that of a whole model, the number of layers is the model's."""
+    own = f.get("model_type") == "medusa"
+    for field in ("hidden_size", "vocab_size"):
+        size, wanted = f.get(field), getattr(target, field)
+        if size is not None and size != wanted:
+            problem = f"{size!r:.40} is not the target's {wanted}"
+            raise f.error(field, f"{problem}; use heads that were trained for this model")
+    places = [re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.weight", n) for n in weights.names]
+    found = [(int(each[1]), int(each[2])) for each in places if each]
+    heads, blocks = (1 + max((each[i] for each in found), default=0) for i in range(2))
+    weights.require("blocks.0.layers.0.weight", (target.hidden_size, target.hidden_size))
+    stated = f.integer("num_heads" if own and f.get("num_heads") else "medusa_num_heads", heads)
+    if stated > heads:
+        problem = f"{stated}, the tensors are of {heads}; the download may be cut"
+        raise f.error("medusa_num_heads", problem)
+    layers = "num_hidden_layers" if own and f.get("num_hidden_layers") else "medusa_num_layers"
+    if f.integer(layers, blocks) != blocks:
+        problem = f"{f.get(layers)}, the tensors are of {blocks}; take the file's own config.json"
+        raise f.error(layers, problem)
+    return HeadConfig(
+        kind="medusa",
+        layer=msgspec.structs.replace(target, num_layers=0, sliding_window=()),
+        hidden_layers=(target.num_layers,),
+        draft_vocab_size=_draft_vocab(f, target, "truncated_vocab_size"),
+        num_heads=heads,
+        num_blocks=blocks,
+        shares_head=f.flag("original_lm_head", False),
+    )
+
+
+def _draft_vocab(f: _Fields, target: ModelConfig, field: str = "draft_vocab_size") -> int:
+    size = f.integer(field, target.vocab_size)
     if size > target.vocab_size:
         problem = f"{size} is more than the target's vocabulary of {target.vocab_size}"
-        raise f.error("draft_vocab_size", f"{problem}; use a head that was trained for this model")
+        raise f.error(field, f"{problem}; use a head that was trained for this model")
     return size
 
 

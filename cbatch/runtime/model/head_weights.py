@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,6 +21,10 @@ _SAFE, _PICKLES = "*.safetensors", ("pytorch_model.bin", "*.bin", "*.pt", "*.pth
 # What frameworks call the one layer, and what they put before names.
 _LAYER_NAMES = ("midlayer.", "model.midlayer.", "model.layers.0.", "layers.0.")
 _PREFIXES = ("model.", "draft_model.")
+# FasterDecoding's: blocks `0.0.linear.weight`, and behind them the head, `0.1.weight`.
+_MEDUSA_NAME = re.compile(
+    r"(?:medusa_heads?\.)?(\d+)\.(?:(\d+)\.linear\.(weight|bias)|\d+\.weight)"
+)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,8 +37,8 @@ class _Tensors(NamedTuple):
 
 
 class HeadWeights(WeightSource):
-    """Tensors by the names of speculators: `fc.weight`, `layers.0.self_attn.q_proj.weight`. They
-    are read as they are asked for."""
+    """Tensors by the names of speculators (`fc.weight`, `layers.0.self_attn.q_proj.weight`), of
+    Medusa by vLLM's (`blocks.0.layers.0.weight`). They are read as they are asked for."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -63,13 +68,17 @@ class HeadWeights(WeightSource):
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Of any dtype."""
+        self.require(name, shape)
+        return self._held.read(self._stored[name]).contiguous()
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """It is there, and of this shape."""
         have = self.shape_of(name)
         if have is None:
             raise self._error(name, "is missing; the download may be cut, or the layout another")
         if have != shape:
             problem = f"has shape {list(have)}, this model and config.json ask for {list(shape)}"
             raise self._error(name, f"{problem}; use a head that was trained for this model")
-        return self._held.read(self._stored[name]).contiguous()
 
     def _error(self, name: str, problem: str) -> ModelError:
         return ModelError(f"{self.file}: tensor {name} {problem}")
@@ -81,6 +90,10 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _spelled(name: str) -> str:
+    medusa = _MEDUSA_NAME.fullmatch(name)
+    if medusa is not None:
+        head, block, kind = medusa.groups()
+        return f"blocks.{head}.layers.{block}.{kind}" if block else f"lm_heads.{head}.weight"
     for prefix in _LAYER_NAMES:
         if name.startswith(prefix):
             return "layers.0." + name.removeprefix(prefix)

@@ -1,0 +1,39 @@
+"""What heads that read a model's states have in common, for who loads, tries and drives them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.model.head_config import HeadConfig
+from cbatch.runtime.model.kv_cache import KVCache
+
+
+class Head:
+    """`config` is the shape of its layers, with the target's vocabulary. `vocabulary` int64
+    [drafts] are the target's ids of what it may draft; None: all. `block_bytes`: of its
+    matrices."""
+
+    vocabulary: Tensor | None
+    block_bytes: int
+
+    def __init__(self, head: HeadConfig, target: Model) -> None:
+        self.head, self.config = head, head.layer
+        self.dtype, self.device, self.numerics = target.dtype, target.device, target.numerics
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """What it reads of a position, fp32 [T, hidden], of the target's states [T, layers, H]."""
+        raise NotImplementedError
+
+    def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
+        """Of the first draft behind each token of a sequence, [T, vocab], which is all of the batch
+        and has these states. That of token 0, before which there is no state, says nothing."""
+        raise NotImplementedError
+
+    def over_vocabulary(self, logits: Tensor) -> Tensor:
+        """[N, drafts] to [N, vocab], -inf where it drafts nothing."""
+        if self.vocabulary is None:
+            return logits
+        whole = torch.full((len(logits), self.config.vocab_size), -torch.inf)
+        return whole.index_copy_(1, self.vocabulary, logits)

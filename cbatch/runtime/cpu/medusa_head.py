@@ -1,0 +1,108 @@
+"""Medusa heads (Cai et al. 2024, arXiv 2401.10774): head i says the token i + 2 places on from the
+target's last state alone, by blocks z + SiLU(W z + b) and a head over the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.cpu.head import Head
+from cbatch.runtime.cpu.layers import LayerBuilder
+from cbatch.runtime.cpu.linear import Linear
+from cbatch.runtime.cpu.numerics import Numerics
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.head_config import HeadConfig
+from cbatch.runtime.model.head_weights import HeadWeights
+from cbatch.runtime.model.kv_cache import KVCache
+
+
+class MedusaHead(Head):
+    """All heads of a file. None of them sees what another drafts."""
+
+    def __init__(
+        self, head: HeadConfig, weights: HeadWeights, target: Model, target_head: Tensor
+    ) -> None:
+        """`target_head` [vocab, hidden] stands in where the file has no heads of its own."""
+        super().__init__(head, target)
+        self.vocabulary = _vocabulary(head, weights)
+        self._norm = target.final_norm
+        with torch.inference_mode():
+            own = _Weights(head, weights, self.dtype)
+            self._blocks = [own.blocks(i) for i in range(head.num_heads)]
+            self._heads = own.heads(self.vocabulary, target_head)
+        products = [*self._heads, *(linear for each in self._blocks for linear in each)]
+        count = sum(linear.shape[0] * linear.shape[1] for linear in products)
+        self.block_bytes = count * self.dtype.itemsize
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        size = self.config.hidden_size
+        return F.rms_norm(hidden[:, 0], (size,), self._norm, self.config.rms_norm_eps)
+
+    def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
+        return self.logits(self.fuse(hidden).roll(1, 0), [torch.arange(len(hidden))])[0]
+
+    def logits(self, states: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Of the first `len(rows)` heads, of head i [N, vocab] for the N rows of `states` [R, H]
+        that `rows[i]` names."""
+        refined = [self._refine(i, states[at]) for i, at in enumerate(rows)]
+        if len(self._heads) == 1:
+            found = self._heads[0](torch.cat(refined)).split([len(at) for at in rows])
+        else:
+            found = tuple(self._heads[i](z) for i, z in enumerate(refined))
+        return [self.over_vocabulary(each) for each in found]
+
+    def _refine(self, number: int, z: Tensor) -> Tensor:
+        for linear in self._blocks[number]:
+            z = z + F.silu(linear(z))
+        return z
+
+
+class _Weights(LayerBuilder):
+    """The tensors of a file as products."""
+
+    def __init__(self, head: HeadConfig, weights: HeadWeights, dtype: torch.dtype) -> None:
+        numerics = Numerics("invariant", may_pack=False)
+        super().__init__(head.layer, weights, dtype, torch.device("cpu"), numerics)
+        self.head, self.weights, self.names = head, weights, weights.names
+
+    def blocks(self, number: int) -> list[Linear]:
+        return [self._block(f"blocks.{number}.layers.{i}") for i in range(self.head.num_blocks)]
+
+    def _block(self, name: str) -> Linear:
+        size, biased = self.config.hidden_size, f"{name}.bias" in self.names
+        bias = self._get(f"{name}.bias", size) if biased else None
+        return self._below([f"{name}.weight"], (size, size), bias, None)
+
+    def heads(self, vocabulary: Tensor | None, target_head: Tensor) -> list[Linear]:
+        """One for each, or a single one for all: the file's, or the target's."""
+        if "lm_heads.0.weight" in self.names and not self.head.shares_head:
+            names = [f"lm_heads.{i}.weight" for i in range(self.head.num_heads)]
+        else:
+            names = [name for name in ("lm_head.weight", "lm_heads.0.weight") if name in self.names]
+        rows = [self._rows(name, vocabulary) for name in names]
+        if not rows:
+            rows = [target_head if vocabulary is None else target_head[vocabulary]]
+        return [self._linear(each.to(self.dtype).contiguous(), None, None) for each in rows]
+
+    def _rows(self, name: str, vocabulary: Tensor | None) -> Tensor:
+        """Of what it may draft, which a file may have among those of the whole vocabulary."""
+        c, count = self.config, self.head.draft_vocab_size
+        whole = self.weights.shape_of(name) == (c.vocab_size, c.hidden_size)
+        rows = self._get(name, c.vocab_size if whole else count, c.hidden_size)
+        return rows[vocabulary] if whole and vocabulary is not None else rows
+
+
+def _vocabulary(head: HeadConfig, weights: HeadWeights) -> Tensor | None:
+    """Ids of the target, as `token_map` has them. Raises ModelError where they are none."""
+    count, vocab = head.draft_vocab_size, head.layer.vocab_size
+    if count == vocab:
+        return None
+    ids = weights.read("token_map", (count,)).long()
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < count:
+        problem = f"tensor token_map gives ids twice, or outside of the vocabulary of {vocab}"
+        raise ModelError(f"{weights.file}: {problem}; use a head that was trained for this model")
+    return ids

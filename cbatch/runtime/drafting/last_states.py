@@ -1,0 +1,43 @@
+"""States that outlive a step: of the last position of each slot, and of each block."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.core.scheduler.plan import NewSequence
+from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.model.arrays import I64, iota
+
+
+class LastStates:
+    """Whoever goes on from a shared block has the state that its next token needs. fp32:
+    `of_slot` [slots, size], `of_block` [blocks, size]."""
+
+    def __init__(self, table: InputBatch, num_blocks: int, size: int) -> None:
+        self._table = table
+        self.of_slot = torch.zeros(table.max_slots, size)
+        self.of_block = torch.zeros(num_blocks, size)
+
+    def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
+        self.of_block[torch.from_numpy(block_ids).long()] = 0
+
+    def admit(self, admission: NewSequence) -> None:
+        """On a prefix hit, which is of whole blocks."""
+        computed = admission.kv_len_tokens
+        if computed:
+            last_block = admission.blocks[computed // self._table.block_size_tokens - 1]
+            self.of_slot[admission.slot] = self.of_block[int(last_block)]
+
+    def keep_of_blocks(
+        self, slots: NDArray[np.integer], starts: I64, lens: I64, states: Tensor
+    ) -> None:
+        """Of those [sum of lens, size] that end a block: row i has `lens[i]` from `starts[i]`."""
+        size = self._table.block_size_tokens
+        positions = (starts - lens.cumsum() + lens).repeat(lens) + iota(len(states))
+        at = ((positions + 1) % size == 0).nonzero()[0]
+        if len(at):
+            blocks = self._table.blocks[slots.repeat(lens)[at], positions[at] // size]
+            self.of_block[torch.from_numpy(blocks).long()] = states[torch.from_numpy(at)]

@@ -1,0 +1,75 @@
+"""Medusa heads as drafters, as chains: they read the target's last state, keep no KV, and have
+nothing to catch up with. Drafts do not see each other, which costs acceptance but no pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cbatch.core.scheduler.plan import NewSequence
+from cbatch.runtime.cpu.drafter import DraftRows, ModelDrafter, Proposal, StepStates
+from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.cpu.medusa_head import MedusaHead
+from cbatch.runtime.drafting.draft_model import Drafting
+from cbatch.runtime.drafting.last_states import LastStates
+from cbatch.runtime.model.arrays import I64
+
+
+class MedusaDrafter(ModelDrafter):
+    """`kv_len` is the target's after every step: the state before the last known token is there."""
+
+    def __init__(self, head: MedusaHead) -> None:
+        self.head, self.hidden_layers = head, head.head.hidden_layers
+        self.context_tokens = head.config.max_position_tokens
+
+    def bind(self, table: InputBatch, num_blocks: int) -> None:
+        super().bind(table, num_blocks)
+        self.kv_len = np.zeros(table.max_slots, dtype=np.int64)
+        self._states = LastStates(table, num_blocks, self.head.config.hidden_size)
+
+    def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
+        self._states.zero_blocks(block_ids)
+
+    def admit(self, admission: NewSequence) -> None:
+        self.kv_len[admission.slot] = admission.kv_len_tokens
+        self._states.admit(admission)
+
+    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
+        return self.kv_len[slots]
+
+    def read_states(self, states: StepStates) -> None:
+        there = states.lens > 0
+        slots, starts, lens = states.slots[there], states.starts[there], states.lens[there]
+        if not len(slots):
+            return
+        hidden = states.hidden[:, 0]
+        self._states.of_slot[_index(slots)] = hidden[torch.from_numpy(lens.cumsum() - 1)]
+        self._states.keep_of_blocks(slots, starts, lens, hidden)
+        self.kv_len[slots] = starts + lens
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        slots, known = rows.slots, rows.num_tokens
+        # A first token has no state before it.
+        reads = (known > 1) & (self.kv_len[slots] == known - 1)
+        depths = np.minimum(rows.num_drafts, self.head.head.num_heads) * reads
+        drafting = Drafting(self, rows, depths)
+        deepest = int(depths.max(initial=0))
+        active = [(depths > depth).nonzero()[0] for depth in range(deepest)]
+        if deepest:
+            states = self.head.fuse(self._states.of_slot[_index(slots)][:, None])
+            found = self.head.logits(states, [torch.from_numpy(at) for at in active])
+            for depth, logits in enumerate(found):
+                # Behind numbers that broke a row has no drafts.
+                stands = drafting.depths[active[depth]] > depth
+                if not stands.all():
+                    active[depth] = active[depth][stands]
+                    logits = logits[torch.from_numpy(stands)]
+                if len(active[depth]):
+                    drafting.choose(logits, active[depth], depth)
+        drafting.close()
+        return Proposal(drafting.tokens, drafting.depths, drafting.probs(), drafting.non_finite)
+
+
+def _index(slots: NDArray[np.integer]) -> torch.Tensor:
+    return torch.from_numpy(slots.astype(np.int64))

@@ -1,0 +1,257 @@
+"""Medusa heads: their equations, whatever a sequence went through; text that no draft can change.
+What is common to all heads, and a sequence's hard life, is in `test_eagle`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.speculation.policies import FixedPolicy
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.drafter import DraftRows, Proposal, StepStates
+from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.cpu.medusa_head import MedusaHead
+from cbatch.runtime.drafting.medusa import MedusaDrafter
+from cbatch.runtime.model.head_config import read_head
+from cbatch.runtime.model.head_weights import HeadWeights
+from tests.runtime import made_heads
+from tests.runtime.engines import RecordingExecutor, Run, admission, make_request, run_engine
+from tests.runtime.made_heads import MedusaReference
+from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.test_eagle import Cold, hard_life, prompts, target_head, two_samples_z
+
+LAST = (2,)  # what the last layer makes
+
+
+class RecordingHead(MedusaHead):
+    """Keeps what it says."""
+
+    seen: list[Tensor]
+
+    def logits(self, states: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
+        self.seen = super().logits(states, rows)
+        return [each.clone() for each in self.seen]
+
+
+def load_medusa(folder: Path, target: Model) -> RecordingHead:
+    weights = HeadWeights.of(folder)
+    return RecordingHead(read_head(folder, target.config)[0], weights, target, target_head())
+
+
+def medusa(folder: Path) -> tuple[Path, MedusaReference]:
+    tensors = made_heads.medusa_tensors()
+    made_heads.write_head(folder, made_heads.medusa_config(), tensors)
+    return folder, MedusaReference(tensors, tiny_model().final_norm)
+
+
+class CheckedMedusa(MedusaDrafter):
+    """Compares the logits of every draft with those of who reads the whole text at once."""
+
+    def __init__(self, head: RecordingHead, reference: MedusaReference) -> None:
+        super().__init__(head)
+        self.cold, self.checked, self.wrong = Cold(reference, LAST), 0, 0.0
+        self.drafted: dict[tuple[int, ...], list[int]] = {}
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        assert isinstance(self.head, RecordingHead)
+        self.head.seen = []
+        proposal = super().propose(rows)
+        assert len(self.head.seen) == proposal.num_drafted.max(initial=0)
+        known = [
+            self.table.tokens[slot, :count].tolist()
+            for slot, count in zip(rows.slots.tolist(), rows.num_tokens.tolist(), strict=True)
+        ]
+        for row, tokens in enumerate(known):
+            self.drafted[tuple(tokens)] = proposal.tokens[row, : proposal.num_drafted[row]].tolist()
+        for depth, logits in enumerate(self.head.seen):
+            drafting = np.flatnonzero(proposal.num_drafted > depth)
+            assert len(logits) == len(drafting)
+            for own, row in zip(logits, drafting.tolist(), strict=True):
+                expected = self.cold.logits(known[row], proposal.tokens[row, :depth].tolist())
+                self.wrong = max(self.wrong, float((own - expected).abs().max()))
+                self.checked += 1
+        return proposal
+
+
+def checked_run(
+    folder: Path, requests: Any, kind: type[CheckedMedusa] = CheckedMedusa, **settings: Any
+) -> tuple[Run, CheckedMedusa]:
+    target = tiny_model()
+    folder, reference = medusa(folder)
+    head = load_medusa(folder, target)
+    held = kind(head, reference)
+    return run_engine(requests, target, head, held=held, **settings), held  # type: ignore[arg-type]
+
+
+def test_drafts_are_those_of_the_equations_and_no_other_head_computes(tmp_path, monkeypatch):
+    requests, settings = hard_life(monkeypatch)
+    run, held = checked_run(tmp_path, requests, **settings)
+    assert held.checked > 200 and held.wrong < 1e-4
+    assert run.scheduler.stats.preemptions > 0 and run.scheduler.stats.prefix_hit_tokens > 0
+    assert (run.accepted > 0).any() and (run.accepted < run.drafted).any()
+    assert run.outputs == run_engine(requests, tiny_model()).outputs
+
+
+class _WrongPosition(CheckedMedusa):
+    """Reads the state one before."""
+
+    def read_states(self, states: StepStates) -> None:
+        super().read_states(states._replace(hidden=states.hidden.roll(1, 0)))
+
+
+class _Stale(CheckedMedusa):
+    """Keeps the state that it drafted with, where drafts were rejected."""
+
+    def read_states(self, states: StepStates) -> None:
+        before = self._states.of_slot.clone()
+        super().read_states(states)
+        rejected = torch.from_numpy(states.slots[states.lens == 1].astype(np.int64))
+        self._states.of_slot[rejected] = before[rejected]
+
+
+class _WrongRow(CheckedMedusa):
+    """Once a sequence has left, it takes rows to stand where those in the slots above do."""
+
+    left = 0
+
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self.left += 1
+
+    def read_states(self, states: StepStates) -> None:
+        super().read_states(states)
+        slots = torch.from_numpy(states.slots.astype(np.int64))
+        if self.left:
+            self._states.of_slot[slots] = self._states.of_slot[slots.roll(1)]
+
+
+@pytest.mark.parametrize("broken", [_WrongPosition, _Stale, _WrongRow])
+def test_the_equations_tell_what_reads_the_wrong_states(broken, tmp_path, monkeypatch):
+    """And no text is another for it."""
+    requests, settings = hard_life(monkeypatch)
+    run, held = checked_run(tmp_path, requests, broken, **settings)
+    assert held.wrong > 1e-2
+    assert run.outputs == run_engine(requests, tiny_model()).outputs
+
+
+def test_a_prefix_hit_and_a_while_without_drafts_cost_no_acceptance(tmp_path, monkeypatch):
+    """The same drafts stand behind the same tokens, cold, on a hit, and after k = 3, 0, 3."""
+    steps, pause = {"n": 0}, range(0)
+
+    def choose(policy: Any, step: Any) -> np.ndarray:
+        steps["n"] += 1
+        return np.minimum(step.caps, np.full(step.num_rows, 3 * (steps["n"] not in pause)))
+
+    monkeypatch.setattr(FixedPolicy, "choose", choose)
+    given = prompts(6, low=27, high=28)
+    cold, hit = ([make_request(f"{n}{i}", p) for i, p in enumerate(given)] for n in ("cold", "hit"))
+    arrivals = [0] * 6 + [60] * 6
+    once, held = checked_run(tmp_path / "a", cold + hit, lookahead="fixed:3", arrivals=arrivals)
+    assert once.scheduler.stats.prefix_hit_tokens == 6 * 24
+    found = [
+        [[row[1:] for row in once.executor.row_of_request[f"{name}{i}"]] for i in range(6)]
+        for name in ("cold", "hit")
+    ]
+    assert found[0] == found[1] and (once.accepted > 0).any()
+    pause, steps["n"] = range(10, 20), 0
+    _, paused = checked_run(tmp_path / "b", cold, lookahead="fixed:3")
+    both = held.drafted.keys() & paused.drafted.keys()
+    late = [key for key in both if len(key) > 27 + 20]
+    assert len(late) > 5 and all(held.drafted[key] == paused.drafted[key] for key in late)
+
+
+def test_who_goes_on_from_a_shared_block_has_its_state(tmp_path):
+    folder, reference = medusa(tmp_path)
+    held = CheckedMedusa(load_medusa(folder, tiny_model()), reference)
+    table = InputBatch(4, 4, VOCAB, None)
+    held.bind(table, 16)
+    tokens = prompts(1, low=9, high=10)[0]
+    computed = held.cold.states(tokens)[:8]
+    for slot, kv_len in ((0, 0), (2, 8)):
+        sequence = admission(slot, tokens, blocks=[3, 7, 5], temperature=0.0)
+        sequence = structs.replace(sequence, kv_len_tokens=kv_len)
+        table.admit(sequence)
+        held.admit(sequence)
+        if not kv_len:
+            zero, eight = np.array([0]), np.array([8])
+            held.read_states(StepStates(np.array([slot]), zero, eight, computed))
+    each = np.array([9, 9])
+    rows = DraftRows(np.array([0, 2]), each, each // 3, each * 0)
+    assert held.propose(rows).num_drafted.tolist() == [3, 3]
+    assert held.checked == 6 and held.wrong < 1e-4
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 12, "min_p": 0.01}, {"repetition_penalty": 1.3}])
+def test_seeded_text_does_not_depend_on_the_heads(params, tmp_path, monkeypatch):
+    coupled = {"temperature": 0.9, "verification": "coupled", **params}
+    requests, settings = hard_life(monkeypatch, **coupled)
+    target = tiny_model()
+    head = load_medusa(medusa(tmp_path)[0], target)
+    run = run_engine(requests, target, head, held=MedusaDrafter(head), depth=1, **settings)  # type: ignore[arg-type]
+    assert (run.accepted > 0).any() and (run.accepted < run.drafted).any()
+    assert run.outputs == run_engine(requests, tiny_model()).outputs
+
+
+class _Lies(MedusaDrafter):
+    def propose(self, rows: DraftRows) -> Proposal:
+        proposal = super().propose(rows)
+        assert proposal.probs is not None
+        return proposal._replace(probs=torch.full_like(proposal.probs, 1 / VOCAB))
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_the_law_of_sampled_text_is_that_without_heads(verification, tmp_path):
+    """As that of `test_eagle`."""
+    target = tiny_model()
+    head = load_medusa(medusa(tmp_path)[0], target)
+    drafters = {"off": None, "heads": MedusaDrafter(head), "broken": _Lies(head)}
+    found = {}
+    for name, held in drafters.items():
+        asks = {"temperature": 1.0, "max_tokens": 4, "verification": verification}
+        requests = [
+            make_request(f"r{i}", [5, 9, 11], seed=1000 + i + 10**6 * (held is None), **asks)
+            for i in range(2000)
+        ]
+        run = run_engine(
+            requests,
+            target,
+            None if held is None else head,  # type: ignore[arg-type]
+            held=held,
+            lookahead="off" if held is None else "fixed:2",
+            max_slots=64,
+            check=False,
+            arrivals=[i // 64 for i in range(2000)],
+        )
+        assert held is None or (run.accepted > 0).any()
+        tokens = np.array(list(run.outputs.values()))
+        found[name] = [np.bincount(tokens[:, at], minlength=VOCAB) for at in (1, 2)]
+    z = {
+        name: [two_samples_z(*pair) for pair in zip(found[name], found["off"], strict=True)]
+        for name in ("heads", "broken")
+    }
+    assert max(z["heads"]) < 5 < max(z["broken"])
+
+
+def test_the_scheduler_sees_heads_that_are_never_behind(tmp_path):
+    target = tiny_model()
+    head = load_medusa(medusa(tmp_path)[0], target)
+    lags = []
+
+    class Watched(RecordingExecutor):
+        def run(self, plan: StepPlan) -> StepResult:
+            lags.append(int(plan.catch_up.max(initial=0)))
+            return super().run(plan)
+
+    requests = [make_request(f"r{i}", p) for i, p in enumerate(prompts(4))]
+    held = MedusaDrafter(head)
+    run = run_engine(requests, target, head, held=held, lookahead="fixed:6", kind=Watched)  # type: ignore[arg-type]
+    assert len(lags) > 10 and not any(lags)
+    assert run.drafted.max() == 4  # there are no more heads
