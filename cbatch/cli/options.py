@@ -21,7 +21,14 @@ MODEL_HELP = "directory, .gguf file, hub name or smollm2 (default: the demo pair
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a command's models are loaded and run."""
 
-    draft: Annotated[str | None, knob("engine", "small model that guesses ahead", "MODEL")] = None
+    draft: Annotated[
+        str | None,
+        knob(
+            "engine",
+            "small model that guesses ahead, or an EAGLE or Medusa head of this one",
+            "MODEL",
+        ),
+    ] = None
     engine: EngineOptions = EngineOptions()
 
 

@@ -24,7 +24,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("model", metavar="MODEL", help="directory, GGUF file or a packaged name")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the head")
-    parser.add_argument("--kind", default="eagle3", choices=["eagle3"], help="of the head")
+    parser.add_argument(
+        "--kind", default="eagle3", choices=["eagle3", "medusa"], help="of the head"
+    )
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from cbatch.engine.model_files import find_model
-    from cbatch.training.train_head import record, train_eagle3
+    from cbatch.training.train_head import record, train_head
 
     for field in ("answer_tokens", "lesson_minutes", "minutes", "draft_vocab", "depth"):
         if getattr(args, field) <= 0:
@@ -67,11 +69,13 @@ def run(args: argparse.Namespace) -> int:
     if not prompts:
         raise FieldError("prompts", "nothing to answer, nothing to read", "give lines, or texts")
     args.out.mkdir(parents=True, exist_ok=True)
-    shards = record(model, prompts, args.out / "lessons", args.lesson_minutes * 60)
-    found = train_eagle3(
+    seconds = args.lesson_minutes * 60
+    shards = record(model, prompts, args.out / "lessons", seconds, args.kind)
+    found = train_head(
         model,
         shards,
         args.out,
+        kind=args.kind,
         name=str(args.model),
         seconds=args.minutes * 60,
         draft_vocab=args.draft_vocab,

@@ -88,18 +88,30 @@ class EagleNet(nn.Module):
     def draft(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
         """Logits [B, L - 1, draft ids] of each step j: at t of the token t + 2 + j, as it would be
         drafted with the states up to t. tokens [B, L], states [B, L - 1, layers, hidden]."""
-        length = states.shape[1]
-        carry = self.fc(
-            torch.cat([self.fc_norm[i](states[:, :, i].float()) for i in self._read()], -1)
-        )
+        length, carry = states.shape[1], self.read(states)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         found = []
         for step in range(steps):
             known = F.pad(tokens[:, 1 + step :], (0, length - (tokens.shape[1] - 1 - step)))
-            carry = self._layer(self.parts.embedding[known].float(), carry, keys, values)
-            found.append(F.linear(self.norm(carry.float()), self.rows.float()))
+            carry = self.step(known, carry, keys, values)
+            found.append(self.logits(carry))
         return found
+
+    def read(self, states: Tensor) -> Tensor:
+        """What it carries into the first step, [B, L - 1, hidden]."""
+        return self.fc(
+            torch.cat([self.fc_norm[i](states[:, :, i].float()) for i in self._read()], -1)
+        )
+
+    def step(
+        self, known: Tensor, carry: Tensor, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        """What it carries on, with a token [B, L - 1] more; appends K and V of the step."""
+        return self._layer(self.parts.embedding[known].float(), carry, keys, values)
+
+    def logits(self, carry: Tensor) -> Tensor:
+        return F.linear(self.norm(carry.float()), self.rows.float())
 
     def _layer(
         self, embedded: Tensor, carry: Tensor, keys: list[Tensor], values: list[Tensor]

@@ -1,4 +1,5 @@
-"""A trained head as files: the layout of speculators, which vLLM reads too."""
+"""A trained head as files, as vLLM reads them too: EAGLE-3's in the layout of speculators, Medusa's
+in vLLM's own."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cbatch.training.eagle_net import EagleNet
+from cbatch.training.eagle_net import EagleNet, EagleShape
+from cbatch.training.medusa_net import MedusaNet
+from cbatch.training.target_parts import TargetParts
 
 
 def save_eagle3(
@@ -24,21 +27,84 @@ def save_eagle3(
 ) -> None:
     """`layers` are those that it reads. Without its rows of the target's head the file is smaller,
     and who loads it takes those of the target; vLLM wants them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {
-        name: tensor.to(torch.bfloat16).contiguous() for name, tensor in net.state_dict().items()
-    }
+    tensors = _tensors(net, with_head=with_head)
     ids, vocab = net.draft_ids, net.parts.config.vocab_size
-    if with_head:
-        tensors["lm_head.weight"] = net.rows.to(torch.bfloat16).contiguous()
     if len(ids) < vocab:
         mask = torch.zeros(vocab, dtype=torch.bool)
         mask[ids] = True
         tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": mask}
+    _write(folder, tensors, _config(net, layers, model, drafts))
+
+
+def load_eagle3(folder: Path, parts: TargetParts) -> EagleNet:
+    """What `save_eagle3` wrote, to go on with."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layer, tensors = config["transformer_layer_config"], load_file(folder / "model.safetensors")
+    shape = EagleShape(
+        hidden_size=layer["hidden_size"],
+        num_layers_read=len(config["eagle_aux_hidden_state_layer_ids"]),
+        num_heads=layer["num_attention_heads"],
+        num_kv_heads=layer["num_key_value_heads"],
+        head_dim=layer["head_dim"],
+        intermediate_size=layer["intermediate_size"],
+        rms_norm_eps=layer["rms_norm_eps"],
+        rope_theta=layer["rope_theta"],
+    )
+    ids = torch.arange(config["draft_vocab_size"])
+    ids = ids + tensors.pop("d2t", torch.zeros_like(ids))
+    net = EagleNet(shape, parts, ids)
+    held = {name: tensors[name].float() for name in net.state_dict()}
+    net.load_state_dict(held)
+    return net
+
+
+def save_medusa(net: MedusaNet, folder: Path, *, with_head: bool) -> None:
+    """As `save_eagle3`. vLLM counts heads and layers by fields whose names hold "num" and "heads",
+    or "layers": there is one of each."""
+    tensors = _tensors(net, with_head=with_head)
+    ids, target = net.draft_ids, net.parts.config
+    if len(ids) < target.vocab_size:
+        tensors["token_map"] = ids
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "truncated_vocab_size": len(ids),
+        "num_heads": len(net.blocks),
+        "num_hidden_layers": net.num_blocks,
+        "medusa_fc_bias": True,
+        "original_lm_head": True,
+        "torch_dtype": "bfloat16",
+    }
+    _write(folder, tensors, config)
+
+
+def load_medusa(folder: Path, parts: TargetParts) -> MedusaNet:
+    """What `save_medusa` wrote."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(folder / "model.safetensors")
+    ids = tensors.get("token_map", torch.arange(config["vocab_size"]))
+    sizes = {"heads": config["num_heads"], "num_blocks": config["num_hidden_layers"]}
+    net = MedusaNet(parts, ids, **sizes)
+    net.load_state_dict({name: tensors[name].float() for name in net.state_dict()})
+    return net
+
+
+def _tensors(net: EagleNet | MedusaNet, *, with_head: bool) -> dict[str, Tensor]:
+    held = dict(net.state_dict())
+    if with_head:
+        held["lm_head.weight"] = net.rows
+    return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in held.items()}
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Weights whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.part"
     save_file(tensors, part, metadata={"format": "pt"})
     part.replace(folder / "model.safetensors")
-    text = json.dumps(_config(net, layers, model, drafts), indent=2)
+    text = json.dumps(config, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 

@@ -44,7 +44,8 @@ class Acceptance:
 
 
 class HeadTraining:
-    """`net` has `draft(tokens, states, steps)`, `draft_ids` and `rows`, as `EagleNet`."""
+    """`net` has `draft(tokens, states, steps)`, `draft_ids` and `rows`, as `EagleNet` and
+    `MedusaNet`."""
 
     def __init__(
         self, net: Any, parts: TargetParts, checkpoint: Path, *, steps: int, seed: int = 0

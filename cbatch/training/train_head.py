@@ -16,10 +16,12 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.engine import Engine
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.executor import TorchExecutor
+from cbatch.runtime.model.config import ModelConfig
 from cbatch.training.eagle_net import EagleNet, EagleShape
-from cbatch.training.export import save_eagle3
+from cbatch.training.export import save_eagle3, save_medusa
 from cbatch.training.head_training import Acceptance, HeadTraining
 from cbatch.training.lessons import Lesson, Shards, write_lessons
+from cbatch.training.medusa_net import MedusaNet
 from cbatch.training.recorder import Recorder
 from cbatch.training.target_parts import TargetParts
 
@@ -28,18 +30,28 @@ HELD_OUT_EVERY, MOST_HELD_OUT = 12, 64
 LEAST_LESSONS = 24
 REPORT_EVERY_S = 30.0
 CARD = "README.md"
+TITLES = {"eagle3": "An EAGLE-3 head", "medusa": "Medusa heads"}
 
 Prompt = tuple[Sequence[int], SamplingParams]
 
 
-def hidden_layers(num_layers: int) -> tuple[int, ...]:
-    """Those that an EAGLE-3 head reads, by the paper, and the last, by which it is taught."""
+def hidden_layers(kind: str, num_layers: int) -> tuple[int, ...]:
+    """Those that an EAGLE-3 head reads, by the paper, and the last, by which all are taught; it is
+    what Medusa reads."""
+    if kind == "medusa":
+        return (num_layers,)
     if num_layers < 6:
         raise FieldError("model", f"{num_layers} layers are too few to read three", "take another")
     return 2, num_layers // 2, num_layers - 3, num_layers
 
 
-def record(model: str | Path, prompts: Sequence[Prompt], folder: Path, seconds: float) -> Shards:
+def record(
+    model: str | Path,
+    prompts: Sequence[Prompt],
+    folder: Path,
+    seconds: float,
+    kind: str = "eagle3",
+) -> Shards:
     """Lessons from the model's own answers, or what is there of an earlier run."""
     shards, done = Shards(folder), folder / "done"
     if done.exists():
@@ -57,7 +69,7 @@ def record(model: str | Path, prompts: Sequence[Prompt], folder: Path, seconds: 
         eos_ids=c.eos_token_ids,
         prefix_cache=False,
     )
-    recorder = Recorder(hidden_layers(c.num_layers), shards.record)
+    recorder = Recorder(hidden_layers(kind, c.num_layers), shards.record)
     executor = TorchExecutor(
         target,
         num_blocks=config.num_blocks,
@@ -80,11 +92,12 @@ def record(model: str | Path, prompts: Sequence[Prompt], folder: Path, seconds: 
     return shards
 
 
-def train_eagle3(
+def train_head(
     model: str | Path,
     shards: Shards,
     folder: Path,
     *,
+    kind: str,
     name: str,
     seconds: float,
     draft_vocab: int,
@@ -102,8 +115,34 @@ def train_eagle3(
     taught = [each for i, each in enumerate(lessons) if i % HELD_OUT_EVERY]
     parts = TargetParts.of(model)
     c = parts.config
+    layers = hidden_layers(kind, c.num_layers)
+    if lessons[0].states.shape[1] < len(layers):
+        problem = f"{folder} holds lessons of another kind, without the layers that {kind} reads"
+        raise FieldError("out", problem, "give another folder")
     ids, coverage = frequent(taught, min(draft_vocab, c.vocab_size), c.vocab_size)
-    shape = EagleShape(
+    net: EagleNet | MedusaNet
+    if kind == "medusa":
+        net = MedusaNet(parts, ids, heads=depth)
+    else:
+        net = EagleNet(_eagle_shape(c, intermediate_size), parts, ids)
+    training = HeadTraining(net, parts, folder / f"training-{kind}.pt", steps=depth)
+    training.run(taught, seconds=seconds, max_steps=steps)
+    found = training.acceptance(held_out)
+    if isinstance(net, MedusaNet):
+        save_medusa(net, folder, with_head=with_head)
+    else:
+        save_eagle3(net, layers[:-1], folder, model=name, drafts=depth, with_head=with_head)
+    data = {
+        "answers": len(taught),
+        "tokens": sum(len(each.tokens) for each in taught),
+        "coverage": coverage,
+    }
+    (folder / CARD).write_text(_card(TITLES[kind], name, training, found, data), encoding="utf-8")
+    return found
+
+
+def _eagle_shape(c: ModelConfig, intermediate_size: int | None) -> EagleShape:
+    return EagleShape(
         hidden_size=c.hidden_size,
         num_layers_read=3,
         num_heads=c.num_heads,
@@ -113,18 +152,6 @@ def train_eagle3(
         rms_norm_eps=c.rms_norm_eps,
         rope_theta=c.rope.theta,
     )
-    training = HeadTraining(EagleNet(shape, parts, ids), parts, folder / "training.pt", steps=depth)
-    training.run(taught, seconds=seconds, max_steps=steps)
-    found = training.acceptance(held_out)
-    layers = hidden_layers(c.num_layers)[:-1]
-    save_eagle3(training.net, layers, folder, model=name, drafts=depth, with_head=with_head)
-    data = {
-        "answers": len(taught),
-        "tokens": sum(len(each.tokens) for each in taught),
-        "coverage": coverage,
-    }
-    (folder / CARD).write_text(_card(name, training, found, data), encoding="utf-8")
-    return found
 
 
 def frequent(lessons: Sequence[Lesson], count: int, vocab: int) -> tuple[Tensor, float]:
@@ -135,11 +162,13 @@ def frequent(lessons: Sequence[Lesson], count: int, vocab: int) -> tuple[Tensor,
     return ids, float(counts[ids].sum() / counts.sum())
 
 
-def _card(name: str, training: HeadTraining, found: Acceptance, data: dict[str, float]) -> str:
+def _card(
+    title: str, name: str, training: HeadTraining, found: Acceptance, data: dict[str, float]
+) -> str:
     depths = ", ".join(f"{rate:.2f}" for rate in found.by_depth)
     weights = sum(p.numel() for p in training.net.parameters())
     answers, tokens, ids = data["answers"], data["tokens"], len(training.net.draft_ids)
-    return f"""# An EAGLE-3 head for {name}
+    return f"""# {title} for {name}
 
 Made by `cbatch train-head`.
 

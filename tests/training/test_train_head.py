@@ -10,33 +10,26 @@ import torch
 from safetensors.torch import load_file
 
 from cbatch.cli.main import main
+from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.model_files import tokenizer_of
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.load_head import load_heads
+from cbatch.runtime.cpu.medusa_head import MedusaHead
 from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.training.eagle_net import EagleNet, EagleShape
+from cbatch.training.export import load_eagle3, load_medusa
 from cbatch.training.head_training import HeadTraining
-from cbatch.training.lessons import Lesson
+from cbatch.training.lessons import Lesson, Shards
+from cbatch.training.medusa_net import MedusaNet
 from cbatch.training.target_parts import TargetParts
-from cbatch.training.train_head import record
+from cbatch.training.train_head import record, train_head
 from tests.runtime.marks import needs_compiler
 from tests.runtime.test_eagle import Cold
 
 TARGET = demo_paths()[0]
 LAYERS = (2, 6, 9, 12)
-
-
-def shipped_net() -> EagleNet:
-    parts = TargetParts.of(TARGET)
-    tensors = load_file(demo_head() / "model.safetensors")
-    ids = tensors.pop("d2t") + torch.arange(1024)
-    del tensors["t2d"]
-    shape = EagleShape(256, 3, 8, 4, 32, 352, parts.config.rms_norm_eps, parts.config.rope.theta)
-    net = EagleNet(shape, parts, ids)
-    net.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-    return net
 
 
 @needs_compiler
@@ -53,7 +46,7 @@ def test_what_is_trained_is_what_is_served():
     assert hidden is not None
     own = KVCache(head.config, 64, 4, head.dtype, head.device)
     first, carried = head.forward(Cold.batch(tokens), own, head.fuse(hidden).roll(1, 0))
-    net = shipped_net()
+    net = load_eagle3(demo_head(), TargetParts.of(TARGET))
     asked = torch.tensor(tokens)[None]
     drafts = net.draft(asked, hidden[None, :-1], 2)
     assert head.vocabulary is not None
@@ -143,6 +136,64 @@ def test_the_command_trains_a_head_that_loads(tmp_path, capsys):
     assert head.head.hidden_layers == LAYERS[:3] and head.head.fc_norm
     assert head.vocabulary is not None and len(head.vocabulary) == 512
     assert "EAGLE-3 head" in (tmp_path / "head" / "README.md").read_text()
+
+
+@needs_compiler
+def test_trained_medusa_heads_are_what_is_served(tmp_path, capsys):
+    """Logits of training, for all positions at once, and those of served heads; names and shapes
+    are those that vLLM's `Medusa` has of such a configuration."""
+    texts, out = tmp_path / "texts.py", tmp_path / "head"
+    texts.write_text("\n".join(demo_prompts() * 3), encoding="utf-8")
+    args = ["--text", str(texts), "--out", str(out), "--kind", "medusa", "--steps", "12"]
+    assert main(["train-head", str(TARGET), *args, "--depth", "2", "--draft-vocab", "512"]) == 0
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["by_depth"]) == 2
+    target = load_model(TARGET, dtype="float32")
+    head = load_heads(out, target, TARGET)[0]
+    assert isinstance(head, MedusaHead) and head.head.hidden_layers == LAYERS[3:]
+    tensors = load_file(out / "model.safetensors")
+    ids, rows = tensors.pop("token_map"), tensors.pop("lm_head.weight")
+    assert len(ids) == len(rows) == 512 and torch.equal(ids, head.vocabulary)
+    sizes = {"weight": (256, 256), "bias": (256,)}
+    names = [f"blocks.{i}.layers.0" for i in range(2)]
+    assert {n: tuple(t.shape) for n, t in tensors.items()} == {
+        f"{name}.{kind}": size for name in names for kind, size in sizes.items()
+    }
+    tokens = tokenizer_of(TARGET).encode(demo_prompts()[0])[:40]
+    target.keep_hidden(LAYERS[3:])
+    hidden = target.room_for_hidden(len(tokens))
+    kv = KVCache(target.config, 64, 4, target.dtype, target.device)
+    target.forward(Cold.batch(tokens), kv, hidden)
+    assert hidden is not None
+    net = load_medusa(out, TargetParts.of(TARGET))
+    every = [torch.arange(39)] * 2
+    served = head.logits(head.fuse(hidden[:-1]), every)
+    drafts = net.draft(torch.tensor(tokens)[None], hidden[None, :-1], 2)
+    assert not torch.equal(drafts[0], drafts[1])
+    for own, told in zip(served, drafts, strict=True):
+        torch.testing.assert_close(own[:, ids], told[0].detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_medusa_learns(tmp_path):
+    """As what learns above; and lessons that lack layers are refused."""
+    parts = TargetParts.of(TARGET)
+    rows = torch.zeros(4096, 256)
+    tokens = torch.arange(90)
+    rows[(tokens + 3) % 90, tokens] = 40.0
+    parts = parts._replace(head=rows.bfloat16(), norm=torch.ones(256).bfloat16())
+    net = MedusaNet(parts, torch.arange(90), heads=2)
+    training = HeadTraining(net, parts, tmp_path / "a.pt", steps=2)
+    lessons, held_out = made_up_lessons(48), made_up_lessons(60)[48:]
+    before = training.acceptance(held_out)
+    training.run(lessons, seconds=1e9, max_steps=120)
+    after = training.acceptance(held_out)
+    assert before.by_depth[0] < 0.2 < 0.5 < min(after.by_depth)
+    shards = Shards(tmp_path / "lessons")
+    for lesson in lessons:
+        shards.record(lesson.tokens, lesson.num_given, lesson.states[:, -1:])
+    shards.flush()
+    asked = {"name": "x", "seconds": 1.0, "draft_vocab": 90, "intermediate_size": None}
+    with pytest.raises(FieldError, match="lessons of another kind"):
+        train_head(TARGET, shards, tmp_path, kind="eagle3", depth=2, with_head=True, **asked)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ OPTIONS = {
     "lora_modules": "LoRA",
     "pipeline_parallel_size": "pipeline parallelism",
     "quantization": "quantised weights",
-    "speculative_config": "drafters beyond `draft` (a model or an EAGLE head) and `drafter`",
+    "speculative_config": "drafters beyond `draft` (a model, EAGLE or Medusa heads) and `drafter`",
     "swap_space": "KV offload",
     "task": "embeddings",
     "tensor_parallel_size": "tensor parallelism",
