@@ -94,7 +94,7 @@ def policy_of(kind: str, rows: int) -> GoodputPolicy:
 def test_decide(benchmark, kind):
     accepted, trials, caps = inputs(ROWS)
     chances = survival(accepted, trials, DEPTH).T
-    prices = OnlineCostModel(PROFILES[kind], max_tokens=TOKENS).prices(ROWS, ROWS, 0, ROWS * DEPTH)
+    prices = OnlineCostModel(PROFILES[kind], max_tokens=TOKENS).prices(ROWS, 0, ROWS * DEPTH)
     prices_then = None
     for _ in range(5):
         prices_then = decide(chances, caps, prices, prices_then).shadow_prices

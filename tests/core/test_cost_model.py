@@ -35,14 +35,14 @@ def sample(rng: np.random.Generator, *, noise: float = 0.0, scale: float = 1.0) 
 
 def errors(model: OnlineCostModel, scale: float = 1.0) -> np.ndarray:
     """Relative errors of whole steps of 16 rows and 0 to 4 drafts a row."""
-    prices = model.prices(16, 16, 5000, 64)
+    prices = model.prices(16, 5000, 64)
     found = [prices.step_s[16 * d] + prices.pass_s * d for d in range(5)]
     works = [decoding(16, 5000, depth=d) for d in range(5)]
     return np.abs(np.array(found) / [sum(truth(work, scale)) for work in works] - 1)
 
 
 def test_a_profile_is_priced_as_measured_and_linear_beyond() -> None:
-    prices = OnlineCostModel(PROFILE, max_tokens=600).prices(4, 4, 10_000, 508)
+    prices = OnlineCostModel(PROFILE, max_tokens=600).prices(4, 10_000, 508)
     points = [1, 8, 9, 16, 64, 512]
     table = np.array([5e-3, 5e-3, 6e-3, 6e-3, 6e-3, 15e-3]) + 1e-5 * np.array(points)
     expected = np.interp(np.arange(4, 513), points, table) + 10_000 * 1e-7
@@ -52,7 +52,7 @@ def test_a_profile_is_priced_as_measured_and_linear_beyond() -> None:
     assert table[1024] == pytest.approx(15e-3 + 512 * (15e-3 - 6e-3) / 448)
     assert (np.diff(table) >= 0).all()
     with pytest.raises(IndexError, match="max_tokens"):
-        OnlineCostModel(PROFILE, max_tokens=100).prices(8, 90, 0, 11)
+        OnlineCostModel(PROFILE, max_tokens=100).prices(90, 0, 11)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_one_step_without_drafts_among_many_with_them_tells_what_they_cost() -> 
     model, drafting, plain = OnlineCostModel(max_tokens=600), decoding(16, depth=4), decoding(16)
     for _ in range(200):
         model.observe(StepSample(drafting, 1e-3, 12e-3))
-    prices = model.prices(16, 16, 0, 64)
+    prices = model.prices(16, 0, 64)
     assert prices.step_s[0] > 0.9 * prices.step_s[64], "nothing is known"
     model.observe(StepSample(plain, 0.0, 4e-3))
     for _ in range(200):
         model.observe(StepSample(drafting, 1e-3, 12e-3))
-    prices = model.prices(16, 16, 0, 64)
+    prices = model.prices(16, 0, 64)
     assert prices.step_s[0] / prices.step_s[64] == pytest.approx(1 / 3, rel=0.05)
     assert prices.pass_s / prices.step_s[64] == pytest.approx(0.25 / 12, rel=0.05)
 
@@ -115,32 +115,32 @@ def test_a_stall_is_forgotten_at_once_and_lifts_nothing(first: str) -> None:
     for step in range(3):
         stalled = step == 0 and first == "stall"
         model.observe(StepSample(decoding(16), 0.0, 40e-3 if stalled else 4e-3))
-    assert model.prices(16, 16, 0, 64).step_s[0] == pytest.approx(4e-3, rel=0.2)
+    assert model.prices(16, 0, 64).step_s[0] == pytest.approx(4e-3, rel=0.2)
     model = OnlineCostModel(max_tokens=600)
     model.observe(StepSample(decoding(16), 0.0, 40e-3))
     model.observe(StepSample(decoding(16, depth=4), 0.0, 5e-3))
-    step_s = model.prices(16, 16, 0, 64).step_s
+    step_s = model.prices(16, 0, 64).step_s
     assert step_s[0] == pytest.approx(step_s[64]) and (np.diff(step_s) >= 0).all()
 
 
 def test_catching_up_is_priced_by_the_token() -> None:
     model = OnlineCostModel(max_tokens=600)
-    for _ in range(30):
+    for _ in range(100):
         model.observe(StepSample(decoding(8, depth=2), 2e-3, 5e-3))
         ingesting = decoding(8, depth=2, ingested_tokens=400)
         model.observe(StepSample(ingesting, 2e-3 + 400 * 2e-5, 5e-3))
-    prices = model.prices(8, 8, 0, 16)
+    prices = model.prices(8, 0, 16)
     assert prices.ingest_s == pytest.approx(2e-5, rel=0.05)
     assert prices.pass_s == pytest.approx(1e-3, rel=0.05)
 
 
 def test_without_drafts_and_profile_a_draft_looks_cheap_and_is_tried() -> None:
     model = OnlineCostModel(max_tokens=600)
-    assert (model.prices(8, 8, 3000, 32).step_s > 0).all(), "a price before anything is known"
+    assert (model.prices(8, 3000, 32).step_s > 0).all(), "a price before anything is known"
     work = decoding(8, 3000)
     for _ in range(50):
         model.observe(StepSample(work, *truth(work)))
-    prices = model.prices(8, 8, 3000, 32)
+    prices = model.prices(8, 3000, 32)
     assert prices.step_s[0] == pytest.approx(truth(work)[1], rel=0.02)
     assert prices.step_s[8] + prices.pass_s < 1.15 * prices.step_s[0]
 
@@ -149,12 +149,38 @@ def test_what_steady_steps_do_not_excite_stays_as_profiled() -> None:
     """Thousands of equal steps leave the slope alone. Those that were not measured are no evidence
     at all."""
     model, rng = OnlineCostModel(PROFILE, max_tokens=600), np.random.default_rng(1)
-    before = model.prices(16, 16, 5000, 64)
+    before = model.prices(16, 5000, 64)
     for _ in range(50):
         model.observe(StepSample(decoding(16, 5000, depth=2), 0.0, 0.0))
-    after = model.prices(16, 16, 5000, 64)
+    after = model.prices(16, 5000, 64)
     assert np.array_equal(before.step_s, after.step_s) and before.pass_s == after.pass_s
     for _ in range(3000):
         target_s = before.step_s[0] * np.exp(0.03 * rng.standard_normal())
         model.observe(StepSample(decoding(16, 5000), 0.0, float(target_s)))
-    assert model.prices(16, 16, 5000, 64).step_s == pytest.approx(before.step_s, rel=0.15)
+    assert model.prices(16, 5000, 64).step_s == pytest.approx(before.step_s, rel=0.15)
+
+
+def test_a_point_of_another_day_gives_way_to_steps_that_are_seen() -> None:
+    """The profile of more rows, never met since, said less than steps of fewer rows take now: it is
+    lifted, and does not hold down what was measured many times."""
+    profile = CostProfile((1, 8, 16), (1e-3, 1e-3, 1e-3), draft_pass_s=1e-4)
+    model = OnlineCostModel(profile, max_tokens=600)
+    for _ in range(100):
+        model.observe(StepSample(decoding(8), 0.0, 1e-3))
+        model.observe(StepSample(decoding(7, depth=1), 4e-4, 1.5e-3))
+    prices = model.prices(7, 0, 14)
+    assert prices.pass_s == pytest.approx(4e-4, rel=0.05)
+    assert prices.step_s[7] == pytest.approx(1.5e-3, rel=0.1)
+    assert (np.diff(prices.step_s) >= 0).all()
+
+
+def test_what_drafting_takes_at_any_depth_is_not_spread_over_passes() -> None:
+    """Steps of a depth of 4 tell what one of 1 takes, which is more than a quarter of theirs."""
+    profile = CostProfile((1, 64), (2e-3, 3e-3), draft_setup_s=3e-4, draft_pass_s=2e-4)
+    model = OnlineCostModel(profile, max_tokens=600)
+    for _ in range(50):
+        model.observe(StepSample(decoding(8, depth=4), 3e-4 + 4 * 1e-4, 2.5e-3))
+    prices = model.prices(8, 0, 32)
+    assert prices.pass_s == pytest.approx(1e-4, rel=0.05)
+    plain_s = model.prices(8, 0, 0).step_s[0]
+    assert prices.step_s[0] == plain_s and prices.step_s[1] >= plain_s + 3e-4

@@ -172,7 +172,7 @@ class GoodputPolicy(LearningPolicy):
             return None
         room = step.room()
         # What prompts take comes with requests, not with steps: it is no part of either price.
-        prices = self.costs.prices(step.num_rows, step.num_rows, room.context_tokens, most)
+        prices = self.costs.prices(step.num_rows, room.context_tokens, most)
         worth_steps = int(_DECISION_S / (_EXPERIMENTS * float(prices.step_s[0])))
         self._least_steps = min(max(worth_steps, LEAST_STEPS), MOST_STEPS)
         prices.step_s[1:] += _DECISION_S / MOST_STEPS  # it is paid for by drafts
