@@ -131,14 +131,14 @@ class NoFleet(Noisy):
 
 
 class NoWeights(Noisy):
-    def _best(self, *args: Any) -> LookaheadDecision:
+    def _best(self, *args: Any) -> tuple[LookaheadDecision, StepPrices]:
         self._decision = None
         return super()._best(*args)
 
 
 class NoDebts(Noisy):
     def _without_late_rows(self, lag: Any, room: Any, values: Any, prices: Any) -> Any:
-        return values, prices
+        return values, 0.0
 
 
 MECHANISMS = {

@@ -50,6 +50,7 @@ class Drafted(NamedTuple):
     num_drafted: np.ndarray
     num_accepted: np.ndarray
     total_drafted: int
+    total_caught_up: int = 0
     evidence: np.ndarray | None = None
     shadow: Shadow | None = None
 

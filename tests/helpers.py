@@ -71,6 +71,7 @@ class DraftedRows(msgspec.Struct):
     measured: StepSample | None = None
     evidence: np.ndarray | None = None
     shadow: Shadow | None = None
+    total_caught_up: int = 0
 
     @property
     def total_drafted(self) -> int:
@@ -87,6 +88,7 @@ class RowsToPlan(msgspec.Struct):
     rows: slice | np.ndarray
     caps: np.ndarray
     budget_tokens: int = 2**20
+    behind: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
@@ -94,7 +96,7 @@ class RowsToPlan(msgspec.Struct):
 
     @property
     def lag(self) -> np.ndarray:
-        return np.zeros(len(self.caps), np.int32)
+        return np.zeros(len(self.caps), np.int32) if self.behind is None else self.behind
 
     def room(self) -> StepBudget:
         return StepBudget(0)

@@ -35,6 +35,7 @@ class CommittedStep:
         # As bytes: for an array that short, numpy takes ten times as long.
         self.has_errors = result.status.tobytes().count(RowStatus.OK) < len(result.status)
         tokens = flight.tokens
+        self.total_caught_up = tokens.total_catch_up
         self.undrafted = not (tokens.total_drafts or tokens.total_catch_up)
         self.total_drafted, self.all_drafted = flight.tokens.total_drafts, flight.tokens.all_draft
         # What was drafted is nearly always what was planned, which has been summed up already.

@@ -16,7 +16,7 @@ slightly above alpha^j while little is known, which keeps exploring.
 
 `ema` needs no more. `goodput` adds
 
-- what requests began with that came before: the prior's mean is that of the fleet's latest trials.
+- a prior with the mean of the fleet's latest trials.
 - optionally, smoother evidence than accepted or not: the sum of 1 - TV(p, q) over the positions up
   to and including the first rejection (`plan.StepResult.expected_accepted`). Its mean is that of
   the count (the difference is a martingale, the first rejection a stopping time), its variance
@@ -41,11 +41,9 @@ from cbatch.core.speculation.stats import SurvivalStats
 
 Rows = slice | np.ndarray  # selects slots
 
-_FLEET_TRIALS = 160.0  # memory of the prior's mean: some ten requests
+FLEET_TRIALS = 160.0  # memory of the prior's mean: some ten requests
 _DEPTH_MEMORY = 0.95  # of the correction by depth, a decision
 _DEPTH_DOUBT = 5.0  # drafts of a depth, survived as foretold, that stand for what is not known yet
-_DEPTHS = np.arange(32, dtype=np.float64)[:, None]
-_LEAST, _MOST = 0.02, 0.98  # means of the prior
 
 
 def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray:
@@ -53,8 +51,9 @@ def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray
 
     `accepted` and `trials` are the decayed sums N and D, float64 [rows].
     """
-    hazards: np.ndarray = accepted + _DEPTHS[:depth]  # [depth, rows]: numpy is fast along rows
-    hazards /= trials + _DEPTHS[:depth]
+    tried = np.arange(float(depth))[:, None]
+    hazards: np.ndarray = accepted + tried  # [depth, rows]: numpy is fast along rows
+    hazards /= trials + tried
     for shallower, deeper in zip(hazards, hazards[1:], strict=False):
         deeper *= shallower
     return hazards.T
@@ -92,12 +91,11 @@ class FleetPrior:
         self._sums = config.prior_acceptance * self._weight, self._weight
 
     def observe(self, accepted: float, trials: float) -> None:
-        kept = math.exp(-trials / _FLEET_TRIALS)
+        kept = math.exp(-trials / FLEET_TRIALS)
         self._sums = kept * self._sums[0] + accepted, kept * self._sums[1] + trials
 
     def sums(self) -> tuple[float, float]:
-        mean = min(max(self._sums[0] / self._sums[1], _LEAST), _MOST)
-        return mean * self._weight, self._weight
+        return self._weight * self._sums[0] / self._sums[1], self._weight
 
 
 class Tally:

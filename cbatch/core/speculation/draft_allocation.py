@@ -27,9 +27,7 @@ import numpy as np
 
 from cbatch.core.speculation.cost_model import StepPrices
 
-_GRADES = 64  # of worth, from 0 to `_MOST_WORTH`, narrower towards 0
-_MOST_WORTH = 2.0
-_DEPTHS = np.arange(33, dtype=np.float64)[:, None]
+_GRADES = 64  # of worth, from 0 to the most, narrower towards 0
 
 
 class ShadowPrices(msgspec.Struct, frozen=True):
@@ -65,15 +63,17 @@ def decide(
     None at first.
     """
     depth, rows = survival.shape
-    values = np.where(_DEPTHS[:depth] < caps, survival, 0.0)
+    depths = np.arange(1.0, depth + 1)[:, None]
+    values = np.where(depths <= caps, survival, 0.0)
     if shadow_prices is not None and rows > 1:
         values *= weigh(values, shadow_prices)
-    grades = np.minimum(np.sqrt(values / _MOST_WORTH) * _GRADES, _GRADES - 1).astype(np.int64)
+    most_worth = float(np.maximum.reduce(values[0])) or 1.0
+    grades = np.sqrt(values * ((_GRADES - 1) ** 2 / most_worth)).astype(np.int64)
     counts, worths = _candidates(values, grades)
     step_s, most = prices.step_s, len(prices.step_s) - 1
     counted = np.minimum(counts, most)
     goodput = rows + worths * (counted / np.maximum(counts, 1))
-    goodput /= step_s[counted] + prices.pass_s * _DEPTHS[1 : depth + 1]
+    goodput /= step_s[counted] + prices.pass_s * depths
     goodput[counts == 0] = 0.0
     best, candidate = divmod(int(goodput.argmax()), _GRADES - 1)
     tokens_per_s = float(goodput[best, candidate])
@@ -86,7 +86,7 @@ def decide(
         np.add.reduce(grades[: best + 1] >= grade, axis=0, dtype=np.int32),
         gain,
         _shadow_prices_at(prices, rows, int(counted[best, candidate]), best + 1),
-        _MOST_WORTH * (grade / _GRADES) ** 2,
+        most_worth * (grade / (_GRADES - 1)) ** 2,
         tokens_per_s,
     )
 
@@ -107,7 +107,7 @@ def weigh(values: np.ndarray, shadow_prices: ShadowPrices) -> np.ndarray:
     """w_i, float64 [rows] of mean 1, for survival [depth, rows] masked by the caps."""
     tokens = np.add.accumulate(values, axis=0)
     tokens += 1
-    cost_s = shadow_prices.slot_s + shadow_prices.token_s * _DEPTHS[1 : len(values) + 1]
+    cost_s = shadow_prices.slot_s + shadow_prices.token_s * np.arange(1.0, len(values) + 1)[:, None]
     weights: np.ndarray = np.minimum.reduce(cost_s / tokens, axis=0, initial=shadow_prices.slot_s)
     weights *= len(weights) / float(np.add.reduce(weights))
     return weights

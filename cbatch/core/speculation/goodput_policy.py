@@ -3,13 +3,15 @@
 Beliefs (acceptance.py) and prices (cost_model.py) make a decision (draft_allocation.py), which then
 stands for some steps: that many more the longer nothing changes. Steps in between cost a look at an
 array, and nothing at all while nobody drafts. Some steps are experiments, so that what is not done
-keeps its price: without drafts while there are some, with a few drafts of one row while there are
-none. An experiment waits until what it loses is a small share of what was served since the last.
+keeps its price: without drafts while there are some, with a draft of one row, which speaks for all,
+while there are none. They wait until what they lose is a small share of what was served since.
 
 No clock, no randomness: inputs are the calls.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -31,10 +33,7 @@ from cbatch.core.speculation.stats import Outlook
 # For how many steps a decision stands: at first, and at most, while rows draft and while none does.
 LEAST_STEPS, MOST_STEPS, MOST_IDLE_STEPS = 4, 16, 64
 _DECISION_S = 3e-4  # what one takes, and half of that what is learnt of a step
-_PLAIN_STEPS = 4  # without drafts, in a row: the first ones are slow
-_PROBE_DRAFTS = 4
 _EXPERIMENTS = 0.01  # the share of time that they may cost, and decisions
-_PATIENCE = 4  # times as rare as that: probes that brought nothing better, several in a row
 
 
 class GoodputPolicy(LearningPolicy):
@@ -50,6 +49,8 @@ class GoodputPolicy(LearningPolicy):
         self.drafting = True
         self.num_switches = 0
         self._depths = DepthCorrection(config.k, max_slots)
+        self._caught_up = 0  # tokens since beliefs were last brought up
+        self._caught_up_a_step = 0.0  # on average, while drafting
         self._tally = Tally(max_slots)
         self._num_drafts = np.zeros(max_slots, dtype=np.int32)
         self._first_drafts = 0  # of whoever comes
@@ -60,9 +61,9 @@ class GoodputPolicy(LearningPolicy):
         self._until = self._interval = 0  # the step of the next decision; how far that was ahead
         self._newcomers = self._judged_rows = self._mixed_samples = 0
         self._tried_at = 0  # the step of the last experiment
+        self._good_news = False  # since then, while nobody drafts
         self._plain_until = 0  # the step that drafts again
         self._look_from = self._look_until = 0  # steps that are looked at, besides every so many
-        self._probed_mean, self._patience = 0.0, 1
 
     # ---- slots --------------------------------------------------------------------------------
 
@@ -99,6 +100,7 @@ class GoodputPolicy(LearningPolicy):
         if step.total_drafted:
             gained = accepted if step.evidence is None else step.evidence
             self._tally.add(step.rows, accepted + (accepted < drafted), gained)
+            self._caught_up += max(step.total_caught_up - len(drafted), 0)  # one each is usual
             if not self.drafting:  # a probe
                 self._act_soon(float(np.add.reduce(accepted)), step.total_drafted)
         seldom = self._least_steps if self.drafting else MOST_STEPS
@@ -137,21 +139,28 @@ class GoodputPolicy(LearningPolicy):
             gained, trials = tally
             told = acceptance.decayed(self.config.decay, self.estimate, trials, gained)
             found = np.where(trials > 0, told, found)
-            self._tell_fleet(float(np.add.reduce(gained)), float(np.add.reduce(trials)))
+            alike = 1 if self.drafting else self._judged_rows  # a probe is of one, and for all
+            self._tell_fleet(*(alike * float(np.add.reduce(sums)) for sums in tally))
         self.estimate = found
+        if self.drafting and steps:
+            share = 1 - math.exp(-steps / acceptance.FLEET_TRIALS)
+            self._caught_up_a_step += share * (self._caught_up / steps - self._caught_up_a_step)
+        self._caught_up = 0
 
     def _observe_shadow(self, shadow: Shadow) -> None:
         slots, trials, hits = shadow
         before, decay = self.estimate[:, slots], self.config.decay
         self.estimate[:, slots] = acceptance.decayed(decay, before, trials, hits)
         gained, tried = float(np.add.reduce(hits)), float(np.add.reduce(trials))
-        self._tell_fleet(gained, tried)
         self._act_soon(gained, tried)
+        self._tell_fleet(gained, tried)
 
     def _act_soon(self, gained: float, tried: float) -> None:
-        """If that is good news."""
-        if 2 * gained > tried:
+        """If that is news, twice as good as believed: a decision, and if nobody drafts then,
+        another probe."""
+        if gained * self.prior[1] > 2 * tried * self.prior[0]:
             self._until = min(self._until, self._steps + LEAST_STEPS)
+            self._good_news = True
 
     def _tell_fleet(self, gained: float, trials: float) -> None:
         self.fleet.observe(gained, trials)
@@ -175,21 +184,20 @@ class GoodputPolicy(LearningPolicy):
         prices = self.costs.prices(step.num_rows, room.context_tokens, most)
         worth_steps = int(_DECISION_S / (_EXPERIMENTS * float(prices.step_s[0])))
         self._least_steps = min(max(worth_steps, LEAST_STEPS), MOST_STEPS)
-        prices.step_s[1:] += _DECISION_S / MOST_STEPS  # it is paid for by drafts
-        found = self._best(step, room, prices, deepest)
+        found, kept_up = self._best(step, room, prices, deepest)
         self._let_stand(found, disturbed)
-        self._first_drafts = self._drafts_of_a_newcomer(found, prices)
+        self._first_drafts = self._drafts_of_a_newcomer(found, kept_up)
         if not self.drafting:
             return self._probe(step, prices)
         self._num_drafts[step.rows] = found.num_drafts
-        wait = max(_PLAIN_STEPS * found.gain / _EXPERIMENTS, MOST_STEPS)
+        wait = max(LEAST_STEPS * found.gain / _EXPERIMENTS, MOST_STEPS)
         if not (all_new or self._mixed_samples or self.costs.is_measured(step.num_rows)):
             wait = MOST_STEPS
         if self._steps - self._tried_at < wait:
             return found.num_drafts
-        self._tried_at, self._until = self._steps, self._steps + _PLAIN_STEPS
+        self._tried_at, self._until = self._steps, self._steps + LEAST_STEPS
         self._plain_until = self._until
-        self._look(_PLAIN_STEPS // 2, _PLAIN_STEPS)
+        self._look(LEAST_STEPS // 2, LEAST_STEPS)
         return None
 
     def _drafts_of_a_newcomer(self, found: LookaheadDecision, prices: StepPrices) -> int:
@@ -204,18 +212,24 @@ class GoodputPolicy(LearningPolicy):
 
     def _best(
         self, step: PlannedRows, room: StepBudget, prices: StepPrices, depth: int
-    ) -> LookaheadDecision:
+    ) -> tuple[LookaheadDecision, StepPrices]:
+        """And prices with what drafting takes besides: decisions, and catching up."""
         accepted, trials = self.estimate[:, step.rows]
         expected = acceptance.survival(accepted, trials, depth).T
         values = self._depths.corrected(step.rows, expected)
+        catching_up_s = prices.ingest_s * self._caught_up_a_step  # others will come that are owed
         if prices.ingest_s > 0 and np.maximum.reduce(step.lag) >= OWED_TOKENS:
-            values, prices = self._without_late_rows(step.lag, room, values, prices)
+            values, debts_s = self._without_late_rows(step.lag, room, values, prices)
+            catching_up_s = max(catching_up_s, debts_s)
+        step_s = prices.step_s.copy()
+        step_s[1:] += _DECISION_S / MOST_STEPS + catching_up_s
+        kept_up = StepPrices(step_s, prices.pass_s)
         shadow_prices = None if self._decision is None else self._decision.shadow_prices
-        return draft_allocation.decide(values, step.caps, prices, shadow_prices)
+        return draft_allocation.decide(values, step.caps, kept_up, shadow_prices), kept_up
 
     def _without_late_rows(
         self, lag: np.ndarray, room: StepBudget, values: np.ndarray, prices: StepPrices
-    ) -> tuple[np.ndarray, StepPrices]:
+    ) -> tuple[np.ndarray, float]:
         """The drafter catches up with a row before it drafts: what that takes is spread over the
         steps that the request has left, two tokens each. Rows whose drafts, as deep as the last
         ones, are not worth it have none; the others' debts are on every step with drafts."""
@@ -224,9 +238,7 @@ class GoodputPolicy(LearningPolicy):
         depth = 1 if self._decision is None else 1 + int(self._decision.num_drafts.max())
         worth_s = np.add.reduce(values[:depth], axis=0) * (prices.step_s[0] / len(lag))
         pays = worth_s > debt_s
-        step_s = prices.step_s.copy()
-        step_s[1:] += float(np.add.reduce(debt_s * pays))
-        return np.where(pays, values, 0.0), StepPrices(step_s, prices.pass_s, prices.ingest_s)
+        return np.where(pays, values, 0.0), float(np.add.reduce(debt_s * pays))
 
     def _look(self, first: int, last: int) -> None:
         """At steps that are so many later than this one."""
@@ -242,30 +254,29 @@ class GoodputPolicy(LearningPolicy):
         other = was != self.drafting or not 3 * total_before <= 4 * total <= 5 * total_before
         longest = MOST_STEPS if self.drafting else MOST_IDLE_STEPS
         again = self._least_steps if disturbed or other else min(2 * self._interval, longest)
+        guessed = not self.costs.is_measured(len(found.num_drafts) + total)
+        if self.drafting and guessed and (disturbed or other):  # whatever it costs, once
+            again = 1
+            self._look(0, 0)
         self._decision, self._interval, self._until = found, again, self._steps + again
         if was != self.drafting or (disturbed and was):
             self._look(0, 1)  # drafters catch up
         if was != self.drafting:
             self.num_switches += 1
-            self._tried_at, self._patience = self._steps, 1
+            self._tried_at, self._good_news = self._steps, False
 
     def _probe(self, step: PlannedRows, prices: StepPrices) -> np.ndarray | None:
-        """A few drafts of the row that the drafter is least behind, when they are due."""
-        row = int(np.argmin(step.lag - OWED_TOKENS * step.caps))
-        drafts = min(_PROBE_DRAFTS, int(step.caps[row]), len(prices.step_s) - 1)
-        cost_s = prices.pass_s * drafts + prices.ingest_s * float(step.lag[row])
-        cost_s += float(prices.step_s[drafts] - prices.step_s[0])
-        wait = self._patience * cost_s / (_EXPERIMENTS * float(prices.step_s[0]))
-        due = self._tried_at + max(int(wait), MOST_STEPS)
-        if not drafts:
-            return None
+        """A draft of the row that the drafter is least behind, when it is due."""
+        row = int(np.argmin(np.where(step.caps > 0, step.lag, np.inf)))
+        cost_s = prices.pass_s + prices.ingest_s * float(step.lag[row])
+        cost_s += float(prices.step_s[1] - prices.step_s[0])
+        wait = max(int(cost_s / (_EXPERIMENTS * float(prices.step_s[0]))), MOST_STEPS)
+        due = self._tried_at + (0 if self._good_news else wait)
         if self._steps < due:
             self._until = min(self._until, due)
             return None
-        mean = self.prior[0] / self.prior[1]
-        self._patience = 1 if mean > self._probed_mean else min(2 * self._patience, _PATIENCE)
-        self._tried_at, self._probed_mean = self._steps, mean
+        self._tried_at, self._good_news = self._steps, False
         self._look(0, 1)
         num_drafts = np.zeros(step.num_rows, dtype=np.int32)
-        num_drafts[row] = drafts
+        num_drafts[row] = 1
         return num_drafts

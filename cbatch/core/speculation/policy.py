@@ -67,6 +67,7 @@ class DraftedStep(Protocol):
     num_accepted: np.ndarray
     evidence: np.ndarray | None  # float32, see `acceptance.observe`
     total_drafted: int
+    total_caught_up: int  # tokens that the drafter took in besides
     shadow: Shadow | None
 
     def sample(self) -> StepSample: ...
