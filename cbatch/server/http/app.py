@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
@@ -58,6 +58,7 @@ AnyRequest = Request[Any, Any, Any]
 AnyResponse = HttpResponse[bytes] | Stream
 AnswerKind = type[CompletionAnswer] | type[ChatAnswer]
 Parse = Callable[[bytes, ServedModel], Call]
+MetricsPage = Callable[[], Awaitable[bytes]]  # in Prometheus' text format
 
 
 def create_app(
@@ -67,10 +68,13 @@ def create_app(
     keys: KeyRing | None = None,
     open_metrics: bool = False,
     limits: ConnectionLimits = DEFAULT_LIMITS,
+    metrics: Metrics | None = None,
+    metrics_page: MetricsPage | None = None,
 ) -> CallMiddleware:
     """An application that serves one engine as `model`. A call needs one of the `keys`, if there
-    are any, and so does a look at the metrics unless they are open."""
-    metrics = Metrics(model.name, service)
+    are any, and so does a look at the metrics unless they are open. One of several replicas makes
+    its `metrics` itself, and shows as `metrics_page` what all of them have counted."""
+    metrics = metrics or Metrics(model.name, service)
     keys = keys or KeyRing()
     intake = BodyIntake(limits, service.queue.overloaded)
 
@@ -84,7 +88,7 @@ def create_app(
         [
             *_generating(Answering(service, model, metrics, intake)),
             *_describing(model, intake),
-            *_watching(service, metrics, tells_load=open_metrics or not keys),
+            *_watching(service, metrics_page or metrics.own_page, open_metrics or not keys),
             *_showing(LiveFeed(service, model, metrics)),
         ],
         lifespan=[lifespan],
@@ -183,7 +187,7 @@ def _describing(model: ServedModel, intake: BodyIntake) -> list[HTTPRouteHandler
 
 
 def _watching(
-    service: EngineService, metrics: Metrics, *, tells_load: bool
+    service: EngineService, page: MetricsPage, tells_load: bool
 ) -> list[HTTPRouteHandler]:
     @route("/health", http_method=LOOK)
     async def health() -> HttpResponse[dict[str, Any]]:
@@ -199,7 +203,7 @@ def _watching(
 
     @route(METRICS_PATH, http_method=LOOK)
     async def metrics_page() -> HttpResponse[bytes]:
-        return HttpResponse(metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return HttpResponse(await page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @get("/version")
     async def version_() -> dict[str, str]:

@@ -128,6 +128,10 @@ class Metrics(Collector):
         """In Prometheus' text format."""
         return generate_latest(self._registry)
 
+    async def own_page(self) -> bytes:
+        """The page of a server that is alone."""
+        return self.page()
+
     def reject(self, reason: str) -> None:
         self.rejections[reason] = self.rejections.get(reason, 0) + 1
 

@@ -144,7 +144,11 @@ class EngineService:
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
         except TimeoutError:
-            self._abort_all(f"{_STOPPING}, and its grace time of {grace_s:g} s is over")
+            self.end_all(grace_s)
+
+    def end_all(self, grace_s: float) -> None:
+        """Whatever has not finished in so much time is told that it is over."""
+        self._abort_all(f"{_STOPPING}, and its grace time of {grace_s:g} s is over")
 
     async def stop(self) -> None:
         """Ends the engine; streams that still run end with `ServiceDownError`."""

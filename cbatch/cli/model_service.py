@@ -1,0 +1,133 @@
+"""One engine and what stands before it, as settings say: `cbatch serve` puts it behind a socket of
+its own, a replica of Ray Serve behind Serve's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cbatch.cli.options import model_paths
+from cbatch.cli.serve_settings import ServeSettings
+from cbatch.core.request.errors import FieldError
+from cbatch.engine.build import load_tokenizers
+from cbatch.engine.info import EngineInfo
+from cbatch.engine.model_files import chat_template_of, find_model, gguf_of
+from cbatch.kv_events.config import KVEventsConfig, read_config
+from cbatch.process.client import EngineClient
+from cbatch.process.factory import EngineFactory
+from cbatch.process.server import EngineProcess
+from cbatch.server.http.keys import KeyRing, read_keys
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.tool_parsers import require_parser
+from cbatch.server.serving.service import EngineService
+from cbatch.steplog.step_log import StepLogError, open_to_append
+
+if TYPE_CHECKING:
+    from cbatch.kv_events.publisher import KVEventPublisher
+
+_logger = logging.getLogger("cbatch")
+
+
+class ModelParts:
+    """Raises `FieldError` for what can be known to be wrong before an engine starts."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        model, draft = model_paths(settings.model, settings.draft)
+        self._model = find_model(model)
+        self._draft = None if draft is None else find_model(draft, "draft")
+        for field, path in (("model", self._model), ("draft", self._draft)):
+            require_model(field, path)
+        more = [] if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
+        secrets = [*settings.api_key, *more]
+        self.keys = KeyRing(secrets, max_requests_per_key=settings.max_requests_per_key)
+        how = settings.generation_config
+        self._options = msgspec.structs.replace(settings.engine, generation_config=how)
+        held = gguf_of(self._model)  # so that it is read once for both
+        self._chat_template = chat_template_of(self._model, settings.chat_template)
+        self._tokenizer = load_tokenizers(self._model, self._draft, self._options)
+        del held
+        if settings.tool_parser is not None:
+            require_parser(settings.tool_parser, self._tokenizer)
+        require_record(settings.record)
+
+    def make_service(self) -> EngineService:
+        """Its engine is not started yet. It publishes, where that is asked for, from now on."""
+        settings = self._settings
+        kv_events = kv_event_publisher(settings)
+        factory = EngineFactory(
+            self._model,
+            self._draft,
+            self._options,
+            settings.log_format,
+            settings.record,
+            kv_events=kv_events is not None,
+        )
+        client = EngineClient(partial(EngineProcess, factory), hang_timeout_s=settings.hang_timeout)
+        return EngineService(
+            client,
+            self._tokenizer,
+            limits=settings.limits,
+            seed=self._options.seed,
+            kv_events=kv_events,
+        )
+
+    async def start(self, service: EngineService) -> ServedModel:
+        """The model as clients see it, once the engine runs and the log has told what it is."""
+        engine = await service.start()
+        info = msgspec.convert(engine.info, EngineInfo)
+        for line in info.lines():
+            _logger.info(line)
+        settings = self._settings
+        return ServedModel(
+            settings.served_name or Path(settings.model or "cbatch-demo").name,
+            max_model_tokens=engine.config.max_model_tokens,
+            vocab_size=engine.config.vocab_size,
+            created_s=int(time.time()),
+            root=str(self._model),
+            tokenizer=self._tokenizer,
+            chat_template=self._chat_template,
+            tool_parser=settings.tool_parser,
+            sampling_defaults=info.sampling_defaults,
+        )
+
+
+def require_model(field: str, path: str | Path | None) -> None:
+    """Raises `FieldError` for a directory that is no model's. A name may be one of the hub's."""
+    if path is not None and Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        remedy = "name a Hugging Face model directory (config.json, *.safetensors) or a .gguf file"
+        raise FieldError(field, f"{path} has no config.json", remedy)
+
+
+def require_record(path: str | None) -> None:
+    """Raises `FieldError` where no step log can be written."""
+    if path is None:
+        return
+    try:
+        os.close(open_to_append(Path(path)))
+    except (OSError, StepLogError) as error:
+        remedy = "name a new file, or a step log, in a folder that exists"
+        raise FieldError("record", f"{path} cannot be written ({error})", remedy) from error
+
+
+def kv_event_publisher(settings: ServeSettings) -> KVEventPublisher | None:
+    """None: nothing is to be published. Raises `FieldError`."""
+    text = settings.kv_events_config
+    config = KVEventsConfig() if text is None else read_config(text)
+    if not config.publishes:
+        return None
+    if not settings.engine.prefix_cache:
+        remedy = "leave one of the two out"
+        raise FieldError("kv_events_config", "has nothing to tell with --no-prefix-cache", remedy)
+    from cbatch.kv_events.publisher import KVEventPublisher
+
+    publisher = KVEventPublisher(config)
+    replays = "none" if publisher.replay_endpoint is None else publisher.replay_endpoint
+    _logger.info(f"KV events: {publisher.endpoint} (replays: {replays})")
+    return publisher

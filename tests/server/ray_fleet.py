@@ -1,0 +1,241 @@
+"""What replicas on Ray Serve come to under load: a process that tells a JSON object a scenario."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.request import urlopen
+
+from cbatch.cli.ray_serve import ENVIRONMENT, NAME, build
+from tests.server.processes import ROOT
+
+PORT = 8123
+NUM_STREAMS = 200
+NUM_LATE = 40  # calls that come right after a replica has died
+NUM_TOKENS, ENDLESS_TOKENS = 160, 900
+NUM_ROUNDS = 4
+WITHIN_S = 0.8  # of the long streams' beginning: in the middle of them
+OPTIONS: dict[str, Any] = {"max_slots": 128, "threads": 1, "grace": 60}
+
+
+class Stream(NamedTuple):
+    """As much as came of it. `whole`: with its end."""
+
+    status: int
+    token_ids: list[int]
+    errors: list[str]
+    whole: bool
+
+
+async def stream(port: int, number: int, num_tokens: int) -> Stream:
+    body = {
+        "prompt": f"def f{number}(a, b):",
+        "max_tokens": num_tokens,
+        "stream": True,
+        "ignore_eos": True,
+        "seed": number,
+        "return_token_ids": True,
+    }
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    raw = b""
+    with suppress(ConnectionError):
+        writer.write(head.encode() + content)
+        while got := await reader.read(2**16):
+            raw += got
+    writer.close()
+    top, _, rest = raw.partition(b"\r\n\r\n")
+    events = b"".join(_chunks(rest)).split(b"\n\n")
+    lines = [line.removeprefix(b"data: ") for line in events[:-1]]
+    told = [json.loads(line) for line in lines if line != b"[DONE]"]
+    return Stream(
+        int(top.split()[1]) if top else 0,
+        [i for each in told for choice in each.get("choices", ()) for i in choice["token_ids"]],
+        [each["error"]["message"] for each in told if "error" in each],
+        whole=lines[-1:] == [b"[DONE]"],
+    )
+
+
+def _chunks(raw: bytes) -> Iterator[bytes]:
+    """Those that are complete."""
+    while b"\r\n" in raw:
+        size, _, raw = raw.partition(b"\r\n")
+        length = int(size, 16)
+        if len(raw) < length:
+            return
+        yield raw[:length]
+        raw = raw[length + 2 :]
+
+
+async def streams(ports: Sequence[int], num: int, num_tokens: int) -> list[Stream]:
+    calls = (stream(ports[i % len(ports)], i, num_tokens) for i in range(num))
+    return await asyncio.gather(*calls)
+
+
+async def tokens_per_s(ports: Sequence[int]) -> float:
+    begin_s = time.monotonic()
+    got = await streams(ports, NUM_STREAMS, NUM_TOKENS)
+    assert all(each.whole and len(each.token_ids) == NUM_TOKENS for each in got)
+    return NUM_STREAMS * NUM_TOKENS / (time.monotonic() - begin_s)
+
+
+def ends(got: Sequence[Stream], wanted: Sequence[Stream]) -> Counter[str]:
+    """How streams ended; `wrong` are those whose tokens are not those of an undisturbed one."""
+    return Counter(_end(each, right) for each, right in zip(got, wanted, strict=False))
+
+
+def _end(got: Stream, right: Stream) -> str:
+    if got.token_ids != right.token_ids[: len(got.token_ids)]:
+        return "wrong"
+    if got.errors:
+        return "told"
+    if got.whole:
+        return "whole" if got.token_ids == right.token_ids else "wrong"
+    return "cut" if got.status == 200 else f"status {got.status}"
+
+
+@contextmanager
+def plain_servers() -> Iterator[list[int]]:
+    """Ports of two servers with nothing before them."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    command = [sys.executable, "-m", "cbatch.cli.main", "serve", "--port=0", *flags]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, str(i)) for i in range(2)]
+        servers = []
+        for log in logs:
+            with log.open("w") as file:
+                servers.append(subprocess.Popen(command, cwd=ROOT, stderr=file))
+        try:
+            yield [_port(log) for log in logs]
+        finally:
+            for server in servers:
+                server.terminate()
+                server.wait()
+
+
+def _port(log: Path) -> int:
+    while (found := re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())) is None:
+        time.sleep(0.1)
+    return int(found[1])
+
+
+def by_replica(name: str) -> dict[str, int]:
+    """A series, as Prometheus sees it."""
+    with urlopen(f"http://127.0.0.1:{PORT}/metrics") as answer:
+        page = answer.read().decode()
+    found = re.findall(rf'^{name}{{.*replica="(\w+)"}} (\S+)$', page, flags=re.MULTILINE)
+    return {replica: int(float(value)) for replica, value in found}
+
+
+def open_calls() -> dict[str, int]:
+    return by_replica("cbatch:open_calls")
+
+
+async def until_replicas(num: int) -> None:
+    while len(await asyncio.to_thread(open_calls)) != num:
+        await asyncio.sleep(0.5)
+
+
+async def until_both_answer() -> None:
+    """Serve has them running some time before its proxy knows."""
+    await until_replicas(2)
+    begun = await asyncio.to_thread(by_replica, "vllm:generation_tokens_total")
+    now = begun
+    while any(now[name] == begun[name] for name in begun):
+        await streams([PORT], 4, 2)
+        now = await asyncio.to_thread(by_replica, "vllm:generation_tokens_total")
+
+
+async def kill_one(wanted: Sequence[Stream]) -> dict[str, Any]:
+    """In the middle of as many streams as `wanted`; more come while nobody knows yet."""
+    import ray
+
+    running = asyncio.create_task(streams([PORT], NUM_STREAMS, NUM_TOKENS))
+    await asyncio.sleep(WITHIN_S)
+    before = await asyncio.to_thread(open_calls)
+    name = f"SERVE_REPLICA::{NAME}#{NAME}#{min(before)}"
+    ray.kill(ray.get_actor(name, namespace="serve"))
+    late = await streams([PORT], NUM_LATE, NUM_TOKENS)
+    return {
+        "open_on_it": before[min(before)],
+        "ends": ends(await running, wanted),
+        "late": ends(late, wanted),
+    }
+
+
+async def scale_one_away(wanted: Sequence[Stream]) -> dict[str, Any]:
+    from ray import serve
+
+    running = asyncio.create_task(streams([PORT], NUM_STREAMS, NUM_TOKENS))
+    await asyncio.sleep(WITHIN_S)
+    before = await asyncio.to_thread(open_calls)
+    await asyncio.to_thread(serve.run, build(OPTIONS | {"min_replicas": 1}), name=NAME)
+    ended = ends(await running, wanted)
+    await until_replicas(1)
+    return {"open": before, "ends": ended, "left": list(await asyncio.to_thread(open_calls))}
+
+
+async def end_within_grace() -> dict[str, Any]:
+    """The application ends while streams run that take longer."""
+    from ray import serve
+
+    await asyncio.to_thread(serve.run, build(OPTIONS | {"grace": 1}), name=NAME)
+    await until_replicas(1)
+    running = asyncio.create_task(streams([PORT], NUM_LATE, ENDLESS_TOKENS))
+    await asyncio.sleep(WITHIN_S)
+    await asyncio.to_thread(serve.delete, NAME)
+    got = await running
+    return {"whole": sum(not each.errors for each in got), "errors": [*{*got[0].errors}]}
+
+
+async def run() -> None:
+    from ray import serve
+
+    with plain_servers() as ports:
+        rates: dict[str, list[float]] = {"alone": [], "fleet": []}
+        wanted = await streams(ports, NUM_STREAMS, NUM_TOKENS)
+        await asyncio.to_thread(serve.run, build(OPTIONS | {"min_replicas": 2}), name=NAME)
+        await until_both_answer()
+        for _ in range(NUM_ROUNDS):
+            rates["alone"].append(await tokens_per_s(ports))
+            rates["fleet"].append(await tokens_per_s([PORT]))
+    tell("rates", rates)
+    tell("kill", await kill_one(wanted))
+    await until_both_answer()
+    tell("scale", await scale_one_away(wanted))
+    tell("end", await end_within_grace())
+
+
+def tell(scenario: str, found: dict[str, Any]) -> None:
+    print(json.dumps({scenario: found}), flush=True)
+
+
+def main() -> None:
+    os.environ.update(ENVIRONMENT)
+    import ray
+    from ray import serve
+
+    ray.init(include_dashboard=False, num_cpus=4, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+        asyncio.run(run())
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
