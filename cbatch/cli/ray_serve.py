@@ -15,8 +15,6 @@ import signal
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from msgspec import structs
-
 from cbatch.cli.model_service import ModelParts
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import Settings, settings_of
@@ -34,6 +32,7 @@ FLUSH_S = 10  # to tell what is left when the grace time is over, and to end the
 _LOOK_S = 0.5  # between two looks at whether Serve is ending this replica
 _SCRAPE_S = 5  # for a replica to say what it has counted
 _STARTS = 3  # of a replica that fails to, before the deployment is given up
+_HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 _BALANCE = "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"
 _CONNECTIONS = "clients connect to Ray Serve"
 _SHARED = "replicas would all write to it"
@@ -44,7 +43,7 @@ _REFUSED = {  # by setting: why none of many replicas can have it, and what to d
     "max_connections": (_CONNECTIONS, "leave it out"),
     "request_timeout": (_CONNECTIONS, "leave it out"),
 }
-_IN_A_FILE = {  # and where a Serve config file says it
+IN_A_FILE = {  # and where a Serve config file says it
     "ray": ("Ray Serve reads this file", "leave it out"),
     "host": (_CONNECTIONS, "say it under http_options"),
     "port": (_CONNECTIONS, "say it under http_options"),
@@ -53,13 +52,14 @@ _IN_A_FILE = {  # and where a Serve config file says it
 # Of Serve on one machine: HAProxy before the replicas, each with an HTTP server of its own, since
 # Serve's other proxy passes every token through Python once more. Others may be set beside them.
 ENVIRONMENT = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    _HAPROXY: "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # for HAProxy to hear who ends
     # An old HAProxy ends with its last stream: one is left behind whenever replicas come or go.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "86400",
     # What nothing was answered to is asked again, of another replica.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    "RAY_SERVE_HAPROXY_NBTHREAD": "1",  # of four on few processors each wakes for a token or two
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # ten looks a second are 3 % of a processor
     "RAY_USAGE_STATS_ENABLED": "0",  # it would tell Ray's makers
 }
@@ -69,7 +69,7 @@ _logger = logging.getLogger("cbatch")
 
 def require_fit(settings: Settings[ServeSettings], more: Collection[str] = ()) -> None:
     """Raises `FieldError` for settings that replicas cannot obey."""
-    refused = _REFUSED | {name: _IN_A_FILE[name] for name in more}
+    refused = _REFUSED | {name: IN_A_FILE[name] for name in more}
     for name, (why, remedy) in refused.items():
         if name in settings.given:
             raise FieldError(settings.origin(name), f"is not for replicas: {why}", remedy)
@@ -82,7 +82,7 @@ def require_fit(settings: Settings[ServeSettings], more: Collection[str] = ()) -
 def build(args: Mapping[str, Any]) -> Any:
     """The application of a Serve config file. Raises `FieldError`."""
     settings = settings_of(ServeSettings, args, "args")
-    require_fit(settings, _IN_A_FILE)
+    require_fit(settings, IN_A_FILE)
     return application(settings.values)
 
 
@@ -170,25 +170,25 @@ def application(settings: ServeSettings) -> Any:
             "num_gpus": int(engine.device.startswith("cuda")),
         },
     )
-    # Other numbers make no other replicas: those that run go on.
-    return deployment.bind(structs.replace(settings, min_replicas=1, max_replicas=None))
+    return deployment.bind(settings)
 
 
 def run_replicas(settings: ServeSettings) -> None:
-    """Until a signal has been obeyed; on a second one it stops at once. Raises `FieldError` or
-    `EngineStartError`."""
+    """On a Ray of its own, until a signal has been obeyed; on a second one it stops at once. Raises
+    `FieldError` or `EngineStartError`."""
     ray = require_ray("ray")
     ModelParts(settings)  # what is wrong is told before anything starts
-    joins = "RAY_ADDRESS" in os.environ
-    if joins and settings.session_header is not None:
-        why, remedy = _IN_A_FILE["session_header"]
-        raise FieldError("session_header", f"cannot be set for a Ray that runs: {why}", remedy)
+    if "RAY_ADDRESS" in os.environ:
+        remedy = "unset it, or give that Ray a config file: serve deploy deploy/ray_serve.yaml"
+        raise FieldError("ray", "starts a Ray, and RAY_ADDRESS names one that runs", remedy)
     for name, value in ENVIRONMENT.items():  # Serve reads them as it is imported
         os.environ.setdefault(name, value)
     if settings.session_header is not None:
+        if os.environ[_HAPROXY] != "1":
+            raise FieldError("session_header", "is HAProxy's to read", f"leave {_HAPROXY} out")
         os.environ[_BALANCE] = f"hdr({settings.session_header})"
     serve = require_ray("ray.serve")
-    ray.init(**({} if joins else {"include_dashboard": False}))
+    ray.init("local", include_dashboard=False)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.default_int_handler)
     try:
@@ -205,16 +205,13 @@ def run_replicas(settings: ServeSettings) -> None:
             answers = handle.broadcast("drain")
             answers.results(timeout_s=settings.grace + FLUSH_S, return_exceptions=True)
     finally:
-        if joins:
-            serve.delete(NAME)
-        else:
-            serve.shutdown()
+        serve.shutdown()
         ray.shutdown()
 
 
 def require_reachable(host: str, node: str) -> None:
     """Raises `FieldError` where HAProxy, which goes by the node's address, would find nobody."""
-    by_haproxy = os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    by_haproxy = os.environ[_HAPROXY] == "1"
     if by_haproxy and host.startswith(_LOOPBACK) and not node.startswith(_LOOPBACK):
         problem = f"{host} is not where replicas are reached, which is {node}"
         raise FieldError("host", problem, f"give {node}, or 0.0.0.0 for all addresses")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from cbatch.cli import ray_serve
-from cbatch.cli.ray_serve import build, require_reachable
+from cbatch.cli.ray_serve import build, require_reachable, run_replicas
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.core.request.errors import FieldError
 from tests.cli.conftest import Run
 
 Cbatch = Callable[..., Run]
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
@@ -65,6 +68,13 @@ def test_a_server_that_is_alone_refuses_what_is_for_replicas(cbatch: Cbatch, fla
     assert run.status == 2 and f"{flag}: is for replicas" in run.err and "--ray" in run.err
 
 
+def test_a_ray_that_runs_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(FieldError, match="RAY_ADDRESS"):
+        run_replicas(ServeSettings())
+
+
 def test_haproxy_does_not_find_replicas_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     with pytest.raises(FieldError, match=r"host: .*10\.0\.0\.7"):
@@ -88,3 +98,9 @@ def test_numbers_of_replicas_and_of_calls_are_serves() -> None:
     scaled = config(max_slots=4, min_replicas=2, max_replicas=5).autoscaling_config
     assert (scaled.min_replicas, scaled.max_replicas) == (2, 5)
     assert scaled.target_ongoing_requests == 4
+
+
+def test_every_variable_that_is_set_is_told() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace('"', "")
+    for name, value in ray_serve.ENVIRONMENT.items():
+        assert f"`{name}={value}`" in text, name

@@ -176,7 +176,8 @@ async def kill_one(wanted: Sequence[Stream]) -> dict[str, Any]:
     }
 
 
-async def scale_one_away(wanted: Sequence[Stream]) -> dict[str, Any]:
+async def scale_down(wanted: Sequence[Stream]) -> dict[str, Any]:
+    """To one replica, in the middle of streams."""
     from ray import serve
 
     running = asyncio.create_task(streams([PORT], NUM_STREAMS, NUM_TOKENS))
@@ -209,13 +210,14 @@ async def run() -> None:
         wanted = await streams(ports, NUM_STREAMS, NUM_TOKENS)
         await asyncio.to_thread(serve.run, build(OPTIONS | {"min_replicas": 2}), name=NAME)
         await until_both_answer()
+        await tokens_per_s([PORT])  # the others have run before
         for _ in range(NUM_ROUNDS):
             rates["alone"].append(await tokens_per_s(ports))
             rates["fleet"].append(await tokens_per_s([PORT]))
     tell("rates", rates)
     tell("kill", await kill_one(wanted))
     await until_both_answer()
-    tell("scale", await scale_one_away(wanted))
+    tell("scale", await scale_down(wanted))
     tell("end", await end_within_grace())
 
 

@@ -1,5 +1,5 @@
 """Two replicas on Ray Serve: what a death and a change of their number cost, and what Serve itself
-does. The fleet runs in a process of its own."""
+does. Each fleet runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ LEAST_SHARE = 0.9  # of what two servers do with nothing before them
 ONLY_LOOPBACK = ("unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set lo up; exec "$@"')
 
 
-@pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
-    """By scenario. Ray listens on every address: it is given a network of its own, if it can be."""
+def told_by(module: str) -> dict[str, Any]:
+    """Ray listens on every address: it is given a network of its own, where that can be had."""
     pytest.importorskip("ray", reason="needs Ray Serve: pip install 'cbatch[ray]'")
-    command = [sys.executable, "-m", "tests.server.ray_fleet"]
+    command = [sys.executable, "-m", module]
     alone = [*ONLY_LOOPBACK, "sh"]
     if shutil.which("unshare") and not subprocess.run([*alone, "true"]).returncode:
         command = [*alone, *command]
@@ -35,6 +34,11 @@ def told() -> dict[str, Any]:
             found |= json.loads(line)
     assert done.returncode == 0, done.stdout
     return found
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    return told_by("tests.server.ray_fleet")
 
 
 def test_serve_costs_little(told: dict[str, Any]) -> None:
@@ -53,14 +57,24 @@ def test_a_dead_replica_takes_its_own_streams_with_it_and_no_others(told: dict[s
     assert found["late"].keys() == {"whole"}, "what was not answered yet is asked of another one"
 
 
-def test_scaling_away_a_replica_that_has_calls_loses_none(told: dict[str, Any]) -> None:
+def test_ending_replicas_that_have_calls_loses_none(told: dict[str, Any]) -> None:
+    """Serve begins one anew, since it is a new deployment, and ends the two in the middle of it."""
     found = told["scale"]
     assert len(found["open"]) == 2 and all(found["open"].values())
     assert found["ends"].keys() == {"whole"}
-    assert len(found["left"]) == 1 and set(found["left"]) < set(found["open"])
+    assert len(found["left"]) == 1 and not set(found["left"]) & set(found["open"])
 
 
 def test_who_takes_longer_than_the_grace_time_is_told(told: dict[str, Any]) -> None:
     assert told["end"]["whole"] == 0
     (message,) = told["end"]["errors"]
     assert "grace time of 1 s" in message
+
+
+def test_the_command_serves_until_it_is_told_to_stop() -> None:
+    found = told_by("tests.server.ray_command")
+    assert found["same"][0] == 0 and found["same"][1] > 0, "a session has one replica"
+    assert found["others"][0] > 0, "sessions have more than one"
+    (message,) = found["errors"]
+    assert "grace time of 1 s" in message
+    assert found["status"] == 0
