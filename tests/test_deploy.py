@@ -1,4 +1,4 @@
-"""The unit and the container file say what the command line understands."""
+"""What is in `deploy` says what the command line understands."""
 
 from __future__ import annotations
 
@@ -12,14 +12,31 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cbatch.cli.main import make_parser
+from cbatch.cli.ray_serve import IN_A_FILE, build, require_fit
 from cbatch.cli.serve import LOST, ServeSettings
-from cbatch.cli.settings import read_settings, unknown_variables
+from cbatch.cli.settings import read_settings, settings_of, unknown_variables
+from cbatch.server.http.middleware import OPEN_PATHS
 
 ROOT = Path(__file__).parent.parent
 UNIT = (ROOT / "deploy" / "cbatch.service").read_text(encoding="utf-8")
 IMAGE = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8")
+KUBERNETES = (ROOT / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8")
+RAY_SERVE = (ROOT / "deploy" / "ray_serve.yaml").read_text(encoding="utf-8")
+# By what holds them: fields of Kubernetes' API (v1 and apps/v1) that may be there. A misspelt one
+# would be refused, or worse, left out.
+FIELDS = {
+    "Deployment": "apiVersion kind metadata spec",
+    "spec": "replicas selector strategy template minReadySeconds",
+    "pod": "terminationGracePeriodSeconds enableServiceLinks automountServiceAccountToken "
+    "securityContext containers volumes nodeSelector tolerations",
+    "container": "name image args env ports startupProbe readinessProbe livenessProbe lifecycle "
+    "resources securityContext volumeMounts",
+    "probe": "httpGet periodSeconds timeoutSeconds failureThreshold initialDelaySeconds",
+    "resources": "requests limits",
+}
 
 
 def unit(name: str) -> str:
@@ -71,3 +88,53 @@ def test_the_image_holds_every_package_and_nothing_that_is_not_there() -> None:
     assert all((ROOT / path).exists() for path in copied)
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
     assert packages <= copied
+
+
+def test_kubernetes_asks_the_servers_own_probes_and_gives_it_its_grace() -> None:
+    deployment, service = yaml.safe_load_all(KUBERNETES)
+    template = deployment["spec"]["template"]
+    pod = template["spec"]
+    (container,) = pod["containers"]
+    probes = [container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")]
+    found = (deployment, deployment["spec"], pod, container, *probes, container["resources"])
+    kinds = ("Deployment", "spec", "pod", "container", *["probe"] * 3, "resources")
+    for fields, kind in zip(found, kinds, strict=True):
+        assert fields.keys() <= set(FIELDS[kind].split()), kind
+
+    paths = [probe["httpGet"]["path"] for probe in probes]
+    assert paths == ["/ready", "/ready", "/health"] and set(paths) < set(OPEN_PATHS)
+    (port,) = container["ports"]
+    assert {probe["httpGet"]["port"] for probe in probes} == {port["name"]}
+    (served,) = service["spec"]["ports"]
+    assert served["targetPort"] == port["name"]
+    labels = template["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == labels == service["spec"]["selector"]
+
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    assert unknown_variables(variables, ServeSettings) == []
+    args = make_parser().parse_args(["serve", *container["args"]])
+    settings = read_settings(ServeSettings, args, variables).values
+    assert (settings.host, settings.port) == ("0.0.0.0", port["containerPort"])
+    pause_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] >= settings.grace + pause_s + 10
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounts.keys() == {each["name"] for each in pod["volumes"]}
+    assert settings.model == mounts["model"]
+    assert str(settings.api_key_file).startswith(mounts["keys"])
+    memory_gib = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+    assert settings.engine.kv_memory_bytes < memory_gib * 2**30
+
+
+def test_the_config_file_of_ray_serve_has_options_of_ours() -> None:
+    (application,) = yaml.safe_load(RAY_SERVE)["applications"]
+    module, _, function = application["import_path"].partition(":")
+    assert (module, function) == (build.__module__, build.__name__)
+    settings = settings_of(ServeSettings, application["args"], "args")
+    require_fit(settings, IN_A_FILE)
+    assert settings.values.max_replicas == 4 and settings.values.model == "/model"
+
+
+def test_ray_serve_takes_its_config_file() -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="needs Ray Serve: 'cbatch[ray]'")
+    taken = schema.ServeDeploySchema(**yaml.safe_load(RAY_SERVE))
+    assert taken.http_options.port == 8000
