@@ -21,7 +21,7 @@ from cbatch.runtime.model.head_weights import HeadWeights
 from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime import made_heads
 from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
-from tests.runtime.made_heads import FirstReference, Reference
+from tests.runtime.made_heads import FirstReference, MedusaReference, Reference
 from tests.runtime.marks import needs_compiler
 from tests.runtime.pairs import VOCAB, NoisyWeights, tiny_model
 
@@ -47,7 +47,7 @@ def embedding() -> Tensor:
 class Cold:
     """Drafts of somebody who has seen nothing before: the equations, over the whole sequence."""
 
-    def __init__(self, reference: Reference, layers: tuple[int, ...]) -> None:
+    def __init__(self, reference: Reference | MedusaReference, layers: tuple[int, ...]) -> None:
         self.reference, self.model = reference, tiny_model()
         self.model.keep_hidden(layers)
 
@@ -182,9 +182,10 @@ class _ForgetsBlocks(CheckedEagle):
     """After a prefix hit, or a preemption, it goes on from what the slot's last sequence left."""
 
     def admit(self, admission: NewSequence) -> None:
-        before = self._last[admission.slot].clone()
+        last = self._states.of_slot
+        before = last[admission.slot].clone()
         super().admit(admission)
-        self._last[admission.slot] = before
+        last[admission.slot] = before
 
 
 @pytest.mark.parametrize("broken", [_WrongPosition, _Stale, _ForgetsBlocks])
@@ -235,7 +236,7 @@ def test_the_law_of_sampled_text_is_that_without_a_head(verification, tmp_path):
         tokens = np.array(list(run.outputs.values()))
         found[name] = [np.bincount(tokens[:, at], minlength=VOCAB) for at in (1, 2)]
     z = {
-        name: [_two_samples_z(*pair) for pair in zip(found[name], found["off"], strict=True)]
+        name: [two_samples_z(*pair) for pair in zip(found[name], found["off"], strict=True)]
         for name in ("head", "broken")
     }
     assert max(z["head"]) < 5 < max(z["broken"])
@@ -249,7 +250,7 @@ class _Lies(EagleDrafter):
         return proposal._replace(probs=flat)
 
 
-def _two_samples_z(a: np.ndarray, b: np.ndarray) -> float:
+def two_samples_z(a: np.ndarray, b: np.ndarray) -> float:
     """Of equally many: (a - b)^2 / (a + b) is chi-square with one less degree than cells."""
     seen = a + b >= 10
     a, b = np.append(a[seen], a[~seen].sum()), np.append(b[seen], b[~seen].sum())

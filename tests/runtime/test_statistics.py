@@ -15,7 +15,7 @@ import pytest
 
 from cbatch.core.request.request import SamplingParams
 from cbatch.runtime.cpu.drafter import DraftRows, Proposal
-from cbatch.runtime.drafting.draft_model import DraftModel, _Drafting
+from cbatch.runtime.drafting.draft_model import Drafting, DraftModel
 from tests.chi_square import chi_square_z
 from tests.runtime.engines import Run, make_request, run_engine
 from tests.runtime.pairs import tiny_model
@@ -149,7 +149,7 @@ def test_drafts_chosen_with_certainty_keep_the_law(verification, monkeypatch):
     assert abs(z_against(run, FILTERS[0])) < Z_BOUND and run.acceptance > 0.1
 
 
-CHOOSE = _Drafting.choose
+CHOOSE = Drafting.choose
 
 
 def drop_what_broke(drafting: Any, *args: Any) -> Any:
@@ -168,5 +168,5 @@ def test_a_draft_that_breaks_on_what_it_drew_keeps_the_law(verification, monkeyp
     assert abs(z_against(run, FILTERS[0])) < Z_BOUND
     assert run.acceptance > 0.2
     if verification != "coupled":
-        monkeypatch.setattr(_Drafting, "choose", drop_what_broke)
+        monkeypatch.setattr(Drafting, "choose", drop_what_broke)
         assert z_against(sample(**asked, lookahead="fixed:3"), FILTERS[0]) > 2 * Z_BOUND

@@ -23,7 +23,7 @@ from cbatch.grammars import Grammars
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafter import Drafter
 from cbatch.runtime.drafting.chain import ChainDrafter
-from cbatch.runtime.drafting.draft_model import DraftModel, _Drafting
+from cbatch.runtime.drafting.draft_model import Drafting, DraftModel
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.drafting.suffix import SuffixLookup
@@ -363,13 +363,13 @@ def test_the_law_is_the_targets_own_under_the_grammar(verification):
 
 
 def test_drafts_that_are_taken_as_they_are_would_be_noticed(monkeypatch):
-    report = _Drafting.probs
+    report = Drafting.probs
 
-    def too_small(self: _Drafting) -> torch.Tensor | None:
+    def too_small(self: Drafting) -> torch.Tensor | None:
         q = report(self)
         return None if q is None else q / 1000
 
-    monkeypatch.setattr(_Drafting, "probs", too_small)
+    monkeypatch.setattr(Drafting, "probs", too_small)
     assert abs(law_z(sampled_words())) > 5
 
 
