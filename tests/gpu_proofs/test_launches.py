@@ -44,8 +44,9 @@ def check(size: Size, target: str) -> None:
     assert len(launches.first_met_in("captured")) > 20
     check_kernels(size, launches)
     assert run.device.replayed.total() > 100
-    # Steps asked for every kind of graph. One row alone does not draft in two ways at once.
-    never = {("guesses", False)} if size.slots == 1 else set()
+    # Steps asked for every kind of graph. One row alone does not draft in two ways at once; what
+    # a draft model takes in of many rows is more than is captured.
+    never = {1: {("guesses", False)}, 256: {("ingest",)}}.get(size.slots, set())
     assert kinds_of(run.device.replayed) == kinds_of(run.device.captured) - never
     large = [key for key in run.device.missed if key[1] > MOST_CAPTURED_TOKENS]
     assert run.device.missed == large, "work of steps that are captured"
