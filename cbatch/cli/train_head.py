@@ -41,7 +41,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--lesson-minutes", type=float, default=20.0, help="for the answers")
     parser.add_argument("--minutes", type=float, default=40.0, help="for the training")
     parser.add_argument("--steps", type=int, help="end the training earlier, at this step")
-    parser.add_argument("--draft-vocab", type=int, default=4096, help="ids that it may draft")
+    parser.add_argument(
+        "--draft-vocab",
+        type=int,
+        metavar="N",
+        help="ids that it may draft (default: 4096; of medusa all, since vLLM reads no fewer)",
+    )
     parser.add_argument("--intermediate-size", type=int, help="of its MLP (default: the model's)")
     parser.add_argument("--depth", type=int, default=3, help="drafts in a row that it learns")
     parser.add_argument(
@@ -60,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     from cbatch.training.train_head import record, train_head
 
     for field in ("answer_tokens", "lesson_minutes", "minutes", "draft_vocab", "depth"):
-        if getattr(args, field) <= 0:
+        value = getattr(args, field)
+        if value is not None and value <= 0:
             raise FieldError(field, f"{getattr(args, field)!r} is not allowed", "give more than 0")
     if args.threads:
         torch.set_num_threads(args.threads)

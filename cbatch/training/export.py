@@ -60,7 +60,7 @@ def load_eagle3(folder: Path, parts: TargetParts) -> EagleNet:
 
 def save_medusa(net: MedusaNet, folder: Path, *, with_head: bool) -> None:
     """As `save_eagle3`. vLLM counts heads and layers by fields whose names hold "num" and "heads",
-    or "layers": there is one of each."""
+    or "layers": there is one of each. Its 0.32 refuses every file with a token map."""
     tensors = _tensors(net, with_head=with_head)
     ids, target = net.draft_ids, net.parts.config
     if len(ids) < target.vocab_size:

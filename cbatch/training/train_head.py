@@ -30,6 +30,7 @@ HELD_OUT_EVERY, MOST_HELD_OUT = 12, 64
 LEAST_LESSONS = 24
 REPORT_EVERY_S = 30.0
 CARD = "README.md"
+DRAFT_VOCAB = 4096
 TITLES = {"eagle3": "An EAGLE-3 head", "medusa": "Medusa heads"}
 
 Prompt = tuple[Sequence[int], SamplingParams]
@@ -100,7 +101,7 @@ def train_head(
     kind: str,
     name: str,
     seconds: float,
-    draft_vocab: int,
+    draft_vocab: int | None,
     intermediate_size: int | None,
     depth: int,
     with_head: bool,
@@ -119,7 +120,8 @@ def train_head(
     if lessons[0].states.shape[1] < len(layers):
         problem = f"{folder} holds lessons of another kind, without the layers that {kind} reads"
         raise FieldError("out", problem, "give another folder")
-    ids, coverage = frequent(taught, min(draft_vocab, c.vocab_size), c.vocab_size)
+    most = draft_vocab or (c.vocab_size if kind == "medusa" else DRAFT_VOCAB)
+    ids, coverage = frequent(taught, min(most, c.vocab_size), c.vocab_size)
     net: EagleNet | MedusaNet
     if kind == "medusa":
         net = MedusaNet(parts, ids, heads=depth)

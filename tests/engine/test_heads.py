@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.build import load_engine
 from cbatch.engine.model_files import tokenizer_of
 from cbatch.engine.options import EngineOptions
+from cbatch.runtime.cpu import self_test
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.eagle_head import EagleHead
 from cbatch.runtime.cpu.self_test import best_reading
@@ -55,6 +57,38 @@ def test_a_head_that_only_guesses_is_refused(tmp_path):
     save_file(tensors, head / "model.safetensors")
     with pytest.raises(FieldError, match="no more than by always guessing one token"):
         load_engine(TARGET, head)
+
+
+def medusa(folder: Path, scale: float) -> Path:
+    """Two heads; with a `scale` of 0 each says what the model says of the token before."""
+    g = torch.Generator().manual_seed(0)
+    blocks = [torch.randn(256, 256, generator=g) * scale for _ in range(2)]
+    folder.mkdir()
+    tensors = {f"{i}.0.linear.weight": block for i, block in enumerate(blocks)}
+    tensors |= {f"{i}.0.linear.bias": torch.zeros(256) for i in range(2)}
+    torch.save(tensors, folder / "medusa_lm_head.pt")
+    fields = {"medusa_num_heads": 2, "medusa_num_layers": 1}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3])
+def test_medusa_heads_that_only_guess_are_refused(scale, tmp_path):
+    with pytest.raises(FieldError, match=r"2 medusa heads; .*always guessing one token"):
+        load_engine(TARGET, medusa(tmp_path / "heads", scale))
+
+
+def test_medusa_heads_draft_by_their_folder_and_change_no_text(tmp_path, monkeypatch):
+    """Untrained ones, which their self-test would refuse: hardly a draft of theirs stands."""
+    monkeypatch.setattr(self_test.Tested, "guesses", False)
+    plain = LLM(TARGET, lookahead="off", max_slots=6).generate(ASKED, GREEDY)
+    llm = LLM(TARGET, medusa(tmp_path / "heads", 0.0), lookahead="fixed:2", max_slots=6)
+    for _ in range(2):  # cold, then on prefix hits
+        found = llm.generate(ASKED, GREEDY)
+        assert [c.token_ids for c in found] == [c.token_ids for c in plain]
+    stats = llm.engine.stats.speculation
+    assert stats.drafted_tokens > 0 and stats.rejections > 0
+    assert llm.engine.scheduler.stats.prefix_hit_tokens > 0
 
 
 @needs_compiler

@@ -19,7 +19,7 @@ from cbatch.runtime.cpu.load_head import load_heads
 from cbatch.runtime.cpu.medusa_head import MedusaHead
 from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.training.eagle_net import EagleNet, EagleShape
-from cbatch.training.export import load_eagle3, load_medusa
+from cbatch.training.export import load_eagle3, load_medusa, save_medusa
 from cbatch.training.head_training import HeadTraining
 from cbatch.training.lessons import Lesson, Shards
 from cbatch.training.medusa_net import MedusaNet
@@ -158,6 +158,11 @@ def test_trained_medusa_heads_are_what_is_served(tmp_path, capsys):
     assert {n: tuple(t.shape) for n, t in tensors.items()} == {
         f"{name}.{kind}": size for name in names for kind, size in sizes.items()
     }
+    whole = MedusaNet(TargetParts.of(TARGET), torch.arange(4096), heads=2)
+    save_medusa(whole, tmp_path / "whole", with_head=True)
+    stored = load_file(tmp_path / "whole" / "model.safetensors")
+    assert stored.keys() == {*tensors, "lm_head.weight"}
+    assert load_heads(tmp_path / "whole", target, TARGET)[0].vocabulary is None
     tokens = tokenizer_of(TARGET).encode(demo_prompts()[0])[:40]
     target.keep_hidden(LAYERS[3:])
     hidden = target.room_for_hidden(len(tokens))

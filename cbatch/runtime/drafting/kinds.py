@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafter import ModelDrafter
 from cbatch.runtime.cpu.eagle_head import EagleHead
@@ -11,8 +14,12 @@ from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.runtime.drafting.eagle import EagleDrafter
 from cbatch.runtime.drafting.medusa import MedusaDrafter
 
-_KINDS = {Model: DraftModel, EagleHead: EagleDrafter, MedusaHead: MedusaDrafter}
+_KINDS: dict[type, Callable[[Any], ModelDrafter]] = {
+    Model: DraftModel,
+    EagleHead: EagleDrafter,
+    MedusaHead: MedusaDrafter,
+}
 
 
 def drafter_of(draft: Model | Head) -> ModelDrafter:
-    return _KINDS[type(draft)](draft)  # type: ignore[index,abstract,no-any-return]
+    return _KINDS[type(draft)](draft)
