@@ -19,10 +19,11 @@ _kernels: set[str] = set()
 
 
 @pytest.fixture(autouse=True)
-def audited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    without_overflow_checks(monkeypatch)  # the tests make them where nobody audits
+def audited() -> Iterator[None]:
+    """Around all that a test patches itself: it ends after that is undone."""
     audit = Audit()
-    with audit.auditing():
+    with pytest.MonkeyPatch.context() as patch, audit.auditing():
+        without_overflow_checks(patch)  # the tests make them where nobody audits
         yield
     _kernels.update(audit.launches)
     _seen.update(
