@@ -84,7 +84,7 @@ def _case(module: Any) -> Callable[..., Any]:
 
 
 def _tiling(module: Any) -> Any:
-    return module.TINY_TILING
+    return module.TINY_TILING._replace(block=512, reduce_block=512)  # fewer programs to interpret
 
 
 def _made(module: Any) -> Callable[..., Any]:

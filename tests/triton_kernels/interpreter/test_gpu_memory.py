@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.core.request.errors import FieldError
-from cbatch.engine import build
+from cbatch.engine import memory as engine_memory
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.gpu import GpuExecutor, memory
 from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
@@ -112,11 +112,11 @@ def test_kv_takes_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Pair(vocab_size=4000).decoder
     free = 8 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    monkeypatch.setattr(build, "gpu_step_bytes", lambda *_: 5 << 30)
+    monkeypatch.setattr(engine_memory, "gpu_step_bytes", lambda *_: 5 << 30)
     decoder.device = torch.device("cuda")
-    kv_bytes = build._memory_for_kv_bytes(decoder, None, EngineOptions(), 64)
+    kv_bytes = engine_memory.memory_for_kv_bytes(decoder, None, EngineOptions(), 64)
     assert kv_bytes == int(0.85 * (3 << 30))
-    monkeypatch.setattr(build, "gpu_step_bytes", lambda *_: 9 << 30)
+    monkeypatch.setattr(engine_memory, "gpu_step_bytes", lambda *_: 9 << 30)
     with pytest.raises(FieldError, match="max_slots: steps work in 9,216 MiB, 8,192 MiB are free"):
-        build._memory_for_kv_bytes(decoder, None, EngineOptions(), 64)
+        engine_memory.memory_for_kv_bytes(decoder, None, EngineOptions(), 64)
     decoder.device = CPU
