@@ -166,7 +166,8 @@ def application(settings: ServeSettings) -> Any:
         max_constructor_retry_count=_STARTS,
         logging_config={"enable_access_log": False},  # the server has its own
         ray_actor_options={
-            "num_cpus": engine.threads if isinstance(engine.threads, int) else 1,
+            "num_cpus": engine.tensor_parallel
+            * (engine.threads if isinstance(engine.threads, int) else 1),
             "num_gpus": int(engine.device.startswith("cuda")),
         },
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.cpu.drafter import Drafter
     from cbatch.runtime.cpu.executor import TorchExecutor
     from cbatch.runtime.cpu.head import Head
+    from cbatch.runtime.cpu.rank_group import RankGroup
     from cbatch.runtime.drafting.lookup import Lookup
     from cbatch.runtime.gpu import Decoder, GpuExecutor
     from cbatch.runtime.sampling.structured import GrammarSource
@@ -74,9 +75,15 @@ def problem_of_gpu() -> str | None:
 
 
 def load_for(
-    device: str, path: str | Path, *, dtype: str, numerics: str, random_weights_seed: int | None
+    device: str,
+    path: str | Path,
+    *,
+    dtype: str,
+    numerics: str,
+    random_weights_seed: int | None,
+    ranks: RankGroup | None = None,
 ) -> AnyModel:
-    """Raises the runtime's error naming file and field."""
+    """Of several `ranks` this one's share. Raises the runtime's error naming file and field."""
     if is_gpu(device):
         from cbatch.runtime.gpu import load_decoder
 
@@ -91,7 +98,13 @@ def load_for(
 
     if device.partition(":")[0] != "cpu":
         raise FieldError("device", f"{device!r} is not served", "use auto, cpu or cuda")
-    return load_model(path, dtype=dtype, numerics=numerics, random_weights_seed=random_weights_seed)
+    return load_model(
+        path,
+        dtype=dtype,
+        numerics=numerics,
+        random_weights_seed=random_weights_seed,
+        ranks=ranks,
+    )
 
 
 def executor_for(
@@ -123,9 +136,16 @@ def depth_for(device: str, overlap: Literal[0, 1] | None) -> int:
 
 
 def refuse_unserved(
-    device: str, *, block_size_tokens: int, kv_cache_dtype: str, head: Path | None = None
+    device: str,
+    *,
+    block_size_tokens: int,
+    kv_cache_dtype: str,
+    head: Path | None = None,
+    tensor_parallel: int = 1,
 ) -> None:
     """Options that only the executor of another device can serve. Raises `FieldError`."""
+    if tensor_parallel > 1:
+        _refuse_unshared(device, tensor_parallel, head)
     if not is_gpu(device):
         if kv_cache_dtype != "auto":
             problem = f"{kv_cache_dtype!r} is not served on a CPU"
@@ -142,11 +162,26 @@ def refuse_unserved(
         raise FieldError("draft", problem, "give a draft model, or use --device cpu")
 
 
+def _refuse_unshared(device: str, tensor_parallel: int, head: Path | None) -> None:
+    if is_gpu(device):
+        problem = f"{tensor_parallel} ranks are served on CPUs alone"
+        raise FieldError("tensor_parallel", problem, "use --device cpu, or leave it out")
+    if head is not None:
+        problem = f"{tensor_parallel} ranks do not serve a head as draft ({head})"
+        raise FieldError("tensor_parallel", problem, "give a draft model, or leave it out")
+
+
 def held_drafters(config: SchedulerConfig) -> tuple[str, ...]:
     """The drafters that requests may name: all that there are, where anybody drafts at all."""
     if not config.default_chain:
         return ()
     return DRAFTERS if config.draft_context_tokens is not None else LOOKUPS
+
+
+def num_ranks(target: AnyModel) -> int:
+    """That hold a share of it each, this process among them."""
+    group = getattr(target, "ranks", None)
+    return 1 if group is None else cast("RankGroup", group).size
 
 
 def row_invariance_of(target: AnyModel) -> tuple[bool, str]:

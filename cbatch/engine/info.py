@@ -29,7 +29,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     block_size_tokens: int
     kv_memory_bytes: int
     max_model_tokens: int
-    num_threads: int  # of the engine
+    num_threads: int  # of the engine; of several ranks each has as many
+    ranks: int = 1  # among which the model is shared out; weights and KV are of all
     sampling_defaults: dict[str, float | int] = {}  # by the model's makers, of `SamplingParams`
 
     def lines(self) -> list[str]:
@@ -37,13 +38,16 @@ class EngineInfo(msgspec.Struct, frozen=True):
         by = f" by {', '.join(self.drafter)}" if self.drafter not in ((), (MODEL,)) else ""
         lookahead = self.lookahead + by
         defaults = ", ".join(f"{name} {value}" for name, value in self.sampling_defaults.items())
+        shared = f" in {self.ranks} ranks" if self.ranks > 1 else ""
+        each = f"{self.ranks} x " if self.ranks > 1 else ""
         return [
-            f"model {self.model}{draft}: {self.dtype} on {self.device}, lookahead {lookahead}",
+            f"model {self.model}{draft}: {self.dtype} on {self.device}{shared}, "
+            f"lookahead {lookahead}",
             self.row_invariance,
             f"KV: {self.num_blocks} blocks of {self.block_size_tokens} tokens, "
             f"{mib(self.kv_memory_bytes)}; {self._context()}",
             f"weights: {mib(self.weight_bytes)}; "
-            f"engine threads: {self.num_threads} of {os.cpu_count()}",
+            f"engine threads: {each}{self.num_threads} of {os.cpu_count()}",
             *([f"defaults of calls, by {self._defaults_from()}: {defaults}"] if defaults else ()),
         ]
 

@@ -14,6 +14,7 @@ import msgspec
 
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.cost_model import CostProfile
+from cbatch.engine.backends import num_ranks
 from cbatch.engine.loop import Executor
 from cbatch.engine.step_profile import profile_costs
 from cbatch.system.cache import cache_folder
@@ -79,6 +80,7 @@ def with_prices(
         "compiled": version() if device.type == "cpu" and compiles(target.dtype) else None,
         "processor": processor,
         "threads": torch.get_num_threads(),
+        "ranks": num_ranks(target),
         "torch": str(torch.__version__),
         "slots": config.max_slots,
         "blocks": [config.num_blocks, config.block_size_tokens],

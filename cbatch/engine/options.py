@@ -51,8 +51,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _engine("invariant: a row's bits do not depend on the batch"),
     ] = "auto"
     threads: Annotated[
-        int | Literal["auto"], _engine("that compute on a CPU; auto: as it is given", "N")
+        int | Literal["auto"],
+        _engine("that compute on a CPU, in each rank; auto: as it is given", "N"),
     ] = "auto"
+    tensor_parallel: Annotated[
+        int, _engine("ranks, processes that share the model out; on a CPU", "N")
+    ] = 1
     lookahead: Annotated[str | LookaheadConfig, _engine(_LOOKAHEAD, "POLICY", type=str)] = "goodput"
     drafter: Annotated[tuple[str, ...] | None, _engine(DRAFTER_HELP, "NAME")] = None
     max_slots: Annotated[int, _engine("sequences that run at once", "N")] = 32
@@ -90,7 +94,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     random_weights_seed: int | None = None
 
     def __post_init__(self) -> None:
-        for field in ("num_blocks", "kv_memory_bytes", "max_model_tokens", "threads"):
+        counts = "num_blocks", "kv_memory_bytes", "max_model_tokens", "threads", "tensor_parallel"
+        for field in counts:
             value = getattr(self, field)
             if isinstance(value, int) and value < 1:
                 raise FieldError(field, f"{value!r} is not allowed", "give 1 or more, or leave out")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
 from cbatch.engine.build import load_engine
 from cbatch.engine.options import EngineOptions
+from cbatch.engine.ranks.executor import RankedExecutor
+from cbatch.engine.ranks.group import end_engine
 from cbatch.process.server import EngineParts
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.system.logs import LogFormat
@@ -39,6 +42,12 @@ class EngineFactory(msgspec.Struct, frozen=True):
         if engine.grammars is not None:
             engine.grammars.prepare()
         executor = getattr(engine.loop.executor, "executor", engine.loop.executor)
+        closing = ExitStack()
+        if recorder is not None:
+            closing.callback(recorder.close)
+        if isinstance(executor, RankedExecutor):
+            closing.callback(executor.ranks.close)
+            executor.ranks.on_lost(end_engine)
         return EngineParts(
             engine.scheduler,
             engine.loop,
@@ -47,5 +56,5 @@ class EngineFactory(msgspec.Struct, frozen=True):
             grammars=engine.grammars,
             # None: its steps are too short to have parts.
             report_progress=getattr(executor, "report_progress", None),
-            close=None if recorder is None else recorder.close,
+            close=closing.close,
         )

@@ -25,7 +25,7 @@ OPTIONS = {
     "speculative_config": "drafters beyond `draft` (a model, EAGLE or Medusa heads) and `drafter`",
     "swap_space": "KV offload",
     "task": "embeddings",
-    "tensor_parallel_size": "tensor parallelism",
+    "tensor_parallel_size": "another name of `tensor_parallel`",
 }
 
 _OTHER_NAME = "another name of `structured_outputs`"

@@ -23,6 +23,7 @@ from cbatch.runtime.model.rope import RotaryTable
 if TYPE_CHECKING:
     from cbatch.runtime.cpu.layers import Layer
     from cbatch.runtime.cpu.linear import Linear
+    from cbatch.runtime.cpu.rank_group import RankGroup
 
 _ALIGNMENT_BYTES = 64
 _ALONE_BELOW = 1 << 17  # multiplications of a pass that one thread does sooner than several
@@ -74,6 +75,8 @@ class _Step(ctypes.Structure):
         *_fields(c_void_p, "states hidden"),
         *_fields(c_long, "rows sequences table_width num_wanted blocks block_size kv_half threads"),
         ("num_kept", c_long),
+        *_fields(c_void_p, "sums partial"),
+        ("part", c_long),
     ]
 
 
@@ -102,12 +105,13 @@ class CompiledDecoder:
         layers: Sequence[Layer],
         head: Linear,
         rotary: RotaryTable,
+        ranks: RankGroup | None = None,
     ) -> CompiledDecoder | None:
         """None where other products than compiled ones take part."""
         products = [linear for layer in layers for linear in layer.products()]
         if any(linear.compiled is None for linear in (*products, head)):
             return None
-        return cls(config, embedding, layers, head, rotary)
+        return cls(config, embedding, layers, head, rotary, ranks=ranks)
 
     def __init__(
         self,
@@ -117,15 +121,16 @@ class CompiledDecoder:
         head: Linear,
         rotary: RotaryTable,
         reading: StateReading | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
-        """Every product of `layers`, and `head`, is compiled."""
+        """Every product of `layers`, and `head`, is compiled. With `ranks` they are this one's."""
         kernel = library()
         assert kernel is not None
         self._decode, self._memory_bytes = kernel.decode, kernel.memory_bytes
         self._decode.argtypes = [POINTER(_Decoder), POINTER(_Step)]
         self._memory_bytes.argtypes = [POINTER(_Decoder), c_long, c_long]
         self._memory_bytes.restype = c_long
-        self._config, self._rotary = config, rotary
+        self._config, self._rotary, self._ranks = config, rotary, ranks
         self._reader = None if reading is None else _reader(reading)
         self._held = embedding, layers, head, reading  # the structs below hold addresses
         self._layers = (_Layer * len(layers))(*(_layer(layer, config) for layer in layers))
@@ -218,10 +223,32 @@ class CompiledDecoder:
             1 if rows <= self._alone_rows else threads,
             self.num_kept,
         )
+        if self._ranks is None:
+            self._call(step)
+            return logits
+        return self._run_parts(step, logits, self._ranks)
+
+    def _call(self, step: _Step) -> None:
         wrong = self._decode(self._struct, step)
         if wrong:
             raise IndexError(_WRONG[wrong])
-        return logits
+
+    def _run_parts(self, step: _Step, logits: Tensor, ranks: RankGroup) -> Tensor:
+        """A pass that stops wherever ranks add up what they have: `part` of step.h."""
+        partial = torch.empty(step.rows, self._config.hidden_size)
+        step.partial = partial.data_ptr()
+        end = 2 * len(self._layers)
+        for part in range(end):
+            step.part = part
+            self._call(step)
+            last, keeps_all = part >= end - 2, self._struct.kept >= 0
+            if last and not step.num_wanted and not keeps_all:
+                return logits.new_empty(0, self._config.vocab_size)
+            sums = ranks.sum(partial if not last or keeps_all else partial[: step.num_wanted])
+            step.sums = sums.data_ptr()
+        step.part = end
+        self._call(step)
+        return ranks.columns(logits, self._config.vocab_size)
 
     def _reach(self, positions: int) -> None:
         """The factors of so many positions."""

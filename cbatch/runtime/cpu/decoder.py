@@ -19,10 +19,12 @@ from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
 from cbatch.runtime.cpu.layers import Layer, LayerBuilder
 from cbatch.runtime.cpu.linear import RowPadding
 from cbatch.runtime.cpu.numerics import Numerics, resolve_numerics
+from cbatch.runtime.cpu.rank_group import RankGroup
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import ModelConfig, ModelError
 from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.model.rope import RotaryTable
+from cbatch.runtime.model.sharding import ShardedWeights, head_rows, shard_config
 from cbatch.runtime.model.weight_files import WeightSource
 
 # Elementwise kernels treat the end of a thread's share differently from the rest (scalar against
@@ -84,15 +86,20 @@ class Model:
         source: WeightSource,
         dtype: torch.dtype,
         numerics: Numerics,
+        ranks: RankGroup | None = None,
     ) -> None:
+        """With `ranks`, config and source are this rank's (see `sharding`), and every rank makes
+        the same passes."""
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
+        self.ranks = ranks
         self.numerics = numerics.mode
         self.progress: NDArray[np.int64] | None = None
         self.hidden_layers: tuple[int, ...] = ()
         self._heads = HeadShape.of(config)
         self._planner = AttentionPlanner(config)
         with torch.inference_mode():
-            builder = LayerBuilder(config, source, dtype, self.device, numerics)
+            logits = None if ranks is None else head_rows(config, ranks.size)
+            builder = LayerBuilder(config, source, dtype, self.device, numerics, logits)
             self.embedding, self.layers, self.head = builder.build()
             self.final_norm = builder.final_norm()
             self._rotary = RotaryTable(
@@ -104,7 +111,7 @@ class Model:
             )
         self._padding = self._common_padding()
         self._compiled = CompiledDecoder.of(
-            config, self.embedding, self.layers, self.head, self._rotary
+            config, self.embedding, self.layers, self.head, self._rotary, ranks
         )
 
     @property
@@ -150,7 +157,11 @@ class Model:
         num_rows = batch.tokens.shape[0]
         buffers = _Buffers(self.config, num_rows, self._padding.rows(num_rows))
         rotary, layout = self._plan(batch, kv, buffers)
-        return self._pass(batch.tokens, rotary, layout, buffers, kv, batch.logits_index, hidden)
+        wanted = batch.logits_index
+        logits = self._pass(batch.tokens, rotary, layout, buffers, kv, wanted, hidden)
+        if self.ranks is None or not len(wanted):
+            return logits
+        return self.ranks.columns(logits, self.config.vocab_size)
 
     def _pass(
         self,
@@ -162,7 +173,8 @@ class Model:
         wanted: Tensor,
         hidden: Tensor | None,
     ) -> Tensor:
-        """All layers over a planned step, then the logits of the rows `wanted`."""
+        """All layers over a planned step, then the logits of the rows `wanted`; of several ranks
+        those that this one makes."""
         num_wanted, padded = wanted.shape[0], buffers.padded
         kept = self.hidden_layers if hidden is not None else ()
         keeps_all = len(self.layers) in kept
@@ -185,7 +197,7 @@ class Model:
             for group in layout.groups[layer.window]:
                 group.run(kv.block_rows[index])
             if index < last or not unfinished:
-                _finish_layer(layer, buffers.residual, buffers.x, buffers.heads_out)
+                self._finish_layer(layer, buffers.residual, buffers.x, buffers.heads_out)
         if hidden is not None and keeps_all:
             hidden[:, kept.index(last + 1)] = buffers.x[: buffers.num_rows]
             if not num_wanted:
@@ -206,7 +218,8 @@ class Model:
         residual = buffers.residual.index_select(0, wanted)
         x = residual[:, : self.config.hidden_size]
         if unfinished:
-            _finish_layer(self.layers[-1], residual, x, buffers.heads_out.index_select(0, wanted))
+            heads_out = buffers.heads_out.index_select(0, wanted)
+            self._finish_layer(self.layers[-1], residual, x, heads_out)
         logits = self.head.product(_normed(residual, x), rows)
         return logits if rows == count else logits[:count]
 
@@ -246,6 +259,16 @@ class Model:
             part = slice(at, at + step)
             torch.mul(pairs[part], rotary[part], out=buffers.rotated[part])
 
+    def _finish_layer(self, layer: Layer, residual: Tensor, x: Tensor, heads_out: Tensor) -> None:
+        """Output projection and MLP; `x` is the view of `residual` without its gap."""
+        rows = residual.shape[0]
+        x.add_(self._summed(layer.out.product(heads_out, rows)))
+        gate_up = layer.gate_up.product(_normed(residual, x), rows)
+        x.add_(self._summed(layer.down.product(_swiglu(gate_up), rows)))
+
+    def _summed(self, partial: Tensor) -> Tensor:
+        return partial if self.ranks is None else self.ranks.sum(partial)
+
     def _common_padding(self) -> RowPadding:
         """The padding that suits every product."""
         plans = [linear.plan for layer in self.layers for linear in layer.products()]
@@ -253,14 +276,6 @@ class Model:
         return RowPadding(
             max(p.minimum for p in paddings), math.lcm(*(p.multiple for p in paddings))
         )
-
-
-def _finish_layer(layer: Layer, residual: Tensor, x: Tensor, heads_out: Tensor) -> None:
-    """Output projection and MLP; `x` is the view of `residual` without its gap."""
-    rows = residual.shape[0]
-    x.add_(layer.out.product(heads_out, rows))
-    gate_up = layer.gate_up.product(_normed(residual, x), rows)
-    x.add_(layer.down.product(_swiglu(gate_up), rows))
 
 
 def _normed(residual: Tensor, x: Tensor) -> Tensor:
@@ -291,9 +306,14 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     numerics: str = "auto",
     random_weights_seed: int | None = None,
+    ranks: RankGroup | None = None,
 ) -> Model:
-    """A model from a directory, GGUF file or hub name, as `open_checkpoint`."""
+    """A model from a directory, GGUF file or hub name, as `open_checkpoint`; of several `ranks`
+    what this one holds of it."""
     if numerics not in ("auto", "invariant", "fast"):
         raise ModelError(f"numerics: must be auto, invariant or fast, got {numerics!r}")
     config, source, served = open_checkpoint(path_or_name, dtype, random_weights_seed)
-    return Model(config, source, served, resolve_numerics(numerics, config, served))
+    if ranks is not None:
+        source = ShardedWeights(source, config, ranks.rank, ranks.size)
+        config = shard_config(config, ranks.size)
+    return Model(config, source, served, resolve_numerics(numerics, config, served), ranks)

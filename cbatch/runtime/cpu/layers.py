@@ -40,7 +40,10 @@ class LayerBuilder:
         dtype: torch.dtype,
         device: torch.device,
         numerics: Numerics,
+        num_logits: int | None = None,
     ) -> None:
+        """`num_logits` of the head, if it has not all."""
+        self._num_logits = num_logits or config.vocab_size
         self.config, self.source, self.dtype, self.device = config, source, dtype, device
         self.numerics = numerics
         # Where our kernels would multiply with what blocks could be widened to.
@@ -62,6 +65,7 @@ class LayerBuilder:
             )
             if c.tie_embeddings:
                 return packed, layers, Linear.of(packed)
+        shape = self._num_logits, c.hidden_size
         head = self._below(["lm_head.weight"], shape, None, norm)
         return (embedding if blocks is None else packed), layers, head
 

@@ -29,7 +29,7 @@ static void embed_row(const decoder *m, long token, float *to) {
 }
 
 static void embed(pass *p) {
-    for (long r; (r = take(&p->me, p->rows)) >= 0;)
+    EACH_TAKEN(&p->me, p->rows, r)
         embed_row(p->model, p->step->tokens[r], p->residual + r * p->hidden_stride);
 }
 
@@ -53,7 +53,7 @@ static void keep(const pass *p, long kept, long row, const float *x) {
 // What comes into a product that a norm is before, or with `plain` none; and state number `kept`.
 // A product that takes no floats needs what is normed no longer than it takes to give it to it.
 static void normalize(pass *p, const linear *to, int plain, long kept) {
-    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
+    EACH_TAKEN(&p->me, p->rows, r) {
         const float *x = p->residual + r * p->hidden_stride;
         float *normed = p->normed + (takes_of(to) == FLOATS ? r : p->me.thread) * p->hidden_stride;
         keep(p, kept, r, x);
@@ -68,7 +68,7 @@ static void pair_up(pass *p, const linear *to) {
     const decoder *m = p->model;
     const reader *by = m->reader;
     const long bytes = m->hidden * 4;
-    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
+    EACH_TAKEN(&p->me, p->rows, r) {
         float *residual = p->residual + r * p->hidden_stride;
         float *token = p->pairs + r * p->pair_stride, *state = token + m->hidden;
         float *embedded = p->normed + r * p->hidden_stride;
@@ -145,7 +145,7 @@ static void place_all(pass *p, long index, long queries) {
     const decoder *m = p->model;
     const step *s = p->step;
     const long bytes = block_bytes_of(s->block_size, m->dim, scoring_of(p));
-    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
+    EACH_TAKEN(&p->me, p->rows, r) {
         const long position = p->positions[r], which = position / s->block_size;
         const long block = s->tables[p->sequences[r] * s->table_width + which];
         for (long head = 0; head < m->kv_heads; head++)
@@ -177,7 +177,7 @@ static void attend_all(pass *p, long index) {
 // inner = silu(gate) * up of gate_up [gate | up].
 static void activate(pass *p, const linear *to) {
     const long inner = p->model->inner;
-    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
+    EACH_TAKEN(&p->me, p->rows, r) {
         const float *gate = p->gate_up + r * p->gate_up_stride, *up = gate + inner;
         float *found = p->inner + r * p->inner_stride;
         for (long k = 0; k < inner; k += LANES)
@@ -186,21 +186,25 @@ static void activate(pass *p, const linear *to) {
     }
 }
 
+static void look_at_wanted(pass *p) {
+    p->residual = p->some_residual, p->attended = p->some_attended, p->rows = p->num_wanted;
+}
+
 // From here on each row is alone: those not wanted have had their part.
 static void select_wanted(pass *p) {
-    for (long i; (i = take(&p->me, p->num_wanted)) >= 0;) {
+    EACH_TAKEN(&p->me, p->num_wanted, i) {
         const long row = p->step->wanted[i];
         memcpy(p->some_residual + i * p->hidden_stride, p->residual + row * p->hidden_stride,
                p->hidden_stride * 4);
         memcpy(p->some_attended + i * p->attended_stride, p->attended + row * p->attended_stride,
                p->attended_stride * 4);
     }
-    p->residual = p->some_residual, p->attended = p->some_attended, p->rows = p->num_wanted;
+    look_at_wanted(p);
 }
 
 static void give_attended(pass *p, const linear *to) {
     if (takes_of(to) == FLOATS) return;
-    for (long r; (r = take(&p->me, p->rows)) >= 0;)
+    EACH_TAKEN(&p->me, p->rows, r)
         give(p, to, p->attended + r * p->attended_stride, r);
 }
 
@@ -213,24 +217,42 @@ static void multiply(pass *p, const linear *by, const float *x, long x_stride, f
     product_of(&of, p->rows, &p->me);
 }
 
+// Where the sums of `out` and `down` go.
+static float *sums_of(const pass *p) { return p->partial ? p->partial : p->residual; }
+static long sums_stride(const pass *p) {
+    return p->partial ? p->model->hidden : p->hidden_stride;
+}
+
+// residual += what all ranks' products came to.
+static void add_sums(pass *p) {
+    if (!p->partial) return;
+    const long hidden = p->model->hidden;
+    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
+        float *x = p->residual + r * p->hidden_stride;
+        const float *sums = p->sums + r * hidden;
+        for (long k = 0; k < hidden; k++) x[k] += sums[k];
+    }
+}
+
 // residual += down(silu(gate) * up) of what is normed.
 static void feed_forward(pass *p, const layer *l) {
     if (gated_by_product(l)) {
         const problem up = {.by = &l->gate_up, .x = p->taken, .x_stride = p->taken_stride,
                             .gated = p->gated, .gated_stride = p->gated_stride};
         product_of(&up, p->rows, &p->me);
-        const problem down = {.by = &l->down, .x = p->gated, .y = p->residual,
-                              .x_stride = p->gated_stride, .y_stride = p->hidden_stride, .add = 1};
+        const problem down = {.by = &l->down, .x = p->gated, .y = sums_of(p),
+                              .x_stride = p->gated_stride, .y_stride = sums_stride(p),
+                              .add = !p->partial};
         product_of(&down, p->rows, &p->me);
         return;
     }
     multiply(p, &l->gate_up, p->normed, p->hidden_stride, p->gate_up, p->gate_up_stride, 0);
     activate(p, &l->down);
-    multiply(p, &l->down, p->inner, p->inner_stride, p->residual, p->hidden_stride, 1);
+    multiply(p, &l->down, p->inner, p->inner_stride, sums_of(p), sums_stride(p), !p->partial);
 }
 
 static void keep_all(pass *p) {
-    for (long r; (r = take(&p->me, p->rows)) >= 0;)
+    EACH_TAKEN(&p->me, p->rows, r)
         keep(p, p->model->kept, r, p->residual + r * p->hidden_stride);
 }
 
@@ -260,32 +282,61 @@ static void project(pass *p, long index, int pairs) {
     place_all(p, index, alone ? 0 : m->group);
 }
 
-// The whole pass, by each thread of the team. What a step points to may be gone where a thread is
-// late, and is looked at only in what it has taken.
+static int keeps_all(const pass *p) { return p->model->kept >= 0 && !p->model->reader; }
+
+// What is behind the last layer; rows come as they left it.
+static void finish(pass *p) {
+    const decoder *m = p->model;
+    if (keeps_all(p)) {
+        keep_all(p);
+        if (!p->num_wanted) return;
+        select_wanted(p);
+    }
+    normalize(p, &m->head, m->reader && m->reader->plain_out, m->reader ? m->kept : -1);
+    multiply(p, &m->head, p->normed, p->hidden_stride, p->logits, m->choices, 0);
+}
+
+// Up to what `out` makes of a layer. 0: nothing more is wanted.
+static int first_half(pass *p, long i) {
+    const decoder *m = p->model;
+    const long last = m->num_layers - 1;
+    int pairs = 0;
+    if (i) add_sums(p);
+    else if (m->reader) pairs = read_states(p);
+    else embed(p);
+    project(p, i, pairs);
+    if (i == last && !p->num_wanted && !keeps_all(p)) return 0;
+    attend_all(p, i);
+    if (i == last && !keeps_all(p)) select_wanted(p);
+    const linear *out = &m->layers[i].out;
+    give_attended(p, out);
+    multiply(p, out, p->attended, p->attended_stride, sums_of(p), sums_stride(p), !p->partial);
+    return 1;
+}
+
+// From there to what `down` makes.
+static void second_half(pass *p, const layer *l) {
+    add_sums(p);
+    normalize(p, &l->gate_up, 0, -1);
+    feed_forward(p, l);
+}
+
+// The whole pass, or part of one, by each thread of the team. What a step points to may be gone
+// where a thread is late, and is looked at only in what it has taken.
 static void decode_all(void *job) {
     pass p = *(const pass *)job;
     const decoder *m = p.model;
-    const long last = m->num_layers - 1;
-    const int keeps_all = m->kept >= 0 && !m->reader, plain_out = m->reader && m->reader->plain_out;
-    int pairs = 0;
-    if (m->reader) pairs = read_states(&p);
-    else embed(&p);
-    for (long i = 0; i <= last; i++) {
-        const layer *l = m->layers + i;
-        project(&p, i, pairs && !i);
-        if (i == last && !p.num_wanted && !keeps_all) return;
-        attend_all(&p, i);
-        if (i == last && !keeps_all) select_wanted(&p);
-        give_attended(&p, &l->out);
-        multiply(&p, &l->out, p.attended, p.attended_stride, p.residual, p.hidden_stride, 1);
-        normalize(&p, &l->gate_up, 0, -1);
-        feed_forward(&p, l);
+    if (!p.partial) {
+        for (long i = 0; i < m->num_layers; i++) {
+            if (!first_half(&p, i)) return;
+            second_half(&p, m->layers + i);
+        }
+        finish(&p);
+        return;
     }
-    if (keeps_all) {
-        keep_all(&p);
-        if (!p.num_wanted) return;
-        select_wanted(&p);
-    }
-    normalize(&p, &m->head, plain_out, m->reader ? m->kept : -1);
-    multiply(&p, &m->head, p.normed, p.hidden_stride, p.logits, m->choices, 0);
+    const long layer = p.part / 2, end = 2 * m->num_layers;
+    if (p.part >= end - 1 && !keeps_all(&p)) look_at_wanted(&p);
+    if (p.part == end) add_sums(&p), finish(&p);
+    else if (p.part % 2) second_half(&p, m->layers + layer);
+    else first_half(&p, layer);
 }

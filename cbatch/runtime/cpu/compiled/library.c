@@ -4,11 +4,12 @@
 #include "greedy.h"
 #include "lookup.h"
 
-// Writes K and V of all rows, and the logits of those wanted. Nonzero, and nothing is computed,
-// where the step does not fit: see `plan`.
+// Writes K and V of all rows, and the logits of those wanted; or what part of that a step says.
+// Nonzero, and nothing is computed, where the step does not fit: see `plan`.
 int decode(const decoder *model, const step *step) {
     pass p = {.me.progress = step->progress, .model = model, .step = step};
     p.rows = step->rows, p.num_wanted = step->num_wanted, p.logits = step->logits;
+    p.partial = step->partial, p.sums = step->sums, p.part = step->part;
     carve(&p, step->memory, most(step->rows, step->num_wanted), step->threads);
     const int wrong = plan(&p);
     if (wrong) return wrong;

@@ -46,7 +46,10 @@ typedef struct {
 // [num_wanted]: flat rows; kv [layers, kv_heads, blocks] of blocks as paged.h has them; logits
 // [num_wanted, choices]. `states` [rows, hidden] are what a drafter reads. What is kept goes to hidden
 // [rows, num_kept, hidden]. `progress` is null, or a number that goes up during the pass, at least
-// once a layer.
+// once a layer. Where layers are split over ranks a call runs part `part` of the pass alone: what a
+// product leaves that must be added up goes to partial [rows, hidden], rows that were not wanted
+// being gone once the last layer has attended; the next part is given the sums. `partial` is null
+// where this is the only rank, and a call the whole pass.
 typedef struct {
     const int64_t *tokens, *wanted;
     const int32_t *query_lens, *context_lens, *tables;
@@ -57,6 +60,9 @@ typedef struct {
     const float *states;
     float *hidden;
     long rows, sequences, table_width, num_wanted, blocks, block_size, kv_half, threads, num_kept;
+    const float *sums;
+    float *partial;
+    long part;
 } step;
 
 typedef struct {
@@ -72,10 +78,11 @@ typedef struct {
     char *taken, *gated;
     float *residual, *normed, *fused, *attended, *gate_up, *inner, *some_residual, *some_attended;
     float *pairs;
-    float *logits;
+    float *logits, *partial;
+    const float *sums;
     float *scratches;
     long pair_stride, hidden_stride, fused_stride, attended_stride, gate_up_stride, inner_stride;
-    long taken_stride, gated_stride, scratch_size, queries, num_pieces, rows, num_wanted;
+    long taken_stride, gated_stride, scratch_size, queries, num_pieces, rows, num_wanted, part;
     piece *pieces;
     long *positions, *sequences;
 } pass;

@@ -21,6 +21,7 @@
 #define MOST_JOB_BYTES 1024
 #define SPINS 400  // looks at a number before a thread sleeps: some 20 us
 #define LINE_BYTES 64
+#define RUNS 16  // of a thread, at least, where iterations are taken several at a time
 
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
@@ -146,6 +147,24 @@ static long take(member *me, long count) {
     me->loop += me->team->loop_bytes;
     return -1;
 }
+
+// Of iterations that are short, several at a time: [from, to).
+typedef struct {
+    long from, to;
+} stretch;
+
+static int take_stretch(member *me, long count, stretch *found) {
+    const long share = count / (RUNS * me->threads), length = share > 1 ? share : 1;
+    const long taken = take(me, (count + length - 1) / length);
+    if (taken < 0) return 0;
+    found->from = taken * length;
+    found->to = found->from + length < count ? found->from + length : count;
+    return 1;
+}
+
+#define EACH_TAKEN(me, count, i)                           \
+    for (stretch taken; take_stretch(me, count, &taken);) \
+        for (long i = taken.from; i < taken.to; i++)
 
 static void *help(void *number) {
     team *of = the_team;

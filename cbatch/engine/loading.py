@@ -1,0 +1,95 @@
+"""The models of an engine, loaded where they are to be served, by as many ranks as are wanted."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from cbatch.engine.backends import is_gpu, load_for, refuse_unserved, usual_device
+from cbatch.engine.heads import take_head
+from cbatch.engine.options import EngineOptions
+from cbatch.engine.ranks.group import Ranks
+from cbatch.engine.ranks.messages import LOADED
+from cbatch.runtime.model.head_config import is_head
+from cbatch.system.cpus import given_cpus
+from cbatch.text import TextTokenizer
+
+if TYPE_CHECKING:
+    from cbatch.engine.backends import AnyModel
+    from cbatch.runtime.cpu.decoder import Model
+
+
+class Loaded(NamedTuple):
+    """`target` is rank 0's share of it, where there are other `ranks`; the draft is whole."""
+
+    device: str
+    target: AnyModel
+    draft: AnyModel | None
+    ranks: Ranks | None
+
+
+def load_models(
+    opened: ExitStack,
+    model: str | Path,
+    draft: str | Path | None,
+    draft_path: Path | None,
+    options: EngineOptions,
+    tokenizer: TextTokenizer | None,
+) -> Loaded:
+    """`opened` closes other ranks."""
+    asked: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("block_size_tokens", "kv_cache_dtype", "tensor_parallel")
+    }
+    head = draft_path if draft_path is not None and is_head(draft_path) else None
+    asked["head"] = head
+    device = options.device
+    if device == "auto":
+        device = usual_device(numerics=options.numerics, **asked)
+    refuse_unserved(device, **asked)
+    if not is_gpu(device):
+        _share_processors(options)
+    ranks = _start_ranks(model, draft, options)
+    if ranks is not None:
+        opened.callback(ranks.close)
+    load = partial(
+        load_for,
+        device,
+        dtype=options.dtype,
+        numerics=options.numerics,
+        random_weights_seed=options.random_weights_seed,
+    )
+    target = load(model, ranks=None if ranks is None else ranks.group)
+    if head is not None:
+        found: AnyModel | None = take_head(head, cast("Model", target), model, tokenizer)
+    else:
+        found = None if draft is None else load(draft)
+    if ranks is not None:
+        ranks.hear(LOADED)
+    return Loaded(device, target, found, ranks)
+
+
+def _start_ranks(
+    model: str | Path, draft: str | Path | None, options: EngineOptions
+) -> Ranks | None:
+    if options.tensor_parallel == 1:
+        return None
+    import torch
+
+    from cbatch.runtime.model.checkpoint import read_config, resolve_directory
+    from cbatch.runtime.model.sharding import shard_config
+
+    # Told before anything large loads.
+    shard_config(read_config(resolve_directory(model, weights=False)), options.tensor_parallel)
+    return Ranks(options.tensor_parallel, model, draft, options, torch.get_num_threads())
+
+
+def _share_processors(options: EngineOptions) -> None:
+    """`OMP_NUM_THREADS` and its like are torch's to look at. Ranks share out what is given."""
+    import torch
+
+    each = max(1, given_cpus() // options.tensor_parallel)
+    given = min(torch.get_num_threads(), each)
+    torch.set_num_threads(given if options.threads == "auto" else options.threads)

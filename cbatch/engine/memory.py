@@ -1,0 +1,84 @@
+"""What an engine takes of the machine's memory: weights, and blocks for KV."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cbatch.core.request.errors import FieldError
+from cbatch.engine.backends import gpu_step_bytes, kv_dtype_of, num_ranks
+from cbatch.engine.info import mib
+from cbatch.engine.options import EngineOptions
+
+if TYPE_CHECKING:
+    from cbatch.engine.backends import AnyModel
+
+# For KV, unless a size is given: of the machine's memory; of what a GPU has left beside weights and
+# what steps work in.
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
+
+
+def num_blocks(
+    target: AnyModel, draft: AnyModel | None, options: EngineOptions, max_tokens: int
+) -> int:
+    """As asked, or enough for every slot at full length within the memory for KV."""
+    if options.num_blocks is not None:
+        return options.num_blocks
+    size = block_bytes(target, draft, options)
+    if options.kv_memory_bytes is not None:
+        if options.kv_memory_bytes < size:
+            remedy = f"give at least {size} bytes ({size / 2**30:.2g} GiB)"
+            raise FieldError("kv_memory_bytes", "holds no block", remedy)
+        return options.kv_memory_bytes // size
+    wanted = options.max_slots * -(-max_tokens // options.block_size_tokens)
+    kv_bytes = memory_for_kv_bytes(target, draft, options, max_tokens)
+    return max(1, min(wanted, kv_bytes // size))
+
+
+def block_bytes(target: AnyModel, draft: AnyModel | None, options: EngineOptions) -> int:
+    """Of KV, in all ranks together."""
+    from cbatch.runtime.model.kv_cache import KVCache
+
+    return num_ranks(target) * sum(
+        KVCache.block_bytes(
+            model.config, options.block_size_tokens, kv_dtype_of(model, options.kv_cache_dtype)
+        )
+        for model in (target, draft)
+        if model is not None
+    )
+
+
+def memory_for_kv_bytes(
+    target: AnyModel, draft: AnyModel | None, options: EngineOptions, max_tokens: int
+) -> int:
+    import torch
+
+    from cbatch.runtime.cpu.numerics import memory_bytes
+
+    device = torch.device(target.device)
+    if device.type != "cuda":
+        return int(memory_bytes() * MEMORY_SHARE["cpu"])
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    taken_bytes = gpu_step_bytes(target, draft, options, max_tokens)
+    if taken_bytes >= free_bytes:
+        raise FieldError(
+            "max_slots",
+            f"steps work in {mib(taken_bytes)}, {mib(free_bytes)} are free beside the weights",
+            "use fewer slots, a smaller step_budget_tokens or max_model_tokens",
+        )
+    return int((free_bytes - taken_bytes) * MEMORY_SHARE["cuda"])
+
+
+def weight_bytes(model: AnyModel) -> int:
+    """Of the matrices as they are held, in one rank; norms and biases are next to nothing."""
+    from cbatch.runtime.cpu.numerics import num_weights
+    from cbatch.runtime.model.sharding import head_rows
+
+    held: int | None = getattr(model, "block_bytes", None)
+    if held is not None:
+        return held
+    c = model.config
+    count = num_weights(c)
+    if not c.tie_embeddings:
+        count += c.vocab_size * c.hidden_size
+    count -= (c.vocab_size - head_rows(c, num_ranks(model))) * c.hidden_size
+    return count * model.dtype.itemsize

@@ -1,0 +1,83 @@
+"""The life of a rank beside rank 0: it loads its share, and does what it is told until nobody is
+there to tell it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, cast
+
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.plan import StepPlan
+from cbatch.engine.backends import executor_for, load_for, row_invariance_of
+from cbatch.engine.model_files import tokenizer_of
+from cbatch.engine.ranks.messages import LOADED, READY, Probe, Reset, Serve, Start, digest
+from cbatch.grammars import Grammars
+
+if TYPE_CHECKING:
+    from cbatch.runtime.cpu.decoder import Model
+    from cbatch.runtime.cpu.executor import TorchExecutor
+
+
+def main() -> None:
+    threading.Thread(target=_end_with_rank_0, name="cbatch-rank-0", daemon=True).start()
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    with contextlib.suppress(EOFError, ConnectionError):
+        _serve(connection)
+
+
+def _end_with_rank_0() -> None:
+    """At once, whatever the step is doing."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _serve(connection: Connection[Any, Any]) -> None:
+    import torch
+
+    from cbatch.runtime.cpu.rank_group import join
+
+    start: Start = connection.recv()
+    logging.getLogger("cbatch").setLevel(logging.ERROR)  # what there is to tell rank 0 tells
+    torch.set_num_threads(start.threads)
+    connection.send(READY)
+    ranks = join(start.rank, start.size, start.folder)
+    options = start.options
+    asked: dict[str, Any] = {
+        "dtype": options.dtype,
+        "numerics": options.numerics,
+        "random_weights_seed": options.random_weights_seed,
+    }
+    try:
+        target = cast("Model", load_for("cpu", start.model, ranks=ranks, **asked))
+        draft = None if start.draft is None else load_for("cpu", start.draft, **asked)
+    except ValueError as error:  # of what was asked for, which rank 0 tells of
+        connection.send(str(error))
+        return
+    connection.send(LOADED)
+    executor: TorchExecutor | None = None
+    while True:
+        match connection.recv():
+            case StepPlan() as plan:
+                assert executor is not None
+                connection.send(digest(executor.run(plan)))
+            case Probe():
+                row_invariance_of(target)
+            case Serve(config):
+                grammars = _grammars(start, config)
+                executor = cast("TorchExecutor", executor_for(target, draft, config, grammars))
+            case Reset():
+                assert executor is not None
+                executor.reset()
+
+
+def _grammars(start: Start, config: SchedulerConfig) -> Grammars | None:
+    options = start.options
+    if options.tokenizer == "none":
+        return None
+    source = options.tokenizer or start.model
+    return Grammars(lambda: tokenizer_of(source), config.vocab_size, config.eos_ids)

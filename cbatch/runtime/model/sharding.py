@@ -1,0 +1,123 @@
+"""A checkpoint's tensors as one of several ranks holds them (Megatron-LM, arXiv:1909.08053): heads
+and the MLP's inner columns are shared out, and with them the rows of the projections that make them
+and the columns of those that take them. The rows of the head are shared out, too. Embedding and
+norms are every rank's."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from msgspec import structs
+from torch import Tensor
+
+from cbatch.core.request.errors import FieldError
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.gguf_file import GgufTensor
+from cbatch.runtime.model.weight_files import WeightSource
+
+FIELD = "tensor_parallel"
+HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_COLUMNS = ("o_proj", "down_proj")
+
+
+def shard_config(config: ModelConfig, size: int) -> ModelConfig:
+    """What a rank of `size` computes. Vocabulary and hidden size are the whole model's, and its
+    head is a matrix of its own. Raises `FieldError` where heads or columns cannot be shared out."""
+    for name, count in (
+        ("num_key_value_heads", config.num_kv_heads),
+        ("num_attention_heads", config.num_heads),
+        ("intermediate_size", config.intermediate_size),
+    ):
+        if count % size:
+            problem = f"{size} does not divide the model's {name}, {count}"
+            raise FieldError(FIELD, problem, _remedy(config))
+    return structs.replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=config.num_kv_heads // size,
+        intermediate_size=config.intermediate_size // size,
+        tie_embeddings=False,
+    )
+
+
+def _remedy(config: ModelConfig) -> str:
+    """Of the sizes that divide it, all."""
+    counts = config.num_kv_heads, config.num_heads, config.intermediate_size
+    fitting = [n for n in range(2, counts[0] + 1) if not any(c % n for c in counts)]
+    if not fitting:
+        return "leave it out"
+    return f"use {' or '.join(map(str, fitting))}, or leave it out"
+
+
+def head_rows(config: ModelConfig, size: int) -> int:
+    """Logits that each of `size` ranks makes; together they may be some too many, which are 0."""
+    return -(-config.vocab_size // size)
+
+
+class ShardedWeights(WeightSource):
+    """What rank `rank` of `size` is given when it asks in the shapes of its own config."""
+
+    def __init__(self, whole: WeightSource, config: ModelConfig, rank: int, size: int) -> None:
+        """`config` is the whole model's."""
+        self._whole, self._config, self._rank, self._size = whole, config, rank, size
+
+    def scalar(self, name: str) -> float | None:
+        return self._whole.scalar(name)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name == HEAD:
+            rows = self._whole.get(self._head, (self._config.vocab_size, *shape[1:]))
+            part = rows[self._rank * shape[0] :][: shape[0]]
+            return F.pad(part, (0, 0, 0, shape[0] - len(part)))
+        along = _split_along(name)
+        if along is None:
+            return self._whole.get(name, shape)
+        if along == len(shape):  # the bias of sums, which one rank adds
+            bias = self._whole.get(name, shape)
+            return bias if self._rank == 0 else torch.zeros_like(bias)
+        count = shape[along]
+        whole = list(shape)
+        whole[along] = count * self._size
+        # A copy: a view would hold all of it.
+        return self._whole.get(name, tuple(whole)).narrow(along, self._rank * count, count).clone()
+
+    def blocks(self, name: str) -> GgufTensor | None:
+        whole = self._whole.blocks(self._head if name == HEAD else name)
+        if whole is None:
+            return None
+        out, columns = whole.shape
+        if name == HEAD:
+            count = head_rows(self._config, self._size)
+            rows = whole.rows[self._rank * count :][:count]
+            rows = np.pad(rows, ((0, count - len(rows)), (0, 0)))
+            return whole._replace(shape=(count, columns), raw=rows.reshape(-1))
+        along = _split_along(name)
+        if along is None:
+            return whole
+        if along == 0:
+            rows = np.split(whole.rows, self._size)[self._rank]
+            return whole._replace(shape=(out // self._size, columns), raw=rows.reshape(-1))
+        width, per_block = columns // self._size, whole.type.elements
+        if width % per_block:
+            raise FieldError(
+                FIELD,
+                f"{self._size} gives {width} columns of {name} to a rank, which cuts its blocks "
+                f"({whole.type.name}, {per_block} columns each)",
+                "use a smaller one, or dtype bfloat16, which widens what is quantised",
+            )
+        rows = np.split(whole.rows, self._size, axis=1)[self._rank]
+        return whole._replace(shape=(out, width), raw=rows.reshape(-1))
+
+    @property
+    def _head(self) -> str:
+        return _EMBEDDING if self._config.tie_embeddings else HEAD
+
+
+def _split_along(name: str) -> int | None:
+    """The dimension of a tensor that is shared out; None: none is. Of the bias of a matrix whose
+    columns are shared out, 1, which it does not have."""
+    module = name.split(".")[-2]
+    return 0 if module in _BY_ROWS else 1 if module in _BY_COLUMNS else None

@@ -1,0 +1,202 @@
+"""Tensor parallelism by real processes: text is the same at any batch, k and chunk, and after a
+restart. Ranks end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from cbatch import LLM, FieldError, SamplingParams, StructuredOutputs
+from cbatch.demo import demo_paths
+from cbatch.engine.ranks.executor import RankedExecutor
+from cbatch.engine.ranks.group import Ranks, RanksLostError
+from cbatch.runtime.cpu import executor as executor_module
+from tests.test_llm import write_model
+
+TARGET, DRAFT = demo_paths()
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(5, 90, 3 + 5 * (i % 6)).tolist() for i in range(32)]
+# Greedy, drawn by a seed (drafts then are verified by coupling), and one with a grammar.
+PARAMS = [
+    SamplingParams(max_tokens=30 + i % 9, temperature=0, ignore_eos=True)
+    if i % 3
+    else SamplingParams(max_tokens=32, temperature=0.8, top_p=0.9, seed=i, ignore_eos=True)
+    for i in range(31)
+] + [
+    SamplingParams(
+        max_tokens=20, temperature=0, structured_outputs=StructuredOutputs(regex="[0-9]{4}")
+    )
+]
+
+
+def make(model: Path = TARGET, draft: Path | None = DRAFT, **options: Any) -> LLM:
+    settings = {"tensor_parallel": 2, "threads": 1, "dtype": "float32", "num_blocks": 256}
+    return LLM(model, draft, **(settings | options))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of few layers, and so of few messages, which is what a busy machine makes slow."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, layers in (("tiny", 2), ("draft", 1)):
+        file = write_model(folder / name, hidden=64, layers=layers) / "config.json"
+        config = json.loads(file.read_text())
+        config |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+        file.write_text(json.dumps(config))
+    return folder
+
+
+def ranks_of(llm: LLM) -> Ranks:
+    executor = llm.engine.loop.executor
+    executor = getattr(executor, "executor", executor)
+    assert isinstance(executor, RankedExecutor)
+    return executor.ranks
+
+
+def gone(pid: int, limit_s: float = 60) -> bool:
+    until_s = time.monotonic() + limit_s
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return not Path(f"/proc/{pid}").exists()
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
+    """Alone and 32 at once, by k = 0 and 4, whole prompts and chunks, with preemptions and without,
+    by ranks that are started anew."""
+    drafter, drawn = ("suffix", "model"), {"random_weights_seed": 3}
+    pair = tiny / "tiny", tiny / "draft"
+    plain = make(*pair, lookahead="off", max_slots=32, **drawn)
+    assert plain.info.row_invariant and plain.info.ranks == 2
+    tokens = [c.token_ids for c in plain.generate(PROMPTS, PARAMS)]
+    alone = [plain.generate(PROMPTS[i], PARAMS[i])[0].token_ids for i in (0, 5, 31)]
+    assert alone == [tokens[i] for i in (0, 5, 31)]
+    assert plain.engine.scheduler.stats.preemptions == 0
+    assert len(set(tokens)) > 20 and all(c for c in tokens)
+    logged = SamplingParams(max_tokens=30, temperature=0, logprobs=1, ignore_eos=True)
+    whole = make(*pair, lookahead="off", tensor_parallel=1, **drawn)
+    both = (llm.generate(PROMPTS[7], logged)[0].choices[0].logprobs for llm in (plain, whole))
+    for mine, expected in zip(*both, strict=True):
+        assert mine.token_id == expected.token_id
+        assert abs(mine.logprob - expected.logprob) < 1e-4
+    ranks_of(plain).close()
+    scarce = {"max_slots": 8, "step_budget_tokens": 41, "num_blocks": 17, "overlap": 1}
+    busy = make(*pair, lookahead="fixed:4", drafter=drafter, **scarce, **drawn)
+    assert [c.token_ids for c in busy.generate(PROMPTS, PARAMS)] == tokens
+    stats, speculation = busy.engine.scheduler.stats, busy.engine.stats.speculation
+    assert stats.preemptions > 3, "the pool must have run short"
+    assert speculation.accepted_tokens > 10 and speculation.rejections > 10
+    (pid,) = ranks_of(busy).pids
+    ranks_of(busy).close()
+    assert gone(pid)
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_is_named() -> None:
+    llm = make(lookahead="off", tokenizer="none")
+    ranks = ranks_of(llm)
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    with pytest.raises(RanksLostError, match="rank 1 was killed by SIGKILL; all ranks end"):
+        llm.generate([PROMPTS[8]] * 2, PARAMS[1])
+    assert all(map(gone, ranks.pids))
+    with pytest.raises(RanksLostError, match="rank 1 was killed by SIGKILL"):
+        llm.generate([1, 2], PARAMS[1])
+
+
+def test_a_rank_that_comes_to_something_else_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make(lookahead="off", tokenizer="none")
+    verify = executor_module.verify
+
+    def other(*asked: Any) -> Any:
+        verified = verify(*asked)
+        verified.tokens[0, 0] ^= 1
+        return verified
+
+    monkeypatch.setattr(executor_module, "verify", other)
+    with pytest.raises(RanksLostError, match=r"rank 1 came to \(0, \d+\), rank 0 to \(0, \d+\)"):
+        llm.generate(PROMPTS[0], PARAMS[1])
+
+
+@pytest.mark.statistics
+@pytest.mark.slow
+def test_a_fault_of_rank_0_is_the_end_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other waits for it in the middle of a step, and is not left there."""
+    llm = make(lookahead="off", tokenizer="none")
+
+    def full(*asked: Any) -> Any:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(executor_module, "verify", full)
+    with pytest.raises(RanksLostError, match="a step was not ended by all ranks: MemoryError"):
+        llm.generate(PROMPTS[0], PARAMS[1])
+    assert all(map(gone, ranks_of(llm).pids))
+
+
+@pytest.mark.statistics
+@pytest.mark.slow
+def test_ranks_do_not_outlive_rank_0() -> None:
+    """Not even one that was stopped."""
+    code = (
+        "from tests.engine.test_ranks import *; llm = make(lookahead='off', tokenizer='none')\n"
+        "print(*ranks_of(llm).pids, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as owner:
+        assert owner.stdout is not None
+        (pid,) = map(int, owner.stdout.readline().split())
+        os.kill(pid, signal.SIGSTOP)
+        owner.kill()
+    assert gone(pid)
+
+
+def test_generate_tells_its_ranks_and_their_threads() -> None:
+    command = [sys.executable, "-m", "cbatch.cli.main", "generate", "x = ", "--max-tokens", "4"]
+    command += ["--tensor-parallel", "2", "--lookahead", "off", "--threads", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "on cpu in 2 ranks, lookahead off" in done.stderr
+    assert "engine threads: 2 x 3 of" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        ({"tensor_parallel": 0}, "tensor_parallel: 0 is not allowed; give 1 or more"),
+        ({"tensor_parallel": -2}, "tensor_parallel: -2 is not allowed"),
+        ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide .* num_key_value_heads, 4"),
+        ({"device": "cuda"}, "tensor_parallel: 2 ranks are served on CPUs alone; use --device cpu"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: another name of `tensor_parallel`"),
+        ({"draft": TARGET.parent / "head"}, "tensor_parallel: 2 ranks do not serve a head"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(FieldError, match=problem):
+        LLM(TARGET, **({"tensor_parallel": 2} | options))
+
+
+def test_threads_and_kv_memory_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given is shared out; a block is held by every rank in part."""
+    monkeypatch.setattr("cbatch.engine.loading.given_cpus", lambda: 2)
+    torch.set_num_threads(2)
+    two = LLM(TARGET, tensor_parallel=2, lookahead="off", kv_memory_bytes=1 << 26, tokenizer="none")
+    one = LLM(TARGET, threads=1, lookahead="off", kv_memory_bytes=1 << 26, tokenizer="none")
+    assert two.info.num_threads == 1
+    assert two.info.num_blocks == one.info.num_blocks > 16
+    assert msgspec.to_builtins(two.info)["ranks"] == 2
+    ranks_of(two).close()

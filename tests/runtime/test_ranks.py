@@ -1,0 +1,159 @@
+"""A model shared out among ranks: what it computes is the whole one's, and on every rank the same.
+The ranks are threads here, joined as processes are."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from bench.peers.gguf_writer import gguf_bytes
+from cbatch.core.request.errors import FieldError
+from cbatch.runtime.cpu.decoder import Model, RaggedBatch, load_model
+from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.cpu.rank_group import RankGroup, join
+from cbatch.runtime.model.kv_cache import KVCache
+from tests.runtime.hf_models import build
+from tests.runtime.made_models import gguf_parts
+from tests.runtime.marks import needs_compiler
+
+T = TypeVar("T")
+PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 89, 79, 32), (97, 1, 8), tuple(range(7, 90)))
+# Of each family, with as many KV heads as four ranks need.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "mistral": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 4},
+}
+
+
+def by_ranks(size: int, work: Callable[[RankGroup], T]) -> list[T]:
+    """What each of them returns."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(size) as threads:
+
+        def run(rank: int) -> T:
+            torch.set_num_threads(1)
+            return work(join(rank, size, Path(folder)))
+
+        return list(threads.map(run, range(size)))
+
+
+def logits_of(model: Model) -> list[torch.Tensor]:
+    """Of every position of the prompts, in chunks whose sizes differ; the last step wants none of
+    one sequence, and one with 83 rows wants few."""
+    kv = KVCache(model.config, 32, 16, model.dtype, "cpu")
+    found = []
+    for start, lens in ((0, (7, 2, 80)), (7, (6, 1, 3))):
+        at = [0 if start == 0 else done for done in (7, 2, 80)]
+        chunks = [p[i : i + n] for p, i, n in zip(PROMPTS, at, lens, strict=True)]
+        rows = sum(lens)
+        wanted = torch.arange(rows) if start else torch.tensor([6, 8, rows - 1])
+        batch = RaggedBatch(
+            tokens=torch.tensor([t for chunk in chunks for t in chunk]),
+            positions=torch.cat([torch.arange(i, i + n) for i, n in zip(at, lens, strict=True)]),
+            query_lens=np.array(lens, dtype=np.int32),
+            context_lens=np.array([i + n for i, n in zip(at, lens, strict=True)], dtype=np.int32),
+            block_tables=np.arange(24, dtype=np.int32).reshape(3, 8),
+            logits_index=wanted,
+        )
+        found.append(model.forward(batch, kv))
+    batch.logits_index = wanted[:0]
+    assert model.forward(batch, kv).shape == (0, model.config.vocab_size)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", SHAPES)
+def test_logits_are_those_of_one_rank(
+    tmp_path: Path, decoder_pass: str, family: str, size: int
+) -> None:
+    build(tmp_path, family, **SHAPES[family])
+    whole = logits_of(load_model(tmp_path))
+    every = by_ranks(size, lambda ranks: logits_of(load_model(tmp_path, ranks=ranks)))
+    for found in every:
+        for mine, first, expected in zip(found, every[0], whole, strict=True):
+            assert mine.shape == expected.shape and torch.equal(mine, first)
+            assert (mine - expected).abs().max() < 1e-4
+    assert any(not torch.equal(a, b) for a, b in zip(every[0], whole, strict=True)), "K is split"
+
+
+def test_rows_keep_their_bits(tmp_path: Path, decoder_pass: str) -> None:
+    build(tmp_path, "llama", num_key_value_heads=4)
+    reports = by_ranks(2, lambda r: probe_row_invariance(load_model(tmp_path, ranks=r)))
+    assert all(report.row_invariant for report in reports)
+
+
+def test_states_that_are_kept_are_those_of_one_rank(tmp_path: Path, decoder_pass: str) -> None:
+    build(tmp_path, "llama", num_key_value_heads=4)
+
+    def states(ranks: RankGroup | None) -> torch.Tensor:
+        model = load_model(tmp_path, ranks=ranks)
+        model.keep_hidden((0, 2, 3))
+        kv = KVCache(model.config, 8, 16, model.dtype, "cpu")
+        tokens = torch.tensor(PROMPTS[0])
+        lens = np.array([len(tokens)], dtype=np.int32)
+        table = np.arange(8, dtype=np.int32)[None]
+        hidden = model.room_for_hidden(len(tokens))
+        assert hidden is not None
+        wanted = torch.tensor([2, 5])
+        batch = RaggedBatch(tokens, torch.arange(len(tokens)), lens, lens, table, wanted)
+        model.forward(batch, kv, hidden)
+        return hidden
+
+    whole = states(None)
+    for found in by_ranks(2, states):
+        assert (found - whole).abs().max() < 1e-4
+
+
+def write_gguf(folder: Path, name: str) -> Path:
+    path = folder / f"{name}.gguf"
+    path.write_bytes(gguf_bytes(*gguf_parts(name)))
+    return path
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["fours", "fives"])
+def test_blocks_are_shared_out_whole(tmp_path: Path, name: str) -> None:
+    """To where a row is rounded in 32 columns at a time, one rank does the same."""
+    path = write_gguf(tmp_path, name)
+    whole = load_model(path)
+    shares = by_ranks(2, lambda ranks: (m := load_model(path, ranks=ranks), logits_of(m)))
+    assert shares[0][0].head.compiled is not None and shares[0][0].head.compiled.block_types
+    for _, found in shares:
+        for mine, expected in zip(found, logits_of(whole), strict=True):
+            assert (mine - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+@needs_compiler
+def test_blocks_are_not_cut(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path, "supers")
+    with pytest.raises(
+        FieldError, match="tensor_parallel: 2 gives 128 columns of model.layers.0.se"
+    ):
+        by_ranks(2, lambda ranks: load_model(path, ranks=ranks))
+    widened = by_ranks(2, lambda ranks: logits_of(load_model(path, ranks=ranks, dtype="bfloat16")))
+    assert torch.equal(widened[0][0], widened[1][0])
+
+
+@pytest.mark.parametrize(
+    "size, values, problem",
+    [
+        (3, {}, "3 does not divide the model's num_key_value_heads, 2; use 2, or leave it out"),
+        (4, {}, "4 does not divide the model's num_key_value_heads, 2; use 2, or leave it out"),
+        (2, {"num_key_value_heads": 1}, "num_key_value_heads, 1; leave it out"),
+        (2, {"intermediate_size": 95}, "intermediate_size, 95; leave it out"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(
+    tmp_path: Path, size: int, values: dict[str, int], problem: str
+) -> None:
+    build(tmp_path, "llama", **values)
+    with pytest.raises(FieldError, match=problem):
+        by_ranks(size, lambda ranks: load_model(tmp_path, ranks=ranks))
