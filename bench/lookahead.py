@@ -136,13 +136,31 @@ def survival_until_now(engine: Engine) -> np.ndarray:
     return np.array([seen.drafted, seen.predicted, seen.survived])
 
 
+def survival_totals(runs: Sequence[PolicyRun]) -> np.ndarray | None:
+    """Those of `PolicyRun.survival` over all runs; None: nothing was foretold of any draft."""
+    seen = [run.survival for run in runs if run.survival is not None]
+    totals: np.ndarray = np.add.reduce(seen) if seen else np.zeros((3, 0))
+    return totals if totals[0].sum() else None
+
+
 def survival_error(runs: Sequence[PolicyRun]) -> float | None:
     """How far what was foretold of each depth is from what came, mean over all drafts."""
-    seen = [run.survival for run in runs if run.survival is not None]
-    drafted, predicted, survived = np.add.reduce(seen) if seen else np.zeros((3, 0))
-    if not drafted.sum():
+    totals = survival_totals(runs)
+    if totals is None:
         return None
+    drafted, predicted, survived = totals
     return float(np.abs(predicted - survived).sum() / drafted.sum())
+
+
+def survival_chance(runs: Sequence[PolicyRun]) -> float | None:
+    """What that error is on average by chance alone, where all that was foretold is right: of so
+    many drafts of a depth, binomial."""
+    totals = survival_totals(runs)
+    if totals is None:
+        return None
+    drafted, predicted, _ = totals
+    missed = np.maximum(1 - predicted / np.maximum(drafted, 1), 0)
+    return float(np.sqrt(2 / np.pi * predicted * missed).sum() / drafted.sum())
 
 
 def make_prompts(workload: str, model: str | Path) -> Prompts:
@@ -250,6 +268,7 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[PolicyRun]]) -> list
                 "steps_with_drafts": rounded(total.drafting_share),
                 "mean_accepted_tokens": rounded(total.mean_accepted_tokens),
                 "survival_error": rounded(survival_error(runs[policy])),
+                "survival_chance": rounded(survival_chance(runs[policy])),
                 "best_fixed": best,
             }
         )
