@@ -2,6 +2,7 @@
 
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.engine.options import parse_lookahead
+from sim.cost.pool import pool_blocks
 from sim.cost.roofline import Roofline, RooflineConfig, load_gpu, load_shape
 from sim.distributions.arrivals import poisson
 from sim.distributions.lengths import lognormal
@@ -24,7 +25,7 @@ def main() -> None:
             requests=REQUESTS, seed=0,
         )  # fmt: skip
         config = SchedulerConfig(
-            num_blocks=hardware.num_blocks(16), max_model_tokens=8192, max_slots=64,
+            num_blocks=pool_blocks(hardware), max_model_tokens=8192, max_slots=64,
             draft_context_tokens=8192, lookahead=parse_lookahead(policy),
         )  # fmt: skip
         acceptance = parse_acceptance("beta:0.7,8", max_slots=64)

@@ -4,8 +4,9 @@ DIR is the folder `measured` of the shared data (see its README): a vLLM run wit
 requests, and the layer profiles of the same device, which are all that the cost model knows.
 Nothing is fitted to the run. What is assumed:
 
-- the run's own settings: slots, token budget, arrivals and lengths; the KV pool is what vLLM would
-  take of the device's memory (`--num-blocks` for another: a pool that does not match ruins TTFT);
+- the run's own settings: slots, token budget, arrivals and lengths; the KV pool is the run's where
+  it says so, else what vLLM's rules foretell (`--num-blocks` for another: one that does not match
+  ruins TTFT);
 - a step is its kernels: vLLM 0.19 schedules a step while the one before it runs, and replays
   captured graphs, so that host work and gaps between kernels are 0;
 - a token is there when its step ends, and prompts share no prefix.
@@ -27,11 +28,15 @@ from bench.report import print_report
 from cbatch.core.request.errors import FieldError
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
-from sim.cost.roofline import load_shape
+from sim.cost.pool import MEMORY_SHARE, PoolSettings, pool_blocks
+from sim.cost.recorded_pool import recorded_blocks
+from sim.cost.roofline import Gpu, RooflineConfig, load_shape
 from sim.report.report import Record, Spread
 
 RUN = "RTXPRO6000_Llama-3.1-8B"
 BLOCK_TOKENS = 16
+# As CUDA reports it, in later records of the same benchmark.
+USABLE_BYTES = {"RTXPRO6000": 101_976_440_832, "RTX4090": 25_250_627_584}
 BOUNDS = {"ttft_s": 0.08, "tpot_s": 0.02, "e2e_s": 0.03}  # of the mean, from the issue
 Measures = dict[str, np.ndarray]  # seconds by request
 
@@ -50,12 +55,35 @@ def measured(path: Path) -> Measures:
     }
 
 
-def pool_blocks(run: Path, model: str) -> int:
-    """What vLLM takes: a share of the device's memory (GB), less the weights."""
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    memory, shape = config["nodes"][0]["instances"][0]["npu_mem"], load_shape(model)
-    left_bytes = memory["mem_size"] * 1e9 * memory["mem_util"] - shape.weight_bytes
-    return int(left_bytes // (shape.kv_token_bytes * BLOCK_TOKENS))
+def run_blocks(run: Path, model: str) -> int:
+    """Of the run's KV pool: as its record says, or else as vLLM's rules foretell from the card's
+    memory. Raises `FieldError` where neither is known."""
+    meta = json.loads((run / "meta.json").read_text(encoding="utf-8"))
+    recorded, hardware = meta.get("kv_cache") or {}, meta.get("hardware") or {}
+    if recorded.get("num_gpu_blocks"):
+        return recorded_blocks(run / "meta.json", BLOCK_TOKENS)[0]
+    card = run.name.partition("_")[0]
+    total_bytes = hardware.get("device_total_memory_bytes") or USABLE_BYTES.get(card)
+    if total_bytes is None:
+        problem = f"{run} says neither blocks nor its device's memory"
+        raise FieldError("--num-blocks", problem, "give them")
+    engine, version = meta["engine_kwargs"], meta["vllm_version"].split(".")
+    settings = PoolSettings(
+        block_tokens=BLOCK_TOKENS,
+        step_tokens=engine["max_num_batched_tokens"],
+        max_rows=engine["max_num_seqs"],
+        memory_share=recorded.get("gpu_memory_utilization", MEMORY_SHARE),
+        rules="vllm-0.21" if (int(version[0]), int(version[1])) >= (0, 21) else "vllm-0.19",
+    )
+    shape, parts = load_shape(model), engine.get("tensor_parallel_size", 1)
+    gpu = Gpu(
+        bf16_flops=1.0,
+        memory_bytes_per_s=1.0,
+        memory_bytes=total_bytes,
+        link_bytes_per_s=1.0,
+        source="memory alone",
+    )
+    return pool_blocks(RooflineConfig(gpu=gpu, shape=shape, tensor_parallel=parts), settings)
 
 
 def simulated(data: Path, run: Path, num_blocks: int | None) -> tuple[Measures, dict[str, Any]]:
@@ -66,7 +94,7 @@ def simulated(data: Path, run: Path, num_blocks: int | None) -> tuple[Measures, 
         trace=str(run / "requests.jsonl"),
         cost_table=str(data / "layer_profiles" / hardware / model),
         model=model,
-        num_blocks=num_blocks or pool_blocks(run, model),
+        num_blocks=num_blocks or run_blocks(run, model),
         block_size=BLOCK_TOKENS,
         max_slots=engine["max_num_seqs"],
         step_budget=engine["max_num_batched_tokens"],

@@ -13,6 +13,7 @@ from sim.cost.base import ConstantCost, CostModel
 from sim.cost.calibrated import CalibratedCost, read_calibration
 from sim.cost.kernel_tables import KernelCost, read_kernel_tables
 from sim.cost.layer_profiles import LayerProfile
+from sim.cost.pool import DEFAULT_RULES, MEMORY_SHARE, PoolSettings, pool_blocks
 from sim.cost.roofline import Roofline, RooflineConfig, gpu_within, load_gpu, load_shape
 
 
@@ -93,13 +94,28 @@ def _devices(
     config = RooflineConfig(
         gpu=load_gpu(gpu), shape=load_shape(model), tensor_parallel=parts, draft=draft
     )
-    given = scenario.block_size
-    block_tokens = USUAL["block_size_tokens"] if given is None else given
-    names = {"gpu": gpu, "model": model, "tensor_parallel": parts}
-    engine: dict[str, Any] = {
-        "num_blocks": scenario.num_blocks or config.num_blocks(block_tokens),
-        "max_model_tokens": config.shape.max_position_embeddings,
-    }
+    names: dict[str, Any] = {"gpu": gpu, "model": model, "tensor_parallel": parts}
+    engine: dict[str, Any] = {"max_model_tokens": config.shape.max_position_embeddings}
+    if scenario.num_blocks is None:
+        pool = _pool_settings(scenario)
+        engine["num_blocks"] = pool_blocks(config, pool)
+        names |= {"pool": pool.rules, "memory_share": pool.memory_share}
     if draft is not None:
         engine["catch_up_price"] = min(draft.weight_bytes / config.shape.weight_bytes, 1.0)
     return config, names | {"draft_model": scenario.draft_model}, engine
+
+
+def _pool_settings(scenario: Scenario) -> PoolSettings:
+    """Of an engine with these sizes, as far as options name them."""
+    sizes = {"block_size": "block_size_tokens", "step_budget": "step_budget_tokens"}
+    usual = {option: USUAL[field] for option, field in sizes.items()}
+    usual |= {"max_slots": USUAL["max_slots"], "memory_share": MEMORY_SHARE, "pool": DEFAULT_RULES}
+    given = {name: getattr(scenario, name) for name in usual}
+    found = usual | {name: value for name, value in given.items() if value is not None}
+    return PoolSettings(
+        block_tokens=found["block_size"],
+        step_tokens=found["step_budget"],
+        max_rows=found["max_slots"],
+        memory_share=found["memory_share"],
+        rules=found["pool"],
+    )

@@ -86,6 +86,17 @@ class Scenario(Reading, frozen=True, kw_only=True):
         int | None, _engine(f"tokens of a KV block (default: {USUAL['block_size_tokens']})")
     ] = None
     num_blocks: Annotated[int | None, _engine("KV blocks (default: what the device holds)")] = None
+    pool: Annotated[
+        str | None,
+        _engine(
+            "what is kept beside KV: vllm-0.19, vllm-0.21 (default; graphs as well), or instead a "
+            "file of a recorded run that says its number of blocks",
+            "RULES",
+        ),
+    ] = None
+    memory_share: Annotated[
+        float | None, _engine("of a device's memory, at most (default: 0.9)", "X")
+    ] = None
     max_model_tokens: Annotated[int | None, _engine("context (default: the model's)")] = None
     queue_policy: Annotated[
         Literal["fcfs", "priority", "shortest"] | None,
@@ -108,6 +119,7 @@ class Scenario(Reading, frozen=True, kw_only=True):
             ("acceptance", off, "nobody drafts: give --lookahead"),
             ("draft_model", off, "nobody drafts: give --lookahead"),
             *self._ignored_beside_cost(),
+            *self._ignored_beside_pool(),
             ("router", self.replicas == 1, "there is one replica: give --replicas"),
         )
         return {
@@ -129,6 +141,22 @@ class Scenario(Reading, frozen=True, kw_only=True):
         if self.cost_table is not None:
             return self.holds_kernel_tables
         return self.step_seconds is None and self.cost is None
+
+    @property
+    def records_pool(self) -> bool:
+        """Whether its pool is that of a run that was recorded."""
+        from sim.cost.pool import RULES
+
+        return self.pool is not None and self.pool not in RULES
+
+    def _ignored_beside_pool(self) -> list[tuple[str, bool, str]]:
+        if self.num_blocks is not None:
+            whole = "--num-blocks is the whole pool"
+            return [("pool", True, whole), ("memory_share", True, whole)]
+        if self.records_pool:
+            return [("memory_share", True, "--pool is the whole pool")]
+        unknown = "no device's memory is known: give --num-blocks, or --pool a file"
+        return [(field, not self.has_device, unknown) for field in ("pool", "memory_share")]
 
     def _ignored_beside_cost(self) -> list[tuple[str, bool, str]]:
         """What the chosen source of costs leaves without effect: (field, whether, why)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -15,6 +16,7 @@ from sim.cli.costs import Priced, priced
 from sim.cli.scenario import ACCEPTANCE, ROUTER, USUAL, Scenario, flag_of
 from sim.cli.trace_options import OpenedTrace
 from sim.cost.base import CostModel
+from sim.cost.recorded_pool import recorded_blocks
 from sim.executor.acceptance import parse_acceptance
 from sim.executor.modelled import ModelledExecutor
 from sim.replay.replay import Progress, replay
@@ -99,6 +101,9 @@ def build(scenario: Scenario) -> Simulation:
     objectives = parse_objectives(scenario.slo)
     trace = OpenedTrace(scenario, scenario.seed)
     settings = {"trace": trace.path.name, "format": trace.format, "seed": scenario.seed}
+    if scenario.pool is not None and scenario.records_pool:
+        settings["pool"] = Path(scenario.pool).name
+        scenario = _with_recorded_pool(scenario, Path(scenario.pool))
     taken: list[str] = []
     if trace.recorded is not None:
         scenario, taken = _as_recorded(scenario, trace.recorded)
@@ -133,6 +138,11 @@ def _as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario,
         del known["num_blocks"]
     taken = {name: value for name, value in known.items() if getattr(scenario, name) is None}
     return replace(scenario, **taken), sorted(taken)
+
+
+def _with_recorded_pool(scenario: Scenario, path: Path) -> Scenario:
+    blocks, block_tokens = recorded_blocks(path, scenario.block_size)
+    return replace(scenario, num_blocks=blocks, block_size=block_tokens, pool=None)
 
 
 def _router(scenario: Scenario) -> str | None:

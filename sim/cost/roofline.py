@@ -32,13 +32,15 @@ _UNSUPPORTED = {
 
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Peaks of one device, per second; `link_bytes_per_s` is one way. `memory_bytes` is what its
-    driver reports where the source says so: ECC takes a sixteenth of some."""
+    driver reports where the source says so: ECC takes a sixteenth of some. `usable_bytes` is what
+    CUDA reports, where a run is known that says so: the driver keeps some for itself."""
 
     bf16_flops: float
     memory_bytes_per_s: float
     memory_bytes: int
     link_bytes_per_s: float
     source: str
+    usable_bytes: int | None = None
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,21 +197,7 @@ class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 < value <= 1:
                 raise FieldError(field, f"{value!r} is not allowed", "use a number in (0, 1]")
 
-    def num_blocks(self, block_size_tokens: int, memory_share: float = 0.9) -> int:
-        """KV blocks that fit beside the weights of target and draft on each device."""
-        shapes = [self.shape, *([self.draft] if self.draft else [])]
-        weight_bytes = sum(shape.weight_bytes for shape in shapes) / self.tensor_parallel
-        block_bytes = sum(self._kv_token_bytes(shape) for shape in shapes) * block_size_tokens
-        blocks = int((memory_share * self.gpu.memory_bytes - weight_bytes) // block_bytes)
-        if blocks < 1:
-            raise FieldError(
-                "--gpu",
-                f"{weight_bytes / 2**30:.1f} GiB of weights leave no room for KV",
-                "use more devices (--tp) or a larger one",
-            )
-        return blocks
-
-    def _kv_token_bytes(self, shape: ModelShape) -> float:
+    def kv_token_bytes(self, shape: ModelShape) -> float:
         """Of one device: a KV head that has no other to itself is held by several."""
         return shape.kv_token_bytes / min(self.tensor_parallel, shape.num_key_value_heads)
 
@@ -231,7 +219,7 @@ class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
             fixed_s=fixed_s,
             exchange_token_s=exchange_token_s,
             pair_s=4.0 * layers * width * flop_s,  # scores, and the weighted sum of values
-            context_token_s=self._kv_token_bytes(shape) * byte_s,
+            context_token_s=self.kv_token_bytes(shape) * byte_s,
         )
 
 

@@ -172,6 +172,12 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--router", "least-loaded"), "--router: would be ignored"),
         (("--tp", 0), "--tp: 0 does not divide"),
         (("--num-blocks", 0), "num_blocks: 0 is not allowed"),
+        ((*SMALL, "--pool", "vllm-0.19"), "--pool: would be ignored"),
+        ((*SMALL, "--memory-share", 0.8), "--memory-share: would be ignored"),
+        (("--step-seconds", 0.1, "--pool", "vllm-0.19"), "no device's memory is known"),
+        (("--pool", "/no/file", "--memory-share", 0.8), "--pool is the whole pool"),
+        (("--pool", "/no/file"), "--pool: /no/file cannot be read"),
+        (("--memory-share", 1.5), "--memory-share: 1.5 is not allowed"),
         (("--json", "/no/such/folder/r.json"), "--json: /no/such"),
     ],
 )
@@ -180,6 +186,22 @@ def test_bad_options_say_what_is_wrong(
 ) -> None:
     run = cbatch("sim", trace, *argv)
     assert run.status == 2 and words in run.err, run.err
+
+
+def test_the_pool_is_a_devices_or_a_recorded_runs(
+    cbatch: Command, trace: Path, tmp_path: Path
+) -> None:
+    card = ("--gpu", "RTX4090", "--pool", "vllm-0.19")
+    found = cbatch("sim", trace, *card).lines[-1]["settings"]
+    assert found["num_blocks"] == pytest.approx(2588, rel=0.03), "as vLLM 0.19 had on one"
+    assert (found["pool"], found["memory_share"]) == ("vllm-0.19", 0.9)
+    longer = cbatch("sim", trace, *card, "--step-budget", 32768).lines[-1]["settings"]
+    assert longer["num_blocks"] < 0.6 * found["num_blocks"], "its largest step takes more"
+    log = tmp_path / "vllm.log"
+    log.write_text("GPU KV cache size: 41,408 tokens\n", encoding="utf-8")
+    for device in (("--gpu", "H100"), ("--step-seconds", 0.1, "--max-model-tokens", 9000)):
+        found = cbatch("sim", trace, *device, "--pool", log).lines[-1]["settings"]
+        assert (found["num_blocks"], found["pool"]) == (2588, "vllm.log")
 
 
 def test_a_step_log_is_a_trace(cbatch: Command, tmp_path: Path) -> None:

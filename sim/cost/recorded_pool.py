@@ -1,0 +1,95 @@
+"""The pool of an engine that ran: its number of KV blocks, where a record of the run says it.
+
+Read are vLLM's own words: `num_gpu_blocks` in a JSON document at any depth (a benchmark's
+description of its engine), the gauge `cache_config_info` of its metrics, and its log.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbatch.core.request.errors import FieldError
+from sim.cost.pool import RULES
+
+_BLOCKS = re.compile(r"(?:# (?:GPU|CUDA|cuda) blocks: |num_gpu_blocks(?: is: |=\"|=))([\d,]+)")
+_SIZE = re.compile(r"block_size(?:=\"|=)(\d+)")
+_TOKENS = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+
+
+class RecordedPool(NamedTuple):
+    """`blocks` of `block_tokens`; None: the record does not say of how many, or only how many
+    `tokens` there are."""
+
+    blocks: int | None
+    block_tokens: int | None
+    tokens: int | None = None
+
+
+def recorded_blocks(path: Path, block_tokens: int | None) -> tuple[int, int]:
+    """Blocks and the tokens of one, which `block_tokens` names where the record does not (16 if
+    nobody does). Raises `FieldError`."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        problem = f"{path} cannot be read ({error.strerror})"
+        remedy = f"name a file of a recorded run, or one of {', '.join(RULES)}"
+        raise FieldError("--pool", problem, remedy) from error
+    found = _of_json(text) or _of_text(text)
+    if found is None:
+        remedy = "name a vLLM log, its metrics or a JSON document with num_gpu_blocks"
+        raise FieldError("--pool", f"{path} says nothing of KV blocks", remedy)
+    own = found.block_tokens
+    if own is not None and block_tokens is not None and own != block_tokens:
+        raise FieldError(
+            "--block-size", f"{block_tokens} is not that of {path}", f"use {own}, or leave it out"
+        )
+    size = own or block_tokens or 16
+    blocks = found.blocks if found.blocks is not None else (found.tokens or 0) // size
+    if blocks < 1:
+        raise FieldError("--pool", f"{path} has no block", "record a run that started")
+    return blocks, size
+
+
+def _of_json(text: str) -> RecordedPool | None:
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return None
+    found = _holder(document)
+    if found is None:
+        return None
+    size = found.get("block_size")
+    return RecordedPool(found["num_gpu_blocks"], size if _is_count(size) else None)
+
+
+def _holder(value: Any) -> dict[str, Any] | None:
+    """The first object that says so."""
+    if isinstance(value, dict):
+        if _is_count(value.get("num_gpu_blocks")):
+            return value
+        value = list(value.values())
+    if isinstance(value, list):
+        return next((found for part in value if (found := _holder(part))), None)
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _of_text(text: str) -> RecordedPool | None:
+    """The last that it says: an engine that was started again has another pool."""
+    blocks, tokens, size = (_last(pattern, text) for pattern in (_BLOCKS, _TOKENS, _SIZE))
+    if blocks is None and tokens is None:
+        return None
+    if size is None and blocks and tokens and tokens % blocks == 0:
+        size = tokens // blocks
+    return RecordedPool(blocks, size, tokens)
+
+
+def _last(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.findall(text)
+    return int(found[-1].replace(",", "")) if found else None
