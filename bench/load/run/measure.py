@@ -87,6 +87,20 @@ def records(runs: Sequence[LoadRun]) -> Iterable[MeasuredRecord | FailedRecord]:
             yield _record(number, call)
 
 
+def added(found: Sequence[ServerCounters | None]) -> ServerCounters | None:
+    """Counters of several runs, as of one."""
+    told = [each for each in found if each is not None]
+    if not told or len(told) < len(found):
+        return None
+
+    def total(name: str) -> int | None:
+        values = [getattr(each, name) for each in told]
+        return None if None in values else sum(values)
+
+    positions = itertools.zip_longest(*(each.accepted_by_position for each in told), fillvalue=0)
+    return ServerCounters.of({name: total(name) for name in NAMES}, map(sum, positions))
+
+
 # -- inside
 
 
@@ -100,7 +114,7 @@ def _measure(
     prompt_tokens = sum(call.prompt_tokens for call in good)
     output_tokens = sum(call.output_tokens for call in good)
     goodput, attainment, good_tokens = _goodput(calls, objectives, duration_s)
-    server = _added([run.server for run in runs])
+    server = added([run.server for run in runs])
     client = _client(runs)
     windows = [steady_of(run.calls, run.open_loop, run.ramp_s) for run in runs]
     piled = [
@@ -263,20 +277,6 @@ def _client(runs: Sequence[LoadRun]) -> ClientUse:
         loop_lag_s=_spread(lag_s for part in parts for lag_s in part.lag_s),
         chunks_per_s=chunks / elapsed_s if chunks else None,
     )
-
-
-def _added(found: Sequence[ServerCounters | None]) -> ServerCounters | None:
-    """Counters of several runs, as of one."""
-    told = [each for each in found if each is not None]
-    if not told or len(told) < len(found):
-        return None
-
-    def total(name: str) -> int | None:
-        values = [getattr(each, name) for each in told]
-        return None if None in values else sum(values)
-
-    positions = itertools.zip_longest(*(each.accepted_by_position for each in told), fillvalue=0)
-    return ServerCounters.of({name: total(name) for name in NAMES}, map(sum, positions))
 
 
 def _warnings(
