@@ -88,9 +88,11 @@ _WAYS = (
 _PAIRS = """\
 a virus and a bacterium|a list and a dictionary in Python|weather and climate|tea and coffee|
 cats and dogs|a lake and a pond|a simile and a metaphor|speed and velocity|
-an alligator and a crocodile|a comet and an asteroid|empathy and sympathy|stocks and bonds|HTTP and HTTPS|a city and a town|
+an alligator and a crocodile|a comet and an asteroid|empathy and sympathy|stocks and bonds|
+HTTP and HTTPS|a city and a town|
 a stack and a queue|fiction and non-fiction|an opera and a musical|mass and weight|
-a moth and a butterfly|jogging and walking|a novel and a short story|a process and a thread|gas and electric stoves"""
+a moth and a butterfly|jogging and walking|a novel and a short story|
+a process and a thread|gas and electric stoves"""
 _COMPARES = (
     "What is the difference between {}?",
     "Compare {} in a short paragraph.",
