@@ -15,13 +15,14 @@ from cbatch.core.speculation.policies import FixedPolicy
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
 from cbatch.runtime.cpu.drafter import DraftRows, Proposal, StepStates
 from cbatch.runtime.cpu.eagle_head import EagleHead
+from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.drafting.eagle import EagleDrafter
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
 from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime import made_heads
-from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
-from tests.runtime.made_heads import FirstReference, MedusaReference, Reference
+from tests.runtime.engines import RecordingExecutor, Run, admission, make_request, run_engine
+from tests.runtime.made_heads import LAYERS, FirstReference, MedusaReference, Reference
 from tests.runtime.marks import needs_compiler
 from tests.runtime.pairs import VOCAB, NoisyWeights, tiny_model
 
@@ -79,6 +80,9 @@ class CheckedEagle(EagleDrafter):
         super().__init__(head)
         self.cold, self.checked, self.seen = cold, 0, []
         self.wrong = 0.0
+
+    def _is_plain(self, rows: DraftRows) -> bool:
+        return False
 
     def _logits(self, batch: RaggedBatch, slots: Any) -> Tensor:
         logits = super()._logits(batch, slots)
@@ -195,6 +199,60 @@ def test_the_equations_tell_what_reads_the_wrong_states(broken, tmp_path, monkey
     run = checked_run(*eagle3(tmp_path), requests, kind_of_drafter=broken, **settings)
     assert run.executor.drafter.wrong > 1e-2
     assert run.outputs == run_engine(requests, tiny_model()).outputs
+
+
+class _Watched(EagleDrafter):
+    """Remembers what it proposed."""
+
+    def __init__(self, head: EagleHead) -> None:
+        super().__init__(head)
+        self.proposed: list[tuple[list[list[int]], list[int]]] = []
+
+    def propose(self, rows: DraftRows) -> Proposal:
+        found = super().propose(rows)
+        counts = found.num_drafted.tolist()
+        drafts = [row[:n] for row, n in zip(found.tokens.tolist(), counts, strict=True)]
+        self.proposed.append((drafts, counts))
+        return found
+
+
+class _OneByOne(_Watched):
+    def _is_plain(self, rows: DraftRows) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("make", "flags"), [(eagle3, {}), (eagle3, {"norm_output": True}), (eagle1, {})]
+)
+def test_drafts_of_one_call_are_those_of_a_pass_each(make, flags, tmp_path, monkeypatch):
+    found = []
+    for kind in (_Watched, _OneByOne):
+        requests, settings = hard_life(monkeypatch)
+        target = tiny_model()
+        head = load(make(tmp_path, **flags)[0], target)
+        held = kind(head)
+        run_engine(requests, target, head, held=held, **settings)
+        found.append(held.proposed)
+    assert found[0] == found[1]
+    assert max(n for _, counts in found[0] for n in counts) == 4
+
+
+def test_drafts_end_where_their_numbers_break(tmp_path):
+    """A state that is not finite: its row has no drafts, the one beside it has all."""
+    target = tiny_model()
+    head = load(eagle3(tmp_path)[0], target)
+    held = EagleDrafter(head)
+    table = InputBatch(2, 4, VOCAB)
+    held.bind(table, 8)
+    for slot in range(2):
+        blocks = range(4 * slot, 4 * slot + 4)
+        table.admit(admission(slot, [5, 9, 11], max_total=16, blocks=blocks))
+    states = torch.randn(4, len(LAYERS), made_heads.HIDDEN)
+    states[1] = torch.nan
+    slots, twos = np.arange(2, dtype=np.int32), np.full(2, 2)
+    held.read_states(StepStates(slots, np.zeros(2, dtype=np.int64), twos, states))
+    found = held.propose(DraftRows(slots, np.full(2, 3), np.full(2, 3), np.zeros(2, dtype=int)))
+    assert found.num_drafted.tolist() == [0, 3] and found.non_finite.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 12, "min_p": 0.01}])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ALIGNMENT_BYTES = 64
 _ALONE_BELOW = 1 << 17  # multiplications of a pass that one thread does sooner than several
 _OUR_REFERENCES = 3  # to memory: of the decoder, of a local name, and of an argument
-_WRONG = {
+WRONG = {
     1: "tokens: an id is not in the vocabulary",
     2: "block_tables: they do not hold the context, or name a block that is not in the cache",
     3: "logits_index: a row that is not in the batch",
@@ -55,7 +55,7 @@ class _Reader(ctypes.Structure):
     ]
 
 
-class _Decoder(ctypes.Structure):
+class DecoderStruct(ctypes.Structure):
     _fields_ = [
         ("layers", POINTER(_Layer)),
         ("head", LinearStruct),
@@ -67,7 +67,7 @@ class _Decoder(ctypes.Structure):
     ]
 
 
-class _Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     _fields_ = [
         *_fields(
             c_void_p, "tokens wanted query_lens context_lens tables kv logits memory progress"
@@ -127,10 +127,11 @@ class CompiledDecoder:
         kernel = library()
         assert kernel is not None
         self._decode, self._memory_bytes = kernel.decode, kernel.memory_bytes
-        self._decode.argtypes = [POINTER(_Decoder), POINTER(_Step)]
-        self._memory_bytes.argtypes = [POINTER(_Decoder), c_long, c_long]
+        self._decode.argtypes = [POINTER(DecoderStruct), POINTER(StepStruct)]
+        self._memory_bytes.argtypes = [POINTER(DecoderStruct), c_long, c_long]
         self._memory_bytes.restype = c_long
         self._config, self._rotary, self._ranks = config, rotary, ranks
+        self.hidden_size = config.hidden_size
         self._reader = None if reading is None else _reader(reading)
         self._held = embedding, layers, head, reading  # the structs below hold addresses
         self._layers = (_Layer * len(layers))(*(_layer(layer, config) for layer in layers))
@@ -139,7 +140,7 @@ class CompiledDecoder:
         else:
             rows, embedding_type = embedding, TYPES[embedding.dtype]
         self.num_kept = int(reading is not None)  # states of a row that are kept
-        self._struct = _Decoder(
+        self.struct = DecoderStruct(
             self._layers,
             _struct(head),
             rows.data_ptr(),
@@ -158,7 +159,7 @@ class CompiledDecoder:
             self.num_kept - 1,
             config.rms_norm_eps,
         )
-        weakref.finalize(self, _let_go, kernel, self._struct, self._held)
+        weakref.finalize(self, _let_go, kernel, self.struct, self._held)
         self._positions = 0
         parts = () if reading is None else (reading.front, reading.only_kv)
         products = [linear for layer in layers for linear in layer.products()]
@@ -174,7 +175,7 @@ class CompiledDecoder:
         number = {layer: at for at, layer in enumerate(layers)}
         for index, layer in enumerate(self._layers):
             layer.kept = number.get(index, -1)
-        self._struct.kept = number.get(len(self._layers), -1)
+        self.struct.kept = number.get(len(self._layers), -1)
         self.num_kept = len(layers)
 
     def run(
@@ -191,7 +192,7 @@ class CompiledDecoder:
     ) -> Tensor:
         """As `Model.forward`; `progress` as there. A drafter reads `states` fp32 [T, hidden].
         `hidden` fp32 [T, num_kept, hidden] gets what is kept; a drafter's [N, 1, hidden]. Raises
-        IndexError for what `_WRONG` says."""
+        IndexError for what `WRONG` says."""
         rows, num_wanted = tokens.shape[0], wanted.shape[0]
         if self.num_kept and hidden is None:
             made = num_wanted if states is not None else rows
@@ -201,7 +202,7 @@ class CompiledDecoder:
         tokens, wanted = tokens.contiguous(), wanted.contiguous()
         query_lens, context_lens, tables = map(_ints, (query_lens, context_lens, tables))
         threads = torch.get_num_threads()
-        step = _Step(
+        step = StepStruct(
             tokens.data_ptr(),
             wanted.data_ptr(),
             query_lens.ctypes.data,
@@ -228,12 +229,26 @@ class CompiledDecoder:
             return logits
         return self._run_parts(step, logits, self._ranks)
 
-    def _call(self, step: _Step) -> None:
-        wrong = self._decode(self._struct, step)
-        if wrong:
-            raise IndexError(_WRONG[wrong])
+    def step_like(self, rows: int, positions: int, kv: KVCache) -> StepStruct:
+        """What passes of at most so many rows and positions have in common, for who calls them
+        in C."""
+        self._reach(positions)
+        threads = torch.get_num_threads()
+        return StepStruct(
+            kv=kv.data.data_ptr(),
+            memory=self._room(rows, threads),
+            blocks=kv.num_blocks + 1,
+            block_size=kv.block_size,
+            kv_half=kv.data.dtype == torch.bfloat16,
+            threads=1 if rows <= self._alone_rows else threads,
+        )
 
-    def _run_parts(self, step: _Step, logits: Tensor, ranks: RankGroup) -> Tensor:
+    def _call(self, step: StepStruct) -> None:
+        wrong = self._decode(self.struct, step)
+        if wrong:
+            raise IndexError(WRONG[wrong])
+
+    def _run_parts(self, step: StepStruct, logits: Tensor, ranks: RankGroup) -> Tensor:
         """A pass that stops wherever ranks add up what they have: `part` of step.h."""
         partial = torch.empty(step.rows, self._config.hidden_size)
         step.partial = partial.data_ptr()
@@ -241,7 +256,7 @@ class CompiledDecoder:
         for part in range(end):
             step.part = part
             self._call(step)
-            last, keeps_all = part >= end - 2, self._struct.kept >= 0
+            last, keeps_all = part >= end - 2, self.struct.kept >= 0
             if last and not step.num_wanted and not keeps_all:
                 return logits.new_empty(0, self._config.vocab_size)
             sums = ranks.sum(partial if not last or keeps_all else partial[: step.num_wanted])
@@ -254,13 +269,13 @@ class CompiledDecoder:
         """The factors of so many positions."""
         if positions > self._positions:
             self._cos_sin = self._rotary.cos_sin(1 << (positions - 1).bit_length())
-            self._struct.cos_sin = self._cos_sin.data_ptr()
+            self.struct.cos_sin = self._cos_sin.data_ptr()
             self._positions = len(self._cos_sin)
 
     def _logits(self, rows: int) -> Tensor:
         """[rows, vocab]. The same memory again once nobody has a tensor in it: a large one that is
         made anew costs as long as its pages take to be cleared, a tenth of a step of 128 rows."""
-        vocab, memory = self._struct.choices, self._logits_memory
+        vocab, memory = self.struct.choices, self._logits_memory
         count = rows * vocab
         room = count + _ALIGNMENT_BYTES // 4
         if memory.size < room or sys.getrefcount(memory) > _OUR_REFERENCES:
@@ -272,7 +287,7 @@ class CompiledDecoder:
         """Address of working memory for so many."""
         if rows > self._room_for[0] or threads > self._room_for[1]:
             self._room_for = 2 * rows, threads
-            num_bytes = self._memory_bytes(self._struct, *self._room_for) + _ALIGNMENT_BYTES
+            num_bytes = self._memory_bytes(self.struct, *self._room_for) + _ALIGNMENT_BYTES
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
         address = self._memory.data_ptr()
         return address + -address % _ALIGNMENT_BYTES

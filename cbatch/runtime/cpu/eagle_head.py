@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.runtime.cpu.compiled import CompiledProduct
+from cbatch.runtime.cpu.compiled_head import CompiledHead, StateFusing
 from cbatch.runtime.cpu.compiled_pass import CompiledDecoder, StateReading
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
 from cbatch.runtime.cpu.head import Head
@@ -43,15 +44,14 @@ class EagleHead(Head):
         c, own = head.layer, _Weights(head, weights, self.dtype)
         self.vocabulary = _vocabulary(head, weights)
         reads = len(head.hidden_layers) * target.config.hidden_size
-        self._norms = own.read_norms(target)
-        self._fc = own.fc(reads) if head.kind == "eagle3" else None
-        if self._fc is None and target.config.hidden_size != c.hidden_size:
+        norms, fc = own.read_norms(target), own.fc(reads) if head.kind == "eagle3" else None
+        if fc is None and target.config.hidden_size != c.hidden_size:
             sizes = f"{c.hidden_size}, the target's is {target.config.hidden_size}"
             raise ModelError(f"{weights.file}: hidden_size: {sizes}; use a head of this model")
         layer, reading = own.layer()
         lm_head = own.lm_head(self.vocabulary, target_head)
         embedding = own.embedding(target)
-        products = [p for p in (*layer.products(), lm_head, *reading[:2]) if p is not None]
+        products = [p for p in (*layer.products(), lm_head, fc, *reading[:2]) if p]
         if any(linear.compiled is None for linear in products):
             raise ModelError("draft: heads need the project's kernels: install a C compiler (gcc)")
         rotary = RotaryTable(c.rope, c.head_dim, c.num_kv_heads, c.group_size, self.device)
@@ -59,25 +59,20 @@ class EagleHead(Head):
         size = (c.hidden_size,)
         self._norm = weights.get("norm.weight", size).float() if head.norm_output else None
         self.block_bytes = sum(p.compiled.num_bytes for p in products if p.compiled is not None)
-        if self._fc is not None and self._fc.compiled is not None:
-            self.block_bytes += self._fc.compiled.num_bytes
+        width = target.config.hidden_size
+        self.compiled = CompiledHead(
+            self._decoder,
+            StateFusing(len(head.hidden_layers), width, fc, norms, head.input_norm),
+            self.vocabulary,
+            carries_normed=head.norm_output,
+            carry_norm=self._norm,
+        )
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        eps = self.config.rms_norm_eps
-        if self._norms is not None:
-            shape = self._norms.shape[-1:]
-            wide = hidden.flatten(1) if self.head.input_norm else hidden
-            hidden = F.rms_norm(wide, shape, eps=eps) * self._norms
-        if self._fc is None:
-            return hidden.flatten(1)
-        return self._fc(hidden.flatten(1).contiguous())
+        return self.compiled.fuse(hidden)
 
     def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
         return self.forward(batch, kv, self.fuse(hidden).roll(1, 0))[0]
-
-    def ingest(self, batch: RaggedBatch, kv: KVCache, states: Tensor) -> None:
-        """K and V of the batch's tokens, each with the state before it, [T, hidden]."""
-        self._run(batch, kv, states)
 
     def forward(self, batch: RaggedBatch, kv: KVCache, states: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [N, vocab] of the wanted rows, -inf where it drafts nothing, and what it carries

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.core.scheduler.plan import NewSequence
+from cbatch.runtime.cpu.compiled_head import SlotStates
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
 from cbatch.runtime.cpu.drafter import DraftRows, Proposal, StepStates
 from cbatch.runtime.cpu.eagle_head import EagleHead
@@ -32,7 +33,8 @@ MOST_WAITING = 512
 
 
 class EagleDrafter(DraftModel):
-    """`kv_len` is the target's after every step: what still waits is ingested before it is read."""
+    """`kv_len` is the target's after every step: what still waits is ingested before it is read.
+    Where only what is likeliest is asked for, all drafts of a step are one call."""
 
     def __init__(self, head: EagleHead) -> None:
         super().__init__(cast(Model, head))
@@ -75,7 +77,28 @@ class EagleDrafter(DraftModel):
     def propose(self, rows: DraftRows) -> Proposal:
         self._ingest_waiting()
         # A first token has no state before it.
-        return super().propose(rows._replace(num_drafts=rows.num_drafts * (rows.num_tokens > 1)))
+        rows = rows._replace(num_drafts=rows.num_drafts * (rows.num_tokens > 1))
+        return self._propose_likeliest(rows) if self._is_plain(rows) else super().propose(rows)
+
+    def _is_plain(self, rows: DraftRows) -> bool:
+        """Whether what is likeliest is all that is asked for."""
+        table = self.table
+        shaped = table.logits_processors.num_active and table.logits_processors.active[rows.slots]
+        return bool(table.greedy[rows.slots].all()) and not np.any(shaped)
+
+    def _propose_likeliest(self, rows: DraftRows) -> Proposal:
+        """As `DraftModel.propose`, in one call: the head is never behind."""
+        depths = np.minimum(rows.num_drafts, self.context_tokens + 1 - rows.num_tokens)
+        drafts = np.zeros((len(depths), max(int(depths.max()), 0)), dtype=np.int64)
+        num_drafted, broken = np.zeros_like(depths), np.zeros(len(depths), dtype=np.bool_)
+        at = (depths > 0).nonzero()[0]
+        if len(at):
+            slots, known = rows.slots[at], rows.num_tokens[at]
+            found = self.head.compiled.draft(self._places(), slots, known, depths[at])
+            drafts[at], num_drafted[at], broken[at] = found
+            self.kv_len[slots] = known - 1 + num_drafted[at]
+        self.kv_len[rows.slots[broken]] = 0
+        return Proposal(drafts, num_drafted, None, broken)
 
     def read_states(self, states: StepStates) -> None:
         if not len(states.slots):
@@ -92,27 +115,17 @@ class EagleDrafter(DraftModel):
         if not self._waiting:
             return
         steps, self._waiting, self._num_waiting = self._waiting, [], 0
-        fused = self.head.fuse(torch.cat([step.hidden for step in steps]))
-        slots, starts, lens = (np.concatenate([field[at] for field in steps]) for at in range(3))
-        ends = lens.cumsum()
-        before = fused.roll(1, 0)
-        latest, first = np.full(self.table.max_slots, -1), np.ones(len(slots), dtype=np.bool_)
-        at = 0
-        for step in steps:
-            rows = slice(at, at + len(step.slots))
-            known = latest[step.slots]
-            first[rows] = known < 0
-            on = torch.from_numpy((ends - lens)[rows][known >= 0])
-            before[on] = fused[torch.from_numpy(known[known >= 0])]
-            latest[step.slots] = ends[rows] - 1
-            at = rows.stop
-        places = torch.from_numpy((ends - lens)[first])
-        before[places] = self._states.of_slot[torch.from_numpy(slots[first].astype(np.int64))]
-        batch = self.table.ragged(slots, starts, lens, np.zeros_like(lens))
-        self.head.ingest(batch, self.kv, before)
-        moved = np.flatnonzero(latest >= 0)
-        self._states.of_slot[torch.from_numpy(moved)] = fused[torch.from_numpy(latest[moved])]
-        self._states.keep_of_blocks(slots, starts, lens, fused)
+        if len(steps) == 1:
+            slots, starts, lens, hidden = steps[0]
+        else:
+            slots, starts, lens = (
+                np.concatenate([field[at] for field in steps]) for at in range(3)
+            )
+            hidden = torch.cat([step.hidden for step in steps])
+        self.head.compiled.ingest(self._places(), slots.astype(np.int64), starts, lens, hidden)
+
+    def _places(self) -> SlotStates:
+        return SlotStates(self.table, self.kv, self._states.of_slot, self._states.of_block)
 
     def _logits(self, batch: RaggedBatch, slots: NDArray[np.integer] | None) -> Tensor:
         states = self._carried

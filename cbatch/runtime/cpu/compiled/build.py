@@ -21,6 +21,7 @@ _SOURCE = Path(__file__).with_name("library.c")
 _FLAGS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-pthread", "-fPIC")
 _SYMBOLS = ("decode", "memory_bytes", "product", "lanes", "rest", "pack", "bytes_of_panel")
 _SYMBOLS += ("look_up", "score_drafts", "choose")
+_SYMBOLS += ("fuse", "ingest", "draft", "head_bytes")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _logger = logging.getLogger("cbatch")
 

@@ -2,24 +2,8 @@
 
 #include "decoder.h"
 #include "greedy.h"
+#include "heads.h"
 #include "lookup.h"
-
-// Writes K and V of all rows, and the logits of those wanted; or what part of that a step says.
-// Nonzero, and nothing is computed, where the step does not fit: see `plan`.
-int decode(const decoder *model, const step *step) {
-    pass p = {.me.progress = step->progress, .model = model, .step = step};
-    p.rows = step->rows, p.num_wanted = step->num_wanted, p.logits = step->logits;
-    p.partial = step->partial, p.sums = step->sums, p.part = step->part;
-    carve(&p, step->memory, most(step->rows, step->num_wanted), step->threads);
-    const int wrong = plan(&p);
-    if (wrong) return wrong;
-    together(decode_all, &p, sizeof p, step->threads,
-             model->num_layers * LOOPS_OF_A_LAYER + OTHER_LOOPS);
-    return 0;
-}
-
-// After it, nothing that was given to `decode` is looked at any more.
-void rest(void) { wait_until_all_rest(); }
 
 int lanes(void) { return LANES; }
 

@@ -1,0 +1,226 @@
+// Who drives a head that reads a model's states: what it has read of positions becomes K and V of its
+// own; and greedy drafts, several in a row.
+
+#pragma once
+#include "decoder.h"
+#include "greedy.h"
+
+#define ALONE_CHOICES (1 << 17)  // logits that one thread looks at sooner than two get together
+
+// What is read of a position is [layers, width]; `norm` [layers * width] (weights times the root of
+// what is normed at once: `normed` numbers, a layer or all) or null is before `fc`, which has no parts
+// where what is normed is taken as it is. `vocabulary` [choices] are ids of the choices, or null.
+// With `carries_normed` drafts go on from what is normed, by `carry_norm` or null.
+typedef struct {
+    const decoder *decoder;
+    linear fc;
+    const float *norm, *carry_norm;
+    const int64_t *vocabulary;
+    long layers, width, normed, carries_normed;
+} head;
+
+// By slot: tokens [slots, token_stride]; blocks [slots, block_stride]; the state of the last position
+// that was read [slots, hidden]. By block the state of its last position [blocks, hidden].
+typedef struct {
+    const int64_t *tokens;
+    const int32_t *blocks;
+    float *of_slot, *of_block;
+    long token_stride, block_stride;
+} slot_table;
+
+// What the calls below have in common: `like` has kv, memory for `rows` rows, blocks, block_size,
+// kv_half and threads. `work` is of `head_bytes`.
+typedef struct {
+    const head *head;
+    const slot_table *table;
+    const step *like;
+    char *work;
+} setting;
+
+typedef struct {
+    float *given, *states, *hidden, *logits;
+    int64_t *tokens, *wanted, *active;
+    int32_t *lens, *contexts, *tables;
+    char *taken;
+    uint8_t *finite;
+    long taken_stride;
+} head_work;
+
+static long carve_work(head_work *w, char *memory, const head *h, long rows, long sequences,
+                       long width) {
+    const decoder *m = h->decoder;
+    const long widest = most(h->layers * h->width, m->hidden);
+    long used = 0;
+    w->taken_stride = taken_bytes(widest);
+    TAKE(w->given, rows * widest, float);
+    TAKE(w->states, rows * m->hidden, float);
+    TAKE(w->hidden, rows * m->hidden, float);
+    TAKE(w->logits, sequences * m->choices, float);
+    TAKE(w->tokens, rows, int64_t);
+    TAKE(w->wanted, rows, int64_t);
+    TAKE(w->active, rows, int64_t);
+    TAKE(w->lens, rows, int32_t);
+    TAKE(w->contexts, rows, int32_t);
+    TAKE(w->tables, sequences * width, int32_t);
+    TAKE(w->taken, rows * w->taken_stride, char);
+    TAKE(w->finite, rows, uint8_t);
+    return used;
+}
+
+// Bytes for so many rows of so many sequences, with tables of that width.
+long head_bytes(const head *h, long rows, long sequences, long width) {
+    head_work w;
+    return carve_work(&w, 0, h, rows, sequences, width);
+}
+
+typedef struct {
+    member me;
+    const head *by;
+    head_work work;
+    const float *hidden;
+    float *fused;
+    long rows;
+} fusing;
+
+// x / sqrt(sum(x^2) + n eps) * scale, of n numbers.
+static void norm_of(const float *x, long n, float eps, const float *scale, float *to) {
+    const float by = 1 / __builtin_sqrtf(squares(x, n) + n * eps);
+    for (long k = 0; k < n; k++) to[k] = scale ? x[k] * by * scale[k] : x[k] * by;
+}
+
+static void fuse_all(void *job) {
+    const fusing f = *(const fusing *)job;
+    member me = f.me;
+    const head *h = f.by;
+    const long wide = h->layers * h->width, floats = !h->fc.num_parts || takes_of(&h->fc) == FLOATS;
+    EACH_TAKEN(&me, f.rows, r) {
+        const float *x = f.hidden + r * wide;
+        float *to = h->fc.num_parts ? f.work.given + r * wide : f.fused + r * wide;
+        if (!h->norm) memcpy(to, x, wide * 4);
+        for (long k = 0; h->norm && k < wide; k += h->normed)
+            norm_of(x + k, h->normed, h->decoder->eps, h->norm + k, to + k);
+        if (!floats) hand_over(takes_of(&h->fc), to, wide, f.work.taken + r * f.work.taken_stride);
+    }
+    if (!h->fc.num_parts) return;
+    const problem of = {.by = &h->fc, .x = floats ? (const char *)f.work.given : f.work.taken,
+                        .y = f.fused, .x_stride = floats ? wide * 4 : f.work.taken_stride,
+                        .y_stride = h->decoder->hidden};
+    product_of(&of, f.rows, &me);
+}
+
+static void fuse_rows(const setting *s, const head_work *w, const float *hidden, long rows,
+                      float *fused) {
+    fusing f = {.by = s->head, .work = *w, .hidden = hidden, .fused = fused, .rows = rows};
+    together(fuse_all, &f, sizeof f, s->like->threads, 2);
+}
+
+// Of states hidden [rows, layers, width] what the head takes of them, fused [rows, hidden].
+void fuse(const setting *s, const float *hidden, long rows, float *fused) {
+    head_work w;
+    carve_work(&w, s->work, s->head, rows, 1, 1);
+    fuse_rows(s, &w, hidden, rows, fused);
+    rest();
+}
+
+static void table_of(const setting *s, long slot, long width, int32_t *to) {
+    memcpy(to, s->table->blocks + slot * s->table->block_stride, width * sizeof *to);
+}
+
+// Piece i has the states of positions [starts[i], starts[i] + lens[i]) of a slot; those of one slot
+// follow each other. Nonzero as `decode`.
+int ingest(const setting *s, const float *hidden, const int64_t *slots, const int64_t *starts,
+           const int64_t *lens, long count, long rows, long width) {
+    const decoder *m = s->head->decoder;
+    const slot_table *t = s->table;
+    const long size = s->like->block_size, bytes = m->hidden * sizeof(float);
+    head_work w;
+    carve_work(&w, s->work, s->head, rows, count, width);
+    fuse_rows(s, &w, hidden, rows, w.hidden);
+    for (long i = 0, row = 0; i < count; i++) {
+        float *last = t->of_slot + slots[i] * m->hidden;
+        table_of(s, slots[i], width, w.tables + i * width);
+        w.lens[i] = (int32_t)lens[i], w.contexts[i] = (int32_t)(starts[i] + lens[i]);
+        for (long k = 0; k < lens[i]; k++, row++) {
+            const long position = starts[i] + k;
+            float *here = w.hidden + row * m->hidden;
+            w.tokens[row] = t->tokens[slots[i] * t->token_stride + position];
+            memcpy(w.states + row * m->hidden, k ? here - m->hidden : last, bytes);
+            if ((position + 1) % size == 0)
+                memcpy(t->of_block + w.tables[i * width + position / size] * m->hidden, here, bytes);
+        }
+        if (lens[i]) memcpy(last, w.hidden + (row - 1) * m->hidden, bytes);
+    }
+    step of = *s->like;
+    of.tokens = w.tokens, of.query_lens = w.lens, of.context_lens = w.contexts, of.tables = w.tables;
+    of.states = w.states, of.rows = rows, of.sequences = count, of.table_width = width;
+    const int wrong = decode(m, &of);
+    rest();
+    return wrong;
+}
+
+// Of the sequences number active[i] those that go deeper than `depth`, with what they go on with.
+static long go_on(const setting *s, head_work *w, long count, long width, const int64_t *depths,
+                  const uint8_t *broken, long depth) {
+    const head *h = s->head;
+    const long hidden = h->decoder->hidden;
+    long kept = 0;
+    for (long i = 0; i < count; i++) {
+        const long row = w->active[i];
+        if (depths[row] <= depth || broken[row]) continue;
+        const float *carried = w->hidden + i * hidden;
+        float *to = w->states + kept * hidden;
+        if (h->carries_normed) norm_of(carried, hidden, h->decoder->eps, h->carry_norm, to);
+        else memcpy(to, carried, hidden * sizeof *to);
+        w->tokens[kept] = w->tokens[i], w->contexts[kept] = w->contexts[i] + 1;
+        memmove(w->tables + kept * width, w->tables + i * width, width * sizeof *w->tables);
+        w->active[kept++] = row;
+    }
+    return kept;
+}
+
+// The likeliest choices of the active sequences: the tokens to go on with, and drafts.
+static void choose_drafts(const setting *s, head_work *w, long count, int64_t *drafts, long deepest,
+                          long depth, uint8_t *broken) {
+    const head *h = s->head;
+    const long choices = h->decoder->choices;
+    choosing c = {.logits = w->logits, .tokens = w->tokens, .finite = w->finite, .rows = count,
+                  .vocab = choices};
+    together(choose_all, &c, sizeof c, count * choices < ALONE_CHOICES ? 1 : s->like->threads, 1);
+    for (long i = 0; i < count; i++) {
+        if (!w->finite[i]) broken[w->active[i]] = 1;
+        if (h->vocabulary) w->tokens[i] = h->vocabulary[w->tokens[i]];
+        drafts[w->active[i] * deepest + depth] = w->tokens[i];
+    }
+}
+
+// Sequence i, in slots[i], has known[i] tokens, all but the last of which are read, and is drafted
+// for depths[i] >= 1 tokens ahead: drafts [count, deepest]. Where logits are not finite, broken[i]
+// is set, and depths[i] becomes what was before. Nonzero as `decode`.
+int draft(const setting *s, const int64_t *slots, const int64_t *known, int64_t *depths, long count,
+          long deepest, long width, int64_t *drafts, uint8_t *broken) {
+    const decoder *m = s->head->decoder;
+    head_work w;
+    carve_work(&w, s->work, s->head, count, count, width);
+    for (long i = 0; i < count; i++) {
+        table_of(s, slots[i], width, w.tables + i * width);
+        memcpy(w.states + i * m->hidden, s->table->of_slot + slots[i] * m->hidden, m->hidden * 4);
+        w.tokens[i] = s->table->tokens[slots[i] * s->table->token_stride + known[i] - 1];
+        w.contexts[i] = (int32_t)known[i], w.lens[i] = 1, w.wanted[i] = w.active[i] = i;
+    }
+    step of = *s->like;
+    of.tokens = w.tokens, of.query_lens = w.lens, of.context_lens = w.contexts, of.tables = w.tables;
+    of.states = w.states, of.hidden = w.hidden, of.num_kept = 1, of.logits = w.logits;
+    of.wanted = w.wanted, of.table_width = width;
+    int wrong = 0;
+    for (long depth = 0; count && !wrong; depth++) {
+        of.rows = of.sequences = of.num_wanted = count;
+        wrong = decode(m, &of);
+        if (wrong) break;
+        choose_drafts(s, &w, count, drafts, deepest, depth, broken);
+        for (long i = 0; i < count; i++)
+            if (!w.finite[i]) depths[w.active[i]] = depth;
+        count = go_on(s, &w, count, width, depths, broken, depth + 1);
+    }
+    rest();
+    return wrong;
+}

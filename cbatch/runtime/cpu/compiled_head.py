@@ -1,0 +1,189 @@
+"""What an EAGLE head does in a step, in two calls: it reads states, and drafts several in a row."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_long, c_void_p
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.runtime.cpu.compiled.build import library
+from cbatch.runtime.cpu.compiled.product import LinearStruct
+from cbatch.runtime.cpu.compiled_pass import WRONG, CompiledDecoder, DecoderStruct, StepStruct
+from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.cpu.linear import Linear
+from cbatch.runtime.model.arrays import I64
+from cbatch.runtime.model.kv_cache import KVCache
+
+_ALIGNMENT_BYTES = 64
+
+
+class _Head(ctypes.Structure):
+    _fields_ = [
+        ("decoder", POINTER(DecoderStruct)),
+        ("fc", LinearStruct),
+        *((name, c_void_p) for name in ("norm", "carry_norm", "vocabulary")),
+        *((name, c_long) for name in ("layers", "width", "normed", "carries_normed")),
+    ]
+
+
+class _SlotTable(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("tokens", "blocks", "of_slot", "of_block")),
+        *((name, c_long) for name in ("token_stride", "block_stride")),
+    ]
+
+
+class _Setting(ctypes.Structure):
+    _fields_ = [
+        ("head", POINTER(_Head)),
+        ("table", POINTER(_SlotTable)),
+        ("like", POINTER(StepStruct)),
+        ("work", c_void_p),
+    ]
+
+
+class StateFusing(NamedTuple):
+    """What comes of the states [layers, width] that are read of a position: those of a layer, or
+    with `norms_all` all together, are normed by `norms` fp32 [layers * width], where it is given;
+    `fc` makes one of them, or is None for the one layer that is read."""
+
+    layers: int
+    width: int
+    fc: Linear | None
+    norms: Tensor | None
+    norms_all: bool
+
+
+class SlotStates(NamedTuple):
+    """The slots, the KV of the head, and what it read last, fp32 [slots, hidden] and [blocks,
+    hidden]."""
+
+    table: InputBatch
+    kv: KVCache
+    of_slot: Tensor
+    of_block: Tensor
+
+
+class CompiledHead:
+    """`vocabulary` int64 are the ids of its choices, or None. With `carries_normed` drafts go on
+    from what is normed, by `carry_norm` fp32 [hidden] or no weight."""
+
+    def __init__(
+        self,
+        decoder: CompiledDecoder,
+        fusing: StateFusing,
+        vocabulary: Tensor | None,
+        *,
+        carries_normed: bool,
+        carry_norm: Tensor | None,
+    ) -> None:
+        kernel = library()
+        assert kernel is not None
+        self._decoder, self._fuse, self._fusing = decoder, kernel.fuse, fusing
+        self._ingest, self._draft, self._bytes = kernel.ingest, kernel.draft, kernel.head_bytes
+        by = fusing.width * (fusing.layers if fusing.norms_all else 1)
+        norms = None if fusing.norms is None else (fusing.norms.flatten() * by**0.5).contiguous()
+        size = decoder.hidden_size
+        carry = None if carry_norm is None else (carry_norm * size**0.5).contiguous()
+        self._held = norms, carry, vocabulary
+        fc = None if fusing.fc is None else fusing.fc.compiled
+        self._struct = _Head(
+            ctypes.pointer(decoder.struct),
+            LinearStruct() if fc is None else fc.struct,
+            *(None if each is None else each.data_ptr() for each in self._held),
+            fusing.layers,
+            fusing.width,
+            by,
+            carries_normed,
+        )
+        self._fuse.argtypes = [POINTER(_Setting), c_void_p, c_long, c_void_p]
+        self._fuse.restype = None
+        self._ingest.argtypes = [POINTER(_Setting), *[c_void_p] * 4, *[c_long] * 3]
+        self._draft.argtypes = [POINTER(_Setting), *[c_void_p] * 3, *[c_long] * 3, *[c_void_p] * 2]
+        self._bytes.argtypes = [POINTER(_Head), *[c_long] * 3]
+        self._bytes.restype = c_long
+        self._work = torch.empty(0, dtype=torch.uint8)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """States fp32 [T, layers, width] to [T, hidden]."""
+        rows, hidden = len(hidden), hidden.contiguous()
+        fused = torch.empty(rows, self._decoder.hidden_size)
+        like = StepStruct(threads=torch.get_num_threads())
+        work = self._room(rows, 1, 1)
+        setting = _Setting(ctypes.pointer(self._struct), None, ctypes.pointer(like), work)
+        self._fuse(setting, hidden.data_ptr(), rows, fused.data_ptr())
+        return fused
+
+    def ingest(
+        self, at: SlotStates, slots: NDArray[np.integer], starts: I64, lens: I64, hidden: Tensor
+    ) -> None:
+        """K and V of positions [starts[i], starts[i] + lens[i]) of a slot, from their states fp32
+        [sum of lens, layers, width]; pieces of one slot follow each other. What was read last is
+        kept, of slots and blocks."""
+        rows, most = len(hidden), int((starts + lens).max())
+        width = min(-(-most // at.kv.block_size), at.table.blocks.shape[1])
+        setting = self._setting(at, rows, len(slots), most, width)
+        held = [_longs(array) for array in (slots, starts, lens)]
+        arrays, hidden = map(_address, held), hidden.contiguous()
+        self._raise(self._ingest(setting, hidden.data_ptr(), *arrays, len(slots), rows, width))
+
+    def draft(
+        self, at: SlotStates, slots: NDArray[np.integer], known: I64, depths: I64
+    ) -> tuple[I64, I64, NDArray[np.bool_]]:
+        """The likeliest next tokens of slots with so many known tokens, `depths[i]` >= 1 of each:
+        drafts [R, deepest], how many of them there are, and whose numbers broke behind them."""
+        rows, deepest = len(slots), int(depths.max())
+        most = int((known + depths).max())
+        width = min(-(-most // at.kv.block_size), at.table.blocks.shape[1])
+        setting = self._setting(at, rows, rows, most, width)
+        drafts = np.zeros((rows, deepest), dtype=np.int64)
+        broken = np.zeros(rows, dtype=np.bool_)
+        counts = np.array(depths, dtype=np.int64)
+        held = [_longs(slots), _longs(known), counts]
+        arrays = map(_address, held)
+        sizes = rows, deepest, width
+        self._raise(self._draft(setting, *arrays, *sizes, _address(drafts), _address(broken)))
+        return drafts, counts, broken
+
+    def _setting(
+        self, at: SlotStates, rows: int, sequences: int, positions: int, width: int
+    ) -> _Setting:
+        table = at.table
+        places = _SlotTable(
+            _address(table.tokens),
+            _address(table.blocks),
+            at.of_slot.data_ptr(),
+            at.of_block.data_ptr(),
+            table.tokens.shape[1],
+            table.blocks.shape[1],
+        )
+        like = self._decoder.step_like(rows, positions, at.kv)
+        work = self._room(rows, sequences, width)
+        parts = (ctypes.pointer(each) for each in (self._struct, places, like))
+        return _Setting(*parts, work)
+
+    def _room(self, *sizes: int) -> int:
+        need = self._bytes(self._struct, *sizes) + _ALIGNMENT_BYTES
+        if len(self._work) < need:
+            self._work = torch.empty(2 * need, dtype=torch.uint8)
+        address = self._work.data_ptr()
+        return address + -address % _ALIGNMENT_BYTES
+
+    @staticmethod
+    def _raise(wrong: int) -> None:
+        if wrong:
+            raise IndexError(WRONG[wrong])
+
+
+def _address(array: NDArray[np.generic]) -> int:
+    assert array.flags.c_contiguous
+    return array.ctypes.data
+
+
+def _longs(array: NDArray[np.integer]) -> I64:
+    return np.ascontiguousarray(array, dtype=np.int64)
