@@ -11,6 +11,7 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
+from bench.peers.gguf_writer import Q8_0, convert, gguf_bytes
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.build import load_engine
@@ -19,10 +20,13 @@ from cbatch.engine.options import EngineOptions
 from cbatch.runtime.cpu import self_test
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.eagle_head import EagleHead
+from cbatch.runtime.cpu.load_head import load_heads
 from cbatch.runtime.cpu.self_test import best_reading
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
+from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime.marks import needs_compiler
+from tests.runtime.test_eagle import Cold
 
 TARGET = demo_paths()[0]
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -105,6 +109,34 @@ def test_a_reading_that_agrees_more_beyond_doubt_is_taken():
     assert best_reading(heads, target, texts).head is heads[1]
     assert best_reading(heads[::-1], target, texts).head is heads[1]
     assert best_reading([heads[1], heads[1]], target, texts).head is heads[1]
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_beside_block_weights_a_head_is_rounded_to_them(tmp_path):
+    """Its drafts are nearly those of what it was, from half the bytes."""
+    values, tensors = convert(TARGET, Q8_0)
+    path = tmp_path / "target.gguf"
+    path.write_bytes(gguf_bytes(values, tensors))
+    plain, blocks = load_model(TARGET), load_model(path)
+    whole, rounded = (
+        load_heads(demo_head(), plain, TARGET)[0],
+        load_heads(demo_head(), blocks, path)[0],
+    )
+    assert 0.5 < rounded.block_bytes / whole.block_bytes < 0.56
+    tokens = tokenizer_of(TARGET).encode(demo_prompts()[0])[:60]
+    plain.keep_hidden(whole.head.hidden_layers)
+    hidden = plain.room_for_hidden(len(tokens))
+    plain.forward(Cold.batch(tokens), KVCache(plain.config, 64, 4, plain.dtype, "cpu"), hidden)
+    found = [
+        each.first_logits(
+            Cold.batch(tokens), KVCache(each.config, 64, 4, each.dtype, "cpu"), hidden
+        )[1:, each.vocabulary]
+        for each in (whole, rounded)
+    ]
+    assert not torch.equal(*found)
+    assert (found[0] - found[1]).abs().mean() < 0.1 * found[0].std()
+    assert (found[0].argmax(-1) == found[1].argmax(-1)).float().mean() > 0.9
 
 
 def test_a_gpu_serves_no_heads_yet():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from cbatch.runtime.model.gguf_blocks import dequantised
+from cbatch.runtime.model.gguf_blocks import dequantised, rounded_to_q8_0
 from cbatch.runtime.model.gguf_file import TYPES
 
 BYTES = {each.name: each.bytes for each in TYPES.values()}
@@ -71,3 +71,17 @@ def test_many_blocks_are_taken_in_parts() -> None:
     stored = np.tile(blocks("Q4_0", 3), (50_000, 1))
     values = dequantised("Q4_0", stored, torch.bfloat16)
     assert torch.equal(values, dequantised("Q4_0", stored[:3], torch.bfloat16).repeat(50_000))
+
+
+def test_rounding_to_q8_0_moves_a_weight_by_half_a_code_and_what_is_rounded_not_at_all() -> None:
+    matrix = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+    matrix[1, 32:64] = 0
+    stored = rounded_to_q8_0(matrix)
+    assert stored.shape == (5, 3 * 34)
+    found = dequantised("Q8_0", stored.reshape(-1, 34), torch.float32).view(5, 3, 32)
+    largest = matrix.view(5, 3, 32).abs().amax(-1, keepdim=True)
+    # The scale is rounded too, to fp16: 127 codes by 2^-11 of it.
+    error = (found - matrix.view(5, 3, 32)).abs()
+    assert (error <= largest / 127 * (0.5 + 127 / 2048) + 1e-6).all()
+    assert error.max() > 1e-4
+    assert (rounded_to_q8_0(found.view(5, 96)) == stored).all()

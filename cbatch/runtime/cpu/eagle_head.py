@@ -16,10 +16,9 @@ from cbatch.runtime.cpu.compiled import CompiledProduct
 from cbatch.runtime.cpu.compiled_head import CompiledHead, StateFusing
 from cbatch.runtime.cpu.compiled_pass import CompiledDecoder, StateReading
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
-from cbatch.runtime.cpu.head import Head
-from cbatch.runtime.cpu.layers import Layer, LayerBuilder
+from cbatch.runtime.cpu.head import Head, HeadBuilder
+from cbatch.runtime.cpu.layers import Layer
 from cbatch.runtime.cpu.linear import Linear
-from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
@@ -41,7 +40,7 @@ class EagleHead(Head):
     def _build(
         self, head: HeadConfig, weights: HeadWeights, target: Model, target_head: Tensor
     ) -> None:
-        c, own = head.layer, _Weights(head, weights, self.dtype)
+        c, own = head.layer, _Weights(head, weights, target)
         self.vocabulary = _vocabulary(head, weights)
         reads = len(head.hidden_layers) * target.config.hidden_size
         norms, fc = own.read_norms(target), own.fc(reads) if head.kind == "eagle3" else None
@@ -98,14 +97,7 @@ class EagleHead(Head):
         return logits, carried[:, 0]
 
 
-class _Weights(LayerBuilder):
-    """The tensors of a head as products."""
-
-    def __init__(self, head: HeadConfig, weights: HeadWeights, dtype: torch.dtype) -> None:
-        numerics = Numerics("invariant", may_pack=False)
-        super().__init__(head.layer, weights, dtype, torch.device("cpu"), numerics)
-        self.head, self.names = head, weights.names
-
+class _Weights(HeadBuilder):
     def layer(self) -> tuple[Layer, StateReading]:
         c, eagle3 = self.config, self.head.kind == "eagle3"
         hidden, inner, width = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim

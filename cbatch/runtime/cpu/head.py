@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cbatch.runtime.cpu.compiled import Blocks, CompiledProduct, Run
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.cpu.layers import LayerBuilder
+from cbatch.runtime.cpu.linear import Linear
+from cbatch.runtime.cpu.numerics import Numerics
+from cbatch.runtime.model.gguf_blocks import rounded_to_q8_0
 from cbatch.runtime.model.head_config import HeadConfig
+from cbatch.runtime.model.head_weights import HeadWeights
 from cbatch.runtime.model.kv_cache import KVCache
+
+_BLOCK = 32  # columns
 
 
 class Head:
@@ -37,3 +45,21 @@ class Head:
             return logits
         whole = torch.full((len(logits), self.config.vocab_size), -torch.inf)
         return whole.index_copy_(1, self.vocabulary, logits)
+
+
+class HeadBuilder(LayerBuilder):
+    """The tensors of a head as products. Beside a target of block weights they are rounded to Q8_0,
+    so that a draft reads half as much; what a head guesses with need not be exact."""
+
+    def __init__(self, head: HeadConfig, weights: HeadWeights, target: Model) -> None:
+        numerics = Numerics("invariant", may_pack=False)
+        super().__init__(head.layer, weights, target.dtype, torch.device("cpu"), numerics)
+        self.head, self.weights, self.names = head, weights, weights.names
+        self._rounds = target.block_bytes is not None
+
+    def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Linear:
+        out, columns = weight.shape
+        if not self._rounds or columns % _BLOCK:
+            return super()._linear(weight, bias, in_scale)
+        blocks = Blocks("Q8_0", columns, rounded_to_q8_0(weight))
+        return Linear.of(CompiledProduct.of_blocks([(blocks, Run(out, out, 0))], bias, in_scale))

@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
-from cbatch.runtime.cpu.head import Head
-from cbatch.runtime.cpu.layers import LayerBuilder
+from cbatch.runtime.cpu.head import Head, HeadBuilder
 from cbatch.runtime.cpu.linear import Linear
-from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
@@ -31,12 +29,15 @@ class MedusaHead(Head):
         self.vocabulary = _vocabulary(head, weights)
         self._norm = target.final_norm
         with torch.inference_mode():
-            own = _Weights(head, weights, self.dtype)
+            own = _Weights(head, weights, target)
             self._blocks = [own.blocks(i) for i in range(head.num_heads)]
             self._heads = own.heads(self.vocabulary, target_head)
         products = [*self._heads, *(linear for each in self._blocks for linear in each)]
-        count = sum(linear.shape[0] * linear.shape[1] for linear in products)
-        self.block_bytes = count * self.dtype.itemsize
+        size = self.dtype.itemsize
+        self.block_bytes = sum(
+            p.shape[0] * p.shape[1] * size if p.compiled is None else p.compiled.num_bytes
+            for p in products
+        )
 
     def fuse(self, hidden: Tensor) -> Tensor:
         size = self.config.hidden_size
@@ -61,14 +62,7 @@ class MedusaHead(Head):
         return z
 
 
-class _Weights(LayerBuilder):
-    """The tensors of a file as products."""
-
-    def __init__(self, head: HeadConfig, weights: HeadWeights, dtype: torch.dtype) -> None:
-        numerics = Numerics("invariant", may_pack=False)
-        super().__init__(head.layer, weights, dtype, torch.device("cpu"), numerics)
-        self.head, self.weights, self.names = head, weights, weights.names
-
+class _Weights(HeadBuilder):
     def blocks(self, number: int) -> list[Linear]:
         return [self._block(f"blocks.{number}.layers.{i}") for i in range(self.head.num_blocks)]
 

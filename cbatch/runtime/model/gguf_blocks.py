@@ -34,6 +34,18 @@ def dequantised(name: str, blocks: NDArray[np.uint8], dtype: torch.dtype) -> Ten
     return found.flatten()
 
 
+def rounded_to_q8_0(matrix: Tensor) -> NDArray[np.uint8]:
+    """Rows [out, columns], columns a multiple of 32, as blocks uint8 [out, columns / 32 * 34]."""
+    found = []
+    for rows in matrix.split(max(1, _AT_ONCE // matrix.shape[1])):
+        values = rows.float().unflatten(1, (-1, 32))
+        scales = values.abs().amax(-1, keepdim=True) / 127
+        codes = (values / scales.clamp(min=1e-30)).round().clamp(-127, 127).to(torch.int8)
+        bits = scales.half().view(torch.uint8)
+        found.append(torch.cat([bits, codes.view(torch.uint8)], dim=-1).flatten(1))
+    return torch.cat(found).numpy()
+
+
 def _half(blocks: Tensor, at: int) -> Tensor:
     """fp16 at byte `at` of every block, as fp32 [count, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
