@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -68,9 +68,22 @@ class RopeConfig(msgspec.Struct, frozen=True):
     divisors: tuple[float, ...] = ()
 
 
+class KVShape(NamedTuple):
+    """What a layer keeps of each token: of each of `heads` a key and a value."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def values(self) -> int:
+        return self.heads * (self.key_dim + self.value_dim)
+
+
 class ModelConfig(msgspec.Struct, frozen=True):
     """Shape and arithmetic of a decoder. `sliding_window[layer]` is the window in tokens (the
-    token itself included) or None for full attention; `max_position_tokens` is the context."""
+    token itself included) or None for full attention; `max_position_tokens` is the context.
+    `kv_shapes` are those of the layers where `num_kv_heads` and `head_dim` do not say all."""
 
     family: str
     vocab_size: int
@@ -93,6 +106,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     bos_token_id: int | None = None
     torch_dtype: str | None = None
     quantisation: Quantisation | None = None
+    kv_shapes: tuple[KVShape, ...] = ()
 
     @property
     def group_size(self) -> int:

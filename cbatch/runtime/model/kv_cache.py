@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.config import KVShape, ModelConfig
 from cbatch.system.pages import zeros_in_time
 
 _ALIGNMENT_BYTES = 64
@@ -26,7 +26,9 @@ class KVCache:
     blocks in place, has K of a block transposed (see `paged.h`). One more block
     (`scratch_block`) stays zero: it stands for whatever a block table does not hold.
 
-    `data` [layers, 2, kv_heads, blocks, block_size, head_dim] is a view of all of it.
+    `block_rows[layer]` [kv_heads * blocks, values of a block of one head] are all there is where
+    layers differ in shape, or K and V do. Where they do not, `data` [layers, 2, kv_heads, blocks,
+    block_size, head_dim] is a view of all of it, and `token_rows` are rows of K and V of a token.
     """
 
     def __init__(
@@ -44,15 +46,20 @@ class KVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.scratch_block = num_blocks
-        heads, dim = config.num_kv_heads, config.head_dim
+        place, heads = torch.device(device), config.num_kv_heads
+        # First block row of each head: add a block id to get a row of `block_rows`.
+        self.head_base = np.arange(heads, dtype=np.int64) * (num_blocks + 1)
         # Zeroed, not empty: positions never written are masked, but they must be finite.
-        shape = config.num_layers, heads, num_blocks + 1, block_size, 2, dim
-        memory = _zeros(shape, dtype, torch.device(device))
+        if config.kv_shapes:
+            self.block_rows = _layers(config.kv_shapes, num_blocks + 1, block_size, dtype, place)
+            return
+        dim = config.head_dim
+        memory = _zeros(
+            (config.num_layers, heads, num_blocks + 1, block_size, 2, dim), dtype, place
+        )
         self.data = memory.permute(0, 4, 1, 2, 3, 5)
         self.block_rows = [layer.view(-1, block_size * 2 * dim) for layer in memory]
         self.token_rows = [layer.view(-1, 2 * dim) for layer in memory]
-        # First block row of each head: add a block id to get a row of `block_rows`.
-        self.head_base = np.arange(heads, dtype=np.int64) * (num_blocks + 1)
 
     @torch.inference_mode()
     def zero_blocks(self, block_ids: Sequence[int] | NDArray[np.integer]) -> None:
@@ -62,15 +69,36 @@ class KVCache:
             return
         if ids.min() < 0 or ids.max() >= self.num_blocks:
             raise ValueError(f"block ids must lie in 0..{self.num_blocks - 1}, got {ids.tolist()}")
-        index = torch.from_numpy(ids).to(self.data.device)
-        bits = self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data
-        bits.index_fill_(3, index, 0)
+        for layer in self.block_rows:
+            index = torch.from_numpy(ids).to(layer.device)
+            bits = layer.view(torch.uint8) if layer.itemsize == 1 else layer
+            bits.view(-1, self.num_blocks + 1, bits.shape[1]).index_fill_(1, index, 0)
 
     @staticmethod
     def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
         """Bytes one block takes over all layers."""
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        if config.kv_shapes:
+            per_token = sum(shape.values for shape in config.kv_shapes)
         return per_token * block_size * dtype.itemsize
+
+
+def _layers(
+    shapes: Sequence[KVShape],
+    blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """Memory of each layer, [heads * blocks, values of a block of one head]."""
+    widths = [block_size * (shape.key_dim + shape.value_dim) for shape in shapes]
+    counts = [shape.heads * blocks * width for shape, width in zip(shapes, widths, strict=True)]
+    steps = [-(-count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for count in counts]
+    parts = _zeros((sum(steps),), dtype, device).split(steps)
+    return [
+        part[:count].view(-1, width)
+        for part, count, width in zip(parts, counts, widths, strict=True)
+    ]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
