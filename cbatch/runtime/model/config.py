@@ -176,19 +176,28 @@ def load_config(path: str | Path) -> ModelConfig:
         raise ModelError(
             f"{file}: not found; give a Hugging Face model directory (config.json, *.safetensors)"
         )
-    config = parse_config(_read_object(file), file)
-    generation = _Fields(file.parent / GENERATION_FILE, read_generation_config(file.parent))
-    eos_ids = config.eos_token_ids + _token_ids(generation, "eos_token_id")
-    return msgspec.structs.replace(config, eos_token_ids=tuple(dict.fromkeys(eos_ids)))
+    config = parse_config(read_json_object(file), file)
+    return msgspec.structs.replace(config, eos_token_ids=eos_ids_of(file.parent))
+
+
+def eos_ids_of(directory: Path) -> tuple[int, ...]:
+    """By config and generation config, each once. Raises ModelError for what is no token id."""
+    found: list[int] = []
+    for name in ("config.json", GENERATION_FILE):
+        file = directory / name
+        values = read_json_object(file) if file.exists() else {}
+        found += _token_ids(_Fields(file, values), "eos_token_id")
+    return tuple(dict.fromkeys(found))
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
     """Empty where there is no such file. Raises ModelError for one that cannot be read."""
     file = directory / GENERATION_FILE
-    return _read_object(file) if file.exists() else {}
+    return read_json_object(file) if file.exists() else {}
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Raises ModelError for a file that holds no JSON object."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as err:

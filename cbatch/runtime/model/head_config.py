@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from cbatch.runtime.model.config import ModelConfig, ModelError, _Fields, _read_object, parse_config
+from cbatch.runtime.model.config import (
+    ModelConfig,
+    ModelError,
+    _Fields,
+    parse_config,
+    read_json_object,
+)
 
 if TYPE_CHECKING:
     from cbatch.runtime.model.head_weights import HeadWeights
@@ -64,7 +70,7 @@ def is_head(path: Path) -> bool:
     file = path / "config.json"
     if not path.is_dir() or not file.exists():
         return False
-    values = _read_object(file)
+    values = read_json_object(file)
     names = values.get("architectures")
     known = (*_EAGLE3, *_EAGLE1, *_MEDUSA)
     named = isinstance(names, list) and any(str(name) in known for name in names)
@@ -87,7 +93,7 @@ def read_head(path: Path, target: ModelConfig) -> list[HeadConfig]:
     from cbatch.runtime.model.head_weights import HeadWeights
 
     file = path / "config.json"
-    values = _read_object(file)
+    values = read_json_object(file)
     f = _Fields(file, values)
     algorithm = values.get("speculators_model_type")
     if algorithm in _OTHERS:

@@ -1,0 +1,66 @@
+"""What a transformers model is, in our spelling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cbatch.runtime.cpu.transformers_backend.step import AttentionLayer
+from cbatch.runtime.model.config import ModelConfig, ModelError, RopeConfig, eos_ids_of
+
+_CHANGING_ROPES = ("dynamic", "longrope")  # whose angles follow the longest sequence of a step
+
+
+def bridge(config: Any, path: Path, layers: list[AttentionLayer], vocab_size: int) -> ModelConfig:
+    """`layers` are those that a probe has found. Raises ModelError for a config that says too
+    little."""
+    heads = layers[0].heads
+    return ModelConfig(
+        family=str(config.model_type),
+        vocab_size=vocab_size,
+        hidden_size=int(config.hidden_size),
+        num_layers=len(layers),
+        num_heads=heads,
+        num_kv_heads=layers[0].kv.heads,
+        head_dim=layers[0].kv.key_dim,
+        intermediate_size=0,
+        max_position_tokens=_context_tokens(config, path, layers),
+        rms_norm_eps=0.0,
+        rope=RopeConfig(),
+        sliding_window=tuple(layer.window for layer in layers),
+        tie_embeddings=False,
+        attention_bias=False,
+        attention_out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        eos_token_ids=eos_ids_of(path),
+        bos_token_id=config.bos_token_id if isinstance(config.bos_token_id, int) else None,
+        kv_shapes=tuple(layer.kv for layer in layers),
+    )
+
+
+def _context_tokens(config: Any, path: Path, layers: list[AttentionLayer]) -> int:
+    """As far as what we compute is what the model means: no further than chunks of attention, or
+    windows that the modelling code builds into its masks, or angles that would change."""
+    tokens = getattr(config, "max_position_embeddings", None)
+    if not isinstance(tokens, int) or tokens < 2:
+        raise ModelError(f"{path}: max_position_embeddings: missing; the context is not known")
+    limits = [tokens]
+    kinds = getattr(config, "layer_types", None) or ()
+    if "chunked_attention" in kinds:
+        limits.append(config.attention_chunk_size)
+    window = getattr(config, "sliding_window", None)
+    masked = window and getattr(config, "use_sliding_window", True)
+    if masked and all(layer.window is None for layer in layers):
+        limits.append(window)
+    for rope in _ropes(config):
+        if rope.get("rope_type") in _CHANGING_ROPES:
+            limits.append(rope.get("original_max_position_embeddings") or tokens)
+    return min(limits)
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Of all kinds of layers, where these differ."""
+    found = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in found.values() if isinstance(each, dict)]
+    return nested or [found]

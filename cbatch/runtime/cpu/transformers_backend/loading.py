@@ -1,0 +1,87 @@
+"""A model of transformers, loaded by transformers and told to compute with our parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cbatch.runtime.cpu.numerics import Numerics, memory_bytes
+from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
+from cbatch.runtime.cpu.transformers_backend.support import refuse_unsupported
+from cbatch.runtime.model.checkpoint import resolve_directory, resolve_dtype
+from cbatch.runtime.model.config import ModelError
+
+_PACK_BYTES_SHARE = 0.5  # of the machine's memory, as for our own pass
+
+
+def load_transformers_model(
+    path_or_name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    numerics: str = "auto",
+    random_weights_seed: int | None = None,
+) -> TransformersModel:
+    """From a Hugging Face directory or hub name. Raises ModelError for what cannot be served so,
+    naming what it is and why."""
+    path = resolve_directory(path_or_name, weights=random_weights_seed is None)
+    refuse_unsupported(path)
+    with _quiet():
+        net, served = _load(path, dtype, random_weights_seed)
+    return TransformersModel(net, path, served, _numerics(numerics, net, served))
+
+
+def _load(path: Path, dtype: str | torch.dtype, seed: int | None) -> tuple[nn.Module, torch.dtype]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    how: dict[str, Any] = {"attn_implementation": "eager"}
+    try:
+        config = AutoConfig.from_pretrained(path)
+        stored = config.dtype
+        served = resolve_dtype(dtype, None if stored is None else str(stored).split(".")[-1])
+        with torch.inference_mode(False), torch.no_grad():
+            if seed is None:
+                net = AutoModelForCausalLM.from_pretrained(
+                    path, config=config, dtype=served, use_safetensors=True, **how
+                )
+            else:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(seed)
+                    net = AutoModelForCausalLM.from_config(config, dtype=served, **how)
+    except ModelError:
+        raise
+    except Exception as error:  # of its own kinds there are many
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{path}: transformers does not load it: {said:.300}") from error
+    return net.eval().requires_grad_(False), served
+
+
+def _numerics(asked: str, net: nn.Module, dtype: torch.dtype) -> Numerics:
+    count = sum(parameter.numel() for parameter in net.parameters())
+    may_pack = 4 * count < _PACK_BYTES_SHARE * memory_bytes()
+    if asked == "auto":
+        from cbatch.runtime.cpu.compiled import compiles
+
+        asked = "invariant" if compiles(dtype) else "fast"
+    return Numerics(asked, may_pack)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars and hints of a library that thinks it is the program."""
+    from transformers.utils import logging as told
+
+    bars, level = told.is_progress_bar_enabled(), told.get_verbosity()
+    told.disable_progress_bar()
+    told.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        told.set_verbosity(level)
+        if bars:
+            told.enable_progress_bar()

@@ -1,0 +1,120 @@
+"""A model of transformers with the interface of our own `Model`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from cbatch.core.request.errors import FieldError
+from cbatch.runtime.cpu.decoder import RaggedBatch
+from cbatch.runtime.cpu.linear import Linear
+from cbatch.runtime.cpu.numerics import Numerics
+from cbatch.runtime.cpu.transformers_backend import attention
+from cbatch.runtime.cpu.transformers_backend.config import bridge
+from cbatch.runtime.cpu.transformers_backend.products import Products, widen
+from cbatch.runtime.cpu.transformers_backend.step import Pass
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.kv_cache import KVCache
+
+
+class TransformersModel:
+    """Modelling code of transformers over a ragged flat batch and paged KV; as `decoder.Model`.
+
+    Weights are of `dtype`, what goes between layers is fp32.
+    """
+
+    ranks = None
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, net: nn.Module, path: Path, dtype: torch.dtype, numerics: Numerics) -> None:
+        """`net` is a model for causal LM, and is changed. Raises ModelError for one that does what
+        we do not compute."""
+        self.dtype, self.device, self.numerics = dtype, torch.device("cpu"), numerics.mode
+        self.net, self.path = net, path
+        self._pass = Pass()
+        attention.register()
+        with torch.no_grad():
+            self._products = Products(numerics)
+            self._products.replace(net)
+            widen(net)
+        net.set_attn_implementation(attention.NAME)
+        self._keeps = "logits_to_keep" in inspect.signature(net.forward).parameters
+        self.config = bridge(net.config, path, *self._probe())
+
+    @property
+    def progress(self) -> NDArray[np.int64] | None:
+        return self._pass.progress
+
+    @progress.setter
+    def progress(self, counter: NDArray[np.int64] | None) -> None:
+        self._pass.progress = counter
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the matrices as they are held."""
+        size = 0
+        for linear in self.linears():
+            held = linear.compiled
+            out, columns = linear.shape
+            size += out * columns * self.dtype.itemsize if held is None else held.num_bytes
+        return size + sum(p.nbytes for p in self.net.parameters())
+
+    def linears(self) -> Iterator[Linear]:
+        yield from self._products.linears()
+
+    def keep_hidden(self, layers: tuple[int, ...]) -> None:
+        if layers:
+            raise FieldError(
+                "draft",
+                "heads read states that transformers' modelling code does not give",
+                "give a draft model, or drafter ngram or suffix",
+            )
+
+    def room_for_hidden(self, num_rows: int) -> None:
+        return None
+
+    def forward(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor | None = None) -> Tensor:
+        """As `Model.forward`, but nothing is kept of layers."""
+        last = int(batch.context_lens.max())
+        if last > self.config.max_position_tokens:
+            raise ValueError(
+                f"context_lens: {last} tokens exceed the model's context of "
+                f"{self.config.max_position_tokens}"
+            )
+        with torch.inference_mode(), attention.begin(self._pass, batch, kv):
+            return self._run(batch.tokens, batch.positions, batch.logits_index)
+
+    def _run(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+        given = {"logits_to_keep": wanted} if self._keeps else {}
+        out = self.net(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, **given
+        )
+        logits = out.logits[0]
+        return (logits if self._keeps else logits.index_select(0, wanted)).float()
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[list, int]:
+        """The layers that a pass goes through, and how many logits it gives."""
+        with attention.entering(self._pass):
+            try:
+                row = torch.zeros(1, dtype=torch.int64)
+                logits = self._run(row, row, row)
+            except ModelError as error:
+                raise ModelError(f"{self.path}: {error}") from None
+            except Exception as error:
+                raise ModelError(
+                    f"{self.path}: {type(self.net).__name__} does not run over a flat batch: "
+                    f"{type(error).__name__}: {error!s:.200}"
+                ) from error
+        if not self._pass.layers:
+            raise ModelError(
+                f"{self.path}: {type(self.net).__name__} does not call attention by the interface "
+                "that transformers has for it"
+            )
+        return self._pass.layers, logits.shape[-1]

@@ -1,0 +1,81 @@
+"""What the transformers backend cannot serve, told by `config.json` alone: quickly, by name."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from cbatch.runtime.model.config import ModelError, read_json_object
+
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_STATEFUL = {
+    "bamba": "Mamba layers",
+    "falcon_h1": "Mamba layers",
+    "falcon_mamba": "Mamba layers",
+    "granitemoehybrid": "Mamba layers",
+    "jamba": "Mamba layers",
+    "kimi_linear": "linear attention",
+    "lfm2": "convolutions",
+    "lfm2_moe": "convolutions",
+    "mamba": "Mamba layers",
+    "mamba2": "Mamba layers",
+    "minimax": "linear attention",
+    "nemotron_h": "Mamba layers",
+    "olmo_hybrid": "linear attention",
+    "qwen3_5_moe_text": "linear attention",
+    "qwen3_5_text": "linear attention",
+    "qwen3_next": "linear attention",
+    "recurrent_gemma": "recurrent blocks",
+    "rwkv": "recurrent blocks",
+    "xlstm": "recurrent blocks",
+    "zamba": "Mamba layers",
+    "zamba2": "Mamba layers",
+}
+_BY_LAYER_TYPES = ("lfm2", "lfm2_moe")  # some of them have attention alone
+_SPARSE = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa")
+_OTHER_MODES = ("vision_config", "audio_config", "vision_tower", "image_token_id")
+_ENCODERS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+_DECODERS = ("ForCausalLM", "LMHeadModel")
+
+
+def refuse_unsupported(path: Path) -> None:
+    """Raises ModelError for a directory whose model is no decoder of text, or keeps state that is
+    not keys and values."""
+    problem = problem_of(read_json_object(path / "config.json"))
+    if problem is not None:
+        raise ModelError(f"{path / 'config.json'}: {problem}")
+
+
+def problem_of(values: dict[str, Any]) -> str | None:
+    """Why a model of this configuration is not served, if it is not."""
+    kind = values.get("model_type")
+    if not isinstance(kind, str):
+        return "model_type: missing; without it nobody knows the architecture"
+    architectures = values.get("architectures") or [kind]
+    name = ", ".join(map(str, architectures))
+    if values.get("is_encoder_decoder"):
+        return f"architectures: {name} is an encoder with a decoder; use a decoder of text"
+    if any(field in values for field in _OTHER_MODES):
+        return f"architectures: {name} is multimodal; use its text model, if it has one"
+    if all(str(each).endswith(_ENCODERS) for each in architectures):
+        return f"architectures: {name} is an encoder; use a decoder of text"
+    if values.get("architectures") and not any(str(a).endswith(_DECODERS) for a in architectures):
+        return f"architectures: {name} gives no logits of a next token; use a model for causal LM"
+    if values.get("quantization_config"):
+        return "quantization_config: transformers' modelling code is served with whole weights"
+    if "auto_map" in values and find_spec(f"transformers.models.{kind}") is None:
+        return f"auto_map: {name} brings code of its own, which is not run"
+    return _state_of(values, kind, name)
+
+
+def _state_of(values: dict[str, Any], kind: str, name: str) -> str | None:
+    kinds = values.get("layer_types") or ()
+    other = sorted({str(each) for each in kinds} - _ATTENTION)
+    if other:
+        return f"layer_types: {name} keeps state that is not attention ({', '.join(other)})"
+    if kind in _STATEFUL and not (kind in _BY_LAYER_TYPES and kinds):
+        return f"model_type: {name} keeps state that is not attention ({_STATEFUL[kind]})"
+    if kind in _SPARSE:
+        return f"model_type: {name} attends sparsely, by an index of its own"
+    return None

@@ -1,0 +1,108 @@
+"""Architectures of transformers, made tiny, with random weights: what its modelling code is served
+with. Each is what one of them is like, with windows that a test's sequences pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+_EXPERT_NAMES = ("moe", "mixtral", "oss", "deepseek", "dots", "minimax")
+_LATENT: dict[str, Any] = {  # multi-head latent attention
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+_DEEPSEEK = _LATENT | {"head_dim": 8, "qk_rope_head_dim": 8}
+_WINDOW = {"sliding_window": 8}
+_OWN: dict[str, dict[str, Any]] = {
+    "cohere2": _WINDOW,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "exaone4": _WINDOW,
+    "gemma2": _WINDOW | {"query_pre_attn_scalar": 16},
+    "gemma3_text": _WINDOW | {"query_pre_attn_scalar": 16},
+    "gemma4_text": _WINDOW
+    | {
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 16,
+        "num_global_key_value_heads": 2,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 0,
+    },
+    "glm4_moe_lite": _LATENT,
+    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256},
+    "gpt_oss": _WINDOW,
+    "laguna": {"num_attention_heads_per_layer": [4] * 4},
+    "lfm2": {"layer_types": ["full_attention"] * 4},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 4, "num_dense_layers": 1},
+    "minicpm3": _LATENT,
+    "mistral": _WINDOW,
+    "olmo3": _WINDOW,
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
+    "youtu": _LATENT,
+}
+
+
+def tiny_config(kind: str) -> Any:
+    """The configuration of a `model_type`, with the fields that it has of those above."""
+    from transformers import AutoConfig
+
+    asked = _COMMON | (_EXPERTS if any(n in kind for n in _EXPERT_NAMES) else {})
+    asked = asked | _OWN.get(kind, {})
+    base = AutoConfig.for_model(kind)
+    known = set(base.to_dict()) | set(getattr(base, "attribute_map", {}))
+    return AutoConfig.for_model(kind, **{k: v for k, v in asked.items() if k in known})
+
+
+def make_tiny(kind: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """Writes a model of a `model_type` to `folder`, and gives it back. Raises ValueError where none
+    of a reasonable size comes of it."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(kind)
+    config.architectures = None
+    with torch.device("meta"):
+        size = AutoModelForCausalLM.from_config(config, dtype=dtype).num_parameters()
+    if size > 5e7:
+        raise ValueError(f"{kind}: {size} weights are not tiny")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in net.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.08)
+    net.eval().save_pretrained(folder)
+    return net
