@@ -12,7 +12,7 @@
 // not in use, or blocks have none.
 static void values_of(const paged *kv, const scratch *s, long chunk, long from, long to,
                       const char **values) {
-    const long size = kv->block_size, bytes = block_bytes_of(size, kv->dim, kv->scoring);
+    const long size = kv->block_size, bytes = bytes_of_block(kv);
     const long half = kv->scoring != WHOLE, step = half ? 2 : 1;
 #if defined(__AMX_TILE__)
     if (kv->scoring == BY_TILES) {
@@ -28,7 +28,7 @@ static void values_of(const paged *kv, const scratch *s, long chunk, long from, 
             values[k / 2] = gathered(kv, s->values + k / 2 * s->width, first, last);
         else
             values[k / step] = kv->blocks + kv->table[block] * bytes +
-                               value_place_of(at, size, kv->dim, half).first;
+                               value_place_of(at, size, kv->dim, kv->value_dim, half).first;
     }
 }
 
@@ -237,17 +237,28 @@ INLINE void weigh_all(const scratch *s, const char *const *values, long count, l
 
 // Queries [count] as they are scored.
 INLINE void take_queries(const attending *of, const scratch *s, long dim, enum scoring scoring) {
+    float scaled[dim];
     for (long q = 0; q < of->rows * of->group; q++) {
         const long row = q / of->group, head = q % of->group;
-        const float *from = of->queries + row * of->stride + head * dim;
+        const float *from = of->queries + row * of->stride + head * of->head_stride;
+        if (of->scale != 1) {
+            for (long d = 0; d < dim; d++) scaled[d] = from[d] * of->scale;
+            from = scaled;
+        }
         if (scoring == BY_PAIRS || scoring == BY_TILES) narrow(from, dim, (uint16_t *)(s->queries + q * s->width));
         else memcpy(s->queries + q * s->width, from, dim * 4);
     }
 }
 
+// Scores of a query with the chunk's first `count` keys.
+static void bend(float *scores, long count, float cap) {
+    for (long k = 0; k < count; k += LANES)
+        store(scores + k, tangent(load(scores + k) * (1 / cap)) * cap);
+}
+
 INLINE void attend_to(const attending *of, const paged *kv, const scratch *s,
                       enum scoring scoring) {
-    const long dim = kv->dim;
+    const long dim = kv->dim, value_dim = kv->value_dim;
     const long count = of->rows * of->group;
     const long end = of->position + of->rows, begin = most(of->position + 1 - kv->window, kv->first);
     take_queries(of, s, dim, scoring);
@@ -263,21 +274,23 @@ INLINE void attend_to(const attending *of, const paged *kv, const scratch *s,
         const char *values[KEYS];
         values_of(kv, s, chunk, from, to, values);
         score_all(s, &keys, count, to, dim, scoring);
+        for (long q = 0; q < count && of->cap; q++) bend(s->scores + q * KEYS, to, of->cap);
         for (long q = 0; q < count; q++) {
             const long position = of->position + q / of->group;
             const long seen = most(position + 1 - kv->window, kv->first) - chunk;
-            soften_as(s, q, most(seen, 0), least(position + 1 - chunk, KEYS), to, dim, scoring);
+            soften_as(s, q, most(seen, 0), least(position + 1 - chunk, KEYS), to, value_dim, scoring);
         }
-        weigh_all(s, values, count, from, to, dim, scoring);
+        weigh_all(s, values, count, from, to, value_dim, scoring);
     }
 #if defined(__AMX_TILE__)
     if (scoring == BY_TILES) _tile_release();
 #endif
     for (long q = 0; q < count; q++) {
         const long row = q / of->group, head = q % of->group;
-        float *out = of->out + row * of->out_stride + head * dim;
-        const float sum = total(load(s->sums + q * LANES));
-        for (long d = 0; d < dim; d++) out[d] = s->out[q * s->width + d] / sum;
+        float *out = of->out + row * of->out_stride + head * value_dim;
+        float sum = total(load(s->sums + q * LANES));
+        if (of->sinks) sum += exponential(all(of->sinks[head] - s->top[q]))[0];
+        for (long d = 0; d < value_dim; d++) out[d] = s->out[q * s->width + d] / sum;
     }
 }
 

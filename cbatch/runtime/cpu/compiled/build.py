@@ -22,6 +22,7 @@ _FLAGS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-pthread", "-fPIC")
 _SYMBOLS = ("decode", "memory_bytes", "product", "lanes", "rest", "pack", "bytes_of_panel")
 _SYMBOLS += ("look_up", "score_drafts", "choose")
 _SYMBOLS += ("fuse", "ingest", "draft", "head_bytes")
+_SYMBOLS += ("begin_attention", "end_attention", "attend_layer", "attention_floats")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _logger = logging.getLogger("cbatch")
 

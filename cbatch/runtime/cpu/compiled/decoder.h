@@ -91,19 +91,6 @@ static void rotate(const float *x, const float *by, float scale, long dim, float
     }
 }
 
-// K [dim] and V [dim] to place `at` of a block.
-static void store_kv(const float *key, const float *value, long dim, long block_size, long at,
-                     char *block, int half) {
-    const value_place to = value_place_of(at, block_size, dim, half);
-    uint16_t keys[dim], values[dim];
-    if (half) round_row(key, dim, keys), round_row(value, dim, values);
-    const char *cells = half ? (const char *)keys : (const char *)key;
-    for (long i = 0; i < (half ? dim / 2 : dim); i++)
-        memcpy(block + (i * block_size + at) * 4, cells + i * 4, 4);
-    if (!half) memcpy(block + to.first, value, dim * 4);
-    for (long d = 0; half && d < dim; d++) memcpy(block + to.first + d * to.stride, values + d, 2);
-}
-
 // Norms, rotates and scales the heads of a row and KV head, of which `queries` are queries; its K and
 // V go to place `at` of a block.
 static void place(const pass *p, const layer *l, long queries, float *heads, const float *cos_sin,
@@ -122,7 +109,7 @@ static void place(const pass *p, const layer *l, long queries, float *heads, con
         rotate(x, cos_sin, g < queries ? scale : 1, dim, rotated);
         if (g < queries) memcpy(x, rotated, dim * 4);
     }
-    store_kv(rotated, heads + (queries + 1) * dim, dim, size, at, block, half);
+    store_kv(rotated, heads + (queries + 1) * dim, dim, dim, size, at, block, half);
 }
 
 // By pairs where the products are, too: else bits are those of every processor.
@@ -130,21 +117,21 @@ static enum scoring scoring_of(const pass *p) {
     if (!p->step->kv_half) return WHOLE;
     if (takes_of(&p->model->layers->qkv) != PAIRS) return WIDENED;
 #if defined(__AMX_TILE__)
-    if (fits_tiles(p->model->dim)) return BY_TILES;
+    if (fits_tiles(p->model->dim, p->model->dim)) return BY_TILES;
 #endif
     return BY_PAIRS;
 }
 
 static char *blocks_of(const pass *p, long layer, long head) {
     const step *s = p->step;
-    const long bytes = block_bytes_of(s->block_size, p->model->dim, scoring_of(p));
+    const long dim = p->model->dim, bytes = block_bytes_of(s->block_size, dim, dim, scoring_of(p));
     return s->kv + (layer * p->model->kv_heads + head) * s->blocks * bytes;
 }
 
 static void place_all(pass *p, long index, long queries) {
     const decoder *m = p->model;
     const step *s = p->step;
-    const long bytes = block_bytes_of(s->block_size, m->dim, scoring_of(p));
+    const long bytes = block_bytes_of(s->block_size, m->dim, m->dim, scoring_of(p));
     EACH_TAKEN(&p->me, p->rows, r) {
         const long position = p->positions[r], which = position / s->block_size;
         const long block = s->tables[p->sequences[r] * s->table_width + which];
@@ -165,11 +152,12 @@ static void attend_all(pass *p, long index) {
         const piece *of = p->pieces + i / m->kv_heads;
         const long head = i % m->kv_heads;
         const paged kv = {blocks_of(p, index, head), s->tables + of->sequence * s->table_width,
-                          s->block_size, m->dim, m->layers[index].window, m->first, scoring_of(p)};
+                          s->block_size, m->dim, m->dim, m->layers[index].window, m->first,
+                          scoring_of(p)};
         const attending queries = {
             p->fused + of->row * p->fused_stride + head * (m->group + 2) * m->dim,
             p->attended + of->row * p->attended_stride + head * m->group * m->dim,
-            of->rows, m->group, of->position, p->fused_stride, p->attended_stride};
+            of->rows, m->group, of->position, p->fused_stride, m->dim, p->attended_stride, 1, 0, 0};
         attend(&queries, &kv, &mine);
     }
 }

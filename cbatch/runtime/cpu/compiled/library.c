@@ -3,7 +3,29 @@
 #include "decoder.h"
 #include "greedy.h"
 #include "heads.h"
+#include "layer_attention.h"
 #include "lookup.h"
+
+// Before the layers of a step: 2, as `decode`, where the step does not fit. Until `end_attention` the
+// threads stay awake between calls.
+int begin_attention(const attention_step *of) {
+    if (locate(&of->rows, of->sequences, of->positions)) return 2;
+    expect_jobs(1);
+    return 0;
+}
+
+void end_attention(void) { expect_jobs(0); }
+
+void attend_layer(const attention_step *of, const attention_layer *layer) {
+    layer_job p = {.me.progress = of->progress, .step = *of, .layer = *layer};
+    p.num_pieces = cut(&of->rows, layer->group, of->pieces);
+    together(attend_layer_all, &p, sizeof p, threads_of(&p), 2);
+}
+
+// Working memory of a thread, in floats; a multiple of a cache line.
+long attention_floats(long group, long dim, long value_dim) {
+    return rounded(scratch_floats(queries_of_piece(group), most(dim, value_dim)), LINE_BYTES / 4);
+}
 
 int lanes(void) { return LANES; }
 

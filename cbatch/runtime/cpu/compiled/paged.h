@@ -11,20 +11,24 @@
 // V, are rounded, too, one after another or by tiles.
 enum scoring { WHOLE, WIDENED, BY_PAIRS, BY_TILES };
 
-// A layer's blocks of one KV head, [blocks, block_size * 2 * dim]. In a block lie K, transposed, and
-// V, in cells of 4 bytes: of fp32 [dim, block_size] and [block_size, dim]; of bf16 pairs of
-// dimensions [dim / 2, block_size, 2] and of positions [block_size / 2, dim, 2]. Where a block's size
-// is odd, V has no pairs: [block_size, dim]. Nobody sees positions before `first`.
+// A layer's blocks of one KV head, [blocks, block_size * (dim + value_dim)]. In a block lie K,
+// transposed, and V, in cells of 4 bytes: of fp32 [dim, block_size] and [block_size, value_dim]; of
+// bf16 pairs of dimensions [dim / 2, block_size, 2] and of positions [block_size / 2, value_dim, 2].
+// Where a block's size is odd, V has no pairs: [block_size, value_dim]. Nobody sees positions before
+// `first`.
 typedef struct {
     const char *blocks;
     const int32_t *table;
-    long block_size, dim, window, first;
+    long block_size, dim, value_dim, window, first;
     enum scoring scoring;
 } paged;
 
 INLINE long kv_size(enum scoring scoring) { return scoring == WHOLE ? 4 : 2; }
-INLINE long block_bytes_of(long block_size, long dim, enum scoring scoring) {
-    return block_size * 2 * dim * kv_size(scoring);
+INLINE long block_bytes_of(long block_size, long dim, long value_dim, enum scoring scoring) {
+    return block_size * (dim + value_dim) * kv_size(scoring);
+}
+INLINE long bytes_of_block(const paged *kv) {
+    return block_bytes_of(kv->block_size, kv->dim, kv->value_dim, kv->scoring);
 }
 
 // Where V of a place begins in its block, and from dimension to dimension, in bytes.
@@ -32,18 +36,36 @@ typedef struct {
     long first, stride;
 } value_place;
 
-INLINE value_place value_place_of(long at, long block_size, long dim, int half) {
+INLINE value_place value_place_of(long at, long block_size, long dim, long value_dim, int half) {
     const long paired = half && block_size % 2 == 0, odd = paired && at % 2;
-    return (value_place){((block_size + at - odd) * dim + odd) * (half ? 2 : 4),
+    return (value_place){(block_size * dim + (at - odd) * value_dim + odd) * (half ? 2 : 4),
                          paired || !half ? 4 : 2};
 }
 
+// K [dim] and V [value_dim] to place `at` of a block.
+static void store_kv(const float *key, const float *value, long dim, long value_dim, long block_size,
+                     long at, char *block, int half) {
+    const value_place to = value_place_of(at, block_size, dim, value_dim, half);
+    uint16_t keys[dim], values[value_dim];
+    if (half) round_row(key, dim, keys), round_row(value, value_dim, values);
+    const char *cells = half ? (const char *)keys : (const char *)key;
+    for (long i = 0; i < (half ? dim / 2 : dim); i++)
+        memcpy(block + (i * block_size + at) * 4, cells + i * 4, 4);
+    if (!half) memcpy(block + to.first, value, value_dim * 4);
+    for (long d = 0; half && d < value_dim; d++)
+        memcpy(block + to.first + d * to.stride, values + d, 2);
+}
+
 // `rows` rows, the first at `position`, of `group` heads each; query r, g at queries + r * stride +
-// g * dim, and what it attends to at out + r * out_stride + g * dim.
+// g * head_stride, to be multiplied by `scale`, and what it attends to at out + r * out_stride + g *
+// value_dim. Scores are bent to cap * tanh(score / cap), unless that is 0. `sinks` [group], unless
+// null, are scores of a key more that each sees, whose value is 0.
 typedef struct {
     const float *queries;
     float *out;
-    long rows, group, position, stride, out_stride;
+    long rows, group, position, stride, head_stride, out_stride;
+    float scale, cap;
+    const float *sinks;
 } attending;
 
 // Of one thread, for up to `count` queries.
@@ -80,7 +102,7 @@ typedef struct {
 // K of the chunk's positions [0, to), those from `from` on in use. Blocks that do not hold whole
 // groups of LANES are gathered.
 static columns columns_of(const paged *kv, const scratch *s, long chunk, long from, long to) {
-    const long size = kv->block_size, bytes = block_bytes_of(size, kv->dim, kv->scoring);
+    const long size = kv->block_size, bytes = bytes_of_block(kv);
     const long rows = kv->dim * kv_size(kv->scoring) / 4;
     columns found = {.stride = 4 * (size % LANES ? KEYS : size)};
     for (long k = from; k < to && size % LANES; k++) {
@@ -99,10 +121,10 @@ static columns columns_of(const paged *kv, const scratch *s, long chunk, long fr
 
 // V of two positions of which [from, to) is in use, as pairs; 0 for the other.
 static const char *gathered(const paged *kv, float *cells, long from, long to) {
-    const long size = kv->block_size, dim = kv->dim, bytes = block_bytes_of(size, dim, kv->scoring);
+    const long size = kv->block_size, dim = kv->value_dim, bytes = bytes_of_block(kv);
     memset(cells, 0, dim * 4);
     for (long k = from; k < to; k++) {
-        const value_place of = value_place_of(k % size, size, dim, 1);
+        const value_place of = value_place_of(k % size, size, kv->dim, dim, 1);
         const char *value = kv->blocks + kv->table[k / size] * bytes + of.first;
         char *to = (char *)cells + k % 2 * 2;
         for (long d = 0; d < dim; d++) memcpy(to + d * 4, value + d * of.stride, 2);

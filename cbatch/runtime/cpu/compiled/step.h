@@ -1,10 +1,9 @@
 // A decoder and a step of it, as they come from outside; and its working memory.
 
 #pragma once
-#include "paged.h"
 #include "product.h"
+#include "ragged.h"
 
-#define MOST_QUERIES 48  // of a tile of attention
 #define GAP LANES        // floats behind a row, which keep rows out of the same cache sets
 
 // qkv makes rows [kv_heads, group + 2, dim]: the queries of each KV head, then its K, then its V.
@@ -65,10 +64,6 @@ typedef struct {
     long part;
 } step;
 
-typedef struct {
-    long sequence, row, rows, position;
-} piece;
-
 // A pass as each thread sees it. Working memory: rows of floats, a stride apart, and as the next
 // product takes them.
 typedef struct {
@@ -117,7 +112,7 @@ static long carve(pass *p, char *memory, long rows, long threads) {
     p->gated_stride = taken_bytes(gated * m->inner) + 4 * GAP;
     TAKE(p->gated, rows *p->gated_stride, char);
     ROWS_OF(pairs, pair_stride, m->reader ? 2 * m->hidden : 0);
-    p->queries = most(MOST_QUERIES / m->group, 1) * m->group;
+    p->queries = queries_of_piece(m->group);
     p->scratch_size = rounded(scratch_floats(p->queries, m->dim), LANES);
     TAKE(p->scratches, threads *p->scratch_size, float);
     TAKE(p->pieces, rows, piece);
@@ -140,29 +135,13 @@ long memory_bytes(const decoder *model, long rows, long threads) {
 static int plan(pass *p) {
     const decoder *m = p->model;
     const step *s = p->step;
-    const long most_rows = p->queries / m->group;
-    long row = 0;
-    p->num_pieces = 0;
     for (long i = 0; i < s->rows; i++)
         if (s->tokens[i] < 0 || s->tokens[i] >= m->vocab) return 1;
     for (long i = 0; i < s->num_wanted; i++)
         if (s->wanted[i] < 0 || s->wanted[i] >= s->rows) return 3;
-    for (long b = 0; b < s->sequences; b++) {
-        const long length = s->query_lens[b], start = s->context_lens[b] - length;
-        const long blocks = (s->context_lens[b] + s->block_size - 1) / s->block_size;
-        if (start < 0 || blocks > s->table_width || row + length > s->rows) return 2;
-        for (long i = 0; i < blocks; i++) {
-            const long block = s->tables[b * s->table_width + i];
-            if (block < 0 || block >= s->blocks) return 2;
-        }
-        for (long i = 0; i < length; i += most_rows)
-            p->pieces[p->num_pieces++] =
-                (piece){b, row + i, least(most_rows, length - i), start + i};
-        for (long i = 0; i < length; i++) {
-            p->sequences[row + i] = b;
-            p->positions[row + i] = start + i;
-        }
-        row += length;
-    }
-    return row == s->rows ? 0 : 2;
+    const ragged of = {s->query_lens, s->context_lens, s->tables, s->rows,
+                       s->sequences, s->table_width, s->blocks, s->block_size};
+    if (locate(&of, p->sequences, p->positions)) return 2;
+    p->num_pieces = cut(&of, m->group, p->pieces);
+    return 0;
 }

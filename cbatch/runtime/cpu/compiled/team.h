@@ -20,6 +20,7 @@
 #define MOST_THREADS 64
 #define MOST_JOB_BYTES 1024
 #define SPINS 400  // looks at a number before a thread sleeps: some 20 us
+#define PATIENT_SPINS 8000  // so before a job that is known to come soon
 #define LINE_BYTES 64
 #define RUNS 16  // of a thread, at least, where iterations are taken several at a time
 
@@ -64,6 +65,7 @@ typedef struct {
 } member;
 
 static team *the_team;
+static int32_t spins_between_jobs = SPINS;
 static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
 
 static long futex(int32_t *word, int what, int32_t value) {
@@ -79,9 +81,10 @@ static void ring(team *of) {
 
 // Until `until` holds. The bell is read before it is looked whether to sleep: who rings after the
 // look changes it.
-#define AWAIT(of, until)                                                       \
+#define AWAIT(of, until) AWAIT_FOR(of, SPINS, until)
+#define AWAIT_FOR(of, spins, until)                                            \
     for (long spin = 0; !(until); spin++) {                                    \
-        if (spin < SPINS) {                                                    \
+        if (spin < (spins)) {                                                  \
             RELAX();                                                           \
             continue;                                                          \
         }                                                                      \
@@ -171,7 +174,8 @@ static void *help(void *number) {
     char job[MOST_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
     int32_t last = 0, turn;
     for (;;) {
-        AWAIT(of, (turn = __atomic_load_n(&of->turn, __ATOMIC_ACQUIRE)) != last && !(turn & 1))
+        AWAIT_FOR(of, __atomic_load_n(&spins_between_jobs, __ATOMIC_RELAXED),
+                  (turn = __atomic_load_n(&of->turn, __ATOMIC_ACQUIRE)) != last && !(turn & 1))
         __atomic_add_fetch(&of->inside, 1, __ATOMIC_SEQ_CST);
         memcpy(job, of->job, sizeof job);
         void (*run)(void *) = of->run;
@@ -185,6 +189,11 @@ static void *help(void *number) {
         ring(of);
     }
     return 0;
+}
+
+// Whether the next job comes soon: threads wait for it longer before they sleep, yet not for ever.
+static void expect_jobs(int soon) {
+    __atomic_store_n(&spins_between_jobs, soon ? PATIENT_SPINS : SPINS, __ATOMIC_RELAXED);
 }
 
 // Waits until nobody is in a job that has ended: what it was about may go then.

@@ -9,7 +9,9 @@
 #define PAIRS_OF_A_TILE (TILE / 2)  // of positions
 
 // Whether heads of so many dimensions are made of whole tiles.
-INLINE int fits_tiles(long dim) { return dim % (2 * TILE) == 0; }
+INLINE int fits_tiles(long dim, long value_dim) {
+    return dim % (2 * TILE) == 0 && value_dim % TILE == 0;
+}
 
 // Sums are tiles 0 to 3; queries 4, K 5, weights 6, V 7. Where there is more than one tile of
 // queries, all are whole.
@@ -51,19 +53,19 @@ static void score_tiles(const scratch *s, const columns *of, long count, long to
 // V of a tile's positions of which [from, to) is in use, pairs below one another; 0 for the others.
 static const char *value_tile(const paged *kv, const scratch *s, long chunk, long group, long from,
                               long to) {
-    const long size = kv->block_size, dim = kv->dim, start = group * TILE;
-    const long bytes = block_bytes_of(size, dim, kv->scoring);
+    const long size = kv->block_size, dim = kv->value_dim, start = group * TILE;
+    const long bytes = bytes_of_block(kv);
     const int whole = from <= start && to >= start + TILE;
     if (whole && size % TILE == 0)
         return kv->blocks + kv->table[(chunk + start) / size] * bytes +
-               value_place_of((chunk + start) % size, size, dim, 1).first;
+               value_place_of((chunk + start) % size, size, kv->dim, dim, 1).first;
     float *cells = s->values + start / 2 * dim;
     for (long k = start; k < start + TILE; k += 2) {
         pairs *row = (pairs *)(cells + (k - start) / 2 * dim);
         const long first = most(k, from), last = least(k + 2, to);
         if (last - first == 2 && size % 2 == 0)
             memcpy(row, kv->blocks + kv->table[(chunk + k) / size] * bytes +
-                   value_place_of((chunk + k) % size, size, dim, 1).first, dim * 4);
+                   value_place_of((chunk + k) % size, size, kv->dim, dim, 1).first, dim * 4);
         else gathered(kv, (float *)row, chunk + first, chunk + last);
     }
     return (const char *)cells;

@@ -155,6 +155,18 @@ INLINE vec exponential(vec x) {
     return p * (vec)exponent;
 }
 
+// tanh x within 3 units in the last place: near 0 a polynomial (Cephes' tanhf).
+INLINE vec tangent(vec x) {
+    const vec size = pick(x < all(0), -x, x), square = x * x;
+    const vec far = 1 - 2 / (exponential(size + size) + 1);
+    vec p = square * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * square + -5.37397155531e-2f;
+    p = p * square + 1.33314422036e-1f;
+    p = p * square + -3.33332819422e-1f;
+    const vec near = p * square * x + x;
+    return pick(size < all(0.625f), near, pick(x < all(0), -far, far));
+}
+
 #if defined(__AVX512BF16__)
 // 2^x within 3e-6 of it, for what is rounded to bf16; 0 where `mask` has none: 2^floor(x) times a
 // polynomial of the rest, the best of degree 4.

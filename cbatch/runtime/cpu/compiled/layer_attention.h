@@ -1,0 +1,110 @@
+// One layer's attention over paged KV, for passes whose other operations are somebody else's.
+
+#pragma once
+#include "attention.h"
+#include "ragged.h"
+#include "team.h"
+
+#define ALONE_BELOW (1 << 16)  // multiplications that one thread does sooner than several
+
+// What the layers of a step share: sequences, positions and pieces [rows], filled by us; scratches
+// [threads, scratch_size] floats. `progress` as that of `step`.
+typedef struct {
+    ragged rows;
+    long *sequences, *positions;
+    piece *pieces;
+    float *scratches;
+    int64_t *progress;
+    long scratch_size, threads;
+} attention_step;
+
+// blocks [kv_heads, blocks] as paged.h has them, of bf16 with `half`; with `pairs` that is multiplied
+// as such where the processor can. Of row r head h of queries [rows, kv_heads * group, dim] begins at r
+// * query_row + h * query_head, and so of keys [rows, kv_heads, dim] and values [rows, kv_heads,
+// value_dim], which are null where their blocks hold them already. out [rows, kv_heads * group,
+// value_dim]; sinks [kv_heads * group] or null.
+typedef struct {
+    char *blocks;
+    const float *queries, *keys, *values, *sinks;
+    float *out;
+    long query_row, query_head, key_row, key_head, value_row, value_head;
+    long kv_heads, group, dim, value_dim, window, half, pairs;
+    float scale, cap;
+} attention_layer;
+
+// Held whole by each thread: one that is late looks at nothing else.
+typedef struct {
+    member me;
+    attention_step step;
+    attention_layer layer;
+    long num_pieces;
+} layer_job;
+
+_Static_assert(sizeof(layer_job) <= MOST_JOB_BYTES, "a layer is handed over whole");
+
+static enum scoring layer_scoring(const attention_layer *l) {
+    if (!l->half) return WHOLE;
+#if defined(__AMX_TILE__)
+    if (l->pairs && fits_tiles(l->dim, l->value_dim)) return BY_TILES;
+#endif
+#if defined(__AVX512BF16__)
+    if (l->pairs) return BY_PAIRS;
+#endif
+    return WIDENED;
+}
+
+// Of a KV head.
+static paged layer_blocks(const layer_job *p, long sequence, long head) {
+    const attention_layer *l = &p->layer;
+    const ragged *of = &p->step.rows;
+    paged kv = {0, of->tables + sequence * of->table_width, of->block_size, l->dim, l->value_dim,
+                l->window, 0, layer_scoring(l)};
+    kv.blocks = l->blocks + head * of->blocks * bytes_of_block(&kv);
+    return kv;
+}
+
+static void place_row(const layer_job *p, long row) {
+    const attention_layer *l = &p->layer;
+    const long size = p->step.rows.block_size, position = p->step.positions[row];
+    const long which = position / size;
+    for (long head = 0; head < l->kv_heads; head++) {
+        const paged kv = layer_blocks(p, p->step.sequences[row], head);
+        char *block = (char *)kv.blocks + kv.table[which] * bytes_of_block(&kv);
+        store_kv(l->keys + row * l->key_row + head * l->key_head,
+                 l->values + row * l->value_row + head * l->value_head, l->dim, l->value_dim, size,
+                 position - which * size, block, (int)l->half);
+    }
+}
+
+static void attend_piece(const layer_job *p, const piece *of, long head) {
+    const attention_layer *l = &p->layer;
+    const paged kv = layer_blocks(p, of->sequence, head);
+    const scratch mine = scratch_at(p->step.scratches + p->me.thread * p->step.scratch_size,
+                                    queries_of_piece(l->group), most(l->dim, l->value_dim));
+    const long first = head * l->group, out_row = l->kv_heads * l->group * l->value_dim;
+    const attending queries = {
+        l->queries + of->row * l->query_row + first * l->query_head,
+        l->out + of->row * out_row + first * l->value_dim, of->rows, l->group, of->position,
+        l->query_row, l->query_head, out_row, l->scale, l->cap, l->sinks ? l->sinks + first : 0};
+    attend(&queries, &kv, &mine);
+}
+
+static void attend_layer_all(void *job) {
+    layer_job *p = job;
+    const long heads = p->layer.kv_heads;
+    if (p->layer.keys)
+        EACH_TAKEN(&p->me, p->step.rows.rows, r) place_row(p, r);
+    for (long i; (i = take(&p->me, p->num_pieces * heads)) >= 0;)
+        attend_piece(p, p->step.pieces + i / heads, i % heads);
+}
+
+// For little work it takes longer to get together.
+static long threads_of(const layer_job *p) {
+    const attention_layer *l = &p->layer;
+    const ragged *of = &p->step.rows;
+    long keys = 0;
+    for (long b = 0; b < of->sequences; b++)
+        keys += of->query_lens[b] * least(of->context_lens[b], l->window);
+    const long each = l->kv_heads * l->group * (l->dim + l->value_dim);
+    return keys * each < ALONE_BELOW ? 1 : p->step.threads;
+}

@@ -1,0 +1,243 @@
+"""Attention over paged KV, a layer at a time, for passes whose other operations are not ours."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_float, c_long, c_void_p
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.runtime.cpu.compiled.build import library
+
+_ALIGNMENT_BYTES = 64
+_NUMBERS_OF_A_ROW = 6  # its sequence and position, and a piece
+_NO_WINDOW = 1 << 40
+_WRONG = "block_tables: they do not hold the context, or name a block that is not in the cache"
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class _Step(ctypes.Structure):
+    """`attention_step` of layer_attention.h."""
+
+    _fields_ = [
+        *_fields(c_void_p, "query_lens context_lens tables"),
+        *_fields(c_long, "rows sequences table_width blocks block_size"),
+        *_fields(c_void_p, "row_sequences row_positions pieces scratches progress"),
+        *_fields(c_long, "scratch_size threads"),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    """`attention_layer` of layer_attention.h."""
+
+    _fields_ = [
+        *_fields(c_void_p, "blocks queries keys values sinks out"),
+        *_fields(c_long, "query_row query_head key_row key_head value_row value_head"),
+        *_fields(c_long, "kv_heads group dim value_dim window half pairs"),
+        *_fields(c_float, "scale cap"),
+    ]
+
+
+class LayerShape(NamedTuple):
+    """What a layer attends as: softmax(scale * q K^T) V.
+
+    A row sees the last `window` positions, its own among them. Scores are bent to softcap *
+    tanh(score / softcap). `sinks` [heads]: a score more in the softmax of each head, whose value is
+    0. With `pairs` what is multiplied with K and V in bf16 is rounded to it where the processor
+    multiplies pairs of bf16; without, bits are those of every processor.
+    """
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    pairs: bool = True
+
+
+class LayerAttention:
+    """A layer as the kernel takes it."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        """Raises ValueError where the shape is none that the kernel has."""
+        _check(shape)
+        kernel = library()
+        if kernel is None:
+            raise ValueError("attention: there are no kernels here")
+        self.shape, group = shape, shape.heads // shape.kv_heads
+        self._sinks = None if shape.sinks is None else shape.sinks.detach().float().contiguous()
+        floats = kernel.attention_floats
+        floats.argtypes, floats.restype = [c_long] * 3, c_long
+        self.scratch_floats = int(floats(group, shape.key_dim, shape.value_dim))
+        self.struct = _Layer(
+            sinks=None if self._sinks is None else self._sinks.data_ptr(),
+            kv_heads=shape.kv_heads,
+            group=group,
+            dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            window=_NO_WINDOW if shape.window is None else shape.window,
+            pairs=shape.pairs,
+            scale=shape.scale,
+            cap=shape.softcap or 0.0,
+        )
+
+
+def _check(shape: LayerShape) -> None:
+    """Raises ValueError."""
+    heads, kv_heads, key_dim, value_dim, _, window, softcap, sinks, _ = shape
+    if min(heads, kv_heads, key_dim, value_dim) < 1 or heads % kv_heads:
+        raise ValueError(f"heads: {heads} queries of {key_dim} to {kv_heads} of {value_dim}")
+    if key_dim % 2:
+        raise ValueError(f"key_dim: {key_dim} is odd, and K lies in pairs")
+    if window is not None and window < 1:
+        raise ValueError(f"window: {window}, which sees nothing")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap: {softcap} is not above 0")
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ValueError(f"sinks: {tuple(sinks.shape)} for {heads} heads")
+
+
+class PagedAttention:
+    """Steps of one model, one after another: holds the memory they work in."""
+
+    def __init__(self) -> None:
+        """Raises ValueError without kernels."""
+        kernel = library()
+        if kernel is None:
+            raise ValueError("attention: there are no kernels here")
+        self.kernel = kernel
+        kernel.begin_attention.argtypes = [POINTER(_Step)]
+        kernel.end_attention.argtypes, kernel.end_attention.restype = [], None
+        kernel.attend_layer.argtypes = [POINTER(_Step), POINTER(_Layer)]
+        kernel.attend_layer.restype = None
+        self._numbers = np.empty(0, np.int64)
+        self._scratch = torch.empty(0)
+
+    def step(
+        self,
+        query_lens: NDArray[np.integer],
+        context_lens: NDArray[np.integer],
+        block_tables: NDArray[np.integer],
+        *,
+        num_blocks: int,
+        block_size: int,
+        progress: NDArray[np.int64] | None = None,
+    ) -> AttentionStep:
+        """A ragged batch: `query_lens` [B] rows of each sequence, whose last stands at position
+        `context_lens` [B] - 1, and `block_tables` [B, W] of blocks below `num_blocks`, of
+        `block_size` positions. `progress` goes up as a layer is worked on. Raises IndexError where
+        tables do not hold the context."""
+        rows, threads = int(query_lens.sum()), torch.get_num_threads()
+        arrays = [np.ascontiguousarray(x, np.int32) for x in (query_lens, context_lens)]
+        tables = np.ascontiguousarray(block_tables, np.int32)
+        if len(self._numbers) < rows * _NUMBERS_OF_A_ROW:
+            self._numbers = np.empty(2 * rows * _NUMBERS_OF_A_ROW, np.int64)
+        numbers = self._numbers.ctypes.data
+        struct = _Step(
+            arrays[0].ctypes.data,
+            arrays[1].ctypes.data,
+            tables.ctypes.data,
+            rows,
+            len(arrays[0]),
+            tables.shape[1],
+            num_blocks,
+            block_size,
+            numbers,
+            numbers + 8 * rows,
+            numbers + 16 * rows,
+            None,
+            None if progress is None else progress.ctypes.data,
+            0,
+            threads,
+        )
+        return AttentionStep(self, struct, (*arrays, tables, progress))
+
+    def scratch(self, floats: int, threads: int) -> int:
+        """Address of so many for each thread."""
+        if self._scratch.numel() < floats * threads + _ALIGNMENT_BYTES:
+            self._scratch = torch.empty(floats * threads + _ALIGNMENT_BYTES)
+        address = self._scratch.data_ptr()
+        return address + -address % _ALIGNMENT_BYTES
+
+
+class AttentionStep:
+    """One step: `attend` for each layer, inside the step's `with`. There threads stay awake between
+    calls, and afterwards sleep."""
+
+    def __init__(self, of: PagedAttention, struct: _Step, held: tuple[object, ...]) -> None:
+        self._of, self._struct, self._held = of, struct, held
+
+    def __enter__(self) -> AttentionStep:
+        if self._of.kernel.begin_attention(self._struct):
+            raise IndexError(_WRONG)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._of.kernel.end_attention()
+
+    def attend(
+        self,
+        layer: LayerAttention,
+        blocks: Tensor,
+        queries: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
+    ) -> Tensor:
+        """fp32 [T, heads, value_dim] of queries [..., heads, T, key_dim], once keys [..., kv_heads,
+        T, key_dim] and values [..., kv_heads, T, value_dim] are in `blocks`; None where they are
+        already. Leading dimensions are 1. Of fp32, what has dense rows is not copied.
+
+        `blocks` of fp32 or bf16 are the layer's, contiguous: [kv_heads * num_blocks, block_size *
+        (key_dim + value_dim)], of a block and head first K, then V (see paged.h). Raises ValueError
+        where shapes differ.
+        """
+        shape, struct, step = layer.shape, layer.struct, self._struct
+        width = shape.key_dim + shape.value_dim
+        size = shape.kv_heads * step.blocks * step.block_size * width
+        if blocks.numel() != size or blocks.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"blocks: {blocks.numel()} of {blocks.dtype} for {size} numbers")
+        queries = _rows(queries, "queries", (shape.heads, step.rows, shape.key_dim))
+        struct.query_head, struct.query_row, _ = queries.stride()
+        struct.queries, struct.blocks = queries.data_ptr(), blocks.data_ptr()
+        struct.half = blocks.dtype == torch.bfloat16
+        struct.keys = None
+        if keys is not None and values is not None:
+            keys = _rows(keys, "keys", (shape.kv_heads, step.rows, shape.key_dim))
+            values = _rows(values, "values", (shape.kv_heads, step.rows, shape.value_dim))
+            struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
+            struct.key_head, struct.key_row, _ = keys.stride()
+            struct.value_head, struct.value_row, _ = values.stride()
+        if layer.scratch_floats > step.scratch_size:
+            step.scratches = self._of.scratch(layer.scratch_floats, step.threads)
+            step.scratch_size = layer.scratch_floats
+        out = torch.empty(step.rows, shape.heads, shape.value_dim)
+        struct.out = out.data_ptr()
+        self._of.kernel.attend_layer(step, struct)
+        return out
+
+
+def _rows(x: Tensor, name: str, shape: tuple[int, int, int]) -> Tensor:
+    """fp32 of that shape, its last dimension dense. Raises ValueError if it has another."""
+    if x.shape[-3:] != shape or x.numel() != shape[0] * shape[1] * shape[2]:
+        raise ValueError(f"{name}: {tuple(x.shape)}, of which the last should be {shape}")
+    if x.dim() > 3:
+        x = x[(0,) * (x.dim() - 3)]
+    if x.dtype != torch.float32 or x.stride(2) != 1:
+        x = x.float().contiguous()
+    return x

@@ -1,0 +1,53 @@
+// A ragged batch: where each row stands, and the pieces of its rows that attend together.
+
+#pragma once
+#include "paged.h"
+
+#define MOST_QUERIES 48  // of a tile of attention
+
+// query_lens and context_lens [sequences]; tables [sequences, table_width], of blocks below `blocks`.
+typedef struct {
+    const int32_t *query_lens, *context_lens, *tables;
+    long rows, sequences, table_width, blocks, block_size;
+} ragged;
+
+// Consecutive rows of one sequence, the first of them at `position`.
+typedef struct {
+    long sequence, row, rows, position;
+} piece;
+
+INLINE long queries_of_piece(long group) { return most(MOST_QUERIES / group, 1) * group; }
+
+// Each row's sequence and position. Nonzero where tables do not hold the context, or name a block
+// that there is not, or rows are not so many.
+static int locate(const ragged *of, long *sequences, long *positions) {
+    long row = 0;
+    for (long b = 0; b < of->sequences; b++) {
+        const long length = of->query_lens[b], start = of->context_lens[b] - length;
+        const long blocks = (of->context_lens[b] + of->block_size - 1) / of->block_size;
+        if (start < 0 || blocks > of->table_width || row + length > of->rows) return 1;
+        for (long i = 0; i < blocks; i++) {
+            const long block = of->tables[b * of->table_width + i];
+            if (block < 0 || block >= of->blocks) return 1;
+        }
+        for (long i = 0; i < length; i++) {
+            sequences[row + i] = b;
+            positions[row + i] = start + i;
+        }
+        row += length;
+    }
+    return row != of->rows;
+}
+
+// How many pieces there are, at most one a row.
+static long cut(const ragged *of, long group, piece *pieces) {
+    const long most_rows = queries_of_piece(group) / group;
+    long row = 0, count = 0;
+    for (long b = 0; b < of->sequences; b++) {
+        const long length = of->query_lens[b], start = of->context_lens[b] - length;
+        for (long i = 0; i < length; i += most_rows)
+            pieces[count++] = (piece){b, row + i, least(most_rows, length - i), start + i};
+        row += length;
+    }
+    return count;
+}

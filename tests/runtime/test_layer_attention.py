@@ -1,0 +1,243 @@
+"""Attention a layer at a time, against the softmax written out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.runtime.cpu.compiled.layer_attention import LayerAttention, LayerShape, PagedAttention
+from tests.runtime.marks import needs_compiler
+
+pytestmark = needs_compiler
+
+PLAIN = LayerShape(heads=4, kv_heads=2, key_dim=32, value_dim=32, scale=0.2)
+SINKS = torch.tensor([-3.0, 0.5, 2.0, 4.0])
+SHAPES = {
+    "plain": PLAIN,
+    "one head each": PLAIN._replace(kv_heads=4),
+    "many to one": PLAIN._replace(heads=70, kv_heads=1, key_dim=8, value_dim=8),
+    "values narrower": PLAIN._replace(key_dim=24, value_dim=16),
+    "values wider": PLAIN._replace(key_dim=16, value_dim=50),
+    "odd values": PLAIN._replace(key_dim=6, value_dim=7),
+    "tiles": PLAIN._replace(key_dim=64, value_dim=48),
+    "window": PLAIN._replace(window=3),
+    "wide window": PLAIN._replace(window=70),
+    "own position alone": PLAIN._replace(window=1),
+    "soft cap": PLAIN._replace(softcap=0.7, scale=1.0),
+    "sinks": PLAIN._replace(sinks=SINKS),
+    "all of it": PLAIN._replace(
+        key_dim=40, value_dim=24, window=20, softcap=5.0, sinks=SINKS, scale=0.5
+    ),
+}
+# (rows, context) of each sequence.
+RAGGED = [(1, 1), (1, 130), (5, 5), (3, 70), (60, 100), (1, 65)]
+
+
+class Made(NamedTuple):
+    """Of one sequence all positions: q [heads, context, key_dim], k, v likewise."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def made(shape: LayerShape, context: int, seed: int) -> Made:
+    gen = torch.Generator().manual_seed(seed)
+    widths = ((shape.heads, shape.key_dim), (shape.kv_heads, shape.key_dim))
+    widths = (*widths, (shape.kv_heads, shape.value_dim))
+    return Made(*(torch.randn(n, context, dim, generator=gen) for n, dim in widths))
+
+
+def reference(shape: LayerShape, of: Made) -> Tensor:
+    """[context, heads, value_dim], in fp64."""
+    group, context = shape.heads // shape.kv_heads, of.q.shape[1]
+    k, v = (x.double().repeat_interleave(group, 0) for x in (of.k, of.v))
+    scores = of.q.double() @ k.transpose(1, 2) * shape.scale
+    if shape.softcap is not None:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    behind = torch.arange(context)[:, None] - torch.arange(context)
+    seen = (behind >= 0) & (behind < (shape.window or context))
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if shape.sinks is not None:
+        sinks = shape.sinks.double()[:, None, None].expand(-1, context, 1)
+        scores = torch.cat([scores, sinks], dim=2)
+    return (scores.softmax(-1)[..., :context] @ v).transpose(0, 1)
+
+
+class Cache:
+    """Blocks of one layer, in any order, filled with what nobody may see."""
+
+    def __init__(
+        self, shape: LayerShape, contexts: Sequence[int], block_size: int, dtype: torch.dtype
+    ) -> None:
+        self.layer, self.block_size = LayerAttention(shape), block_size
+        width = -(-max(contexts) // block_size)
+        self.num_blocks = width * len(contexts)
+        order = np.random.default_rng(1).permutation(self.num_blocks)
+        self.tables = order.reshape(len(contexts), width).astype(np.int32)
+        numbers = block_size * (shape.key_dim + shape.value_dim)
+        self.blocks = torch.full((shape.kv_heads * self.num_blocks, numbers), 1e4, dtype=dtype)
+        self.attention = PagedAttention()
+
+    def attend(self, parts: Sequence[tuple[int, Made, int, int]]) -> Tensor:
+        """Rows [start, end) of sequences, in one step."""
+        with self.attention.step(
+            np.array([end - start for *_, start, end in parts]),
+            np.array([end for *_, end in parts]),
+            self.tables[[which for which, *_ in parts]],
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+        ) as step:
+            q, k, v = (
+                torch.cat([of[i][:, start:end] for _, of, start, end in parts], dim=1)[None]
+                for i in range(3)
+            )
+            return step.attend(self.layer, self.blocks, q, k, v)
+
+
+def ragged(cache: Cache, sequences: Sequence[Made]) -> list[Tensor]:
+    """The last rows of each sequence, once those before are in the cache."""
+    lens = [(rows, context) for rows, context in RAGGED]
+    before = [(i, of, 0, n - r) for i, (of, (r, n)) in enumerate(zip(sequences, lens, strict=True))]
+    cache.attend([each for each in before if each[3]])
+    found = cache.attend([(i, sequences[i], n - r, n) for i, (r, n) in enumerate(lens)])
+    return list(found.split([rows for rows, _ in lens]))
+
+
+def all_of(shape: LayerShape) -> list[Made]:
+    return [made(shape, context, seed) for seed, (_, context) in enumerate(RAGGED)]
+
+
+def assert_right(
+    shape: LayerShape, block_size: int, dtype: torch.dtype, computed: LayerShape | None = None
+) -> None:
+    """`computed`, where that is another shape."""
+    sequences = all_of(shape)
+    cache = Cache(computed or shape, [n for _, n in RAGGED], block_size, dtype)
+    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+    for found, of, (rows, _) in zip(ragged(cache, sequences), sequences, RAGGED, strict=True):
+        torch.testing.assert_close(
+            found.double(), reference(shape, of)[-rows:], rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_is_the_softmax(name: str, dtype: torch.dtype) -> None:
+    assert_right(SHAPES[name], 16, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [1, 5, 6, 64])
+def test_blocks_of_any_size(block_size: int, dtype: torch.dtype) -> None:
+    assert_right(SHAPES["all of it"], block_size, dtype)
+
+
+@pytest.mark.parametrize("name", ["all of it", "tiles"])
+def test_without_pairs_only_what_is_stored_is_rounded(name: str) -> None:
+    shape = SHAPES[name]._replace(pairs=False)
+    sequences = all_of(shape)
+    cache = Cache(shape, [n for _, n in RAGGED], 16, torch.bfloat16)
+    for found, of, (rows, _) in zip(ragged(cache, sequences), sequences, RAGGED, strict=True):
+        stored = Made(of.q, of.k.bfloat16().float(), of.v.bfloat16().float())
+        expected = reference(shape, stored)[-rows:]
+        torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+BROKEN: dict[str, dict[str, Any]] = {
+    "window": {"window": 19},
+    "no window": {"window": None},
+    "soft cap": {"softcap": None},
+    "sinks": {"sinks": None},
+    "order of sinks": {"sinks": SINKS.flip(0)},
+    "scale": {"scale": 0.4},
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_wrong_layer_would_be_seen(what: str) -> None:
+    """In bf16, too, whose tolerance is wider."""
+    right = SHAPES["all of it"]
+    with pytest.raises(AssertionError, match="not close"):
+        assert_right(right, 16, torch.bfloat16, right._replace(**BROKEN[what]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["all of it", "tiles", "many to one", "odd values"])
+def test_a_row_has_its_own_bits(name: str, dtype: torch.dtype) -> None:
+    """In company and alone, in one chunk and by turns, by one thread and by several."""
+    shape, threads = SHAPES[name], torch.get_num_threads()
+    sequences, contexts = all_of(shape), [n for _, n in RAGGED]
+    try:
+        torch.set_num_threads(1)
+        expected = ragged(Cache(shape, contexts, 16, dtype), sequences)
+        torch.set_num_threads(3)
+        found = ragged(Cache(shape, contexts, 16, dtype), sequences)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        for i, (rows, context) in enumerate(RAGGED):
+            alone = Cache(shape, contexts, 16, dtype)
+            at, parts = 0, []
+            for end in sorted({*range(0, context, 37), context - rows, context}):
+                if end > at:
+                    parts.append(alone.attend([(i, sequences[i], at, end)]))
+                    at = end
+            assert torch.equal(torch.cat(parts)[-rows:], expected[i]), i
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_views_and_other_types_are_taken_as_they_are() -> None:
+    shape, (of, other) = PLAIN, (made(PLAIN, 40, seed) for seed in (0, 1))
+    cache = Cache(shape, [40, 40], 16, torch.float32)
+    expected = cache.attend([(0, of, 0, 40)])
+    views = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in of]
+    assert not views[0].is_contiguous()
+    assert torch.equal(cache.attend([(1, Made(*views), 0, 40)]), expected)
+    backwards = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in of]
+    assert torch.equal(cache.attend([(1, Made(*backwards), 0, 40)]), expected)
+    rounded = [x.bfloat16() for x in of]
+    assert torch.equal(
+        cache.attend([(0, Made(*rounded), 0, 40)]),
+        cache.attend([(1, Made(*(x.float() for x in rounded)), 0, 40)]),
+    )
+    assert not torch.equal(cache.attend([(1, other, 0, 40)]), expected)
+
+
+def test_a_layer_may_read_what_another_wrote() -> None:
+    shape, of = PLAIN, made(PLAIN, 20, 0)
+    cache = Cache(shape, [20], 16, torch.float32)
+    expected = cache.attend([(0, of, 0, 20)])
+    with cache.attention.step(
+        np.array([2]), np.array([20]), cache.tables, num_blocks=cache.num_blocks, block_size=16
+    ) as step:
+        found = step.attend(cache.layer, cache.blocks, of.q[:, 18:], None, None)
+    assert torch.equal(found, expected[18:])
+
+
+def test_what_does_not_fit_is_told() -> None:
+    for change, told in (
+        ({"heads": 3}, "heads"),
+        ({"key_dim": 7}, "key_dim"),
+        ({"window": 0}, "window"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"sinks": SINKS[:2]}, "sinks"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            LayerAttention(PLAIN._replace(**change))
+    cache, of = Cache(PLAIN, [40], 16, torch.float32), made(PLAIN, 40, 0)
+    for tables in (cache.tables[:, :2], cache.tables + cache.num_blocks, cache.tables - 9):
+        step = cache.attention.step(
+            np.array([1]), np.array([40]), tables, num_blocks=cache.num_blocks, block_size=16
+        )
+        with pytest.raises(IndexError, match="block_tables"), step:
+            pass
+    with pytest.raises(ValueError, match="queries"):
+        cache.attend([(0, of._replace(q=of.q[:2]), 0, 40)])
+    cache.blocks = cache.blocks[1:]
+    with pytest.raises(ValueError, match="blocks"):
+        cache.attend([(0, of, 0, 40)])
