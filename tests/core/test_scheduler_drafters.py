@@ -13,7 +13,11 @@ from cbatch.core.scheduler.committed_step import CommittedStep
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import ShadowEvidence
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.goodput_policy import MOST_IDLE_STEPS, GoodputPolicy
+from cbatch.core.speculation.goodput_policy import (
+    LEAST_IDLE_STEPS,
+    MOST_IDLE_STEPS,
+    GoodputPolicy,
+)
 from cbatch.core.speculation.policy import PolicyLimits, Shadow
 from cbatch.core.speculation.step_work import StepSample
 from tests.checking.kv import ContractBreachError
@@ -219,9 +223,11 @@ def test_the_controller_hears_of_a_fleet_that_got_better():
         policy.observe(DraftedRows(slice(0, 8), drafted, nothing, cost))
     assert not policy.drafting
     steps = [tell(0) for _ in range(MOST_IDLE_STEPS)]
-    assert sum(k is not None for k in steps) <= 1, "a probe at most"
+    assert sum(k is not None for k in steps) <= MOST_IDLE_STEPS // LEAST_IDLE_STEPS, (
+        "probes at most"
+    )
     before = policy.estimate[0] / policy.estimate[1]
     k = next(k for k in (tell(11) for _ in range(MOST_IDLE_STEPS + 1)) if k is not None and k.all())
     after = policy.estimate[0] / policy.estimate[1]
     assert (after > before + 0.3).all() and policy.drafting
-    assert policy.prior[0] / policy.prior[1] > 0.5
+    assert policy.prior[0] / policy.prior[1] > 0.4, "acted upon after a few steps of it"

@@ -85,39 +85,35 @@ class Committer:
             # as it emitted, so that one stays to do.
             moved = step.plan.query_lens - step.plan.num_drafts + step.num_accepted
             advance(table.num_uncomputed_tokens, rows, step.counts - moved)
-        if state.has_draft_kv:
-            if step.undrafted and step.result.draft_kv_lens is None:
-                advance(table.draft_lag, rows, step.plan.query_lens)
-            else:
-                self._advance_draft(step)
+        if state.has_draft_kv and not (step.undrafted and step.result.draft_kv_lens is None):
+            self._advance_draft(step)
 
     def _advance_draft(self, step: CommittedStep) -> None:
-        """How far the draft's KV is behind now.
+        """How far the draft's KV goes now.
 
         Drafting k tokens from n known ones writes the draft's positions up to n - 2 + k, and the
         accepted ones stay valid: after a full acceptance one is missing, otherwise none.
         """
         table, rows, plan = self.state.table, step.rows, step.plan
         if step.result.draft_kv_lens is not None:  # others drafted, too
-            kv_lens = table.num_tokens[rows] - table.num_uncomputed_tokens[rows]
-            table.draft_lag[rows] = kv_lens - step.result.draft_kv_lens
+            table.draft_kv[rows] = step.result.draft_kv_lens
             return
         drafted = step.result.num_drafted
-        lag = drafted == step.result.num_accepted
+        kv_lens = table.num_tokens[rows] - table.num_uncomputed_tokens[rows]
+        reach = kv_lens - (drafted == step.result.num_accepted)
         if not step.all_drafted:
-            # Drafted nothing: further behind, less a slice of a long catch-up.
+            # Drafted nothing: where it was, or further by a slice of a long catch-up.
             sliced = plan.catch_up * (plan.num_drafts == 0)
-            behind = np.maximum(table.draft_lag[rows] - sliced, 0)
-            behind += plan.query_lens - plan.num_drafts
-            lag = np.where(drafted > 0, lag, behind)
-        table.draft_lag[rows] = lag
+            before = kv_lens - (plan.query_lens - plan.num_drafts)
+            reach = np.where(drafted > 0, reach, np.minimum(table.draft_kv[rows] + sliced, before))
+        table.draft_kv[rows] = reach
 
     def _forget_drafts(self, step: CommittedStep) -> None:
         """The draft's KV of these rows may hold what is not finite: it starts anew."""
         state, table = self.state, self.state.table
         for slot in step.slots[step.result.status == _DRAFT_NON_FINITE].tolist():
             state.pool.draft_valid[state.block_row(slot)] = False
-            table.draft_lag[slot] = table.kv_len(slot)
+            table.draft_kv[slot] = 0
 
     def _find_ends(self, step: CommittedStep, may_end: bool) -> list[tuple[int, FinishReason]]:
         """Rows that reached a stop id or their last token; cuts both counts at the end."""
@@ -161,7 +157,7 @@ class Committer:
             step.cut_tokens += total - end
             step.counts[row] = end - first
             table.num_tokens[slot] = end  # and one of them stays out of KV
-            table.draft_lag[slot] = max(0, table.draft_lag.item(slot) - (total - end))
+            table.draft_kv[slot] = min(table.draft_kv.item(slot), table.kv_len(slot))
         return reason
 
     def _taint_void(self, flight: Flight, result: StepResult) -> None:
@@ -176,7 +172,7 @@ class Committer:
         for row in ((status == _NON_FINITE) | (status == _NO_TOKEN)).nonzero()[0].tolist():
             slot, message = int(step.slots[row]), NO_TOKEN_MESSAGE
             table.num_cached_tokens[slot] = table.num_tokens[slot]  # nothing of it is cached
-            table.draft_lag[slot] = table.kv_len(slot)  # nor does its draft's KV count
+            table.draft_kv[slot] = 0  # nor does its draft's KV count
             if status[row] == _NON_FINITE:
                 message = _ERROR_MESSAGE
                 self.state.pool.taint(self.state.block_row(slot))

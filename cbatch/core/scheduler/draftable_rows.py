@@ -32,9 +32,9 @@ class DraftableRows:
     @cached_property
     def lag(self) -> np.ndarray:
         table, rows, known = self._state.table, self.rows, self._known
-        lag: np.ndarray = table.draft_lag[rows]
-        if self._state.flights:
-            lag = lag + known - table.num_tokens[rows] + table.num_uncomputed_tokens[rows] - ONE
+        if not self._state.has_draft_kv:
+            return table.zeros[: self.num_rows]
+        lag: np.ndarray = known - ONE - table.draft_kv[rows]
         if not self._state.decode_batch().draft_limits(table).all_catch_up:
             lag = lag * (known <= table.catch_up_end[rows])
         return lag

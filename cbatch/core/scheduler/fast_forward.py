@@ -52,8 +52,6 @@ class FastForward:
         where = table.row_start[rows] + table.num_tokens[rows]
         table.flat_tokens[where + np.arange(steps)[:, None]] = tokens
         advance(table.num_tokens, rows, steps)
-        if state.has_draft_kv:
-            advance(table.draft_lag, rows, steps)
         batch.tokens_until_end -= steps
         state.last_commit_s = now_s
         stats.steps += steps

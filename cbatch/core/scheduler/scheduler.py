@@ -219,7 +219,7 @@ class Scheduler:
         assert slot is not None
         tokens, kv_len = int(table.num_tokens[slot]), table.kv_len(slot)
         assert owner.num_prompt_tokens <= tokens < owner.max_total_tokens
-        assert 0 <= table.draft_kv_len(slot) <= kv_len <= tokens - 1
+        assert 0 <= table.draft_kv[slot] <= kv_len <= tokens - 1
         flights = [flight.plan for flight in state.flights]
         flying = [plan.query_lens[plan.slots == slot].sum() for plan in flights]
         used_tokens = min(kv_len + int(sum(flying)), owner.max_total_tokens)

@@ -36,7 +36,7 @@ class SlotTable:
         self.num_tokens = column()  # known: prompt and output
         # Of these not in KV: 1 while it decodes, more while it prefills.
         self.num_uncomputed_tokens = column()
-        self.draft_lag = column()  # positions in the target's KV that the draft's KV lacks
+        self.draft_kv = column()  # positions in the draft's KV: steps without drafts leave it alone
         self.max_total = column()  # prompt + max_tokens, cut to what fits
         self.max_lookahead = column()
         self.lookahead_end = column()  # no draft beyond this many known tokens
@@ -54,10 +54,6 @@ class SlotTable:
     def kv_len(self, slot: int) -> int:
         """Valid target positions."""
         return int(self.num_tokens[slot]) - int(self.num_uncomputed_tokens[slot])
-
-    def draft_kv_len(self, slot: int) -> int:
-        """Valid draft positions."""
-        return self.kv_len(slot) - int(self.draft_lag[slot])
 
     @property
     def num_free(self) -> int:

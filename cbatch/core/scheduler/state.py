@@ -112,7 +112,7 @@ class SchedulerState:
         for column, value in (
             (table.num_tokens, len(tokens)),
             (table.num_uncomputed_tokens, len(tokens) - kv_len),
-            (table.draft_lag, (hits - draft_blocks) * pool.block_size),
+            (table.draft_kv, draft_blocks * pool.block_size),
             (table.num_cached_tokens, kv_len),
             (table.max_total, sequence.max_total_tokens),
             (table.max_lookahead, most if cap is None else min(cap, most)),
@@ -151,7 +151,7 @@ class SchedulerState:
             num_prompt_tokens=sequence.num_prompt_tokens,
             max_total_tokens=sequence.max_total_tokens,
             kv_len_tokens=table.kv_len(slot),
-            draft_kv_len_tokens=table.draft_kv_len(slot),
+            draft_kv_len_tokens=int(table.draft_kv[slot]),
             blocks=blocks.astype(np.int32),
         )
 
@@ -327,7 +327,7 @@ class SchedulerState:
         pool.mark_ready(table.blocks[slot, first:last])
         table.num_cached_tokens[slot] = max(first, last) * size
         if self.has_draft_kv:
-            drafted_blocks = table.draft_kv_len(slot) // size
+            drafted_blocks = int(table.draft_kv[slot]) // size
             assert drafted_blocks >= 0, "the draft's KV is further behind than there is KV"
             pool.draft_valid[table.blocks[slot, :drafted_blocks]] = True
 

@@ -5,6 +5,7 @@ stands for some steps: that many more the longer nothing changes. Steps in betwe
 array, and nothing at all while nobody drafts. Some steps are experiments, so that what is not done
 keeps its price: without drafts while there are some, with a draft of one row, which speaks for all,
 while there are none. They wait until what they lose is a small share of what was served since.
+Prices are learnt from steps between decisions: one that decides takes longer by that.
 
 No clock, no randomness: inputs are the calls.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from msgspec import structs
 
 from cbatch.core.speculation import acceptance, draft_allocation
 from cbatch.core.speculation.acceptance import DepthCorrection, FleetPrior, Tally
@@ -31,9 +33,11 @@ from cbatch.core.speculation.policy import (
 from cbatch.core.speculation.stats import Outlook
 
 # For how many steps a decision stands: at first, and at most, while rows draft and while none does.
-LEAST_STEPS, MOST_STEPS, MOST_IDLE_STEPS = 4, 16, 64
+LEAST_STEPS, MOST_STEPS, MOST_IDLE_STEPS = 4, 16, 256
+LEAST_IDLE_STEPS = 64  # between probes
 _DECISION_S = 3e-4  # what one takes, and half of that what is learnt of a step
 _EXPERIMENTS = 0.01  # the share of time that they may cost, and decisions
+_SETTLED = 2  # steps behind a decision, by when its traces in the caches are gone
 
 
 class GoodputPolicy(LearningPolicy):
@@ -56,11 +60,13 @@ class GoodputPolicy(LearningPolicy):
         self._first_drafts = 0  # of whoever comes
         self._decision: LookaheadDecision | None = None
         self._steps = 0  # calls of `choose`
+        self._decided_at = 0  # the last one that made a decision
         self._learnt_at = 0  # the one that last brought beliefs up
         self._least_steps = LEAST_STEPS  # more, where steps are short
         self._until = self._interval = 0  # the step of the next decision; how far that was ahead
         self._newcomers = self._judged_rows = self._mixed_samples = 0
         self._tried_at = 0  # the step of the last experiment
+        self._probe_at = 0  # the one that may be the next, while nobody drafts
         self._good_news = False  # since then, while nobody drafts
         self._plain_until = 0  # the step that drafts again
         self._look_from = self._look_until = 0  # steps that are looked at, besides every so many
@@ -88,7 +94,9 @@ class GoodputPolicy(LearningPolicy):
         self._steps += 1
         if self._steps >= self._until or self._disturbed(step.num_rows):
             return self._decide(step)
-        if not self.drafting or self._steps < self._plain_until:
+        if not self.drafting:
+            return self._probe(step) if self._steps == self._probe_at else None
+        if self._steps < self._plain_until:
             return None
         num_drafts: np.ndarray = np.minimum(self._num_drafts[step.rows], step.caps)
         return num_drafts
@@ -104,11 +112,14 @@ class GoodputPolicy(LearningPolicy):
             if not self.drafting:  # a probe
                 self._act_soon(float(np.add.reduce(accepted)), step.total_drafted)
         seldom = self._least_steps if self.drafting else MOST_STEPS
-        if self._steps % seldom and not self._look_from <= self._steps <= self._look_until:
+        stood = self._steps - self._decided_at
+        if (stood - _SETTLED) % seldom and not self._look_from <= self._steps <= self._look_until:
             return
-        if step.total_drafted and self.drafting and self._steps % MOST_STEPS == 0:
+        if step.total_drafted and self.drafting and (stood - _SETTLED) % MOST_STEPS == 0:
             self._depths.observe(step.rows, drafted, accepted)
         sample = step.sample()
+        if not stood and self.costs.is_measured(sample.work.target_tokens):
+            sample = structs.replace(sample, target_s=0.0)  # the decision is in it
         # A prompt's tokens cost otherwise: they count only where no step is without.
         mixed = sample.work.target_tokens > sample.work.logit_tokens
         self._mixed_samples = self._mixed_samples + 1 if mixed else 0
@@ -126,6 +137,8 @@ class GoodputPolicy(LearningPolicy):
 
     def _disturbed(self, num_rows: int) -> bool:
         """Since the last decision: many requests are new, or there are more or fewer."""
+        if not self._newcomers and num_rows == self._judged_rows:
+            return False
         apart = abs(num_rows - self._judged_rows)
         return 4 * self._newcomers >= num_rows or apart > max(self._judged_rows // 4, 1)
 
@@ -167,6 +180,7 @@ class GoodputPolicy(LearningPolicy):
         self.prior = self.fleet.sums()
 
     def _decide(self, step: PlannedRows) -> np.ndarray | None:
+        self._decided_at = self._steps
         self._learn()
         disturbed, all_new = self._disturbed(step.num_rows), self._newcomers >= step.num_rows
         self._newcomers, self._judged_rows = 0, step.num_rows
@@ -188,7 +202,9 @@ class GoodputPolicy(LearningPolicy):
         self._let_stand(found, disturbed)
         self._first_drafts = self._drafts_of_a_newcomer(found, kept_up)
         if not self.drafting:
-            return self._probe(step, prices)
+            soon = self._steps + 1
+            self._probe_at = soon if self._good_news else max(self._probe_at, soon)
+            return None
         self._num_drafts[step.rows] = found.num_drafts
         wait = max(LEAST_STEPS * found.gain / _EXPERIMENTS, MOST_STEPS)
         if not (all_new or self._mixed_samples or self.costs.is_measured(step.num_rows)):
@@ -265,15 +281,18 @@ class GoodputPolicy(LearningPolicy):
             self.num_switches += 1
             self._tried_at, self._good_news = self._steps, False
 
-    def _probe(self, step: PlannedRows, prices: StepPrices) -> np.ndarray | None:
-        """A draft of the row that the drafter is least behind, when it is due."""
+    def _probe(self, step: PlannedRows) -> np.ndarray | None:
+        """A draft of the row that the drafter is least behind, if it is due."""
+        self._probe_at = self._steps + MOST_STEPS
         row = int(np.argmin(np.where(step.caps > 0, step.lag, np.inf)))
+        if step.budget_tokens < 1 or step.caps[row] < 1:
+            return None
+        prices = self.costs.prices(step.num_rows, step.room().context_tokens, 1)
         cost_s = prices.pass_s + prices.ingest_s * float(step.lag[row])
         cost_s += float(prices.step_s[1] - prices.step_s[0])
-        wait = max(int(cost_s / (_EXPERIMENTS * float(prices.step_s[0]))), MOST_STEPS)
-        due = self._tried_at + (0 if self._good_news else wait)
-        if self._steps < due:
-            self._until = min(self._until, due)
+        wait = max(int(cost_s / (_EXPERIMENTS * float(prices.step_s[0]))), LEAST_IDLE_STEPS)
+        if self._steps - self._tried_at < wait and not self._good_news:
+            self._probe_at = self._tried_at + wait
             return None
         self._tried_at, self._good_news = self._steps, False
         self._look(0, 1)
