@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from bench.load.run.measure import measure, records
-from bench.load.run.report import Measured, MeasuredRecord
+from bench.load.run.report import MeasuredRecord
 from bench.report import print_report
 from bench.server.started import started
 from bench.simulator.against_engine import BOUNDS
@@ -60,8 +60,8 @@ class RouterCase(msgspec.Struct):
 
     router: str
     requests: list[TraceRequest]
-    report: Measured
-    records: list[MeasuredRecord]
+    report: Report
+    records: list[Record]
 
 
 class FleetRuns(msgspec.Struct):
@@ -74,7 +74,7 @@ class FleetRuns(msgspec.Struct):
 
 def case_of(router: str, requests: Sequence[TraceRequest], seen: RoutedCalls) -> RouterCase:
     settings = {"replicas": len(set(seen.replicas.values())), "router": router}
-    found = [
+    found: list[Record] = [
         msgspec.structs.replace(record, replica=seen.replicas[record.index])
         for record in records([seen.run])
         if isinstance(record, MeasuredRecord)
