@@ -22,7 +22,7 @@ from bench.load.client.http import Endpoint, HttpClient
 from bench.load.run.drive import Part
 from bench.load.run.measure import LoadRun, added
 from bench.load.run.scrape import difference, scrape
-from bench.simulator.pair import PROBE_TOKENS, PROBES, PROBES_PER_S, latency_of
+from bench.simulator.pair import PROBE_TOKENS, PROBES, PROBES_PER_S
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.demo import demo_paths
 from sim.cost.calibrated import CalibratedCost, Calibration
@@ -38,6 +38,7 @@ from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
 BLOCK_TOKENS = 16
 GROUPS, GROUP_BLOCKS = 24, 32  # prefixes, and the blocks of each
 OWN_TOKENS, OUTPUT_TOKENS = (16, 96), (8, 48)
+PROBE_OUTPUT_TOKENS = 24
 HEADSTART_S = 0.1
 VOCAB_SIZE = 4096  # of the demo pair
 
@@ -154,14 +155,36 @@ async def _replay_real(
     return await FleetClient(ports, make_router(router)).replay(requests)
 
 
-def probe_ttft_s(ports: Sequence[int]) -> float:
-    """Median seconds to the first token of short requests that find their replica idle."""
-    probes = [
-        TraceRequest(arrival_s=i / PROBES_PER_S, prompt_tokens=PROBE_TOKENS, output_tokens=1)
+class Probes(msgspec.Struct, frozen=True):
+    """Medians of short requests that find their replica idle."""
+
+    ttft_s: float
+    tpot_s: float
+
+    @classmethod
+    def of(cls, seen: Sequence[TimedCall | Record]) -> Probes:
+        tpot_s = [each.tpot_s for each in seen if each.tpot_s is not None]
+        return cls(statistics.median(each.ttft_s for each in seen), statistics.median(tpot_s))
+
+    @classmethod
+    def middle(cls, several: Sequence[Probes]) -> Probes:
+        ttft_s = statistics.median(each.ttft_s for each in several)
+        return cls(ttft_s, statistics.median(each.tpot_s for each in several))
+
+
+def probe_requests() -> list[TraceRequest]:
+    return [
+        TraceRequest(
+            arrival_s=i / PROBES_PER_S,
+            prompt_tokens=PROBE_TOKENS,
+            output_tokens=PROBE_OUTPUT_TOKENS,
+        )
         for i in range(PROBES)
     ]
-    calls = replay_real(ports, "round-robin", probes).run.calls
-    return statistics.median(call.ttft_s for call in calls)
+
+
+def probe(ports: Sequence[int]) -> Probes:
+    return Probes.of(replay_real(ports, "round-robin", probe_requests()).run.calls)
 
 
 # -- the simulator
@@ -193,16 +216,43 @@ def simulate_fleet(
     return report, found
 
 
+class Outside(msgspec.Struct, frozen=True):
+    """What the prices of an engine of this process do not hold: seconds that a request spends on
+    its way, and that a step takes more in a server."""
+
+    request_s: float = 0.0
+    step_s: float = 0.0
+
+    def priced(self, calibration: Calibration) -> Calibration:
+        replace, prices = msgspec.structs.replace, calibration.prices
+        host_s = prices.host_s | {"step": prices.host_s["step"] + self.step_s}
+        return replace(calibration, prices=replace(prices, host_s=host_s))
+
+
+def outside(calibration: Calibration, num_blocks: int, replicas: int, found: Probes) -> Outside:
+    """Of the probes' times what the simulator does not explain: first between tokens, then, with
+    that, before the first."""
+    made = Outside()
+    for _ in range(2):
+        source = OpenLoop(probe_requests())
+        priced = made.priced(calibration)
+        _, records = simulate_fleet(priced, num_blocks, replicas, "round-robin", source)
+        ours = Probes.of(records)
+        step_s = made.step_s or max(found.tpot_s - ours.tpot_s, 0.0)
+        made = Outside(max(found.ttft_s - ours.ttft_s, 0.0), step_s)
+    return made
+
+
 def foretell_fleet(
     calibration: Calibration,
     num_blocks: int,
     replicas: int,
     router: str,
     requests: Sequence[TraceRequest],
-    probe_s: float | None,
+    more: Outside,
 ) -> tuple[Report, list[Record]]:
-    source = Remote(OpenLoop(requests), latency_of(calibration, probe_s))
-    return simulate_fleet(calibration, num_blocks, replicas, router, source)
+    source = Remote(OpenLoop(requests), more.request_s)
+    return simulate_fleet(more.priced(calibration), num_blocks, replicas, router, source)
 
 
 def fleet_capacity_per_s(calibration: Calibration, num_blocks: int, replicas: int) -> float:

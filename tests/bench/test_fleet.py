@@ -14,7 +14,7 @@ import pytest
 from bench.simulator import against_fleet as against
 from bench.simulator import fleet
 from cbatch.demo import demo_paths
-from sim.replay.routers import ReplicaLoad, make_router
+from sim.replay.routers import ReplicaLoad
 from sim.traces.prompts import TracePrompts
 from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop, Remote
@@ -114,7 +114,7 @@ def test_a_failed_call_ends_the_comparison() -> None:
 def as_measured(router: str, factor: float) -> against.RouterCase:
     """By a fleet that is the simulated one, but for this factor of all times."""
     requests = fleet.shared_prefixes(20.0, 60, seed=2)
-    report, found = fleet.foretell_fleet(COST, 300, 2, router, requests, None)
+    report, found = fleet.foretell_fleet(COST, 300, 2, router, requests, fleet.Outside())
     replace = msgspec.structs.replace
     slower = [
         replace(r, ttft_s=r.ttft_s * factor, tpot_s=r.tpot_s * factor)
@@ -125,13 +125,30 @@ def as_measured(router: str, factor: float) -> against.RouterCase:
     return against.RouterCase(router, requests, report, slower)
 
 
+def probes_of(more: fleet.Outside) -> fleet.Probes:
+    """Of replicas that are the simulated ones, and that far away."""
+    source = Remote(OpenLoop(fleet.probe_requests()), more.request_s)
+    return fleet.Probes.of(
+        fleet.simulate_fleet(more.priced(COST), 300, 2, "round-robin", source)[1]
+    )
+
+
+def test_what_lies_outside_of_the_engine_is_found_by_probes() -> None:
+    for more in (fleet.Outside(), fleet.Outside(0.004, 0.0), fleet.Outside(0.003, 0.002)):
+        found = fleet.outside(COST, 300, 2, probes_of(more))
+        assert found.request_s == pytest.approx(more.request_s, abs=1e-4)
+        assert found.step_s == pytest.approx(more.step_s, abs=1e-4)
+    several = [fleet.Probes(0.1, 3.0), fleet.Probes(0.3, 1.0), fleet.Probes(0.2, 2.0)]
+    assert fleet.Probes.middle(several) == fleet.Probes(0.2, 2.0)
+
+
 def test_what_was_measured_is_foretold_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A fleet that served as the simulator says has no error; one twice as slow is out of bounds.
     The page shows both of each."""
     cases = [as_measured("round-robin", 1.0), as_measured("prefix-affine", 2.0)]
-    runs = against.FleetRuns(2, 300, COST, 0.0, cases)
+    runs = against.FleetRuns(2, 300, COST, probes_of(fleet.Outside()), cases)
     kept, page = tmp_path / "runs.json", tmp_path / "page.html"
     kept.write_bytes(msgspec.json.encode(runs))
     against.main(["--runs", str(kept), "--page", str(page)])
@@ -155,11 +172,10 @@ def test_what_was_measured_is_foretold_again(
 def test_a_fleet_is_what_the_command_simulates() -> None:
     """Each replica has its own pool and slots, and what lies outside of it takes its time."""
     requests = fleet.shared_prefixes(20.0, 60, seed=2)
-    near, found = fleet.foretell_fleet(COST, 300, 2, "least-loaded", requests, None)
+    near, found = fleet.foretell_fleet(COST, 300, 2, "least-loaded", requests, fleet.Outside())
     assert near.replicas is not None and {record.replica for record in found} == {0, 1}
     config = fleet.fleet_config(COST, 300)
     assert (config.num_blocks, config.prefix_cache, config.lookahead.policy) == (300, True, "off")
     far, _ = fleet.simulate_fleet(COST, 300, 2, "least-loaded", Remote(OpenLoop(requests), 0.01))
     assert far.ttft_s.mean == pytest.approx((near.ttft_s.mean or 0.0) + 0.01, rel=0.05)
     assert fleet.fleet_capacity_per_s(COST, 300, 2) > 1.5 * fleet.fleet_capacity_per_s(COST, 300, 1)
-    assert make_router("prefix-affine") is not make_router("prefix-affine")
