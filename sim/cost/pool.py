@@ -106,5 +106,5 @@ def num_graphs(max_rows: int) -> int:
     """That vLLM captures: of mixed steps by size up to twice as many tokens as there are slots (512
     at most), of steps that only decode up to as many."""
     most = min(2 * max_rows, 512)
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-    return sum(size <= most for size in sizes) + sum(size <= max_rows for size in sizes)
+    sizes: list[int] = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    return len([s for s in sizes if s <= most]) + len([s for s in sizes if s <= max_rows])
