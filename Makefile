@@ -12,7 +12,7 @@ REAL := $(VENV)/.real-model-asked-for
 # Those that a torch with CUDA of our range pins, and the newest; the installed one works once.
 TRITONS ?= 3.6.0 3.7.0 3.7.1 3.9.0
 
-.PHONY: demo test test-statistics test-fuzz test-hostile test-ray prove-gpu prove-gpu-steps \
+.PHONY: demo test test-statistics test-fuzz test-hostile test-models test-ray prove-gpu prove-gpu-steps \
 	prove-gpu-orders prove-gpu-code bench pictures lint clean
 
 demo: $(REAL)
@@ -33,6 +33,10 @@ test-fuzz: $(DEV)
 # CBATCH_HOSTILE_SEED (0). It tells how it goes, and at its end what each attack came to.
 test-hostile: $(DEV)
 	$(BIN)/python -m pytest -s -m hostile tests/hostile
+
+# Every architecture of transformers that is served, tiny, beside its own eager pass: minutes.
+test-models: $(DEV)
+	$(BIN)/python -m pytest -q -m "models or not models" tests/runtime/test_transformers_backend.py
 
 # Two replicas on Ray Serve under load, one killed and one scaled away: minutes.
 test-ray: $(VENV)/.ray-installed

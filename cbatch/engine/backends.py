@@ -11,6 +11,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, LOOKUPS
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import policy_class
+from cbatch.engine.model_impl import Impl, refuse_beside_transformers
 from cbatch.engine.options import EngineOptions, parse_lookahead
 
 if TYPE_CHECKING:
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     from cbatch.runtime.cpu.executor import TorchExecutor
     from cbatch.runtime.cpu.head import Head
     from cbatch.runtime.cpu.rank_group import RankGroup
+    from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
     from cbatch.runtime.drafting.lookup import Lookup
     from cbatch.runtime.gpu import Decoder, GpuExecutor
     from cbatch.runtime.sampling.structured import GrammarSource
 
-    AnyModel = Model | Decoder | Head
+    AnyModel = Model | TransformersModel | Decoder | Head
 
 _LEAST_CAPABILITY = (8, 0)  # has bf16, and copies to shared memory that do not wait
 _logger = logging.getLogger("cbatch")
@@ -82,8 +84,15 @@ def load_for(
     numerics: str,
     random_weights_seed: int | None,
     ranks: RankGroup | None = None,
+    impl: Impl = "own",
 ) -> AnyModel:
     """Of several `ranks` this one's share. Raises the runtime's error naming file and field."""
+    if impl == "transformers":
+        from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
+
+        return load_transformers_model(
+            path, dtype=dtype, numerics=numerics, random_weights_seed=random_weights_seed
+        )
     if is_gpu(device):
         from cbatch.runtime.gpu import load_decoder
 
@@ -142,8 +151,11 @@ def refuse_unserved(
     kv_cache_dtype: str,
     head: Path | None = None,
     tensor_parallel: int = 1,
+    impl: Impl = "own",
 ) -> None:
     """Options that only the executor of another device can serve. Raises `FieldError`."""
+    if impl == "transformers":
+        refuse_beside_transformers(device, tensor_parallel=tensor_parallel, head=head)
     if tensor_parallel > 1:
         _refuse_unshared(device, tensor_parallel, head)
     if not is_gpu(device):
@@ -182,6 +194,12 @@ def num_ranks(target: AnyModel) -> int:
     """That hold a share of it each, this process among them."""
     group = getattr(target, "ranks", None)
     return 1 if group is None else cast("RankGroup", group).size
+
+
+def code_of(target: AnyModel) -> str:
+    """Whose modelling code computes it, in words."""
+    told: str | None = getattr(target, "code", None)
+    return told or f"our own ({target.config.family})"
 
 
 def row_invariance_of(target: AnyModel) -> tuple[bool, str]:

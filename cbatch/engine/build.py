@@ -20,6 +20,7 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.build import policy_class
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import (
+    code_of,
     depth_for,
     executor_for,
     held_drafters,
@@ -32,7 +33,8 @@ from cbatch.engine.info import EngineInfo, mib
 from cbatch.engine.loading import load_models
 from cbatch.engine.memory import block_bytes, num_blocks, weight_bytes
 from cbatch.engine.model_files import find_model, gguf_of, tokenizer_of
-from cbatch.engine.options import EngineOptions, lookahead_name, parse_lookahead
+from cbatch.engine.model_impl import Impl, checked_impl, choose_impl
+from cbatch.engine.options import EngineOptions, ModelImpl, lookahead_name, parse_lookahead
 from cbatch.engine.ranks.executor import RankedExecutor
 from cbatch.engine.ranks.messages import Probe, Serve
 from cbatch.grammars import Grammars
@@ -107,12 +109,13 @@ def _load_engine(
         raise FieldError("drafter", "'model' needs a draft", remedy)
     model = find_model(model)
     draft = None if draft is None else find_model(draft, "draft")
-    files = _checked(model, "model"), None if draft is None else _checked_draft(draft, model)
+    files = _checked_files(model, draft, options)
     path, draft_path = files[0].path, files[1] and files[1].path
+    impls = files[0].impl, files[1].impl if files[1] is not None else "own"
     defaults = sampling_defaults(path) if options.generation_config == "auto" else {}
     tokenizer = load_tokenizers(path, draft_path, options) if handles_text else None
     device, target, draft_model, ranks = load_models(
-        opened, model, draft, draft_path, options, tokenizer
+        opened, model, draft, draft_path, options, tokenizer, impls
     )
     config = _scheduler_config(target, draft_model, options, kv_events)
     grammars = None
@@ -175,32 +178,48 @@ def load_tokenizers(
 
 
 class _Files(NamedTuple):
-    """Where a model is. Its GGUF file is held for who reads config, weights and text of it."""
+    """Where a model is, and whose code computes it. Its GGUF file is held for who reads config,
+    weights and text of it."""
 
     path: Path
     gguf: Gguf | None
+    impl: Impl
 
 
-def _checked(model: str | Path, field: str) -> _Files:
+def _checked_files(
+    model: str | Path, draft: str | Path | None, options: EngineOptions
+) -> tuple[_Files, _Files | None]:
+    target = _checked(model, "model", options.model_impl)
+    if draft is None:
+        return target, None
+    # A draft is what it is, whatever the model is asked to be.
+    asked: ModelImpl = "own" if options.model_impl == "own" else "auto"
+    return target, _checked_draft(draft, target, asked)
+
+
+def _checked(model: str | Path, field: str, asked: ModelImpl) -> _Files:
     """Once its configuration can be served: before anything large loads."""
-    from cbatch.runtime.model.checkpoint import read_config, resolve_directory
+    local = Path(model).expanduser()
+    refuse_model_files(local, field)
+    if (local / "config.json").is_file():
+        choose_impl(local, asked)  # before torch is imported: who is refused need not wait
+    from cbatch.runtime.model.checkpoint import resolve_directory
 
-    refuse_model_files(Path(model), field)
     path = resolve_directory(model, weights=False)
     gguf = gguf_of(path)
-    read_config(path)
-    return _Files(path, gguf)
+    return _Files(path, gguf, checked_impl(path, asked))
 
 
-def _checked_draft(draft: str | Path, model: str | Path) -> _Files:
+def _checked_draft(draft: str | Path, target: _Files, asked: ModelImpl) -> _Files:
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
     from cbatch.runtime.model.head_config import read_head
 
     path = resolve_directory(draft, weights=True)
     if not is_head(path):
-        return _checked(draft, "draft")
-    read_head(path, read_config(resolve_directory(model, weights=False)))
-    return _Files(path, None)
+        return _checked(draft, "draft", asked)
+    if target.impl == "own":
+        read_head(path, read_config(target.path))
+    return _Files(path, None, "own")
 
 
 def _scheduler_config(
@@ -266,6 +285,7 @@ def _info(
         draft=None if draft is None else str(draft),
         dtype=str(target.dtype).removeprefix("torch."),
         device=str(target.device),
+        code=code_of(target),
         numerics=target.numerics,
         row_invariant=row_invariant,
         row_invariance=row_invariance,

@@ -31,6 +31,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_model_tokens: int
     num_threads: int  # of the engine; of several ranks each has as many
     ranks: int = 1  # among which the model is shared out; weights and KV are of all
+    code: str = "our own"  # whose modelling code computes the model
     sampling_defaults: dict[str, float | int] = {}  # by the model's makers, of `SamplingParams`
 
     def lines(self) -> list[str]:
@@ -43,6 +44,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         return [
             f"model {self.model}{draft}: {self.dtype} on {self.device}{shared}, "
             f"lookahead {lookahead}",
+            f"code: {self.code}",
             self.row_invariance,
             f"KV: {self.num_blocks} blocks of {self.block_size_tokens} tokens, "
             f"{mib(self.kv_memory_bytes)}; {self._context()}",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cbatch.engine.backends import is_gpu, load_for, refuse_unserved, usual_device
 from cbatch.engine.heads import take_head
+from cbatch.engine.model_impl import Impl
 from cbatch.engine.options import EngineOptions
 from cbatch.engine.ranks.group import Ranks
 from cbatch.engine.ranks.messages import LOADED
@@ -37,14 +38,15 @@ def load_models(
     draft_path: Path | None,
     options: EngineOptions,
     tokenizer: TextTokenizer | None,
+    impls: tuple[Impl, Impl],
 ) -> Loaded:
-    """`opened` closes other ranks."""
+    """`opened` closes other ranks; `impls` are of the model and of the draft."""
     asked: dict[str, Any] = {
         name: getattr(options, name)
         for name in ("block_size_tokens", "kv_cache_dtype", "tensor_parallel")
     }
     head = draft_path if draft_path is not None and is_head(draft_path) else None
-    asked["head"] = head
+    asked |= {"head": head, "impl": "transformers" if "transformers" in impls else "own"}
     device = options.device
     if device == "auto":
         device = usual_device(numerics=options.numerics, **asked)
@@ -61,11 +63,11 @@ def load_models(
         numerics=options.numerics,
         random_weights_seed=options.random_weights_seed,
     )
-    target = load(model, ranks=None if ranks is None else ranks.group)
+    target = load(model, ranks=None if ranks is None else ranks.group, impl=impls[0])
     if head is not None:
         found: AnyModel | None = take_head(head, cast("Model", target), model, tokenizer)
     else:
-        found = None if draft is None else load(draft)
+        found = None if draft is None else load(draft, impl=impls[1])
     if ranks is not None:
         ranks.hear(LOADED)
     return Loaded(device, target, found, ranks)

@@ -23,6 +23,7 @@ DRAFTER_HELP = (
     f"who guesses ahead: {', '.join(DRAFTERS)}; repeatable, preferred first (default: the draft "
     "model; the others look up what the text repeats and need none)"
 )
+ModelImpl = Literal["auto", "own", "transformers"]
 _FIXED_K, _MOST_K = 4, 8  # the constant of `fixed`, the cap of the others
 
 
@@ -37,10 +38,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model's dtype, or with `kv_cache_dtype` "fp8" (as "fp8_e4m3") half as large. `overlap` 1
     plans a step while one runs, as it is on a GPU by default. `seed` makes the seeds drawn for
     requests without one reproducible. `device` "auto" is a GPU where torch sees one that serves all
-    other options, else the CPU. There `threads` compute: as many as the process is given, by its
-    affinity and quota, unless a number says how many. `tokenizer` is where the tokenizer lies, if
-    not with the model; "none" does without text. `generation_config` "none" leaves out the model's
-    own defaults of sampling parameters.
+    other options, else the CPU. `model_impl` says whose modelling code computes: our own, which
+    knows four families, or that of transformers, which needs the extra `models` and runs on a CPU;
+    "auto" is our own for what it knows. On a CPU `threads` compute: as many as the process is
+    given, by its affinity and quota, unless a number says how many. `tokenizer` is where the
+    tokenizer lies, if not with the model; "none" does without text. `generation_config` "none"
+    leaves out the model's own defaults of sampling parameters.
     """
 
     tokenizer: Annotated[str | None, _engine("tokenizer, if not with the model", "MODEL")] = None
@@ -53,6 +56,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: Annotated[
         int | Literal["auto"],
         _engine("that compute on a CPU, in each rank; auto: as it is given", "N"),
+    ] = "auto"
+    model_impl: Annotated[
+        ModelImpl,
+        _engine(
+            "whose modelling code computes; auto: ours where it knows the family (extra 'models')"
+        ),
     ] = "auto"
     tensor_parallel: Annotated[
         int, _engine("ranks, processes that share the model out; on a CPU", "N")
@@ -102,6 +111,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for field, allowed in (
             ("overlap", (None, 0, 1)),
             ("numerics", ("auto", "invariant", "fast")),
+            ("model_impl", get_args(ModelImpl)),
             ("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3")),
             ("generation_config", ("auto", "none")),
             ("queue_policy", get_args(QueuePolicy)),

@@ -182,6 +182,65 @@ static void decoders(void) {
         }
 }
 
+// Layers of two sequences, heads and rows of queries, keys and values in either order.
+static void layers(void) {
+    const long dims[] = {128, 6, 40, 64, 130};
+    for (long i = 0; i < 40; i++) {
+        const long dim = dims[below(5)], value_dim = below(3) ? dims[below(5)] : 1 + below(70);
+        const long kv_heads = 1 + below(3), group = 1 + below(below(4) ? 5 : 60), heads = kv_heads * group;
+        const long query = 1 + below(below(3) ? 5 : 90), context = query + below(90), rows = 2 * query;
+        const long size = 1 + below(20), width = (context + size - 1) / size, blocks = 2 * width;
+        const long threads = 1 + below(3), half = below(2);
+        int32_t *lens = room(8), *contexts = room(8), *tables = room(blocks * 4);
+        for (long k = 0; k < 2; k++) lens[k] = (int32_t)query, contexts[k] = (int32_t)context;
+        for (long k = 0; k < blocks; k++) tables[k] = (int32_t)(blocks - 1 - k);
+        const long floats_of_one = attention_floats(group, dim, value_dim);
+        const attention_step s = {{lens, contexts, tables, rows, 2, width, blocks, size},
+                                  room(rows * 8), room(rows * 8), room(rows * sizeof(piece)),
+                                  room(threads * floats_of_one * 4), 0, floats_of_one, threads};
+        attention_layer l = {bits(kv_heads * blocks * size * (dim + value_dim) * (half ? 2 : 4)),
+                             floats(rows * heads * dim), floats(rows * kv_heads * dim),
+                             floats(rows * kv_heads * value_dim), below(2) ? floats(heads) : 0,
+                             room(rows * heads * value_dim * 4), heads * dim, dim, kv_heads * dim, dim,
+                             kv_heads * value_dim, value_dim, kv_heads, group, dim, value_dim,
+                             1 + below(200), half, below(2), 0.3f, below(2) ? 2.0f : 0};
+        if (below(2)) l.query_row = dim, l.query_head = rows * dim;
+        if (begin_attention(&s)) abort();
+        attend_layer(&s, &l);
+        end_attention(), rest();
+        free(lens), free(contexts), free(tables), free(s.sequences), free(s.positions);
+        free(s.pieces), free(s.scratches), free(l.blocks), free((void *)l.queries);
+        free((void *)l.keys), free((void *)l.values), free((void *)l.sinks), free(l.out);
+    }
+}
+
+static void mixtures(void) {
+    for (long i = 0; i < 3 * TYPES; i++) {
+        const int type = types[i % TYPES];
+        const long experts = 1 + below(5), rows = 1 + below(below(4) ? 9 : 300), choices = 1 + below(3);
+        const long in = in_blocks(type) ? 256 : 5 + below(40), inner = in_blocks(type) ? 512 : 3 + below(40);
+        const long out = 1 + below(50), pairs = rows * choices, stride = rounded(2 * inner, 16) + 16;
+        linear up[5], down[5];
+        for (long e = 0; e < experts; e++) {
+            up[e] = linear_of(type, 2 * inner, in, 0, 0), down[e] = linear_of(type, out, inner, 0, 0);
+        }
+        int64_t *chosen = room(pairs * 8);
+        for (long k = 0; k < pairs; k++) chosen[k] = below(experts + 1);
+        expert_step s = {up, down, floats(rows * in), floats(pairs), floats(pairs * inner), chosen,
+                         floats(pairs * stride), room(rows * out * 4), 0, experts, rows, choices,
+                         stride, out, below(4), 3, 1 + below(3), 1.5f, 1.7f};
+        s.memory = room(experts_bytes(&s));
+        if (s.gating == GIVEN) s.parts = 1 + below(2);
+        if (run_experts(&s) < 0) abort();
+        chosen[below(pairs)] = below(2) ? -1 : experts + 1;
+        if (run_experts(&s) >= 0) abort();
+        rest();
+        for (long e = 0; e < experts; e++) let_go(up + e), let_go(down + e);
+        free((void *)s.x), free((void *)s.weights), free((void *)s.inner), free(chosen);
+        free(s.between), free(s.y), free(s.memory);
+    }
+}
+
 int main(int count, char **words) {
 #if defined(__AMX_TILE__) && !defined(_tile_release)
     syscall(SYS_arch_prctl, 0x1023, 18);  // each process asks for its tiles (see builds.py)
@@ -190,6 +249,8 @@ int main(int count, char **words) {
     products();
     lookups();
     decoders();
+    layers();
+    mixtures();
     puts("fine");
     return 0;
 }

@@ -20,6 +20,8 @@ from bench.peers.gguf_writer import Q8_0
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.cpu import compiled_pass
 from cbatch.runtime.cpu.compiled import CompiledProduct, build, builds, find_compiler
+from cbatch.runtime.cpu.compiled import experts as experts_module
+from cbatch.runtime.cpu.compiled import layer_attention as attention_module
 from cbatch.runtime.cpu.compiled import product as product_module
 from cbatch.runtime.cpu.compiled.builds import Build
 from cbatch.runtime.cpu.compiled.compiler import Compiler, has_ziglang
@@ -31,7 +33,9 @@ from tests.runtime.compiled_ahead import BY_HAND, tiles_by_hand
 from tests.runtime.hf_models import build as build_model
 from tests.runtime.marks import has_compiler, needs_compiler
 from tests.runtime.test_block_products import COLUMNS, OUT, assert_values, stored, whole
+from tests.runtime.test_experts import assert_sums
 from tests.runtime.test_gguf_model import as_gguf, logits
+from tests.runtime.test_layer_attention import assert_right, assert_row_invariant
 
 RUNNABLE = {each.name: each for each in builds.runnable()} if has_compiler() else {}
 NOT_HERE = [each for each in builds.builds_of(platform.machine()) if each.name not in RUNNABLE]
@@ -157,7 +161,7 @@ def libraries() -> dict[str, ctypes.CDLL]:
 
 
 def use(kernel: ctypes.CDLL, patch: pytest.MonkeyPatch) -> None:
-    for module in (product_module, compiled_pass):
+    for module in (product_module, compiled_pass, attention_module, experts_module):
         patch.setattr(module, "library", lambda: kernel)
 
 
@@ -244,6 +248,16 @@ def test_passes_are_row_invariant(tmp_path: Path) -> None:
     ):
         report = probe_row_invariance(load_model(path, dtype=dtype, numerics="invariant"))
         assert report.row_invariant and report.products[0].startswith("compiled"), str(report)
+
+
+@pytest.mark.usefixtures("build_in_use")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_and_experts_by_themselves(dtype: torch.dtype) -> None:
+    for name in ("all of it", "tiles", "values wider"):
+        assert_right(name, 16, dtype)
+    assert_row_invariant("tiles", dtype)
+    for gate in ("silu", "gelu", "clamped"):
+        assert_sums(gate, dtype, bias=True)
 
 
 def test_fused_products_have_the_same_bits_everywhere(in_each: Iterator[tuple[str, int]]) -> None:

@@ -8,6 +8,24 @@ from typing import Any
 
 import torch
 
+SEVERAL = (  # of unlike kinds
+    *("cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gpt_oss"),
+    *("granite", "mixtral", "olmo2", "phi3", "qwen3_moe", "stablelm"),
+)
+EVERY = (
+    *("afmoe", "apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "cohere", "cohere2"),
+    *("cohere2_moe", "ctrl", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5"),
+    *("ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text"),
+    *("gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2"),
+    *("gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe"),
+    *("granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+    *("hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "laguna", "lfm2"),
+    *("lfm2_moe", "llama", "llama4_text", "mellum", "minicpm3", "minimax_m2", "minimax_m3_vl_text"),
+    *("ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "moshi", "nanochat"),
+    *("nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm"),
+    *("starcoder2", "vaultgemma", "youtu"),
+)
 _COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 4,
@@ -34,7 +52,10 @@ _EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
-_EXPERT_NAMES = ("moe", "mixtral", "oss", "deepseek", "dots", "minimax")
+_EXPERT_NAMES = (
+    *("axk1", "deepseek", "dots", "hy_v3", "laguna", "minimax", "mixtral", "moe", "oss"),
+    *("solar_open",),
+)
 _LATENT: dict[str, Any] = {  # multi-head latent attention
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
@@ -46,6 +67,7 @@ _LATENT: dict[str, Any] = {  # multi-head latent attention
 _DEEPSEEK = _LATENT | {"head_dim": 8, "qk_rope_head_dim": 8}
 _WINDOW = {"sliding_window": 8}
 _OWN: dict[str, dict[str, Any]] = {
+    "axk1": _DEEPSEEK,
     "cohere2": _WINDOW,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
@@ -87,8 +109,8 @@ def tiny_config(kind: str) -> Any:
 
 
 def make_tiny(kind: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """Writes a model of a `model_type` to `folder`, and gives it back. Raises ValueError where none
-    of a reasonable size comes of it."""
+    """Writes a model of a `model_type` to `folder`, and gives what is read from there. Raises
+    ValueError where none of a reasonable size comes of it."""
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(kind)
@@ -104,5 +126,6 @@ def make_tiny(kind: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch
             for parameter in net.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(std=0.08)
-    net.eval().save_pretrained(folder)
-    return net
+    net.save_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return loaded.eval()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cbatch.runtime.cpu.compiled.build import library
 from cbatch.runtime.cpu.compiled.product import TYPES, CompiledProduct, LinearStruct
+from cbatch.runtime.cpu.compiled.structs import fields
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.model.rope import RotaryTable
@@ -35,23 +36,19 @@ WRONG = {
 }
 
 
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
-
-
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *_fields(LinearStruct, "qkv out gate_up down"),
+        *fields(LinearStruct, "qkv out gate_up down"),
         ("qk_weight", c_void_p),
-        *_fields(c_long, "window kept"),
+        *fields(c_long, "window kept"),
     ]
 
 
 class _Reader(ctypes.Structure):
     _fields_ = [
-        *_fields(LinearStruct, "front only_kv"),
-        *_fields(c_void_p, "token_norm state_norm"),
-        *_fields(c_long, "normed_residual plain_in plain_out"),
+        *fields(LinearStruct, "front only_kv"),
+        *fields(c_void_p, "token_norm state_norm"),
+        *fields(c_long, "normed_residual plain_in plain_out"),
     ]
 
 
@@ -59,23 +56,21 @@ class DecoderStruct(ctypes.Structure):
     _fields_ = [
         ("layers", POINTER(_Layer)),
         ("head", LinearStruct),
-        *_fields(c_void_p, "embedding cos_sin"),
+        *fields(c_void_p, "embedding cos_sin"),
         ("reader", POINTER(_Reader)),
-        *_fields(c_long, "num_layers hidden kv_heads group dim inner vocab embedding_type"),
-        *_fields(c_long, "choices first kept"),
+        *fields(c_long, "num_layers hidden kv_heads group dim inner vocab embedding_type"),
+        *fields(c_long, "choices first kept"),
         ("eps", c_float),
     ]
 
 
 class StepStruct(ctypes.Structure):
     _fields_ = [
-        *_fields(
-            c_void_p, "tokens wanted query_lens context_lens tables kv logits memory progress"
-        ),
-        *_fields(c_void_p, "states hidden"),
-        *_fields(c_long, "rows sequences table_width num_wanted blocks block_size kv_half threads"),
+        *fields(c_void_p, "tokens wanted query_lens context_lens tables kv logits memory progress"),
+        *fields(c_void_p, "states hidden"),
+        *fields(c_long, "rows sequences table_width num_wanted blocks block_size kv_half threads"),
         ("num_kept", c_long),
-        *_fields(c_void_p, "sums partial"),
+        *fields(c_void_p, "sums partial"),
         ("part", c_long),
     ]
 

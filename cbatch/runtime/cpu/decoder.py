@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from cbatch.runtime.cpu.attention.groups import StepBuffers
 from cbatch.runtime.cpu.attention.layout import AttentionPlanner, StepLayout
 from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
 from cbatch.runtime.cpu.layers import Layer, LayerBuilder
-from cbatch.runtime.cpu.linear import RowPadding
+from cbatch.runtime.cpu.linear import Linear, RowPadding
 from cbatch.runtime.cpu.numerics import Numerics, resolve_numerics
 from cbatch.runtime.cpu.rank_group import RankGroup
 from cbatch.runtime.model.checkpoint import open_checkpoint
@@ -117,11 +118,17 @@ class Model:
     @property
     def block_bytes(self) -> int | None:
         """Of the matrices, where some are multiplied with as blocks; None: as `dtype` says."""
-        products = [linear.compiled for layer in self.layers for linear in layer.products()]
-        held = [product for product in (*products, self.head.compiled) if product is not None]
+        products = [linear.compiled for linear in self.linears()]
+        held = [product for product in products if product is not None]
         if not any(product.block_types for product in held):
             return None
         return sum(product.num_bytes for product in held)
+
+    def linears(self) -> Iterator[Linear]:
+        """Every product of a pass."""
+        for layer in self.layers:
+            yield from layer.products()
+        yield self.head
 
     def keep_hidden(self, layers: tuple[int, ...]) -> None:
         """From now on passes give the residual stream of all rows as it comes into these layers, in
@@ -271,8 +278,7 @@ class Model:
 
     def _common_padding(self) -> RowPadding:
         """The padding that suits every product."""
-        plans = [linear.plan for layer in self.layers for linear in layer.products()]
-        paddings = [plan.padding for plan in (*plans, self.head.plan)]
+        paddings = [linear.plan.padding for linear in self.linears()]
         return RowPadding(
             max(p.minimum for p in paddings), math.lcm(*(p.multiple for p in paddings))
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from cbatch.runtime.cpu.compiled import build_name
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
-from cbatch.runtime.cpu.linear import Linear, find_padding
+from cbatch.runtime.cpu.linear import find_padding
 from cbatch.runtime.model.kv_cache import KVCache
 
 _BLOCK_SIZE_TOKENS = 16
@@ -51,20 +50,15 @@ def probe_row_invariance(model: Model) -> InvarianceReport:
     Says what is, whatever was asked for.
     """
     shapes: dict[tuple[int, int], bool] = {}
-    products = tuple(sorted({linear.told for linear in _linears(model)}))
-    ours = any(linear.compiled is not None for linear in _linears(model))
-    for linear in _linears(model):
+    linears = list(model.linears())
+    products = tuple(sorted({linear.told for linear in linears}))
+    ours = any(linear.compiled is not None for linear in linears)
+    for linear in linears:
         if linear.shape not in shapes:
             padding = find_padding(linear, linear.shape)
             shapes[linear.shape] = padding is not None and padding.rows(1) == 1
     kernels = build_name() if ours else None
     return InvarianceReport(model.numerics, products, kernels, shapes, _forward_invariant(model))
-
-
-def _linears(model: Model) -> Iterator[Linear]:
-    for layer in model.layers:
-        yield from layer.products()
-    yield model.head
 
 
 def _forward_invariant(model: Model) -> bool:

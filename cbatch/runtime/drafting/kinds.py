@@ -10,12 +10,14 @@ from cbatch.runtime.cpu.drafter import ModelDrafter
 from cbatch.runtime.cpu.eagle_head import EagleHead
 from cbatch.runtime.cpu.head import Head
 from cbatch.runtime.cpu.medusa_head import MedusaHead
+from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
 from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.runtime.drafting.eagle import EagleDrafter
 from cbatch.runtime.drafting.medusa import MedusaDrafter
 
 _KINDS: dict[type, Callable[[Any], ModelDrafter]] = {
     Model: DraftModel,
+    TransformersModel: DraftModel,
     EagleHead: EagleDrafter,
     MedusaHead: MedusaDrafter,
 }

@@ -48,6 +48,10 @@ class ModelError(ValueError):
     """A checkpoint that cannot be served; the message names the file, the field and the remedy."""
 
 
+class UnsupportedModelError(ModelError):
+    """For what is whole, but nothing that our own pass computes."""
+
+
 class RopeConfig(msgspec.Struct, frozen=True):
     """Rotary embedding; fields beyond `theta` count only for the types that use them.
 
@@ -126,9 +130,9 @@ class _Fields:
     ) -> None:
         self.path, self.values, self.prefix, self.names = path, values, prefix, names or {}
 
-    def error(self, field: str, message: str) -> ModelError:
+    def error(self, field: str, message: str, kind: type[ModelError] = ModelError) -> ModelError:
         name = f"{self.prefix}{field}"
-        return ModelError(f"{self.path}: {self.names.get(name, name)}: {message}")
+        return kind(f"{self.path}: {self.names.get(name, name)}: {message}")
 
     def get(self, field: str, default: Any = None) -> Any:
         value = self.values.get(field)
@@ -274,16 +278,19 @@ def _family(f: _Fields) -> str:
         if name in _FAMILIES:
             return _FAMILIES[name]
     got = ", ".join(names) or f"model_type {model_type!r}"
-    raise f.error("architectures", f"{got:.80} is not supported; supported: {', '.join(_FAMILIES)}")
+    problem = f"{got:.80} is not supported; supported: {', '.join(_FAMILIES)}"
+    raise f.error("architectures", problem, UnsupportedModelError)
 
 
 def _refuse_unsupported(f: _Fields) -> None:
     experts = f.get("num_experts", f.get("num_local_experts"))
     if experts is not None:
-        raise f.error("num_experts", "mixtures of experts are not supported; use a dense model")
+        problem = "mixtures of experts are not supported; use a dense model"
+        raise f.error("num_experts", problem, UnsupportedModelError)
     act = f.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
-        raise f.error("hidden_act", f"{act!r:.40} is not supported; supported: silu")
+        problem = f"{act!r:.40} is not supported; supported: silu"
+        raise f.error("hidden_act", problem, UnsupportedModelError)
 
 
 def _sliding_window(f: _Fields, family: str, layers: int) -> tuple[int | None, ...]:
@@ -341,11 +348,10 @@ def _rope(f: _Fields, context_tokens: int) -> RopeConfig:
     r = _Fields(f.path, raw, f"{field}.", f.names)
     kind = r.get("rope_type", r.get("type", "default"))
     if kind not in _ROPE_TYPES:
-        raise r.error(
-            "rope_type", f"{kind!r:.40} is not supported; supported: {', '.join(_ROPE_TYPES)}"
-        )
+        problem = f"{kind!r:.40} is not supported; supported: {', '.join(_ROPE_TYPES)}"
+        raise r.error("rope_type", problem, UnsupportedModelError)
     if r.get("partial_rotary_factor", f.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise r.error("partial_rotary_factor", "only 1.0 is supported")
+        raise r.error("partial_rotary_factor", "only 1.0 is supported", UnsupportedModelError)
     theta = r.number("rope_theta", f.number("rope_theta", _DEFAULT_ROPE_THETA))
     if kind == "default":
         return RopeConfig(theta=theta)

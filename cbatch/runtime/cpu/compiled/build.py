@@ -23,6 +23,7 @@ _SYMBOLS = ("decode", "memory_bytes", "product", "lanes", "rest", "pack", "bytes
 _SYMBOLS += ("look_up", "score_drafts", "choose")
 _SYMBOLS += ("fuse", "ingest", "draft", "head_bytes")
 _SYMBOLS += ("begin_attention", "end_attention", "attend_layer", "attention_floats")
+_SYMBOLS += ("run_experts", "experts_bytes", "norm_rows", "rotate_rows")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _logger = logging.getLogger("cbatch")
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.cpu.compiled.build import library
+from cbatch.runtime.cpu.compiled.structs import fields
+from cbatch.runtime.cpu.compiled.threads import num_threads
 
 _ALIGNMENT_BYTES = 64
 _NUMBERS_OF_A_ROW = 6  # its sequence and position, and a piece
@@ -20,18 +22,14 @@ _NO_WINDOW = 1 << 40
 _WRONG = "block_tables: they do not hold the context, or name a block that is not in the cache"
 
 
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
-
-
 class _Step(ctypes.Structure):
     """`attention_step` of layer_attention.h."""
 
     _fields_ = [
-        *_fields(c_void_p, "query_lens context_lens tables"),
-        *_fields(c_long, "rows sequences table_width blocks block_size"),
-        *_fields(c_void_p, "row_sequences row_positions pieces scratches progress"),
-        *_fields(c_long, "scratch_size threads"),
+        *fields(c_void_p, "query_lens context_lens tables"),
+        *fields(c_long, "rows sequences table_width blocks block_size"),
+        *fields(c_void_p, "row_sequences row_positions pieces scratches progress"),
+        *fields(c_long, "scratch_size threads"),
     ]
 
 
@@ -39,10 +37,10 @@ class _Layer(ctypes.Structure):
     """`attention_layer` of layer_attention.h."""
 
     _fields_ = [
-        *_fields(c_void_p, "blocks queries keys values sinks out"),
-        *_fields(c_long, "query_row query_head key_row key_head value_row value_head"),
-        *_fields(c_long, "kv_heads group dim value_dim window half pairs"),
-        *_fields(c_float, "scale cap"),
+        *fields(c_void_p, "blocks queries keys values sinks out"),
+        *fields(c_long, "query_row query_head key_row key_head value_row value_head"),
+        *fields(c_long, "kv_heads group dim value_dim window half pairs"),
+        *fields(c_float, "scale cap"),
     ]
 
 
@@ -138,7 +136,7 @@ class PagedAttention:
         `context_lens` [B] - 1, and `block_tables` [B, W] of blocks below `num_blocks`, of
         `block_size` positions. `progress` goes up as a layer is worked on. Raises IndexError where
         tables do not hold the context."""
-        rows, threads = int(query_lens.sum()), torch.get_num_threads()
+        rows, threads = int(query_lens.sum()), num_threads()
         arrays = [np.ascontiguousarray(x, np.int32) for x in (query_lens, context_lens)]
         tables = np.ascontiguousarray(block_tables, np.int32)
         if len(self._numbers) < rows * _NUMBERS_OF_A_ROW:

@@ -1,10 +1,12 @@
 // What is called from outside: a decoder's whole pass; single products; the greedy choice; lookups.
 
 #include "decoder.h"
+#include "experts.h"
 #include "greedy.h"
 #include "heads.h"
 #include "layer_attention.h"
 #include "lookup.h"
+#include "rows.h"
 
 // Before the layers of a step: 2, as `decode`, where the step does not fit. Until `end_attention` the
 // threads stay awake between calls.
@@ -25,6 +27,36 @@ void attend_layer(const attention_step *of, const attention_layer *layer) {
 // Working memory of a thread, in floats; a multiple of a cache line.
 long attention_floats(long group, long dim, long value_dim) {
     return rounded(scratch_floats(queries_of_piece(group), most(dim, value_dim)), LINE_BYTES / 4);
+}
+
+long experts_bytes(const expert_step *of) {
+    expert_job p = {.step = *of};
+    p.step.memory = 0;
+    return carve_experts(&p);
+}
+
+// How many pairs there are; below 0, and nothing is computed, where an expert is chosen that there is
+// not.
+long run_experts(const expert_step *of) {
+    expert_job p = {.step = *of};
+    carve_experts(&p);
+    if (sort_pairs(&p)) return -1;
+    cut_bands(&p, 0, of->gate_up), cut_bands(&p, 1, of->down);
+    together(experts_all, &p, sizeof p, of->threads, 5);
+    return p.pairs;
+}
+
+void norm_rows(const float *x, const float *weight, float *y, long rows, long width, long stride,
+               float eps, float offset, long threads) {
+    norming p = {.x = x, .weight = weight, .y = y, .rows = rows, .width = width, .stride = stride,
+                 .eps = eps, .offset = offset};
+    together(norm_all, &p, sizeof p, threads, 1);
+}
+
+void rotate_rows(const rotated *queries, const rotated *keys, const float *cos, const float *sin,
+                 long rows, long turned, long threads) {
+    rotating p = {.of = {*queries, *keys}, .cos = cos, .sin = sin, .rows = rows, .turned = turned};
+    together(rotate_all, &p, sizeof p, threads, 1);
 }
 
 int lanes(void) { return LANES; }

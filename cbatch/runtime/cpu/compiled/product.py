@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.cpu.compiled.build import library
+from cbatch.runtime.cpu.compiled.threads import num_threads
 
 _ALIGNMENT_BYTES = 64
 _SLAB_BYTES = 1 << 25
@@ -110,6 +111,33 @@ class CompiledProduct:
         product._hold((out, columns), held, segments, bias, in_scale, block_types=types)
         return product
 
+    @classmethod
+    def beside(cls, products: Sequence[CompiledProduct]) -> CompiledProduct:
+        """One product of several with the same inputs, whose outputs lie side by side; the panels
+        are theirs. Raises ValueError where rows would be given to them in different ways, or one
+        has an `in_scale`."""
+        columns, kinds = {each.shape[1] for each in products}, {_taken(each) for each in products}
+        if len(columns) != 1 or len(kinds) != 1 or any(p._scale is not None for p in products):
+            raise ValueError(f"products: of {sorted(columns)} columns, taken as {sorted(kinds)}")
+        segments, biases, at = [], [], 0
+        for each in products:
+            for segment in each._segments:
+                numbers = segment.out, segment.run, segment.pitch, segment.first + at, segment.type
+                segments.append(Segment(segment.panels, *numbers))
+            biases.append(torch.zeros(each.shape[0]) if each._bias is None else each._bias)
+            at += each.shape[0]
+        found = cls.__new__(cls)
+        biased = any(each._bias is not None for each in products)
+        found._hold(
+            (at, columns.pop()),
+            [panels for each in products for panels in each.panels],
+            segments,
+            torch.cat(biases) if biased else None,
+            None,
+            block_types=tuple(sorted({name for each in products for name in each.block_types})),
+        )
+        return found
+
     def _hold(
         self,
         shape: tuple[int, int],
@@ -143,13 +171,18 @@ class CompiledProduct:
         return {segment.type for segment in self._segments}
 
     @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Type and outputs of each segment."""
+        return tuple((segment.type, segment.out) for segment in self._segments)
+
+    @property
     def num_bytes(self) -> int:
         return sum(panels.nbytes for panels in self.panels)
 
     def __call__(self, x: Tensor, rows: int) -> Tensor:
         out, columns = self.shape
         y = x.new_empty(rows, out)
-        threads = 1 if rows * out * columns < _ALONE_BELOW else torch.get_num_threads()
+        threads = 1 if rows * out * columns < _ALONE_BELOW else num_threads()
         if self._call(self.struct, x.data_ptr(), y.data_ptr(), rows, out, threads):
             raise MemoryError(f"a product of {rows} rows with {columns} columns")
         return y
@@ -165,6 +198,11 @@ def compiles_blocks(blocks: Blocks) -> bool:
     return blocks.type in BLOCK_TYPES and library() is not None
 
 
+def _taken(product: CompiledProduct) -> str:
+    """How rows are given to it: see `takes` of problem.h."""
+    return "cells" if product.block_types else str(sorted(product.types))
+
+
 def _packed(kernel: ctypes.CDLL, blocks: Blocks) -> Tensor:
     """Blocks in panels, as blocks.h has them."""
     out, columns, number = len(blocks.rows), blocks.columns, BLOCK_TYPES[blocks.type]
@@ -174,7 +212,7 @@ def _packed(kernel: ctypes.CDLL, blocks: Blocks) -> Tensor:
     kernel.pack.argtypes = [c_int, c_void_p, c_long, c_long, c_void_p, c_long]
     kernel.pack.restype = None
     rows = np.ascontiguousarray(blocks.rows)
-    threads = torch.get_num_threads()
+    threads = num_threads()
     kernel.pack(number, rows.ctypes.data, out, columns, memory.data_ptr(), threads)
     return memory
 

@@ -20,7 +20,7 @@
 #define MOST_THREADS 64
 #define MOST_JOB_BYTES 1024
 #define SPINS 400  // looks at a number before a thread sleeps: some 20 us
-#define PATIENT_SPINS 8000  // so before a job that is known to come soon
+#define PATIENT_SPINS 20000  // so before a job that is known to come soon: some 0.5 ms
 #define LINE_BYTES 64
 #define RUNS 16  // of a thread, at least, where iterations are taken several at a time
 

@@ -8,6 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cbatch.runtime.cpu.compiled.layer_attention import (
+    AttentionStep,
+    LayerAttention,
+    LayerShape,
+    PagedAttention,
+)
+from cbatch.runtime.cpu.decoder import RaggedBatch
 from cbatch.runtime.cpu.transformers_backend import torch_attention
 from cbatch.runtime.cpu.transformers_backend.step import HELD, AttentionLayer, Pass
 from cbatch.runtime.model.config import KVShape, ModelError
@@ -48,18 +55,37 @@ def attention(
 
 
 def compute(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    step = layer.owner
-    assert step.kv is not None
-    return torch_attention.attend(layer, step.step, step.kv, q, k, v)
+    """fp32 [T, H, Dv] of queries [H, T, Dk], once K [Hkv, T, Dk] and V are in the cache."""
+    kv, step = layer.owner.kv, layer.owner.step
+    assert kv is not None
+    if isinstance(step, AttentionStep):
+        return step.attend(layer.prepared, kv.block_rows[layer.index], q, k, v)
+    return torch_attention.attend(layer, step, kv, q, k, v)
 
 
-def begin(step: Pass, batch: Any, kv: KVCache) -> AbstractContextManager[object]:
-    """Whatever the layers of a pass over `batch` share."""
+def begin(step: Pass, batch: RaggedBatch, kv: KVCache) -> AbstractContextManager[object]:
+    """Whatever the layers of a pass over `batch` share; to be held open during it. Raises
+    IndexError where block tables do not hold the context."""
     step.kv = kv
-    step.step = torch_attention.plan_step(
-        batch.query_lens, batch.context_lens, batch.block_tables, kv.block_size
-    )
+    lens, tables = (batch.query_lens, batch.context_lens), batch.block_tables
+    compiled = step.compiled
+    if compiled is not None and kv.block_rows[0].dtype in (torch.float32, torch.bfloat16):
+        blocks = kv.num_blocks + 1
+        step.step = compiled.step(*lens, tables, num_blocks=blocks, block_size=kv.block_size)
+        return step.step
+    step.step = torch_attention.plan_step(*lens, tables, kv.block_size)
     return nullcontext()
+
+
+def prepare(step: Pass) -> None:
+    """Once its layers are known: by our kernels, where they can be compiled and take them all."""
+    try:
+        for layer in step.layers:
+            shape = layer.heads, *layer.kv, layer.scale, layer.window, layer.softcap, layer.sinks
+            layer.prepared = LayerAttention(LayerShape(*shape))
+        step.compiled = PagedAttention()
+    except ValueError:
+        step.compiled = None
 
 
 _entering: list[Pass] = []

@@ -13,6 +13,7 @@ from torch import nn
 
 from cbatch.runtime.cpu.numerics import Numerics, memory_bytes
 from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
+from cbatch.runtime.cpu.transformers_backend.self_test import compare, reference_of
 from cbatch.runtime.cpu.transformers_backend.support import refuse_unsupported
 from cbatch.runtime.model.checkpoint import resolve_directory, resolve_dtype
 from cbatch.runtime.model.config import ModelError
@@ -33,13 +34,16 @@ def load_transformers_model(
     refuse_unsupported(path)
     with _quiet():
         net, served = _load(path, dtype, random_weights_seed)
-    return TransformersModel(net, path, served, _numerics(numerics, net, served))
+        reference = reference_of(net, path)
+        model = TransformersModel(net, path, served, _numerics(numerics, net, served))
+        compare(model, reference)
+    return model
 
 
 def _load(path: Path, dtype: str | torch.dtype, seed: int | None) -> tuple[nn.Module, torch.dtype]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    how: dict[str, Any] = {"attn_implementation": "eager"}
+    how: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     try:
         config = AutoConfig.from_pretrained(path)
         stored = config.dtype

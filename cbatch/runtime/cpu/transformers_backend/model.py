@@ -12,12 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cbatch.core.request.errors import FieldError
+from cbatch.runtime.cpu.compiled.threads import torch_alone
 from cbatch.runtime.cpu.decoder import RaggedBatch
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.numerics import Numerics
-from cbatch.runtime.cpu.transformers_backend import attention
+from cbatch.runtime.cpu.transformers_backend import attention, experts
 from cbatch.runtime.cpu.transformers_backend.config import bridge
+from cbatch.runtime.cpu.transformers_backend.fused import fuse
 from cbatch.runtime.cpu.transformers_backend.products import Products, widen
+from cbatch.runtime.cpu.transformers_backend.rotary import replace_rotary
 from cbatch.runtime.cpu.transformers_backend.step import Pass
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.kv_cache import KVCache
@@ -39,13 +42,29 @@ class TransformersModel:
         self.net, self.path = net, path
         self._pass = Pass()
         attention.register()
+        experts.register()
         with torch.no_grad():
+            self._experts = [each for each in net.modules() if experts.compile_experts(each)]
             self._products = Products(numerics)
             self._products.replace(net)
             widen(net)
+            fuse(net)
+            replace_rotary(net)
         net.set_attn_implementation(attention.NAME)
+        if self._experts:
+            net.set_experts_implementation(experts.NAME)
         self._keeps = "logits_to_keep" in inspect.signature(net.forward).parameters
-        self.config = bridge(net.config, path, *self._probe())
+        layers, vocab_size = self._probe()
+        attention.prepare(self._pass)
+        self.config = bridge(net.config, path, layers, vocab_size)
+
+    @property
+    def code(self) -> str:
+        """Whose code computes it, in words."""
+        from transformers import __version__
+
+        name = type(self.net).__name__
+        return f"transformers {__version__} ({name}), with our attention and products"
 
     @property
     def progress(self) -> NDArray[np.int64] | None:
@@ -63,6 +82,7 @@ class TransformersModel:
             held = linear.compiled
             out, columns = linear.shape
             size += out * columns * self.dtype.itemsize if held is None else held.num_bytes
+        size += sum(experts.num_bytes(each) for each in self._experts)
         return size + sum(p.nbytes for p in self.net.parameters())
 
     def linears(self) -> Iterator[Linear]:
@@ -87,7 +107,7 @@ class TransformersModel:
                 f"context_lens: {last} tokens exceed the model's context of "
                 f"{self.config.max_position_tokens}"
             )
-        with torch.inference_mode(), attention.begin(self._pass, batch, kv):
+        with torch.inference_mode(), torch_alone(), attention.begin(self._pass, batch, kv):
             return self._run(batch.tokens, batch.positions, batch.logits_index)
 
     def _run(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:

@@ -81,7 +81,12 @@ class Products:
             if isinstance(module, nn.Linear | nn.Embedding | Conv1D):
                 continue
             for name, weight in list(module.named_parameters(recurse=False)):
-                if weight.dim() == 2 and weight.is_floating_point() and min(weight.shape) > 1:
+                if (
+                    "bias" not in name
+                    and weight.dim() == 2
+                    and weight.is_floating_point()
+                    and min(weight.shape) > 1
+                ):
                     self._wrap(module, name, weight)
         self._kept.clear()
 

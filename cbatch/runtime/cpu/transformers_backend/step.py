@@ -8,11 +8,13 @@ that the `Pass` which all of a model share.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from cbatch.runtime.cpu.compiled.layer_attention import LayerAttention, PagedAttention
 from cbatch.runtime.model.config import KVShape
 from cbatch.runtime.model.kv_cache import KVCache
 
@@ -35,7 +37,7 @@ class AttentionLayer:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
-    prepared: object = None  # by whoever computes attention
+    prepared: LayerAttention | None = None  # for our kernels
 
 
 @dataclass(eq=False)
@@ -47,4 +49,5 @@ class Pass:
     found: list[nn.Module] | None = None
     progress: NDArray[np.int64] | None = None
     kv: KVCache | None = None
-    step: object = None  # of whoever computes attention
+    compiled: PagedAttention | None = None  # where our kernels compute
+    step: Any = None  # the one under way, as what computes attention has it

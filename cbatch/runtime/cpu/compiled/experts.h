@@ -1,0 +1,182 @@
+// A mixture of experts: each row goes through those chosen for it, gate_up, gate and down, and what
+// they make is summed up by weight, in the order of the experts.
+//
+// Rows are sorted by expert, and an expert's rows share its products: their bits are those that each
+// has alone.
+
+#pragma once
+#include "step.h"
+
+// What `gate` and `up`, the halves of a row of gate_up, come to: silu(gate) * up; gelu(gate) * up by
+// tanh; with both clamped, gate * sigmoid(alpha * gate) * (up + 1). GIVEN: another's work.
+enum gating { SILU, GELU_TANH, CLAMPED, GIVEN };
+
+// gate_up, down [experts], all of one shape and type, without scale; x [rows, gate_up->in]; chosen
+// and weights [rows, choices], of which a number that is `experts` chooses none; between [rows *
+// choices, between_stride] of floats, a multiple of 16 and at least 16 more than gate_up makes; y
+// [rows, columns]. `memory` has `experts_bytes`. `parts`: 1 up to gate_up, 2 from `inner` [pairs,
+// down->in] on, in the order of `between`; 3 both, but for GIVEN.
+typedef struct {
+    const linear *gate_up, *down;
+    const float *x, *weights, *inner;
+    const int64_t *chosen;
+    float *between, *y;
+    char *memory;
+    long experts, rows, choices, between_stride, columns, gating, parts, threads;
+    float limit, alpha;
+} expert_step;
+
+// Consecutive rows of one expert, as they are sorted.
+typedef struct {
+    long expert, row, rows;
+} share;
+
+// Of [pairs]: the row of each, the number of its choice, what the products take it as and what comes
+// of it. Of [rows]: how many experts each has, and [rows, choices] where among the pairs.
+typedef struct {
+    member me;
+    expert_step step;
+    long *row_of, *choice_of, *count, *places, *starts;
+    share *shares;
+    char *taken;
+    float *made;
+    long pairs, num_shares, taken_stride, made_stride, bands[2], width[2];
+} expert_job;
+
+_Static_assert(sizeof(expert_job) <= MOST_JOB_BYTES, "experts are handed over whole");
+
+static long bytes_taken(const linear *by) {
+    return rounded(takes_of(by) == FLOATS ? by->in * 4 : taken_bytes(by->in), 64) + 4 * GAP;
+}
+
+static long carve_experts(expert_job *p) {
+    const expert_step *s = &p->step;
+    const long pairs = s->rows * s->choices;
+    char *memory = s->memory;
+    long used = 0;
+    TAKE(p->row_of, pairs, long);
+    TAKE(p->choice_of, pairs, long);
+    TAKE(p->places, pairs, long);
+    TAKE(p->count, s->rows, long);
+    TAKE(p->starts, s->experts + 1, long);
+    TAKE(p->shares, s->experts + pairs / CHUNK + 1, share);
+    p->taken_stride = most(bytes_taken(s->gate_up), bytes_taken(s->down));
+    TAKE(p->taken, pairs * p->taken_stride, char);
+    p->made_stride = rounded(s->columns, LANES) + GAP;
+    TAKE(p->made, pairs * p->made_stride, float);
+    return used;
+}
+
+// Sorts what is chosen by expert, and a row's pairs in that order. Nonzero where there is no such
+// expert.
+static int sort_pairs(expert_job *p) {
+    const expert_step *s = &p->step;
+    const long wanted = s->rows * s->choices;
+    memset(p->starts, 0, (s->experts + 1) * sizeof *p->starts);
+    memset(p->count, 0, s->rows * sizeof *p->count);
+    for (long i = 0; i < wanted; i++) {
+        if (s->chosen[i] < 0 || s->chosen[i] > s->experts) return 1;
+        if (s->chosen[i] < s->experts) p->starts[s->chosen[i] + 1]++;
+    }
+    p->num_shares = 0;
+    for (long e = 0; e < s->experts; e++) {
+        const long first = p->starts[e], end = first + p->starts[e + 1];
+        p->starts[e + 1] = end;
+        for (long row = first; row < end; row += CHUNK)
+            p->shares[p->num_shares++] = (share){e, row, least(CHUNK, end - row)};
+    }
+    p->pairs = p->starts[s->experts];
+    for (long i = 0; i < wanted; i++)
+        if (s->chosen[i] < s->experts) {
+            const long at = p->starts[s->chosen[i]]++;
+            p->row_of[at] = i / s->choices, p->choice_of[at] = i;
+        }
+    for (long at = 0; at < p->pairs; at++) {
+        const long row = p->row_of[at];
+        p->places[row * s->choices + p->count[row]++] = at;
+    }
+    return 0;
+}
+
+// How a product of any expert is cut, by its caller: who is late may not look at it.
+static void cut_bands(expert_job *p, int which, const linear *by) {
+    long panels = 0;
+    for (long i = 0; i < by->num_parts; i++) panels += panels_of(by->parts + i);
+    p->width[which] = panels * p->num_shares < 4 * WIDE * p->step.threads ? FULL : WIDE;
+    p->bands[which] = 0;
+    for (long i = 0; i < by->num_parts; i++)
+        p->bands[which] += (panels_of(by->parts + i) + p->width[which] - 1) / p->width[which];
+}
+
+// Each share by its expert, all of them one loop. The taken rows lie `stride` bytes apart.
+static void multiply_shares(expert_job *p, int which, const linear *experts, float *y, long y_stride) {
+    const long width = p->width[which];
+    for (long i; (i = take(&p->me, p->bands[which] * p->num_shares)) >= 0;) {
+        const share *of = p->shares + i / p->bands[which];
+        const problem here = {.by = experts + of->expert, .x = p->taken + of->row * p->taken_stride,
+                              .y = y + of->row * y_stride, .x_stride = p->taken_stride,
+                              .y_stride = y_stride};
+        const segment *part = here.by->parts;
+        long band = i % p->bands[which];
+        for (long count; band >= (count = (panels_of(part) + width - 1) / width); part++)
+            band -= count;
+        const long first = band * width, last = least(first + width, panels_of(part));
+        any_band(&here, part, of->rows, first, last);
+    }
+}
+
+static void give_pair(const expert_job *p, const linear *to, const float *x, long at) {
+    char *taken = p->taken + at * p->taken_stride;
+    if (takes_of(to) == FLOATS) memcpy(taken, x, to->in * 4);
+    else hand_over(takes_of(to), x, to->in, taken);
+}
+
+INLINE vec gated(long gating, vec gate, vec up, float limit, float alpha) {
+    if (gating == SILU) return silu(gate) * up;
+    if (gating == GELU_TANH) {
+        const vec bent = tangent((gate * gate * gate * 0.044715f + gate) * 0.7978845608f);
+        return gate * 0.5f * (bent + 1) * up;
+    }
+    const vec low = all(-limit), high = all(limit);
+    gate = pick(gate > high, high, gate);
+    up = pick(up > high, high, pick(up < low, low, up));
+    return gate / (exponential(gate * -alpha) + 1) * (up + 1);
+}
+
+static void gate_row(const expert_job *p, long at) {
+    const expert_step *s = &p->step;
+    float *gate = s->between + at * s->between_stride;
+    const float *up = gate + s->down->in;
+    float found[rounded(s->down->in, LANES)];
+    for (long k = 0; k < s->down->in; k += LANES)
+        store(found + k, gated(s->gating, load(gate + k), load(up + k), s->limit, s->alpha));
+    give_pair(p, s->down, found, at);
+}
+
+static void sum_row(const expert_job *p, long row) {
+    const expert_step *s = &p->step;
+    float *to = s->y + row * s->columns;
+    memset(to, 0, s->columns * 4);
+    for (long i = 0; i < p->count[row]; i++) {
+        const long at = p->places[row * s->choices + i];
+        const float weight = s->weights[p->choice_of[at]], *made = p->made + at * p->made_stride;
+        for (long k = 0; k < s->columns; k++) to[k] += weight * made[k];
+    }
+}
+
+static void experts_all(void *job) {
+    expert_job *p = job;
+    const expert_step *s = &p->step;
+    if (s->parts & 1) {
+        EACH_TAKEN(&p->me, p->pairs, at)
+            give_pair(p, s->gate_up, s->x + p->row_of[at] * s->gate_up->in, at);
+        multiply_shares(p, 0, s->gate_up, s->between, s->between_stride);
+    }
+    if (s->parts & 2) {
+        EACH_TAKEN(&p->me, p->pairs, at)
+            if (s->gating == GIVEN) give_pair(p, s->down, s->inner + at * s->down->in, at);
+            else gate_row(p, at);
+        multiply_shares(p, 1, s->down, p->made, p->made_stride);
+        EACH_TAKEN(&p->me, s->rows, row) sum_row(p, row);
+    }
+}

@@ -1,0 +1,174 @@
+"""A mixture of experts, by our own products."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_float, c_long, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cbatch.runtime.cpu.compiled.build import library
+from cbatch.runtime.cpu.compiled.product import MOST_LANES, CompiledProduct, LinearStruct
+from cbatch.runtime.cpu.compiled.structs import fields
+from cbatch.runtime.cpu.compiled.threads import num_threads
+
+_ALIGNMENT_BYTES = 64
+_ALONE_BELOW = 1 << 18  # multiplications, as of one product
+
+
+class Gating(enum.IntEnum):
+    """What becomes of gate and up: silu(gate) * up; gelu(gate) * up by tanh; both clamped, gate *
+    sigmoid(alpha * gate) * (up + 1); or whatever the caller makes of them."""
+
+    SILU = 0
+    GELU_TANH = 1
+    CLAMPED = 2
+    GIVEN = 3
+
+
+class Gate(NamedTuple):
+    """`limit` and `alpha` are of CLAMPED; `function`, [pairs, outputs of gate_up] -> [pairs, inputs
+    of down], of GIVEN: bits of rows are its own affair."""
+
+    gating: Gating
+    limit: float = 0.0
+    alpha: float = 0.0
+    function: Callable[[Tensor], Tensor] | None = None
+
+
+class _Step(ctypes.Structure):
+    """`expert_step` of experts.h."""
+
+    _fields_ = [
+        *fields(POINTER(LinearStruct), "gate_up down"),
+        *fields(c_void_p, "x weights inner chosen between y memory"),
+        *fields(c_long, "experts rows choices between_stride columns gating parts threads"),
+        *fields(c_float, "limit alpha"),
+    ]
+
+
+class CompiledExperts:
+    """Of each row the sum, by weight and in the order of the experts, of what those chosen for it
+    make: down(gate(gate_up(x)))."""
+
+    def __init__(
+        self, gate_up: Sequence[CompiledProduct], down: Sequence[CompiledProduct], gate: Gate
+    ) -> None:
+        """One product each of every expert, all of one shape and type, none with an `in_scale`.
+        gate_up has gates, then ups; for GIVEN, what the function takes. Raises ValueError where
+        shapes do not go together."""
+        _check(gate_up, down, gate)
+        kernel = library()
+        assert kernel is not None  # it has made the products
+        self._held = [*gate_up], [*down]  # the structs below hold addresses
+        self._gate_up = (LinearStruct * len(gate_up))(*(each.struct for each in gate_up))
+        self._down = (LinearStruct * len(down))(*(each.struct for each in down))
+        self.gate, self.num_experts = gate, len(gate_up)
+        self._between, self._columns = gate_up[0].shape
+        self._out, self._inner = down[0].shape
+        self._bytes, self._run = kernel.experts_bytes, kernel.run_experts
+        self._bytes.argtypes, self._bytes.restype = [POINTER(_Step)], c_long
+        self._run.argtypes, self._run.restype = [POINTER(_Step)], c_long
+
+    @classmethod
+    def of(
+        cls,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Gate,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> CompiledExperts:
+        """Weights [experts, outputs, inputs] of fp32 or bf16, biases [experts, outputs]. Raises
+        ValueError where there is no kernel for them."""
+        parts = [
+            [
+                CompiledProduct(each.contiguous(), None if bias is None else bias[i], None)
+                for i, each in enumerate(weight.detach())
+            ]
+            for weight, bias in ((gate_up, gate_up_bias), (down, down_bias))
+        ]
+        return cls(*parts, gate)
+
+    @property
+    def products(self) -> list[CompiledProduct]:
+        gate_up, down = self._held
+        return [*gate_up, *down]
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """fp32 [T, outputs of down] of x fp32 [T, inputs of gate_up], chosen int64 [T, k] and
+        weights fp32 [T, k]. A number that is `num_experts` chooses none. Raises IndexError for one
+        that is no expert's, ValueError for shapes."""
+        rows, choices = chosen.shape
+        if x.shape != (rows, self._columns) or weights.shape != chosen.shape:
+            shapes = [tuple(each.shape) for each in (x, chosen, weights)]
+            raise ValueError(f"experts: x, chosen and weights of {shapes}")
+        x, weights = x.float().contiguous(), weights.float().contiguous()
+        chosen = chosen.to(torch.int64).contiguous()
+        y = x.new_empty(rows, self._out)
+        pairs, stride = rows * choices, (-(-self._between // MOST_LANES) + 1) * MOST_LANES
+        between = x.new_empty(pairs, stride)
+        step = _Step(
+            self._gate_up,
+            self._down,
+            x.data_ptr(),
+            weights.data_ptr(),
+            None,
+            chosen.data_ptr(),
+            between.data_ptr(),
+            y.data_ptr(),
+            None,
+            self.num_experts,
+            rows,
+            choices,
+            stride,
+            self._out,
+            self.gate.gating,
+            3,
+            self._threads(pairs),
+            self.gate.limit,
+            self.gate.alpha,
+        )
+        memory = torch.empty(self._bytes(step) + _ALIGNMENT_BYTES, dtype=torch.uint8)
+        step.memory = memory.data_ptr() + -memory.data_ptr() % _ALIGNMENT_BYTES
+        if self.gate.function is None:
+            self._call(step, 3)
+            return y
+        found = self._call(step, 1)
+        inner = self.gate.function(between[:found, : self._between]).float().contiguous()
+        if inner.shape != (found, self._inner):
+            raise ValueError(f"gate: {tuple(inner.shape)}, not {(found, self._inner)}")
+        step.inner = inner.data_ptr()
+        self._call(step, 2)
+        return y
+
+    def _threads(self, pairs: int) -> int:
+        work = pairs * (self._between * self._columns + self._out * self._inner)
+        return 1 if work < _ALONE_BELOW else num_threads()
+
+    def _call(self, step: _Step, parts: int) -> int:
+        """How many pairs of a row and an expert there are."""
+        step.parts = parts
+        pairs = int(self._run(step))
+        if pairs < 0:
+            raise IndexError(f"chosen: a number that is none of {self.num_experts} experts")
+        return pairs
+
+
+def _check(gate_up: Sequence[CompiledProduct], down: Sequence[CompiledProduct], gate: Gate) -> None:
+    """Raises ValueError."""
+    for name, products in (("gate_up", gate_up), ("down", down)):
+        kinds = {(each.shape, each.parts) for each in products}
+        if len(kinds) != 1:
+            raise ValueError(f"{name}: experts of {len(kinds)} shapes and types")
+    if len(gate_up) != len(down):
+        raise ValueError(f"experts: {len(gate_up)} of gate_up, {len(down)} of down")
+    given, wide, inner = gate.function is not None, gate_up[0].shape[0], down[0].shape[1]
+    if given is not (gate.gating is Gating.GIVEN):
+        raise ValueError(f"gate: {gate.gating.name} {'with' if given else 'without'} a function")
+    if not given and wide != 2 * inner:
+        raise ValueError(f"gate: {wide} outputs of gate_up for {inner} inputs of down")

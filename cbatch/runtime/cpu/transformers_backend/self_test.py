@@ -1,0 +1,102 @@
+"""Whether a model says with us what it says by itself: asked of it at every load, not believed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cbatch.runtime.cpu.decoder import RaggedBatch
+from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.kv_cache import KVCache
+
+_BLOCK_TOKENS = 4
+_LENGTHS = 23, 14
+_STEPS = (9, 5), (7, 1), (1, 6), (6, 2)  # tokens of each row: chunks beside decodes
+# Of the standard deviation of logits. Half precision rounds what our fp32 between layers does not,
+# and a router may then choose another expert for a token: there only the mean can be held to.
+_MOST_OF_FP32, _MOST_OF_HALF = 1e-3, 0.15
+_MOST_ALONE = 1e-3
+_STATEFUL = re.compile(r"Mamba|SSM|DeltaNet|LinearAttention|Recurrent|RWKV|ShortConv|xLSTM")
+
+
+class Reference(NamedTuple):
+    """Rows of tokens, int64 [n], and what the model by itself makes of each: fp32 [n, vocab]."""
+
+    tokens: list[Tensor]
+    logits: list[Tensor]
+
+
+@torch.inference_mode()
+def reference_of(net: nn.Module, path: Path) -> Reference:
+    """By the model as transformers has loaded it. Raises ModelError for one that keeps state which
+    is not attention, or does not run."""
+    for module in net.modules():
+        name = type(module).__name__
+        if _STATEFUL.search(name) or isinstance(module, nn.Conv1d):
+            raise ModelError(f"{path}: {name} keeps state that is not attention")
+    rng = np.random.default_rng(0)
+    vocab = net.get_input_embeddings().weight.shape[0]
+    rows = [torch.from_numpy(rng.integers(0, vocab, n)) for n in _LENGTHS]
+    try:
+        logits = [net(input_ids=row[None], use_cache=False).logits[0].float() for row in rows]
+    except Exception as error:  # whatever modelling code may raise
+        said = f"{type(error).__name__}: {error!s:.200}"
+        raise ModelError(f"{path}: {type(net).__name__} does not run: {said}") from error
+    return Reference(rows, logits)
+
+
+def compare(model: TransformersModel, reference: Reference) -> float:
+    """The largest difference, in standard deviations of the logits. Raises ModelError where two
+    rows side by side differ from each alone, or from what the model makes of them by itself."""
+    rows, name = reference.tokens, type(model.net).__name__
+    mixed = _logits(model, rows, list(_STEPS))
+    alone = [_logits(model, [row], [(len(row),)])[0] for row in rows]
+    wanted, found = torch.cat(reference.logits), torch.cat(mixed)
+    spread = wanted.std()
+    apart = ((found - torch.cat(alone)).abs().max() / spread).item()
+    if not apart <= _MOST_ALONE:
+        raise ModelError(
+            f"{model.path}: {name} computes rows side by side otherwise than each alone: logits "
+            f"are {apart:.2g} standard deviations apart; it cannot be served"
+        )
+    differences = (found - wanted).abs() / spread
+    whole = model.dtype == torch.float32
+    off = (differences.max() if whole else differences.mean()).item()
+    if not off <= (_MOST_OF_FP32 if whole else _MOST_OF_HALF):
+        raise ModelError(
+            f"{model.path}: {name} makes with our attention other logits than by itself: they are "
+            f"{off:.2g} standard deviations apart; it cannot be served"
+        )
+    return differences.max().item()
+
+
+def _logits(
+    model: TransformersModel, rows: list[Tensor], steps: list[tuple[int, ...]]
+) -> list[Tensor]:
+    """Of all positions of each row, computed by steps of so many tokens of each."""
+    width = -(-max(map(len, rows)) // _BLOCK_TOKENS)
+    tables = np.arange(len(rows) * width, dtype=np.int32).reshape(len(rows), width)[::-1]
+    kv = KVCache(model.config, tables.size, _BLOCK_TOKENS, torch.float32, model.device)
+    found: list[list[Tensor]] = [[] for _ in rows]
+    done = np.zeros(len(rows), dtype=np.int32)
+    for lens in (np.array(step, dtype=np.int32) for step in steps):
+        spans = [slice(at, at + n) for at, n in zip(done, lens, strict=True)]
+        positions = [torch.arange(span.start, span.stop) for span in spans]
+        done = done + lens
+        batch = RaggedBatch(
+            tokens=torch.cat([row[span] for row, span in zip(rows, spans, strict=True)]),
+            positions=torch.cat(positions),
+            query_lens=lens,
+            context_lens=done,
+            block_tables=tables,
+            logits_index=torch.arange(int(lens.sum())),
+        )
+        for parts, logits in zip(found, model.forward(batch, kv).split(lens.tolist()), strict=True):
+            parts.append(logits)
+    return [torch.cat(parts) for parts in found]

@@ -1,0 +1,231 @@
+"""A mixture of experts by our products, against each expert by itself, and transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cbatch.runtime.cpu.compiled import CompiledProduct
+from cbatch.runtime.cpu.compiled.experts import CompiledExperts, Gate, Gating
+from cbatch.runtime.cpu.transformers_backend.experts import (
+    NAME,
+    compile_experts,
+    experts,
+    gate_of,
+    register,
+)
+from tests.runtime.marks import needs_compiler
+from tests.runtime.test_block_products import stored, whole
+
+pytestmark = needs_compiler
+
+EXPERTS, CHOICES, HIDDEN, INNER = 6, 2, 40, 27
+LIMIT, ALPHA = 1.5, 1.7
+
+
+def clamped(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=LIMIT)
+    return gate * torch.sigmoid(gate * ALPHA) * (up.clamp(-LIMIT, LIMIT) + 1)
+
+
+def halves(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda gate_up: act(gate_up.chunk(2, dim=-1)[0]) * gate_up.chunk(2, dim=-1)[1]
+
+
+GATES = {
+    "silu": (Gate(Gating.SILU), halves(F.silu)),
+    "gelu": (Gate(Gating.GELU_TANH), halves(lambda x: F.gelu(x, approximate="tanh"))),
+    "clamped": (Gate(Gating.CLAMPED, LIMIT, ALPHA), clamped),
+    "given": (Gate(Gating.GIVEN, function=halves(F.relu)), halves(F.relu)),
+}
+
+
+class Made:
+    """Weights and a batch; `dtype` is that of the weights."""
+
+    def __init__(self, dtype: torch.dtype, rows: int = 50, *, bias: bool = True) -> None:
+        gen = torch.Generator().manual_seed(3)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=gen)
+
+        self.gate_up, self.down = (
+            (draw(EXPERTS, 2 * INNER, HIDDEN) * 0.3).to(dtype),
+            (draw(EXPERTS, HIDDEN, INNER) * 0.3).to(dtype),
+        )
+        self.biases = [draw(EXPERTS, 2 * INNER), draw(EXPERTS, HIDDEN)] if bias else [None, None]
+        self.x, self.weights = draw(rows, HIDDEN), torch.rand(rows, CHOICES, generator=gen)
+        scores = torch.rand(rows, EXPERTS, generator=gen)
+        scores[:, 4] = 0.0  # which nobody chooses
+        self.chosen = scores.topk(CHOICES).indices
+
+    def compiled(self, gate: Gate) -> CompiledExperts:
+        return CompiledExperts.of(self.gate_up, self.down, gate, *self.biases)
+
+    def reference(self, gate: Callable[[Tensor], Tensor]) -> Tensor:
+        """In fp64."""
+        y = torch.zeros(len(self.x), HIDDEN, dtype=torch.float64)
+        for row, (which, weights) in enumerate(zip(self.chosen, self.weights, strict=True)):
+            for e, weight in zip(which.tolist(), weights, strict=True):
+                if e == EXPERTS:
+                    continue
+                between = self.gate_up[e].double() @ self.x[row].double()
+                if self.biases[0] is not None:
+                    between = between + self.biases[0][e]
+                made = self.down[e].double() @ gate(between)
+                if self.biases[1] is not None:
+                    made = made + self.biases[1][e]
+                y[row] += weight * made
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", GATES)
+def test_it_is_the_sum_of_experts(name: str, dtype: torch.dtype) -> None:
+    for bias in (True, False):
+        assert_sums(name, dtype, bias=bias)
+
+
+def assert_sums(name: str, dtype: torch.dtype, *, bias: bool) -> None:
+    gate, expected = GATES[name]
+    made = Made(dtype, bias=bias)
+    made.chosen[7, 1] = made.chosen[9] = EXPERTS  # none
+    found = made.compiled(gate)(made.x, made.chosen, made.weights)
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-1
+    torch.testing.assert_close(
+        found.double(), made.reference(expected), rtol=tolerance, atol=tolerance
+    )
+    assert not found[9].any()
+
+
+def test_gates_are_not_each_others() -> None:
+    made = Made(torch.float32)
+    for name, (gate, _) in GATES.items():
+        found = made.compiled(gate)(made.x, made.chosen, made.weights).double()
+        for other, (_, expected) in GATES.items():
+            assert torch.allclose(found, made.reference(expected), atol=1e-3) is (name == other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in GATES if name != "given"])
+def test_a_row_has_its_own_bits(name: str, dtype: torch.dtype) -> None:
+    """In any company, by one thread and by several, with choices in any order."""
+    made, threads = Made(dtype, 300), torch.get_num_threads()
+    compiled = made.compiled(GATES[name][0])
+    try:
+        torch.set_num_threads(1)
+        expected = compiled(made.x, made.chosen, made.weights)
+        torch.set_num_threads(3)
+        turned = compiled(made.x, made.chosen.flip(1), made.weights.flip(1))
+        assert torch.equal(turned, expected)
+        for start, end in ((0, 1), (5, 6), (7, 10), (20, 53), (299, 300)):
+            rows = slice(start, end)
+            found = compiled(made.x[rows], made.chosen[rows], made.weights[rows])
+            assert torch.equal(found, expected[rows]), (start, end)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_bits_are_those_of_the_products() -> None:
+    """One after another, summed up in the order of the experts, whatever they are made of."""
+    types = ("Q4_K", "Q8_0")
+    up, down = ([whole(stored(name)[0])] * 3 for name in types)
+    (wide, columns), (out, inner) = up[0].shape, down[0].shape
+    gate = Gate(Gating.GIVEN, function=lambda x: F.pad(x, (0, inner - wide)))
+    compiled = CompiledExperts(up, down, gate)
+    gen = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(9, columns, generator=gen), torch.ones(9, 1)
+    found = compiled(x, torch.arange(9)[:, None] % 3, weights)
+    between = F.pad(up[0](x, 9), (0, inner - wide)).contiguous()
+    assert found.shape == (9, out) and torch.equal(found, down[0](between, 9))
+
+
+def test_what_does_not_fit_is_told() -> None:
+    made = Made(torch.float32)
+    compiled = made.compiled(Gate(Gating.SILU))
+    for wrong in (-1, EXPERTS + 1):
+        chosen = made.chosen.clone()
+        chosen[3, 1] = wrong
+        with pytest.raises(IndexError, match="chosen"):
+            compiled(made.x, chosen, made.weights)
+    with pytest.raises(ValueError, match="x, chosen and weights"):
+        compiled(made.x[:, 1:], made.chosen, made.weights)
+    with pytest.raises(ValueError, match="without a function"):
+        made.compiled(Gate(Gating.GIVEN))
+    with pytest.raises(ValueError, match="for 27 inputs"):
+        CompiledExperts.of(made.gate_up[:, 1:], made.down, Gate(Gating.SILU))
+    one = [CompiledProduct(torch.zeros(2 * n, n), None, None) for n in (4, 6)]
+    with pytest.raises(ValueError, match="gate_up: experts of 2"):
+        CompiledExperts(one, one, Gate(Gating.SILU))
+    with pytest.raises(ValueError, match="gate: "):
+        made.compiled(Gate(Gating.GIVEN, function=lambda x: x))(made.x, made.chosen, made.weights)
+
+
+# ---- experts of transformers ------------------------------------------------------------------
+
+
+def modules() -> dict[str, tuple[Any, Gating]]:
+    """Of each way to lay weights out, random, and the gate that they should get."""
+    configs = pytest.importorskip("transformers")
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": 1}
+    gpt_oss = configs.GptOssConfig(
+        intermediate_size=INNER, num_local_experts=EXPERTS, swiglu_limit=LIMIT, **sizes
+    )
+    qwen3 = {"moe_intermediate_size": INNER, "num_experts": EXPERTS, **sizes}
+    acts = {"silu": Gating.SILU, "gelu_pytorch_tanh": Gating.GELU_TANH, "relu": Gating.GIVEN}
+    found: dict[str, tuple[Any, Gating]] = {
+        act: (Qwen3MoeExperts(configs.Qwen3MoeConfig(hidden_act=act, **qwen3)), gating)
+        for act, gating in acts.items()
+    }
+    return {"gpt-oss": (GptOssExperts(gpt_oss), Gating.CLAMPED), **found}
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "silu", "gelu_pytorch_tanh", "relu"])
+@torch.inference_mode()
+def test_experts_of_transformers(name: str) -> None:
+    module, gating = modules()[name]
+    module.config._experts_implementation = "eager"
+    gen = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=gen) * 0.5)
+    made = Made(torch.float32)
+    expected = module(made.x, made.chosen, made.weights)
+    assert gate_of(module).gating is gating
+    assert compile_experts(module) and module.gate_up_proj is None
+    found = experts(module, made.x, made.chosen, made.weights)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_what_has_no_such_weights_is_left_alone() -> None:
+    module = torch.nn.Linear(3, 4)
+    assert not compile_experts(module) and module.weight is not None
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+@torch.inference_mode()
+def test_a_model_of_experts(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 12}
+    sizes |= {"num_key_value_heads": 2, "num_experts_per_tok": CHOICES}
+    sizes |= {"num_experts": EXPERTS, "num_local_experts": EXPERTS, "moe_intermediate_size": 20}
+    config = getattr(transformers, f"{family}Config")(vocab_size=50, pad_token_id=0, **sizes)
+    net = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, parameter in net.named_parameters():
+        if "proj" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    tokens = torch.arange(20)[None]
+    expected = net(tokens, use_cache=False).logits
+    register()
+    assert sum(compile_experts(module) for module in net.modules()) == 2
+    net.set_experts_implementation(NAME)
+    torch.testing.assert_close(net(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)

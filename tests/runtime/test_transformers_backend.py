@@ -1,0 +1,216 @@
+"""Models of transformers' modelling code: logits and text as its own eager pass makes them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch import LLM, FieldError, SamplingParams
+from cbatch.engine.model_impl import choose_impl
+from cbatch.runtime.cpu.compiled import compiles
+from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.kv_cache import KVCache
+
+pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
+
+from cbatch.runtime.cpu.transformers_backend import attention
+from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
+from cbatch.runtime.cpu.transformers_backend.step import HELD
+from tests.runtime.hf_models import paged, run_all
+from tests.runtime.tiny_architectures import EVERY, SEVERAL, make_tiny, tiny_config
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+FIRST, VOCAB = 3, 120  # ids that are no one's padding
+SIZES = [1, 5, 2, 7]
+SCARCE: dict[str, Any] = {
+    "model_impl": "transformers",
+    "tokenizer": "none",
+    "num_blocks": 20,
+    "block_size_tokens": 4,
+    "max_slots": 4,
+    "step_budget_tokens": 16,
+}
+
+
+def sequences(lengths: tuple[int, ...]) -> list[np.ndarray]:
+    return [np.random.default_rng(i).integers(FIRST, VOCAB, n) for i, n in enumerate(lengths)]
+
+
+def eager_text(net: Any, prompt: list[int], count: int) -> list[int]:
+    """Greedy, token by token, by passes over all of it."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            logits = net(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def check_logits(folder: Path, net: Any) -> None:
+    """Chunks beside decodes, within 1e-4 of the logits' standard deviation."""
+    rows = sequences((23, 11, 17))
+    with torch.no_grad():
+        wanted = torch.cat(
+            [net(torch.from_numpy(r)[None], use_cache=False).logits[0] for r in rows]
+        )
+    model = load_transformers_model(folder)
+    kv = KVCache(model.config, 20, 4, torch.float32, "cpu")
+    found = run_all(model, kv, paged(kv, rows), SIZES, firsts=[9, 4, 1])
+    assert (found - wanted).abs().max() < 1e-4 * wanted.std()
+
+
+def check_text(folder: Path, net: Any) -> None:
+    """Six requests in a pool too small for them, which preempts; all begin alike, and one is asked
+    twice: hits of the prefix cache. With and without drafts of what the text repeats."""
+    same, *rest = (s.tolist() for s in sequences((18, 5, 9, 3, 12)))
+    prompts = [same + tail for tail in rest] + [same + rest[0], same]
+    wanted = [eager_text(net, prompt, 32) for prompt in prompts]
+    for lookahead in ("off", "fixed:4"):
+        llm = LLM(folder, lookahead=lookahead, drafter=("ngram",), **SCARCE)
+        params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+        done = llm.generate(prompts, params)
+        assert [list(each.token_ids) for each in done] == wanted, lookahead
+        stats = llm.engine.scheduler.stats
+        assert stats.preemptions and stats.prefix_hit_tokens
+        assert bool(stats.drafted_tokens) == (lookahead != "off")
+        assert llm.info.code.startswith("transformers ")
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_logits_and_text_are_those_of_its_own_eager_pass(kind: str, tmp_path: Path) -> None:
+    net = make_tiny(kind, tmp_path)
+    check_logits(tmp_path, net)
+    check_text(tmp_path, net)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("kind", [kind for kind in EVERY if kind not in SEVERAL])
+def test_every_other_architecture(kind: str, tmp_path: Path) -> None:
+    net = make_tiny(kind, tmp_path)
+    check_logits(tmp_path, net)
+    check_text(tmp_path, net)
+
+
+def test_half_precision_keeps_a_row_to_itself(tmp_path: Path) -> None:
+    make_tiny("qwen3", tmp_path, dtype=torch.bfloat16)
+    model = load_transformers_model(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert probe_row_invariance(model).row_invariant or not compiles(torch.bfloat16)
+
+
+def test_random_weights_are_the_seeds(tmp_path: Path) -> None:
+    tiny_config("phi3").save_pretrained(tmp_path)
+    one, same, other = (
+        load_transformers_model(tmp_path, random_weights_seed=seed, dtype="float32")
+        for seed in (1, 1, 2)
+    )
+    first = [next(iter(m.net.parameters())) for m in (one, same, other)]
+    assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
+
+
+def test_a_draft_may_be_of_transformers_too(tmp_path: Path) -> None:
+    net = make_tiny("olmo2", tmp_path)
+    prompt = sequences((9,))[0].tolist()
+    llm = LLM(tmp_path, tmp_path, lookahead="fixed:3", **SCARCE)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    (done,) = llm.generate(prompt, params)
+    assert list(done.token_ids) == eager_text(net, prompt, 12)
+    assert done.speculation.mean_accepted_tokens > 2  # it drafts what it would say itself
+
+
+def test_auto_is_our_own_pass_where_it_knows_the_family(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path / "llama")
+    make_tiny("phi3", tmp_path / "phi3")
+    codes = {}
+    for kind in ("llama", "phi3"):
+        asked = SCARCE | {"model_impl": "auto"}
+        codes[kind] = LLM(tmp_path / kind, **asked).info.lines()[1]
+    assert codes["llama"] == "code: our own (llama)"
+    assert codes["phi3"].startswith("code: transformers ") and "Phi3ForCausalLM" in codes["phi3"]
+
+
+def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that are too wide, and rows that see each other."""
+    make_tiny("mistral", tmp_path)
+    entered = attention._enter
+
+    def widened(*given: Any) -> Any:
+        out = entered(*given)
+        getattr(given[0], HELD).window += 2
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "_enter", widened)
+        with pytest.raises(ModelError, match="MistralForCausalLM makes with our attention other"):
+            load_transformers_model(tmp_path)
+    computed = attention.compute
+
+    def leaking(layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = computed(layer, q, k, v)
+        return out + 0.1 * out.mean(0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "compute", leaking)
+        with pytest.raises(ModelError, match="computes rows side by side otherwise than each"):
+            load_transformers_model(tmp_path)
+    load_transformers_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "Mamba layers"),
+        ({"model_type": "jamba", "architectures": ["JambaForCausalLM"]}, "JambaForCausalLM keeps"),
+        (
+            {
+                "model_type": "qwen3_next",
+                "architectures": ["Qwen3NextForCausalLM"],
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            r"keeps state that is not attention \(linear_attention\)",
+        ),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "is an encoder"),
+        (
+            {"model_type": "t5", "architectures": ["T5Model"], "is_encoder_decoder": True},
+            "an encoder with a decoder",
+        ),
+        (
+            {
+                "model_type": "gemma3",
+                "architectures": ["Gemma3ForConditionalGeneration"],
+                "vision_config": {},
+            },
+            "Gemma3ForConditionalGeneration is multimodal",
+        ),
+        ({"model_type": "deepseek_v4", "architectures": ["X_ForCausalLM"]}, "sparsely"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name_at_once(
+    values: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for asked in ("auto", "transformers"):
+        began = time.monotonic()
+        with pytest.raises(ModelError, match=said):
+            choose_impl(tmp_path, asked)
+        assert time.monotonic() - began < 1
+
+
+def test_what_the_code_does_not_serve_is_refused_by_name(tmp_path: Path) -> None:
+    make_tiny("phi3", tmp_path)
+    for asked, field in (
+        ({"tensor_parallel": 2}, "tensor_parallel"),
+        ({"device": "cuda"}, "model_impl"),
+    ):
+        with pytest.raises(FieldError) as told:
+            LLM(tmp_path, **SCARCE | asked)
+        assert told.value.field == field
+    with pytest.raises(ModelError, match="Phi3ForCausalLM is not supported"):
+        LLM(tmp_path, **SCARCE | {"model_impl": "own"})
