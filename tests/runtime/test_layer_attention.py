@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled.layer_attention import LayerAttention, LayerShape, PagedAttention
+from cbatch.runtime.cpu.compiled.layer_attention import (
+    CompiledAttention,
+    LayerAttention,
+    LayerShape,
+)
 from tests.runtime.marks import needs_compiler
 
 pytestmark = needs_compiler
@@ -82,7 +86,7 @@ class Cache:
         self.tables = order.reshape(len(contexts), width).astype(np.int32)
         numbers = block_size * (shape.key_dim + shape.value_dim)
         self.blocks = torch.full((shape.kv_heads * self.num_blocks, numbers), 1e4, dtype=dtype)
-        self.attention = PagedAttention()
+        self.attention = CompiledAttention()
 
     def attend(self, parts: Sequence[tuple[int, Made, int, int]]) -> Tensor:
         """Rows [start, end) of sequences, in one step."""

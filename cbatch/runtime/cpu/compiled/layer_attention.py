@@ -106,7 +106,7 @@ def _check(shape: LayerShape) -> None:
         raise ValueError(f"sinks: {tuple(sinks.shape)} for {heads} heads")
 
 
-class PagedAttention:
+class CompiledAttention:
     """Steps of one model, one after another: holds the memory they work in."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class AttentionStep:
     """One step: `attend` for each layer, inside the step's `with`. There threads stay awake between
     calls, and afterwards sleep."""
 
-    def __init__(self, of: PagedAttention, struct: _Step, held: tuple[object, ...]) -> None:
+    def __init__(self, of: CompiledAttention, struct: _Step, held: tuple[object, ...]) -> None:
         self._of, self._struct, self._held = of, struct, held
 
     def __enter__(self) -> AttentionStep:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from cbatch.runtime.cpu.compiled.layer_attention import (
     AttentionStep,
+    CompiledAttention,
     LayerAttention,
     LayerShape,
-    PagedAttention,
 )
 from cbatch.runtime.cpu.decoder import RaggedBatch
 from cbatch.runtime.cpu.transformers_backend import torch_attention
@@ -83,7 +83,7 @@ def prepare(step: Pass) -> None:
         for layer in step.layers:
             shape = layer.heads, *layer.kv, layer.scale, layer.window, layer.softcap, layer.sinks
             layer.prepared = LayerAttention(LayerShape(*shape))
-        step.compiled = PagedAttention()
+        step.compiled = CompiledAttention()
     except ValueError:
         step.compiled = None
 

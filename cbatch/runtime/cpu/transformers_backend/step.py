@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from cbatch.runtime.cpu.compiled.layer_attention import LayerAttention, PagedAttention
+from cbatch.runtime.cpu.compiled.layer_attention import CompiledAttention, LayerAttention
 from cbatch.runtime.model.config import KVShape
 from cbatch.runtime.model.kv_cache import KVCache
 
@@ -49,5 +49,5 @@ class Pass:
     found: list[nn.Module] | None = None
     progress: NDArray[np.int64] | None = None
     kv: KVCache | None = None
-    compiled: PagedAttention | None = None  # where our kernels compute
+    compiled: CompiledAttention | None = None  # where our kernels compute
     step: Any = None  # the one under way, as what computes attention has it
