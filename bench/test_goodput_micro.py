@@ -54,6 +54,10 @@ class Drafted(NamedTuple):
     evidence: np.ndarray | None = None
     shadow: Shadow | None = None
 
+    @property
+    def total_planned(self) -> int:
+        return self.total_drafted
+
     def sample(self) -> StepSample:
         return _sample(int(self.num_drafted.max()), int(self.num_drafted.sum()))
 

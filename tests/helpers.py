@@ -72,6 +72,11 @@ class DraftedRows(msgspec.Struct):
     evidence: np.ndarray | None = None
     shadow: Shadow | None = None
     total_caught_up: int = 0
+    unanswered: int = 0
+
+    @property
+    def total_planned(self) -> int:
+        return self.total_drafted + self.unanswered
 
     @property
     def total_drafted(self) -> int:

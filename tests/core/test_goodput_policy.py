@@ -430,3 +430,26 @@ def test_that_the_drafter_reads_every_new_prompt_is_a_price_of_drafting(new_prom
         drafting.append(work.draft_tokens > rows // 2)
     share = float(np.mean(drafting[400:]))
     assert share < 0.2 if new_prompts else share > 0.8, share
+
+
+@pytest.mark.parametrize(("answers", "drafts"), [(4, True), (1, False)])
+def test_drafts_that_are_asked_for_and_do_not_come_are_no_gain(answers: int, drafts: bool) -> None:
+    """The first draft of a step costs a fifth of it, further ones little: it pays if all four rows
+    have one, and not if one has."""
+    limits = PolicyLimits(4, 64)
+    policy = GoodputPolicy(LookaheadConfig(policy="goodput", k=4), limits)
+    for slot in range(4):
+        policy.enter(slot, None)
+    asked_steps, rng = [], np.random.default_rng(0)
+    for _ in range(2000):
+        k = ask(policy, np.ones(4, np.int32), 16)
+        came = k * (rng.permutation(4) < answers)
+        took_s = 5e-3 + 1e-3 * bool(came.any()) + 1e-4 * int(came.sum())
+        cost = StepSample(decoding(4, drafts=int(came.sum())), 0.0, took_s)
+        accepted = came * (rng.random(4) < 0.5).astype(np.int32)
+        unanswered = int(k.sum() - came.sum())
+        told = DraftedRows(slice(0, 4), came, accepted, cost, unanswered=unanswered)
+        policy.observe(told)
+        asked_steps.append(k.sum() > 1)
+    share = np.mean(asked_steps[1000:])
+    assert (share > 0.8) if drafts else (share < 0.2), share

@@ -37,9 +37,10 @@ class CommittedStep:
         tokens = flight.tokens
         self.total_caught_up = tokens.total_catch_up
         self.undrafted = not (tokens.total_drafts or tokens.total_catch_up)
-        self.total_drafted, self.all_drafted = flight.tokens.total_drafts, flight.tokens.all_draft
+        self.total_planned = tokens.total_drafts
+        self.total_drafted, self.all_drafted = self.total_planned, tokens.all_draft
         # What was drafted is nearly always what was planned, which has been summed up already.
-        planned = flight.tokens.num_drafts
+        planned = tokens.num_drafts
         if self.total_drafted and self.num_drafted.tobytes() != planned.tobytes():
             self.total_drafted = int(np.add.reduce(self.num_drafted))
             self.all_drafted = bool(np.count_nonzero(self.num_drafted) == len(self.num_drafted))

@@ -85,6 +85,12 @@ class StepPrices(msgspec.Struct, frozen=True):
     pass_s: float
     ingest_s: float = 0.0
 
+    def of_asked(self, share: float) -> StepPrices:
+        """The same by how many drafts are asked for, where that share of them comes."""
+        drafts = np.arange(len(self.step_s))
+        step_s = np.interp(share * drafts, drafts, self.step_s)
+        return StepPrices(step_s, self.pass_s, self.ingest_s)
+
 
 class OnlineCostModel:
     """The price list of one executor. It is told of steps and asked for prices, in turn."""

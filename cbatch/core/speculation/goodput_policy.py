@@ -37,6 +37,7 @@ LEAST_STEPS, MOST_STEPS, MOST_IDLE_STEPS = 4, 16, 256
 LEAST_IDLE_STEPS = 64  # between probes
 _DECISION_S = 3e-4  # what one takes, and half of that what is learnt of a step
 _EXPERIMENTS = 0.01  # the share of time that they may cost, and decisions
+_FIRST_ASKED = 16.0  # drafts for which a drafter is taken to have an answer, before it is asked
 _SETTLED = 2  # steps behind a decision, by when its traces in the caches are gone
 
 
@@ -53,6 +54,7 @@ class GoodputPolicy(LearningPolicy):
         self.drafting = True
         self.num_switches = 0
         self._depths = DepthCorrection(config.k, max_slots)
+        self._answered = (_FIRST_ASKED, _FIRST_ASKED)  # drafts that came, and asked for; decayed
         self._caught_up = 0  # tokens since beliefs were last brought up
         self._caught_up_a_step = 0.0  # on average, while drafting
         self._tally = Tally(max_slots)
@@ -105,6 +107,10 @@ class GoodputPolicy(LearningPolicy):
         if step.shadow is not None:
             self._observe_shadow(step.shadow)
         drafted, accepted = step.num_drafted, step.num_accepted
+        if step.total_planned:
+            kept = math.exp(-step.total_planned / acceptance.FLEET_TRIALS)
+            came, asked = self._answered
+            self._answered = kept * came + step.total_drafted, kept * asked + step.total_planned
         if step.total_drafted:
             gained = accepted if step.evidence is None else step.evidence
             self._tally.add(step.rows, accepted + (accepted < drafted), gained)
@@ -218,7 +224,9 @@ class GoodputPolicy(LearningPolicy):
 
     def _drafts_of_a_newcomer(self, found: LookaheadDecision, prices: StepPrices) -> int:
         """While nobody drafts: 0 if it would not pay either if one row, or all, were new."""
-        chances = acceptance.survival_of_one(*self.prior, self.max_depth)
+        accepted, trials = self.prior
+        chances = acceptance.survival_of_one(accepted, trials, self.max_depth)
+        chances = [self._share_answered * chance for chance in chances]
         if not self.drafting:
             rows = len(found.num_drafts)
             gains = (draft_allocation.gain_of_alike(chances, n, rows, prices) for n in (1, rows))
@@ -241,7 +249,14 @@ class GoodputPolicy(LearningPolicy):
         step_s[1:] += _DECISION_S / MOST_STEPS + catching_up_s
         kept_up = StepPrices(step_s, prices.pass_s)
         shadow_prices = None if self._decision is None else self._decision.shadow_prices
+        if (share := self._share_answered) < 1:
+            values, kept_up = values * share, kept_up.of_asked(share)
         return draft_allocation.decide(values, step.caps, kept_up, shadow_prices), kept_up
+
+    @property
+    def _share_answered(self) -> float:
+        """Of the drafts that are asked for, those that the drafter has."""
+        return min(self._answered[0] / self._answered[1], 1.0)
 
     def _without_late_rows(
         self, lag: np.ndarray, room: StepBudget, values: np.ndarray, prices: StepPrices

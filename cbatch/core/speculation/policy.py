@@ -66,6 +66,7 @@ class DraftedStep(Protocol):
     num_drafted: np.ndarray
     num_accepted: np.ndarray
     evidence: np.ndarray | None  # float32, see `acceptance.observe`
+    total_planned: int  # drafts that were asked for: a lookup need not have so many
     total_drafted: int
     total_caught_up: int  # tokens that the drafter took in besides
     shadow: Shadow | None
