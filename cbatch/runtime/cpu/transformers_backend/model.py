@@ -17,6 +17,7 @@ from cbatch.runtime.cpu.decoder import RaggedBatch
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.cpu.transformers_backend import attention, experts
+from cbatch.runtime.cpu.transformers_backend.beside import join_projections
 from cbatch.runtime.cpu.transformers_backend.config import bridge
 from cbatch.runtime.cpu.transformers_backend.fused import fuse
 from cbatch.runtime.cpu.transformers_backend.products import Products, widen
@@ -50,6 +51,7 @@ class TransformersModel:
             widen(net)
             fuse(net)
             replace_rotary(net)
+            join_projections(net)
         net.set_attn_implementation(attention.NAME)
         if self._experts:
             net.set_experts_implementation(experts.NAME)
