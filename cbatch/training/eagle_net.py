@@ -59,6 +59,8 @@ class _Layer(nn.Module):
 class EagleNet(nn.Module):
     """Named as the tensors of a checkpoint are. Drafts ids of `draft_ids`, ascending."""
 
+    in_turn = True  # a draft reads the one before it
+
     def __init__(self, shape: EagleShape, parts: TargetParts, draft_ids: Tensor) -> None:
         super().__init__()
         self.shape, self.parts, self.draft_ids = shape, parts, draft_ids

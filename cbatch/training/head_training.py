@@ -44,8 +44,8 @@ class Acceptance:
 
 
 class HeadTraining:
-    """`net` has `draft(tokens, states, steps)`, `draft_ids` and `rows`, as `EagleNet` and
-    `MedusaNet`."""
+    """`net` has `draft(tokens, states, steps)`, `draft_ids`, `rows` and `in_turn`, as `EagleNet`
+    and `MedusaNet`."""
 
     def __init__(
         self, net: Any, parts: TargetParts, checkpoint: Path, *, steps: int, seed: int = 0
@@ -78,7 +78,7 @@ class HeadTraining:
                     self.save()
                     return
                 began = time.perf_counter()
-                self._learn(batch_of(group), share)
+                self._learn(batch_of(group), share, self._depth(share))
                 self.elapsed_s += time.perf_counter() - began
                 if self.elapsed_s - told > REPORT_EVERY_S:
                     told = self.elapsed_s
@@ -94,9 +94,14 @@ class HeadTraining:
             f"{self.elapsed_s:,.0f} s"
         )
 
-    def _learn(self, batch: LessonBatch, share: float) -> None:
+    def _depth(self, share: float) -> int:
+        """One draft first: what comes behind it is worth learning once it stands, and each costs as
+        much again. All that a net can tell at once are learnt at once."""
+        return min(self.steps, 1 + int(share * self.steps)) if self.net.in_turn else self.steps
+
+    def _learn(self, batch: LessonBatch, share: float, depth: int) -> None:
         with torch.autocast("cpu", torch.bfloat16):
-            found = self.net.draft(batch.tokens, batch.states, self.steps)
+            found = self.net.draft(batch.tokens, batch.states, depth)
             with torch.no_grad():
                 wanted = F.linear(self.parts.normed(batch.states[:, :, -1]), self.net.rows.float())
         loss, weight = torch.zeros(()), 0.0

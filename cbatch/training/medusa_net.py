@@ -23,6 +23,8 @@ class _Block(nn.Module):
 class MedusaNet(nn.Module):
     """Named as vLLM names the tensors. Drafts ids of `draft_ids`, ascending."""
 
+    in_turn = False
+
     def __init__(
         self, parts: TargetParts, draft_ids: Tensor, *, heads: int, num_blocks: int = 1
     ) -> None:

@@ -17,6 +17,7 @@ from cbatch.engine.engine import Engine
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.model.config import ModelConfig
+from cbatch.training.beginning import begin
 from cbatch.training.eagle_net import EagleNet, EagleShape
 from cbatch.training.export import save_eagle3, save_medusa
 from cbatch.training.head_training import Acceptance, HeadTraining
@@ -127,7 +128,10 @@ def train_head(
         net = MedusaNet(parts, ids, heads=depth)
     else:
         net = EagleNet(_eagle_shape(c, intermediate_size), parts, ids)
-    training = HeadTraining(net, parts, folder / f"training-{kind}.pt", steps=depth)
+    checkpoint = folder / f"training-{kind}.pt"
+    if isinstance(net, EagleNet) and not checkpoint.exists():
+        begin(net, taught)
+    training = HeadTraining(net, parts, checkpoint, steps=depth)
     training.run(taught, seconds=seconds, max_steps=steps)
     found = training.acceptance(held_out)
     if isinstance(net, MedusaNet):
@@ -157,10 +161,12 @@ def _eagle_shape(c: ModelConfig, intermediate_size: int | None) -> EagleShape:
 
 
 def frequent(lessons: Sequence[Lesson], count: int, vocab: int) -> tuple[Tensor, float]:
-    """The ids that are said most often, ascending, and their share of what is said."""
+    """The ids that are said most often, ascending, and their share of what is said. Of those said
+    equally often, or never, the lower ones: tokenizers number what they merge first, which is what
+    is most common anywhere."""
     said = torch.cat([each.tokens[each.num_given :] for each in lessons]).long()
     counts = said.bincount(minlength=vocab)
-    ids = counts.topk(count).indices.sort().values
+    ids = counts.argsort(descending=True, stable=True)[:count].sort().values
     return ids, float(counts[ids].sum() / counts.sum())
 
 

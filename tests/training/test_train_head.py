@@ -18,6 +18,7 @@ from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.load_head import load_heads
 from cbatch.runtime.cpu.medusa_head import MedusaHead
 from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.training.beginning import begin
 from cbatch.training.eagle_net import EagleNet, EagleShape
 from cbatch.training.export import load_eagle3, load_medusa, save_medusa
 from cbatch.training.head_training import HeadTraining
@@ -30,6 +31,7 @@ from tests.runtime.test_eagle import Cold
 
 TARGET = demo_paths()[0]
 LAYERS = (2, 6, 9, 12)
+SHAPE = EagleShape(256, 3, 8, 4, 32, 64, 1e-5, 1e4)
 
 
 @needs_compiler
@@ -97,18 +99,31 @@ def made_up_lessons(count: int) -> list[Lesson]:
     return found
 
 
-def test_it_learns_and_goes_on_where_it_was(tmp_path, monkeypatch):
-    """The target's choice is made up, too: each token's successor."""
-    parts = TargetParts.of(TARGET)
-    rows = torch.zeros(4096, 256)
-    tokens = torch.arange(90)
+def made_up_parts() -> TargetParts:
+    """Of a target whose choice is each token's successor."""
+    rows, tokens = torch.zeros(4096, 256), torch.arange(90)
     rows[(tokens + 3) % 90, tokens] = 40.0
-    parts = parts._replace(head=rows.bfloat16(), norm=torch.ones(256).bfloat16())
-    shape = EagleShape(256, 3, 8, 4, 32, 64, 1e-5, 1e4)
+    parts = TargetParts.of(TARGET)
+    return parts._replace(head=rows.bfloat16(), norm=torch.ones(256).bfloat16())
+
+
+def test_where_it_begins_it_guesses_what_is_linear(tmp_path):
+    """Before any step; the next draft but one is left to training."""
+    parts, held_out = made_up_parts(), made_up_lessons(60)[48:]
+    torch.manual_seed(1)
+    net = EagleNet(SHAPE, parts, torch.arange(90))
+    training = HeadTraining(net, parts, tmp_path / "a.pt", steps=1)
+    assert training.acceptance(held_out).by_depth[0] < 0.2
+    begin(net, made_up_lessons(48))
+    assert training.acceptance(held_out).by_depth[0] > 0.9
+
+
+def test_it_learns_and_goes_on_where_it_was(tmp_path, monkeypatch):
+    parts = made_up_parts()
 
     def training(file: Path) -> HeadTraining:
         torch.manual_seed(1)
-        return HeadTraining(EagleNet(shape, parts, torch.arange(90)), parts, file, steps=2)
+        return HeadTraining(EagleNet(SHAPE, parts, torch.arange(90)), parts, file, steps=2)
 
     lessons, held_out = made_up_lessons(48), made_up_lessons(60)[48:]
     first = training(tmp_path / "a.pt")
@@ -180,11 +195,7 @@ def test_trained_medusa_heads_are_what_is_served(tmp_path, capsys):
 
 def test_medusa_learns(tmp_path):
     """As what learns above; and lessons that lack layers are refused."""
-    parts = TargetParts.of(TARGET)
-    rows = torch.zeros(4096, 256)
-    tokens = torch.arange(90)
-    rows[(tokens + 3) % 90, tokens] = 40.0
-    parts = parts._replace(head=rows.bfloat16(), norm=torch.ones(256).bfloat16())
+    parts = made_up_parts()
     net = MedusaNet(parts, torch.arange(90), heads=2)
     training = HeadTraining(net, parts, tmp_path / "a.pt", steps=2)
     lessons, held_out = made_up_lessons(48), made_up_lessons(60)[48:]
