@@ -96,10 +96,7 @@ class CheckedEagle(EagleDrafter):
             for place, row in enumerate(np.flatnonzero(proposal.num_drafted > depth)):
                 tokens = self.table.tokens[rows.slots[row], : int(rows.num_tokens[row])].tolist()
                 expected = self.cold.logits(tokens, proposal.tokens[row, :depth].tolist())
-                own = logits[place]
-                if self.head.vocabulary is not None:
-                    own = own[self.head.vocabulary]
-                wrong = (own - expected).abs().max() / expected.std()
+                wrong = (logits[place] - expected).abs().max() / expected.std()
                 self.wrong = max(self.wrong, float(wrong))
                 self.checked += 1
         return proposal

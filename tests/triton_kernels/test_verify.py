@@ -193,3 +193,14 @@ def test_shapes_are_checked_by_name() -> None:
             check(p, ones.to(torch.int32), ones, rows)
         with pytest.raises(ValueError, match=r"rows\.positions"):
             check(p, ones, ones, rows._replace(positions=ones.repeat(2)))
+
+
+def test_a_draw_among_some_ids_is_that_among_all_where_the_rest_has_none() -> None:
+    g = torch.Generator().manual_seed(4)
+    ids = torch.randperm(600, generator=g)[:90].sort().values
+    few = torch.rand(200, 90, generator=g)
+    whole = torch.zeros(200, 600).index_copy_(1, ids, few)
+    rows = rows_for(200)
+    among = draw(few, rows, noise.DRAFT, ids)
+    assert torch.equal(among, draw(whole, rows, noise.DRAFT))
+    assert len(among.unique()) > 50 and torch.isin(among, ids).all()

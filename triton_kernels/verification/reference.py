@@ -40,13 +40,20 @@ class Verdict(NamedTuple):
     next_tokens: Tensor  # int64 [B]: the replacement or the bonus
 
 
-def draw(probabilities: Tensor, rows: NoiseRows, purposes: Tensor | int) -> Tensor:
+def draw(
+    probabilities: Tensor, rows: NoiseRows, purposes: Tensor | int, ids: Tensor | None = None
+) -> Tensor:
     """One token a row by an exponential race: argmax of p_i / E_i, ties to the lowest id.
 
-    `probabilities` fp32 [B, V], not necessarily normalised; returns int64 [B].
+    `probabilities` fp32 [B, V], not necessarily normalised; returns int64 [B]. With `ids` int64
+    [V], ascending, they are those of these tokens, and all others have none.
     """
     if isinstance(purposes, int):
         purposes = torch.full_like(rows.positions, purposes)
+    if ids is not None:
+        each = ids.expand(len(probabilities), -1)
+        words = noise.words_of(rows.keys, rows.positions, rows.choices, purposes, each)
+        return ids[(probabilities / noise.exponential(words)).argmax(dim=-1)]
     # Filters leave few tokens: then only their noise is computed. Ids ascend, for the ties.
     width = max(1, int((probabilities > 0).sum(dim=-1).max()))  # a row of NaN has none
     if width * 8 > probabilities.shape[1]:

@@ -76,12 +76,11 @@ class EagleHead(Head):
     def forward(self, batch: RaggedBatch, kv: KVCache, states: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [N, vocab] of the wanted rows, -inf where it drafts nothing, and what it carries
         on from them, [N, hidden]."""
-        logits, carried = self._run(batch, kv, states)
-        if self.head.norm_output:
-            carried = F.rms_norm(carried, carried.shape[-1:], self._norm, self.config.rms_norm_eps)
+        logits, carried = self.choices(batch, kv, states)
         return self.over_vocabulary(logits), carried
 
-    def _run(self, batch: RaggedBatch, kv: KVCache, states: Tensor) -> tuple[Tensor, Tensor]:
+    def choices(self, batch: RaggedBatch, kv: KVCache, states: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, with the logits [N, drafts] of what it drafts alone."""
         carried = torch.empty(len(batch.logits_index), 1, self.config.hidden_size)
         lens, wanted = (batch.query_lens, batch.context_lens), batch.logits_index
         logits = self._decoder.run(
@@ -94,7 +93,10 @@ class EagleHead(Head):
             states=states.contiguous(),
             hidden=carried,
         )
-        return logits, carried[:, 0]
+        carried = carried[:, 0]
+        if self.head.norm_output:
+            carried = F.rms_norm(carried, carried.shape[-1:], self._norm, self.config.rms_norm_eps)
+        return logits, carried
 
 
 class _Weights(HeadBuilder):

@@ -30,6 +30,9 @@ class DraftModel(ModelDrafter):
     ingests what is missing together with the last known token.
     """
 
+    # Ids of what its logits are of, ascending; None: of the first so many.
+    vocabulary: Tensor | None = None
+
     def __init__(self, model: Model) -> None:
         self.model = model
         self.context_tokens = model.config.max_position_tokens
@@ -57,7 +60,7 @@ class DraftModel(ModelDrafter):
         depths *= (missing <= rows.catch_up + 1) & (depths > 0)
         if not rows.num_drafts.all():
             self._ingest_slices(rows, missing)
-        drafting = Drafting(self, rows, depths)
+        drafting = Drafting(self, rows, depths, self.vocabulary)
         active = depths.nonzero()[0]
         if len(active):
             self._ingest_and_draft(drafting, active, missing)
@@ -133,11 +136,18 @@ class DraftModel(ModelDrafter):
 
 
 class Drafting:
-    """The choices of one proposal as it deepens."""
+    """The choices of one proposal as it deepens. Logits are those of the ids of `vocabulary`."""
 
-    def __init__(self, drafter: ModelDrafter, rows: DraftRows, depths: I64) -> None:
-        self.rows = rows
+    def __init__(
+        self,
+        drafter: ModelDrafter,
+        rows: DraftRows,
+        depths: I64,
+        vocabulary: Tensor | None = None,
+    ) -> None:
+        self.rows, self.vocabulary = rows, vocabulary
         self.depths = depths  # how many drafts a row is to have, or has where its numbers broke
+        self._num_reduced = None if vocabulary is None else len(vocabulary)
         self.table = drafter.table
         deepest = int(np.maximum.reduce(depths))
         self.tokens = np.zeros((len(depths), deepest), dtype=np.int64)
@@ -155,12 +165,13 @@ class Drafting:
         """Next token of each active row, and whether all their numbers were finite."""
         if logits.shape[1] > self.table.vocab_size:  # a draft may pad the vocabulary further
             logits = logits[:, : self.table.vocab_size]
-        if self.processed:
-            padding = self.table.vocab_size - logits.shape[1]
-            if padding:  # processors know the target's ids
-                logits = torch.nn.functional.pad(logits, (0, padding), value=-torch.inf)
+        if self.processed:  # processors know the target's ids
+            logits = self._widened(logits, -torch.inf)
             self.processors.shape_each(logits, self.rows.slots[active])
         tokens, finite = greedy_drafts(logits)
+        if logits.shape[1] == self._num_reduced:
+            assert self.vocabulary is not None
+            tokens = self.vocabulary.numpy()[tokens]
         all_are = bool(finite.all())
         if not all_are:
             self.non_finite[active[~finite]] = True
@@ -190,20 +201,31 @@ class Drafting:
         if len(at) < len(active):
             logits = logits[torch.from_numpy(at)]
         q = filtered_probs(logits, filters_of(self.table, slots))
-        padding = self.table.vocab_size - q.shape[1]
-        if padding:
-            q = torch.nn.functional.pad(q, (0, padding))
+        ids = self.vocabulary if q.shape[1] == self._num_reduced else None
+        if ids is None:
+            q = self._widened(q, 0.0)
         where = noise_rows(self.table, slots, positions)
         coupled = self.table.coupled[slots]
         purposes = np.where(coupled, noise.COUPLED, noise.DRAFT)
         purposes += noise.DEPTH_STEP * depth * self.table.in_blocks[slots]
-        tokens[at] = draw(q, where, torch.from_numpy(purposes)).numpy()
+        tokens[at] = draw(q, where, torch.from_numpy(purposes), ids).numpy()
         if np.count_nonzero(coupled):  # a coupled draft is compared, never weighed
             keep = np.flatnonzero(~coupled)
             q, rows = q[torch.from_numpy(keep)], rows[keep]
         if len(rows):  # rows only drop out with depth: the next q is always one deeper
-            self._q.append(q)
+            self._q.append(self._widened(q, 0.0))
             self._q_rows.append(rows)
+
+    def _widened(self, x: Tensor, rest: float) -> Tensor:
+        """[N, drafts] to [N, vocab]."""
+        if x.shape[1] == self.table.vocab_size:
+            return x
+        if x.shape[1] != self._num_reduced:
+            padding = self.table.vocab_size - x.shape[1]
+            return torch.nn.functional.pad(x, (0, padding), value=rest)
+        assert self.vocabulary is not None
+        whole = torch.full((len(x), self.table.vocab_size), rest)
+        return whole.index_copy_(1, self.vocabulary, x)
 
     def probs(self) -> Tensor | None:
         """q of every draft that stands, row after row and by depth within a row."""

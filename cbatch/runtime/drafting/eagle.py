@@ -38,7 +38,7 @@ class EagleDrafter(DraftModel):
 
     def __init__(self, head: EagleHead) -> None:
         super().__init__(cast(Model, head))
-        self.head = head
+        self.head, self.vocabulary = head, head.vocabulary
         self.hidden_layers = head.head.hidden_layers
 
     def bind(self, table: InputBatch, num_blocks: int) -> None:
@@ -131,7 +131,7 @@ class EagleDrafter(DraftModel):
         states = self._carried
         if slots is not None:
             states = self._states.of_slot[torch.from_numpy(slots.astype(np.int64))]
-        logits, self._carried = self.head.forward(batch, self.kv, states)
+        logits, self._carried = self.head.choices(batch, self.kv, states)
         return logits
 
     def _go_on_with(self, at: I64) -> None:
