@@ -1,4 +1,5 @@
-"""What people ask a chat model: stories, which repeat nothing, and code with a name changed."""
+"""What people ask a chat model: questions of many kinds; stories, which repeat nothing; and code
+with a name changed."""
 
 from __future__ import annotations
 
@@ -29,6 +30,34 @@ _HEROES = (
     "a chess player and the ghost of his rival",
     "a baker's cat in the year of the great flood",
     "an astronaut who comes home to the wrong century",
+)
+
+
+QUESTIONS = (
+    "How do I get red wine out of a white shirt?",
+    "Explain how a refrigerator keeps food cold.",
+    "Write a Python function that returns the second largest number of a list.",
+    "What should I pack for a weekend in the mountains?",
+    "Give me three ideas for a rainy Sunday with children.",
+    "Why is the sky blue?",
+    "Write an email to my landlord about the broken heating.",
+    "Summarize the plot of Romeo and Juliet in one paragraph.",
+    "What are the benefits of drinking enough water?",
+    "Write a short poem about the last day of summer.",
+    "How does a bicycle stay upright?",
+    "List five countries in South America and their capitals.",
+    "What is the difference between a lawyer and a judge?",
+    "Help me to write a toast for my brother's wedding.",
+    "How many minutes are there in three and a half hours?",
+    "Describe a typical day of a firefighter.",
+    "Write a SQL query that counts the orders of each customer.",
+    "What can I cook with potatoes, onions and cheese?",
+    "Tell me about Marie Curie.",
+    "Give me tips for my first day at a new job.",
+    "Explain what a blockchain is to my grandmother.",
+    "Write a dialogue between a cat and a dog about dinner.",
+    "How do vaccines teach the body to fight a disease?",
+    "Suggest a name and a motto for a small bookshop.",
 )
 
 

@@ -9,8 +9,9 @@ cycles, each through all prompts: how well single prompts can be drafted differs
 do. The best fixed k is chosen afterwards, from 0 (off) to 8: nobody could have configured a better
 constant.
 
-`--model smollm2 --drafter ngram` serves a model that chats, with drafters of that name: `stories`
-are free text, `renames` repeat code of the prompt.
+`--model smollm2 --drafter ngram` serves a model that chats, with drafters of that name, `--draft`
+with another model or a head: `questions` are of many kinds, `stories` are free text, `renames`
+repeat code of the prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import msgspec
 import numpy as np
 from rich.progress import Progress
 
-from bench.chat_prompts import RENAMES, STORIES
+from bench.chat_prompts import QUESTIONS, RENAMES, STORIES
 from bench.plot import save_lines
 from bench.report import print_report, rounded, student95
 from cbatch import EngineOptions, SamplingParams, load_engine
@@ -40,7 +41,7 @@ from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.text.outputs import Output, Speculation
 
 WORKLOADS = ("fresh", "edit", "mix", "useless")
-CHATS = {"stories": STORIES, "renames": RENAMES}
+CHATS = {"questions": QUESTIONS, "stories": STORIES, "renames": RENAMES}
 _SPOILT = 0.87  # of the drafts of `useless`: acceptance comes out at about 0.1
 FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "goodput")
@@ -291,6 +292,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS, *CHATS])
     parser.add_argument("--model", help="with a chat template (default: the demo pair)")
+    parser.add_argument("--draft", help="that guesses for --model: another, or a head of it")
     parser.add_argument("--drafter", nargs="+", help="by name (default: the draft model)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
@@ -311,14 +313,18 @@ def build(policy: str, args: argparse.Namespace) -> Engine:
         max_model_tokens=most_tokens,
         num_blocks=max(args.batch) * -(-most_tokens // 16),
         prefix_cache=False,  # the same prompts come again in every run
-        tokenizer="none",
+        # A head is tried on texts before it is taken.
+        tokenizer=None if args.draft is not None else "none",
         drafter=None if args.drafter is None else tuple(args.drafter),
     )
     return load_engine(*_models(args), options)[0]
 
 
-def _models(args: argparse.Namespace) -> tuple[str | Path, Path | None]:
-    return demo_paths() if args.model is None else (find_model(args.model), None)
+def _models(args: argparse.Namespace) -> tuple[str | Path, str | Path | None]:
+    if args.model is None:
+        return demo_paths()
+    draft = None if args.draft is None else find_model(args.draft, "draft")
+    return find_model(args.model), draft
 
 
 def main() -> None:

@@ -19,7 +19,9 @@ from cbatch.training.eagle_net import EagleNet
 from cbatch.training.lessons import Lesson
 
 RIDGE = 0.02  # of the mean of the diagonal
-MOST_TOKENS, MOST_FOR_CONSTANT = 1 << 17, 1 << 13
+MOST_TOKENS, MOST_FOR_CONSTANT = 1 << 16, 1 << 13
+# Of what is guessed: a norm is behind it, and what is small learns faster.
+GUESS_RMS = 0.2
 # Where queries and keys meet at their own position: pairs of dimensions, those that turn fastest,
 # and how long they are there. One position on, that is worth exp(-7) of it.
 OWN_PAIRS, OWN_LENGTH = 4, 8.0
@@ -43,10 +45,10 @@ def begin(net: EagleNet, lessons: Sequence[Lesson]) -> None:
         x = torch.cat((pair.read, pair.known), -1)
         own, with_wanted = own + x.T @ x, with_wanted + x.T @ pair.wanted
     linear = _solve(own, with_wanted)
-    net.fc.weight.copy_(linear[:, :num_read])
+    net.fc.weight.copy_(linear[:, :num_read] * GUESS_RMS)
     net.layers[0].mlp.down_proj.weight.zero_()
     _attend_to_own(net, _constant(net, lessons))
-    _put_into_values(net, linear[:, num_read:], own[num_read:, num_read:])
+    _put_into_values(net, linear[:, num_read:] * GUESS_RMS, own[num_read:, num_read:])
 
 
 def _solve(own: Tensor, with_wanted: Tensor) -> Tensor:

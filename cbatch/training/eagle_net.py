@@ -60,6 +60,8 @@ class EagleNet(nn.Module):
     """Named as the tensors of a checkpoint are. Drafts ids of `draft_ids`, ascending."""
 
     in_turn = True  # a draft reads the one before it
+    # What `beginning` sets: steps as long as those of the rest would soon have undone that.
+    slow = ("fc.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
 
     def __init__(self, shape: EagleShape, parts: TargetParts, draft_ids: Tensor) -> None:
         super().__init__()

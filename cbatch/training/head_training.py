@@ -22,6 +22,7 @@ DEPTH_WEIGHT = 0.8
 BATCH_TOKENS = 1024
 REPORT_EVERY_S, SAVE_EVERY_S = 15.0, 60.0
 MATRIX_LR, OTHER_LR = 0.02, 3e-3
+SLOW = 0.05  # of that, of weights that a net calls slow
 DECAY_SHARE = 0.5
 WARMUP_STEPS = 10
 
@@ -44,8 +45,8 @@ class Acceptance:
 
 
 class HeadTraining:
-    """`net` has `draft(tokens, states, steps)`, `draft_ids`, `rows` and `in_turn`, as `EagleNet`
-    and `MedusaNet`."""
+    """`net` has `draft(tokens, states, steps)`, `draft_ids`, `rows`, `in_turn` and `slow`, as
+    `EagleNet` and `MedusaNet`."""
 
     def __init__(
         self, net: Any, parts: TargetParts, checkpoint: Path, *, steps: int, seed: int = 0
@@ -53,10 +54,13 @@ class HeadTraining:
         self.net, self.parts, self.checkpoint = net, parts, checkpoint
         self.steps, self.seed = steps, seed
         self.step, self.tokens, self.elapsed_s, self.loss = 0, 0, 0.0, 0.0
-        matrices = [p for p in net.parameters() if p.ndim == 2]
-        others = [p for p in net.parameters() if p.ndim != 2]
-        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-        dtype = torch.bfloat16 if fast else torch.float32
+        named = [(name, p) for name, p in net.named_parameters() if p.ndim == 2]
+        slow = [p for name, p in named if name.endswith(net.slow)]
+        fast = [p for name, p in named if not name.endswith(net.slow)]
+        matrices = [{"params": p, "share": by} for p, by in ((fast, 1.0), (slow, SLOW)) if p]
+        others = [{"params": [p for p in net.parameters() if p.ndim != 2], "share": 1.0}]
+        half = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+        dtype = torch.bfloat16 if half else torch.float32
         self.muon = Muon(matrices, MATRIX_LR, Workers(1), weight_decay=0.01, dtype=dtype)
         self.adam = torch.optim.AdamW(others, OTHER_LR, betas=(0.9, 0.95), weight_decay=0.0)
         self._number = torch.full((parts.config.vocab_size,), -1)
@@ -120,7 +124,7 @@ class HeadTraining:
         scale = wsd_scale(share, self.step, WARMUP_STEPS, DECAY_SHARE)
         for optimizer, rate in ((self.muon, MATRIX_LR), (self.adam, OTHER_LR)):
             for group in optimizer.param_groups:
-                group["lr"] = rate * scale
+                group["lr"] = rate * scale * group["share"]
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         value = float(loss.detach())

@@ -24,6 +24,7 @@ class MedusaNet(nn.Module):
     """Named as vLLM names the tensors. Drafts ids of `draft_ids`, ascending."""
 
     in_turn = False
+    slow = ()
 
     def __init__(
         self, parts: TargetParts, draft_ids: Tensor, *, heads: int, num_blocks: int = 1

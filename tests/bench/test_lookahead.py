@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from bench.chat_prompts import RENAMES, STORIES
+from bench.chat_prompts import QUESTIONS, RENAMES, STORIES
 from bench.lookahead import (
     EndlessLoop,
     PolicyRun,
@@ -22,6 +22,7 @@ from bench.plot import save_lines
 from cbatch import EngineOptions, load_engine
 from cbatch.demo import demo_paths
 from cbatch.text.outputs import Speculation
+from cbatch.training.questions import questions
 
 
 def run_of(tokens_per_s: float) -> PolicyRun:
@@ -118,7 +119,8 @@ def test_a_plot_is_a_picture(tmp_path):
 
 
 def test_the_questions_for_a_chat_model_name_what_they_ask_for():
-    assert len({*STORIES}) == len({*RENAMES}) == 24
+    assert len({*QUESTIONS}) == len({*STORIES}) == len({*RENAMES}) == 24
+    assert not {*QUESTIONS, *STORIES, *RENAMES} & {*questions()}  # that heads are trained on
     for text in RENAMES:
         _, old, _, new, _ = text.split("`", 4)
         code = text.split("```")[1]
