@@ -16,7 +16,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.cost_model import CostProfile
 from cbatch.engine.backends import num_ranks
 from cbatch.engine.loop import Executor
-from cbatch.engine.step_profile import profile_costs
+from cbatch.engine.step_profile import can_profile, profile_costs
 from cbatch.system.cache import cache_folder
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ def with_prices(
     paths: tuple[str | Path, str | Path | None],
     kv_cache_dtype: str,
 ) -> SchedulerConfig:
-    """With what steps cost here: measured now, or kept from an earlier start on this machine."""
+    """With what steps cost here: measured now, or kept from an earlier start on this machine. Where
+    nothing that is measured fits it is learnt while serving."""
+    if not can_profile(config):
+        return config
     import torch
 
     from cbatch.runtime.cpu.compiled import compiles, version

@@ -87,6 +87,11 @@ def profile_costs(
     return fit_profile(samples)
 
 
+def can_profile(config: SchedulerConfig) -> bool:
+    """Whether steps of two sizes fit: of contexts below some hundred tokens none does."""
+    return len({shape.tokens for shape in shapes_for(config) if not shape.catch_up}) > 1
+
+
 def shapes_for(config: SchedulerConfig) -> list[StepShape]:
     """The shapes that fit slots, context, budget and pool: plain rows, verifications, longer
     contexts, chunks of prompts."""

@@ -7,11 +7,13 @@ import logging
 import msgspec
 import pytest
 
+from cbatch import LLM, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.cost_model import CostProfile
 from cbatch.core.speculation.step_work import StepWork
+from cbatch.demo import demo_paths
 from cbatch.engine.kept_prices import cached_profile
-from cbatch.engine.step_profile import profile_costs, shapes_for
+from cbatch.engine.step_profile import can_profile, profile_costs, shapes_for
 from cbatch.runtime.drafting.draft_model import DraftModel
 from sim.executor.acceptance import PositionAcceptance
 from sim.executor.modelled import ModelledExecutor
@@ -111,3 +113,16 @@ def test_a_profile_is_kept_by_what_it_depends_on(tmp_path, caplog):
     (tmp_path / "file").touch()
     assert cached_profile(key, measure, tmp_path / "file" / "costs") == made[-1]
     assert len(made) == 4 and "could not be kept" in caplog.text
+
+
+def test_a_context_too_short_for_any_profile_is_served():
+    """Prices are learnt while serving then."""
+    model, draft = demo_paths()
+    texts = []
+    for lookahead in ("goodput", "off"):
+        llm = LLM(model, draft=draft, lookahead=lookahead, max_model_tokens=64)
+        config = llm.engine.scheduler.config
+        assert not can_profile(config) and config.cost_profile is None
+        params = SamplingParams(temperature=0.0, max_tokens=24)
+        texts.append(llm.generate(["def add(a, b):"] * 2, params)[0].text)
+    assert texts[0] == texts[1]
