@@ -83,7 +83,7 @@ class NoHysteresis(_Changed):
 class NoProbes(Noisy):
     """While speculation is off for all."""
 
-    def _probe(self, step: PlannedRows, prices: StepPrices) -> None:
+    def _probe(self, step: PlannedRows) -> None:
         pass
 
 

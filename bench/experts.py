@@ -9,7 +9,6 @@ text is compared with what the model's own eager pass says, token by token.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -21,6 +20,7 @@ import torch
 
 from bench.engine.systems import Prompts, System, build_cbatch
 from bench.peers.transformers_peer import build_continuous
+from bench.report import print_report, rounded
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 2048,
@@ -53,13 +53,12 @@ def main(argv: list[str] | None = None) -> None:
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:
             results += measure(kind, Path(folder), args)
-    for row in results:
-        print(row)
-    print(json.dumps({"results": results, "threads": torch.get_num_threads()}))
+    print_report("mixtures of experts", results, notes=(f"medians of {args.repeats} turns",))
 
 
 def measure(kind: str, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each batch: medians over repeats, and of the ratios within each."""
+    """A row for each batch and system: medians over repeats, and of the ratios within each; `equal`
+    is how many texts are the eager pass's."""
     net = make(kind, folder)
     length = args.prompt_tokens + args.output_tokens
     systems = {
@@ -79,14 +78,18 @@ def measure(kind: str, folder: Path, args: argparse.Namespace) -> list[dict[str,
                 equal[name] = sum(a == b for a, b in zip(run.outputs, wanted, strict=True))
                 if turn:
                     speeds[name].append(run.tokens_per_s)
-        row: dict[str, Any] = {"model": kind, "batch": batch}
         for name, found in speeds.items():
-            row[f"{name}_tokens_per_s"] = round(statistics.median(found))
-            row[f"{name}_equal"] = equal[name]
-        for name in ("off", "ngram"):
-            pairs = zip(speeds[name], speeds["continuous"], strict=True)
-            row[f"{name}_over_continuous"] = round(statistics.median(a / b for a, b in pairs), 2)
-        rows.append(row)
+            pairs = zip(found, speeds["continuous"], strict=True)
+            rows.append(
+                {
+                    "model": kind,
+                    "batch": batch,
+                    "system": name,
+                    "output_tokens_per_s": round(statistics.median(found)),
+                    "over_continuous": rounded(statistics.median(a / b for a, b in pairs)),
+                    "equal": equal[name],
+                }
+            )
     return rows
 
 

@@ -27,6 +27,8 @@ class Product(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return _rows(self.linear, x)
 
+    __call__ = forward  # nobody hooks on to it
+
 
 class ProductWeight(nn.Parameter):
     """A matrix that modelling code multiplies with by itself: `F.linear` of it is our product."""
