@@ -128,14 +128,14 @@ def test_it_learns_and_goes_on_where_it_was(tmp_path, monkeypatch):
     lessons, held_out = made_up_lessons(48), made_up_lessons(60)[48:]
     first = training(tmp_path / "a.pt")
     before = first.acceptance(held_out)
-    first.run(lessons, seconds=1e9, max_steps=20)
+    first.run(lessons, seconds=1e9, max_steps=60)
     after = first.acceptance(held_out)
     assert before.by_depth[0] < 0.2 < 0.5 < after.by_depth[0]
     again = training(tmp_path / "a.pt")
     assert (again.step, again.tokens) == (first.step, first.tokens)
     assert again.acceptance(held_out) == after
-    again.run(lessons, seconds=1e9, max_steps=22)
-    assert again.step == 22
+    again.run(lessons, seconds=1e9, max_steps=62)
+    assert again.step == 62
 
 
 @needs_compiler
