@@ -33,10 +33,10 @@ from cbatch.core.speculation.policy import (
 from cbatch.core.speculation.stats import Outlook
 
 # For how many steps a decision stands: at first, and at most, while rows draft and while none does.
-LEAST_STEPS, MOST_STEPS, MOST_IDLE_STEPS = 4, 16, 512
+LEAST_STEPS, MOST_STEPS, MOST_IDLE_STEPS = 4, 16, 256
 LEAST_IDLE_STEPS = 64  # between probes
 _DECISION_S = 3e-4  # what one takes, and half of that what is learnt of a step
-_EXPERIMENTS = 0.005  # the share of time that they may cost, and decisions
+_EXPERIMENTS = 0.01  # the share of time that they may cost, and decisions
 _FIRST_ASKED = 16.0  # drafts for which a drafter is taken to have an answer, before it is asked
 _SETTLED = 2  # steps behind a decision, by when its traces in the caches are gone
 
