@@ -23,7 +23,7 @@ from cbatch.runtime.model.kv_cache import KVCache
 NAME = "cbatch"  # of the implementation, as transformers knows it
 # What models hand on that asks attention for nothing.
 _NEUTRAL = {
-    *("cache_position", "is_causal", "layer_idx", "logits_to_keep", "output_attentions"),
+    *("cache", "cache_position", "is_causal", "layer_idx", "logits_to_keep", "output_attentions"),
     *("output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings"),
     *("position_ids", "return_dict", "use_cache"),
 }

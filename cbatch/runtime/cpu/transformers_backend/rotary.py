@@ -6,8 +6,9 @@ ours under that name; the file, and whoever else uses it, keeps its own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -24,32 +25,65 @@ Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 @torch.inference_mode()
 def replace_rotary(net: nn.Module) -> int:
-    """How many modules turn by ours."""
+    """How many modules turn by ours. What is written otherwise than we know keeps its own code."""
     if not compiles(torch.float32):
         return 0
     ours: dict[int, Rotation | None] = {}
     found = 0
     for module in net.modules():
-        forward: Any = type(module).forward
-        theirs = getattr(forward, "__globals__", {}).get(_NAME)
-        if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
+        if "forward" in vars(module):
             continue
-        if not isinstance(theirs, FunctionType) or forward.__closure__ or "forward" in vars(module):
+        forward: Any = type(module).forward
+        theirs = _called_by(inspect.unwrap(forward))
+        if theirs is None:
             continue
         if id(theirs) not in ours:
             ours[id(theirs)] = _ours(theirs)
-        if (rotation := ours[id(theirs)]) is not None:
-            module.forward = MethodType(_with(forward, rotation), module)
+        rotation = ours[id(theirs)]
+        made = None if rotation is None else _with(forward, rotation)
+        if made is not None:
+            module.forward = MethodType(made, module)
             found += 1
     return found
 
 
-def _with(forward: FunctionType, rotation: Rotation) -> FunctionType:
-    """The same code, which finds `rotation`."""
-    names = forward.__globals__ | {_NAME: rotation}
-    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+def _called_by(forward: Any) -> Rotation | None:
+    """The function of rotary positions that code of a module calls by its name."""
+    if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
+        return None
+    theirs = forward.__globals__.get(_NAME)
+    return theirs if isinstance(theirs, FunctionType) else None
+
+
+def _with(forward: Any, rotation: Rotation) -> FunctionType | None:
+    """The same code, which finds `rotation`; None where we do not know how to write it so. Since
+    5.24 it is decorated: decorators of `functools.wraps` keep what they do around the new one."""
+    if not isinstance(forward, FunctionType):
+        return None
+    names, cells = forward.__globals__, forward.__closure__
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is not None:
+        made = _with(inner, rotation)
+        held = [_holds(cell, inner) for cell in cells or ()]
+        if made is None or not any(held):
+            return None
+        pairs = zip(cells or (), held, strict=True)
+        cells = tuple(CellType(made) if same else cell for cell, same in pairs)
+    elif cells:
+        return None
+    else:
+        names = names | {_NAME: rotation}
+    new = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, cells)
+    new.__kwdefaults__ = forward.__kwdefaults__
+    new.__dict__.update({k: v for k, v in vars(forward).items() if k != "__wrapped__"})
+    return new
+
+
+def _holds(cell: CellType, inner: object) -> bool:
+    try:
+        return cell.cell_contents is inner
+    except ValueError:  # an empty one
+        return False
 
 
 def _ours(theirs: Rotation) -> Rotation | None:
