@@ -206,7 +206,7 @@ def test_trap_5_at_the_same_acceptance_k_falls_as_the_batch_grows():
 
 
 def test_trap_6_easy_and_hard_rows_of_one_step_get_different_k():
-    easy, hard = dict.fromkeys("abcdef", 0.95), dict.fromkeys("xy", 0.2)
+    easy, hard = dict.fromkeys("abcdef", 0.96), dict.fromkeys("xy", 0.2)
     world = make_world(easy | hard)
     for _ in range(30):
         world.step()

@@ -34,9 +34,12 @@ from cbatch.core.speculation.stats import Outlook
 
 # For how many steps a decision stands: at first, and at most, while rows draft and while none does.
 LEAST_STEPS, MOST_STEPS, MOST_IDLE_STEPS = 4, 16, 256
-LEAST_IDLE_STEPS = 64  # between probes
+# Between probes; and of an experiment without drafts at most. Behind drafts a step finds the caches
+# full of them, and takes a quarter longer than one of many without. So the smaller the gain the
+# longer an experiment is, and its second half is looked at.
+LEAST_IDLE_STEPS = 64
 _DECISION_S = 3e-4  # what one takes, and half of that what is learnt of a step
-_EXPERIMENTS = 0.01  # the share of time that they may cost, and decisions
+_EXPERIMENTS = 0.01  # of time that they may cost, and decisions; half while nobody drafts
 _FIRST_ASKED = 16.0  # drafts for which a drafter is taken to have an answer, before it is asked
 _SETTLED = 2  # steps behind a decision, by when its traces in the caches are gone
 
@@ -65,6 +68,8 @@ class GoodputPolicy(LearningPolicy):
         self._decided_at = 0  # the last one that made a decision
         self._learnt_at = 0  # the one that last brought beliefs up
         self._least_steps = LEAST_STEPS  # more, where steps are short
+        self._worth_idle_steps = 0  # by when a decision has been paid for, while nobody drafts
+        self._probe_s = self._plain_s = 0.0  # what one takes, as measured, and a step without
         self._until = self._interval = 0  # the step of the next decision; how far that was ahead
         self._newcomers = self._judged_rows = self._mixed_samples = 0
         self._tried_at = 0  # the step of the last experiment
@@ -94,12 +99,12 @@ class GoodputPolicy(LearningPolicy):
 
     def choose(self, step: PlannedRows) -> np.ndarray | None:
         self._steps += 1
+        if self._steps < self._plain_until:
+            return None
         if self._steps >= self._until or self._disturbed(step.num_rows):
             return self._decide(step)
         if not self.drafting:
             return self._probe(step) if self._steps == self._probe_at else None
-        if self._steps < self._plain_until:
-            return None
         num_drafts: np.ndarray = np.minimum(self._num_drafts[step.rows], step.caps)
         return num_drafts
 
@@ -117,13 +122,15 @@ class GoodputPolicy(LearningPolicy):
             self._caught_up += max(step.total_caught_up - len(drafted), 0)  # one each is usual
             if not self.drafting:  # a probe
                 self._act_soon(float(np.add.reduce(accepted)), step.total_drafted)
-        seldom = self._least_steps if self.drafting else MOST_STEPS
         stood = self._steps - self._decided_at
-        if (stood - _SETTLED) % seldom and not self._look_from <= self._steps <= self._look_until:
+        if not self._is_looked_at(stood):
             return
         if step.total_drafted and self.drafting and (stood - _SETTLED) % MOST_STEPS == 0:
             self._depths.observe(step.rows, drafted, accepted)
         sample = step.sample()
+        if step.total_drafted and not self.drafting:
+            took_s = sample.draft_s + sample.target_s - self._plain_s
+            self._probe_s += (took_s - self._probe_s) / LEAST_STEPS
         if not stood and self.costs.is_measured(sample.work.target_tokens):
             sample = structs.replace(sample, target_s=0.0)  # the decision is in it
         # A prompt's tokens cost otherwise: they count only where no step is without.
@@ -145,8 +152,10 @@ class GoodputPolicy(LearningPolicy):
         """Since the last decision: many requests are new, or there are more or fewer."""
         if not self._newcomers and num_rows == self._judged_rows:
             return False
-        apart = abs(num_rows - self._judged_rows)
-        return 4 * self._newcomers >= num_rows or apart > max(self._judged_rows // 4, 1)
+        many_new = 4 * self._newcomers >= num_rows
+        if not self.drafting and self._steps - self._decided_at < self._worth_idle_steps:
+            many_new = False
+        return many_new or abs(num_rows - self._judged_rows) > max(self._judged_rows // 4, 1)
 
     def _learn(self) -> None:
         """Bring beliefs up: rows without drafts come closer to the prior."""
@@ -204,6 +213,7 @@ class GoodputPolicy(LearningPolicy):
         prices = self.costs.prices(step.num_rows, room.context_tokens, most)
         worth_steps = int(_DECISION_S / (_EXPERIMENTS * float(prices.step_s[0])))
         self._least_steps = min(max(worth_steps, LEAST_STEPS), MOST_STEPS)
+        self._worth_idle_steps = 2 * worth_steps
         found, kept_up = self._best(step, room, prices, deepest)
         self._let_stand(found, disturbed)
         self._first_drafts = self._drafts_of_a_newcomer(found, kept_up)
@@ -212,14 +222,15 @@ class GoodputPolicy(LearningPolicy):
             self._probe_at = soon if self._good_news else max(self._probe_at, soon)
             return None
         self._num_drafts[step.rows] = found.num_drafts
-        wait = max(LEAST_STEPS * found.gain / _EXPERIMENTS, MOST_STEPS)
+        close = self.config.switch_gain / found.gain
+        length = int(min(max(LEAST_IDLE_STEPS * close, LEAST_STEPS), LEAST_IDLE_STEPS))
+        wait = max(length * found.gain / _EXPERIMENTS, MOST_STEPS)
         if not (all_new or self._mixed_samples or self.costs.is_measured(step.num_rows)):
             wait = MOST_STEPS
         if self._steps - self._tried_at < wait:
             return found.num_drafts
-        self._tried_at, self._until = self._steps, self._steps + LEAST_STEPS
-        self._plain_until = self._until
-        self._look(LEAST_STEPS // 2, LEAST_STEPS)
+        self._tried_at = self._steps
+        self._plain_until = self._until = self._steps + length
         return None
 
     def _drafts_of_a_newcomer(self, found: LookaheadDecision, prices: StepPrices) -> int:
@@ -271,6 +282,13 @@ class GoodputPolicy(LearningPolicy):
         pays = worth_s > debt_s
         return np.where(pays, values, 0.0), float(np.add.reduce(debt_s * pays))
 
+    def _is_looked_at(self, stood: int) -> bool:
+        """Whether this step, so many behind the last decision, teaches prices."""
+        if self._steps < self._plain_until:
+            return 2 * self._steps >= self._plain_until + self._tried_at
+        seldom = self._least_steps if self.drafting else MOST_STEPS
+        return not (stood - _SETTLED) % seldom or self._look_from <= self._steps <= self._look_until
+
     def _look(self, first: int, last: int) -> None:
         """At steps that are so many later than this one."""
         self._look_from, self._look_until = self._steps + first, self._steps + last
@@ -303,13 +321,15 @@ class GoodputPolicy(LearningPolicy):
         if step.budget_tokens < 1 or step.caps[row] < 1:
             return None
         prices = self.costs.prices(step.num_rows, step.room().context_tokens, 1)
+        self._plain_s = float(prices.step_s[0])
         cost_s = prices.pass_s + prices.ingest_s * float(step.lag[row])
-        cost_s += float(prices.step_s[1] - prices.step_s[0])
-        wait = max(int(cost_s / (_EXPERIMENTS * float(prices.step_s[0]))), LEAST_IDLE_STEPS)
+        cost_s = max(cost_s + float(prices.step_s[1]) - self._plain_s, self._probe_s)
+        wait = max(int(2 * cost_s / (_EXPERIMENTS * self._plain_s)), LEAST_IDLE_STEPS)
         if self._steps - self._tried_at < wait and not self._good_news:
             self._probe_at = self._tried_at + wait
             return None
         self._tried_at, self._good_news = self._steps, False
+        self._probe_at = self._steps + wait
         self._look(0, 1)
         num_drafts = np.zeros(step.num_rows, dtype=np.int32)
         num_drafts[row] = 1
