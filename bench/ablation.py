@@ -6,6 +6,10 @@ that stays, one that changes, and two that are made to mislead. `of_off` is toke
 those without drafts, `of_full` over the whole policy: the geometric mean over all cells, and the
 least with where it was. Simulated, so the same on every machine; the time that the policy itself
 takes is not in it.
+
+With `--cost` and `--fates` it is a machine's own prices and what was found of real drafts. How much
+the whole policy loses to the best k of each cell, which nobody knows before, is what `of_full` says
+of `the best fixed k`; with `--exact` without what noise does to prices.
 """
 
 from __future__ import annotations
@@ -162,17 +166,19 @@ class Setting(NamedTuple):
     load: int
 
     def __str__(self) -> str:
-        return f"{self.machine}, {self.text}, {self.load}"
+        return f"{self.machine}, {Path(self.text).stem}, {self.load}"
 
 
 def simulated(policy: str, setting: Setting, cost: str | None) -> float:
-    """Output tokens a second."""
+    """Output tokens a second. A text that has no other name is a file of `bench.fates`."""
     machine = {"draft_model": "llama-3.2-1b"} if cost is None else {"cost": cost}
     num_requests, acceptance = REQUESTS + EACH * setting.load, TEXTS.get(setting.text)
     with tempfile.TemporaryDirectory() as folder:
         if acceptance is None:
-            recorded = Path(folder) / "fates.json"
-            recorded.write_text(json.dumps(fates(setting.text, num_requests)))
+            recorded = Path(setting.text)
+            if setting.text in FATES:
+                recorded = Path(folder) / "fates.json"
+                recorded.write_text(json.dumps(fates(setting.text, num_requests)))
             acceptance = f"recorded:{recorded}"
         return tokens_per_s(
             policy,
@@ -215,19 +221,27 @@ def rows_of(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
     parser.add_argument("--load", type=int, nargs="+", default=LOADS)
-    parser.add_argument("--text", nargs="+", choices=(*TEXTS, *FATES), default=[*TEXTS, *FATES])
+    parser.add_argument("--text", nargs="*", choices=(*TEXTS, *FATES), default=[*TEXTS, *FATES])
+    parser.add_argument(
+        "--fates", nargs="*", default=[], metavar="FILE", help="of `bench.fates`: more texts"
+    )
     parser.add_argument(
         "--cost", nargs="*", default=[], metavar="FILE", help="of `cbatch calibrate`: more machines"
     )
-    parser.add_argument("--without", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
+    parser.add_argument("--recorded", action="store_true", help="no machine but those of --cost")
+    parser.add_argument("--exact", action="store_true", help="steps are measured without noise")
+    parser.add_argument("--without", nargs="*", choices=MECHANISMS, default=list(MECHANISMS))
+    parser.add_argument("--fixed", type=int, nargs="+", default=[1, 2, 4, 8], metavar="K")
     parser.add_argument("--processes", type=int)
     args = parser.parse_args(argv)
-    machines = {"8B + 1B, H100": None} | {Path(file).stem: file for file in args.cost}
+    machines: dict[str, str | None] = {} if args.recorded else {"8B + 1B, H100": None}
+    machines |= {Path(file).stem: file for file in args.cost}
     # Run as a program, this module has another name.
     classes = {name: f"bench.ablation:{MECHANISMS[name].__name__}" for name in args.without}
-    policies = {"off": "off", "goodput": "bench.ablation:Noisy"} | classes
-    policies |= {f"fixed:{k}": f"fixed:{k}" for k in (1, 2, 4, 8)}
-    cells = [Setting(*each) for each in product(machines, args.text, args.load)]
+    policies = {"off": "off", "goodput": "goodput" if args.exact else "bench.ablation:Noisy"}
+    policies |= classes | {f"fixed:{k}": f"fixed:{k}" for k in args.fixed}
+    texts = [*args.text, *args.fates]
+    cells = [Setting(*each) for each in product(machines, texts, args.load)]
     keys = list(product(policies, cells))
     tasks = [(policies[policy], cell, machines[cell.machine]) for policy, cell in keys]
     with ProcessPoolExecutor(args.processes) as pool:
