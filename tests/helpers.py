@@ -82,6 +82,11 @@ class DraftedRows(msgspec.Struct):
     def total_drafted(self) -> int:
         return int(self.num_drafted.sum())
 
+    @property
+    def has_chunks(self) -> bool:
+        work = None if self.measured is None else self.measured.work
+        return work is not None and work.target_tokens > work.logit_tokens
+
     def sample(self) -> StepSample:
         assert self.measured is not None
         return self.measured

@@ -167,13 +167,13 @@ def test_shadow_evidence_raises_k_from_0_for_a_request_that_begins_to_copy(polic
         )
         world.add(make_request("a", max_tokens=900))
         drafted: list[int] = []
-        while sum(drafted[200:]) < 12 and len(drafted) < 700:
-            acceptance["a"] = float(len(drafted) >= 200)
+        while sum(drafted[300:]) < 12 and len(drafted) < 800:
+            acceptance["a"] = float(len(drafted) >= 300)
             commit = world.step()
             assert commit is not None
             drafted.append(int(commit.num_drafted.sum()))
-        assert sum(drafted[150:200]) <= 4, "it had all but stopped"
-        return len(drafted) - 200, world.executor.stats.num_scores
+        assert sum(drafted[250:300]) <= 4, "it had all but stopped"
+        return len(drafted) - 300, world.executor.stats.num_scores
 
     informed, scores = steps_until_drafting()
     assert scores > 5

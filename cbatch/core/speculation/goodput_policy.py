@@ -41,6 +41,7 @@ LEAST_IDLE_STEPS = 64
 _DECISION_S = 3e-4  # what one takes, and half of that what is learnt of a step
 _EXPERIMENTS = 0.01  # of time that they may cost, and decisions; half while nobody drafts
 _FIRST_ASKED = 16.0  # drafts for which a drafter is taken to have an answer, before it is asked
+_COLD_STEPS = 4  # behind a prompt, by when the caches hold again what decoding reads
 _SETTLED = 2  # steps behind a decision, by when its traces in the caches are gone
 
 
@@ -71,7 +72,9 @@ class GoodputPolicy(LearningPolicy):
         self._worth_idle_steps = 0  # by when a decision has been paid for, while nobody drafts
         self._probe_s = self._plain_s = 0.0  # what one takes, as measured, and a step without
         self._until = self._interval = 0  # the step of the next decision; how far that was ahead
-        self._newcomers = self._judged_rows = self._mixed_samples = 0
+        self._newcomers = self._judged_rows = 0
+        self._prompt_at = -_COLD_STEPS  # the last step with tokens of a prompt
+        self._cold_share = 0.0  # of the steps that were looked at: with one, or right behind
         self._tried_at = 0  # the step of the last experiment
         self._probe_at = 0  # the one that may be the next, while nobody drafts
         self._good_news = False  # since then, while nobody drafts
@@ -122,6 +125,8 @@ class GoodputPolicy(LearningPolicy):
             self._caught_up += max(step.total_caught_up - len(drafted), 0)  # one each is usual
             if not self.drafting:  # a probe
                 self._act_soon(float(np.add.reduce(accepted)), step.total_drafted)
+        if step.has_chunks:
+            self._prompt_at = self._steps
         stood = self._steps - self._decided_at
         if not self._is_looked_at(stood):
             return
@@ -133,10 +138,11 @@ class GoodputPolicy(LearningPolicy):
             self._probe_s += (took_s - self._probe_s) / LEAST_STEPS
         if not stood and self.costs.is_measured(sample.work.target_tokens):
             sample = structs.replace(sample, target_s=0.0)  # the decision is in it
-        # A prompt's tokens cost otherwise: they count only where no step is without.
-        mixed = sample.work.target_tokens > sample.work.logit_tokens
-        self._mixed_samples = self._mixed_samples + 1 if mixed else 0
-        if not mixed or self._mixed_samples > MOST_STEPS:
+        # A prompt's tokens cost otherwise, and so do steps right behind it, with caches full of them.
+        # They count only where there are hardly others.
+        is_cold = self._steps - self._prompt_at <= _COLD_STEPS
+        self._cold_share += (is_cold - self._cold_share) / MOST_STEPS
+        if not is_cold or self._cold_share > 0.5:
             self.costs.observe(sample)
 
     @property
@@ -225,7 +231,7 @@ class GoodputPolicy(LearningPolicy):
         close = self.config.switch_gain / found.gain
         length = int(min(max(LEAST_IDLE_STEPS * close, LEAST_STEPS), LEAST_IDLE_STEPS))
         wait = max(length * found.gain / _EXPERIMENTS, MOST_STEPS)
-        if not (all_new or self._mixed_samples or self.costs.is_measured(step.num_rows)):
+        if not (all_new or self._cold_share > 0.5 or self.costs.is_measured(step.num_rows)):
             wait = MOST_STEPS
         if self._steps - self._tried_at < wait:
             return found.num_drafts
@@ -286,8 +292,11 @@ class GoodputPolicy(LearningPolicy):
         """Whether this step, so many behind the last decision, teaches prices."""
         if self._steps < self._plain_until:
             return 2 * self._steps >= self._plain_until + self._tried_at
-        seldom = self._least_steps if self.drafting else MOST_STEPS
-        return not (stood - _SETTLED) % seldom or self._look_from <= self._steps <= self._look_until
+        if self._look_from <= self._steps <= self._look_until:
+            return True
+        # Whenever it was decided: newcomers call for that, whose prompts make steps long.
+        seldom = LEAST_STEPS if self.drafting else MOST_STEPS
+        return not self._steps % seldom and stood >= _SETTLED
 
     def _look(self, first: int, last: int) -> None:
         """At steps that are so many later than this one."""

@@ -69,6 +69,7 @@ class DraftedStep(Protocol):
     total_planned: int  # drafts that were asked for: a lookup need not have so many
     total_drafted: int
     total_caught_up: int  # tokens that the drafter took in besides
+    has_chunks: bool  # of prompts, too
     shadow: Shadow | None
 
     def sample(self) -> StepSample: ...
