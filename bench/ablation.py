@@ -169,10 +169,10 @@ class Setting(NamedTuple):
         return f"{self.machine}, {Path(self.text).stem}, {self.load}"
 
 
-def simulated(policy: str, setting: Setting, cost: str | None) -> float:
+def simulated(policy: str, setting: Setting, cost: str | None, requests: int = REQUESTS) -> float:
     """Output tokens a second. A text that has no other name is a file of `bench.fates`."""
     machine = {"draft_model": "llama-3.2-1b"} if cost is None else {"cost": cost}
-    num_requests, acceptance = REQUESTS + EACH * setting.load, TEXTS.get(setting.text)
+    num_requests, acceptance = requests + EACH * setting.load, TEXTS.get(setting.text)
     with tempfile.TemporaryDirectory() as folder:
         if acceptance is None:
             recorded = Path(setting.text)
@@ -190,7 +190,7 @@ def simulated(policy: str, setting: Setting, cost: str | None) -> float:
         )
 
 
-def _simulated(task: tuple[str, Setting, str | None]) -> float:
+def _simulated(task: tuple[str, Setting, str | None, int]) -> float:
     return simulated(*task)
 
 
@@ -232,6 +232,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--exact", action="store_true", help="steps are measured without noise")
     parser.add_argument("--without", nargs="*", choices=MECHANISMS, default=list(MECHANISMS))
     parser.add_argument("--fixed", type=int, nargs="+", default=[1, 2, 4, 8], metavar="K")
+    help_ = f"of a cell, besides {EACH} for each in flight (default: {REQUESTS})"
+    parser.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help=help_)
     parser.add_argument("--processes", type=int)
     args = parser.parse_args(argv)
     machines: dict[str, str | None] = {} if args.recorded else {"8B + 1B, H100": None}
@@ -243,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts = [*args.text, *args.fates]
     cells = [Setting(*each) for each in product(machines, texts, args.load)]
     keys = list(product(policies, cells))
-    tasks = [(policies[policy], cell, machines[cell.machine]) for policy, cell in keys]
+    tasks = [(policies[p], cell, machines[cell.machine], args.requests) for p, cell in keys]
     with ProcessPoolExecutor(args.processes) as pool:
         found = pool.map(_simulated, tasks)
         speeds = dict(zip(keys, track(found, "simulating", len(keys)), strict=True))

@@ -138,7 +138,7 @@ class GoodputPolicy(LearningPolicy):
             self._probe_s += (took_s - self._probe_s) / LEAST_STEPS
         if not stood and self.costs.is_measured(sample.work.target_tokens):
             sample = structs.replace(sample, target_s=0.0)  # the decision is in it
-        # A prompt's tokens cost otherwise, and so do steps right behind it, with caches full of them.
+        # A prompt's tokens cost otherwise, and so do steps right behind it, with caches full of it.
         # They count only where there are hardly others.
         is_cold = self._steps - self._prompt_at <= _COLD_STEPS
         self._cold_share += (is_cold - self._cold_share) / MOST_STEPS
