@@ -214,6 +214,57 @@ static void layers(void) {
     }
 }
 
+static row_norm norm_of_width(long width) {
+    return below(3) ? (row_norm){floats(width), 1e-5f, (float)below(2), width} : (row_norm){0};
+}
+
+// Whole layers of one sequence, with whatever they may have or not.
+static void whole_layers(void) {
+    const long dims[] = {128, 6, 40, 64};
+    for (long i = 0; i < 3 * TYPES; i++) {
+        const int type = types[i % TYPES], blocky = in_blocks(type);
+        const long dim = blocky ? 128 : dims[below(4)], kv_heads = blocky ? 2 : 1 + below(2), group = 1 + below(3);
+        const long value_dim = blocky ? 128 : 1 + below(40), heads = kv_heads * group;
+        const long hidden = blocky ? 256 : 5 + below(60), inner = blocky ? 512 : 3 + below(60);
+        const long rows = 1 + below(below(3) ? 5 : 60), context = rows + below(90), size = 1 + below(20);
+        const long width = (context + size - 1) / size, threads = 1 + below(3), half = below(2);
+        const long turned = 2 * below(dim / 2 + 1);
+        int32_t lens = (int32_t)rows, contexts = (int32_t)context, *tables = room(width * 4);
+        for (long k = 0; k < width; k++) tables[k] = (int32_t)(width - 1 - k);
+        const long floats_of_one = attention_floats(group, dim, value_dim);
+        const attention_step s = {{&lens, &contexts, tables, rows, 1, width, width, size},
+                                  room(rows * 8), room(rows * 8), room(rows * sizeof(piece)),
+                                  room(threads * floats_of_one * 4), 0, floats_of_one, threads};
+        attention_layer l = {.blocks = bits(kv_heads * width * size * (dim + value_dim) * (half ? 2 : 4)),
+                             .sinks = below(2) ? floats(heads) : 0, .kv_heads = kv_heads, .group = group,
+                             .dim = dim, .value_dim = value_dim, .window = 1 + below(200), .half = half,
+                             .pairs = below(2), .scale = 0.3f, .cap = below(2) ? 2.0f : 0};
+        const long made = (heads + kv_heads) * dim + kv_heads * value_dim;
+        const fused_layer of = {linear_of(type, made, hidden, 0, 0),
+                                linear_of(type, hidden, heads * value_dim, 0, 0),
+                                linear_of(type, 2 * inner, hidden, 0, 0),
+                                linear_of(type, hidden, inner, 0, 0),
+                                norm_of_width(hidden), norm_of_width(hidden), norm_of_width(hidden),
+                                norm_of_width(hidden), norm_of_width(below(2) ? dim : heads * dim),
+                                norm_of_width(below(2) ? dim : kv_heads * dim), hidden,
+                                below(3) ? inner : 0, below(2), below(2) ? 1 : 0.3f};
+        const fused_step with = {floats(rows * hidden), floats(rows * turned), floats(rows * turned),
+                                 room(rows * hidden * 4), of.inner ? 0 : room(rows * hidden * 4),
+                                 room(fused_bytes(&of, &l, rows)), turned, threads};
+        if (begin_attention(&s)) abort();
+        run_fused(&s, &l, &of, &with);
+        end_attention(), rest();
+        const row_norm *norms[] = {&of.before, &of.behind, &of.before_forward, &of.behind_forward,
+                                   &of.query, &of.key};
+        const linear *products[] = {&of.qkv, &of.out, &of.gate_up, &of.down};
+        for (long k = 0; k < 6; k++) free((void *)norms[k]->weight);
+        for (long k = 0; k < 4; k++) let_go((linear *)products[k]);
+        free(tables), free(s.sequences), free(s.positions), free(s.pieces), free(s.scratches);
+        free(l.blocks), free((void *)l.sinks), free((void *)with.x), free((void *)with.cos);
+        free((void *)with.sin), free(with.y), free(with.normed), free(with.memory);
+    }
+}
+
 static void mixtures(void) {
     for (long i = 0; i < 3 * TYPES; i++) {
         const int type = types[i % TYPES];
@@ -250,6 +301,7 @@ int main(int count, char **words) {
     lookups();
     decoders();
     layers();
+    whole_layers();
     mixtures();
     puts("fine");
     return 0;

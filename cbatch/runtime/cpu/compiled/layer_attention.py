@@ -22,7 +22,7 @@ _NO_WINDOW = 1 << 40
 _WRONG = "block_tables: they do not hold the context, or name a block that is not in the cache"
 
 
-class _Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     """`attention_step` of layer_attention.h."""
 
     _fields_ = [
@@ -33,7 +33,7 @@ class _Step(ctypes.Structure):
     ]
 
 
-class _Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """`attention_layer` of layer_attention.h."""
 
     _fields_ = [
@@ -78,7 +78,7 @@ class LayerAttention:
         floats = kernel.attention_floats
         floats.argtypes, floats.restype = [c_long] * 3, c_long
         self.scratch_floats = int(floats(group, shape.key_dim, shape.value_dim))
-        self.struct = _Layer(
+        self.struct = LayerStruct(
             sinks=None if self._sinks is None else self._sinks.data_ptr(),
             kv_heads=shape.kv_heads,
             group=group,
@@ -115,12 +115,12 @@ class CompiledAttention:
         if kernel is None:
             raise ValueError("attention: there are no kernels here")
         self.kernel = kernel
-        kernel.begin_attention.argtypes = [POINTER(_Step)]
+        kernel.begin_attention.argtypes = [POINTER(StepStruct)]
         kernel.end_attention.argtypes, kernel.end_attention.restype = [], None
-        kernel.attend_layer.argtypes = [POINTER(_Step), POINTER(_Layer)]
+        kernel.attend_layer.argtypes = [POINTER(StepStruct), POINTER(LayerStruct)]
         kernel.attend_layer.restype = None
         self._numbers = np.empty(0, np.int64)
-        self._scratch = torch.empty(0)
+        self._scratch, self._memory = torch.empty(0), torch.empty(0, dtype=torch.uint8)
 
     def step(
         self,
@@ -142,7 +142,7 @@ class CompiledAttention:
         if len(self._numbers) < rows * _NUMBERS_OF_A_ROW:
             self._numbers = np.empty(2 * rows * _NUMBERS_OF_A_ROW, np.int64)
         numbers = self._numbers.ctypes.data
-        struct = _Step(
+        struct = StepStruct(
             arrays[0].ctypes.data,
             arrays[1].ctypes.data,
             tables.ctypes.data,
@@ -168,16 +168,23 @@ class CompiledAttention:
         address = self._scratch.data_ptr()
         return address + -address % _ALIGNMENT_BYTES
 
+    def memory(self, num_bytes: int) -> int:
+        """Address of so many, for one call at a time."""
+        if self._memory.numel() < num_bytes + _ALIGNMENT_BYTES:
+            self._memory = torch.empty(2 * num_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
+        address = self._memory.data_ptr()
+        return address + -address % _ALIGNMENT_BYTES
+
 
 class AttentionStep:
     """One step: `attend` for each layer, inside the step's `with`. There threads stay awake between
     calls, and afterwards sleep."""
 
-    def __init__(self, of: CompiledAttention, struct: _Step, held: tuple[object, ...]) -> None:
-        self._of, self._struct, self._held = of, struct, held
+    def __init__(self, of: CompiledAttention, struct: StepStruct, held: tuple[object, ...]) -> None:
+        self._of, self.struct, self._held = of, struct, held
 
     def __enter__(self) -> AttentionStep:
-        if self._of.kernel.begin_attention(self._struct):
+        if self._of.kernel.begin_attention(self.struct):
             raise IndexError(_WRONG)
         return self
 
@@ -205,29 +212,38 @@ class AttentionStep:
         (key_dim + value_dim)], of a block and head first K, then V (see paged.h). Raises ValueError
         where shapes differ.
         """
-        shape, struct, step = layer.shape, layer.struct, self._struct
-        width = shape.key_dim + shape.value_dim
-        size = shape.kv_heads * step.blocks * step.block_size * width
-        if blocks.numel() != size or blocks.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"blocks: {blocks.numel()} of {blocks.dtype} for {size} numbers")
+        shape, struct, step = layer.shape, layer.struct, self.struct
+        self.point(layer, blocks)
         queries = _rows(queries, "queries", (shape.heads, step.rows, shape.key_dim))
         struct.query_head, struct.query_row, _ = queries.stride()
-        struct.queries, struct.blocks = queries.data_ptr(), blocks.data_ptr()
-        struct.half = blocks.dtype == torch.bfloat16
-        struct.keys = None
+        struct.queries, struct.keys = queries.data_ptr(), None
         if keys is not None and values is not None:
             keys = _rows(keys, "keys", (shape.kv_heads, step.rows, shape.key_dim))
             values = _rows(values, "values", (shape.kv_heads, step.rows, shape.value_dim))
             struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
             struct.key_head, struct.key_row, _ = keys.stride()
             struct.value_head, struct.value_row, _ = values.stride()
-        if layer.scratch_floats > step.scratch_size:
-            step.scratches = self._of.scratch(layer.scratch_floats, step.threads)
-            step.scratch_size = layer.scratch_floats
         out = torch.empty(step.rows, shape.heads, shape.value_dim)
         struct.out = out.data_ptr()
         self._of.kernel.attend_layer(step, struct)
         return out
+
+    def point(self, layer: LayerAttention, blocks: Tensor) -> None:
+        """The layer's struct to its blocks, as `attend` has them, and the step to working memory
+        for it. Raises ValueError where blocks are others."""
+        shape, step = layer.shape, self.struct
+        width = shape.key_dim + shape.value_dim
+        size = shape.kv_heads * step.blocks * step.block_size * width
+        if blocks.numel() != size or blocks.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"blocks: {blocks.numel()} of {blocks.dtype} for {size} numbers")
+        layer.struct.blocks, layer.struct.half = blocks.data_ptr(), blocks.dtype == torch.bfloat16
+        if layer.scratch_floats > step.scratch_size:
+            step.scratches = self._of.scratch(layer.scratch_floats, step.threads)
+            step.scratch_size = layer.scratch_floats
+
+    def memory(self, num_bytes: int) -> int:
+        """Address of so many, until the next call."""
+        return self._of.memory(num_bytes)
 
 
 def _rows(x: Tensor, name: str, shape: tuple[int, int, int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 #include "decoder.h"
 #include "experts.h"
+#include "fused_layer.h"
 #include "greedy.h"
 #include "heads.h"
 #include "layer_attention.h"
@@ -57,6 +58,28 @@ void rotate_rows(const rotated *queries, const rotated *keys, const float *cos, 
                  long rows, long turned, long threads) {
     rotating p = {.of = {*queries, *keys}, .cos = cos, .sin = sin, .rows = rows, .turned = turned};
     together(rotate_all, &p, sizeof p, threads, 1);
+}
+
+// Bytes that a layer needs for so many rows; aligned to 64.
+long fused_bytes(const fused_layer *of, const attention_layer *layer, long rows) {
+    fused_job p = {.at.layer = *layer, .of = of};
+    return carve_fused(&p, 0, rows);
+}
+
+// Between `begin_attention` and `end_attention`, as `attend_layer`; of `layer` queries, keys, values
+// and what they attend to are ours.
+void run_fused(const attention_step *step, const attention_layer *layer, const fused_layer *of,
+               const fused_step *with) {
+    fused_job p = {.at = {.me.progress = step->progress, .step = *step, .layer = *layer},
+                   .step = *with, .of = of};
+    attention_layer *a = &p.at.layer;
+    carve_fused(&p, with->memory, step->rows.rows);
+    a->queries = p.qkv, a->query_row = a->key_row = a->value_row = p.qkv_stride;
+    a->keys = p.qkv + a->kv_heads * a->group * a->dim, a->values = a->keys + a->kv_heads * a->dim;
+    a->query_head = a->key_head = a->dim, a->value_head = a->value_dim;
+    a->out = p.attended;
+    p.at.num_pieces = cut(&step->rows, a->group, step->pieces);
+    together(fused_layer_all, &p, sizeof p, with->threads, LOOPS_OF_A_FUSED_LAYER);
 }
 
 int lanes(void) { return LANES; }

@@ -176,6 +176,10 @@ class CompiledProduct:
         return tuple((segment.type, segment.out) for segment in self._segments)
 
     @property
+    def scaled(self) -> bool:
+        return self._scale is not None
+
+    @property
     def num_bytes(self) -> int:
         return sum(panels.nbytes for panels in self.panels)
 

@@ -13,14 +13,18 @@ typedef struct {
     float eps, offset;
 } norming;
 
-static void norm_row(const norming *p, long row) {
-    const float *x = p->x + row * p->stride;
-    float *y = p->y + row * p->width;
-    const float by = 1 / __builtin_sqrtf(squares(x, p->width) / p->width + p->eps);
-    if (!p->weight)
-        for (long k = 0; k < p->width; k++) y[k] = x[k] * by;
+// y may be x.
+static void rms_norm(const float *x, const float *weight, long width, float eps, float offset,
+                     float *y) {
+    const float by = 1 / __builtin_sqrtf(squares(x, width) / width + eps);
+    if (!weight)
+        for (long k = 0; k < width; k++) y[k] = x[k] * by;
     else
-        for (long k = 0; k < p->width; k++) y[k] = x[k] * by * (p->weight[k] + p->offset);
+        for (long k = 0; k < width; k++) y[k] = x[k] * by * (weight[k] + offset);
+}
+
+static void norm_row(const norming *p, long row) {
+    rms_norm(p->x + row * p->stride, p->weight, p->width, p->eps, p->offset, p->y + row * p->width);
 }
 
 static void norm_all(void *job) {
@@ -44,17 +48,21 @@ typedef struct {
     long rows, turned;
 } rotating;
 
-static void rotate_row(const rotated *of, const float *cos, const float *sin, long row, long turned) {
+// A head of `width`, of which the first `turned` turn.
+static void turn_head(const float *x, const float *cos, const float *sin, long turned, long width,
+                      float *restrict y) {
     const long half = turned / 2;
-    for (long h = 0; h < of->heads; h++) {
-        const float *x = of->x + row * of->x_row + h * of->x_head;
-        float *restrict y = of->y + (row * of->heads + h) * of->width;
-        for (long d = 0; d < half; d++) {
-            y[d] = x[d] * cos[d] - x[d + half] * sin[d];
-            y[d + half] = x[d + half] * cos[d + half] + x[d] * sin[d + half];
-        }
-        memcpy(y + turned, x + turned, (of->width - turned) * 4);
+    for (long d = 0; d < half; d++) {
+        y[d] = x[d] * cos[d] - x[d + half] * sin[d];
+        y[d + half] = x[d + half] * cos[d + half] + x[d] * sin[d + half];
     }
+    memcpy(y + turned, x + turned, (width - turned) * 4);
+}
+
+static void rotate_row(const rotated *of, const float *cos, const float *sin, long row, long turned) {
+    for (long h = 0; h < of->heads; h++)
+        turn_head(of->x + row * of->x_row + h * of->x_head, cos, sin, turned, of->width,
+                  of->y + (row * of->heads + h) * of->width);
 }
 
 static void rotate_all(void *job) {

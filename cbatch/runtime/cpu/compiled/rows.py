@@ -30,11 +30,16 @@ class RowNorm:
     def __init__(self, weight: Tensor | None, eps: float, offset: float = 0.0) -> None:
         """Raises ValueError without kernels."""
         self._weight = None if weight is None else weight.detach().float().contiguous()
-        self._address = None if self._weight is None else self._weight.data_ptr()
-        self._numbers = eps, offset
+        self.address = None if self._weight is None else self._weight.data_ptr()
+        self.numbers = eps, offset
         self._call = _kernel().norm_rows
         self._call.argtypes = [*(c_void_p,) * 3, *(c_long,) * 3, c_float, c_float, c_long]
         self._call.restype = None
+
+    @property
+    def width(self) -> int | None:
+        """Of its weight, if it has one."""
+        return None if self._weight is None else len(self._weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """fp32 of the shape of x, dense."""
@@ -45,7 +50,7 @@ class RowNorm:
             raise ValueError(f"x: rows of {width} for a weight of {len(self._weight)}")
         y = torch.empty_like(x)
         rows, threads = x.numel() // max(width, 1), _threads(x.numel())
-        numbers = self._address, y.data_ptr(), rows, width, width, *self._numbers, threads
+        numbers = self.address, y.data_ptr(), rows, width, width, *self.numbers, threads
         self._call(x.data_ptr(), *numbers)
         return y
 

@@ -16,7 +16,7 @@ class _Group:
 
     def __init__(self, products: list[CompiledProduct]) -> None:
         """Raises ValueError where they do not go together."""
-        self._product = CompiledProduct.beside(products)
+        self.product = CompiledProduct.beside(products)
         self._sizes = [product.shape[0] for product in products]
         self._input: Tensor | None = None
         self._left: dict[int, Tensor] = {}
@@ -25,7 +25,7 @@ class _Group:
         """[..., out] of product `at`, for fp32 rows [..., in]."""
         if x is not self._input or at not in self._left:
             rows = x.reshape(-1, x.shape[-1])
-            made = self._product(rows.float().contiguous(), len(rows))
+            made = self.product(rows.float().contiguous(), len(rows))
             parts = made.view(*x.shape[:-1], -1).split(self._sizes, -1)
             self._input, self._left = x, dict(enumerate(parts))
         found = self._left.pop(at)
@@ -41,10 +41,10 @@ class BesideProduct(nn.Module):
         super().__init__()
         self.weight, self.bias = product.weight, None
         self.in_features, self.out_features = product.in_features, product.out_features
-        self._group, self._at = group, at
+        self.group, self._at = group, at
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._group.part(self._at, x)
+        return self.group.part(self._at, x)
 
     __call__ = forward  # nobody hooks on to it
 

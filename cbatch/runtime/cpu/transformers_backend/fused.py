@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cbatch.runtime.cpu.compiled import CompiledProduct, compiles
 from cbatch.runtime.cpu.compiled.experts import CompiledExperts, Gate, Gating
+from cbatch.runtime.cpu.compiled.fused_layer import Gated
 from cbatch.runtime.cpu.compiled.rows import RowNorm
 from cbatch.runtime.cpu.transformers_backend.products import Product
 
@@ -32,10 +33,10 @@ class Norm(nn.Module):
 
     def __init__(self, rows: RowNorm) -> None:
         super().__init__()
-        self._rows = rows
+        self.rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._rows(x)
+        return self.rows(x)
 
     __call__ = forward  # nobody hooks on to it
 
@@ -45,6 +46,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, gate_up: CompiledProduct, down: CompiledProduct, gating: Gating) -> None:
         super().__init__()
+        self.gated = Gated(gate_up, down, gating)
         self._expert = CompiledExperts([gate_up], [down], Gate(gating))
         self._chosen, self._weights = torch.zeros(0, 1, dtype=torch.int64), torch.ones(0, 1)
 

@@ -20,6 +20,7 @@ from cbatch.runtime.cpu.transformers_backend import attention, experts
 from cbatch.runtime.cpu.transformers_backend.beside import join_projections
 from cbatch.runtime.cpu.transformers_backend.config import bridge
 from cbatch.runtime.cpu.transformers_backend.fused import fuse
+from cbatch.runtime.cpu.transformers_backend.layers import fuse_layers
 from cbatch.runtime.cpu.transformers_backend.products import Products, widen
 from cbatch.runtime.cpu.transformers_backend.rotary import replace_rotary
 from cbatch.runtime.cpu.transformers_backend.step import Pass
@@ -59,6 +60,7 @@ class TransformersModel:
         layers, vocab_size = self._probe()
         attention.prepare(self._pass)
         self.config = bridge(net.config, path, layers, vocab_size)
+        self.fused_layers = fuse_layers(net, self._pass, self.config, self.forward)
 
     @property
     def code(self) -> str:

@@ -21,6 +21,7 @@ _NAME = "apply_rotary_pos_emb"
 _ASKED_WIDTHS = (16, 8)  # of heads of 16: all of it, half of it
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
+Factors = Callable[[Tensor], Tensor]
 
 
 @torch.inference_mode()
@@ -92,28 +93,38 @@ def _ours(theirs: Rotation) -> Rotation | None:
     rotary = Rotary()
     gen = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 3, 16, generator=gen) for heads in (4, 2))
-    agreed = set()
+    found: dict[bool, Factors] = {}  # by whether factors are as wide as a head
     for width in _ASKED_WIDTHS:
         cos, sin = torch.randn(2, 1, 3, width, generator=gen)
-        try:
-            told = theirs(q, k, cos, sin)
-            pairs = zip(told, rotary(q, k, cos, sin), strict=True)
-            same = all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
-        except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):
-            continue
-        if same:
-            agreed.add(width == 16)
-    if not agreed:
+        for factors in (as_given, doubled):
+            try:
+                told = theirs(q, k, cos, sin)
+                pairs = zip(told, rotary(q, k, factors(cos), factors(sin)), strict=True)
+                same = all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+            except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):
+                continue
+            if same:
+                found[width == 16] = factors
+    if not found:
         return None
 
     def rotated(q: Tensor, k: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor]:
         if len(given) == 2 and not more and _usual(q, k, given[0]):
             cos, sin = given
-            if (cos.shape[-1] == q.shape[-1]) in agreed:
-                return rotary(q, k, cos, sin)
+            if factors := found.get(cos.shape[-1] == q.shape[-1]):
+                return rotary(q, k, factors(cos), factors(sin))
         return theirs(q, k, *given, **more)
 
     return rotated
+
+
+def as_given(factors: Tensor) -> Tensor:
+    return factors
+
+
+def doubled(factors: Tensor) -> Tensor:
+    """Of models that have those of the first half alone, which are those of the second."""
+    return torch.cat([factors, factors], -1)
 
 
 def _usual(q: Tensor, k: Tensor, cos: Tensor) -> bool:
