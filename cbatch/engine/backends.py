@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
     from cbatch.runtime.drafting.lookup import Lookup
     from cbatch.runtime.gpu import Decoder, GpuExecutor
+    from cbatch.runtime.gpu.modelling import ModellingDecoder
     from cbatch.runtime.sampling.structured import GrammarSource
 
-    AnyModel = Model | TransformersModel | Decoder | Head
+    AnyModel = Model | TransformersModel | Decoder | ModellingDecoder | Head
 
 _LEAST_CAPABILITY = (8, 0)  # has bf16, and copies to shared memory that do not wait
 _logger = logging.getLogger("cbatch")
@@ -39,7 +40,8 @@ def is_gpu(device: str) -> bool:
 
 def usual_device(*, numerics: str, **asked: Any) -> str:
     """The GPU, if torch sees one that serves all that is `asked` (as `refuse_unserved`); else the
-    CPU, and for invariant numerics: only there it has been seen that they hold."""
+    CPU, and for invariant numerics and transformers' modelling code: they were seen to hold there
+    alone."""
     import torch
 
     if not torch.cuda.is_available():
@@ -47,6 +49,8 @@ def usual_device(*, numerics: str, **asked: Any) -> str:
     problem = problem_of_gpu()
     if problem is None and numerics == "invariant":
         problem = "numerics: 'invariant' was never tried on one; --device cuda does"
+    if problem is None and asked.get("impl") == "transformers":
+        problem = "transformers' modelling code was never tried on one; --device cuda does"
     if problem is None:
         try:
             refuse_unserved("cuda", **asked)
@@ -88,11 +92,7 @@ def load_for(
 ) -> AnyModel:
     """Of several `ranks` this one's share. Raises the runtime's error naming file and field."""
     if impl == "transformers":
-        from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
-
-        return load_transformers_model(
-            path, dtype=dtype, numerics=numerics, random_weights_seed=random_weights_seed
-        )
+        return _load_modelling(device, path, dtype, numerics, random_weights_seed)
     if is_gpu(device):
         from cbatch.runtime.gpu import load_decoder
 
@@ -114,6 +114,20 @@ def load_for(
         random_weights_seed=random_weights_seed,
         ranks=ranks,
     )
+
+
+def _load_modelling(
+    device: str, path: str | Path, dtype: str, numerics: str, seed: int | None
+) -> TransformersModel | ModellingDecoder:
+    """By transformers' modelling code."""
+    asked: Any = {"dtype": dtype, "numerics": numerics, "random_weights_seed": seed}
+    if is_gpu(device):
+        from cbatch.runtime.gpu.modelling import load_modelling_decoder
+
+        return load_modelling_decoder(path, device=device, **asked)
+    from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
+
+    return load_transformers_model(path, **asked)
 
 
 def executor_for(
@@ -155,7 +169,7 @@ def refuse_unserved(
 ) -> None:
     """Options that only the executor of another device can serve. Raises `FieldError`."""
     if impl == "transformers":
-        refuse_beside_transformers(device, tensor_parallel=tensor_parallel, head=head)
+        refuse_beside_transformers(tensor_parallel=tensor_parallel, head=head)
     if tensor_parallel > 1:
         _refuse_unshared(device, tensor_parallel, head)
     if not is_gpu(device):

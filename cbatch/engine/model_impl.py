@@ -56,11 +56,8 @@ def checked_impl(path: Path, asked: ModelImpl) -> Impl:
     return impl
 
 
-def refuse_beside_transformers(device: str, *, tensor_parallel: int, head: Path | None) -> None:
+def refuse_beside_transformers(*, tensor_parallel: int, head: Path | None) -> None:
     """What our own code alone serves. Raises `FieldError`."""
-    if device.partition(":")[0] != "cpu":
-        problem = "transformers' modelling code is served on CPUs alone"
-        raise FieldError("model_impl", problem, "use --device cpu, or a model of our own families")
     if tensor_parallel > 1:
         problem = f"{tensor_parallel} ranks do not share a model of transformers' code"
         raise FieldError("tensor_parallel", problem, "leave it out")

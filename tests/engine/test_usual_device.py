@@ -42,6 +42,7 @@ def test_a_gpu_serves_what_it_can(seen_gpu: pytest.MonkeyPatch) -> None:
     assert usual_device(**ASKED) == "cuda"
     assert usual_device(**ASKED | {"kv_cache_dtype": "fp8"}) == "cuda"
     assert usual_device(**ASKED | {"numerics": "invariant"}) == "cpu"
+    assert usual_device(**ASKED | {"impl": "transformers"}) == "cpu"
 
 
 @pytest.mark.parametrize("field, value", [("block_size_tokens", 48), ("block_size_tokens", 4)])

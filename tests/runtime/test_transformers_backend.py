@@ -190,6 +190,14 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "Gemma3ForConditionalGeneration is multimodal",
         ),
         ({"model_type": "deepseek_v4", "architectures": ["X_ForCausalLM"]}, "sparsely"),
+        (
+            {
+                "model_type": "phi3",
+                "architectures": ["Phi3ForCausalLM"],
+                "quantization_config": {"quant_method": "awq", "bits": 4},
+            },
+            "quantization_config: awq: transformers' modelling code is served with whole weights",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name_at_once(
@@ -207,7 +215,7 @@ def test_what_the_code_does_not_serve_is_refused_by_name(tmp_path: Path) -> None
     make_tiny("phi3", tmp_path)
     for asked, field in (
         ({"tensor_parallel": 2}, "tensor_parallel"),
-        ({"device": "cuda"}, "model_impl"),
+        ({"device": "cuda", "block_size_tokens": 16, "numerics": "invariant"}, "numerics"),
     ):
         with pytest.raises(FieldError) as told:
             LLM(tmp_path, **SCARCE | asked)

@@ -94,9 +94,17 @@ class PagedAttention:
         k, v = self._kv.data[layer].permute(0, 2, 3, 1, 4)
         return k, v
 
-    def run(self, layer: int, window: int | None, q: Tensor) -> Tensor:
+    def run(
+        self,
+        layer: int,
+        window: int | None,
+        q: Tensor,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
         """[T, heads * head_dim] of queries [T, kv_heads, group, head_dim]; rows that belong to no
-        slot are left as they were in memory."""
+        slot are left as they were in memory. `scale` of scores is 1 / sqrt(head_dim), unless given;
+        `soft_cap` as `attention` has it."""
         out = torch.empty(len(q), q[0].numel(), dtype=q.dtype, device=q.device)
         k_pages, v_pages = self.pages(layer)
         k_scale, v_scale = self.scales[layer]
@@ -107,7 +115,8 @@ class PagedAttention:
             self._tables,
             out,
             self._work[window],
-            scale=self._scale,
+            scale=self._scale if scale is None else scale,
+            soft_cap=soft_cap,
             k_scale=k_scale,
             v_scale=v_scale,
             num_programs=self._tuning.num_programs,

@@ -207,6 +207,13 @@ class Decoder:
                     return False
         return True
 
+    def pass_bytes(self, tokens: int) -> int:
+        """Of one layer: what its products read and write, the fused projections among them."""
+        c = self.config
+        projected = c.num_kv_heads * (2 * c.group_size + 2) * c.head_dim
+        width = 4 * c.hidden_size + projected + 3 * c.intermediate_size
+        return tokens * width * self.dtype.itemsize
+
     def cos_sin(self, most_tokens: int) -> Tensor:
         """Of positions, for `kv_write`."""
         return self._rotary.cos_sin(most_tokens)

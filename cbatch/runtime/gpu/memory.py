@@ -70,8 +70,8 @@ def step_memory_bytes(target: Decoder, draft: Decoder | None, limits: StepLimits
     eager = captured = 0
     for decoder, tokens, rows in models:
         used += _held_bytes(decoder, tokens, limits)
-        eager = max(eager, _pass_bytes(decoder, tokens))
-        passes = _pass_bytes(decoder, min(tokens, MOST_CAPTURED_TOKENS))
+        eager = max(eager, decoder.pass_bytes(tokens))
+        passes = decoder.pass_bytes(min(tokens, MOST_CAPTURED_TOKENS))
         captured = max(captured, passes, _decision_bytes(decoder, rows, arena, limits.max_slots))
     return used + eager + captured
 
@@ -84,14 +84,6 @@ def _held_bytes(decoder: Decoder, tokens: int, limits: StepLimits) -> int:
     stream = tokens * config.hidden_size * (_FP32_BYTES + decoder.dtype.itemsize)
     rotary = 2 * limits.max_sequence_tokens * heads.head_dim * _FP32_BYTES
     return stream + tuning.most_partials * partial + rotary
-
-
-def _pass_bytes(decoder: Decoder, tokens: int) -> int:
-    """Of one layer: what its products read and write, the fused projections among them."""
-    c, heads = decoder.config, heads_of(decoder.config)
-    projected = heads.kv_heads * (2 * heads.group + 2) * heads.head_dim
-    width = 4 * c.hidden_size + projected + 3 * c.intermediate_size
-    return tokens * width * decoder.dtype.itemsize
 
 
 def _decision_bytes(decoder: Decoder, rows: int, arena: ArenaSizes, slots: int) -> int:

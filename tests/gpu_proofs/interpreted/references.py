@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.gpu import attention as attend
-from cbatch.runtime.gpu import decoder
+from cbatch.runtime.gpu import decoder, modelling
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import target_pass as verifying
 from tests.gpu_proofs.interpreted.stream import Stream, noted
@@ -50,6 +50,7 @@ def use_noted_references(
         (attend, "plan", _nothing),
         (attend, "attention", _nothing),
         (decoder, "kv_write", _nothing),
+        (modelling, "kv_write", _nothing),
         (decoder, "rms_norm", lambda x, *_: torch.empty_like(x)),
         (decoder, "silu_mul", _halves),
         (drafting, "reduce_tiles", _reduced),

@@ -22,6 +22,7 @@ CUDA = torch.device("cuda", 0)
 _MARK = "_on_pretended_gpu"
 # They take tensors of both sides: copies, and indices of the host.
 _BOTH = {"copy_", "to", "__getitem__", "__setitem__", "__get__", "__set__", "type_as"}
+_BOTH |= {"_has_compatible_shallow_copy_type"}
 
 
 class Mixed(RuntimeError):
@@ -79,12 +80,18 @@ class Pretence(TorchFunctionMode):
         if there is None:
             there = bool(marked)
         out = func(*args, **kwargs)
+        if name == "__set__" and _field(func) == "data":  # as a module moves what it holds
+            setattr(args[0], _MARK, is_marked(args[1]))
         return mark(out, but=tensors) if there else out
+
+
+def _field(func: Any) -> str:
+    return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
 def _property(func: Any, args: tuple[Any, ...]) -> Any:
     told = {"device": CUDA, "is_cuda": True, "is_cpu": False}
-    field = getattr(getattr(func, "__self__", None), "__name__", "")
+    field = _field(func)
     if field in told:
         return told[field]
     out = func(*args)

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
 from cbatch.runtime.gpu import attention as attend
-from cbatch.runtime.gpu import decoder
+from cbatch.runtime.gpu import decoder, modelling
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import target_pass as verifying
 from triton_kernels.attention import WorkList, attention_reference
@@ -47,20 +47,21 @@ def use_references(patch: pytest.MonkeyPatch) -> None:
         work: WorkList,
         *,
         scale: float,
+        soft_cap: float | None,
         k_scale: float,
         v_scale: float,
         num_programs: int,
     ) -> None:
         lengths: Any = planned[id(work.items)]
         scales = {"k_scale": k_scale, "v_scale": v_scale}
-        attended = attention_reference(
-            q, k_pages, v_pages, tables, *lengths, scale=scale, window=work.window, **scales
-        )
+        shape: Any = {"scale": scale, "soft_cap": soft_cap, "window": work.window}
+        attended = attention_reference(q, k_pages, v_pages, tables, *lengths, **shape, **scales)
         out.copy_(attended.view(out.shape))
 
     patch.setattr(attend, "plan", plan)
     patch.setattr(attend, "attention", attention)
     patch.setattr(decoder, "kv_write", kv_write_reference)
+    patch.setattr(modelling, "kv_write", kv_write_reference)
     patch.setattr(decoder, "rms_norm", rms_norm_reference)
     patch.setattr(decoder, "silu_mul", silu_mul_reference)
 

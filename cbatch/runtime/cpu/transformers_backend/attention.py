@@ -55,7 +55,9 @@ def attention(
 
 
 def compute(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """fp32 [T, H, Dv] of queries [H, T, Dk], once K [Hkv, T, Dk] and V are in the cache."""
+    """[T, H, Dv] of queries [H, T, Dk], once K [Hkv, T, Dk] and V are in the cache."""
+    if layer.owner.elsewhere is not None:
+        return layer.owner.elsewhere.compute(layer, q, k, v)
     kv, step = layer.owner.kv, layer.owner.step
     assert kv is not None
     if isinstance(step, AttentionStep):

@@ -59,6 +59,11 @@ def _context_tokens(config: Any, path: Path, layers: list[AttentionLayer]) -> in
     return min(limits)
 
 
+def changes_angles(config: Any) -> bool:
+    """Whether angles of rotary positions follow the longest sequence of a step."""
+    return any(rope.get("rope_type") in _CHANGING_ROPES for rope in _ropes(config))
+
+
 def _ropes(config: Any) -> list[dict[str, Any]]:
     """Of all kinds of layers, where these differ."""
     found = getattr(config, "rope_parameters", None) or {}

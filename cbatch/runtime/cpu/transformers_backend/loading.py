@@ -30,14 +30,24 @@ def load_transformers_model(
 ) -> TransformersModel:
     """From a Hugging Face directory or hub name. Raises ModelError for what cannot be served so,
     naming what it is and why."""
-    path = resolve_directory(path_or_name, weights=random_weights_seed is None)
-    refuse_unsupported(path)
+    net, path, served = load_net(path_or_name, dtype, random_weights_seed)
     with _quiet():
-        net, served = _load(path, dtype, random_weights_seed)
         reference = reference_of(net, path)
         model = TransformersModel(net, path, served, _numerics(numerics, net, served))
         compare(model, reference)
     return model
+
+
+def load_net(
+    path_or_name: str | Path, dtype: str | torch.dtype, seed: int | None
+) -> tuple[nn.Module, Path, torch.dtype]:
+    """As transformers loads it, on the CPU; where from; and the type it is served in. Raises
+    ModelError as `load_transformers_model`."""
+    path = resolve_directory(path_or_name, weights=seed is None)
+    refuse_unsupported(path)
+    with _quiet():
+        net, served = _load(path, dtype, seed)
+    return net, path, served
 
 
 def _load(path: Path, dtype: str | torch.dtype, seed: int | None) -> tuple[nn.Module, torch.dtype]:

@@ -36,6 +36,7 @@ class TransformersModel:
 
     ranks = None
     hidden_layers: tuple[int, ...] = ()
+    kv_dtype = torch.float32  # while it is compared with itself
 
     def __init__(self, net: nn.Module, path: Path, dtype: torch.dtype, numerics: Numerics) -> None:
         """`net` is a model for causal LM, and is changed. Raises ModelError for one that does what

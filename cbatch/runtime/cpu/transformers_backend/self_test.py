@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cbatch.runtime.cpu.decoder import RaggedBatch
-from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
-from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.config import ModelConfig, ModelError
 from cbatch.runtime.model.kv_cache import KVCache
 
 _BLOCK_TOKENS = 4
@@ -23,6 +22,19 @@ _STEPS = (9, 5), (7, 1), (1, 6), (6, 2)  # tokens of each row: chunks beside dec
 _MOST_OF_FP32, _MOST_OF_HALF = 1e-3, 0.15
 _MOST_ALONE = 1e-3
 _STATEFUL = re.compile(r"Mamba|SSM|DeltaNet|LinearAttention|Recurrent|RWKV|ShortConv|xLSTM")
+
+
+class ServedModel(Protocol):
+    """What is compared: `kv_dtype` is that of keys and values meanwhile."""
+
+    net: nn.Module
+    path: Path
+    dtype: torch.dtype
+    device: torch.device
+    kv_dtype: torch.dtype
+    config: ModelConfig
+
+    def forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor: ...
 
 
 class Reference(NamedTuple):
@@ -43,30 +55,41 @@ def reference_of(net: nn.Module, path: Path) -> Reference:
     rng = np.random.default_rng(0)
     vocab = net.get_input_embeddings().weight.shape[0]
     rows = [torch.from_numpy(rng.integers(0, vocab, n)) for n in _LENGTHS]
+    device = net.get_input_embeddings().weight.device
     try:
-        logits = [net(input_ids=row[None], use_cache=False).logits[0].float() for row in rows]
+        found = [net(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
+        logits = [each.float().cpu() for each in found]
     except Exception as error:  # whatever modelling code may raise
         said = f"{type(error).__name__}: {error!s:.200}"
         raise ModelError(f"{path}: {type(net).__name__} does not run: {said}") from error
     return Reference(rows, logits)
 
 
-def compare(model: TransformersModel, reference: Reference) -> float:
+def compare(
+    model: ServedModel,
+    reference: Reference,
+    *,
+    block_tokens: int = _BLOCK_TOKENS,
+    own_bits: bool = True,
+) -> float:
     """The largest difference, in standard deviations of the logits. Raises ModelError where two
-    rows side by side differ from each alone, or from what the model makes of them by itself."""
+    rows side by side differ from each alone, or from what the model makes of them by itself.
+    Without `own_bits` a row is rounded otherwise in company than alone."""
     rows, name = reference.tokens, type(model.net).__name__
-    mixed = _logits(model, rows, list(_STEPS))
-    alone = [_logits(model, [row], [(len(row),)])[0] for row in rows]
+    mixed = _logits(model, rows, list(_STEPS), block_tokens)
+    alone = [_logits(model, [row], [(len(row),)], block_tokens)[0] for row in rows]
     wanted, found = torch.cat(reference.logits), torch.cat(mixed)
     spread = wanted.std()
-    apart = ((found - torch.cat(alone)).abs().max() / spread).item()
-    if not apart <= _MOST_ALONE:
+    whole = model.dtype == torch.float32
+    differences = (found - torch.cat(alone)).abs() / spread
+    exact = whole or own_bits
+    apart = (differences.max() if exact else differences.mean()).item()
+    if not apart <= (_MOST_ALONE if exact else _MOST_OF_HALF):
         raise ModelError(
             f"{model.path}: {name} computes rows side by side otherwise than each alone: logits "
             f"are {apart:.2g} standard deviations apart; it cannot be served"
         )
     differences = (found - wanted).abs() / spread
-    whole = model.dtype == torch.float32
     off = (differences.max() if whole else differences.mean()).item()
     if not off <= (_MOST_OF_FP32 if whole else _MOST_OF_HALF):
         raise ModelError(
@@ -77,12 +100,12 @@ def compare(model: TransformersModel, reference: Reference) -> float:
 
 
 def _logits(
-    model: TransformersModel, rows: list[Tensor], steps: list[tuple[int, ...]]
+    model: ServedModel, rows: list[Tensor], steps: list[tuple[int, ...]], block_tokens: int
 ) -> list[Tensor]:
     """Of all positions of each row, computed by steps of so many tokens of each."""
-    width = -(-max(map(len, rows)) // _BLOCK_TOKENS)
+    width = -(-max(map(len, rows)) // block_tokens)
     tables = np.arange(len(rows) * width, dtype=np.int32).reshape(len(rows), width)[::-1]
-    kv = KVCache(model.config, tables.size, _BLOCK_TOKENS, torch.float32, model.device)
+    kv = KVCache(model.config, tables.size, block_tokens, model.kv_dtype, model.device)
     found: list[list[Tensor]] = [[] for _ in rows]
     done = np.zeros(len(rows), dtype=np.int32)
     for lens in (np.array(step, dtype=np.int32) for step in steps):

@@ -8,7 +8,7 @@ that the `Pass` which all of a model share.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,14 @@ class AttentionLayer:
     prepared: LayerAttention | None = None  # for our kernels
 
 
+class LayerStep(Protocol):
+    """A step whose attention is neither our kernels' for CPUs nor torch's."""
+
+    def compute(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[T, H, Dv] of queries [H, T, Dk], once K [Hkv, T, Dk] and V are in the cache."""
+        ...
+
+
 @dataclass(eq=False)
 class Pass:
     """What a model's attention layers read of the step under way. While `found` is a list, nothing
@@ -51,3 +59,4 @@ class Pass:
     kv: KVCache | None = None
     compiled: CompiledAttention | None = None  # where our kernels compute
     step: Any = None  # the one under way, as what computes attention has it
+    elsewhere: LayerStep | None = None  # on another device

@@ -62,8 +62,12 @@ def problem_of(values: dict[str, Any]) -> str | None:
         return f"architectures: {name} is an encoder; use a decoder of text"
     if values.get("architectures") and not any(str(a).endswith(_DECODERS) for a in architectures):
         return f"architectures: {name} gives no logits of a next token; use a model for causal LM"
-    if values.get("quantization_config"):
-        return "quantization_config: transformers' modelling code is served with whole weights"
+    if quantised := values.get("quantization_config"):
+        method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
+        return (
+            f"quantization_config: {method}: transformers' modelling code is served with whole "
+            "weights; use a checkpoint that is not quantised"
+        )
     if "auto_map" in values and find_spec(f"transformers.models.{kind}") is None:
         return f"auto_map: {name} brings code of its own, which is not run"
     return _state_of(values, kind, name)
