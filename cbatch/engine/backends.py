@@ -171,7 +171,7 @@ def refuse_unserved(
     if impl == "transformers":
         refuse_beside_transformers(tensor_parallel=tensor_parallel, head=head)
     if tensor_parallel > 1:
-        _refuse_unshared(device, tensor_parallel, head)
+        _refuse_unshared(device, tensor_parallel)
     if not is_gpu(device):
         if kv_cache_dtype != "auto":
             problem = f"{kv_cache_dtype!r} is not served on a CPU"
@@ -188,13 +188,10 @@ def refuse_unserved(
         raise FieldError("draft", problem, "give a draft model, or use --device cpu")
 
 
-def _refuse_unshared(device: str, tensor_parallel: int, head: Path | None) -> None:
+def _refuse_unshared(device: str, tensor_parallel: int) -> None:
     if is_gpu(device):
         problem = f"{tensor_parallel} ranks are served on CPUs alone"
         raise FieldError("tensor_parallel", problem, "use --device cpu, or leave it out")
-    if head is not None:
-        problem = f"{tensor_parallel} ranks do not serve a head as draft ({head})"
-        raise FieldError("tensor_parallel", problem, "give a draft model, or leave it out")
 
 
 def held_drafters(config: SchedulerConfig) -> tuple[str, ...]:

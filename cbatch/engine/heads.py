@@ -42,17 +42,17 @@ _TEXTS = (
     "together, such as a point with two coordinates.",
 )
 _MADE_UP_TOKENS = 256
+TrialTexts = tuple[tuple[int, ...], ...]  # what a head is tried on, as token ids of its model
 
 
-def take_head(
-    path: Path, target: Model, target_path: str | Path, tokenizer: TextTokenizer | None
-) -> Head:
-    """Raises ModelError for a file that does not fit, `FieldError` for a head that only guesses."""
+def take_head(path: Path, target: Model, target_path: str | Path, texts: TrialTexts) -> Head:
+    """Ranks that share the target out try it together. Raises
+    ModelError for a file that does not fit, `FieldError` for a head that only guesses."""
     from cbatch.runtime.cpu.load_head import load_heads
     from cbatch.runtime.cpu.self_test import best_reading
 
     heads = load_heads(path, target, target_path)
-    found = best_reading(heads, target, _token_ids(target, tokenizer))
+    found = best_reading(heads, target, texts)
     told = f"draft {path}: {found.head.head}; {found.agreement:.0%} of {found.trials} first "
     told += "drafts are the model's own choice"
     if found.guesses:
@@ -62,8 +62,8 @@ def take_head(
     return found.head
 
 
-def _token_ids(target: Model, tokenizer: TextTokenizer | None) -> list[list[int]]:
-    vocab = target.config.vocab_size
+def trial_texts(vocab_size: int, tokenizer: TextTokenizer | None) -> TrialTexts:
     if tokenizer is None:  # any numbers: it is seen at least whether it says what the model says
-        return [np.random.default_rng(0).integers(0, vocab, _MADE_UP_TOKENS).tolist()]
-    return [[i for i in tokenizer.encode(text) if i < vocab] for text in _TEXTS]
+        drawn = np.random.default_rng(0).integers(0, vocab_size, _MADE_UP_TOKENS)
+        return (tuple(drawn.tolist()),)
+    return tuple(tuple(i for i in tokenizer.encode(text) if i < vocab_size) for text in _TEXTS)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cbatch.engine.backends import is_gpu, load_for, refuse_unserved, usual_device
-from cbatch.engine.heads import take_head
+from cbatch.engine.heads import TrialTexts, take_head, trial_texts
 from cbatch.engine.model_impl import Impl
 from cbatch.engine.options import EngineOptions
 from cbatch.engine.ranks.group import Ranks
-from cbatch.engine.ranks.messages import LOADED
+from cbatch.engine.ranks.messages import LOADED, RankFiles
 from cbatch.runtime.model.head_config import is_head
 from cbatch.system.cpus import given_cpus
 from cbatch.text import TextTokenizer
@@ -53,7 +53,8 @@ def load_models(
     refuse_unserved(device, **asked)
     if not is_gpu(device):
         _share_processors(options)
-    ranks = _start_ranks(model, draft, options)
+    texts = () if head is None else _trial_texts(model, tokenizer)
+    ranks = _start_ranks(model, draft if head is None else head, options, impls, texts)
     if ranks is not None:
         opened.callback(ranks.close)
     load = partial(
@@ -65,7 +66,7 @@ def load_models(
     )
     target = load(model, ranks=None if ranks is None else ranks.group, impl=impls[0])
     if head is not None:
-        found: AnyModel | None = take_head(head, cast("Model", target), model, tokenizer)
+        found: AnyModel | None = take_head(head, cast("Model", target), model, texts)
     else:
         found = None if draft is None else load(draft, impl=impls[1])
     if ranks is not None:
@@ -73,8 +74,19 @@ def load_models(
     return Loaded(device, target, found, ranks)
 
 
+def _trial_texts(model: str | Path, tokenizer: TextTokenizer | None) -> TrialTexts:
+    """Of a model that our own pass serves."""
+    from cbatch.runtime.model.checkpoint import read_config, resolve_directory
+
+    return trial_texts(read_config(resolve_directory(model, weights=False)).vocab_size, tokenizer)
+
+
 def _start_ranks(
-    model: str | Path, draft: str | Path | None, options: EngineOptions
+    model: str | Path,
+    draft: str | Path | None,
+    options: EngineOptions,
+    impls: tuple[Impl, Impl],
+    texts: TrialTexts,
 ) -> Ranks | None:
     if options.tensor_parallel == 1:
         return None
@@ -85,7 +97,8 @@ def _start_ranks(
 
     # Told before anything large loads.
     shard_config(read_config(resolve_directory(model, weights=False)), options.tensor_parallel)
-    return Ranks(options.tensor_parallel, model, draft, options, torch.get_num_threads())
+    files = RankFiles(model, draft, impls, texts)
+    return Ranks(options.tensor_parallel, files, options, torch.get_num_threads())
 
 
 def _share_processors(options: EngineOptions) -> None:

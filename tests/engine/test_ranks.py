@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +17,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cbatch import LLM, FieldError, SamplingParams, StructuredOutputs
-from cbatch.demo import demo_paths
+from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.ranks.executor import RankedExecutor
 from cbatch.engine.ranks.group import Ranks, RanksLostError
 from cbatch.runtime.cpu import executor as executor_module
+from tests.runtime.marks import needs_compiler
 from tests.test_llm import write_model
 
 TARGET, DRAFT = demo_paths()
@@ -108,6 +111,36 @@ def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
     assert gone(pid)
 
 
+@needs_compiler
+def test_a_head_drafts_and_changes_no_text() -> None:
+    """It is tried by both ranks, and refused by both where it only guesses."""
+    asked = demo_prompts()[:6]
+    params = [
+        SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(6)
+    ]
+    plain = make(draft=None, lookahead="off", max_slots=6)
+    tokens = [c.token_ids for c in plain.generate(asked, params)]
+    ranks_of(plain).close()
+    scarce = {"max_slots": 6, "num_blocks": 18, "step_budget_tokens": 64}
+    llm = make(draft=demo_head(), lookahead="fixed:4", **scarce)
+    assert [c.token_ids for c in llm.generate(asked, params)] == tokens
+    stats, speculation = llm.engine.scheduler.stats, llm.engine.stats.speculation
+    assert stats.preemptions > 0
+    assert speculation.accepted_tokens > 20 and speculation.rejections > 0
+    ranks_of(llm).close()
+
+
+@needs_compiler
+def test_a_head_that_only_guesses_is_refused_by_all_ranks(tmp_path: Path) -> None:
+    head = shutil.copytree(demo_head(), tmp_path / "head")
+    tensors = load_file(head / "model.safetensors")
+    tensors["fc.weight"] = torch.randn(tensors["fc.weight"].shape).bfloat16()
+    save_file(tensors, head / "model.safetensors")
+    with pytest.raises(FieldError, match="no more than by always guessing one token"):
+        make(draft=head)
+
+
 def test_a_rank_that_is_killed_ends_the_others_and_is_named() -> None:
     llm = make(lookahead="off", tokenizer="none")
     ranks = ranks_of(llm)
@@ -182,7 +215,6 @@ def test_generate_tells_its_ranks_and_their_threads() -> None:
         ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide .* num_key_value_heads, 4"),
         ({"device": "cuda"}, "tensor_parallel: 2 ranks are served on CPUs alone; use --device cpu"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: another name of `tensor_parallel`"),
-        ({"draft": TARGET.parent / "head"}, "tensor_parallel: 2 ranks do not serve a head"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(options: dict[str, Any], problem: str) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.ranks.messages import READY, Message, Start
+from cbatch.engine.ranks.messages import READY, Message, RankFiles, Start
 
 if TYPE_CHECKING:
     from cbatch.runtime.cpu.rank_group import RankGroup
@@ -74,8 +74,7 @@ class Ranks:
     def __init__(
         self,
         size: int,
-        model: str | Path,
-        draft: str | Path | None,
+        files: RankFiles,
         options: EngineOptions,
         threads: int,
     ) -> None:
@@ -90,7 +89,7 @@ class Ranks:
         try:
             for rank in range(1, size):
                 self._begin(rank)
-                start = Start(rank, size, self._folder, threads, model, draft, options)
+                start = Start(rank, size, self._folder, threads, files, options)
                 self._connections[-1].send(start)
             self.hear(READY)
             self.group = self._join()

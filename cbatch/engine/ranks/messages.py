@@ -10,9 +10,21 @@ import msgspec
 
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.engine.heads import TrialTexts
+from cbatch.engine.model_impl import Impl
 from cbatch.engine.options import EngineOptions
 
 READY, LOADED = "ready", "loaded"
+
+
+class RankFiles(msgspec.Struct, frozen=True):
+    """`impls`: whose modelling code computes the model, and the draft. `trial_texts` are those of a
+    draft that is a head, and else empty."""
+
+    model: str | Path
+    draft: str | Path | None
+    impls: tuple[Impl, Impl]
+    trial_texts: TrialTexts
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -22,8 +34,7 @@ class Start(msgspec.Struct, frozen=True):
     size: int
     folder: Path
     threads: int
-    model: str | Path
-    draft: str | Path | None
+    files: RankFiles
     options: EngineOptions
 
 

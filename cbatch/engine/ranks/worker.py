@@ -8,19 +8,24 @@ import logging
 import os
 import sys
 import threading
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.engine.backends import executor_for, load_for, row_invariance_of
+from cbatch.engine.heads import take_head
 from cbatch.engine.model_files import tokenizer_of
 from cbatch.engine.ranks.messages import LOADED, READY, Probe, Reset, Serve, Start, digest
 from cbatch.grammars import Grammars
 
 if TYPE_CHECKING:
+    from cbatch.engine.backends import AnyModel
     from cbatch.runtime.cpu.decoder import Model
     from cbatch.runtime.cpu.executor import TorchExecutor
+    from cbatch.runtime.cpu.rank_group import RankGroup
 
 
 def main() -> None:
@@ -46,15 +51,8 @@ def _serve(connection: Connection[Any, Any]) -> None:
     torch.set_num_threads(start.threads)
     connection.send(READY)
     ranks = join(start.rank, start.size, start.folder)
-    options = start.options
-    asked: dict[str, Any] = {
-        "dtype": options.dtype,
-        "numerics": options.numerics,
-        "random_weights_seed": options.random_weights_seed,
-    }
     try:
-        target = cast("Model", load_for("cpu", start.model, ranks=ranks, **asked))
-        draft = None if start.draft is None else load_for("cpu", start.draft, **asked)
+        target, draft = _load(start, ranks)
     except ValueError as error:  # of what was asked for, which rank 0 tells of
         connection.send(str(error))
         return
@@ -75,9 +73,28 @@ def _serve(connection: Connection[Any, Any]) -> None:
                 executor.reset()
 
 
+def _load(start: Start, ranks: RankGroup) -> tuple[Model, AnyModel | None]:
+    """Its share of the model, and the whole draft, as rank 0 loads them."""
+    files, options = start.files, start.options
+    load = partial(
+        load_for,
+        "cpu",
+        dtype=options.dtype,
+        numerics=options.numerics,
+        random_weights_seed=options.random_weights_seed,
+    )
+    target = cast("Model", load(files.model, ranks=ranks, impl=files.impls[0]))
+    if files.trial_texts:
+        assert files.draft is not None
+        return target, take_head(Path(files.draft), target, files.model, files.trial_texts)
+    if files.draft is None:
+        return target, None
+    return target, load(files.draft, impl=files.impls[1])
+
+
 def _grammars(start: Start, config: SchedulerConfig) -> Grammars | None:
     options = start.options
     if options.tokenizer == "none":
         return None
-    source = options.tokenizer or start.model
+    source = options.tokenizer or start.files.model
     return Grammars(lambda: tokenizer_of(source), config.vocab_size, config.eos_ids)
