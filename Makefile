@@ -36,7 +36,8 @@ test-hostile: $(DEV)
 
 # Every architecture of transformers that is served, tiny, beside its own eager pass: minutes.
 test-models: $(DEV)
-	$(BIN)/python -m pytest -q -m "models or not models" tests/runtime/test_transformers_backend.py
+	$(BIN)/python -m pytest -q -m "models or not models" tests/runtime/test_transformers_backend.py \
+		tests/runtime/test_shared_transformers.py
 
 # Two replicas on Ray Serve under load, one killed and one scaled away: minutes.
 test-ray: $(VENV)/.ray-installed

@@ -92,7 +92,7 @@ def load_for(
 ) -> AnyModel:
     """Of several `ranks` this one's share. Raises the runtime's error naming file and field."""
     if impl == "transformers":
-        return _load_modelling(device, path, dtype, numerics, random_weights_seed)
+        return _load_modelling(device, path, dtype, numerics, random_weights_seed, ranks)
     if is_gpu(device):
         from cbatch.runtime.gpu import load_decoder
 
@@ -117,7 +117,12 @@ def load_for(
 
 
 def _load_modelling(
-    device: str, path: str | Path, dtype: str, numerics: str, seed: int | None
+    device: str,
+    path: str | Path,
+    dtype: str,
+    numerics: str,
+    seed: int | None,
+    ranks: RankGroup | None,
 ) -> TransformersModel | ModellingDecoder:
     """By transformers' modelling code."""
     asked: Any = {"dtype": dtype, "numerics": numerics, "random_weights_seed": seed}
@@ -127,7 +132,7 @@ def _load_modelling(
         return load_modelling_decoder(path, device=device, **asked)
     from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
 
-    return load_transformers_model(path, **asked)
+    return load_transformers_model(path, ranks=ranks, **asked)
 
 
 def executor_for(
@@ -169,7 +174,7 @@ def refuse_unserved(
 ) -> None:
     """Options that only the executor of another device can serve. Raises `FieldError`."""
     if impl == "transformers":
-        refuse_beside_transformers(tensor_parallel=tensor_parallel, head=head)
+        refuse_beside_transformers(head=head)
     if tensor_parallel > 1:
         _refuse_unshared(device, tensor_parallel)
     if not is_gpu(device):

@@ -92,13 +92,23 @@ def _start_ranks(
         return None
     import torch
 
-    from cbatch.runtime.model.checkpoint import read_config, resolve_directory
-    from cbatch.runtime.model.sharding import shard_config
-
-    # Told before anything large loads.
-    shard_config(read_config(resolve_directory(model, weights=False)), options.tensor_parallel)
+    _check_shared(model, impls[0], options.tensor_parallel)
     files = RankFiles(model, draft, impls, texts)
     return Ranks(options.tensor_parallel, files, options, torch.get_num_threads())
+
+
+def _check_shared(model: str | Path, impl: Impl, size: int) -> None:
+    """Told before anything large loads."""
+    from cbatch.runtime.model.checkpoint import read_config, resolve_directory
+
+    path = resolve_directory(model, weights=False)
+    if impl == "transformers":
+        from cbatch.runtime.cpu.transformers_backend.sharing import check_shared
+
+        return check_shared(path, size)
+    from cbatch.runtime.model.sharding import shard_config
+
+    shard_config(read_config(path), size)
 
 
 def _share_processors(options: EngineOptions) -> None:

@@ -56,11 +56,8 @@ def checked_impl(path: Path, asked: ModelImpl) -> Impl:
     return impl
 
 
-def refuse_beside_transformers(*, tensor_parallel: int, head: Path | None) -> None:
+def refuse_beside_transformers(*, head: Path | None) -> None:
     """What our own code alone serves. Raises `FieldError`."""
-    if tensor_parallel > 1:
-        problem = f"{tensor_parallel} ranks do not share a model of transformers' code"
-        raise FieldError("tensor_parallel", problem, "leave it out")
     if head is not None:
         problem = f"a head ({head}) reads states that transformers' modelling code does not give"
         raise FieldError("draft", problem, "give a draft model, or drafter ngram or suffix")

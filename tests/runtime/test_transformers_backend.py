@@ -214,7 +214,6 @@ def test_what_cannot_be_served_is_refused_by_name_at_once(
 def test_what_the_code_does_not_serve_is_refused_by_name(tmp_path: Path) -> None:
     make_tiny("phi3", tmp_path)
     for asked, field in (
-        ({"tensor_parallel": 2}, "tensor_parallel"),
         ({"device": "cuda", "block_size_tokens": 16, "numerics": "invariant"}, "numerics"),
     ):
         with pytest.raises(FieldError) as told:

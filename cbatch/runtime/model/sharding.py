@@ -54,7 +54,11 @@ def _remedy(config: ModelConfig) -> str:
 
 def head_rows(config: ModelConfig, size: int) -> int:
     """Logits that each of `size` ranks makes; together they may be some too many, which are 0."""
-    return -(-config.vocab_size // size)
+    return columns_per_rank(config.vocab_size, size)
+
+
+def columns_per_rank(count: int, size: int) -> int:
+    return -(-count // size)
 
 
 class ShardedWeights(WeightSource):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from cbatch.runtime.cpu.numerics import Numerics, memory_bytes
+from cbatch.runtime.cpu.rank_group import RankGroup
 from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
 from cbatch.runtime.cpu.transformers_backend.self_test import compare, reference_of
 from cbatch.runtime.cpu.transformers_backend.support import refuse_unsupported
@@ -27,13 +28,15 @@ def load_transformers_model(
     dtype: str | torch.dtype = "auto",
     numerics: str = "auto",
     random_weights_seed: int | None = None,
+    ranks: RankGroup | None = None,
 ) -> TransformersModel:
-    """From a Hugging Face directory or hub name. Raises ModelError for what cannot be served so,
-    naming what it is and why."""
+    """From a Hugging Face directory or hub name; of several `ranks` the share of this one. Raises
+    ModelError for what cannot be served so, naming what it is and why, `FieldError` for what ranks
+    do not share out."""
     net, path, served = load_net(path_or_name, dtype, random_weights_seed)
     with _quiet():
         reference = reference_of(net, path)
-        model = TransformersModel(net, path, served, _numerics(numerics, net, served))
+        model = TransformersModel(net, path, served, _numerics(numerics, net, served), ranks)
         compare(model, reference)
     return model
 

@@ -16,6 +16,7 @@ from cbatch.runtime.cpu.compiled.threads import torch_alone
 from cbatch.runtime.cpu.decoder import RaggedBatch
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.numerics import Numerics
+from cbatch.runtime.cpu.rank_group import RankGroup
 from cbatch.runtime.cpu.transformers_backend import attention, experts
 from cbatch.runtime.cpu.transformers_backend.beside import join_projections
 from cbatch.runtime.cpu.transformers_backend.config import bridge
@@ -23,6 +24,7 @@ from cbatch.runtime.cpu.transformers_backend.fused import fuse
 from cbatch.runtime.cpu.transformers_backend.layers import fuse_layers
 from cbatch.runtime.cpu.transformers_backend.products import Products, widen
 from cbatch.runtime.cpu.transformers_backend.rotary import replace_rotary
+from cbatch.runtime.cpu.transformers_backend.sharing import Shares
 from cbatch.runtime.cpu.transformers_backend.step import Pass
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.kv_cache import KVCache
@@ -34,19 +36,28 @@ class TransformersModel:
     Weights are of `dtype`, what goes between layers is fp32.
     """
 
-    ranks = None
     hidden_layers: tuple[int, ...] = ()
     kv_dtype = torch.float32  # while it is compared with itself
 
-    def __init__(self, net: nn.Module, path: Path, dtype: torch.dtype, numerics: Numerics) -> None:
-        """`net` is a model for causal LM, and is changed. Raises ModelError for one that does what
-        we do not compute."""
+    def __init__(
+        self,
+        net: nn.Module,
+        path: Path,
+        dtype: torch.dtype,
+        numerics: Numerics,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        """`net` is a model for causal LM, and is changed; of several `ranks` each has all of it,
+        and keeps its share. Raises ModelError for one that does what we do not compute,
+        `FieldError` for one that they do not share out."""
+        self.ranks = ranks
         self.dtype, self.device, self.numerics = dtype, torch.device("cpu"), numerics.mode
         self.net, self.path = net, path
         self._pass = Pass()
         attention.register()
         experts.register()
         with torch.no_grad():
+            shares = None if ranks is None else Shares(net, ranks)
             self._experts = [each for each in net.modules() if experts.compile_experts(each)]
             self._products = Products(numerics)
             self._products.replace(net)
@@ -54,6 +65,8 @@ class TransformersModel:
             fuse(net)
             replace_rotary(net)
             join_projections(net)
+            if shares is not None:
+                shares.complete(net)
         net.set_attn_implementation(attention.NAME)
         if self._experts:
             net.set_experts_implementation(experts.NAME)
@@ -61,7 +74,8 @@ class TransformersModel:
         layers, vocab_size = self._probe()
         attention.prepare(self._pass)
         self.config = bridge(net.config, path, layers, vocab_size)
-        self.fused_layers = fuse_layers(net, self._pass, self.config, self.forward)
+        alone = ranks is None  # else layers stop for sums
+        self.fused_layers = fuse_layers(net, self._pass, self.config, self.forward) if alone else 0
 
     @property
     def code(self) -> str:

@@ -1,0 +1,155 @@
+"""Models of transformers' code that ranks share out by its own plans: what they compute is the
+whole model's. The ranks are processes here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch import LLM, FieldError, SamplingParams
+from cbatch.runtime.model.kv_cache import KVCache
+
+pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
+
+from cbatch.engine.ranks.executor import RankedExecutor
+from cbatch.runtime.cpu.rank_group import RankGroup, join
+from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
+from cbatch.runtime.cpu.transformers_backend.sharing import check_shared
+from tests.runtime.hf_models import paged, run_all
+from tests.runtime.test_transformers_backend import SIZES, eager_text, sequences
+from tests.runtime.tiny_architectures import EVERY, make_tiny, tiny_config
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+# Of experts; of gates and ups in one matrix; of attention that is whole, with norms over all heads;
+# of latent attention.
+SEVERAL = ("qwen3_moe", "phi3", "olmo2", "deepseek_v2")
+UNSHARED = (
+    *("aria_text", "biogpt", "bitnet", "ctrl", "gpt2", "gpt_bigcode", "gpt_oss", "granite_swa"),
+    *("granitemoe_swa", "hunyuan_v1_dense", "jetmoe", "lfm2", "llama4_text", "modernbert-decoder"),
+    *("moshi", "opt", "persimmon", "stablelm"),
+)
+# Half of its 96 numbers go through torch's gelu, which takes 32 at a time and the rest otherwise.
+ODD = ("starcoder2",)
+SCARCE: dict[str, Any] = {
+    "tensor_parallel": 2,
+    "threads": 1,
+    "model_impl": "transformers",
+    "tokenizer": "none",
+    "num_blocks": 20,
+    "block_size_tokens": 4,
+    "step_budget_tokens": 16,
+}
+
+
+def logits_of(folder: Path, ranks: RankGroup | None) -> tuple[torch.Tensor, int, bool]:
+    """Of chunks beside decodes; the bytes of the matrices; whether rows keep their bits."""
+    model = load_transformers_model(folder, ranks=ranks)
+    kv = KVCache(model.config, 20, 4, torch.float32, "cpu")
+    rows = sequences((23, 11, 17))
+    together = run_all(model, kv, paged(kv, rows), SIZES, firsts=[9, 4, 1])
+    alone = torch.cat([run_all(model, kv, paged(kv, [row]), [4]) for row in rows])
+    return together, model.block_bytes, torch.equal(together, alone)
+
+
+def main(rank: int, group: Path, folders: list[Path]) -> None:
+    torch.set_num_threads(1)
+    ranks = join(rank, 2, group)
+    for folder in folders:
+        torch.save(logits_of(folder, ranks), folder / f"rank-{rank}.pt")
+
+
+def check(kinds: tuple[str, ...], folder: Path) -> None:
+    folders = [folder / kind for kind in kinds]
+    for each in folders:
+        make_tiny(each.name, each)
+    (folder / "group").mkdir()
+    program = [sys.executable, "-m", "tests.runtime.test_shared_transformers"]
+    asked = [str(folder / "group"), *map(str, folders)]
+    ranks = [subprocess.Popen([*program, str(rank), *asked]) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    for each in folders:
+        whole, num_bytes, kept = logits_of(each, None)
+        shares = [torch.load(each / f"rank-{rank}.pt") for rank in range(2)]
+        assert torch.equal(shares[0][0], shares[1][0])
+        for logits, held, keeps in shares:
+            assert (logits - whole).abs().max() < 1e-4 * whole.std(), each.name
+            assert held < 0.95 * num_bytes, each.name
+            assert keeps == kept or each.name in ODD, each.name
+        assert not torch.equal(shares[0][0], whole), "sums are cut"
+
+
+def test_logits_are_those_of_one_rank(tmp_path: Path) -> None:
+    check(SEVERAL, tmp_path)
+
+
+@pytest.mark.models
+def test_those_of_every_other_architecture_are(tmp_path: Path) -> None:
+    check(tuple(k for k in EVERY if k not in (*SEVERAL, *UNSHARED)), tmp_path)
+
+
+def test_text_is_that_of_its_own_eager_pass(tmp_path: Path) -> None:
+    """One, two and four at once, in a pool too small for them, with drafts and without."""
+    net = make_tiny("qwen3_moe", tmp_path)
+    same, *rest = (s.tolist() for s in sequences((18, 5, 9, 3, 12)))
+    prompts = [same + tail for tail in rest] + [same + rest[0], same]
+    wanted = [eager_text(net, prompt, 32) for prompt in prompts]
+    params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+    for lookahead, slots in (("off", 1), ("off", 4), ("fixed:4", 4)):
+        llm = LLM(tmp_path, lookahead=lookahead, drafter=("ngram",), max_slots=slots, **SCARCE)
+        done = llm.generate(prompts, params)
+        assert [list(each.token_ids) for each in done] == wanted, (lookahead, slots)
+        stats = llm.engine.scheduler.stats
+        assert bool(stats.preemptions) == (slots > 1) and stats.prefix_hit_tokens
+        assert bool(stats.accepted_tokens) == (lookahead != "off")
+        assert llm.info.ranks == 2 and llm.info.code.startswith("transformers ")
+        executor = llm.engine.loop.executor
+        assert isinstance(executor, RankedExecutor)
+        executor.ranks.close()
+
+
+def test_a_draft_of_transformers_is_whole_in_each_rank(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path / "model")
+    make_tiny("granite", tmp_path / "draft")
+    prompts = [s.tolist() for s in sequences((18, 5, 9))]
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    settings = SCARCE | {"model_impl": "auto", "max_slots": 3, "num_blocks": 64}
+    texts = []
+    for lookahead in ("off", "fixed:3"):
+        llm = LLM(tmp_path / "model", tmp_path / "draft", lookahead=lookahead, **settings)
+        assert llm.info.code.startswith("our own")
+        texts.append([each.token_ids for each in llm.generate(prompts, params)])
+        assert bool(llm.engine.scheduler.stats.drafted_tokens) == (lookahead != "off")
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_oss", "aria_text", "granite_swa"])
+def test_what_no_plan_shares_out_is_refused(kind: str, tmp_path: Path) -> None:
+    assert kind in UNSHARED
+    tiny_config(kind).save_pretrained(tmp_path)
+    known = f"transformers has no plan for {kind} that|the plan of {kind} asks for .* not known"
+    with pytest.raises(FieldError, match=f"tensor_parallel: ({known}).*; leave it out"):
+        check_shared(tmp_path, 2)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("kind", UNSHARED)
+def test_so_is_every_other(kind: str, tmp_path: Path) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)
+    with pytest.raises(FieldError, match="tensor_parallel"):
+        check_shared(tmp_path, 2)
+
+
+def test_heads_that_cannot_be_shared_out_are_refused_before_anything_loads(tmp_path: Path) -> None:
+    tiny_config("gemma2").save_pretrained(tmp_path)  # without weights
+    problem = "tensor_parallel: 4 does not divide the model's num_key_value_heads, 2; leave it out"
+    with pytest.raises(FieldError, match=problem):
+        LLM(tmp_path, tokenizer="none", tensor_parallel=4, random_weights_seed=1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), [Path(each) for each in sys.argv[3:]])
