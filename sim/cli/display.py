@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sim.cli.trace_options import require_place
-from sim.replay.replay import Progress as ReplayProgress
+from sim.replay.replica import Progress as ReplayProgress
 from sim.report.page.view import PageCollector, write_page
 from sim.report.perfetto import PerfettoTrace
 from sim.report.report import Record, Report, Spread, to_json, to_line

@@ -108,6 +108,10 @@ class Scenario(Reading, frozen=True, kw_only=True):
         str | None,
         _fleet(f"round-robin, least-loaded, prefix-affine (default: {ROUTER})", "NAME"),
     ] = None
+    host: Annotated[
+        str | None,
+        _fleet("processors that engines, their servers and the client share: JSON", "FILE"),
+    ] = None
 
     def ignored(self) -> dict[str, str]:
         """Options that the others leave without effect, and why."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from cbatch.core.request.errors import FieldError
@@ -19,7 +20,9 @@ from sim.cost.base import CostModel
 from sim.cost.recorded_pool import recorded_blocks
 from sim.executor.acceptance import parse_acceptance
 from sim.executor.modelled import ModelledExecutor
-from sim.replay.replay import Progress, replay
+from sim.replay.host import Host, read_host
+from sim.replay.replay import replay
+from sim.replay.replica import Progress
 from sim.replay.routers import make_router
 from sim.report.report import Objectives, Record, Report, parse_objectives
 from sim.report.timeline import Observer
@@ -55,6 +58,7 @@ class Simulation(NamedTuple):
     config: SchedulerConfig
     objectives: Objectives | None
     settings: dict[str, Any]  # of the report
+    host: Host | None = None
 
     def source(self) -> Source:
         scenario, requests = self.scenario, self.trace.requests()
@@ -93,6 +97,7 @@ class Simulation(NamedTuple):
             on_record=on_record,
             on_progress=on_progress,
             observers=observers,
+            host=self.host,
         )
 
 
@@ -120,7 +125,10 @@ def build(scenario: Scenario) -> Simulation:
     settings |= {name: getattr(scenario, name) for name in _CHANGES}
     if taken:
         settings["as_recorded"] = taken
-    simulation = Simulation(scenario, trace, prices.cost, config, objectives, settings)
+    host = None if scenario.host is None else read_host(scenario.host)
+    if host is not None:
+        settings["host"] = msgspec.to_builtins(host)
+    simulation = Simulation(scenario, trace, prices.cost, config, objectives, settings, host)
     simulation.executor()  # raises for an acceptance that is no model
     return simulation
 

@@ -16,54 +16,28 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-import msgspec
-import numpy as np
+from typing import Any
 
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Event
-from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.core.scheduler.sequence import Finished
-from sim.replay.intake import Arrival, Intake
+from sim.replay.host import Host
+from sim.replay.hosted import HostedLoop
+from sim.replay.intake import Intake
 from sim.replay.metrics import MetricsRecorder
 from sim.replay.outcome import Served, report_of
+from sim.replay.replica import (
+    PROGRESS_STEPS,
+    Progress,
+    ReplayedEngine,
+    StepExecutor,
+    num_steps,
+    progress_of,
+)
 from sim.replay.routers import ReplicaLoad, RoundRobin, Router
 from sim.report.report import Objectives, Record, Report
-from sim.report.timeline import Observer, TimelineStep
-from sim.traces.request import TraceRequest
+from sim.report.timeline import Observer
 from sim.workload.sources import Source
-
-PROGRESS_STEPS = 512  # between two reports of progress, at least
-
-
-# What steps emit, int32 [steps, rows], the target's seconds in all, and when each ends.
-StepsAhead = tuple[np.ndarray, float, list[float]]
-
-
-class StepExecutor(Protocol):
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-    def run_ahead(self, slots: np.ndarray, most: int, now_s: float, until_s: float) -> StepsAhead:
-        """At most so many of the scheduler's `steps_ahead`, up to the first that does not end
-        before `until_s`; none, if it cannot tell."""
-
-    def idle(self, seconds: float) -> None:
-        """Nothing has run for so long, before the next step."""
-
-    @property
-    def host_s(self) -> float:
-        """What the loop around the executor took for the last step: not in its result, whose
-        durations are those that a real executor measures."""
-
-
-class Progress(msgspec.Struct, frozen=True):
-    now_s: float
-    finished: int
-    running: int
-    waiting: int
-    steps: int
 
 
 def replay(
@@ -78,17 +52,19 @@ def replay(
     on_progress: Callable[[Progress], None] | None = None,
     observers: Sequence[Observer] = (),
     log: Callable[[Event], None] | None = None,
+    host: Host | None = None,
 ) -> Report:
     """Serve everything that `source` brings. A request that can never run is reported as refused,
     and the others go on. `settings` are for the report; `objectives` also decide its goodput.
 
     With a `router` there is a replica for each executor, and the report tells them apart; `config`
-    is that of each. `observers` and `log` are for one alone."""
+    is that of each. `observers` and `log` are for one alone. With a `host` all of them, their
+    servers and their client share its processors (see `sim.replay.host`)."""
     if len(executors) != 1 and (router is None or observers or log is not None):
         raise ValueError("executors: several need a router, and nobody who watches one engine")
     intake, usual = Intake(source, seed), objectives or Objectives()
     replicas = [
-        _Replica(
+        ReplayedEngine(
             Scheduler(config, log),
             executor,
             MetricsRecorder(config.max_slots, usual, on_record, None if router is None else i),
@@ -96,80 +72,15 @@ def replay(
         )
         for i, executor in enumerate(executors)
     ]
-    _Loop(source, intake, replicas, router or RoundRobin()).run(on_progress)
+    parts = source, intake, replicas, router or RoundRobin()
+    (_Loop(*parts) if host is None else HostedLoop(*parts, host)).run(on_progress)
     served = [Served(replica.scheduler, replica.recorder) for replica in replicas]
     return report_of(intake, served, objectives, settings or {}, by_replica=router is not None)
 
 
-class _Replica:
-    """One scheduler, its executor, and the step that it runs, if any."""
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        executor: StepExecutor,
-        recorder: MetricsRecorder,
-        observers: Sequence[Observer],
-    ) -> None:
-        self.scheduler, self.recorder = scheduler, recorder
-        self.inbox: list[Arrival] = []
-        self._executor, self._observers = executor, observers
-        self._step: tuple[StepPlan, StepResult, float] | None = None  # and when it began
-        self._ahead: tuple[np.ndarray, float, StepsAhead] | None = None  # or many, of these slots
-        self._ended_s = 0.0  # the last step
-        self.num_steps = 0  # that have ended
-
-    @property
-    def is_idle(self) -> bool:
-        return self._step is None and self._ahead is None
-
-    def begin(self, now_s: float, until_s: float) -> float | None:
-        """When the step that begins now will end; None: it has nothing to do. Steps in which
-        nothing can happen are one here, up to the first that does not end before `until_s`."""
-        if now_s == self._ended_s and not self._observers:
-            slots, most = self.scheduler.steps_ahead()
-            if most:
-                ahead = self._executor.run_ahead(slots, most, now_s, until_s)
-                if ahead[2]:
-                    self._ahead = slots, now_s, ahead
-                    return ahead[2][-1]
-        plan = self.scheduler.plan(now_s)
-        if plan is None:
-            return None
-        if now_s > self._ended_s:
-            self._executor.idle(now_s - self._ended_s)
-        if plan.deltas.new_sequences:
-            self.recorder.planned(plan, now_s)
-        result = self._executor.run(plan)
-        self._step = plan, result, now_s
-        return now_s + (result.draft_s + result.target_s + self._executor.host_s)
-
-    def end(self, now_s: float) -> list[TraceRequest]:
-        """Returns the requests that ended with the step."""
-        self._ended_s = now_s
-        if self._ahead is not None:
-            (slots, started_s, (tokens, target_s, ends_s)), self._ahead = self._ahead, None
-            self.scheduler.skip_steps(tokens, target_s, now_s)
-            self.recorder.skipped(slots, started_s, ends_s)
-            self.num_steps += len(ends_s)
-            return self._finished(self.scheduler.take_finished(), now_s)
-        assert self._step is not None
-        (plan, result, started_s), self._step = self._step, None
-        self.num_steps += 1
-        commit = self.scheduler.commit(result, now_s)
-        self.recorder.committed(plan, commit, started_s, now_s)
-        for observer in self._observers:
-            observer.step(TimelineStep(started_s, now_s, plan, result, commit, self.scheduler))
-        return self._finished(commit.finished, now_s)
-
-    def _finished(self, ended: Sequence[Finished], now_s: float) -> list[TraceRequest]:
-        finished = self.recorder.finished
-        return [finished(e.request_id, len(e.output), now_s) for e in ended]
-
-
 class _Loop:
     def __init__(
-        self, source: Source, intake: Intake, replicas: Sequence[_Replica], router: Router
+        self, source: Source, intake: Intake, replicas: Sequence[ReplayedEngine], router: Router
     ) -> None:
         self._source, self._intake, self._router = source, intake, router
         self._replicas = replicas
@@ -192,13 +103,13 @@ class _Loop:
                 if end_s is not None:
                     heapq.heappush(ends, (end_s, i))
                     next_s = min(next_s, end_s)
-            if on_progress is not None and (steps := self._num_steps) >= told:
+            if on_progress is not None and (steps := num_steps(replicas)) >= told:
                 told = steps + PROGRESS_STEPS
-                on_progress(self._progress(now_s))
+                on_progress(progress_of(replicas, now_s))
         if any(replica.scheduler.has_work for replica in replicas):
             raise RuntimeError("a scheduler holds requests that it will not run")
         if on_progress is not None:
-            on_progress(self._progress(now_s))
+            on_progress(progress_of(replicas, now_s))
 
     def _next_s(self) -> float:
         """When something happens next, but for what a replica that begins a step now may do."""
@@ -212,7 +123,8 @@ class _Loop:
         while self._ends and self._ends[0][0] <= now_s:
             _, i = heapq.heappop(self._ends)
             ended.add(i)
-            for request in self._replicas[i].end(now_s):
+            replica = self._replicas[i]
+            for request in replica.tell(replica.end(now_s), now_s):
                 self._load.remove(i, request.prompt_tokens)
                 self._source.ended(request, now_s)
         return ended
@@ -246,17 +158,3 @@ class _Loop:
         for arrival in arrivals:
             if not self._intake.deliver(arrival, replica.scheduler, replica.recorder, now_s):
                 self._load.remove(i, arrival.traced.prompt_tokens)
-
-    @property
-    def _num_steps(self) -> int:
-        return sum(replica.num_steps for replica in self._replicas)
-
-    def _progress(self, now_s: float) -> Progress:
-        schedulers = [replica.scheduler for replica in self._replicas]
-        return Progress(
-            now_s,
-            sum(replica.recorder.num_finished for replica in self._replicas),
-            sum(scheduler.num_running for scheduler in schedulers),
-            sum(s.num_waiting for s in schedulers) + sum(len(r.inbox) for r in self._replicas),
-            self._num_steps,
-        )

@@ -28,7 +28,8 @@ from sim.cost.base import ConstantCost
 from sim.distributions.arrivals import poisson
 from sim.distributions.lengths import fixed, uniform
 from sim.executor.modelled import ModelledExecutor
-from sim.replay.replay import Progress, StepsAhead, replay
+from sim.replay.replay import replay
+from sim.replay.replica import Progress, StepsAhead
 from sim.replay.routers import make_router
 from sim.report.report import Objectives, Record, Report, to_json
 from sim.report.timeline import TimelineStep

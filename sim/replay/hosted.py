@@ -1,0 +1,106 @@
+"""A replay on a machine whose processors are shared: see `sim.replay.host`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from sim.replay.host import Clerk, Host, Processors
+from sim.replay.intake import Arrival, Intake
+from sim.replay.replica import (
+    PROGRESS_STEPS,
+    EndedStep,
+    Progress,
+    ReplayedEngine,
+    num_steps,
+    progress_of,
+)
+from sim.replay.routers import ReplicaLoad, Router
+from sim.workload.sources import Source
+
+
+class HostedLoop:
+    """At one time work ends first, then requests arrive, then replicas that run no step begin one.
+    Routers and records see a request's end when its last token has come to the client."""
+
+    def __init__(
+        self,
+        source: Source,
+        intake: Intake,
+        replicas: Sequence[ReplayedEngine],
+        router: Router,
+        host: Host,
+    ) -> None:
+        self._source, self._intake, self._router = source, intake, router
+        self._replicas, self._host = replicas, host
+        self._load = ReplicaLoad(len(replicas))
+        self._processors = Processors(host)
+        self._servers = [Clerk(self._processors) for _ in replicas]
+        self._client = Clerk(self._processors)
+        self._free: set[int] = set()  # who may begin a step
+
+    def run(self, on_progress: Callable[[Progress], None] | None) -> None:
+        replicas, now_s, told = self._replicas, 0.0, PROGRESS_STEPS
+        while (next_s := min(self._processors.next_s(), self._arrival_s())) < math.inf:
+            now_s = max(now_s, next_s)
+            for ended in self._processors.take_ended(now_s):
+                ended(now_s)
+            while self._arrival_s() <= now_s:
+                self._client.do(
+                    self._host.client.request_s, partial(self._send, self._intake.take()), now_s
+                )
+            self._begin(now_s)
+            if on_progress is not None and (steps := num_steps(replicas)) >= told:
+                told = steps + PROGRESS_STEPS
+                on_progress(progress_of(replicas, now_s))
+        if any(replica.scheduler.has_work for replica in replicas):
+            raise RuntimeError("a scheduler holds requests that it will not run")
+        if on_progress is not None:
+            on_progress(progress_of(replicas, now_s))
+
+    def _arrival_s(self) -> float:
+        arrival_s = self._source.next_arrival_s()
+        return math.inf if arrival_s is None else arrival_s
+
+    def _send(self, arrival: Arrival, now_s: float) -> None:
+        i = self._router.route(arrival.request.prompt_array(), self._load)
+        self._load.add(i, arrival.traced.prompt_tokens)
+        self._servers[i].do(
+            self._host.server.request_s, partial(self._hand_over, i, arrival), now_s
+        )
+
+    def _hand_over(self, i: int, arrival: Arrival, now_s: float) -> None:
+        """Its engine looks once no step runs."""
+        self._replicas[i].inbox.append(arrival)
+        self._free.add(i)
+
+    def _begin(self, now_s: float) -> None:
+        free, self._free = sorted(self._free), set()
+        for i in free:
+            replica = self._replicas[i]
+            if not replica.is_idle:
+                continue
+            arrivals, replica.inbox = replica.inbox, []
+            for arrival in arrivals:
+                if not self._intake.deliver(arrival, replica.scheduler, replica.recorder, now_s):
+                    self._load.remove(i, arrival.traced.prompt_tokens)
+            end_s = replica.begin(now_s, now_s)
+            if end_s is not None:
+                self._processors.start(end_s - now_s, partial(self._step_ended, i), now_s)
+
+    def _step_ended(self, i: int, now_s: float) -> None:
+        step, work = self._replicas[i].end(now_s), self._host.server
+        self._free.add(i)
+        work_s = work.step_s + step.num_tokens * work.token_s if step.num_tokens else 0.0
+        self._servers[i].do(work_s, partial(self._give, i, step), now_s)
+
+    def _give(self, i: int, step: EndedStep, now_s: float) -> None:
+        work = self._host.client
+        work_s = work.step_s + step.num_tokens * work.token_s if step.num_tokens else 0.0
+        self._client.do(work_s, partial(self._came, i, step), now_s)
+
+    def _came(self, i: int, step: EndedStep, now_s: float) -> None:
+        for request in self._replicas[i].tell(step, now_s):
+            self._load.remove(i, request.prompt_tokens)
+            self._source.ended(request, now_s)
