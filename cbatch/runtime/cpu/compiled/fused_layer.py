@@ -16,7 +16,7 @@ from cbatch.runtime.cpu.compiled.layer_attention import (
     AttentionStep,
     LayerAttention,
     LayerStruct,
-    StepStruct,
+    AttendedStepStruct,
 )
 from cbatch.runtime.cpu.compiled.product import TYPES, CompiledProduct, LinearStruct
 from cbatch.runtime.cpu.compiled.rows import RowNorm
@@ -105,7 +105,7 @@ class FusedLayer:
         self._bytes, self._run = kernel.fused_bytes, kernel.run_fused
         self._bytes.argtypes = [POINTER(_Fused), POINTER(LayerStruct), c_long]
         self._bytes.restype = c_long
-        structs = StepStruct, LayerStruct, _Fused, _FusedStep
+        structs = AttendedStepStruct, LayerStruct, _Fused, _FusedStep
         self._run.argtypes, self._run.restype = [POINTER(each) for each in structs], None
         weakref.finalize(self, _let_go, kernel, self._struct, self._held)
 

@@ -22,7 +22,7 @@ _NO_WINDOW = 1 << 40
 _WRONG = "block_tables: they do not hold the context, or name a block that is not in the cache"
 
 
-class StepStruct(ctypes.Structure):
+class AttendedStepStruct(ctypes.Structure):
     """`attention_step` of layer_attention.h."""
 
     _fields_ = [
@@ -115,9 +115,9 @@ class CompiledAttention:
         if kernel is None:
             raise ValueError("attention: there are no kernels here")
         self.kernel = kernel
-        kernel.begin_attention.argtypes = [POINTER(StepStruct)]
+        kernel.begin_attention.argtypes = [POINTER(AttendedStepStruct)]
         kernel.end_attention.argtypes, kernel.end_attention.restype = [], None
-        kernel.attend_layer.argtypes = [POINTER(StepStruct), POINTER(LayerStruct)]
+        kernel.attend_layer.argtypes = [POINTER(AttendedStepStruct), POINTER(LayerStruct)]
         kernel.attend_layer.restype = None
         self._numbers = np.empty(0, np.int64)
         self._scratch, self._memory = torch.empty(0), torch.empty(0, dtype=torch.uint8)
@@ -142,7 +142,7 @@ class CompiledAttention:
         if len(self._numbers) < rows * _NUMBERS_OF_A_ROW:
             self._numbers = np.empty(2 * rows * _NUMBERS_OF_A_ROW, np.int64)
         numbers = self._numbers.ctypes.data
-        struct = StepStruct(
+        struct = AttendedStepStruct(
             arrays[0].ctypes.data,
             arrays[1].ctypes.data,
             tables.ctypes.data,
@@ -180,7 +180,9 @@ class AttentionStep:
     """One step: `attend` for each layer, inside the step's `with`. There threads stay awake between
     calls, and afterwards sleep."""
 
-    def __init__(self, of: CompiledAttention, struct: StepStruct, held: tuple[object, ...]) -> None:
+    def __init__(
+        self, of: CompiledAttention, struct: AttendedStepStruct, held: tuple[object, ...]
+    ) -> None:
         self._of, self.struct, self._held = of, struct, held
 
     def __enter__(self) -> AttentionStep:

@@ -24,7 +24,7 @@ _MOST_ALONE = 1e-3
 _STATEFUL = re.compile(r"Mamba|SSM|DeltaNet|LinearAttention|Recurrent|RWKV|ShortConv|xLSTM")
 
 
-class ServedModel(Protocol):
+class ComparedModel(Protocol):
     """What is compared: `kv_dtype` is that of keys and values meanwhile."""
 
     net: nn.Module
@@ -66,7 +66,7 @@ def reference_of(net: nn.Module, path: Path) -> Reference:
 
 
 def compare(
-    model: ServedModel,
+    model: ComparedModel,
     reference: Reference,
     *,
     block_tokens: int = _BLOCK_TOKENS,
@@ -100,7 +100,7 @@ def compare(
 
 
 def _logits(
-    model: ServedModel, rows: list[Tensor], steps: list[tuple[int, ...]], block_tokens: int
+    model: ComparedModel, rows: list[Tensor], steps: list[tuple[int, ...]], block_tokens: int
 ) -> list[Tensor]:
     """Of all positions of each row, computed by steps of so many tokens of each."""
     width = -(-max(map(len, rows)) // block_tokens)
