@@ -14,6 +14,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ class Clerk:
             work_s, ended = self._waiting.popleft()
             if work_s:
                 self._busy = True
-                self._processors.start(work_s, lambda at_s, e=ended: self._done(e, at_s), now_s)
+                self._processors.start(work_s, partial(self._done, ended), now_s)
             else:
                 ended(now_s)
 

@@ -103,8 +103,8 @@ class ReplayedEngine:
         commit = scheduler.commit(result, now_s)
         for observer in self._observers:
             observer.step(TimelineStep(started_s, now_s, plan, result, commit, scheduler))
-        tokens = len(commit.tokens)
-        return EndedStep(started_s, now_s, commit.finished, tokens, plan=plan, commit=commit)
+        count = len(commit.tokens)
+        return EndedStep(started_s, now_s, commit.finished, count, plan=plan, commit=commit)
 
     def tell(self, step: EndedStep, now_s: float) -> list[TraceRequest]:
         """Its tokens have come to who asked. Returns the requests that ended with the step."""

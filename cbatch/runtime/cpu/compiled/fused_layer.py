@@ -13,10 +13,10 @@ from torch import Tensor
 from cbatch.runtime.cpu.compiled.build import library
 from cbatch.runtime.cpu.compiled.experts import Gating
 from cbatch.runtime.cpu.compiled.layer_attention import (
+    AttendedStepStruct,
     AttentionStep,
     LayerAttention,
     LayerStruct,
-    AttendedStepStruct,
 )
 from cbatch.runtime.cpu.compiled.product import TYPES, CompiledProduct, LinearStruct
 from cbatch.runtime.cpu.compiled.rows import RowNorm
