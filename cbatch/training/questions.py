@@ -23,7 +23,24 @@ healthy breakfasts|vitamins|learning a language|job interviews|writing a novel|c
 recycling|solar panels|wind power|nuclear energy|the moon landing|the Silk Road|samurai|
 ancient Egypt|the Vikings|the Cold War|trade|taxes|insurance|remote work|team meetings|
 customer service|friendship|honesty|curiosity|moving house|stars|clouds|snow|rivers|mountains|
-islands|bridges|railways|ships|airplanes|bicycles|clocks"""
+islands|bridges|railways|ships|airplanes|bicycles|clocks|
+cheese|olive oil|tea|chocolate|honey|spices|bread|rice|wine|ice cream|breakfast|
+ants|spiders|wolves|elephants|owls|sharks|horses|butterflies|coral reefs|mushrooms|oak trees|
+roses|the eye|the brain|bones|blood|muscles|allergies|headaches|the flu|stress|good posture|yoga|
+running|tennis|basketball|hiking|camping|fishing|photography|painting|sculpture|ballet|
+rock music|the piano|movies|comic books|fairy tales|poetry|newspapers|museums|libraries|
+schools|exams|homework|universities|holidays|birthdays|weddings|gifts|good manners|
+small talk|leadership|teamwork|creativity|patience|courage|happiness|loneliness|fear|
+anger|forgiveness|trust|freedom|justice|human rights|elections|the law|the police|
+hospitals|farms|factories|banks|money|credit cards|advertising|small businesses|start-ups|
+marketing|electricity|batteries|light|sound|heat|atoms|chemical reactions|water|ice|fire|
+steel|glass|plastic|paper|cotton|the telephone|radio|television|smartphones|video games|
+social media|email|passwords|cloud computing|robots|artificial intelligence|databases|
+web browsers|spreadsheets|Python|JavaScript|algorithms|statistics|averages|percentages|
+geometry|algebra|calculus|graphs|logic|philosophy|ethics|psychology|economics|history|
+archaeology|maps|time zones|calendars|the seasons|storms|the wind|fog|the ocean|the Arctic|
+the Sahara|the Amazon|the Moon|Mars|comets|galaxies|rockets|telescopes|submarines|elevators|
+traffic|public transport|houses|furniture|cleaning|laundry|clothes|shoes|perfume"""
 _ASKS = (
     "Explain {} to a ten-year-old.",
     "What is {}? Answer in three sentences.",
@@ -37,6 +54,14 @@ _ASKS = (
     "Tell me a short story in which {} matters.",
     "Summarize the history of {}.",
     "Why does {} matter today?",
+    "Describe {} in detail.",
+    "What should everybody know about {}?",
+    "Write three questions about {} for a quiz, with their answers.",
+    "I know nothing about {}. Where do I start?",
+    "Write the introduction of an essay on {}.",
+    "Give me some ideas for a talk about {}.",
+    "Write a conversation between two friends about {}.",
+    "How has {} changed over time?",
 )
 _HEROES = """\
 a tailor|a young wolf|an old sailor|a shy ghost|a beekeeper|a lost kite|a queen|a nurse|

@@ -271,7 +271,8 @@ class TorchExecutor:
         count = int(lens.sum())
         if count < len(hidden):
             skipped = (query_lens - lens).cumsum() - (query_lens - lens)  # before each row
-            hidden = hidden[torch.from_numpy(iota(count) + skipped.repeat(lens))]
+            # Not by torch: see `EagleDrafter._ingest_waiting`.
+            hidden = torch.from_numpy(hidden.numpy()[iota(count) + skipped.repeat(lens)])
         self.drafter.read_states(StepStates(rows.slots, rows.start, lens, hidden))
 
     def _score(self, rows: _Rows, proposal: Proposal | None) -> ShadowEvidence | None:

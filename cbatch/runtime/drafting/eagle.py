@@ -121,7 +121,8 @@ class EagleDrafter(DraftModel):
             slots, starts, lens = (
                 np.concatenate([field[at] for field in steps]) for at in range(3)
             )
-            hidden = torch.cat([step.hidden for step in steps])
+            # Not by torch, whose threads sleep by now: their waking takes longer than the copy.
+            hidden = torch.from_numpy(np.concatenate([step.hidden.numpy() for step in steps]))
         self.head.compiled.ingest(self._places(), slots.astype(np.int64), starts, lens, hidden)
 
     def _places(self) -> SlotStates:
