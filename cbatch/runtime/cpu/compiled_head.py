@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_long, c_void_p
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,6 +101,9 @@ class CompiledHead:
             by,
             carries_normed,
         )
+        self._pointer = ctypes.pointer(self._struct)
+        self._placed: tuple[object, ...] = (None,) * 4  # what `_at` points to
+        self._at: Any = None
         self._fuse.argtypes = [POINTER(_Setting), c_void_p, c_long, c_void_p]
         self._fuse.restype = None
         self._ingest.argtypes = [POINTER(_Setting), *[c_void_p] * 4, *[c_long] * 3]
@@ -115,7 +118,7 @@ class CompiledHead:
         fused = torch.empty(rows, self._decoder.hidden_size)
         like = StepStruct(threads=torch.get_num_threads())
         work = self._room(rows, 1, 1)
-        setting = _Setting(ctypes.pointer(self._struct), None, ctypes.pointer(like), work)
+        setting = _Setting(self._pointer, None, ctypes.pointer(like), work)
         self._fuse(setting, hidden.data_ptr(), rows, fused.data_ptr())
         return fused
 
@@ -153,19 +156,21 @@ class CompiledHead:
     def _setting(
         self, at: SlotStates, rows: int, sequences: int, positions: int, width: int
     ) -> _Setting:
-        table = at.table
-        places = _SlotTable(
-            _address(table.tokens),
-            _address(table.blocks),
-            at.of_slot.data_ptr(),
-            at.of_block.data_ptr(),
-            table.tokens.shape[1],
-            table.blocks.shape[1],
-        )
-        like = self._decoder.step_like(rows, positions, at.kv)
+        like = ctypes.pointer(self._decoder.step_like(rows, positions, at.kv))
         work = self._room(rows, sequences, width)
-        parts = (ctypes.pointer(each) for each in (self._struct, places, like))
-        return _Setting(*parts, work)
+        return _Setting(self._pointer, self._places(at), like, work)
+
+    def _places(self, at: SlotStates) -> Any:
+        """A pointer to where the slots are, until one of their tables is another."""
+        table = at.table
+        held = table.tokens, table.blocks, at.of_slot, at.of_block
+        if any(a is not b for a, b in zip(held, self._placed, strict=True)):
+            addresses = _address(table.tokens), _address(table.blocks)
+            states = at.of_slot.data_ptr(), at.of_block.data_ptr()
+            strides = table.tokens.shape[1], table.blocks.shape[1]
+            self._at = ctypes.pointer(_SlotTable(*addresses, *states, *strides))
+            self._placed = held
+        return self._at
 
     def _room(self, *sizes: int) -> int:
         need = self._bytes(self._struct, *sizes) + _ALIGNMENT_BYTES
