@@ -135,19 +135,22 @@ class EagleNet(nn.Module):
         cos, sin = self._cos[where], self._sin[where]
         split = batch, length, -1, s.head_dim
         q = _rotate(a.q_proj(x).view(split).transpose(1, 2), cos, sin)
-        keys.append(_rotate(a.k_proj(x).view(split).transpose(1, 2), cos, sin))
-        values.append(a.v_proj(x).view(split).transpose(1, 2))
+        k = _rotate(a.k_proj(x).view(split).transpose(1, 2), cos, sin)
+        v = a.v_proj(x).view(split).transpose(1, 2)
         group = s.num_heads // s.num_kv_heads
-        ks = [k.repeat_interleave(group, dim=1) for k in keys]
-        vs = [v.repeat_interleave(group, dim=1) for v in values]
+        keys.append(k.repeat_interleave(group, dim=1))
+        values.append(v.repeat_interleave(group, dim=1))
+        if not step:
+            out = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
+            return a.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
         scale = s.head_dim**-0.5
-        scores = (q @ ks[0].mT) * scale
+        scores = (q @ keys[0].mT) * scale
         unseen = torch.ones(length, length, dtype=torch.bool).triu(1)
         scores = scores.masked_fill(unseen, -torch.inf)
-        own = [(q * k).sum(-1, keepdim=True) * scale for k in ks[1:]]
+        own = [(q * k).sum(-1, keepdim=True) * scale for k in keys[1:]]
         weights = torch.cat((scores, *own), dim=-1).float().softmax(-1).to(q.dtype)
-        out = weights[..., :length] @ vs[0]
-        for i, v in enumerate(vs[1:]):
+        out = weights[..., :length] @ values[0]
+        for i, v in enumerate(values[1:]):
             out = out + weights[..., length + i, None] * v
         return a.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 

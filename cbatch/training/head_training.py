@@ -46,7 +46,7 @@ class Acceptance:
 
 class HeadTraining:
     """`net` has `draft(tokens, states, steps)`, `draft_ids`, `rows`, `in_turn` and `slow`, as
-    `EagleNet` and `MedusaNet`."""
+    `EagleNet` and `MedusaNet`. As many batches make a step as torch has threads: each takes one."""
 
     def __init__(
         self, net: Any, parts: TargetParts, checkpoint: Path, *, steps: int, seed: int = 0
@@ -59,9 +59,10 @@ class HeadTraining:
         fast = [p for name, p in named if not name.endswith(net.slow)]
         matrices = [{"params": p, "share": by} for p, by in ((fast, 1.0), (slow, SLOW)) if p]
         others = [{"params": [p for p in net.parameters() if p.ndim != 2], "share": 1.0}]
+        self.workers = Workers(torch.get_num_threads())
         half = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
         dtype = torch.bfloat16 if half else torch.float32
-        self.muon = Muon(matrices, MATRIX_LR, Workers(1), weight_decay=0.01, dtype=dtype)
+        self.muon = Muon(matrices, MATRIX_LR, self.workers, weight_decay=0.01, dtype=dtype)
         self.adam = torch.optim.AdamW(others, OTHER_LR, betas=(0.9, 0.95), weight_decay=0.0)
         self._number = torch.full((parts.config.vocab_size,), -1)
         self._number[net.draft_ids] = torch.arange(len(net.draft_ids))
@@ -75,14 +76,15 @@ class HeadTraining:
         told = saved = self.elapsed_s
         epoch = 0
         while True:
-            for group in batches(lessons, BATCH_TOKENS, self.seed + self.step + epoch):
+            groups = list(batches(lessons, BATCH_TOKENS, self.seed + self.step + epoch))
+            for first in range(0, len(groups), self.workers.count):
                 by_steps = self.step / max_steps if max_steps else 0.0
                 share = max(self.elapsed_s / seconds, by_steps)
                 if share >= 1:
                     self.save()
                     return
                 began = time.perf_counter()
-                self._learn(batch_of(group), share, self._depth(share))
+                self._learn(groups[first : first + self.workers.count], share)
                 self.elapsed_s += time.perf_counter() - began
                 if self.elapsed_s - told > REPORT_EVERY_S:
                     told = self.elapsed_s
@@ -103,12 +105,39 @@ class HeadTraining:
         much again. All that a net can tell at once are learnt at once."""
         return min(self.steps, 1 + int(share * self.steps)) if self.net.in_turn else self.steps
 
-    def _learn(self, batch: LessonBatch, share: float, depth: int) -> None:
+    def _learn(self, groups: Sequence[Sequence[Lesson]], share: float) -> None:
+        depth = self._depth(share)
+        counts = [sum(len(each.tokens) - each.num_given for each in group) for group in groups]
+        params, loss = list(self.net.parameters()), 0.0
+
+        def learn(at: int) -> tuple[float, tuple[Tensor, ...]]:
+            part = self._loss(batch_of(groups[at]), depth) * counts[at] / sum(counts)
+            return float(part.detach()), torch.autograd.grad(part, params, allow_unused=True)
+
+        for part, gradients in self.workers.map(learn, range(len(groups))):
+            loss += part
+            for param, gradient in zip(params, gradients, strict=True):
+                found = torch.zeros_like(param) if gradient is None else gradient
+                param.grad = found if param.grad is None else param.grad.add_(found)
+        nn.utils.clip_grad_norm_(params, 1.0)
+        scale = wsd_scale(share, self.step, WARMUP_STEPS, DECAY_SHARE)
+        for optimizer, rate in ((self.muon, MATRIX_LR), (self.adam, OTHER_LR)):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * scale * group["share"]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.loss = loss if not self.step else 0.95 * self.loss + 0.05 * loss
+        self.step += 1
+        self.tokens += sum(counts)
+
+    def _loss(self, batch: LessonBatch, depth: int) -> Tensor:
+        """Cross-entropy to the target's own distribution over the ids that are drafted, mean over
+        tokens, and over so many drafts by their weights."""
         with torch.autocast("cpu", torch.bfloat16):
             found = self.net.draft(batch.tokens, batch.states, depth)
             with torch.no_grad():
                 wanted = F.linear(self.parts.normed(batch.states[:, :, -1]), self.net.rows.float())
-        loss, weight = torch.zeros(()), 0.0
+        loss, weight = torch.zeros((), requires_grad=True), 0.0
         for j, logits in enumerate(found):
             here, chances = self._pairs(batch, j)
             if not len(here):
@@ -118,19 +147,7 @@ class HeadTraining:
             by = DEPTH_WEIGHT**j
             loss = loss - by * (theirs * own).sum(-1).mean()
             weight += by
-        loss = loss / max(weight, 1e-9)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-        scale = wsd_scale(share, self.step, WARMUP_STEPS, DECAY_SHARE)
-        for optimizer, rate in ((self.muon, MATRIX_LR), (self.adam, OTHER_LR)):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * scale * group["share"]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        value = float(loss.detach())
-        self.loss = value if not self.step else 0.95 * self.loss + 0.05 * value
-        self.step += 1
-        self.tokens += int(batch.counts.sum())
+        return loss / max(weight, 1e-9)
 
     def _pairs(self, batch: LessonBatch, j: int) -> tuple[Tensor, Tensor]:
         """Flat rows t at which draft j is of a token that counts, and rows t + 1 + j, at which the
