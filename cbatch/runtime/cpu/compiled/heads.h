@@ -135,6 +135,7 @@ int ingest(const setting *s, const float *hidden, const int64_t *slots, const in
     const long size = s->like->block_size, bytes = m->hidden * sizeof(float);
     head_work w;
     carve_work(&w, s->work, s->head, rows, count, width);
+    expect_jobs(1);  // to fall asleep between the two takes longer than what is between them
     fuse_rows(s, &w, hidden, rows, w.hidden);
     for (long i = 0, row = 0; i < count; i++) {
         float *last = t->of_slot + slots[i] * m->hidden;
@@ -154,6 +155,7 @@ int ingest(const setting *s, const float *hidden, const int64_t *slots, const in
     of.tokens = w.tokens, of.query_lens = w.lens, of.context_lens = w.contexts, of.tables = w.tables;
     of.states = w.states, of.rows = rows, of.sequences = count, of.table_width = width;
     const int wrong = decode(m, &of);
+    expect_jobs(0);
     rest();
     return wrong;
 }
@@ -212,6 +214,7 @@ int draft(const setting *s, const int64_t *slots, const int64_t *known, int64_t 
     of.states = w.states, of.hidden = w.hidden, of.num_kept = 1, of.logits = w.logits;
     of.wanted = w.wanted, of.table_width = width;
     int wrong = 0;
+    expect_jobs(1);
     for (long depth = 0; count && !wrong; depth++) {
         of.rows = of.sequences = of.num_wanted = count;
         wrong = decode(m, &of);
@@ -221,6 +224,7 @@ int draft(const setting *s, const int64_t *slots, const int64_t *known, int64_t 
             if (!w.finite[i]) depths[w.active[i]] = depth;
         count = go_on(s, &w, count, width, depths, broken, depth + 1);
     }
+    expect_jobs(0);
     rest();
     return wrong;
 }
