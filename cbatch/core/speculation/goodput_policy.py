@@ -139,10 +139,11 @@ class GoodputPolicy(LearningPolicy):
         if not stood and self.costs.is_measured(sample.work.target_tokens):
             sample = structs.replace(sample, target_s=0.0)  # the decision is in it
         # A prompt's tokens cost otherwise, and so do steps right behind it, with caches full of it.
-        # They count only where there are hardly others.
+        # They count only where there are hardly others, or none yet.
         is_cold = self._steps - self._prompt_at <= _COLD_STEPS
         self._cold_share += (is_cold - self._cold_share) / MOST_STEPS
-        if not is_cold or self._cold_share > 0.5:
+        rare = not (self.costs.is_known or step.has_chunks)
+        if rare or not is_cold or self._cold_share > 0.5:
             self.costs.observe(sample)
 
     @property
