@@ -51,6 +51,7 @@ class Drafted(NamedTuple):
     num_accepted: np.ndarray
     total_drafted: int
     total_caught_up: int = 0
+    has_chunks: bool = False
     evidence: np.ndarray | None = None
     shadow: Shadow | None = None
 
