@@ -3,23 +3,19 @@ bench.simulator.against_fleet`.
 
 N `cbatch serve` processes of the demo pair, one thread each, lookahead off, serve requests that
 share prefixes (`bench.simulator.fleet`), for `--seconds`, once behind each router. The same trace
-goes through the simulated fleet, with prices that an engine of the same kind was found to have
-while the other replicas served their share, in turns with the runs, and with what a request and a
-step spend outside of the engine, found by short requests to idle replicas. Neither has seen the
-runs that are foretold. The rate is `--load` times what the simulator says that the fleet serves by
-turns. The bounds are those of one engine and one server (`bench.simulator.against_engine`).
-
-A machine with fewer cores than replicas and what serves and sends beside them measures their
-company, too, of which the simulator knows nothing.
+goes through the simulated fleet, with prices of an engine of the same kind, measured alone in turns
+with the runs; with what servers and client compute of a request, a step and a token, and how much
+slower processors are while all are busy (`bench.simulator.host`); and with what a request and a
+step spend besides, found by probes. None of these has seen the runs that are foretold. The rate is
+`--load` times what the simulator says that the fleet serves by turns. The bounds are those of one
+engine and one server (`bench.simulator.against_engine`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,147 +28,112 @@ from bench.report import print_report
 from bench.server.started import started
 from bench.simulator.against_engine import BOUNDS
 from bench.simulator.fleet import (
-    Outside,
+    Fleet,
     Probes,
     RoutedCalls,
-    fleet_capacity_per_s,
-    foretell_fleet,
-    outside,
     probe,
     replay_real,
     shared_prefixes,
 )
+from bench.simulator.host import measure_host
 from bench.simulator.pair import ServedRun
 from bench.simulator.prices import Calibrating
 from bench.simulator.server import MAX_QUEUED, ONE_THREAD
 from cbatch import EngineOptions, load_engine
 from cbatch.demo import demo_paths
 from sim.cost.calibrated import Calibration
+from sim.replay.host import Host, Work
 from sim.replay.routers import ROUTERS
 from sim.report.page.view import PageCollector, RunView, write_page
 from sim.report.report import Record, Report
 from sim.traces.request import TraceRequest
+from sim.workload.sources import OpenLoop
 
 MAX_SLOTS = 16
 NUM_BLOCKS = 800  # of a replica: some of the prefixes beside what runs, not all
-COMPANY_S, COMPANY_HEADSTART_S = 6.0, 0.5
 WARM_UP = 16  # requests to each replica
 WARM_SEED = 10**4  # no run's
 
 
 class RouterCase(msgspec.Struct):
-    """What a router's requests came to, as their client saw it; times are of its clock."""
+    """What a router's requests came to, as their client saw it, and probes before and after; times
+    are of its clock."""
 
     router: str
     requests: list[TraceRequest]
     report: Report
     records: list[Record]
+    probes: Probes
 
 
 class FleetRuns(msgspec.Struct):
     replicas: int
     num_blocks: int
     calibration: Calibration
-    probes: Probes
+    host: Host
     cases: list[RouterCase] = []
 
+    def fleet(self, probes: Probes) -> Fleet:
+        fleet = Fleet(self.calibration, self.num_blocks, self.replicas, self.host)
+        return fleet.explaining(probes)
 
-def case_of(router: str, requests: Sequence[TraceRequest], seen: RoutedCalls) -> RouterCase:
+
+def case_of(
+    router: str, requests: Sequence[TraceRequest], seen: RoutedCalls, probes: Probes
+) -> RouterCase:
     settings = {"replicas": len(set(seen.replicas.values())), "router": router}
     found: list[Record] = [
         msgspec.structs.replace(record, replica=seen.replicas[record.index])
         for record in records([seen.run])
         if isinstance(record, MeasuredRecord)
     ]
-    return RouterCase(router, list(requests), measure([seen.run], settings=settings), found)
+    return RouterCase(router, list(requests), measure([seen.run], settings=settings), found, probes)
 
 
 def measured(args: argparse.Namespace) -> FleetRuns:
     """Every router once, prices and probes in turns with them."""
-    torch.set_num_threads(1)  # as in the replicas
     model, draft = demo_paths()
+    torch.set_num_threads(1)  # as in the replicas
     options = EngineOptions(
         max_slots=MAX_SLOTS, prefix_cache=False, tokenizer="none", lookahead="off", seed=0
     )
-    engine = load_engine(model, draft, options)
-    first, found = Calibrating(*engine).finish(), list[Probes]()
-    rate_per_s = args.load * fleet_capacity_per_s(first, NUM_BLOCKS, args.replicas)
+    prices = Calibrating(*load_engine(model, draft, options))
+    first = prices.finish()
     command = [str(model), "--draft", str(draft), "--lookahead", "off"]
     command += ["--max-slots", str(MAX_SLOTS), "--num-blocks", str(NUM_BLOCKS)]
     command += ["--max-queued-requests", str(MAX_QUEUED)]
-    runs = FleetRuns(args.replicas, NUM_BLOCKS, first, Probes(0.0, 0.0))
     with contextlib.ExitStack() as stack:
         servers = (started(command, ONE_THREAD) for _ in range(args.replicas))
         ports = [stack.enter_context(server) for server in servers]
         warm_up = shared_prefixes(20.0, WARM_UP * args.replicas, WARM_SEED)
         replay_real(ports, "round-robin", warm_up)
-        company = stack.enter_context(Company(ports[1:], rate_per_s / args.replicas))
-        calibrating = Calibrating(*engine)
+        host = measure_host(ports, first)
+        fleet = Fleet(first, NUM_BLOCKS, args.replicas, host)
+        rate_per_s = args.load * fleet.capacity_per_s()
+        cases, before = list[RouterCase](), probe(ports)
         for number, router in enumerate(args.router):
-            found.append(probe(ports))
             count = max(int(rate_per_s * args.seconds), 2)
             requests = shared_prefixes(rate_per_s, count, seed=1 + number)
-            company.beside(calibrating.turn)
-            runs.cases.append(case_of(router, requests, replay_real(ports, router, requests)))
-        runs.calibration = company.beside(calibrating.finish)
-    runs.probes = Probes.middle(found)
-    return runs
-
-
-class Company:
-    """The other replicas at their share of the load, while prices are measured in place of one:
-    processors that share a core, and a memory, are slower when all of them have something to do.
-    Requests are sent from a process of its own."""
-
-    def __init__(self, ports: Sequence[int], rate_per_s: float) -> None:
-        self._ports, self._rate_per_s = ports, rate_per_s * len(ports)
-        self._times = 0
-
-    def __enter__(self) -> Company:
-        self._pool = multiprocessing.get_context("spawn").Pool(1)
-        self._pool.apply(shared_prefixes, (1.0, 2, 0))  # it has imported what it needs
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.terminate()
-        self._pool.join()
-
-    def beside(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns, with company for the first seconds; waits for its end."""
-        if not self._ports:
-            return work()
-        self._times += 1
-        count = max(int(self._rate_per_s * COMPANY_S), 2)
-        requests = shared_prefixes(self._rate_per_s, count, WARM_SEED + self._times)
-        sent = self._pool.apply_async(replay_real, (self._ports, "round-robin", requests))
-        time.sleep(COMPANY_HEADSTART_S)
-        done = work()
-        sent.get()
-        return done
+            prices.turn()
+            seen, after = replay_real(ports, router, requests), probe(ports)
+            cases.append(case_of(router, requests, seen, Probes.middle([before, after])))
+            before = after
+    calibration = prices.finish()
+    return FleetRuns(args.replicas, NUM_BLOCKS, calibration, host, cases)
 
 
 def rows_of(runs: FleetRuns) -> tuple[list[dict[str, Any]], list[RunView]]:
     """A row for each router and measure, real and simulated, and both for the page."""
-    rows, views, more = [], list[RunView](), outside_of(runs)
+    rows, views = [], list[RunView]()
     for case in runs.cases:
-        report, found = foretell_fleet(
-            runs.calibration,
-            runs.num_blocks,
-            runs.replicas,
-            case.router,
-            case.requests,
-            more,
-        )
+        fleet = runs.fleet(case.probes)
+        report, found = fleet.simulate(case.router, OpenLoop(case.requests))
         real = measures(case.report, case.records, runs.replicas)
         for name, value in measures(report, found, runs.replicas).items():
             rows.append({"router": case.router} | row(name, real[name], value))
         views += [view(f"{case.router}: replicas", case.report, case.records)]
         views += [view(f"{case.router}: simulated", report, found)]
     return rows, views
-
-
-def outside_of(runs: FleetRuns) -> Outside:
-    return outside(runs.calibration, runs.num_blocks, runs.replicas, runs.probes)
 
 
 def measures(report: Report, found: Sequence[Record], replicas: int) -> dict[str, float]:
@@ -198,6 +159,10 @@ def row(name: str, real: float, simulated: float) -> dict[str, Any]:
         "bound": bound,
         "within": None if bound is None else abs(error) <= bound,
     }
+
+
+def _told(work: Work) -> str:
+    return f"{work.request_s * 1e3:.2f}, {work.step_s * 1e3:.3f}, {work.token_s * 1e3:.3f}"
 
 
 def view(name: str, report: Report, found: Sequence[Record]) -> RunView:
@@ -232,7 +197,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_page(args.page, f"{runs.replicas} replicas and their simulation", views)
     bounded = [each for each in rows if each["bound"] is not None]
     held_out = runs.calibration.held_out
-    more = outside_of(runs)
+    fleet = runs.fleet(Probes.middle([case.probes for case in runs.cases]))
+    more, host = fleet.outside, fleet.host
+    assert host is not None
     rates = [len(case.requests) / case.requests[-1].arrival_s for case in runs.cases]
     print_report(
         f"simulator against {runs.replicas} replicas: demo pair",
@@ -242,9 +209,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"prices on held-out batches: {held_out.total:+.1%} in all, {held_out.p50:.1%} of a "
             "step (p50)",
             f"{min(rates):.1f} requests/s; outside of the engine one spends "
-            f"{more.request_s * 1e3:.2f} ms, and a step {more.step_s * 1e3:.2f} ms",
+            f"{more.request_s * 1e3:.2f} ms, a step {more.step_s * 1e3:.2f} ms, a row of it "
+            f"{more.row_s * 1e3:.3f} ms",
+            f"{host.cores} processors, {host.switch_s * 1e3:.2f} ms to take one from an engine; "
+            f"of a request, a step and a token servers compute {_told(host.server)} ms, the client "
+            f"{_told(host.client)} ms",
         ),
-        extra={"held_out": msgspec.to_builtins(held_out), "outside": msgspec.to_builtins(more)},
+        extra={
+            "held_out": msgspec.to_builtins(held_out),
+            "outside": msgspec.to_builtins(more),
+            "host": msgspec.to_builtins(host),
+        },
     )
 
 

@@ -28,6 +28,7 @@ from cbatch.demo import demo_paths
 from sim.cost.calibrated import CalibratedCost, Calibration
 from sim.distributions.arrivals import poisson
 from sim.executor.modelled import ModelledExecutor
+from sim.replay.host import Host
 from sim.replay.replay import replay
 from sim.replay.routers import ReplicaLoad, Router, make_router
 from sim.report.report import Record, Report
@@ -36,9 +37,13 @@ from sim.traces.request import TraceRequest
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
 
 BLOCK_TOKENS = 16
+OUTSIDE_ROUNDS = 12
+PROBE_GROUP = 10**6  # no run's
 GROUPS, GROUP_BLOCKS = 24, 32  # prefixes, and the blocks of each
 OWN_TOKENS, OUTPUT_TOKENS = (16, 96), (8, 48)
 PROBE_OUTPUT_TOKENS = 24
+FULL_ROWS, FULL_OUTPUT_TOKENS = 16, 96
+BESIDE, BESIDE_S, BESIDE_OUTPUT_TOKENS = 8, 0.3, 128
 HEADSTART_S = 0.1
 VOCAB_SIZE = 4096  # of the demo pair
 
@@ -156,35 +161,63 @@ async def _replay_real(
 
 
 class Probes(msgspec.Struct, frozen=True):
-    """Medians of short requests that find their replica idle."""
+    """Medians of short requests that find their replica idle, of many that one serves at a time,
+    and of one that each replica serves while the others do."""
 
     ttft_s: float
     tpot_s: float
+    full_tpot_s: float
+    beside_tpot_s: float
 
     @classmethod
-    def of(cls, seen: Sequence[TimedCall | Record]) -> Probes:
-        tpot_s = [each.tpot_s for each in seen if each.tpot_s is not None]
-        return cls(statistics.median(each.ttft_s for each in seen), statistics.median(tpot_s))
+    def of(cls, *seen: Sequence[TimedCall | Record]) -> Probes:
+        ttft_s = statistics.median(each.ttft_s for each in seen[0])
+        return cls(ttft_s, *map(_median_tpot_s, seen))
 
     @classmethod
     def middle(cls, several: Sequence[Probes]) -> Probes:
-        ttft_s = statistics.median(each.ttft_s for each in several)
-        return cls(ttft_s, statistics.median(each.tpot_s for each in several))
+        columns = zip(*map(msgspec.structs.astuple, several), strict=True)
+        return cls(*map(statistics.median, columns))
+
+
+def _median_tpot_s(seen: Sequence[TimedCall | Record]) -> float:
+    return statistics.median(each.tpot_s for each in seen if each.tpot_s is not None)
+
+
+def probe_request(arrival_s: float, output_tokens: int) -> TraceRequest:
+    """All of them share a prefix, which a replica has after the first."""
+    first = PROBE_GROUP * GROUP_BLOCKS
+    return TraceRequest(
+        arrival_s=arrival_s,
+        prompt_tokens=GROUP_BLOCKS * BLOCK_TOKENS + PROBE_TOKENS,
+        output_tokens=output_tokens,
+        hash_ids=tuple(range(first, first + GROUP_BLOCKS)),
+        hash_block_tokens=BLOCK_TOKENS,
+    )
 
 
 def probe_requests() -> list[TraceRequest]:
-    return [
-        TraceRequest(
-            arrival_s=i / PROBES_PER_S,
-            prompt_tokens=PROBE_TOKENS,
-            output_tokens=PROBE_OUTPUT_TOKENS,
-        )
-        for i in range(PROBES)
-    ]
+    return [probe_request(i / PROBES_PER_S, PROBE_OUTPUT_TOKENS) for i in range(PROBES)]
+
+
+def full_requests() -> list[TraceRequest]:
+    """As many as one replica has slots for, at once."""
+    return [probe_request(0.0, FULL_OUTPUT_TOKENS) for _ in range(FULL_ROWS)]
+
+
+def beside_requests(replicas: int) -> list[TraceRequest]:
+    """One for each replica at once, some times."""
+    times_s = [BESIDE_S * i for i in range(BESIDE) for _ in range(replicas)]
+    return [probe_request(at_s, BESIDE_OUTPUT_TOKENS) for at_s in times_s]
 
 
 def probe(ports: Sequence[int]) -> Probes:
-    return Probes.of(replay_real(ports, "round-robin", probe_requests()).run.calls)
+    runs = (
+        (ports, probe_requests()),
+        (ports[:1], full_requests()),
+        (ports, beside_requests(len(ports))),
+    )
+    return Probes.of(*(replay_real(at, "round-robin", some).run.calls for at, some in runs))
 
 
 # -- the simulator
@@ -195,69 +228,89 @@ def fleet_config(calibration: Calibration, num_blocks: int) -> SchedulerConfig:
     return SchedulerConfig(**engine, prefix_cache=True)
 
 
-def simulate_fleet(
-    calibration: Calibration, num_blocks: int, replicas: int, router: str, source: Source
-) -> tuple[Report, list[Record]]:
-    """As `cbatch sim --replicas N --router NAME --cost FILE` would."""
-    config, found = fleet_config(calibration, num_blocks), list[Record]()
-    executors = [
-        ModelledExecutor(max_slots=config.max_slots, cost=CalibratedCost(calibration.prices))
-        for _ in range(replicas)
-    ]
-    settings = {"replicas": replicas, "router": router, "num_blocks": num_blocks}
-    report = replay(
-        source,
-        config,
-        *executors,
-        router=make_router(router),
-        settings=settings,
-        on_record=found.append,
-    )
-    return report, found
-
-
 class Outside(msgspec.Struct, frozen=True):
     """What the prices of an engine of this process do not hold: seconds that a request spends on
-    its way, and that a step takes more in a server."""
+    its way, and that a step, and a row of one, take more in a server (or, below 0, less)."""
 
     request_s: float = 0.0
     step_s: float = 0.0
+    row_s: float = 0.0
 
     def priced(self, calibration: Calibration) -> Calibration:
         replace, prices = msgspec.structs.replace, calibration.prices
-        host_s = prices.host_s | {"step": prices.host_s["step"] + self.step_s}
-        return replace(calibration, prices=replace(prices, host_s=host_s))
+        line = prices.tokens
+        seconds = tuple(max(each + self.step_s, 0.0) for each in line.seconds)
+        host_s = prices.host_s | {"row": max(prices.host_s["row"] + self.row_s, 0.0)}
+        priced = replace(prices, tokens=replace(line, seconds=seconds), host_s=host_s)
+        return replace(calibration, prices=priced)
 
 
-def outside(calibration: Calibration, num_blocks: int, replicas: int, found: Probes) -> Outside:
-    """Of the probes' times what the simulator does not explain: first between tokens, then, with
-    that, before the first."""
-    made = Outside()
-    for _ in range(2):
-        source = OpenLoop(probe_requests())
-        priced = made.priced(calibration)
-        _, records = simulate_fleet(priced, num_blocks, replicas, "round-robin", source)
-        ours = Probes.of(records)
-        step_s = made.step_s or max(found.tpot_s - ours.tpot_s, 0.0)
-        made = Outside(max(found.ttft_s - ours.ttft_s, 0.0), step_s)
-    return made
+class Fleet(msgspec.Struct, frozen=True):
+    """Simulated replicas, as `cbatch sim --replicas N --cost FILE --host FILE` would have them."""
+
+    calibration: Calibration
+    num_blocks: int
+    replicas: int
+    host: Host | None = None
+    outside: Outside = Outside()
+
+    def simulate(self, router: str, source: Source) -> tuple[Report, list[Record]]:
+        calibration = self.outside.priced(self.calibration)
+        config, found = fleet_config(calibration, self.num_blocks), list[Record]()
+        cost = CalibratedCost(calibration.prices)
+        executors = [
+            ModelledExecutor(max_slots=config.max_slots, cost=cost) for _ in range(self.replicas)
+        ]
+        settings = {"replicas": self.replicas, "router": router, "num_blocks": self.num_blocks}
+        report = replay(
+            Remote(source, self.outside.request_s),
+            config,
+            *executors,
+            router=make_router(router),
+            settings=settings,
+            on_record=found.append,
+            host=self.host,
+        )
+        return report, found
+
+    def probes(self) -> Probes:
+        """What probes of these replicas say."""
+        one = msgspec.structs.replace(self, replicas=1)
+        runs = (
+            (self, probe_requests()),
+            (one, full_requests()),
+            (self, beside_requests(self.replicas)),
+        )
+        return Probes.of(*(at.simulate("round-robin", OpenLoop(some))[1] for at, some in runs))
+
+    def explaining(self, found: Probes) -> Fleet:
+        """With what probes took and the simulator did not: between tokens of one request and of
+        many, of those beside others, and before the first."""
+        fleet, replace = self, msgspec.structs.replace
+        for _ in range(OUTSIDE_ROUNDS):
+            made, ours, host = fleet.outside, fleet.probes(), fleet.host
+            one_s, full_s = (found.tpot_s - ours.tpot_s, found.full_tpot_s - ours.full_tpot_s)
+            row_s = (full_s - one_s) / (FULL_ROWS - 1)
+            made = Outside(
+                max(made.request_s + found.ttft_s - ours.ttft_s, 0.0),
+                made.step_s + one_s - row_s,
+                made.row_s + row_s,
+            )
+            if host is not None:
+                # Of each step its server's work and the client's, by two processors or more.
+                more_s = (found.beside_tpot_s - ours.beside_tpot_s - one_s) / 2
+                host = replace(host, switch_s=max(host.switch_s + more_s, 0.0))
+            fleet = replace(fleet, outside=made, host=host)
+        return fleet
+
+    def capacity_per_s(self) -> float:
+        """Requests that are served at most in turns."""
+        clients = self.replicas * self.calibration.engine["max_slots"]
+        source = ClosedLoop(shared_prefixes(1.0, 600, 0), clients)
+        report, _ = self.simulate("round-robin", source)
+        return report.requests_per_s or 1.0
 
 
-def foretell_fleet(
-    calibration: Calibration,
-    num_blocks: int,
-    replicas: int,
-    router: str,
-    requests: Sequence[TraceRequest],
-    more: Outside,
-) -> tuple[Report, list[Record]]:
-    source = Remote(OpenLoop(requests), more.request_s)
-    return simulate_fleet(more.priced(calibration), num_blocks, replicas, router, source)
-
-
-def fleet_capacity_per_s(calibration: Calibration, num_blocks: int, replicas: int) -> float:
-    """Requests that the fleet serves at most in turns, as the simulator says."""
-    clients = replicas * calibration.engine["max_slots"]
-    source = ClosedLoop(shared_prefixes(1.0, 600, 0), clients)
-    report, _ = simulate_fleet(calibration, num_blocks, replicas, "round-robin", source)
-    return report.requests_per_s or 1.0
+def fleet_steps(calibration: Calibration, requests: Sequence[TraceRequest]) -> int:
+    """Of one replica with room for all of them."""
+    return Fleet(calibration, 4096, 1).simulate("round-robin", OpenLoop(requests))[0].steps

@@ -34,7 +34,10 @@ _LEAST_PROMPT_TOKENS = 8
 _MOST_PROMPT_TOKENS = 512
 _OUTPUT_TOKENS = (2, 48)  # of a request, at least and at most
 _IDLE_S, _OTHER_IDLE_S = (0.01, 0.03, 0.1), (0.02, 0.06)
-_WOKEN_TOKENS = 4  # the output of a request that ends an idleness
+_SHARED_TOKENS, _OTHER_SHARED_TOKENS = (64, 256, 512), (160, 384)
+_MOST_OWN_TOKENS = 128  # behind them
+_MOST_SHARING = 8  # rows
+_WOKEN_TOKENS = 4  # the output of a request that ends an idleness, or shares its beginning
 _WARM_UP = 3  # batches that nobody looks at
 _SPEAKERS, _SPOKEN_TOKENS = 16, 128  # who make prompts, and how much each says
 ENGINE_FIELDS = (
@@ -46,15 +49,19 @@ ENGINE_FIELDS = (
     "draft_context_tokens",
     "catch_up_price",
 )
+# Engines of a calibrator.
+_PLAIN, _CONTROLLED, _SHARING = "plain", "controlled", "sharing"
 
 
 class DesignedBatch(NamedTuple):
     """`rows` requests at a time, each drafting `k` tokens a step, or as many as `goodput` says;
-    they come after so many seconds without anything to do."""
+    they come after so many seconds without anything to do. Prompts begin with the same
+    `shared_tokens`, which a prefix cache has, and go on with some of their own."""
 
     rows: int
     k: int | None
     idle_s: float = 0.0
+    shared_tokens: int = 0
 
 
 def designed(config: SchedulerConfig) -> tuple[list[DesignedBatch], list[DesignedBatch]]:
@@ -69,6 +76,15 @@ def designed(config: SchedulerConfig) -> tuple[list[DesignedBatch], list[Designe
     others = tuple(n for n in _OTHER_ROWS if n < most) or (most,)
     fitted = [DesignedBatch(1, 0, idle_s) for idle_s in _IDLE_S]
     held_out = [DesignedBatch(1, 0, idle_s) for idle_s in _OTHER_IDLE_S]
+    room = config.max_sequence_tokens - _MOST_OWN_TOKENS - _OUTPUT_TOKENS[1] - 1
+    for kind, tokens in ((fitted, _SHARED_TOKENS), (held_out, _OTHER_SHARED_TOKENS)):
+        sizes = rows if kind is fitted else others
+        kind += [
+            DesignedBatch(n, 0, 0.0, shared)
+            for n in sizes
+            for shared in tokens
+            if n <= _MOST_SHARING and shared <= room
+        ]
     fitted += [DesignedBatch(n, k) for n in rows for k in ((*_KS, None) if speculates else (0,))]
     held_out += [
         DesignedBatch(n, k) for n in others for k in ((*_OTHER_KS, None) if speculates else (0,))
@@ -87,22 +103,24 @@ class Calibrator:
         clock: Callable[[], float] = time.perf_counter,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        config = structs.replace(config, prefix_cache=False)
         executor.reset()
         self._config, self._clock, self._pause = config, clock, pause
         self._meter = StepMeter(executor, config.max_slots, clock)
         # By whether `goodput` chooses depths. In the other one requests choose theirs themselves.
-        self._engines = {False: self._make(LookaheadConfig())}
+        # The third one has a prefix cache.
+        plain = LookaheadConfig()
+        self._engines = {_PLAIN: self._make(plain), _SHARING: self._make(plain, shares=True)}
         if config.default_chain and config.lookahead.policy != "off":
             fixed = LookaheadConfig(policy="fixed", k=max(*_KS, *_OTHER_KS))
             controlled = LookaheadConfig(policy="goodput")
-            self._engines = {False: self._make(fixed), True: self._make(controlled)}
-        self._serving = False  # whose sequences the executor has
+            self._engines |= {_PLAIN: self._make(fixed), _CONTROLLED: self._make(controlled)}
+        self._serving = _PLAIN  # whose sequences the executor has
         self._running: set[str] = set()
         self._words: list[int] = []
 
-    def _make(self, lookahead: LookaheadConfig) -> Engine:
-        scheduler = Scheduler(structs.replace(self._config, lookahead=lookahead))
+    def _make(self, lookahead: LookaheadConfig, *, shares: bool = False) -> Engine:
+        config = structs.replace(self._config, lookahead=lookahead, prefix_cache=shares)
+        scheduler = Scheduler(config)
         return Engine(scheduler, self._meter, clock=self._clock, seed=0)
 
     def measure(
@@ -133,7 +151,8 @@ class Calibrator:
         if not self._words:
             self._speak(rng)
         controlled = batch.k is None
-        engine, running = self._engine_of(controlled), self._running
+        kind = _CONTROLLED if controlled else _SHARING if batch.shared_tokens else _PLAIN
+        engine, running = self._engine_of(kind), self._running
         found = []
         for _ in range(steps):
             requests = [self._request(batch, rng) for _ in range(batch.rows - len(running))]
@@ -153,15 +172,15 @@ class Calibrator:
         running.clear()
         return found
 
-    def _engine_of(self, controlled: bool) -> Engine:
-        """Ready to serve: the executor may have had to do with the other one."""
-        if controlled not in self._engines:
+    def _engine_of(self, kind: str) -> Engine:
+        """Ready to serve: the executor may have had to do with another one."""
+        if kind not in self._engines:
             raise ValueError("k: is None, but nobody drafts; give 0")
-        engine = self._engines[controlled]
-        if controlled != self._serving:
+        engine = self._engines[kind]
+        if kind != self._serving:
             self._meter.reset()
             engine.scheduler.executor_reset(self._clock())
-            self._serving = controlled
+            self._serving = kind
         return engine
 
     def _prompt(self, length: int, rng: np.random.Generator) -> list[int]:
@@ -172,7 +191,7 @@ class Calibrator:
     def _speak(self, rng: np.random.Generator) -> None:
         most = min(self._config.max_sequence_tokens - 2, _SPOKEN_TOKENS)
         params = SamplingParams(max_tokens=most, ignore_eos=True, max_lookahead=0)
-        engine = self._engine_of(controlled=False)
+        engine = self._engine_of(_PLAIN)
         said: dict[str, list[int]] = {}
         for first in rng.integers(0, self._config.vocab_size, _SPEAKERS).tolist():
             said[engine.add([first], params).request_id] = [first]
@@ -188,13 +207,18 @@ class Calibrator:
         room = self._config.max_sequence_tokens - _OUTPUT_TOKENS[1] - 1
         most = max(min(_MOST_PROMPT_TOKENS, room), 1)
         length = _at_any_scale(min(_LEAST_PROMPT_TOKENS, most), most, rng)
+        shared = self._words[:1] * batch.shared_tokens
+        if shared:
+            length = _at_any_scale(_LEAST_PROMPT_TOKENS, _MOST_OWN_TOKENS, rng)
         params = SamplingParams(
             temperature=0.0,
-            max_tokens=_WOKEN_TOKENS if batch.idle_s else _at_any_scale(*_OUTPUT_TOKENS, rng),
+            max_tokens=_WOKEN_TOKENS
+            if batch.idle_s or shared
+            else _at_any_scale(*_OUTPUT_TOKENS, rng),
             ignore_eos=True,
             max_lookahead=batch.k,
         )
-        return self._prompt(length, rng), params
+        return shared + self._prompt(length, rng), params
 
 
 def _at_any_scale(least: int, most: int, rng: np.random.Generator) -> int:

@@ -41,11 +41,13 @@ class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`crowded`: how many times as long a processor takes while all of them are busy, as those do
-    that share a core or a memory; with some of them busy, of that as much. `server` is of each
-    replica, `client` of all."""
+    that share a core or a memory; with some of them busy, of that as much. `switch_s`: what a
+    server or the client takes more for a piece of work that finds no processor free, and so takes
+    one from an engine, with what is in its caches. `server` is of each replica, `client` of all."""
 
     cores: int
     crowded: float = 1.0
+    switch_s: float = 0.0
     server: Work = Work()
     client: Work = Work()
 
@@ -55,6 +57,9 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 1 <= self.crowded < math.inf:
             problem = f"{self.crowded} is not allowed"
             raise FieldError("host.crowded", problem, "give 1 (no slower) or more")
+        if not 0 <= self.switch_s < math.inf:
+            problem = f"{self.switch_s} is not allowed"
+            raise FieldError("host.switch_s", problem, "give 0 or more seconds")
 
     def pace(self, busy: int) -> float:
         """Of each of so much work under way, of what it has alone on the machine."""
@@ -93,6 +98,11 @@ class Processors:
         self._move(now_s)
         self._count += 1
         heapq.heappush(self._work, (self._done_s + work_s, self._count, ended))
+
+    @property
+    def switch_s(self) -> float:
+        """What it costs to begin something now that is no engine's step."""
+        return self._host.switch_s if len(self._work) >= self._host.cores else 0.0
 
     def next_s(self) -> float:
         """When something ends, if nothing begins before."""
@@ -133,6 +143,7 @@ class Clerk:
             work_s, ended = self._waiting.popleft()
             if work_s:
                 self._busy = True
+                work_s += self._processors.switch_s
                 self._processors.start(work_s, partial(self._done, ended), now_s)
             else:
                 ended(now_s)

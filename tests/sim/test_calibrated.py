@@ -158,6 +158,8 @@ def test_designed_batches_of_an_engine_that_is_known() -> None:
     assert {s.work.draft_depth > 0 for s in known if s.controlled} == {True, False}
     mixed = [s for s in known if s.work.decode_rows and s.work.prefill_tokens]
     assert len(mixed) > 20 and max(s.host_s for s in known) < 1e-9
+    hits = [s for s in known if s.work.admitted and s.work.prefill_context_tokens >= 64]
+    assert len(hits) > 10, "prompts of which a prefix cache has the beginning"
     found = accuracy(fit_prices(known), others)
     assert abs(found.total) < 0.01 and found.p90 < 0.02
 

@@ -114,6 +114,20 @@ def test_what_servers_and_client_compute_is_waited_for() -> None:
     assert found.e2e_s == pytest.approx(0.004 + 5 * STEP_S + behind_s)
 
 
+def test_who_finds_no_processor_free_takes_one_from_an_engine_and_more_time() -> None:
+    """Beside one engine's step on one processor; where another is free it costs nothing."""
+    for cores, taken_s in ((1, 0.005), (2, 0.0)):
+        processors, done = Processors(Host(cores=cores, switch_s=0.005)), dict[str, float]()
+        processors.start(0.1, partial(_note, done, "step"), 0.0)
+        Clerk(processors).do(0.01, partial(_note, done, "server"), 0.0)
+        while (now_s := processors.next_s()) < 1e9:
+            for ended in processors.take_ended(now_s):
+                ended(now_s)
+        both = 0.1 + 0.01 + taken_s
+        expected = {"server": 2 * (0.01 + taken_s), "step": both}
+        assert done == pytest.approx(expected if cores == 1 else {"server": 0.01, "step": 0.1})
+
+
 def test_two_replicas_on_one_processor_are_no_faster_than_one() -> None:
     requests = [TraceRequest(arrival_s=0.0, prompt_tokens=8, output_tokens=40) for _ in range(64)]
     cost = ConstantCost(step_duration_s=STEP_S)
@@ -136,6 +150,7 @@ def test_two_replicas_on_one_processor_are_no_faster_than_one() -> None:
         ('{"crowded": 1.2}', "--host: .* says none .*cores"),
         ('{"cores": 0}', "--host: .* says none .*cores: 0 is not allowed; give 1"),
         ('{"cores": 2, "crowded": 0.9}', "host.crowded: 0.9 is not allowed; give 1"),
+        ('{"cores": 2, "switch_s": -1}', "host.switch_s: -1.0 is not allowed"),
         ('{"cores": 2, "server": {"token_s": -1}}', "host.token_s: -1.0 is not allowed"),
         ('{"cores": 2, "threads": 1}', "--host: .* says none .*threads"),
     ],
