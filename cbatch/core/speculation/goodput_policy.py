@@ -130,7 +130,7 @@ class GoodputPolicy(LearningPolicy):
         stood = self._steps - self._decided_at
         if not self._is_looked_at(stood):
             return
-        if step.total_drafted and self.drafting and (stood - _SETTLED) % MOST_STEPS == 0:
+        if step.total_drafted and self.drafting and not self._steps % MOST_STEPS:
             self._depths.observe(step.rows, drafted, accepted)
         sample = step.sample()
         if step.total_drafted and not self.drafting:
