@@ -32,7 +32,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=Path,
         metavar="FILE",
         help="prompts to answer: lines of text or JSON ({prompt} or {messages}); texts are asked "
-        "by the model's chat template, where it has one (default: questions that come with this)",
+        "by the model's chat template, where it has one (default: questions that it asks itself)",
+    )
+    parser.add_argument(
+        "--questions",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="that it asks itself, where no prompts and no texts are given; OUT/questions.jsonl "
+        "has them (default: 2000)",
     )
     parser.add_argument(
         "--text", type=Path, nargs="+", default=[], metavar="FILE", help="texts to read instead"
@@ -64,17 +72,18 @@ def run(args: argparse.Namespace) -> int:
     from cbatch.engine.model_files import find_model
     from cbatch.training.train_head import record, train_head
 
-    for field in ("answer_tokens", "lesson_minutes", "minutes", "draft_vocab", "depth"):
+    counts = ("questions", "answer_tokens", "lesson_minutes", "minutes", "draft_vocab", "depth")
+    for field in counts:
         value = getattr(args, field)
         if value is not None and value <= 0:
             raise FieldError(field, f"{getattr(args, field)!r} is not allowed", "give more than 0")
     if args.threads:
         torch.set_num_threads(args.threads)
     model = find_model(args.model)
+    args.out.mkdir(parents=True, exist_ok=True)
     prompts = list(_prompts(args, model))
     if not prompts:
         raise FieldError("prompts", "nothing to answer, nothing to read", "give lines, or texts")
-    args.out.mkdir(parents=True, exist_ok=True)
     seconds = args.lesson_minutes * 60
     shards = record(model, prompts, args.out / "lessons", seconds, args.kind)
     found = train_head(
@@ -100,7 +109,6 @@ def _prompts(args: argparse.Namespace, model: str | Path) -> Iterator[tuple[list
     """Token ids, and how they are answered."""
     from cbatch.core.request.request import SamplingParams
     from cbatch.engine.model_files import tokenizer_of
-    from cbatch.training.questions import questions
 
     tokenizer = tokenizer_of(model)
     for file in args.text:
@@ -109,12 +117,26 @@ def _prompts(args: argparse.Namespace, model: str | Path) -> Iterator[tuple[list
             yield ids[at : at + _TEXT_TOKENS], SamplingParams(max_tokens=1)
     if args.text and args.prompts is None:
         return
-    lines = questions() if args.prompts is None else _read(args.prompts, "prompts").splitlines()
-    for number, line in enumerate(filter(str.strip, lines)):
-        text, whole = _asked(line, model, args.prompts, number)
+    file = args.prompts or _own_questions(args, model)
+    for number, line in enumerate(filter(str.strip, _read(file, "prompts").splitlines())):
+        text, whole = _asked(line, model, file, number)
         temperature = _TEMPERATURES[number % len(_TEMPERATURES)]
         params = SamplingParams(max_tokens=args.answer_tokens, temperature=temperature)
         yield tokenizer.encode(text, add_special_tokens=not whole), params
+
+
+def _own_questions(args: argparse.Namespace, model: str | Path) -> Path:
+    from cbatch.engine.model_files import chat_template_of
+    from cbatch.training.questions import ask_itself
+
+    file: Path = args.out / "questions.jsonl"
+    if not file.exists():
+        texts = ask_itself(model, args.questions, progress=True)
+        asked: list[dict[str, Any]] = [{"prompt": text} for text in texts]
+        if chat_template_of(model) is not None:
+            asked = [{"messages": [{"role": "user", "content": text}]} for text in asked]
+        file.write_text("".join(json.dumps(each) + "\n" for each in asked), encoding="utf-8")
+    return file
 
 
 def _read(file: Path, field: str) -> str:
@@ -124,12 +146,12 @@ def _read(file: Path, field: str) -> str:
         raise FieldError(field, f"{file} cannot be read ({error})", "name a text file") from None
 
 
-def _asked(line: str, model: str | Path, file: Path | None, number: int) -> tuple[str, bool]:
+def _asked(line: str, model: str | Path, file: Path, number: int) -> tuple[str, bool]:
     """The text of a prompt, and whether a chat template has made it."""
     from cbatch.engine.model_files import chat_template_of
 
     found: Any = line
-    if file is not None and line.lstrip().startswith("{"):
+    if line.lstrip().startswith("{"):
         try:
             held = json.loads(line)
             found = held["messages"] if "messages" in held else held["prompt"]
