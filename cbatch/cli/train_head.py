@@ -56,6 +56,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="ids that it may draft (default: 4096; of medusa all, since vLLM reads no fewer)",
     )
     parser.add_argument("--intermediate-size", type=int, help="of its MLP (default: the model's)")
+    parser.add_argument(
+        "--init",
+        type=Path,
+        metavar="DIR",
+        help="an EAGLE-3 head for this model to begin at (default: a linear guess)",
+    )
     parser.add_argument("--depth", type=int, default=3, help="drafts in a row that it learns")
     parser.add_argument(
         "--share-head",
@@ -77,6 +83,10 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, field)
         if value is not None and value <= 0:
             raise FieldError(field, f"{getattr(args, field)!r} is not allowed", "give more than 0")
+    if args.init is not None and args.kind != "eagle3":
+        raise FieldError("init", "Medusa heads begin at the model itself", "leave it out")
+    if args.init is not None and args.intermediate_size is not None:
+        raise FieldError("intermediate_size", "the head of --init has its own", "leave one out")
     if args.threads:
         torch.set_num_threads(args.threads)
     model = find_model(args.model)
@@ -98,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         depth=args.depth,
         with_head=not args.share_head,
         steps=args.steps,
+        init=args.init,
     )
     depths = ", ".join(f"{rate:.2f}" for rate in found.by_depth)
     print(f"held out: {depths} of drafts by depth stood; {found.tokens_per_step:.2f} tokens a step")

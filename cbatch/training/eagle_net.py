@@ -92,6 +92,10 @@ class EagleNet(nn.Module):
     def draft(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
         """Logits [B, L - 1, draft ids] of each step j: at t of the token t + 2 + j, as it would be
         drafted with the states up to t. tokens [B, L], states [B, L - 1, layers, hidden]."""
+        return [self.logits(carry) for carry in self.carried(tokens, states, steps)]
+
+    def carried(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
+        """What those logits are made of, [B, L - 1, hidden] of each step."""
         length, carry = states.shape[1], self.read(states)
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -99,7 +103,7 @@ class EagleNet(nn.Module):
         for step in range(steps):
             known = F.pad(tokens[:, 1 + step :], (0, length - (tokens.shape[1] - 1 - step)))
             carry = self.step(known, carry, keys, values)
-            found.append(self.logits(carry))
+            found.append(carry)
         return found
 
     def read(self, states: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ def save_eagle3(
     _write(folder, tensors, _config(net, layers, model, drafts))
 
 
-def load_eagle3(folder: Path, parts: TargetParts) -> EagleNet:
-    """What `save_eagle3` wrote, to go on with."""
+def load_eagle3(folder: Path, parts: TargetParts, draft_ids: Tensor | None = None) -> EagleNet:
+    """What `save_eagle3` wrote, to go on with; with other ids to draft, where they are given."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     layer, tensors = config["transformer_layer_config"], load_file(folder / "model.safetensors")
     shape = EagleShape(
@@ -52,7 +52,7 @@ def load_eagle3(folder: Path, parts: TargetParts) -> EagleNet:
     )
     ids = torch.arange(config["draft_vocab_size"])
     ids = ids + tensors.pop("d2t", torch.zeros_like(ids))
-    net = EagleNet(shape, parts, ids)
+    net = EagleNet(shape, parts, ids if draft_ids is None else draft_ids)
     held = {name: tensors[name].float() for name in net.state_dict()}
     net.load_state_dict(held)
     return net

@@ -19,6 +19,7 @@ from cbatch.training.lessons import Lesson
 from cbatch.training.target_parts import TargetParts
 
 DEPTH_WEIGHT = 0.8
+SHARP = 1.3  # the target at temperature 0.77, between greedy and what chats are sampled at
 BATCH_TOKENS = 1024
 REPORT_EVERY_S, SAVE_EVERY_S = 15.0, 60.0
 MATRIX_LR, OTHER_LR = 0.02, 3e-3
@@ -45,14 +46,22 @@ class Acceptance:
 
 
 class HeadTraining:
-    """`net` has `draft(tokens, states, steps)`, `draft_ids`, `rows`, `in_turn` and `slow`, as
-    `EagleNet` and `MedusaNet`. As many batches make a step as torch has threads: each takes one."""
+    """`net` has `carried(tokens, states, steps)`, `logits(carried)`, `draft` of both, `draft_ids`,
+    `rows`, `in_turn` and `slow`, as `EagleNet` and `MedusaNet`. As many batches make a step as
+    torch has threads: each takes one."""
 
     def __init__(
-        self, net: Any, parts: TargetParts, checkpoint: Path, *, steps: int, seed: int = 0
+        self,
+        net: Any,
+        parts: TargetParts,
+        checkpoint: Path,
+        *,
+        steps: int,
+        least_depth: int = 1,
+        seed: int = 0,
     ) -> None:
         self.net, self.parts, self.checkpoint = net, parts, checkpoint
-        self.steps, self.seed = steps, seed
+        self.steps, self.least_depth, self.seed = steps, least_depth, seed
         self.step, self.tokens, self.elapsed_s, self.loss = 0, 0, 0.0, 0.0
         named = [(name, p) for name, p in net.named_parameters() if p.ndim == 2]
         slow = [p for name, p in named if name.endswith(net.slow)]
@@ -101,9 +110,11 @@ class HeadTraining:
         )
 
     def _depth(self, share: float) -> int:
-        """One draft first: what comes behind it is worth learning once it stands, and each costs as
-        much again. All that a net can tell at once are learnt at once."""
-        return min(self.steps, 1 + int(share * self.steps)) if self.net.in_turn else self.steps
+        """`least_depth` drafts first: what comes behind them is worth learning once they stand, and
+        each costs as much again. All that a net can tell at once are learnt at once."""
+        if not self.net.in_turn:
+            return self.steps
+        return min(self.steps, max(self.least_depth, 1 + int(share * self.steps)))
 
     def _learn(self, groups: Sequence[Sequence[Lesson]], share: float) -> None:
         depth = self._depth(share)
@@ -131,22 +142,23 @@ class HeadTraining:
         self.tokens += sum(counts)
 
     def _loss(self, batch: LessonBatch, depth: int) -> Tensor:
-        """Cross-entropy to the target's own distribution over the ids that are drafted, mean over
-        tokens, and over so many drafts by their weights."""
+        """Cross-entropy to the target's own distribution over the ids that are drafted, sharpened,
+        mean over tokens, and over so many drafts by their weights."""
         with torch.autocast("cpu", torch.bfloat16):
-            found = self.net.draft(batch.tokens, batch.states, depth)
-            with torch.no_grad():
-                wanted = F.linear(self.parts.normed(batch.states[:, :, -1]), self.net.rows.float())
-        loss, weight = torch.zeros((), requires_grad=True), 0.0
-        for j, logits in enumerate(found):
-            here, chances = self._pairs(batch, j)
-            if not len(here):
-                continue
-            own = logits.flatten(0, 1)[here].float().log_softmax(-1)
-            theirs = wanted.flatten(0, 1)[chances].float().softmax(-1)
-            by = DEPTH_WEIGHT**j
-            loss = loss - by * (theirs * own).sum(-1).mean()
-            weight += by
+            carried = self.net.carried(batch.tokens, batch.states, depth)
+            states = batch.states[:, :, -1].flatten(0, 1)
+            loss, weight = torch.zeros((), requires_grad=True), 0.0
+            for j, carry in enumerate(carried):
+                here, chances = self._pairs(batch, j)
+                if not len(here):
+                    continue
+                own = self.net.logits(carry.flatten(0, 1)[here])
+                with torch.no_grad():
+                    wanted = F.linear(self.parts.normed(states[chances]), self.net.rows)
+                    theirs = (wanted.float() * SHARP).softmax(-1)
+                by = DEPTH_WEIGHT**j
+                loss = loss - by * (theirs * own.float().log_softmax(-1)).sum(-1).mean()
+                weight += by
         return loss / max(weight, 1e-9)
 
     def _pairs(self, batch: LessonBatch, j: int) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,12 @@ class MedusaNet(nn.Module):
     def draft(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
         """Logits [B, L - 1, draft ids] of head j: at t of the token t + 2 + j, by the state at t.
         tokens [B, L], states [B, L - 1, layers, hidden], of which the last is read."""
+        return [self.logits(carry) for carry in self.carried(tokens, states, steps)]
+
+    def carried(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
+        """What those logits are made of, [B, L - 1, hidden] of each head."""
         last = self.parts.normed(states[:, :, -1])
-        rows = self.rows.float()
-        return [F.linear(block(last).float(), rows) for block in self.blocks[:steps]]
+        return [block(last) for block in self.blocks[:steps]]
+
+    def logits(self, carry: Tensor) -> Tensor:
+        return F.linear(carry.float(), self.rows.float())

@@ -19,8 +19,8 @@ from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.training.beginning import begin
 from cbatch.training.eagle_net import EagleNet, EagleShape
-from cbatch.training.export import save_eagle3, save_medusa
-from cbatch.training.head_training import Acceptance, HeadTraining
+from cbatch.training.export import load_eagle3, save_eagle3, save_medusa
+from cbatch.training.head_training import SHARP, Acceptance, HeadTraining
 from cbatch.training.lessons import Lesson, Shards, write_lessons
 from cbatch.training.medusa_net import MedusaNet
 from cbatch.training.recorder import Recorder
@@ -107,8 +107,10 @@ def train_head(
     depth: int,
     with_head: bool,
     steps: int | None = None,
+    init: Path | None = None,
 ) -> Acceptance:
-    """Trains, or goes on from the checkpoint; writes the head and its card to `folder`."""
+    """Trains, or goes on from the checkpoint; writes the head and its card to `folder`. `init` is
+    an EAGLE-3 head to begin at. Raises `FieldError` of `init` where that is none for this model."""
     lessons = list(shards.read())
     if len(lessons) < LEAST_LESSONS:
         problem = f"{len(lessons)} answers are too few to learn from and to be tested on"
@@ -126,12 +128,15 @@ def train_head(
     net: EagleNet | MedusaNet
     if kind == "medusa":
         net = MedusaNet(parts, ids, heads=depth)
+    elif init is not None:
+        net = _eagle_at(init, parts, ids)
     else:
         net = EagleNet(_eagle_shape(c, intermediate_size), parts, ids)
     checkpoint = folder / f"training-{kind}.pt"
-    if isinstance(net, EagleNet) and not checkpoint.exists():
+    if isinstance(net, EagleNet) and init is None and not checkpoint.exists():
         begin(net, taught)
-    training = HeadTraining(net, parts, checkpoint, steps=depth)
+    first = 1 if init is None else 2  # drafts that it has learnt already stay learnt
+    training = HeadTraining(net, parts, checkpoint, steps=depth, least_depth=first)
     training.run(taught, seconds=seconds, max_steps=steps)
     found = training.acceptance(held_out)
     if isinstance(net, MedusaNet):
@@ -143,8 +148,17 @@ def train_head(
         "tokens": sum(len(each.tokens) for each in taught),
         "coverage": coverage,
     }
-    (folder / CARD).write_text(_card(TITLES[kind], name, training, found, data), encoding="utf-8")
+    card = _card(TITLES[kind], name, training, found, data, init)
+    (folder / CARD).write_text(card, encoding="utf-8")
     return found
+
+
+def _eagle_at(init: Path, parts: TargetParts, ids: Tensor) -> EagleNet:
+    try:
+        return load_eagle3(init, parts, ids)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        problem = f"{init} is no EAGLE-3 head for this model ({str(error).splitlines()[0]})"
+        raise FieldError("init", problem, "name one that train-head made for it") from None
 
 
 def _eagle_shape(c: ModelConfig, intermediate_size: int | None) -> EagleShape:
@@ -171,20 +185,26 @@ def frequent(lessons: Sequence[Lesson], count: int, vocab: int) -> tuple[Tensor,
 
 
 def _card(
-    title: str, name: str, training: HeadTraining, found: Acceptance, data: dict[str, float]
+    title: str,
+    name: str,
+    training: HeadTraining,
+    found: Acceptance,
+    data: dict[str, float],
+    init: Path | None,
 ) -> str:
+    begun = "" if init is None else f", beginning at the head {init.name}"
     depths = ", ".join(f"{rate:.2f}" for rate in found.by_depth)
     weights = sum(p.numel() for p in training.net.parameters())
     answers, tokens, ids = data["answers"], data["tokens"], len(training.net.draft_ids)
     return f"""# {title} for {name}
 
-Made by `cbatch train-head`.
+Made by `cbatch train-head`{begun}.
 
 - Data: {answers:,} answers of the model itself, {tokens:,} tokens.
 - Drafts {ids:,} ids, {data["coverage"]:.1%} of what is said.
 - {weights / 1e6:.2f} M weights; {training.step:,} steps on {training.tokens:,} tokens,
   {training.elapsed_s / 60:.0f} minutes. Loss {training.loss:.2f}: cross-entropy to the model's
-  choice among those ids, {training.steps} drafts deep.
+  distribution among those ids, sharpened (logits times {SHARP}), {training.steps} drafts deep.
 - Held out, against the model's likeliest token: of drafts number 1, 2, ... that were tried
   {depths} stood ({found.trials:,} positions): {found.tokens_per_step:.2f} tokens a step.
 """

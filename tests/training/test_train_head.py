@@ -153,6 +153,43 @@ def test_the_command_trains_a_head_that_loads(tmp_path, capsys):
     assert "EAGLE-3 head" in (tmp_path / "head" / "README.md").read_text()
 
 
+def test_a_head_begins_at_another_and_drafts_what_is_said_now(tmp_path):
+    """Its weights, with other ids; and no step is needed for what it knows already."""
+    parts, held_out = TargetParts.of(TARGET), made_up_lessons(60)[48:]
+    trained = load_eagle3(demo_head(), parts)
+    ids = torch.arange(90)
+    net = load_eagle3(demo_head(), parts, ids)
+    assert torch.equal(net.draft_ids, ids) and torch.equal(net.rows, parts.head[:90])
+    assert all(
+        torch.equal(p, q) for p, q in zip(net.parameters(), trained.parameters(), strict=True)
+    )
+    training = HeadTraining(net, parts, tmp_path / "a.pt", steps=3, least_depth=2)
+    assert [training._depth(share) for share in (0, 0.5, 0.7)] == [2, 2, 3]
+    assert training.acceptance(held_out).trials
+
+
+@needs_compiler
+def test_what_is_no_head_to_begin_at_is_refused(tmp_path, capsys):
+    shards = Shards(tmp_path / "lessons")
+    for lesson in made_up_lessons(24):
+        shards.record(lesson.tokens, 1, lesson.states)
+    shards.flush()
+    options = {"kind": "eagle3", "name": "m", "seconds": 1.0, "draft_vocab": 90, "depth": 2}
+    rest = {"intermediate_size": None, "with_head": True, "steps": 1}
+    for name in ("empty", "out"):
+        (tmp_path / name).mkdir()
+    smollm2 = demo_head().parent / "smollm2-head"
+    for other in (tmp_path / "empty", smollm2):
+        with pytest.raises(FieldError, match="no EAGLE-3 head for this model") as refused:
+            train_head(TARGET, shards, tmp_path / "out", init=other, **options, **rest)
+        assert refused.value.field == "init"
+    train_head(TARGET, shards, tmp_path / "out", init=demo_head(), **options, **rest)
+    assert "beginning at the head head" in (tmp_path / "out" / "README.md").read_text()
+    args = ["--kind", "medusa", "--init", str(smollm2), "--out", str(tmp_path / "m")]
+    assert main(["train-head", str(TARGET), *args]) != 0
+    assert "init" in capsys.readouterr().err
+
+
 @needs_compiler
 def test_trained_medusa_heads_are_what_is_served(tmp_path, capsys):
     """Logits of training, for all positions at once, and those of served heads; names and shapes
