@@ -58,9 +58,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--intermediate-size", type=int, help="of its MLP (default: the model's)")
     parser.add_argument(
         "--init",
-        type=Path,
-        metavar="DIR",
-        help="an EAGLE-3 head for this model to begin at (default: a linear guess)",
+        metavar="HEAD",
+        help="an EAGLE-3 head for this model to begin at, a shipped one by its name (default: a "
+        "linear guess)",
     )
     parser.add_argument("--depth", type=int, default=3, help="drafts in a row that it learns")
     parser.add_argument(
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         depth=args.depth,
         with_head=not args.share_head,
         steps=args.steps,
-        init=args.init,
+        init=None if args.init is None else Path(find_model(args.init, "init")),
     )
     depths = ", ".join(f"{rate:.2f}" for rate in found.by_depth)
     print(f"held out: {depths} of drafts by depth stood; {found.tokens_per_step:.2f} tokens a step")
