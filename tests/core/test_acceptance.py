@@ -181,7 +181,6 @@ def test_survival_is_as_observed_whatever_the_profile(hazards: np.ndarray) -> No
     truth = np.cumprod(hazards)
     alpha = float(truth.sum() / (1 + truth[:-1].sum()))
     believed = survival(np.array([25 * alpha]), np.array([25.0]), DEPTH)[0]
-    believed = believed * truth[0] / believed[0]  # the first depth's level is for the estimates
     one = slice(0, 1)
     found = by_depth(hazards, believed).corrected(one, believed[:, None])[:, 0]
     assert found == pytest.approx(truth, rel=0.1)
@@ -191,11 +190,18 @@ def test_survival_is_as_observed_whatever_the_profile(hazards: np.ndarray) -> No
     assert censored[-1] < 0.7 * truth[-1]
 
 
-def test_what_every_depth_does_alike_is_left_to_the_estimates() -> None:
-    believed = 0.7 ** np.arange(1, DEPTH + 1)
-    found = by_depth(np.full(DEPTH, 0.4), believed)
-    first = found.corrected(slice(0, 1), believed[:, None])[0, 0]
-    assert first == believed[0], "the prior's mistake is not the depths'"
+def test_what_is_believed_of_all_depths_is_corrected_and_that_fades_while_nobody_drafts() -> None:
+    """A lookup: half of its first drafts stand, nine in ten behind those. N / D lies between."""
+    hazards = np.array([0.5] + [0.9] * (DEPTH - 1))
+    truth = np.cumprod(hazards)
+    alpha = float(truth.sum() / (1 + truth[:-1].sum()))
+    believed = survival(np.array([25 * alpha]), np.array([25.0]), DEPTH)[0]
+    assert believed[0] > 1.3 * truth[0]
+    depths, one = by_depth(hazards, believed), slice(0, 1)
+    assert depths.corrected(one, believed[:, None])[:, 0] == pytest.approx(truth, rel=0.1)
+    for _ in range(6):
+        depths.fade()
+    assert depths.corrected(one, believed[:, None])[:, 0] == pytest.approx(believed, rel=0.02)
 
 
 def test_survival_stays_a_chance_that_never_rises() -> None:

@@ -24,8 +24,10 @@ slightly above alpha^j while little is known, which keeps exploring.
   judged as a block (`triton_kernels/verification/block_reference.py`) it is the chance that one
   more was accepted, given those before: a martingale just so.
 - a correction by depth. S_j knows no depth: drafts of a block are accepted more often the deeper
-  they lie, and a drafter may lose its way. What survived over what was expected, relative to the
-  first depth, is alike in all requests: the fleet's.
+  they lie, a drafter may lose its way, and a lookup's first draft fails where the text leaves what
+  it repeats, while the ones behind it mostly stand: N / D, of all trials, is too high for a first
+  draft then. What survived over what was expected is the fleet's, since it is alike in all
+  requests. While nobody drafts it fades: a mistake would keep everybody from drafting for ever.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from cbatch.core.speculation.stats import SurvivalStats
 Rows = slice | np.ndarray  # selects slots
 
 FLEET_TRIALS = 160.0  # memory of the prior's mean: some ten requests
-_DEPTH_MEMORY = 0.95  # of the correction by depth, a decision
+_DEPTH_MEMORY = 0.99  # of the correction by depth, a step that is looked at
+_IDLE_FADE = 0.5  # of that, a decision while nobody drafts
 _DEPTH_DOUBT = 5.0  # drafts of a depth, survived as foretold, that stand for what is not known yet
 
 
@@ -137,23 +140,28 @@ class DepthCorrection:
         self._sums = np.full((2, depth), _DEPTH_DOUBT)  # expected to survive, survived; decayed
 
     def corrected(self, rows: Rows, survival: np.ndarray) -> np.ndarray:
-        """Float64 [depth, rows], as is `survival`: relative to what is seen of the first depth."""
+        """Float64 [depth, rows], as is `survival`."""
         depth = len(survival)
         by_depth = self._sums[1, :depth] / self._sums[0, :depth]
-        found = survival * (by_depth / by_depth[0])[:, None]
+        found = survival * by_depth[:, None]
         found = np.minimum.accumulate(np.minimum(found, 1.0, out=found), axis=0)
         self._expected[0][:depth, rows] = survival
         self._expected[1][:depth, rows] = found
         return found
 
     def observe(self, rows: Rows, num_drafted: np.ndarray, num_accepted: np.ndarray) -> None:
-        """A step for which a decision was made, int32 [rows] each."""
+        """A step behind a decision, int32 [rows] each."""
         drafted = self._depths < num_drafted
         survived = np.add.reduce(self._depths < num_accepted, axis=1)
         expected, predicted = np.add.reduce(self._expected[:, :, rows] * drafted, axis=2)
         self._totals += np.add.reduce(drafted, axis=1), predicted, survived
         self._sums -= (1 - _DEPTH_MEMORY) * (self._sums - _DEPTH_DOUBT)
         self._sums += expected, survived
+
+    def fade(self) -> None:
+        """While nobody drafts: what was seen holds less and less."""
+        expected, survived = self._sums
+        survived += _IDLE_FADE * (expected - survived)
 
     @property
     def calibration(self) -> SurvivalStats:

@@ -130,7 +130,7 @@ class GoodputPolicy(LearningPolicy):
         stood = self._steps - self._decided_at
         if not self._is_looked_at(stood):
             return
-        if step.total_drafted and self.drafting and not self._steps % MOST_STEPS:
+        if step.total_drafted and self.drafting and not self._steps % LEAST_STEPS:
             self._depths.observe(step.rows, drafted, accepted)
         sample = step.sample()
         if step.total_drafted and not self.drafting:
@@ -204,6 +204,8 @@ class GoodputPolicy(LearningPolicy):
     def _decide(self, step: PlannedRows) -> np.ndarray | None:
         self._decided_at = self._steps
         self._learn()
+        if not self.drafting:
+            self._depths.fade()
         disturbed, all_new = self._disturbed(step.num_rows), self._newcomers >= step.num_rows
         self._newcomers, self._judged_rows = 0, step.num_rows
         deepest = int(np.maximum.reduce(step.caps, initial=0))
