@@ -146,18 +146,19 @@ class HeadTraining:
         mean over tokens, and over so many drafts by their weights."""
         with torch.autocast("cpu", torch.bfloat16):
             carried = self.net.carried(batch.tokens, batch.states, depth)
-            states = batch.states[:, :, -1].flatten(0, 1)
+            every = self._pairs(batch, 0)[1]  # those of later drafts are among these
+            with torch.no_grad():
+                states = batch.states[:, :, -1].flatten(0, 1)[every]
+                wanted = F.linear(self.parts.normed(states), self.net.rows)
+                theirs = (wanted.float() * SHARP).softmax(-1)
             loss, weight = torch.zeros((), requires_grad=True), 0.0
             for j, carry in enumerate(carried):
                 here, chances = self._pairs(batch, j)
                 if not len(here):
                     continue
-                own = self.net.logits(carry.flatten(0, 1)[here])
-                with torch.no_grad():
-                    wanted = F.linear(self.parts.normed(states[chances]), self.net.rows)
-                    theirs = (wanted.float() * SHARP).softmax(-1)
+                own = self.net.logits(carry.flatten(0, 1)[here]).float().log_softmax(-1)
                 by = DEPTH_WEIGHT**j
-                loss = loss - by * (theirs * own.float().log_softmax(-1)).sum(-1).mean()
+                loss = loss - by * (theirs[torch.searchsorted(every, chances)] * own).sum(-1).mean()
                 weight += by
         return loss / max(weight, 1e-9)
 

@@ -125,6 +125,7 @@ def train_head(
         raise FieldError("out", problem, "give another folder")
     most = draft_vocab or (c.vocab_size if kind == "medusa" else DRAFT_VOCAB)
     ids, coverage = frequent(taught, min(most, c.vocab_size), c.vocab_size)
+    checkpoint = folder / f"training-{kind}.pt"
     net: EagleNet | MedusaNet
     if kind == "medusa":
         net = MedusaNet(parts, ids, heads=depth)
@@ -132,9 +133,8 @@ def train_head(
         net = _eagle_at(init, parts, ids)
     else:
         net = EagleNet(_eagle_shape(c, intermediate_size), parts, ids)
-    checkpoint = folder / f"training-{kind}.pt"
-    if isinstance(net, EagleNet) and init is None and not checkpoint.exists():
-        begin(net, taught)
+        if not checkpoint.exists():
+            begin(net, taught)
     first = 1 if init is None else 2  # drafts that it has learnt already stay learnt
     training = HeadTraining(net, parts, checkpoint, steps=depth, least_depth=first)
     training.run(taught, seconds=seconds, max_steps=steps)
