@@ -11,6 +11,7 @@ from typing import Any
 from cbatch.core.request.errors import FieldError
 
 _TEXT_TOKENS = 256  # of a text that is read at once
+_QUESTIONS = 2000
 _TEMPERATURES = (0.0, 0.0, 0.0, 0.8, 0.8)  # of the answers, in turn
 
 
@@ -37,10 +38,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--questions",
         type=int,
-        default=2000,
         metavar="N",
         help="that it asks itself, where no prompts and no texts are given; OUT/questions.jsonl "
-        "has them (default: 2000)",
+        f"has them (default: {_QUESTIONS})",
     )
     parser.add_argument(
         "--text", type=Path, nargs="+", default=[], metavar="FILE", help="texts to read instead"
@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, field)
         if value is not None and value <= 0:
             raise FieldError(field, f"{getattr(args, field)!r} is not allowed", "give more than 0")
+    if args.questions is not None and (args.prompts is not None or args.text):
+        raise FieldError("questions", "prompts or texts are given instead", "leave one out")
     if args.init is not None and args.kind != "eagle3":
         raise FieldError("init", "Medusa heads begin at the model itself", "leave it out")
     if args.init is not None and args.intermediate_size is not None:
@@ -142,7 +144,7 @@ def _own_questions(args: argparse.Namespace, model: str | Path) -> Path:
 
     file: Path = args.out / "questions.jsonl"
     if not file.exists():
-        texts = ask_itself(model, args.questions, progress=True)
+        texts = ask_itself(model, args.questions or _QUESTIONS, progress=True)
         asked: list[dict[str, Any]] = [{"prompt": text} for text in texts]
         if chat_template_of(model) is not None:
             asked = [{"messages": [{"role": "user", "content": text}]} for text in asked]

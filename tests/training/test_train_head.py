@@ -185,9 +185,14 @@ def test_what_is_no_head_to_begin_at_is_refused(tmp_path, capsys):
         assert refused.value.field == "init"
     train_head(TARGET, shards, tmp_path / "out", init=demo_head(), **options, **rest)
     assert "beginning at the head head" in (tmp_path / "out" / "README.md").read_text()
-    args = ["--kind", "medusa", "--init", str(smollm2), "--out", str(tmp_path / "m")]
-    assert main(["train-head", str(TARGET), *args]) != 0
-    assert "init" in capsys.readouterr().err
+    args = ["train-head", str(TARGET), "--out", str(tmp_path / "m")]
+    for field, refused_options in (
+        ("init", ["--kind", "medusa", "--init", str(smollm2)]),
+        ("intermediate_size", ["--init", str(smollm2), "--intermediate-size", "64"]),
+        ("questions", ["--questions", "9", "--prompts", str(tmp_path / "none")]),
+    ):
+        assert main([*args, *refused_options]) != 0
+        assert field in capsys.readouterr().err
 
 
 @needs_compiler
