@@ -169,7 +169,7 @@ def drafts_of_a_row_given_up(drifts: bool, monkeypatch: pytest.MonkeyPatch) -> i
         if not drifts:
             patch.setattr(estimator, "drift", lambda config, estimate, *_: estimate)
         acceptance["given up"] = 0.0
-        for _ in range(800):  # until nothing but the drift would have it drafted again
+        for _ in range(400):  # until nothing but the drift would have it drafted again
             world.loop.step()
         while (k := drafts_of(world))["given up"] or not k["a"]:  # it is tried now and then
             pass
