@@ -45,6 +45,7 @@ class Turns:
         turns = 2 * len(lookups) + 1
         self._turns = {name: np.zeros((turns, slots), dtype=np.bool_) for name in self.names}
         self._order: list[tuple[int, str]] | None = None  # None: to be found out
+        self._chains: list[tuple[str, ...]] = [()] * slots  # that the turns are of
         self._owners: dict[int, tuple[str, int]] = {}
         self._carried: dict[tuple[str, int], NDArray[np.float64]] = {}  # of those who left
         self._by = np.zeros(slots, dtype=np.int64)  # who drafted in this step, for whom it is known
@@ -59,14 +60,20 @@ class Turns:
     def admit(self, admission: NewSequence, chain: tuple[str, ...]) -> None:
         """A sequence with this chain, all of `names`, enters a slot."""
         slot, owner = admission.slot, (admission.request_id, admission.choice)
-        self._owners[slot] = owner
+        if len(chain) == 1 and self._chains[slot] == chain:
+            return
+        self._chains[slot], self._owners[slot] = chain, owner
         self._replayed[slot] = len(admission.tokens)
         numbers = [self.names.index(name) for name in chain]
         self._choice.enter(slot, numbers, self._carried.pop(owner, None))
         self._seat(np.array([slot]))
 
     def release(self, slot: int) -> None:
-        """What was learnt is kept for a while: the sequence may have been preempted."""
+        """What was learnt is kept for a while: the sequence may have been preempted. Where there is
+        nothing to choose the turns stay, since the next one mostly has the same chain."""
+        if len(self._chains[slot]) == 1:
+            return
+        self._chains[slot] = ()
         owner, chose = self._owners.pop(slot, None), self._choice.chooses[slot]
         learnt = self._choice.leave(slot)
         if owner is not None and chose:
