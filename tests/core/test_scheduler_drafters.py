@@ -223,9 +223,8 @@ def test_the_controller_hears_of_a_fleet_that_got_better():
         policy.observe(DraftedRows(slice(0, 8), drafted, nothing, cost))
     assert not policy.drafting
     steps = [tell(0) for _ in range(MOST_IDLE_STEPS)]
-    assert sum(k is not None for k in steps) <= MOST_IDLE_STEPS // LEAST_IDLE_STEPS, (
-        "probes at most"
-    )
+    probes = MOST_IDLE_STEPS // LEAST_IDLE_STEPS
+    assert sum(k is not None for k in steps) <= LEAST_STEPS * probes, "no more than these"
     before = policy.estimate[0] / policy.estimate[1]
     k = next(k for k in (tell(11) for _ in range(MOST_IDLE_STEPS + 1)) if k is not None and k.all())
     after = policy.estimate[0] / policy.estimate[1]

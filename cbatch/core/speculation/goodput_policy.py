@@ -4,7 +4,8 @@ Beliefs (acceptance.py) and prices (cost_model.py) make a decision (draft_alloca
 stands for some steps: that many more the longer nothing changes. Steps in between cost a look at an
 array, and nothing at all while nobody drafts. Some steps are experiments, so that what is not done
 keeps its price: without drafts while there are some, with a draft of one row, which speaks for all,
-while there are none. They wait until what they lose is a small share of what was served since.
+while there are none. They come a few in a row, since the first finds caches and branches as the
+other way left them, and wait until what they lose is a small share of what was served since.
 Prices are learnt from steps between decisions: one that decides takes longer by that.
 
 No clock, no randomness: inputs are the calls.
@@ -70,13 +71,15 @@ class GoodputPolicy(LearningPolicy):
         self._learnt_at = 0  # the one that last brought beliefs up
         self._least_steps = LEAST_STEPS  # more, where steps are short
         self._worth_idle_steps = 0  # by when a decision has been paid for, while nobody drafts
-        self._probe_s = self._plain_s = 0.0  # what one takes, as measured, and a step without
+        self._plain_s = 0.0  # a step without drafts, at the latest probe
+        self._probe_s = self._spent_s = 0.0  # what one takes, as measured; what this one took
         self._until = self._interval = 0  # the step of the next decision; how far that was ahead
         self._newcomers = self._judged_rows = 0
         self._prompt_at = -_COLD_STEPS  # the last step with tokens of a prompt
         self._cold_share = 0.0  # of the steps that were looked at: with one, or right behind
         self._tried_at = 0  # the step of the last experiment
         self._probe_at = 0  # the one that may be the next, while nobody drafts
+        self._probe_until = 0  # the step behind the latest
         self._good_news = False  # since then, while nobody drafts
         self._plain_until = 0  # the step that drafts again
         self._look_from = self._look_until = 0  # steps that are looked at, besides every so many
@@ -107,7 +110,7 @@ class GoodputPolicy(LearningPolicy):
         if self._steps >= self._until or self._disturbed(step.num_rows):
             return self._decide(step)
         if not self.drafting:
-            return self._probe(step) if self._steps == self._probe_at else None
+            return self._probe(step) if self._steps >= self._probe_at else None
         num_drafts: np.ndarray = np.minimum(self._num_drafts[step.rows], step.caps)
         return num_drafts
 
@@ -123,8 +126,8 @@ class GoodputPolicy(LearningPolicy):
             gained = accepted if step.evidence is None else step.evidence
             self._tally.add(step.rows, accepted + (accepted < drafted), gained)
             self._caught_up += max(step.total_caught_up - len(drafted), 0)  # one each is usual
-            if not self.drafting:  # a probe
-                self._act_soon(float(np.add.reduce(accepted)), step.total_drafted)
+            if not self.drafting:
+                self._observe_probe(step)
         if step.has_chunks:
             self._prompt_at = self._steps
         stood = self._steps - self._decided_at
@@ -133,9 +136,6 @@ class GoodputPolicy(LearningPolicy):
         if step.total_drafted and self.drafting and not self._steps % LEAST_STEPS:
             self._depths.observe(step.rows, drafted, accepted)
         sample = step.sample()
-        if step.total_drafted and not self.drafting:
-            took_s = sample.draft_s + sample.target_s - self._plain_s
-            self._probe_s += (took_s - self._probe_s) / LEAST_STEPS
         if not stood and self.costs.is_measured(sample.work.target_tokens):
             sample = structs.replace(sample, target_s=0.0)  # the decision is in it
         # A prompt's tokens cost otherwise, and so do steps right behind it, with caches full of it.
@@ -189,6 +189,13 @@ class GoodputPolicy(LearningPolicy):
         gained, tried = float(np.add.reduce(hits)), float(np.add.reduce(trials))
         self._act_soon(gained, tried)
         self._tell_fleet(gained, tried)
+
+    def _observe_probe(self, step: DraftedStep) -> None:
+        sample = step.sample()
+        self._spent_s += sample.draft_s + sample.target_s - self._plain_s
+        if self._steps == self._probe_until - 1:
+            self._probe_s += (self._spent_s - self._probe_s) / LEAST_STEPS
+        self._act_soon(float(np.add.reduce(step.num_accepted)), step.total_drafted)
 
     def _act_soon(self, gained: float, tried: float) -> None:
         """If that is news, twice as good as believed: a decision, and if nobody drafts then,
@@ -327,22 +334,29 @@ class GoodputPolicy(LearningPolicy):
             self._tried_at, self._good_news = self._steps, False
 
     def _probe(self, step: PlannedRows) -> np.ndarray | None:
-        """A draft of the row that the drafter is least behind, if it is due."""
-        self._probe_at = self._steps + MOST_STEPS
+        """A draft of the row that the drafter is least behind, if it is due, and in the steps
+        behind it: only the last of them takes as long as drafting does for good."""
         row = int(np.argmin(np.where(step.caps > 0, step.lag, np.inf)))
         if step.budget_tokens < 1 or step.caps[row] < 1:
+            self._probe_at = self._steps + MOST_STEPS
             return None
-        prices = self.costs.prices(step.num_rows, step.room().context_tokens, 1)
-        self._plain_s = float(prices.step_s[0])
-        cost_s = prices.pass_s + prices.ingest_s * float(step.lag[row])
-        cost_s = max(cost_s + float(prices.step_s[1]) - self._plain_s, self._probe_s)
-        wait = max(int(2 * cost_s / (_EXPERIMENTS * self._plain_s)), LEAST_IDLE_STEPS)
-        if self._steps - self._tried_at < wait and not self._good_news:
-            self._probe_at = self._tried_at + wait
+        if self._steps >= self._probe_until and not self._begins_probe(step, row):
             return None
-        self._tried_at, self._good_news = self._steps, False
-        self._probe_at = self._steps + wait
-        self._look(0, 1)
         num_drafts = np.zeros(step.num_rows, dtype=np.int32)
         num_drafts[row] = 1
         return num_drafts
+
+    def _begins_probe(self, step: PlannedRows, row: int) -> bool:
+        prices = self.costs.prices(step.num_rows, step.room().context_tokens, 1)
+        self._plain_s = float(prices.step_s[0])
+        draft_s = prices.pass_s + float(prices.step_s[1]) - self._plain_s
+        cost_s = prices.ingest_s * float(step.lag[row]) + LEAST_STEPS * draft_s
+        cost_s = max(cost_s, self._probe_s)
+        wait = max(int(2 * cost_s / (_EXPERIMENTS * self._plain_s)), LEAST_IDLE_STEPS)
+        if self._steps - self._tried_at < wait and not self._good_news:
+            self._probe_at = self._tried_at + wait
+            return False
+        self._tried_at, self._good_news, self._spent_s = self._steps, False, 0.0
+        self._probe_until = self._steps + LEAST_STEPS
+        self._look(LEAST_STEPS - 1, LEAST_STEPS - 1)
+        return True
