@@ -132,20 +132,23 @@ def test_a_row_without_drafts_drifts_to_the_prior_and_steps_can_be_made_up() -> 
     )
 
 
+MEMORY = 160.0  # trials
+
+
 def test_the_prior_begins_as_configured_and_follows_the_fleet() -> None:
     fleet = FleetPrior(CONFIG)
     assert fleet.sums() == pytest.approx(PRIOR)
-    fleet.observe(0.0, 0.0)
+    fleet.observe(0.0, 0.0, MEMORY)
     assert fleet.sums() == pytest.approx(PRIOR), "nothing was told"
     rng = np.random.default_rng(6)
     for alpha in (0.2, 0.8):
         for _ in range(60):
-            fleet.observe(float(rng.binomial(30, alpha)), 30.0)
+            fleet.observe(float(rng.binomial(30, alpha)), 30.0, MEMORY)
         accepted, weight = fleet.sums()
         assert accepted / weight == pytest.approx(alpha, abs=0.1), "5 standard errors: 0.13"
         assert weight == CONFIG.prior_trials
     for _ in range(60):
-        fleet.observe(0.0, 30.0)
+        fleet.observe(0.0, 30.0, MEMORY)
     assert 0 < fleet.sums()[0] / weight < 0.05, "never so low that nothing is tried again"
 
 

@@ -15,6 +15,7 @@ from cbatch.core.scheduler.plan import ShadowEvidence
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.goodput_policy import (
     LEAST_IDLE_STEPS,
+    LEAST_STEPS,
     MOST_IDLE_STEPS,
     GoodputPolicy,
 )

@@ -43,7 +43,9 @@ from cbatch.core.speculation.stats import SurvivalStats
 
 Rows = slice | np.ndarray  # selects slots
 
-FLEET_TRIALS = 160.0  # memory of the prior's mean: some ten requests
+FLEET_TRIALS = 640.0  # memory of the prior's mean: some forty requests, so that a few that are
+# hard to guess do not keep everybody from drafting
+LATEST_TRIALS = 160.0  # the same while nobody drafts, and little is heard
 _DEPTH_MEMORY = 0.99  # of the correction by depth, a step that is looked at
 _IDLE_FADE = 0.5  # of that, a decision while nobody drafts
 _DEPTH_DOUBT = 12.0  # drafts of a depth, survived as foretold, that stand for what is not known yet
@@ -93,8 +95,8 @@ class FleetPrior:
         self._weight = config.prior_trials
         self._sums = config.prior_acceptance * self._weight, self._weight
 
-    def observe(self, accepted: float, trials: float) -> None:
-        kept = math.exp(-trials / FLEET_TRIALS)
+    def observe(self, accepted: float, trials: float, memory_trials: float) -> None:
+        kept = math.exp(-trials / memory_trials)
         self._sums = kept * self._sums[0] + accepted, kept * self._sums[1] + trials
 
     def sums(self) -> tuple[float, float]:

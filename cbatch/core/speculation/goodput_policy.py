@@ -73,6 +73,7 @@ class GoodputPolicy(LearningPolicy):
         self._worth_idle_steps = 0  # by when a decision has been paid for, while nobody drafts
         self._plain_s = 0.0  # a step without drafts, at the latest probe
         self._probe_s = self._spent_s = 0.0  # what one takes, as measured; what this one took
+        self._gain = 0.0  # of drafting, on average
         self._until = self._interval = 0  # the step of the next decision; how far that was ahead
         self._newcomers = self._judged_rows = 0
         self._prompt_at = -_COLD_STEPS  # the last step with tokens of a prompt
@@ -119,7 +120,7 @@ class GoodputPolicy(LearningPolicy):
             self._observe_shadow(step.shadow)
         drafted, accepted = step.num_drafted, step.num_accepted
         if step.total_planned:
-            kept = math.exp(-step.total_planned / acceptance.FLEET_TRIALS)
+            kept = math.exp(-step.total_planned / acceptance.LATEST_TRIALS)
             came, asked = self._answered
             self._answered = kept * came + step.total_drafted, kept * asked + step.total_planned
         if step.total_drafted:
@@ -138,12 +139,12 @@ class GoodputPolicy(LearningPolicy):
         sample = step.sample()
         if not stood and self.costs.is_measured(sample.work.target_tokens):
             sample = structs.replace(sample, target_s=0.0)  # the decision is in it
-        # A prompt's tokens cost otherwise, and so do steps right behind it, with caches full of it.
-        # They count only where there are hardly others, or none yet.
+        # Steps right behind a prompt, with caches full of it, count only where there are hardly
+        # others, or none yet, and those with tokens of one, which cost otherwise, only if both.
         is_cold = self._steps - self._prompt_at <= _COLD_STEPS
         self._cold_share += (is_cold - self._cold_share) / MOST_STEPS
-        rare = not (self.costs.is_known or step.has_chunks)
-        if rare or not is_cold or self._cold_share > 0.5:
+        known, usual = self.costs.is_known, not is_cold or self._cold_share > 0.5
+        if (usual and not known) if step.has_chunks else (usual or not known):
             self.costs.observe(sample)
 
     @property
@@ -178,7 +179,7 @@ class GoodputPolicy(LearningPolicy):
             self._tell_fleet(*(alike * float(np.add.reduce(sums)) for sums in tally))
         self.estimate = found
         if self.drafting and steps:
-            share = 1 - math.exp(-steps / acceptance.FLEET_TRIALS)
+            share = 1 - math.exp(-steps / acceptance.LATEST_TRIALS)
             self._caught_up_a_step += share * (self._caught_up / steps - self._caught_up_a_step)
         self._caught_up = 0
 
@@ -205,7 +206,8 @@ class GoodputPolicy(LearningPolicy):
             self._good_news = True
 
     def _tell_fleet(self, gained: float, trials: float) -> None:
-        self.fleet.observe(gained, trials)
+        memory = acceptance.FLEET_TRIALS if self.drafting else acceptance.LATEST_TRIALS
+        self.fleet.observe(gained, trials, memory)
         self.prior = self.fleet.sums()
 
     def _decide(self, step: PlannedRows) -> np.ndarray | None:
@@ -238,9 +240,10 @@ class GoodputPolicy(LearningPolicy):
             self._probe_at = soon if self._good_news else max(self._probe_at, soon)
             return None
         self._num_drafts[step.rows] = found.num_drafts
-        close = self.config.switch_gain / found.gain
+        self._gain += (found.gain - self._gain) / LEAST_STEPS
+        close = self.config.switch_gain / self._gain
         length = int(min(max(LEAST_IDLE_STEPS * close, LEAST_STEPS), LEAST_IDLE_STEPS))
-        wait = max(length * found.gain / _EXPERIMENTS, MOST_STEPS)
+        wait = max(length * self._gain / _EXPERIMENTS, MOST_STEPS)
         if not (all_new or self._cold_share > 0.5 or self.costs.is_measured(step.num_rows)):
             wait = MOST_STEPS
         if self._steps - self._tried_at < wait:
@@ -330,6 +333,7 @@ class GoodputPolicy(LearningPolicy):
         if was != self.drafting or (disturbed and was):
             self._look(0, 1)  # drafters catch up
         if was != self.drafting:
+            self._gain = found.gain
             self.num_switches += 1
             self._tried_at, self._good_news = self._steps, False
 
