@@ -155,6 +155,7 @@ def test_the_prior_begins_as_configured_and_follows_the_fleet() -> None:
 # --- by depth -------------------------------------------------------------------------------------
 
 DEPTH, ROWS = 6, 500
+TO_DEPTH = LookaheadConfig(policy="goodput", k=DEPTH)
 RISING = np.array([0.5, 0.58, 0.66, 0.7, 0.72, 0.72])  # given that the draft before was accepted
 FALLING = RISING[::-1].copy()
 
@@ -167,7 +168,7 @@ def outcomes(rng: np.random.Generator, hazards: np.ndarray, k: np.ndarray) -> np
 
 def by_depth(hazards: np.ndarray, believed: np.ndarray, *, leak: bool = False) -> DepthCorrection:
     """After steps of ragged k of rows that are believed to survive so, float64 [depth]."""
-    rng, found = np.random.default_rng(3), DepthCorrection(DEPTH, ROWS)
+    rng, found = np.random.default_rng(3), DepthCorrection(TO_DEPTH, ROWS)
     everyone = slice(0, ROWS)
     for _ in range(80):
         k = rng.integers(1, DEPTH + 1, ROWS).astype(np.int32)
@@ -208,7 +209,7 @@ def test_what_is_believed_of_all_depths_is_corrected_and_that_fades_while_nobody
 
 
 def test_survival_stays_a_chance_that_never_rises() -> None:
-    found, rng, k = DepthCorrection(DEPTH, ROWS), np.random.default_rng(5), np.full(ROWS, DEPTH)
+    found, rng, k = DepthCorrection(TO_DEPTH, ROWS), np.random.default_rng(5), np.full(ROWS, DEPTH)
     for _ in range(60):
         chances = np.multiply.accumulate(rng.random((DEPTH, ROWS)), axis=0)
         corrected = found.corrected(slice(0, ROWS), chances)
@@ -219,7 +220,7 @@ def test_survival_stays_a_chance_that_never_rises() -> None:
 def counted(*, hazards: bool = False) -> np.ndarray:
     """Predicted and observed survivors over drafts, float [2, depth]: rows of a Beta law, each with
     25 trials' worth of it, so that what is believed of them is the truth."""
-    rng, found = np.random.default_rng(6), DepthCorrection(DEPTH, ROWS)
+    rng, found = np.random.default_rng(6), DepthCorrection(TO_DEPTH, ROWS)
     chances = survival(np.full(ROWS, 15.0), np.full(ROWS, 25.0), DEPTH).T
     for _ in range(20):
         found.corrected(slice(0, ROWS), np.repeat(chances[:1], DEPTH, 0) if hazards else chances)

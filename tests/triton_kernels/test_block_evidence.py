@@ -78,6 +78,8 @@ def test_certain_drafts_tell_the_same_with_a_one_hot_q_and_without() -> None:
 # --- the estimator --------------------------------------------------------------------------------
 
 CONFIG = LookaheadConfig(policy="goodput", k=8)
+TO_SIX = LookaheadConfig(policy="goodput", k=6)
+TO_SIX = LookaheadConfig(policy="goodput", k=6)
 EVERYONE = slice(0, 3000)
 
 
@@ -86,7 +88,7 @@ def told(survival: np.ndarray, k: int, steps: int = 120) -> tuple[np.ndarray, De
     j drafts survive with probability `survival[j]`."""
     rng, rows = np.random.default_rng(k), EVERYONE.stop
     estimate = np.repeat([[4.2], [6.0]], rows, axis=1)
-    drafted, depths = np.full(rows, k, np.int32), DepthCorrection(6, rows)
+    drafted, depths = np.full(rows, k, np.int32), DepthCorrection(TO_SIX, rows)
     for _ in range(steps):
         runs = (rng.random(rows)[:, None] < survival[1 : k + 1]).sum(axis=1).astype(np.int32)
         depths.corrected(EVERYONE, estimator.survival(*estimate, 6).T)

@@ -135,11 +135,13 @@ class Tally:
 class DepthCorrection:
     """How much more often, or less, drafts of a depth survive than their rows' N / D says."""
 
-    def __init__(self, depth: int, max_slots: int) -> None:
+    def __init__(self, config: LookaheadConfig, max_slots: int) -> None:
+        depth = config.k
         self._depths = np.arange(depth, dtype=np.int32)[:, None]
         self._expected = np.zeros((2, depth, max_slots))  # S of the last decision, and corrected
         self._totals = np.zeros((3, depth))  # drafted, predicted to survive, survived
-        self._sums = np.full((2, depth), _DEPTH_DOUBT)  # expected to survive, survived; decayed
+        self._doubt = _DEPTH_DOUBT * config.prior_acceptance ** np.arange(depth)
+        self._sums = np.tile(self._doubt, (2, 1))  # expected to survive, survived; decayed
 
     def corrected(self, rows: Rows, survival: np.ndarray) -> np.ndarray:
         """Float64 [depth, rows], as is `survival`."""
@@ -157,7 +159,7 @@ class DepthCorrection:
         survived = np.add.reduce(self._depths < num_accepted, axis=1)
         expected, predicted = np.add.reduce(self._expected[:, :, rows] * drafted, axis=2)
         self._totals += np.add.reduce(drafted, axis=1), predicted, survived
-        self._sums -= (1 - _DEPTH_MEMORY) * (self._sums - _DEPTH_DOUBT)
+        self._sums -= (1 - _DEPTH_MEMORY) * (self._sums - self._doubt)
         self._sums += expected, survived
 
     def fade(self) -> None:

@@ -58,7 +58,7 @@ class GoodputPolicy(LearningPolicy):
         self.estimate[:] = np.array(self.prior)[:, None]
         self.drafting = True
         self.num_switches = 0
-        self._depths = DepthCorrection(config.k, max_slots)
+        self._depths = DepthCorrection(config, max_slots)
         self._answered = (_FIRST_ASKED, _FIRST_ASKED)  # drafts that came, and asked for; decayed
         self._caught_up = 0  # tokens since beliefs were last brought up
         self._caught_up_a_step = 0.0  # on average, while drafting
