@@ -48,7 +48,7 @@ FLEET_TRIALS = 640.0  # memory of the prior's mean: some forty requests, so that
 LATEST_TRIALS = 160.0  # the same while nobody drafts, and little is heard
 _DEPTH_MEMORY = 0.99  # of the correction by depth, a step that is looked at
 _IDLE_FADE = 0.5  # of that, a decision while nobody drafts
-_DEPTH_DOUBT = 12.0  # drafts of a depth, survived as foretold, that stand for what is not known yet
+_DEPTH_DOUBT = 8.0  # drafts of a depth, survived as foretold, that stand for what is not known yet
 
 
 def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray:
