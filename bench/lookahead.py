@@ -11,7 +11,7 @@ constant.
 
 `--model smollm2 --drafter ngram` serves a model that chats, with drafters of that name, `--draft`
 with another model or a head: `questions` are of many kinds, `stories` are free text, `renames`
-repeat code of the prompt.
+repeat code of the prompt, and of `both` every other one is of each kind.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from cbatch.text.outputs import Output, Speculation
 
 WORKLOADS = ("fresh", "edit", "mix", "useless")
 CHATS = {"questions": QUESTIONS, "stories": STORIES, "renames": RENAMES}
+CHATS["both"] = tuple(itertools.chain.from_iterable(zip(STORIES, RENAMES, strict=False)))
 _SPOILT = 0.87  # of the drafts of `useless`: acceptance comes out at about 0.1
 FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "goodput")
