@@ -144,14 +144,15 @@ class DepthCorrection:
         self._sums = np.tile(self._doubt, (2, 1))  # expected to survive, survived; decayed
 
     def corrected(self, rows: Rows, survival: np.ndarray) -> np.ndarray:
-        """Float64 [depth, rows], as is `survival`."""
+        """Float64 [depth, rows], as is `survival`, never rising. (Of the drafts that come those at
+        a depth may stand more often than those before: a lookup has many where it is sure.)"""
         depth = len(survival)
         by_depth = self._sums[1, :depth] / self._sums[0, :depth]
         found = survival * by_depth[:, None]
-        found = np.minimum.accumulate(np.minimum(found, 1.0, out=found), axis=0)
+        np.minimum(found, 1.0, out=found)
         self._expected[0][:depth, rows] = survival
         self._expected[1][:depth, rows] = found
-        return found
+        return np.minimum.accumulate(found, axis=0)
 
     def observe(self, rows: Rows, num_drafted: np.ndarray, num_accepted: np.ndarray) -> None:
         """A step behind a decision, int32 [rows] each."""
