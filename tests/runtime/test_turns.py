@@ -217,3 +217,20 @@ def test_a_sequence_that_changes_is_followed(begins):
                 firsts[copied].append(served.first()[i])
     assert firsts[True].count("suffix") > 0.8 * len(firsts[True]) > 10
     assert firsts[False].count("model") > 0.8 * len(firsts[False]) > 10
+
+
+def test_a_slot_goes_by_the_chain_of_whoever_is_in_it() -> None:
+    """Turns of a chain of one stay where they are when it leaves, for the next one of it."""
+    served = Served(("suffix",))
+    assert served.first() == ["suffix"] * 6
+    served.chain.default = ("model",)
+    served.move([3, 0, 1, 2, 6, 7])
+    assert served.first() == ["model"] * 6
+    served.chain.default = ("ngram", "suffix")
+    served.move(range(6))
+    assert served.first() == ["ngram"] * 6
+    served.chain.default = ("suffix",)
+    served.move([0, 1, 2, 6, 7, 5])
+    assert served.first() == ["suffix"] * 6
+    chooses = served.chain._turns._choice.chooses
+    assert not chooses[[0, 1, 2, 5, 6, 7]].any()

@@ -351,6 +351,7 @@ class GoodputPolicy(LearningPolicy):
         return num_drafts
 
     def _begins_probe(self, step: PlannedRows, row: int) -> bool:
+        """Whether one is due."""
         prices = self.costs.prices(step.num_rows, step.room().context_tokens, 1)
         self._plain_s = float(prices.step_s[0])
         draft_s = prices.pass_s + float(prices.step_s[1]) - self._plain_s
