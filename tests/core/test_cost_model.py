@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 from cbatch.core.request.errors import FieldError
+from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.cost_model import CostProfile, OnlineCostModel
+from cbatch.core.speculation.goodput_policy import GoodputPolicy
+from cbatch.core.speculation.policy import PolicyLimits
 from cbatch.core.speculation.step_work import StepSample, StepWork
-from tests.helpers import decoding
+from tests.helpers import DraftedRows, RowsToPlan, decoding
 
 PROFILE = CostProfile(
     tokens=(1, 8, 9, 16, 64, 512),
@@ -184,3 +187,15 @@ def test_what_drafting_takes_at_any_depth_is_not_spread_over_passes() -> None:
     assert prices.pass_s == pytest.approx(1e-4, rel=0.05)
     plain_s = model.prices(8, 0, 0).step_s[0]
     assert prices.step_s[0] == plain_s and prices.step_s[1] >= plain_s + 3e-4
+
+
+def test_a_step_whose_rows_had_all_ended_teaches_nothing() -> None:
+    """One that was planned before their last tokens were known."""
+    profile = CostProfile((1, 64), (2e-3, 3e-3))
+    policy = GoodputPolicy(LookaheadConfig(policy="goodput", k=2), PolicyLimits(1, 64, profile))
+    policy.enter(0, None)
+    policy.choose(RowsToPlan(slice(0, 1), np.full(1, 2, np.int32), 2))
+    nothing, before = np.zeros(1, np.int32), policy.costs.prices(1, 0, 2).step_s
+    policy.observe(DraftedRows(slice(0, 1), nothing, nothing, StepSample(StepWork(), 0.0, 1e-3)))
+    assert policy.costs.prices(1, 0, 2).step_s.tolist() == before.tolist()
+    assert not policy.costs.is_measured(0)

@@ -135,7 +135,7 @@ class OnlineCostModel:
 
     def is_measured(self, target_tokens: int) -> bool:
         """Whether real steps of about so many have been seen: a profile is of another day."""
-        return self._target.num_seen_about(target_tokens) > 1
+        return target_tokens > 0 and self._target.num_seen_about(target_tokens) > 1
 
     def prices(self, rows: int, context_tokens: int, most_drafts: int) -> StepPrices:
         """Prices of a step of `rows` decoding rows, a token each, and 0 to `most_drafts` drafts.
