@@ -42,7 +42,7 @@ from cbatch.text.outputs import Output, Speculation
 
 WORKLOADS = ("fresh", "edit", "mix", "useless")
 CHATS = {"questions": QUESTIONS, "stories": STORIES, "renames": RENAMES}
-CHATS["both"] = tuple(itertools.chain.from_iterable(zip(STORIES, RENAMES, strict=False)))
+CHATS["both"] = tuple(itertools.chain.from_iterable(zip(STORIES, RENAMES, strict=True)))
 _SPOILT = 0.87  # of the drafts of `useless`: acceptance comes out at about 0.1
 FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "goodput")
