@@ -218,12 +218,14 @@ def measure(
     for _ in range(_WARM_UP_TURNS):
         for loop in loops.values():
             loop.run(tokens)
-    runs: dict[str, list[PolicyRun]] = {policy: [] for policy in engines}
+    policies = list(engines)
+    runs: dict[str, list[PolicyRun]] = {policy: [] for policy in policies}
     for _ in range(args.cycles):
         cycle = {policy: PolicyRun(0, 0.0, Speculation()) for policy in engines}
         before = {policy: survival_until_now(engine) for policy, engine in engines.items()}
         for turn in range(turns):
-            for policy in engines if turn % 2 else reversed(engines):
+            first = turn % len(engines)  # none finds its own caches more often than another
+            for policy in (*policies[first:], *policies[:first]):
                 cycle[policy].add(loops[policy].run(tokens))
             advance()
         for policy, run in cycle.items():

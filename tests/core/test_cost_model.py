@@ -163,6 +163,23 @@ def test_what_steady_steps_do_not_excite_stays_as_profiled() -> None:
     assert model.prices(16, 5000, 64).step_s == pytest.approx(before.step_s, rel=0.15)
 
 
+def test_beyond_what_was_tried_more_tokens_cost_what_the_profile_says() -> None:
+    """Not as much more as those up to there did: they brought rows along, with their contexts."""
+    seen_s = {256: 15e-3, 512: 30e-3}
+    priced = {}
+    for profiled in (True, False):
+        model = OnlineCostModel(PROFILE if profiled else None, max_tokens=1024)
+        for _ in range(20):
+            for tokens, target_s in seen_s.items():
+                work = StepWork(rows=tokens, target_tokens=tokens, logit_tokens=tokens)
+                model.observe(StepSample(work, 0.0, target_s))
+        step_s = model.prices(512, 0, 512).step_s
+        priced[profiled] = (step_s[128] - step_s[0]) / 128
+    profile = PROFILE.table(1024)
+    assert priced[False] == pytest.approx(15e-3 / 256, rel=0.05)
+    assert priced[True] <= 1.1 * ((profile[1024] - profile[512]) / 512 + PROFILE.row_s)
+
+
 def test_a_point_of_another_day_gives_way_to_steps_that_are_seen() -> None:
     """The profile of more rows, never met since, said less than steps of fewer rows take now: it is
     lifted, and does not hold down what was measured many times."""

@@ -80,3 +80,15 @@ def test_drafts_that_pay_only_among_others_are_found(monkeypatch: pytest.MonkeyP
     assert share_where_first_drafts_are_dear() > 0.7
     monkeypatch.setattr(goodput_policy, "LEAST_STEPS", 1)
     assert share_where_first_drafts_are_dear() < 0.1
+
+
+def test_a_price_is_not_first_learnt_of_the_step_that_was_decided_in() -> None:
+    """What drafts cost is not known until some are tried; the first two steps with some take more
+    than they bring. Who goes by these never drafts again: 0.01."""
+    share = share_with_drafts(
+        2,
+        CostProfile((1, 2), (PLAIN_S, 1.01 * PLAIN_S), draft_pass_s=1e-9),
+        lambda count, behind: PLAIN_S * (1 + (count > 0) * (1.4 if behind < 2 else 0.7)),
+        steps=1000,
+    )
+    assert share > 0.9

@@ -322,6 +322,29 @@ def test_while_nobody_drafts_a_newcomer_forces_no_decision(monkeypatch: pytest.M
     assert len(decisions) == before + 1
 
 
+@pytest.mark.parametrize("step_s, soon", [(1e-3, False), (50e-3, True)])
+def test_newcomers_force_a_decision_once_the_last_one_is_paid_for(
+    step_s: float, soon: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps are short that is some later."""
+    rows = 4
+    policy = GoodputPolicy(LookaheadConfig(policy="goodput", k=2), PolicyLimits(rows, rows * 3))
+    caps = np.full(rows, 2, np.int32)
+    for slot in range(rows):
+        policy.enter(slot, (95.0, 100.0))
+    decisions = count_decisions(monkeypatch)
+    for step in range(400):
+        if step % 4 == 0:
+            policy.leave(step // 4 % rows)
+            policy.enter(step // 4 % rows, (95.0, 100.0))
+        k = ask(policy, caps, rows * 2)
+        cost = StepSample(decoding(rows, drafts=int(k.sum()), depth=int(k.max())), 1e-9, step_s)
+        policy.observe(DraftedRows(slice(0, rows), k, k, cost))
+    assert policy.drafting
+    between = np.diff(decisions[len(decisions) // 2 :])
+    assert (between.max() <= 4) if soon else (between.mean() >= 12), between
+
+
 def test_one_that_leaves_takes_its_own_verdicts_along() -> None:
     policy, rows = idle(2, 100), slice(0, 2)
     policy._learn()

@@ -103,7 +103,8 @@ class OnlineCostModel:
         if profile is not None:
             self._target.slope_s = profile.context_token_s
             table = profile.table(max_tokens).tolist()
-            for count in (n for n in profile.tokens if n <= max_tokens):
+            # To the end: how many more tokens cost, beyond what was tried, is the profile's to say.
+            for count in (*(n for n in profile.tokens if n < max_tokens), max_tokens):
                 extra_s = (profile.logits_token_s + profile.row_s) * count
                 self._target.observe(count, table[count] + extra_s, 0)
                 drafting_s = profile.draft_pass_s + profile.draft_token_s * count

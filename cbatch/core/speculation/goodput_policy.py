@@ -70,7 +70,7 @@ class GoodputPolicy(LearningPolicy):
         self._decided_at = 0  # the last one that made a decision
         self._learnt_at = 0  # the one that last brought beliefs up
         self._least_steps = LEAST_STEPS  # more, where steps are short
-        self._worth_idle_steps = 0  # by when a decision has been paid for, while nobody drafts
+        self._worth_steps = 0  # by when a decision has been paid for
         self._plain_s = 0.0  # a step without drafts, at the latest probe
         self._probe_s = self._spent_s = 0.0  # what one takes, as measured; what this one took
         self._gain = 0.0  # of drafting, on average
@@ -160,9 +160,9 @@ class GoodputPolicy(LearningPolicy):
         """Since the last decision: many requests are new, or there are more or fewer."""
         if not self._newcomers and num_rows == self._judged_rows:
             return False
-        many_new = 4 * self._newcomers >= num_rows
-        if not self.drafting and self._steps - self._decided_at < self._worth_idle_steps:
-            many_new = False
+        paid_steps = self._worth_steps // 2 if self.drafting else 2 * self._worth_steps
+        is_paid = self._steps - self._decided_at >= paid_steps
+        many_new = is_paid and 4 * self._newcomers >= num_rows
         return many_new or abs(num_rows - self._judged_rows) > max(self._judged_rows // 4, 1)
 
     def _learn(self) -> None:
@@ -231,7 +231,7 @@ class GoodputPolicy(LearningPolicy):
         prices = self.costs.prices(step.num_rows, room.context_tokens, most)
         worth_steps = int(_DECISION_S / (_EXPERIMENTS * float(prices.step_s[0])))
         self._least_steps = min(max(worth_steps, LEAST_STEPS), MOST_STEPS)
-        self._worth_idle_steps = 2 * worth_steps
+        self._worth_steps = worth_steps
         found, kept_up = self._best(step, room, prices, deepest)
         self._let_stand(found, disturbed)
         self._first_drafts = self._drafts_of_a_newcomer(found, kept_up)
@@ -327,8 +327,9 @@ class GoodputPolicy(LearningPolicy):
         again = self._least_steps if disturbed or other else min(2 * self._interval, longest)
         guessed = not self.costs.is_measured(len(found.num_drafts) + total)
         if self.drafting and guessed and (disturbed or other):  # whatever it costs, once
-            again = 1
-            self._look(0, 0)
+            later = _SETTLED if self._least_steps > LEAST_STEPS else 0  # if they are short
+            again = 1 + later
+            self._look(later, later)
         self._decision, self._interval, self._until = found, again, self._steps + again
         if was != self.drafting or (disturbed and was):
             self._look(0, 1)  # drafters catch up
