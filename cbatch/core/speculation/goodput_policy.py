@@ -160,8 +160,7 @@ class GoodputPolicy(LearningPolicy):
         """Since the last decision: many requests are new, or there are more or fewer."""
         if not self._newcomers and num_rows == self._judged_rows:
             return False
-        paid_steps = self._worth_steps // 2 if self.drafting else 2 * self._worth_steps
-        is_paid = self._steps - self._decided_at >= paid_steps
+        is_paid = self._steps - self._decided_at >= self._worth_steps // 2
         many_new = is_paid and 4 * self._newcomers >= num_rows
         return many_new or abs(num_rows - self._judged_rows) > max(self._judged_rows // 4, 1)
 
