@@ -33,6 +33,7 @@ def main() -> None:
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError, ConnectionError):
         _serve(connection)
+    os._exit(0)  # gloo's threads may hold tensors, whose release aborts an interpreter that ends
 
 
 def _end_with_rank_0() -> None:
