@@ -224,7 +224,7 @@ def measure(
         cycle = {policy: PolicyRun(0, 0.0, Speculation()) for policy in engines}
         before = {policy: survival_until_now(engine) for policy, engine in engines.items()}
         for turn in range(turns):
-            first = turn % len(engines)  # none finds its own caches more often than another
+            first = turn % len(policies)  # none finds its own caches more often than another
             for policy in (*policies[first:], *policies[:first]):
                 cycle[policy].add(loops[policy].run(tokens))
             advance()

@@ -163,7 +163,7 @@ def test_trap_4_k_of_zero_does_not_absorb_the_engine(monkeypatch):
 
 def drafts_of_a_row_given_up(drifts: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     """Its drafts in 200 steps amid rows that draft, once it would accept as many as they do. (Later
-    it is tried in any case: steps get dearer with the context, the profile of more tokens not.)"""
+    it may be tried in any case: prices move, and a draft more can look like none for a while.)"""
     acceptance = dict.fromkeys(["a", "b", "c", "given up"], 0.9)
     world = make_world(acceptance)
     with monkeypatch.context() as patch:
@@ -182,8 +182,8 @@ def drafts_of_a_row_given_up(drifts: bool, monkeypatch: pytest.MonkeyPatch) -> i
 
 def test_trap_4_k_of_zero_does_not_absorb_a_row(monkeypatch):
     """The drift to the prior brings it back; without it nothing does."""
-    assert drafts_of_a_row_given_up(False, monkeypatch) < 10
-    assert drafts_of_a_row_given_up(True, monkeypatch) > 100
+    assert drafts_of_a_row_given_up(False, monkeypatch) == 0
+    assert drafts_of_a_row_given_up(True, monkeypatch) > 400
 
 
 def mean_k(lookahead: LookaheadConfig, batch: int) -> float:

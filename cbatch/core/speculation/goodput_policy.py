@@ -70,7 +70,7 @@ class GoodputPolicy(LearningPolicy):
         self._decided_at = 0  # the last one that made a decision
         self._learnt_at = 0  # the one that last brought beliefs up
         self._least_steps = LEAST_STEPS  # more, where steps are short
-        self._worth_steps = 0  # by when a decision has been paid for
+        self._worth_steps = 0  # of which a decision is as large a share as experiments may be
         self._plain_s = 0.0  # a step without drafts, at the latest probe
         self._probe_s = self._spent_s = 0.0  # what one takes, as measured; what this one took
         self._gain = 0.0  # of drafting, on average
@@ -228,9 +228,8 @@ class GoodputPolicy(LearningPolicy):
         room = step.room()
         # What prompts take comes with requests, not with steps: it is no part of either price.
         prices = self.costs.prices(step.num_rows, room.context_tokens, most)
-        worth_steps = int(_DECISION_S / (_EXPERIMENTS * float(prices.step_s[0])))
-        self._least_steps = min(max(worth_steps, LEAST_STEPS), MOST_STEPS)
-        self._worth_steps = worth_steps
+        self._worth_steps = int(_DECISION_S / (_EXPERIMENTS * float(prices.step_s[0])))
+        self._least_steps = min(max(self._worth_steps, LEAST_STEPS), MOST_STEPS)
         found, kept_up = self._best(step, room, prices, deepest)
         self._let_stand(found, disturbed)
         self._first_drafts = self._drafts_of_a_newcomer(found, kept_up)
