@@ -12,7 +12,8 @@ import pytest
 
 from cbatch.core.speculation.acceptance import survival
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_model import CostProfile, OnlineCostModel
+from cbatch.core.speculation.cost_model import OnlineCostModel
+from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.draft_allocation import decide
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policy import PolicyLimits, Shadow, StepBudget

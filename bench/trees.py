@@ -29,7 +29,7 @@ from torch import Tensor
 
 from bench.report import print_report, rounded
 from cbatch import SamplingParams
-from cbatch.core.speculation.cost_model import CostProfile
+from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.step_work import StepWork
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.build import load_engine

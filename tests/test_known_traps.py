@@ -30,7 +30,7 @@ from cbatch.core.speculation import acceptance as estimator
 from cbatch.core.speculation.acceptance import FleetPrior
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_model import CostProfile
+from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policies import EmaPolicy
 from cbatch.core.speculation.policy import PolicyLimits

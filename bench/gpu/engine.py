@@ -29,7 +29,7 @@ from bench.peers.transformers_peer import continuous
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.core.speculation.cost_model import CostProfile
+from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.engine.engine import Engine
 from cbatch.engine.options import parse_lookahead
 from cbatch.engine.step_profile import profile_costs

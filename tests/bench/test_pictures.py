@@ -11,7 +11,7 @@ from bench import pictures
 
 def test_the_plot_of_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "CLIENTS", (1, 4))
-    monkeypatch.setattr(pictures, "REQUESTS", 0)
+    monkeypatch.setattr(pictures, "REQUESTS", 60)
     path = tmp_path / "policies.png"
     rows = {row["policy"]: row for row in pictures.save_policies(path)}
     assert path.read_bytes().startswith(b"\x89PNG")

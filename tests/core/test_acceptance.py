@@ -91,7 +91,7 @@ def test_one_step_is_its_trials_one_by_one_and_so_are_steps_told_together() -> N
     singly, tally = fresh(1), Tally(1)
     for hit in (1, 1, 1, 0):
         singly = decayed(CONFIG.decay, singly, np.array([1]), np.array([hit]))
-        tally.add(slice(0, 1), np.array([1]), np.array([hit]))
+        tally.add(slice(0, 1), np.array([1]), np.array([hit]), None)
     assert singly == pytest.approx(at_once, abs=0.3)
     gained, trials = tally.take()
     assert np.array_equal(decayed(CONFIG.decay, fresh(1), trials, gained), at_once)
@@ -261,6 +261,6 @@ def test_what_was_predicted_and_what_came_of_it_are_counted_alike(
     error of 0.008: 0.04 is five of them."""
     predicted, survived = counted()
     assert predicted == pytest.approx(survived, abs=0.04) and predicted[-1] < predicted[0] - 0.2
-    monkeypatch.setattr(acceptance, "_DEPTH_DOUBT", 1e9)  # uncorrected
+    monkeypatch.setattr(acceptance, "DOUBT", 1e9)  # uncorrected
     predicted, survived = counted(hazards=True)  # broken: hazards are no survival
     assert predicted[-1] > survived[-1] + 0.2

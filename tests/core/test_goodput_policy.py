@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_model import CostProfile
+from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.goodput_policy import MOST_IDLE_STEPS, GoodputPolicy
 from cbatch.core.speculation.policy import PolicyLimits
 from cbatch.core.speculation.step_work import StepSample

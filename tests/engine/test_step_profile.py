@@ -9,7 +9,7 @@ import pytest
 
 from cbatch import LLM, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.speculation.cost_model import CostProfile
+from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.step_work import StepWork
 from cbatch.demo import demo_paths
 from cbatch.engine.kept_prices import cached_profile

@@ -17,7 +17,7 @@ from cbatch.core.request.request import (
     is_chain,
 )
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_model import CostProfile
+from cbatch.core.speculation.cost_profile import CostProfile
 
 QueuePolicy = Literal["fcfs", "priority", "shortest"]
 

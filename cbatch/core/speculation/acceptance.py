@@ -6,11 +6,10 @@ R in {0, 1} rejected ones has d = A + R trials, and
     N <- rho^d N + A,   D <- rho^d D + d,   alpha = N / D
 
 with the prior inside both sums. Positions after the first rejection were not trials. The mean of
-A / k would be biased low and would depend on k (at alpha = 0.7, k = 4 it reads 0.44).
+A / k would be biased low and would depend on k (at alpha = 0.7, k = 4 it reads 0.44). A slot's
+chance that its first j drafts all survive is the Beta moment
 
-A slot's chance that its first j drafts all survive is the Beta moment
-
-    S_j = prod_{m < j} (a + m) / (a + b + m),   a = N, b = D - N,
+    S_j = prod_{m < j} (N + m) / (D + m),
 
 slightly above alpha^j while little is known, which keeps exploring.
 
@@ -33,8 +32,6 @@ slightly above alpha^j while little is known, which keeps exploring.
 from __future__ import annotations
 
 import math
-import operator
-from itertools import accumulate
 
 import numpy as np
 
@@ -48,7 +45,7 @@ FLEET_TRIALS = 640.0  # memory of the prior's mean: some forty requests, so that
 LATEST_TRIALS = 160.0  # the same while nobody drafts, and little is heard
 _DEPTH_MEMORY = 0.99  # of the correction by depth, a step that is looked at
 _IDLE_FADE = 0.5  # of that, a decision while nobody drafts
-_DEPTH_DOUBT = 8.0  # drafts of a depth, survived as foretold, that stand for what is not known yet
+DOUBT = 8.0  # drafts, gone as foretold, that stand for what is not known yet
 
 
 def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray:
@@ -62,12 +59,6 @@ def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray
     for shallower, deeper in zip(hazards, hazards[1:], strict=False):
         deeper *= shallower
     return hazards.T
-
-
-def survival_of_one(accepted: float, trials: float, depth: int) -> list[float]:
-    """The same of one row, without numpy."""
-    hazards = ((accepted + tried) / (trials + tried) for tried in range(depth))
-    return list(accumulate(hazards, operator.mul))
 
 
 def decayed(
@@ -109,27 +100,34 @@ class Tally:
 
     def __init__(self, max_slots: int) -> None:
         self._sums = np.zeros((2, max_slots))  # evidence for N, trials
-        self._empty = True
+        self._steps: list[tuple[Rows, np.ndarray, np.ndarray, np.ndarray | None]] = []
 
-    def add(self, rows: Rows, trials: np.ndarray, gained: np.ndarray) -> None:
-        """Of one step, by row."""
-        self._sums[0, rows] += gained
-        self._sums[1, rows] += trials
-        self._empty = False
+    def add(
+        self, rows: Rows, drafted: np.ndarray, accepted: np.ndarray, evidence: np.ndarray | None
+    ) -> None:
+        """Of one step, by row. None: what was accepted is the evidence."""
+        self._steps.append((rows, drafted, accepted, evidence))
 
-    def take(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Evidence and trials, float64 [slots] each; None: there are none."""
-        if self._empty:
-            return None
+    def take(self) -> tuple[np.ndarray, np.ndarray]:
+        """Evidence and trials, float64 [slots] each."""
+        self._sum_up()
         (gained, trials), self._sums = self._sums, np.zeros_like(self._sums)
-        self._empty = True
         return gained, trials
 
     def take_slot(self, slot: int) -> tuple[float, float]:
         """The same of one slot."""
+        self._sum_up()
         gained, trials = self._sums[:, slot].tolist()
         self._sums[:, slot] = 0.0
         return gained, trials
+
+    def _sum_up(self) -> None:
+        gained, trials = self._sums
+        for rows, drafted, accepted, evidence in self._steps:
+            gained[rows] += accepted if evidence is None else evidence
+            trials[rows] += accepted
+            trials[rows] += accepted < drafted
+        self._steps = []
 
 
 class DepthCorrection:
@@ -140,7 +138,7 @@ class DepthCorrection:
         self._depths = np.arange(depth, dtype=np.int32)[:, None]
         self._expected = np.zeros((2, depth, max_slots))  # S of the last decision, and corrected
         self._totals = np.zeros((3, depth))  # drafted, predicted to survive, survived
-        self._doubt = _DEPTH_DOUBT * config.prior_acceptance ** np.arange(depth)
+        self._doubt = DOUBT * config.prior_acceptance ** np.arange(depth)
         self._sums = np.tile(self._doubt, (2, 1))  # expected to survive, survived; decayed
 
     def corrected(self, rows: Rows, survival: np.ndarray) -> np.ndarray:

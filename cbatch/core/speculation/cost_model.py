@@ -7,26 +7,22 @@ and s, which is the profile's, if it is done at all; `ingested` are tokens that 
 seen and catches up on.
 
 T and P are curves through points, a few to a doubling of n: what was measured lately about there.
-Nothing is assumed of their shape but that they do not fall. So what a step with drafts takes over
-one without, which is all that a decision goes by, is measured where it is asked for, and one step
-without drafts among many with them is enough to know. Steps only ever get longer by what else a
-machine does: of a duration far above what was expected part is believed, one far below at once, and
-no point lies above those to its right that were seen as often (one seen less often gives way: it
-may be of another day).
-
-Without a profile more tokens look cheap until they are tried, and teach their price.
+Nothing is assumed of their shape but that they do not fall. Steps only ever get longer by what else
+a machine does: of a duration far above what was expected part is believed, one far below at once,
+and no point lies above those to its right that were seen as often (one seen less often gives way:
+it may be of another day). Without a profile more tokens look cheap until they are tried.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from itertools import accumulate
 
 import msgspec
 import numpy as np
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.step_work import StepSample
 
 _POINTS = 2  # to a doubling
@@ -37,46 +33,6 @@ OWED_TOKENS = 8  # a drafter that is behind a row by fewer owes it nothing
 _LEAST_S = 1e-9  # what a step costs as long as nothing at all is known
 
 
-class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds measured at start-up; serialisable. T runs straight between its points and on beyond
-    the last one: a staircase (captured graphs, padded rows) is two points per step."""
-
-    tokens: tuple[int, ...]  # ascending
-    target_s: tuple[float, ...]  # with little context; falls are noise and are levelled
-    logits_token_s: float = 0.0  # beyond T: of a token whose logits are wanted
-    context_token_s: float = 0.0
-    verify_context_token_s: float = 0.0  # beyond that in a step that verifies drafts
-    row_s: float = 0.0
-    draft_setup_s: float = 0.0  # of drafting at all
-    draft_pass_s: float = 0.0
-    draft_token_s: float = 0.0
-    draft_ingest_s: float = 0.0  # of a token that the drafter catches up on
-
-    def __post_init__(self) -> None:
-        ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
-        drafting = (self.draft_setup_s, self.draft_pass_s, self.draft_token_s, self.draft_ingest_s)
-        contexts = (self.context_token_s, self.verify_context_token_s)
-        slopes = (self.logits_token_s, *contexts, self.row_s, *drafting)
-        for field, ok, remedy in (
-            ("tokens", len(self.tokens) >= 2, "give at least two points"),
-            ("tokens", ascending and min(self.tokens, default=0) >= 1, "give ascending counts"),
-            ("target_s", len(self.target_s) == len(self.tokens), "give one duration a count"),
-            ("target_s", all(0 < s < math.inf for s in self.target_s), "give positive seconds"),
-            ("slopes", all(0 <= s < math.inf for s in slopes), "give seconds of 0 or more"),
-        ):
-            if not ok:
-                raise FieldError(f"cost_profile.{field}", "is not a profile", remedy)
-
-    def table(self, max_tokens: int) -> np.ndarray:
-        """T(0) to T(max_tokens), float64, never falling."""
-        points = np.maximum.accumulate(np.asarray(self.target_s))
-        counts = np.arange(max_tokens + 1)
-        table: np.ndarray = np.interp(counts, self.tokens, points)
-        slope_s = (points[-1] - points[-2]) / (self.tokens[-1] - self.tokens[-2])
-        table += slope_s * np.maximum(counts - self.tokens[-1], 0)
-        return table
-
-
 class StepPrices(msgspec.Struct, frozen=True):
     """`step_s[n]` is a step with n drafts in all, float64 [1 + most drafts], without the drafter's
     passes; each depth adds `pass_s`, each token that the drafter catches up on `ingest_s`."""
@@ -84,12 +40,6 @@ class StepPrices(msgspec.Struct, frozen=True):
     step_s: np.ndarray
     pass_s: float
     ingest_s: float = 0.0
-
-    def of_asked(self, share: float) -> StepPrices:
-        """The same by how many drafts are asked for, where that share of them comes."""
-        drafts = np.arange(len(self.step_s))
-        step_s = np.interp(share * drafts, drafts, self.step_s)
-        return StepPrices(step_s, self.pass_s, self.ingest_s)
 
 
 class OnlineCostModel:
@@ -120,7 +70,7 @@ class OnlineCostModel:
         draft_s, depth = sample.draft_s, work.draft_depth
         if draft_s <= 0:
             return
-        pass_s = self._pass.at(work.rows)
+        pass_s = float(self._pass.over(work.rows, 0))
         expected_s = self._setup_s + depth * pass_s
         if work.ingested_tokens > 2 * work.rows + OWED_TOKENS:
             ingest_s = max(draft_s - expected_s, 0.0) / work.ingested_tokens
@@ -145,14 +95,14 @@ class OnlineCostModel:
             raise IndexError(f"{rows} + {most_drafts} tokens, prices are to max_tokens")
         step_s = self._target.over(np.arange(rows, rows + most_drafts + 1), context_tokens)
         step_s[1:] += self._setup_s
-        return StepPrices(step_s, self._pass.at(rows), self._ingest_s)
+        return StepPrices(step_s, float(self._pass.over(rows, 0)), self._ingest_s)
 
 
 class _Curve:
     """Seconds over a count of at least 1, and over context, by points that follow what is seen."""
 
     def __init__(self, most: int) -> None:
-        size = 1 + self._nearest(most)
+        self._most, size = most, 1 + self._nearest(most)
         self._seen = [0.0] * size  # steps that a point remembers
         self._points = [(0.0, 0.0, 0.0)] * size  # means of count, seconds and context
         self.known: list[int] = []  # points that have seen some, ascending
@@ -189,41 +139,28 @@ class _Curve:
         """What has been seen till now is worth one step."""
         self._seen = [min(seen, 1.0) for seen in self._seen]
 
-    def over(self, counts: np.ndarray, context: int) -> np.ndarray:
-        """Seconds, float64, of ascending counts with so much context."""
-        if not self.known:
-            return np.full(len(counts), _LEAST_S)
-        found: np.ndarray = np.interp(counts, *self._levels(float(counts[-1]), context))
-        return found
+    def over(self, counts: np.ndarray | int, context: int) -> np.ndarray:
+        """Seconds, float64, of so many each, with so much context."""
+        found = np.interp(counts, *self._levels(context)) if self.known else 0.0 * counts
+        return np.maximum(found, _LEAST_S)
 
-    def at(self, count: int) -> float:
-        if not self.known:
-            return _LEAST_S
-        counts, seconds = self._levels(float(count), 0)
-        above = bisect_left(counts, count)
-        if above in (0, len(counts)):
-            return seconds[min(above, len(counts) - 1)]
-        share = (count - counts[above - 1]) / (counts[above] - counts[above - 1])
-        return seconds[above - 1] + share * (seconds[above] - seconds[above - 1])
-
-    def _levels(self, end: float, context: int) -> tuple[list[float], list[float]]:
-        """Counts, ascending to `end` or beyond, and seconds that never fall."""
+    def _levels(self, context: int) -> tuple[list[float], list[float]]:
+        """Counts, ascending to the most there can be, and seconds that never fall."""
         lowest_s, often, counts, levels_s = math.inf, 0.0, [], []
         for at in reversed(self.known):
             count, seconds, about = self._points[at]
-            level_s = max(seconds + self.slope_s * (context - about), _LEAST_S)
+            level_s = seconds + self.slope_s * (context - about)
             if level_s <= lowest_s or self._seen[at] > often:
                 lowest_s, often = level_s, self._seen[at]
             counts.append(count)
             levels_s.append(lowest_s)
         counts.reverse()
         levels_s = list(accumulate(reversed(levels_s), max))
-        last, last_s = counts[-1], levels_s[-1]
-        if last < end:
-            # On as it rose over the last doubling.
-            slope_s, before = _UNTRIED * last_s / last, bisect_right(counts, last / 2) - 1
+        last, before = counts[-1], bisect_right(counts, counts[-1] / 2) - 1
+        if last < self._most:  # on as it rose over the last doubling
+            slope_s = _UNTRIED * levels_s[-1] / last
             if before >= 0:
-                slope_s = max(slope_s, (last_s - levels_s[before]) / (last - counts[before]))
-            counts.append(end)
-            levels_s.append(last_s + slope_s * (end - last))
+                slope_s = max(slope_s, (levels_s[-1] - levels_s[before]) / (last - counts[before]))
+            counts.append(self._most)
+            levels_s.append(levels_s[-1] + slope_s * (self._most - last))
         return counts, levels_s

@@ -91,16 +91,14 @@ def decide(
     )
 
 
-def gain_of_alike(chances: list[float], alike: int, rows: int, prices: StepPrices) -> float:
+def gain_of_alike(chances: np.ndarray, alike: int, rows: int, prices: StepPrices) -> float:
     """What the best common depth of `alike` rows with these chances of survival, by depth, would
     gain over drafting nothing, if the others of `rows` draft nothing."""
-    most, step_s = len(prices.step_s) - 1, prices.step_s.item
-    worth, best = float(rows), 0.0
-    for depth, chance in enumerate(chances, start=1):
-        worth += alike * chance
-        drafted_s = step_s(min(alike * depth, most)) + prices.pass_s * depth
-        best = max(best, worth / rows * step_s(0) / drafted_s - 1)
-    return best
+    depths = np.arange(1, len(chances) + 1)
+    drafts = np.minimum(alike * depths, len(prices.step_s) - 1)
+    goodput = rows + alike * np.add.accumulate(chances)
+    goodput /= prices.step_s[drafts] + prices.pass_s * depths
+    return float(np.maximum.reduce(goodput) * prices.step_s[0]) / rows - 1
 
 
 def weigh(values: np.ndarray, shadow_prices: ShadowPrices) -> np.ndarray:

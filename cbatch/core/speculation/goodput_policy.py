@@ -41,8 +41,6 @@ LEAST_STEPS, MOST_STEPS, MOST_IDLE_STEPS = 4, 16, 256
 LEAST_IDLE_STEPS = 64
 _DECISION_S = 3e-4  # what one takes, and half of that what is learnt of a step
 _EXPERIMENTS = 0.01  # of time that they may cost, and decisions; half while nobody drafts
-_FIRST_ASKED = 16.0  # drafts for which a drafter is taken to have an answer, before it is asked
-_COLD_STEPS = 4  # behind a prompt, by when the caches hold again what decoding reads
 _SETTLED = 2  # steps behind a decision, by when its traces in the caches are gone
 
 
@@ -59,7 +57,7 @@ class GoodputPolicy(LearningPolicy):
         self.drafting = True
         self.num_switches = 0
         self._depths = DepthCorrection(config, max_slots)
-        self._answered = (_FIRST_ASKED, _FIRST_ASKED)  # drafts that came, and asked for; decayed
+        self._answered = acceptance.DOUBT, acceptance.DOUBT  # drafts that came, asked for; decayed
         self._caught_up = 0  # tokens since beliefs were last brought up
         self._caught_up_a_step = 0.0  # on average, while drafting
         self._tally = Tally(max_slots)
@@ -76,14 +74,14 @@ class GoodputPolicy(LearningPolicy):
         self._gain = 0.0  # of drafting, on average
         self._until = self._interval = 0  # the step of the next decision; how far that was ahead
         self._newcomers = self._judged_rows = 0
-        self._prompt_at = -_COLD_STEPS  # the last step with tokens of a prompt
+        self._prompt_at = -LEAST_STEPS  # the last step with tokens of a prompt
         self._cold_share = 0.0  # of the steps that were looked at: with one, or right behind
         self._tried_at = 0  # the step of the last experiment
         self._probe_at = 0  # the one that may be the next, while nobody drafts
         self._probe_until = 0  # the step behind the latest
         self._good_news = False  # since then, while nobody drafts
         self._plain_until = 0  # the step that drafts again
-        self._look_from = self._look_until = 0  # steps that are looked at, besides every so many
+        self._watched = range(0)  # steps that are looked at, besides every so many
 
     # ---- slots --------------------------------------------------------------------------------
 
@@ -124,8 +122,7 @@ class GoodputPolicy(LearningPolicy):
             came, asked = self._answered
             self._answered = kept * came + step.total_drafted, kept * asked + step.total_planned
         if step.total_drafted:
-            gained = accepted if step.evidence is None else step.evidence
-            self._tally.add(step.rows, accepted + (accepted < drafted), gained)
+            self._tally.add(step.rows, drafted, accepted, step.evidence)
             self._caught_up += max(step.total_caught_up - len(drafted), 0)  # one each is usual
             if not self.drafting:
                 self._observe_probe(step)
@@ -141,7 +138,7 @@ class GoodputPolicy(LearningPolicy):
             sample = structs.replace(sample, target_s=0.0)  # the decision is in it
         # Steps right behind a prompt, with caches full of it, count only where there are hardly
         # others, or none yet, and those with tokens of one, which cost otherwise, only if both.
-        is_cold = self._steps - self._prompt_at <= _COLD_STEPS
+        is_cold = self._steps - self._prompt_at <= LEAST_STEPS
         self._cold_share += (is_cold - self._cold_share) / MOST_STEPS
         known, usual = self.costs.is_known, not is_cold or self._cold_share > 0.5
         if (usual and not known) if step.has_chunks else (usual or not known):
@@ -167,16 +164,12 @@ class GoodputPolicy(LearningPolicy):
     def _learn(self) -> None:
         """Bring beliefs up: rows without drafts come closer to the prior."""
         steps, self._learnt_at = self._steps - self._learnt_at, self._steps
-        prior = np.array(self.prior)
+        prior, (gained, trials) = np.array(self.prior), self._tally.take()
         found = acceptance.drift(self.config.idle_drift, self.estimate, prior, steps)
-        tally = self._tally.take()
-        if tally is not None:
-            gained, trials = tally
-            told = acceptance.decayed(self.config.decay, self.estimate, trials, gained)
-            found = np.where(trials > 0, told, found)
-            alike = 1 if self.drafting else self._judged_rows  # a probe is of one, and for all
-            self._tell_fleet(*(alike * float(np.add.reduce(sums)) for sums in tally))
-        self.estimate = found
+        told = acceptance.decayed(self.config.decay, self.estimate, trials, gained)
+        self.estimate = np.where(trials > 0, told, found)
+        alike = 1 if self.drafting else self._judged_rows  # a probe is of one, and for all
+        self._tell_fleet(*(alike * float(np.add.reduce(sums)) for sums in (gained, trials)))
         if self.drafting and steps:
             share = 1 - math.exp(-steps / acceptance.LATEST_TRIALS)
             self._caught_up_a_step += share * (self._caught_up / steps - self._caught_up_a_step)
@@ -222,7 +215,7 @@ class GoodputPolicy(LearningPolicy):
             self._until = self._steps + LEAST_STEPS
             return None
         if not self.costs.is_known:  # neither for drafts nor against them
-            self._look(0, 0)
+            self._watch(0)
             self._until = self._steps + 1
             return None
         room = step.room()
@@ -242,8 +235,8 @@ class GoodputPolicy(LearningPolicy):
         close = self.config.switch_gain / self._gain
         length = int(min(max(LEAST_IDLE_STEPS * close, LEAST_STEPS), LEAST_IDLE_STEPS))
         wait = max(length * self._gain / _EXPERIMENTS, MOST_STEPS)
-        if not (all_new or self._cold_share > 0.5 or self.costs.is_measured(step.num_rows)):
-            wait = MOST_STEPS
+        if not (all_new or self.costs.is_measured(step.num_rows)):  # that gain is a guess
+            wait = min(wait, LEAST_IDLE_STEPS) if self._cold_share > 0.5 else MOST_STEPS
         if self._steps - self._tried_at < wait:
             return found.num_drafts
         self._tried_at = self._steps
@@ -252,15 +245,15 @@ class GoodputPolicy(LearningPolicy):
 
     def _drafts_of_a_newcomer(self, found: LookaheadDecision, prices: StepPrices) -> int:
         """While nobody drafts: 0 if it would not pay either if one row, or all, were new."""
-        accepted, trials = self.prior
-        chances = acceptance.survival_of_one(accepted, trials, self.max_depth)
-        chances = [self._share_answered * chance for chance in chances]
+        accepted, trials = np.array(self.prior)[:, None]
+        survival = acceptance.survival(accepted, trials, self.max_depth)
+        chances = self._share_answered * survival[0]
         if not self.drafting:
             rows = len(found.num_drafts)
             gains = (draft_allocation.gain_of_alike(chances, n, rows, prices) for n in (1, rows))
             return self.max_depth if max(gains) > self.config.switch_gain else 0
         deepest = int(np.maximum.reduce(found.num_drafts))
-        return sum(chance >= found.threshold for chance in chances[:deepest])
+        return int(np.count_nonzero(chances[:deepest] >= found.threshold))
 
     def _best(
         self, step: PlannedRows, room: StepBudget, prices: StepPrices, depth: int
@@ -277,8 +270,10 @@ class GoodputPolicy(LearningPolicy):
         step_s[1:] += _DECISION_S / MOST_STEPS + catching_up_s
         kept_up = StepPrices(step_s, prices.pass_s)
         shadow_prices = None if self._decision is None else self._decision.shadow_prices
-        if (share := self._share_answered) < 1:
-            values, kept_up = values * share, kept_up.of_asked(share)
+        if (share := self._share_answered) < 1:  # prices are by drafts that are asked for, then
+            drafts = np.arange(len(step_s))
+            kept_up = StepPrices(np.interp(share * drafts, drafts, step_s), prices.pass_s)
+            values = share * values
         return draft_allocation.decide(values, step.caps, kept_up, shadow_prices), kept_up
 
     @property
@@ -303,15 +298,15 @@ class GoodputPolicy(LearningPolicy):
         """Whether this step, so many behind the last decision, teaches prices."""
         if self._steps < self._plain_until:
             return 2 * self._steps >= self._plain_until + self._tried_at
-        if self._look_from <= self._steps <= self._look_until:
+        if self._steps in self._watched:
             return True
         # Whenever it was decided: newcomers call for that, whose prompts make steps long.
-        seldom = LEAST_STEPS if self.drafting else MOST_STEPS
+        seldom = max(self._least_steps // 2, LEAST_STEPS) if self.drafting else MOST_STEPS
         return not self._steps % seldom and stood >= _SETTLED
 
-    def _look(self, first: int, last: int) -> None:
-        """At steps that are so many later than this one."""
-        self._look_from, self._look_until = self._steps + first, self._steps + last
+    def _watch(self, later: int, steps: int = 1) -> None:
+        """So many steps are looked at, from one that is so much later than this."""
+        self._watched = range(self._steps + later, self._steps + later + steps)
 
     def _let_stand(self, found: LookaheadDecision, disturbed: bool) -> None:
         """Whether it is carried out, and how long it stands: twice as long as the last one, if it
@@ -327,10 +322,10 @@ class GoodputPolicy(LearningPolicy):
         if self.drafting and guessed and (disturbed or other):  # whatever it costs, once
             later = _SETTLED if self._least_steps > LEAST_STEPS else 0  # if they are short
             again = 1 + later
-            self._look(later, later)
+            self._watch(later)
         self._decision, self._interval, self._until = found, again, self._steps + again
         if was != self.drafting or (disturbed and was):
-            self._look(0, 1)  # drafters catch up
+            self._watch(0, 2)  # drafters catch up
         if was != self.drafting:
             self._gain = found.gain
             self.num_switches += 1
@@ -362,5 +357,5 @@ class GoodputPolicy(LearningPolicy):
             return False
         self._tried_at, self._good_news, self._spent_s = self._steps, False, 0.0
         self._probe_until = self._steps + LEAST_STEPS
-        self._look(LEAST_STEPS - 1, LEAST_STEPS - 1)
+        self._watch(LEAST_STEPS - 1)
         return True

@@ -9,7 +9,7 @@ import numpy as np
 
 from cbatch.core.speculation.acceptance import Rows
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_model import CostProfile
+from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.stats import Outlook
 from cbatch.core.speculation.step_work import StepSample
 
