@@ -99,3 +99,25 @@ def test_a_price_is_not_first_learnt_of_the_step_that_was_decided_in() -> None:
         steps=1000,
     )
     assert share > 0.9
+
+
+def test_a_step_without_drafts_is_tried_soon_where_prompts_are_never_far() -> None:
+    """Drafts, of which 0.9 stand, double a step; prompts are in the first 100 steps and in half of
+    the others. What a step without either takes is a guess till one is tried: as much as one with
+    drafts, which so gain 0.9. Who waits until that pays for it still drafts 300 steps later."""
+    rows = 64
+    policy = GoodputPolicy(LookaheadConfig(policy="goodput", k=1), PolicyLimits(rows, 4 * rows))
+    for slot in range(rows):
+        policy.enter(slot, (90.0, 100.0))
+    accepted = np.arange(rows) < 0.9 * rows
+    rng, drafted = np.random.default_rng(0), []
+    for step in range(300):
+        chosen = policy.choose(RowsToPlan(slice(0, rows), np.ones(rows, np.int32)))
+        k = np.zeros(rows, np.int32) if chosen is None else chosen
+        count, chunk = int(k.sum()), 2 * rows * int(step < 100 or rng.random() < 0.5)
+        work = decoding(rows, drafts=count, depth=1 if count else 0)
+        work.target_tokens += chunk
+        sample = StepSample(work, 1e-9 * count, PLAIN_S * (1 + (count + chunk) / rows))
+        policy.observe(DraftedRows(slice(0, rows), k, k * accepted, sample))
+        drafted.append(count > 0)
+    assert np.mean(drafted[20:100]) > 0.5 and np.mean(drafted[150:]) < 0.1
