@@ -23,6 +23,13 @@ SEEDS = 8
 STEADY_S, FIRST_S = 0.5e-3, 0.85e-3  # what a draft takes for good, and behind steps without
 
 
+def chosen(policy: GoodputPolicy, rows: int, depth: int) -> np.ndarray:
+    """k of so many rows that may all draft so far."""
+    caps = np.full(rows, depth, np.int32)
+    k = policy.choose(RowsToPlan(slice(0, rows), caps, rows * depth))
+    return np.zeros_like(caps) if k is None else k
+
+
 def share_with_drafts(
     depth: int, profile: CostProfile, step_s: Callable[[int, int], float], steps: int
 ) -> float:
@@ -34,13 +41,13 @@ def share_with_drafts(
 def of_one(
     depth: int, profile: CostProfile, step_s: Callable[[int, int], float], steps: int, seed: int
 ) -> float:
+    """The same of one row, with the luck of that seed."""
     limits = PolicyLimits(1, 1 + depth, profile)
     policy = GoodputPolicy(LookaheadConfig(policy="goodput", k=depth), limits)
     policy.enter(0, (70.0, 100.0))
     rng, behind, drafted = np.random.default_rng(seed), 0, [True]
     for _ in range(steps):
-        chosen = policy.choose(RowsToPlan(slice(0, 1), np.full(1, depth, np.int32), depth))
-        k = np.zeros(1, np.int32) if chosen is None else chosen
+        k = chosen(policy, 1, depth)
         count = int(k[0])
         accepted = np.array([np.cumprod(rng.random(count) < ACCEPTED).sum()], np.int32)
         behind = behind + 1 if drafted[-1] == (count > 0) else 0
@@ -112,8 +119,7 @@ def test_a_step_without_drafts_is_tried_soon_where_prompts_are_never_far() -> No
     accepted = np.arange(rows) < 0.9 * rows
     rng, drafted = np.random.default_rng(0), []
     for step in range(300):
-        chosen = policy.choose(RowsToPlan(slice(0, rows), np.ones(rows, np.int32)))
-        k = np.zeros(rows, np.int32) if chosen is None else chosen
+        k = chosen(policy, rows, 1)
         count, chunk = int(k.sum()), 2 * rows * int(step < 100 or rng.random() < 0.5)
         work = decoding(rows, drafts=count, depth=1 if count else 0)
         work.target_tokens += chunk
