@@ -312,16 +312,19 @@ def sampling_defaults(model: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, field in (_GGUF_FIELDS if gguf else _GENERATION_FIELDS).items():
         value = values.get(name)
-        of_all = field == "top_k" and isinstance(value, int | float) and value in (-1, 0)
-        if value is None or of_all:
+        if value is None:
             continue
         if gguf and isinstance(value, float) and abs(value) < _LARGEST_FP32:
             value = float(str(np.float32(value)))  # as its makers wrote it
         try:
-            found[field] = getattr(sampling_from_json({field: value}), field)
+            params = sampling_from_json({field: value})
         except FieldError as error:
             raise ModelError(
                 f"{file}: {name}: {error.problem}; {error.remedy}, or do "
                 'without its defaults (generation_config="none")'
             ) from error
+        if getattr(params, field) is not None:
+            found[field] = getattr(params, field)
+        if params.greedy:  # also by a `top_p` of 0
+            found["temperature"] = 0.0
     return found

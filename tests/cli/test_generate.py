@@ -80,7 +80,7 @@ def test_a_line_at_fault_is_answered_and_the_others_go_on(cbatch: Command, tmp_p
         '{"prompt": "x", "colour": 1}': "colour",
         '{"prompt": "x", "temperature": NaN}': "temperature",
         '{"prompt": "x", "temperature": -1}': "temperature",
-        '{"prompt": "x", "top_p": 0}': "top_p",
+        '{"prompt": "x", "top_p": -1}': "top_p",
         '{"prompt": "x", "max_tokens": 0}': "max_tokens",
         '{"prompt": "x", "max_tokens": "9"}': "max_tokens",
         '{"prompt": ""}': "prompt",

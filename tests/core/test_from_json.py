@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -50,12 +51,34 @@ def test_every_field_survives_a_round_trip_through_json() -> None:
 
 
 @pytest.mark.parametrize(
+    ("none", "same"),
+    [
+        ({"top_k": -1}, {}),
+        ({"top_k": 0}, {}),
+        ({"seed": -1}, {}),
+        ({"stop": []}, {}),
+        ({"top_p": 0, "temperature": 0.7}, {"temperature": 0.0}),
+        (dict.fromkeys(SAMPLING_FIELDS), {}),
+    ],
+    ids=lambda values: "-".join(map(str, values.values()))[:20],
+)
+def test_values_by_which_other_engines_say_none(none: dict[str, Any], same: dict[str, Any]) -> None:
+    assert sampling_from_json(none) == SamplingParams(**same)
+    given = {name: value for name, value in none.items() if value is not None}
+    assert SamplingParams(**given | ({"stop": ()} if "stop" in given else {})) == SamplingParams(
+        **same
+    )
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("colour", 1),
+        ("top_k", -2),
+        ("seed", -2),
+        ("top_p", -0.1),
         ("temperature", "hot"),
         ("temperature", float("nan")),
-        ("temperature", None),
         ("top_k", 1.5),
         ("n", True),
         ("stop", [1]),

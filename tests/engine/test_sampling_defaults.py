@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bench.peers.gguf_writer import gguf_bytes
+from cbatch import SamplingParams
 from cbatch.engine.build import sampling_defaults
 from cbatch.runtime.model.config import ModelError
 
@@ -72,13 +73,18 @@ def test_no_top_k_has_three_names(tmp_path: Path, value: int | None) -> None:
     assert sampling_defaults(write(tmp_path, top_k=value, top_p=None)) == {}
 
 
+def test_a_top_p_of_0_is_greedy(tmp_path: Path) -> None:
+    found = sampling_defaults(write(tmp_path, temperature=0.7, top_p=0))
+    assert SamplingParams(**found) == SamplingParams(temperature=0.0)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "remedy"),
     [
         ("temperature", -0.5, "use 0 (greedy) or a finite positive number"),
         ("temperature", "hot", "Expected `float`"),
         ("top_k", -2, "use at least 1"),
-        ("top_p", 0.0, "use a number in (0, 1]"),
+        ("top_p", -0.1, "use a number in [0, 1]"),
         ("min_p", 1.5, "use a number in [0, 1]"),
         ("repetition_penalty", 0.0, "use a number from 0.001 to 1000.0"),
         ("max_new_tokens", 0, "ask for at least 1"),

@@ -157,3 +157,15 @@ def test_the_command_line_writes_them(
     ]
     assert choice["prompt_logprobs"][0] is None and len(choice["prompt_logprobs"][1]["top"]) == 2
     assert main([*command, "--resume"]) == 0  # its params are read back as they were written
+
+
+def test_a_prompt_alone_is_scored_without_a_new_token(client: Client, expected: Completion) -> None:
+    """`max_tokens` 0 with `echo`, as evaluation harnesses ask."""
+    ids = list(expected.prompt_token_ids)
+    assert expected.prompt_logprobs is not None
+    scores = [each and each.logprob for each in expected.prompt_logprobs]
+    (streamed,) = client.stream(BODY | {"echo": True, "max_tokens": 0, "return_token_ids": True})
+    for choice in (whole(client, echo=True, max_tokens=0), streamed["choices"][0]):
+        assert choice["text"] == PROMPT and choice["finish_reason"] == "length"
+        assert choice["logprobs"]["token_logprobs"] == scores and len(scores) == len(ids)
+    assert streamed["choices"][0]["token_ids"] == []

@@ -17,8 +17,8 @@ SAMPLING_FIELDS = tuple(_FIELDS)
 def sampling_from_json(
     values: Mapping[str, Any], defaults: SamplingParams | None = None
 ) -> SamplingParams:
-    """Sampling parameters from decoded JSON, over `defaults`. `stop` may be one string. What asks
-    for nothing here is left out before, see `without_neutral_fields`.
+    """Sampling parameters from decoded JSON, over `defaults`. `stop` may be one string, and null is
+    as good as absent. What asks for nothing here is left out before, see `without_neutral_fields`.
 
     Raises `FieldError` for an unknown field, a wrong type or a value out of range.
     """
@@ -27,6 +27,8 @@ def sampling_from_json(
         field = _FIELDS.get(name)
         if field is None:
             raise FieldError(name, "is not a known field", f"use {', '.join(_FIELDS)}")
+        if value is None:
+            continue
         if name == "stop" and isinstance(value, str):
             value = [value]
         if name == "logprobs" and value is False:  # as chat clients say it

@@ -22,6 +22,8 @@ DRAFTERS = (MODEL, *LOOKUPS)
 # Wide enough for any use, and narrow enough that no sum or product of them overflows fp32.
 MAX_LOGIT_BIAS = 1e30
 MAX_REPETITION_PENALTY = 1e3
+# Values by which other engines say None.
+NONE_VALUES: dict[str, tuple[int, ...]] = {"top_k": (-1, 0), "seed": (-1,)}
 _LEAST_FLOAT32, _MOST_FLOAT32 = (float(x) for x in (np.finfo("f").tiny, np.finfo("f").max))
 
 
@@ -42,7 +44,7 @@ class StructuredOutputs(
     `cbatch.grammars`."""
 
     json: dict[str, Any] | str | None = None  # a JSON schema; kept as its text
-    json_object: bool = False  # any JSON object
+    json_object: bool | None = False  # any JSON object
     regex: str | None = None  # that matches the whole output
     choice: tuple[str, ...] | None = None  # one of these texts
     grammar: str | None = None  # Lark or GBNF
@@ -70,9 +72,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Logits are shaped in this order: `structured_outputs`, allowed and banned ids, stop ids (banned
     before `min_tokens`, unless nothing else may follow in a structured output), `logit_bias`,
     penalties (repetition over prompt and output, presence and frequency over output alone); then
-    temperature, top_k, top_p, min_p. `temperature` 0 is greedy. Ties, also at the edge of a filter,
-    go to the lowest id. `n` is expanded into requests with choice indices 0..n-1 and `stop`
-    (strings) is matched on text, both above the core; everything else is in token ids.
+    temperature, top_k, top_p, min_p. `temperature` 0 is greedy, and so is `top_p` 0. Ties, also at
+    the edge of a filter, go to the lowest id. `n` is expanded into requests with choice indices
+    0..n-1 and `stop` (strings) is matched on text, both above the core; everything else is in token
+    ids.
     Raises `FieldError` naming the field.
     """
 
@@ -107,6 +110,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     verification: Literal["auto", "rejection", "block", "coupled"] = "auto"
 
     def __post_init__(self) -> None:
+        for name, values in NONE_VALUES.items():
+            if getattr(self, name) in values:
+                msgspec.structs.force_setattr(self, name, None)
+        if self.top_p == 0:  # the likeliest token alone
+            msgspec.structs.force_setattr(self, "temperature", 0.0)
+            msgspec.structs.force_setattr(self, "top_p", 1.0)
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "ask for at least 1")
         _require(
             0 <= self.min_tokens <= self.max_tokens,
@@ -124,9 +133,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             self.top_k is None or self.top_k >= 1,
             "top_k",
             self.top_k,
-            "use at least 1, or leave it out to keep every token",
+            "use at least 1, or 0 to keep every token",
         )
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "use a number in (0, 1]")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "use a number in [0, 1]")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "use a number in [0, 1]")
         _require(
             self.seed is None or 0 <= self.seed <= MAX_SEED,

@@ -33,7 +33,7 @@ _OTHER_NAME = "another name of `structured_outputs`"
 # Fields of a request, and the values of each that ask for nothing.
 FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "bad_words": ("banning words", ([],)),
-    "best_of": ("best_of", (1,)),
+    "best_of": ("best_of", (1,)),  # and as many as `n`
     "chat_template": ("a template of the client's own", ()),
     "continue_final_message": ("going on with a message", (False,)),
     "documents": ("documents", ([],)),
@@ -71,6 +71,8 @@ def without_neutral_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
             rest[name] = value
             continue
         feature, neutral = FIELDS[name]
+        if name == "best_of":
+            neutral = (*neutral, fields.get("n"))
         if value is not None and value not in neutral:
             raise _refusal(name, feature)
     return rest

@@ -143,6 +143,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     fields: CallFields
     ignored: tuple[str, ...]
     echo: bool = False
+    prompt_only: bool = False  # `max_tokens` 0: the one token that is made is not shown
     grammar_field: str = "structured_outputs"  # what the client asked for them by
     call_reader: MakeReader | None = None  # for a choice's text; None: no call is looked for in it
 
@@ -171,6 +172,11 @@ def decode_object(body: bytes) -> dict[str, Any]:
 def parse_completion(body: bytes, model: ServedModel) -> Call:
     """Raises `FieldError` naming the field at fault."""
     fields, sampling, rest = _parse(body, CompletionFields, model)
+    prompt_only = (
+        fields.echo and type(sampling.get("max_tokens")) is int and not sampling["max_tokens"]
+    )
+    if prompt_only:
+        sampling["max_tokens"] = 1  # the least that an engine makes
     params, grammar_field = _structured(sampling_from_json(sampling), fields, None)
     if fields.echo and params.logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=params.logprobs)
@@ -185,6 +191,7 @@ def parse_completion(body: bytes, model: ServedModel) -> Call:
         fields=fields,
         ignored=rest,
         echo=fields.echo,
+        prompt_only=prompt_only,
         grammar_field=grammar_field,
     )
 

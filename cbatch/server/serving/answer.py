@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.committer import NO_TOKEN_MESSAGE
@@ -90,6 +90,7 @@ class Answer(ABC, Generic[Part]):
     def take(self, position: int, output: Output) -> _Progress:
         """Counts what a choice brought. `position` is the prompt's. Raises `GenerationError` where
         the choice ended with one."""
+        output = self._shown(output)
         stream, done = self._streams[position], output.finished
         index = position * stream.accepted.num_choices + output.index
         progress = self._progress.get(index)
@@ -108,6 +109,7 @@ class Answer(ABC, Generic[Part]):
 
     def event(self, position: int, output: Output) -> bytes:
         """The event that tells of it; empty where there is nothing to tell yet."""
+        output = self._shown(output)
         progress, done = self.take(position, output), output.finished
         text = output.text
         if self._only_text and progress.begun and done is None:
@@ -163,6 +165,18 @@ class Answer(ABC, Generic[Part]):
     def _first_extra(self, progress: _Progress) -> bytes:
         """What a choice's first chunk has beside it."""
         return b""
+
+    def _shown(self, output: Output) -> Output:
+        """The output, without the token that was made for a prompt alone."""
+        done = output.finished
+        if not self.call.prompt_only or (done and done.finish_reason is FinishReason.ERROR):
+            return output
+        none: dict[str, Any] = {"text": "", "token_ids": ()}
+        if output.logprobs is not None:
+            none["logprobs"] = ()
+        if done is not None:
+            done = structs.replace(done, **none, finish_reason=FinishReason.LENGTH)
+        return structs.replace(output, **none, finished=done)
 
     def _frame(self, progress: _Progress, output: Output) -> tuple[bytes, bytes]:
         """What stands before and after the text of this event and of those that follow."""
