@@ -17,6 +17,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
+from msgspec.structs import replace
+
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import StructuredOutputs
 from cbatch.text import TextTokenizer
@@ -199,11 +201,20 @@ def in_lark(asked: StructuredOutputs) -> StructuredOutputs:
         return asked
     with _reading():
         lark = any_to_lark(_sized(asked.grammar))
-    return asked if lark == asked.grammar else StructuredOutputs(grammar=_sized(lark))
+    return asked if lark == asked.grammar else replace(asked, grammar=_sized(lark))
 
 
 def grammar_text(asked: StructuredOutputs) -> str:
     """As llguidance reads it. Raises `FieldError`."""
+    text = _answer_text(asked)
+    if asked.around is None:
+        return text
+    answer = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+    whole = {"lark_grammar": _sized(asked.around)}
+    return json.dumps({"grammars": [whole, {**answer, "name": "answer"}]}, ensure_ascii=False)
+
+
+def _answer_text(asked: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
     asked = in_lark(asked)

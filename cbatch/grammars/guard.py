@@ -90,7 +90,9 @@ class GrammarGuard:
         if verdict.begin_s * num_choices > MAX_BEGIN_S:
             problem = f"takes {verdict.begin_s:.2f} s to begin, for each choice"
             raise FieldError(field, problem, f"{_REMEDY}, or ask for fewer choices")
-        quick = asked if verdict.lark is None else StructuredOutputs(grammar=verdict.lark)
+        quick = asked
+        if verdict.lark is not None:
+            quick = msgspec.structs.replace(asked, grammar=verdict.lark)
         return TriedGrammar(quick, verdict.compile_s)
 
     async def close(self) -> None:
@@ -219,7 +221,8 @@ class _Worker:
 
 
 def _require_size(asked: StructuredOutputs, field: str) -> None:
-    for text in (asked.json, asked.regex, asked.grammar, *(asked.choice or ())):
+    texts = (asked.json, asked.regex, asked.grammar, asked.around, *(asked.choice or ()))
+    for text in texts:
         if isinstance(text, str) and len(text) > MAX_GRAMMAR_CHARS:
             raise FieldError(field, f"has {len(text)} characters", f"use <= {MAX_GRAMMAR_CHARS}")
 

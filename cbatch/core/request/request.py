@@ -39,19 +39,21 @@ class FinishReason(enum.Enum):
 class StructuredOutputs(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """What the output must be, said in exactly one of these ways (the names are vLLM's). EOS may
-    follow only where it is complete. Raises `FieldError`; whether it compiles is found out by
-    `cbatch.grammars`."""
+    """What the output must be, said in exactly one of these ways (the names are vLLM's), and with
+    `around` what may come before and after it. EOS may follow only where it is complete. Raises
+    `FieldError`; whether it compiles is found out by `cbatch.grammars`."""
 
     json: dict[str, Any] | str | None = None  # a JSON schema; kept as its text
     json_object: bool | None = False  # any JSON object
     regex: str | None = None  # that matches the whole output
     choice: tuple[str, ...] | None = None  # one of these texts
     grammar: str | None = None  # Lark or GBNF
+    around: str | None = None  # Lark of the whole output, in which `@answer` is the one given
 
     def __post_init__(self) -> None:
-        given = [f for f in self.__struct_fields__ if getattr(self, f) not in (None, False)]
-        remedy = f"give one of {', '.join(self.__struct_fields__)}"
+        ways = self.__struct_fields__[:-1]
+        given = [f for f in ways if getattr(self, f) not in (None, False)]
+        remedy = f"give one of {', '.join(ways)}"
         _require(len(given) == 1, "structured_outputs", given, remedy)
         _require(self.choice != (), "structured_outputs", "choice: []", "give at least one text")
         if isinstance(self.json, dict):  # which may hold integers that no other format takes

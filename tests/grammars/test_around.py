@@ -1,0 +1,61 @@
+"""What may come before and after a structured output, and where its grammar begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cbatch import LLM, FieldError, SamplingParams, StructuredOutputs
+from cbatch.core.request.request import FinishReason
+from cbatch.demo import demo_paths
+from cbatch.grammars import Grammars
+from cbatch.grammars.compiling import in_lark
+from cbatch.text import load_tokenizer
+
+TOKENIZER = load_tokenizer(demo_paths()[0])
+AROUND = 'start: before @answer "!"?\nbefore[lazy]: /(?s:.*)::/'
+WAYS: list[tuple[dict[str, Any], str, str]] = [
+    ({"json": {"type": "integer"}}, "12", "x"),
+    ({"json_object": True}, '{"a": 1}', "12"),
+    ({"regex": "[ab]+"}, "abba", "c"),
+    ({"choice": ("yes", "no")}, "no", "maybe"),
+    ({"grammar": 'start: "ja" | w\nw: /n+/'}, "nn", "jn"),
+    ({"grammar": 'root ::= "ja" | "nein"'}, "nein", "nee"),
+]
+
+
+def follows(asked: StructuredOutputs, text: str) -> bool:
+    """Whether the text is whole."""
+    grammars = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,))
+    matcher, ids = grammars.matcher(asked), TOKENIZER.encode(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("way, right, wrong", WAYS, ids=lambda each: str(each)[:30])
+def test_the_grammar_holds_after_what_is_free(way: Any, right: str, wrong: str) -> None:
+    asked = StructuredOutputs(**way, around=AROUND)
+    assert follows(StructuredOutputs(**way), right) and not follows(asked, right)
+    for before in ("::", "hm {[:] ::", f"{wrong}, or {right}? ::"):
+        assert follows(asked, before + right) and follows(asked, f"{before}{right}!")
+        assert not follows(asked, before + wrong) and not follows(asked, before)
+    assert in_lark(asked).around == AROUND
+
+
+def test_it_holds_under_drafts_and_is_compiled_once_for_each_way_around() -> None:
+    llm = LLM(*demo_paths(), numerics="invariant", lookahead="fixed:4", num_blocks=128)
+    asked = StructuredOutputs(regex="[0-9]{3}", around='start: "def " /[a-z_]{1,9}/ "(" @answer')
+    params = SamplingParams(max_tokens=40, temperature=0, structured_outputs=asked)
+    (done,) = llm.generate(["x = 1\n"], params)
+    assert done.finish_reason is FinishReason.STOP and done.speculation.drafted_tokens
+    name, _, digits = done.text.removeprefix("def ").partition("(")
+    assert name and digits.isdigit() and len(digits) == 3
+
+
+def test_what_is_wrong_around_it_is_told() -> None:
+    with pytest.raises(FieldError, match="give one of json, json_object, regex, choice, grammar"):
+        StructuredOutputs(around=AROUND)
+    grammars = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,))
+    for around in ("start: @other", "start: (", "start: " + '"x" ' * 20_000):
+        with pytest.raises(FieldError, match="structured_outputs: "):
+            grammars.check(StructuredOutputs(regex="a", around=around))
