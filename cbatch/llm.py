@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, short
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.request.unsupported import refuse_options
 from cbatch.engine.build import load_engine
@@ -37,14 +37,17 @@ class LLM:
 
         `params` serves all prompts, or one each; None stands for the model's own defaults
         (`info.sampling_defaults`). A request that cannot run is answered with its
-        `error`, which names the field; the others go on. Raises `FieldError` only where the number
-        of `params` is not the number of prompts.
+        `error`, which names the field; the others go on. Raises `FieldError` only where `prompts`
+        is no sequence, or `params` are no `SamplingParams` or not as many as there are prompts.
         """
         batch = as_batch(prompts)
         if params is None or isinstance(params, SamplingParams):
             each: list[SamplingParams | None] = [params] * len(batch)
         else:
             each = list(params)
+            if not all(one is None or isinstance(one, SamplingParams) for one in each):
+                problem = f"{short(params)} is not allowed"
+                raise FieldError("params", problem, "give SamplingParams, or one for each prompt")
         if len(each) != len(batch):
             raise FieldError(
                 "params", f"{len(each)} for {len(batch)} prompts", "give one, or one for each"
@@ -59,11 +62,16 @@ class LLM:
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A lone prompt, text or token ids, is a batch of one."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | bytes):
         return [prompts]
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [cast(Sequence[int], prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    try:
+        batch = list(prompts)
+    except TypeError as error:
+        problem = f"{short(prompts)} is not allowed"
+        raise FieldError("prompts", problem, "give texts or lists of token ids") from error
+    if batch and all(isinstance(p, int) for p in batch):
+        return [cast(list[int], batch)]
+    return cast(list[Prompt], batch)
 
 
 def complete_all(
@@ -108,7 +116,7 @@ class Batch(Generic[Key]):
         try:
             accepted = self._engine.add(prompt, params, priority=priority)
         except FieldError as error:
-            ids = () if isinstance(prompt, str) else tuple(prompt)
+            ids = tuple(prompt) if isinstance(prompt, list | tuple) else ()
             return Completion("", ids, None, error=str(error))
         self.waiting[accepted.request_id] = (key, accepted, [])
         return None

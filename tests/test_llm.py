@@ -121,6 +121,33 @@ def test_one_bad_request_never_loses_the_others(llm: LLM) -> None:
         assert bad.finish_reason is FinishReason.ERROR and bad.choices == ()
 
 
+@pytest.mark.parametrize(
+    ("prompts", "params", "field"),
+    [
+        (None, None, "prompts"),
+        (7, None, "prompts"),
+        ("abc", {"max_tokens": 5}, "params"),
+        ("abc", "greedy", "params"),
+        (["abc", "abc"], [SamplingParams(), {}], "params"),
+    ],
+)
+def test_arguments_of_another_type_are_named(
+    llm: LLM, prompts: Any, params: Any, field: str
+) -> None:
+    with pytest.raises(FieldError) as caught:
+        llm.generate(prompts, params)
+    assert caught.value.field == field
+
+
+def test_a_prompt_of_another_type_is_answered_with_an_error(llm: LLM) -> None:
+    wrong: list[Any] = [None, b"abc", {"prompt": "abc"}, 1.5, [1.5], [True]]
+    *refused, served = llm.generate([*wrong, "abc"])
+    assert [each.error is not None and "prompt: " in each.error for each in refused] == [True] * 6
+    assert served.error is None and served.choices
+    (lone,) = llm.generate(b"abc")  # type: ignore[arg-type]
+    assert lone.error is not None and "bytes" in lone.error
+
+
 def test_greedy_tokens_do_not_depend_on_how_the_engine_runs(pair: tuple[Path, Path]) -> None:
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     reference: list[tuple[int, ...]] | None = None
@@ -240,7 +267,7 @@ def test_a_generation_config_that_cannot_be_followed_is_told(
     with pytest.raises(ModelError, match=r"generation_config\.json: top_p: 1\.5 is not allowed"):
         with_generation_config({"top_p": 1.5})
     assert with_generation_config({"top_p": 1.5}, generation_config="none").info.draft is None
-    with pytest.raises(FieldError, match="generation_config: 'vllm' is not known"):
+    with pytest.raises(FieldError, match="generation_config: 'vllm' is not allowed; use 'auto'"):
         with_generation_config({}, generation_config="vllm")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, is_chain
+from cbatch.core.request.typed import convert_fields
 from cbatch.core.scheduler.config import QueuePolicy
 from cbatch.core.speculation.build import policy_class
 from cbatch.core.speculation.config import LookaheadConfig
@@ -103,22 +104,14 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     random_weights_seed: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dtype, str):  # a dtype of torch
+            msgspec.structs.force_setattr(self, "dtype", str(self.dtype).removeprefix("torch."))
+        convert_fields(self)
         counts = "num_blocks", "kv_memory_bytes", "max_model_tokens", "threads", "tensor_parallel"
         for field in counts:
             value = getattr(self, field)
             if isinstance(value, int) and value < 1:
                 raise FieldError(field, f"{value!r} is not allowed", "give 1 or more, or leave out")
-        for field, allowed in (
-            ("overlap", (None, 0, 1)),
-            ("numerics", ("auto", "invariant", "fast")),
-            ("model_impl", get_args(ModelImpl)),
-            ("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3")),
-            ("generation_config", ("auto", "none")),
-            ("queue_policy", get_args(QueuePolicy)),
-        ):
-            if getattr(self, field) not in allowed:
-                remedy = "use " + " or ".join(map(repr, allowed))
-                raise FieldError(field, f"{getattr(self, field)!r} is not known", remedy)
         parse_lookahead(self.lookahead)
         if self.drafter is not None and not is_chain(self.drafter):
             remedy = f"name one or more of {', '.join(DRAFTERS)}, each once"

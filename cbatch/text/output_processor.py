@@ -39,6 +39,9 @@ def token_ids(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[int, ...
         if tokenizer is None:
             raise FieldError("prompt", "is text, but there is no tokenizer", "give token ids")
         return tuple(tokenizer.encode(prompt))
+    if not isinstance(prompt, list | tuple):
+        kind = type(prompt).__name__
+        raise FieldError("prompt", f"is of type {kind}", "give a text or a list of token ids")
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
         raise FieldError("prompt", "holds something that is no token id", "give integers")
     return tuple(prompt)

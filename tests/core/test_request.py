@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import SamplingParams
+from cbatch.core.request.request import FinishReason, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.engine.options import EngineOptions
 
 REFUSED: dict[str, tuple[object, ...]] = {
     "max_tokens": (0, -1),
@@ -42,6 +47,65 @@ def test_a_bad_value_names_its_field(field: str, value: object) -> None:
     with pytest.raises(FieldError) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert caught.value.field == field and caught.value.remedy
+
+
+WRONG_TYPES: list[tuple[type[msgspec.Struct], str, object]] = [
+    (SamplingParams, "max_tokens", "5"),
+    (SamplingParams, "max_tokens", 5.5),
+    (SamplingParams, "n", True),
+    (SamplingParams, "temperature", None),
+    (SamplingParams, "temperature", "hot"),
+    (SamplingParams, "stop", b"x"),
+    (SamplingParams, "stop", [1]),
+    (SamplingParams, "stop_token_ids", 3),
+    (SamplingParams, "logit_bias", [1]),
+    (SamplingParams, "structured_outputs", "[a-z]+"),
+    (SamplingParams, "structured_outputs", {"regex": 1}),
+    (SamplingParams, "drafter", 3),
+    (SamplingParams, "ignore_eos", "no"),
+    (SamplingParams, "verification", []),
+    (EngineOptions, "max_slots", "5"),
+    (EngineOptions, "threads", "4"),
+    (EngineOptions, "overlap", 2),
+    (EngineOptions, "numerics", "quick"),
+    (EngineOptions, "queue_policy", None),
+    (EngineOptions, "seed", "x"),
+    (EngineOptions, "lookahead", 3),
+    (LookaheadConfig, "k", "3"),
+    (LookaheadConfig, "decay", "x"),
+]
+
+
+@pytest.mark.parametrize(("kind", "field", "value"), WRONG_TYPES)
+def test_a_value_of_another_type_names_its_field(
+    kind: type[msgspec.Struct], field: str, value: object
+) -> None:
+    with pytest.raises(FieldError) as caught:
+        kind(**{field: value})
+    assert caught.value.field == field and caught.value.remedy
+
+
+def test_what_can_be_meant_only_one_way_is_taken() -> None:
+    params = SamplingParams(
+        stop="ab",  # type: ignore[arg-type]
+        stop_token_ids=[3],  # type: ignore[arg-type]
+        banned_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
+        max_tokens=np.int64(5),  # type: ignore[arg-type]
+        temperature=1,
+        structured_outputs={"regex": "a"},  # type: ignore[arg-type]
+    )
+    assert (params.stop, params.stop_token_ids, params.banned_token_ids) == (("ab",), (3,), (1, 2))
+    assert type(params.max_tokens) is int and type(params.temperature) is float
+    assert params.structured_outputs is not None and params.structured_outputs.regex == "a"
+    options = EngineOptions(tokenizer=Path("a/b"), drafter="ngram")  # type: ignore[arg-type]
+    assert (options.tokenizer, options.drafter) == ("a/b", ("ngram",))
+
+
+def test_a_finish_reason_prints_as_its_value() -> None:
+    reason = FinishReason.LENGTH
+    assert (str(reason), f"{reason}", json.dumps(reason)) == ("length", "length", '"length"')
+    assert msgspec.json.encode(reason) == b'"length"'
+    assert msgspec.convert("stop", FinishReason) is FinishReason.STOP
 
 
 @pytest.mark.parametrize(

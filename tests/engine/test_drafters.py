@@ -109,7 +109,7 @@ def test_without_drafters_nobody_drafts_and_a_request_is_told_so(pair):
 
 
 def test_names_are_checked_before_anything_loads(pair):
-    for drafter in (("eagle",), (), ("ngram", "ngram"), "ngram"):
+    for drafter in ("eagle", ("eagle",), (), ("ngram", "ngram")):
         with pytest.raises(FieldError, match=r"^drafter: .* name one or more of model, ngram"):
             EngineOptions(drafter=drafter)
     with pytest.raises(FieldError, match="^drafter: 'model' needs a draft; give a draft, or use"):

@@ -148,7 +148,7 @@ def test_fp8_is_refused_where_there_is_none() -> None:
     refuse_unserved("cuda", **options, kv_cache_dtype="fp8")
     with pytest.raises(FieldError, match="^kv_cache_dtype: fp8 is not served .* on sm_80"):
         kv_dtype_of(decoder(), "fp8")
-    with pytest.raises(FieldError, match="^kv_cache_dtype: 'int4' is not known"):
+    with pytest.raises(FieldError, match="^kv_cache_dtype: 'int4' is not allowed; use 'auto'"):
         EngineOptions(kv_cache_dtype="int4")  # type: ignore[arg-type]
 
 

@@ -22,3 +22,9 @@ class FieldError(ValueError):
 
 class RefusedError(FieldError):
     """A well-formed request that this engine cannot ever run (too long for its context or pool)."""
+
+
+def short(value: object) -> str:
+    """As an error shows it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import SamplingParams, short
+from cbatch.core.request.request import SamplingParams
 
-_FIELDS = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
-SAMPLING_FIELDS = tuple(_FIELDS)
+SAMPLING_FIELDS = SamplingParams.__struct_fields__
 
 
 def sampling_from_json(
@@ -22,21 +21,12 @@ def sampling_from_json(
 
     Raises `FieldError` for an unknown field, a wrong type or a value out of range.
     """
-    known: dict[str, Any] = {}
-    for name, value in values.items():
-        field = _FIELDS.get(name)
-        if field is None:
-            raise FieldError(name, "is not a known field", f"use {', '.join(_FIELDS)}")
-        if value is None:
-            continue
-        if name == "stop" and isinstance(value, str):
-            value = [value]
-        if name == "logprobs" and value is False:  # as chat clients say it
-            value = None
-        try:
-            known[name] = msgspec.convert(value, field.type, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise FieldError(name, f"{short(value)} is not allowed", str(error)) from error
+    known = {name: value for name, value in values.items() if value is not None}
+    for name in values:
+        if name not in SAMPLING_FIELDS:
+            raise FieldError(name, "is not a known field", f"use {', '.join(SAMPLING_FIELDS)}")
+    if known.get("logprobs") is False:  # as chat clients say it
+        known["logprobs"] = None
     base = msgspec.structs.asdict(defaults or SamplingParams())
     return SamplingParams(**(base | known))
 

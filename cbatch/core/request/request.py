@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, short
+from cbatch.core.request.typed import convert_fields
 
 MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
@@ -27,7 +28,7 @@ NONE_VALUES: dict[str, tuple[int, ...]] = {"top_k": (-1, 0), "seed": (-1,)}
 _LEAST_FLOAT32, _MOST_FLOAT32 = (float(x) for x in (np.finfo("f").tiny, np.finfo("f").max))
 
 
-class FinishReason(enum.Enum):
+class FinishReason(enum.StrEnum):
     """How an accepted request ended. Every accepted request ends in exactly one of these."""
 
     STOP = "stop"  # EOS, a stop token id, or a stop string found by the text side
@@ -112,6 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     verification: Literal["auto", "rejection", "block", "coupled"] = "auto"
 
     def __post_init__(self) -> None:
+        convert_fields(self)
         for name, values in NONE_VALUES.items():
             if getattr(self, name) in values:
                 msgspec.structs.force_setattr(self, name, None)
@@ -171,11 +173,6 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             self.drafter,
             f"name one or more of {', '.join(DRAFTERS)}, each once",
         )
-        for name, value, known in (
-            ("logprobs_mode", self.logprobs_mode, ("raw", "processed")),
-            ("verification", self.verification, ("auto", "rejection", "block", "coupled")),
-        ):
-            _require(value in known, name, value, f"use {', '.join(known)}")
 
     @property
     def greedy(self) -> bool:
@@ -243,12 +240,6 @@ def is_chain(names: tuple[str, ...]) -> bool:
 def _require(ok: bool, field: str, value: object, remedy: str) -> None:
     if not ok:
         raise FieldError(field, f"{short(value)} is not allowed", remedy)
-
-
-def short(value: object) -> str:
-    """As an error shows it."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _require_ids(field: str, ids: tuple[int, ...]) -> None:

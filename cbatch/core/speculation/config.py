@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.typed import convert_fields
 
 
 class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,6 +26,7 @@ class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     switch_gain: float = 0.02
 
     def __post_init__(self) -> None:
+        convert_fields(self)
         for field, ok, remedy in (
             ("lookahead.k", 1 <= self.k <= 32, "use 1 to 32; policy `off` drafts nothing"),
             ("lookahead.decay", 0 < self.decay < 1, "use a number in (0, 1)"),

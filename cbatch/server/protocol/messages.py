@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import short
+from cbatch.core.request.errors import FieldError, short
 from cbatch.text.chat import RESERVED
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

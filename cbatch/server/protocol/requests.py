@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, short
 from cbatch.core.request.from_json import SAMPLING_FIELDS, sampling_from_json
 from cbatch.core.request.request import (
     MAX_TOP_LOGPROBS,
@@ -17,7 +17,6 @@ from cbatch.core.request.request import (
     SamplingParams,
     StructuredOutputs,
     require_no_more_ids,
-    short,
 )
 from cbatch.core.request.unsupported import without_neutral_fields
 from cbatch.server.protocol.forced_tools import (
