@@ -9,6 +9,7 @@ import sys
 import termios
 from typing import Any, NamedTuple
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -77,6 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._asking_since_s: float | None = None  # a request is on its way in
         self._in_head = False
         self._head_bytes = self._fed_bytes = 0  # of whole fields, and of data with no other end
+        self._data = b""  # that the parser reads now
         self._unread: Unread | None = None
 
     # ---- the connection -----------------------------------------------------------------------
@@ -142,7 +144,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._asking_since_s is None:
             self._asking_since_s = self.loop.time()
-        was_in_head = self._in_head
+        was_in_head, self._data = self._in_head, data
         super().data_received(data)
         refused = self in self._lingering or self.transport.is_closing()
         if was_in_head and self._in_head and not refused:
@@ -150,6 +152,22 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._fed_bytes > 2 * MAX_HEAD_BYTES:  # a field without an end
                 self._head_bytes = self._fed_bytes
                 self.send_400_response("")
+
+    def _should_upgrade(self) -> bool:
+        """Hold a request that asks for another protocol until `handle_websocket_upgrade`."""
+        return bool(self.parser.get_method() != b"CONNECT")
+
+    def handle_websocket_upgrade(self) -> None:
+        """Read a request again without its `upgrade`, which a server that speaks no other protocol
+        ignores (RFC 9110, 7.8). The parser takes everything after the head for that protocol, and
+        has raised the head's length."""
+        upgrade = sys.exception()
+        assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        target = b"%s %s HTTP/1.1" % (self.scope["method"].encode(), self.url)
+        fields = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)  # the other one may wait for the end
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self.data_received(b"\r\n".join([target, *fields, b"", self._data[upgrade.args[0] :]]))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

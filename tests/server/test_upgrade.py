@@ -1,0 +1,65 @@
+"""Requests that offer another protocol: the offer is ignored, and the request is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.http_client import Client, serving
+from tests.server.raw_calls import BODY, rest_of, run, statuses
+from tests.toy_engine import make_engine
+
+CONTENT = json.dumps(BODY).encode()
+FRAMES = {
+    "length": b"content-length: %d\r\n\r\n%s" % (len(CONTENT), CONTENT),
+    "chunked": b"transfer-encoding: chunked\r\n\r\n5\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n"
+    % (CONTENT[:5], len(CONTENT) - 5, CONTENT[5:]),
+}
+OFFERS = {
+    "h2c": b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEA\r\n",
+    "h2c without settings": b"connection: upgrade\r\nupgrade: h2c\r\n",
+    "no connection field": b"Upgrade: h2c\r\n",
+    "websocket": b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n",
+    "two fields": b"Connection: keep-alive\r\nConnection: Upgrade\r\nUpgrade: h2c, TLS/1.0\r\n",
+}
+LAST = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close, upgrade\r\nupgrade: TLS/1.0\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with serving(make_engine()) as client:
+        yield client
+
+
+def post(offer: str, frame: str) -> bytes:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return head + OFFERS[offer] + FRAMES[frame]
+
+
+async def sent_in_parts(port: int, content: bytes, num_bytes: int) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for at in range(0, len(content), num_bytes):
+        writer.write(content[at : at + num_bytes])
+        await asyncio.sleep(0)
+    with contextlib.closing(writer):
+        return await rest_of(reader)
+
+
+@pytest.mark.parametrize("offer", OFFERS)
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("num_bytes", [2**16, 7])
+def test_an_offer_is_ignored(client: Client, offer: str, frame: str, num_bytes: int) -> None:
+    """Whole and in parts, with requests after it on the same connection."""
+    asked = post(offer, frame) * 2 + LAST
+    answers = run(sent_in_parts(client.port, asked, num_bytes))
+    assert statuses(answers) == [200, 200, 200], answers
+    assert answers.count(b'"text"') == 2
+
+
+def test_what_only_another_protocol_could_answer_is_refused(client: Client) -> None:
+    for asked in (b"CONNECT a:80 HTTP/1.1\r\nhost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"):
+        assert statuses(run(sent_in_parts(client.port, asked, 2**16))) == [400]
