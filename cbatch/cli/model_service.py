@@ -53,6 +53,10 @@ class ModelParts:
         self._chat_template = chat_template_of(self._model, settings.chat_template)
         self._tokenizer = load_tokenizers(self._model, self._draft, self._options)
         del held
+        for origin in settings.cors_origin:
+            if origin != "*" and "://" not in origin:
+                remedy = "give a scheme and a host, as https://app.example, or *"
+                raise FieldError("cors_origin", f"{origin!r} is no origin", remedy)
         if settings.tool_parser is not None:
             require_parser(settings.tool_parser, self._tokenizer)
         require_record(settings.record)

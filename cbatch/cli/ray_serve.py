@@ -111,6 +111,7 @@ class ServerReplica:
             served,
             keys=parts.keys,
             open_metrics=settings.open_metrics,
+            cors_origins=settings.cors_origin,
             metrics=self._metrics,
             metrics_page=self._page_of_all,
         )

@@ -16,7 +16,7 @@ from cbatch.cli.options import MODEL_HELP
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import PREFIX, Settings, add_flags, read_settings, unknown_variables
 from cbatch.core.request.errors import FieldError
-from cbatch.server.http.limits import connections_for
+from cbatch.server.http.limits import ConnectionLimits, connections_for
 from cbatch.system.logs import configure
 
 _logger = logging.getLogger("cbatch")
@@ -57,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
             _serve_by_ray(settings)
         else:
             require_alone(settings)
-            uvloop.run(_serve(settings.values))
+            limits = settings.values.connections
+            most = connections_for(limits.max_connections)  # an event loop takes open files too
+            limits = msgspec.structs.replace(limits, max_connections=most)
+            uvloop.run(_serve(settings.values, limits))
     except FieldError as error:
         raise settings.named(error) from error
     except EngineLostError as error:
@@ -80,29 +83,27 @@ def require_alone(settings: Settings[ServeSettings]) -> None:
             raise FieldError(settings.origin(name), "is for replicas", "give --ray as well")
 
 
-async def _serve(settings: ServeSettings) -> None:
+async def _serve(settings: ServeSettings, limits: ConnectionLimits) -> None:
     from cbatch.cli.model_service import ModelParts
     from cbatch.server.http.app import create_app
     from cbatch.server.http.connections import ServerConfig
     from cbatch.server.http.run import DrainingServer
 
-    # What is wrong with these is told before an engine starts.
-    most = connections_for(settings.connections.max_connections)
-    connections = msgspec.structs.replace(settings.connections, max_connections=most)
     parts = ModelParts(settings)
     with closing(bind(settings.host, settings.port)) as listener:
         service = parts.make_service()
         try:
             served = await parts.start(service)
-            _logger.info(f"connections: {most} at most")
+            _logger.info(f"connections: {limits.most_connections} at most")
             app = create_app(
                 service,
                 served,
                 keys=parts.keys,
                 open_metrics=settings.open_metrics,
-                limits=connections,
+                limits=limits,
+                cors_origins=settings.cors_origin,
             )
-            config = ServerConfig(app, connections, log_config=None)
+            config = ServerConfig(app, limits, log_config=None)
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
 
             def announce(port: int) -> None:

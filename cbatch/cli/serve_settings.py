@@ -39,6 +39,9 @@ class ServeSettings(EngineSettings, frozen=True, kw_only=True):
         tuple[str, ...], _server("ask clients for one of these; repeatable", "KEY")
     ] = ()
     api_key_file: Annotated[str | None, _server("more of them, one a line", "FILE")] = None
+    cors_origin: Annotated[
+        tuple[str, ...], _server("pages of this origin may call (*: any); repeatable", "ORIGIN")
+    ] = ()
     kv_events_config: Annotated[
         str | None,
         _server("publish what enters and leaves the prefix cache; fields are vLLM's", "JSON"),

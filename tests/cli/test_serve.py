@@ -120,7 +120,7 @@ def post(url: str, body: dict[str, Any], key: str) -> Any:
 def test_an_engine_that_is_lost_is_the_last_line_and_a_status(
     cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def lost(_: Any) -> None:
+    async def lost(*_: Any) -> None:
         raise EngineLostError("the engine died 8 times without a token")
 
     monkeypatch.setattr("cbatch.cli.serve._serve", lost)
@@ -128,3 +128,18 @@ def test_an_engine_that_is_lost_is_the_last_line_and_a_status(
     last = caplog.records[-1]
     assert last.levelname == "CRITICAL"
     assert last.getMessage().startswith("the engine died 8 times without a token; the server ends")
+
+
+@pytest.mark.parametrize("files", [8, 64, 256])
+def test_too_few_open_files_are_told_in_a_line(files: int) -> None:
+    """Of a process that starts with them: an event loop takes some before anything is checked."""
+    command = f"ulimit -n {files}; exec {sys.executable} -m cbatch.cli.main serve --port 0"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"open files: this process may have {files}" in done.stderr
+
+
+def test_an_origin_without_a_scheme_is_refused(cbatch: Callable[..., Run]) -> None:
+    done = cbatch("serve", "--cors-origin", "localhost:3000")
+    assert done.status == 2
+    assert "--cors-origin: 'localhost:3000' is no origin; give a scheme" in done.err

@@ -22,7 +22,6 @@ MOST_FILES = MOST_CONNECTIONS + OWN_FILES
         (1024, 2048, None, 2048 - OWN_FILES, 2048),
         (1024, NO_LIMIT, 50_000, 50_000, 50_000 + OWN_FILES),
         (NO_LIMIT, NO_LIMIT, None, MOST_CONNECTIONS, NO_LIMIT),
-        (64, 64, None, 1, 64),
         (1024, 1024, 1024 - OWN_FILES, 1024 - OWN_FILES, 1024),
         (1024, 1024, MOST_CONNECTIONS, None, 1024),
     ],
@@ -45,6 +44,16 @@ def test_connections_leave_open_files_for_the_rest(
     else:
         assert connections_for(asked) == room
     assert limits[-1] == (files, hard)
+
+
+@pytest.mark.parametrize(("files", "asked"), [(8, None), (OWN_FILES, None), (64, 1)])
+def test_too_few_open_files_for_any_connection(
+    monkeypatch: pytest.MonkeyPatch, files: int, asked: int | None
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    with pytest.raises(FieldError, match=rf"open files: .* {files}, .*ulimit -n"):
+        connections_for(asked)
 
 
 @pytest.mark.parametrize("field", ConnectionLimits.__struct_fields__)

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from cbatch import SamplingParams
+from cbatch.server.http.keys import KeyRing
+from cbatch.server.serving.answer import Answer
+from cbatch.server.serving.metrics import Metrics
 from cbatch.server.serving.service import EngineService
 from cbatch.text import ChatTemplate
-from tests.server.http_client import CHAT, JSON, MODEL, Client, call, serving
+from tests.server.http_client import CHAT, COMPLETIONS, JSON, MODEL, Client, call, serving
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"
@@ -263,6 +266,33 @@ def test_request_ids(client: Client) -> None:
     assert "x-request-id" in call(client, "GET", "/nowhere")[2]
     same = {**JSON, "X-Request-ID": "twice"}
     assert [call(client, "POST", "/v1/completions", raw, same)[0] for _ in range(2)] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(KeyRing, "__len__"), (Metrics, "page"), (Answer, "usage")]
+)
+def test_an_error_of_the_server_has_the_shape_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    """Before any route, in one, and in an answer that has begun."""
+
+    def broken(*_: Any) -> int:
+        raise ZeroDivisionError("a secret")
+
+    with serving(make_engine()) as client:
+        monkeypatch.setattr(owner, name, broken)
+        raw = json.dumps(BODY | {"stream": True, "stream_options": {"include_usage": True}})
+        path = "/metrics" if owner is Metrics else COMPLETIONS
+        method = "GET" if owner is Metrics else "POST"
+        status, body, headers = call(client, method, path, raw.encode(), JSON)
+    if owner is Answer:
+        *_, event, done, rest = body.decode().split("\n\n")
+        assert (status, done, rest) == (200, "data: [DONE]", "")
+        body = event.removeprefix("data: ").encode()
+    else:
+        assert status == 500 and "x-request-id" in headers
+    error = json.loads(body)["error"]
+    assert error["type"] == "server_error" and "secret" not in json.dumps(error)
 
 
 def test_what_nobody_foresaw_is_logged_and_not_shown(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
@@ -67,13 +67,15 @@ def create_app(
     *,
     keys: KeyRing | None = None,
     open_metrics: bool = False,
+    cors_origins: Collection[str] = (),
     limits: ConnectionLimits = DEFAULT_LIMITS,
     metrics: Metrics | None = None,
     metrics_page: MetricsPage | None = None,
 ) -> CallMiddleware:
     """An application that serves one engine as `model`. A call needs one of the `keys`, if there
-    are any, and so does a look at the metrics unless they are open. One of several replicas makes
-    its `metrics` itself, and shows as `metrics_page` what all of them have counted."""
+    are any, and so does a look at the metrics unless they are open. Pages of `cors_origins` may
+    call. One of several replicas makes its `metrics` itself, and shows as `metrics_page` what all
+    of them have counted."""
     metrics = metrics or Metrics(model.name, service)
     keys = keys or KeyRing()
     intake = BodyIntake(limits, service.queue.overloaded)
@@ -96,7 +98,9 @@ def create_app(
         openapi_config=None,
         logging_config=None,  # the program that runs the server decides about logs
     )
-    return CallMiddleware(app, keys, metrics.reject, open_metrics=open_metrics)
+    return CallMiddleware(
+        app, keys, metrics.reject, open_metrics=open_metrics, cors_origins=cors_origins
+    )
 
 
 class Answering:

@@ -69,7 +69,9 @@ def handlers(reject: Callable[[str], None]) -> dict[int | type[Exception], Handl
         ClientGoneError: lambda _, error: _failed(error, 499),
         RecursionError: _too_deep,
         HTTPException: _of_http,
-        Exception: _unforeseen,
+        Exception: lambda request, error: HttpResponse(
+            unforeseen(error, request.url.path), status_code=500
+        ),
     }
 
 
@@ -107,6 +109,8 @@ def _of_http(request: AnyRequest, error: HTTPException) -> Answer:
     if isinstance(error, MethodNotAllowedException):
         headers["allow"] = ", ".join(_methods(request))
     body = error_body(error.detail, "invalid_request_error")
+    if error.status_code >= 500:
+        body = unforeseen(error, request.url.path)
     return HttpResponse(body, status_code=error.status_code, headers=headers)
 
 
@@ -120,7 +124,7 @@ def _methods(request: AnyRequest) -> list[str]:
     )
 
 
-def _unforeseen(request: AnyRequest, error: Exception) -> Answer:
-    _logger.exception("%s %s failed", request.method, request.url.path, exc_info=error)
-    body = error_body("the server failed; its log says how", "server_error")
-    return HttpResponse(body, status_code=500)
+def unforeseen(error: Exception, path: str) -> dict[str, Any]:
+    """Log an error of the server's own, and return a body that does not show it."""
+    _logger.error("%s failed", path, exc_info=error)
+    return error_body("the server failed; its log says how", "server_error")

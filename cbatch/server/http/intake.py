@@ -4,14 +4,18 @@ together have."""
 from __future__ import annotations
 
 import asyncio
+import gzip
+import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from io import BytesIO
 from typing import Any, cast
 
 from litestar import Request
 from litestar.types import HTTPReceiveMessage
 
-from cbatch.server.http.errors import BodyTooLongError, ClientGoneError
+from cbatch.core.request.errors import FieldError
+from cbatch.server.http.errors import BodyTooLongError, ClientGoneError, MediaTypeError
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.protocol.errors import BodyTimeoutError, OverloadedError
 
@@ -30,14 +34,21 @@ class BodyIntake:
 
     @asynccontextmanager
     async def body(self, request: Request[Any, Any, Any]) -> AsyncIterator[bytes]:
-        """A call's body, which counts until the block ends. Raises `BodyTimeoutError`,
-        `OverloadedError`, `ClientGoneError` or `BodyTooLongError`."""
+        """A call's body, decompressed, which counts until the block ends. Raises `MediaTypeError`,
+        `BodyTimeoutError`, `OverloadedError`, `ClientGoneError`, `BodyTooLongError` or
+        `FieldError`."""
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("identity", "gzip", "x-gzip"):
+            raise MediaTypeError("content-encoding", f"{coding!r} is not read", "send gzip or none")
         limit_s = self._limits.request_timeout_s
         part = _BodyPart()
         try:
             try:
                 async with asyncio.timeout(limit_s):
                     content = await self._read(request, part)
+                    if coding != "identity":  # in a thread: few bytes can become many
+                        content = await asyncio.to_thread(self._decompressed, content)
+                        self._count(part, len(content) - FREE_BYTES)
             except TimeoutError as error:
                 raise BodyTimeoutError(f"the body took longer than {limit_s:g} s") from error
             yield content
@@ -57,6 +68,15 @@ class BodyIntake:
             self._count(part, len(content) - FREE_BYTES)
             more = message.get("more_body", False)
         return bytes(content)
+
+    def _decompressed(self, content: bytes) -> bytes:
+        try:
+            with gzip.GzipFile(fileobj=BytesIO(content)) as file:
+                whole = file.read(self._limits.max_body_bytes + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise FieldError("body", f"is not gzip ({error})", "send gzip or none") from error
+        self._require_short(len(whole))
+        return whole
 
     def _require_short(self, num_bytes: int) -> None:
         most = self._limits.max_body_bytes

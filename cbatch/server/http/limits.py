@@ -61,8 +61,11 @@ def connections_for(asked: int | None) -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = (wanted if files == resource.RLIM_INFINITY else min(wanted, files)) - OWN_FILES
+    if room < 1:
+        problem = f"this process may have {files}, and a server needs more than {OWN_FILES}"
+        raise FieldError("open files", problem, "raise the limit (ulimit -n, LimitNOFILE)")
     if asked is None:
-        return max(1, room)
+        return room
     if asked > room:
         problem = f"{asked} need {wanted} open files, and this process may have {files}"
         remedy = f"ask for <= {room}, or raise the limit (ulimit -n, LimitNOFILE)"

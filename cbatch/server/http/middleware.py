@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from litestar.enums import ScopeType
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
 from cbatch.core.request.errors import FieldError
-from cbatch.server.http.errors import error_body
+from cbatch.server.http.errors import error_body, unforeseen
 from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing
 from cbatch.server.http.pages import PAGE_PATHS
 from cbatch.server.serving.answer import encode
@@ -37,7 +37,7 @@ class CallLog:
 
     def __init__(self, scope: Scope, request_id: str) -> None:
         self._began_s = time.monotonic()
-        self._method, self._path = str(scope["method"]), str(scope["path"])[:MAX_PATH_CHARS]  # type: ignore[typeddict-item]
+        self._method, self.path = str(scope["method"]), str(scope["path"])[:MAX_PATH_CHARS]  # type: ignore[typeddict-item]
         self._request_id = request_id
         self.status: int | None = None
         self.key: str | None = None
@@ -66,7 +66,7 @@ class CallLog:
             extra=fields(
                 request_id=self._request_id,
                 id=self.id,
-                path=self._path,
+                path=self.path,
                 status=status,
                 key=self.key,
                 stream=self.streamed,
@@ -86,12 +86,19 @@ class CallMiddleware:
     """Wraps an application. Where there are keys every path but `OPEN_PATHS`, and that of metrics
     if they are open, asks for one of them, as a bearer token, and what is posted counts against its
     limit; `reject` counts what that refuses. Every answer carries the `X-Request-Id` of its call,
-    or one made up for it."""
+    or one made up for it, and lets pages of `cors_origins` (`*`: all) read it."""
 
     def __init__(
-        self, app: ASGIApp, keys: KeyRing, reject: Callable[[str], None], *, open_metrics: bool
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        reject: Callable[[str], None],
+        *,
+        open_metrics: bool,
+        cors_origins: Collection[str] = (),
     ) -> None:
         self._app, self._keys, self.reject = app, keys, reject
+        self._origins = frozenset(each.rstrip("/").lower().encode() for each in cors_origins)
         self._open = (*OPEN_PATHS, METRICS_PATH) if open_metrics else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,29 +108,49 @@ class CallMiddleware:
         given = {name: value for name, value in scope["headers"] if name in _READ}
         request_id = _request_id(given.get(REQUEST_ID, b""))
         log = CallLog(scope, request_id.decode())
+        sharing = self._sharing(given.get(b"origin", b""))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 log.status = message["status"]
-                message["headers"] = [*message["headers"], (REQUEST_ID, request_id)]
+                message["headers"] = [*message["headers"], (REQUEST_ID, request_id), *sharing]
             await send(message)
 
         try:
-            if scope["path"] in self._open or not self._keys:
+            if sharing and scope["method"] == "OPTIONS" and _ASKED_METHOD in given:
+                await _allow(send_with_id, given.get(_ASKED_HEADERS, b""))
+            elif scope["path"] in self._open or not self._keys:
                 await self._app(scope, receive, send_with_id)
             else:
                 key = self._keys.find(given.get(b"authorization", b""))
                 log.key = None if key is None else key.name
                 await self._enter(key, scope, receive, send_with_id)
+        except Exception as error:  # outside of every route
+            log.fail(error)
+            if log.status is not None:
+                raise
+            await _answer(send_with_id, 500, unforeseen(error, log.path))
         finally:
             if scope["path"] not in self._open:
                 log.write()
+
+    def _sharing(self, origin: bytes) -> list[tuple[bytes, bytes]]:
+        """Return the headers that let a page of `origin` read an answer; none if it may not."""
+        allowed = b"*" if b"*" in self._origins else origin
+        if allowed not in self._origins:
+            return []
+        exposed = b"retry-after, x-request-id, x-cbatch-ignored-fields"
+        return [
+            (b"access-control-allow-origin", allowed),
+            (b"access-control-expose-headers", exposed),
+            (b"vary", b"origin"),
+        ]
 
     async def _enter(
         self, key: ApiKey | None, scope: HTTPScope, receive: Receive, send: Send
     ) -> None:
         if key is None:
-            await _refuse(send, 401, *_NO_KEY, (b"www-authenticate", b"Bearer"))
+            await _answer(send, 401, error_body(*_NO_KEY), (b"www-authenticate", b"Bearer"))
             return
         try:
             with key.one_call() if scope["method"] == "POST" else nullcontext():
@@ -131,14 +158,16 @@ class CallMiddleware:
         except KeyBusyError as error:
             self.reject("key_limit")
             after = (b"retry-after", str(error.retry_after_s).encode())
-            kind = ("rate_limit_error", "rate_limit_exceeded")
-            await _refuse(send, 429, str(error), *kind, after)
+            body = error_body(str(error), "rate_limit_error", None, "rate_limit_exceeded")
+            await _answer(send, 429, body, after)
 
 
-_READ = (REQUEST_ID, b"authorization")
+_ASKED_METHOD, _ASKED_HEADERS = b"access-control-request-method", b"access-control-request-headers"
+_READ = (REQUEST_ID, b"authorization", b"origin", _ASKED_METHOD, _ASKED_HEADERS)
 _NO_KEY = (
     "no valid API key; send 'Authorization: Bearer KEY'",
     "invalid_request_error",
+    None,
     "invalid_api_key",
 )
 
@@ -150,14 +179,25 @@ def _request_id(given: bytes) -> bytes:
     return uuid.uuid4().hex.encode()
 
 
-async def _refuse(
-    send: Any, status: int, message: str, kind: str, code: str, header: tuple[bytes, bytes]
+async def _allow(send: Any, fields: bytes) -> None:
+    """Answer a browser that asks whether a page may send a call with these header fields."""
+    headers = [
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-headers", fields),
+        (b"access-control-max-age", b"600"),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _answer(
+    send: Any, status: int, content: dict[str, Any], *more: tuple[bytes, bytes]
 ) -> None:
-    body = encode(error_body(message, kind, code=code))
+    body = encode(content)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        header,
+        *more,
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from litestar import Request
 
-from cbatch.server.http.errors import ClientGoneError, error_body
+from cbatch.server.http.errors import ClientGoneError, error_body, unforeseen
 from cbatch.server.protocol.errors import GenerationError, ServiceError
 from cbatch.server.serving.answer import DONE, Answer, encode
 from cbatch.server.serving.call import OutputStream, joined
@@ -68,13 +68,17 @@ async def events(
                     yield b""
                 if told:
                     yield told
-        except (GenerationError, ServiceError) as error:
+            last = answer.last_event()
+        except Exception as error:
             if not begun:
                 raise
             answer.fail(error)
-            yield b"data: " + encode(error_body(str(error), error.kind)) + b"\n\n" + DONE
-            return
-        yield answer.last_event() + DONE
+            if isinstance(error, GenerationError | ServiceError):
+                body = error_body(str(error), error.kind)
+            else:
+                body = unforeseen(error, "a stream")
+            last = b"data: " + encode(body) + b"\n\n"
+        yield last + DONE
 
 
 async def or_disconnect(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -158,7 +159,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
         remedy = f"send <= {MAX_CONTAINERS} of them"
         raise FieldError("body", "has too many lists and objects", remedy)
     try:
-        record = msgspec.json.decode(body)
+        record = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FieldError("body", f"is not JSON ({error})", "send a JSON object") from error
     except RecursionError as error:

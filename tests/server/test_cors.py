@@ -1,0 +1,81 @@
+"""Pages of other origins: those that are named may call and read every answer, errors too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from cbatch.server.http.keys import KeyRing
+from tests.server.http_client import JSON, Client, call, serving
+from tests.toy_engine import make_engine
+
+PAGE = "https://app.example:8443"
+BODY = json.dumps({"prompt": "def add(a, b):", "max_tokens": 4}).encode()
+KEY = {"Authorization": "Bearer a"}
+ALLOWED, EXPOSED = "access-control-allow-origin", "access-control-expose-headers"
+PREFLIGHT = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    keys = KeyRing(["a"], max_requests_per_key=1)
+    with serving(make_engine(), keys=keys, cors_origins=[PAGE.upper() + "/", "null"]) as client:
+        yield client
+
+
+def test_a_preflight_needs_no_key(client: Client) -> None:
+    status, body, headers = call(client, "OPTIONS", "/v1/completions", headers=PREFLIGHT)
+    assert (status, body, headers[ALLOWED]) == (204, b"", PAGE)
+    assert headers["access-control-allow-headers"] == PREFLIGHT["Access-Control-Request-Headers"]
+    assert "POST" in headers["access-control-allow-methods"] and headers["vary"] == "origin"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status"),
+    [
+        ("POST", "/v1/completions", BODY, JSON | KEY, 200),
+        ("POST", "/v1/completions", BODY[:-1] + b', "stream": true}', JSON | KEY, 200),
+        ("POST", "/v1/completions", b"{", JSON | KEY, 400),
+        ("POST", "/v1/completions", BODY, KEY, 415),
+        ("POST", "/v1/completions", BODY, JSON, 401),
+        ("GET", "/v1/completions", None, KEY, 405),
+        ("GET", "/nowhere", None, KEY, 404),
+        ("GET", "/health", None, {}, 200),
+    ],
+)
+def test_answers_may_be_read(
+    client: Client,
+    method: str,
+    path: str,
+    body: bytes | None,
+    headers: dict[str, str],
+    status: int,
+) -> None:
+    for origin in (PAGE, "null"):
+        found, _, told = call(client, method, path, body, headers | {"Origin": origin})
+        assert (found, told[ALLOWED]) == (status, origin)
+        assert "x-request-id" in told[EXPOSED]
+    for other in ("https://app.example", "https://evil.example", PAGE + ".evil", "*", ""):
+        found, _, told = call(client, method, path, body, headers | {"Origin": other})
+        assert found == status and ALLOWED not in told
+
+
+def test_a_preflight_of_another_page_is_no_call(client: Client) -> None:
+    status, _, headers = call(
+        client, "OPTIONS", "/v1/completions", headers=PREFLIGHT | {"Origin": "https://evil.example"}
+    )
+    assert status == 401 and ALLOWED not in headers
+
+
+@pytest.mark.parametrize("origins", [(), ("*",)])
+def test_no_page_or_every_page(origins: tuple[str, ...]) -> None:
+    with serving(make_engine(), cors_origins=origins) as client:
+        _, _, told = call(client, "POST", "/v1/completions", BODY, JSON | {"Origin": PAGE})
+        _, _, preflight = call(client, "OPTIONS", "/v1/completions", headers=PREFLIGHT)
+    assert told.get(ALLOWED) == preflight.get(ALLOWED) == (origins[0] if origins else None)
