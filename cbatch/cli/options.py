@@ -63,6 +63,9 @@ _SAMPLING = {
     "n": "choices for each prompt",
     "stop": "stop string; repeatable",
     "stop_token_ids": None,
+    "include_stop_str_in_output": "the text ends with what stopped it",
+    "skip_special_tokens": "leave control tokens out of the text (default)",
+    "spaces_between_special_tokens": "as the tokenizer's decoder puts them (default)",
     "ignore_eos": None,
     "repetition_penalty": "1: none",
     "presence_penalty": None,
@@ -98,7 +101,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         if NoneType in get_args(kind):
             kind = get_args(kind)[0]
         if kind is bool:
-            options = {"help": text, "action": "store_const", "const": True}
+            options = {"help": text, "action": argparse.BooleanOptionalAction}
         elif get_origin(kind) is tuple:
             options |= {"action": "append", "type": get_args(kind)[0]}
         elif get_origin(kind) is dict:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import codecs
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tokenizers.decoders import DecodeStream
@@ -14,6 +16,11 @@ from cbatch.text.tokenizer import TextTokenizer
 PRIMING_TOKENS = 6
 PRIMING_WINDOW_TOKENS = 64  # where they are looked for
 MAX_CHARACTER_TOKENS = 4  # of bytes
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+# A special token that is not shown and that a stop string holds is one of these characters in the
+# text that is searched: no decoded text has them.
+_MARKS = range(0xD800, 0xE000)
+_UNMARKED = dict.fromkeys(_MARKS)
 # Tokens that make no text yet are decoded again with each that follows; so many are no character.
 MAX_HELD_TOKENS = 32
 
@@ -27,11 +34,14 @@ class TextDelta(NamedTuple):
 
 
 class TextStream:
-    """Incremental text of one sequence: whole UTF-8 characters only, cut before a stop string.
+    """Incremental text of one sequence: whole UTF-8 characters only, up to a stop string.
 
-    What is shown, with `finish()` at the end, is the decoded output up to the stop string. Bytes
-    that are no UTF-8 appear as U+FFFD once it is certain that they are none. A character that the
-    prompt begins and the output completes is shown whole.
+    The text shown, with `finish()` at the end, is the decoded output before the stop string, or
+    through it with `include_stop`. Invalid UTF-8 appears as U+FFFD once no token can complete it;
+    a character that the output leaves incomplete is not shown. A character that the prompt begins
+    and the output completes is shown whole. Stop strings may hold special tokens, shown or not.
+    `texts` has what each token of the last `push` added before stop strings were looked for, `tail`
+    what `finish` added to that.
     """
 
     def __init__(
@@ -41,14 +51,25 @@ class TextStream:
         *,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        include_stop: bool = False,
     ) -> None:
+        self.texts: list[str] = []
+        self.tail = ""
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._matcher = StopMatcher(stop)
+        self._skips = skip_special_tokens
+        self._spaces = skip_special_tokens or spaces_between_special_tokens
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._marks = _marks_in(stop, self._hidden, tokenizer)
+        self._stream = self._new_stream()
+        names = {tokenizer.added[i]: mark for i, mark in self._marks.items()}
+        self._matcher = StopMatcher(stop, marks=names, include=include_stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held: list[int] = []  # tokens that the decoder took and has given no text for
         self._open = ""  # what the prompt's own among them are where no output completes them
+        self._after_added = False
         self._prime(prompt)
         self._ended = False
 
@@ -57,10 +78,11 @@ class TextStream:
         if self._ended:
             raise RuntimeError("the sequence has ended")
         texts = [self._step(token_id) for token_id in ids]
+        self.texts = [self._unmarked(text) for text in texts] if self._marks else texts
         whole = "".join(texts)
         if not self._matcher.completes(whole):
             self._num_tokens += len(texts)
-            return TextDelta(self._matcher.push(whole)[0], None)
+            return TextDelta(self._unmarked(self._matcher.push(whole)[0]), None)
         shown: list[str] = []
         for text in texts:
             self._num_tokens += 1
@@ -68,18 +90,36 @@ class TextStream:
             shown.append(part)
             if stopped:
                 self._ended = True
-                return TextDelta("".join(shown), self._num_tokens)
-        return TextDelta("".join(shown), None)
+                return TextDelta(self._unmarked("".join(shown)), self._num_tokens)
+        return TextDelta(self._unmarked("".join(shown)), None)
 
     def finish(self) -> str:
-        """The end of the text, once no token can follow: what was held back as a possible stop
-        string or as the beginning of a character. Empty after a stop string."""
+        """Return the end of the text, once no token can follow: what was held back as a possible
+        stop string, or together with the beginning of a character. Empty after a stop string."""
         if self._ended:
             return ""
         self._ended = True
-        rest = self._without_open(self._tokenizer.decode(self._held))
-        shown, _ = self._matcher.push(rest, may_stop=False)
-        return shown + self._matcher.flush()
+        self.tail = self._without_open(self._whole_characters())
+        shown, _ = self._matcher.push(self.tail, may_stop=False)
+        return self._unmarked(shown + self._matcher.flush())
+
+    def _whole_characters(self) -> str:
+        """Return the text of the held tokens, without a character that they leave incomplete."""
+        text, decoder = self._decoded(self._held), _Utf8Decoder("replace")
+        decoder.decode(b"".join(map(self._tokenizer.token_bytes, self._held)))
+        incomplete = len(decoder.getstate()[0])
+        if incomplete and self._tokenizer.byte_level:
+            incomplete = 1  # one U+FFFD for all of its bytes
+        return text[: len(text) - incomplete]
+
+    def _unmarked(self, text: str) -> str:
+        return text.translate(_UNMARKED) if self._marks else text
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
+
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(skip_special_tokens=self._skips)
 
     def _prime(self, prompt: Sequence[int]) -> None:
         """Takes the end of the prompt, without control tokens, which no text comes of."""
@@ -88,7 +128,7 @@ class TextStream:
         start = self._character_start(near, len(near) - PRIMING_TOKENS)
         for token_id in near[start:]:
             self._step(token_id)
-        self._open = self._tokenizer.decode(self._held)
+        self._open = self._decoded(self._held)
 
     def _character_start(self, ids: Sequence[int], at: int) -> int:
         """`at`, or the few tokens before it that its character begins with. Cut in half it would be
@@ -98,28 +138,32 @@ class TextStream:
         return next(starts, max(at, 0))
 
     def _step(self, token_id: int) -> str:
-        if token_id in self._tokenizer.special_ids:
-            return ""
+        if token_id in self._hidden:
+            return self._marks.get(token_id, "")
         self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer.raw, token_id) or ""
         except Exception:
             # Byte tokens that are no UTF-8 can change how earlier ones decode, and the library then
             # gives up. What was shown stands; decoding begins again at this token.
-            text = self._tokenizer.decode(self._held)
-            self._stream = DecodeStream(skip_special_tokens=True)
+            text = self._decoded(self._held)
+            self._stream = self._new_stream()
             self._stream.step(self._tokenizer.raw, token_id)
         if not text and len(self._held) > MAX_HELD_TOKENS:
             return self._give_up_held()
         if text:
             self._held = []
+        if not self._spaces:
+            added, followed = self._tokenizer.added.get(token_id), self._after_added
+            self._after_added = added is not None
+            text = added if added is not None and followed else text
         return self._without_open(text) if self._open else text
 
     def _give_up_held(self) -> str:
         """Shows what it is as yet, but for a last character that may not be whole."""
         at = self._character_start(self._held, len(self._held) - 1)
-        text, rest = self._tokenizer.decode(self._held[:at]), self._held[at:]
-        self._stream, self._held = DecodeStream(skip_special_tokens=True), []
+        text, rest = self._decoded(self._held[:at]), self._held[at:]
+        self._stream, self._held = self._new_stream(), []
         return self._without_open(text) + "".join(map(self._step, rest))
 
     def _without_open(self, text: str) -> str:
@@ -129,16 +173,33 @@ class TextStream:
         return text.removeprefix(opened)
 
 
+def _marks_in(
+    stops: Sequence[str], hidden: frozenset[int], tokenizer: TextTokenizer
+) -> dict[int, str]:
+    """Return a mark for each hidden token whose text a stop string holds, by token id."""
+    ids = sorted(i for i in hidden if any(tokenizer.added[i] in stop for stop in stops))
+    return {token_id: chr(mark) for token_id, mark in zip(ids, _MARKS, strict=False)}
+
+
 class StopMatcher:
     """Finds the stop string that is completed first; its result does not depend on how the text
     is cut into pieces. Text that may yet become a stop string is held back.
 
     Of several stop strings completed by the same character the longest counts, so that nothing of
-    it is shown.
+    it is shown, unless `include` asks for the stop string. `marks` are characters that may be in
+    the place of a part of a stop string, by that part.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(
+        self, stops: Sequence[str], *, marks: Mapping[str, str] | None = None, include: bool = False
+    ) -> None:
+        shown = {stop: stop if include else "" for stop in stops}
+        if marks:
+            parts = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
+            for stop in stops:
+                shown[parts.sub(lambda part: marks[part[0]], stop)] = shown[stop]
+        self._shown = shown
+        self._stops = tuple(shown)
         self._beginnings = frozenset(s[:n] for s in self._stops for n in range(1, len(s)))
         self._longest = max(map(len, self._beginnings), default=0)
         self._last_characters = frozenset(b[-1] for b in self._beginnings)
@@ -156,10 +217,11 @@ class StopMatcher:
         if not self._stops:
             return text, False
         buffer = self._held + text
-        start = self._match(buffer) if may_stop else None
-        if start is not None:
+        match = self._match(buffer) if may_stop else None
+        if match is not None:
             self._held = ""
-            return buffer[:start], True
+            _, start, stop = match
+            return buffer[:start] + self._shown[stop], True
         cut = len(buffer) - self._partial(buffer)
         self._held = buffer[cut:]
         return buffer[:cut], False
@@ -169,9 +231,10 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _match(self, buffer: str) -> int | None:
-        found = [(at + len(s), at) for s in self._stops if (at := buffer.find(s)) >= 0]
-        return min(found)[1] if found else None
+    def _match(self, buffer: str) -> tuple[int, int, str] | None:
+        """Return (end, start, stop string) of the first that is complete."""
+        matches = [(at + len(s), at, s) for s in self._stops if (at := buffer.find(s)) >= 0]
+        return min(matches, default=None)
 
     def _partial(self, buffer: str) -> int:
         """Length of the longest end of `buffer` that begins a stop string."""

@@ -47,6 +47,23 @@ def token_ids(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[int, ...
     return tuple(prompt)
 
 
+def token_texts(
+    prompt: Prompt, params: SamplingParams, tokenizer: TextTokenizer | None
+) -> list[str | None]:
+    """Return what each token of a prompt adds to its text, see `TokenLogprob.text`."""
+    if isinstance(prompt, str):
+        return [] if tokenizer is None else [*tokenizer.pieces(prompt)]
+    if tokenizer is None:
+        return [None] * len(prompt)
+    stream = TextStream(
+        tokenizer,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
+    stream.push(prompt)
+    return [*stream.texts]
+
+
 def choice_requests(
     request_id: str,
     prompt: tuple[int, ...],
@@ -102,7 +119,13 @@ class LiveChoice:
         self._stream: TextStream | None = None
         if tokenizer is not None:
             self._stream = TextStream(
-                tokenizer, request.prompt, stop=params.stop, min_tokens=params.min_tokens
+                tokenizer,
+                request.prompt,
+                stop=params.stop,
+                min_tokens=params.min_tokens,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                include_stop=params.include_stop_str_in_output,
             )
         self._text: list[str] = []
         self._speculation = Speculation()
@@ -110,8 +133,10 @@ class LiveChoice:
         self._logprobs: list[TokenLogprob] = []
         self._entry: TokenLogprobs | None = None  # of the tokens that come next
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._prompt_texts: list[str | None] = []
         if params.wants_prompt(request.choice):
             self._prompt_logprobs = [None] * len(request.prompt)
+            self._prompt_texts = token_texts(request.prompt, params, tokenizer)
 
     def on_logprobs(self, entry: TokenLogprobs) -> None:
         """Of the prompt, or of the tokens that come next. After a preemption or a restart those of
@@ -121,7 +146,8 @@ class LiveChoice:
             self._entry = entry
         elif self._prompt_logprobs is not None:
             tokens = prompt[first : first + len(entry.chosen)]
-            self._prompt_logprobs[first : first + len(tokens)] = token_logprobs(tokens, entry)
+            made = token_logprobs(tokens, entry, self._prompt_texts[first:])
+            self._prompt_logprobs[first : first + len(tokens)] = made
 
     def extend(self, row: OutputRow, ending: Ending | None) -> Output:
         """What a step added, and the end if it came with it. Where the choice has `finished`
@@ -129,12 +155,16 @@ class LiveChoice:
         entry, self._entry, tokens = self._entry, None, row.tokens
         if self.num_tokens:
             self._speculation.observe(row.num_drafted, row.num_accepted)
-        text, keep_tokens = self._stream.push(tokens) if self._stream else ("", None)
+        text, keep_tokens, rest = "", None, ""
+        if self._stream:
+            text, keep_tokens = self._stream.push(self._without_stop(tokens, ending))
         if keep_tokens is not None:
             tokens = tokens[: keep_tokens - self.num_tokens]
+        elif ending is not None:
+            rest = self._rest()
         logprobs = prompt_logprobs = None
         if self._wants_logprobs and entry is not None:
-            logprobs = tuple(token_logprobs(tokens, entry))
+            logprobs = tuple(token_logprobs(tokens, entry, self._texts(len(tokens))))
         if self._prompt_logprobs is not None and not self.num_tokens:
             prompt_logprobs = tuple(self._prompt_logprobs)
         self.num_tokens += len(tokens)
@@ -148,7 +178,6 @@ class LiveChoice:
         if keep_tokens is not None:
             finished = self._choice("", FinishReason.STOP)
         elif ending is not None:
-            rest = self._rest()
             text += rest
             finished = self._choice(rest, ending.reason, ending.message)
         return Output(
@@ -168,6 +197,19 @@ class LiveChoice:
         rest = self._rest()
         choice = self._choice(rest, reason, error)
         return Output(self.group_id, self.request.choice, rest, (), finished=choice)
+
+    def _without_stop(self, tokens: list[int], ending: Ending | None) -> list[int]:
+        """Return the tokens that may be shown: a stop token, the last of its step, is none."""
+        stopped = ending is not None and ending.reason is FinishReason.STOP
+        includes = self.request.params.include_stop_str_in_output
+        return tokens[:-1] if stopped and not includes else tokens
+
+    def _texts(self, count: int) -> list[str | None]:
+        """Return what each of a step's first `count` tokens added to the text."""
+        if self._stream is None:
+            return [None] * count
+        texts = [*self._stream.texts, ""][:count]  # a stop token may add nothing
+        return [*texts[:-1], *(text + self._stream.tail for text in texts[-1:])]
 
     def _rest(self) -> str:
         """Text that was held back."""

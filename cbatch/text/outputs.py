@@ -54,23 +54,30 @@ class Speculation(msgspec.Struct):
 
 class TokenLogprob(msgspec.Struct, frozen=True):
     """Natural logarithm of a token's probability, None where that is 0. `top` are (id, logprob) of
-    the likeliest tokens in its place, the likeliest first, equal ones by id."""
+    the likeliest tokens in its place, the likeliest first, equal ones by id. `text` is what the
+    token adds to the text: joined, those of all tokens are the text. It is empty for a token that
+    is not shown, and for all but the last token of a character. None: there is no tokenizer."""
 
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float | None], ...] = ()
+    text: str | None = None
 
 
-def token_logprobs(token_ids: Sequence[int], entry: TokenLogprobs) -> list[TokenLogprob]:
-    """The first `len(token_ids)` of an entry, which are about these tokens."""
+def token_logprobs(
+    token_ids: Sequence[int], entry: TokenLogprobs, texts: Sequence[str | None]
+) -> list[TokenLogprob]:
+    """Return the first `len(token_ids)` of an entry, which are about these tokens; `texts` has at
+    least as many."""
     rows = zip(entry.chosen.tolist(), entry.top_ids.tolist(), entry.top.tolist(), strict=True)
     return [
         TokenLogprob(
             token_id,
             _or_none(chosen),
             tuple((i, _or_none(value)) for i, value in zip(ids, values, strict=True)),
+            text,
         )
-        for token_id, (chosen, ids, values) in zip(token_ids, rows, strict=False)
+        for token_id, (chosen, ids, values), text in zip(token_ids, rows, texts, strict=False)
     ]
 
 

@@ -54,10 +54,14 @@ class TextTokenizer:
         return max(map(len, self.raw.get_vocab(True)), default=1)
 
     @cached_property
+    def added(self) -> dict[int, str]:
+        """Texts of the tokens that are found in a text as they are, by id."""
+        return {i: token.content for i, token in self.raw.get_added_tokens_decoder().items()}
+
+    @cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """Texts that become control tokens, such as the end of a turn, wherever they stand."""
-        added = self.raw.get_added_tokens_decoder().values()
-        return tuple(token.content for token in added if token.special)
+        return tuple(self.added[i] for i in sorted(self.special_ids))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -94,6 +98,19 @@ class TextTokenizer:
             return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
         return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def pieces(self, text: str) -> list[str]:
+        """Return the part of `text` that each token of `encode` is made of; joined, they are the
+        text. Of several tokens for one character the last has it; a token put around has none."""
+        spans = self.raw.encode_batch([text])[0].offsets
+        pieces, end = [""] * len(spans), len(text)
+        for at in reversed([at for at, (start, stop) in enumerate(spans) if start < stop]):
+            start = min(spans[at][0], end)
+            pieces[at], end = text[start:end], start
+        first = next((at for at, piece in enumerate(pieces) if piece), None)
+        if first is not None:
+            pieces[first] = text[:end] + pieces[first]
+        return pieces
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text, by default without special tokens; bytes that are no UTF-8 become U+FFFD."""
         if len(ids) <= _LONG:
@@ -108,7 +125,7 @@ class TextTokenizer:
             return b""
         if _BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
-        if self._byte_level and all(c in _BYTES for c in token):
+        if self.byte_level and all(c in _BYTES for c in token):
             return bytes(_BYTES[c] for c in token)
         return token.replace("\u2581", " ").encode()
 
@@ -117,7 +134,7 @@ class TextTokenizer:
         return self.token_bytes(token_id)[:1] in _CONTINUATIONS
 
     @cached_property
-    def _byte_level(self) -> bool:
+    def byte_level(self) -> bool:
         """Whether a token's characters stand for bytes."""
         decoder = self.raw.decoder
         return decoder is not None and "ByteLevel" in repr(decoder)

@@ -22,11 +22,16 @@ from tests.test_llm import write_model
 PROMPT = "def add(a, b):"
 EVEN = tuple(range(0, 90, 2))
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+ENDS: dict[str, Any] = {"logit_bias": {0: 40.0}}  # with every token
 
 
 def tokens(done: Completion) -> object:
     assert done.error is None, done.error
     return done.token_ids
+
+
+def text(done: Completion) -> object:
+    return done.text
 
 
 def logprobs(done: Completion) -> object:
@@ -45,6 +50,9 @@ CASES: dict[str, tuple[dict[str, Any], Any, Callable[[Completion], object]]] = {
     "n": (SAMPLED, 2, lambda done: len(done.choices)),
     "stop": ({}, None, lambda done: done.finish_reason),  # the value is taken from the output
     "stop_token_ids": ({}, None, lambda done: done.finish_reason),
+    "include_stop_str_in_output": (ENDS | {"skip_special_tokens": False}, True, text),
+    "skip_special_tokens": (ENDS | {"ignore_eos": True}, False, text),
+    "spaces_between_special_tokens": (ENDS, False, text),
     "ignore_eos": ({"logit_bias": {0: 40.0}}, True, tokens),
     "repetition_penalty": ({}, 8.0, tokens),
     "presence_penalty": ({}, 2.0, tokens),
@@ -84,6 +92,8 @@ def test_a_field_does_something(llm: LLM, field: str) -> None:
     speculates = llm.info.lookahead != "off"
     if field == "max_lookahead" and not speculates:
         return  # there is nothing to cap
+    if field == "spaces_between_special_tokens":
+        return  # this tokenizer's decoder puts none there: tests/text/test_special_tokens.py
     without, value, look = CASES[field]
     base = {"max_tokens": 24, "temperature": 0.0} | without
     (plain,) = llm.generate(PROMPT, SamplingParams(**base))
@@ -110,7 +120,9 @@ def test_the_command_line_has_every_field() -> None:
     parser = argparse.ArgumentParser()
     add_sampling_options(parser)
     flags = """--max-tokens 5 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1
-        --seed 4 -n 2 --stop x --stop-token-id 1 --ignore-eos --repetition-penalty 1.1
+        --seed 4 -n 2 --stop x --stop-token-id 1 --ignore-eos
+        --include-stop-str-in-output --no-skip-special-tokens --no-spaces-between-special-tokens
+        --repetition-penalty 1.1
         --presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 3=1.5 --logit-bias 12=-2
         --allowed-token-id 3 --allowed-token-id 12 --banned-token-id 13 --logprobs 0
         --prompt-logprobs 2 --logprobs-mode processed --max-lookahead 3

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import codecs
 from typing import Any
 
 import pytest
@@ -31,7 +32,24 @@ def pieces_of(stream: TextStream, ids: list[int]) -> list[str]:
 
 @given(IDS)
 def test_streamed_text_is_the_decoded_output(ids: list[int]) -> None:
-    assert "".join(pieces_of(TextStream(BYTES), ids)) == BYTES.decode(ids)
+    """But for a character that is not complete at the end."""
+    raw = b"".join(map(BYTES.token_bytes, ids))
+    whole = codecs.getincrementaldecoder("utf-8")("replace").decode(raw)
+    assert "".join(pieces_of(TextStream(BYTES), ids)) == whole
+    assert BYTES.decode(ids) in (whole, f"{whole}\ufffd")
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=_name_of)
+@pytest.mark.parametrize("text", ["a😀", "é", "日本🦀"])
+def test_an_end_inside_a_character_shows_nothing_of_it(tokenizer: TextTokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    start = len(ids) - 1
+    while tokenizer.continues(ids[start]):
+        start -= 1
+    for end in range(start + 1, len(ids)):
+        shown = "".join(pieces_of(TextStream(tokenizer), ids[:end]))
+        assert shown == tokenizer.decode(ids[:start])
+    assert "".join(pieces_of(TextStream(tokenizer), ids)) == text
 
 
 def is_text(data: bytes) -> bool:

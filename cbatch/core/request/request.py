@@ -92,6 +92,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False  # the text ends with what stopped it
+    skip_special_tokens: bool = True  # in the text; stop strings may hold them either way
+    spaces_between_special_tokens: bool = (
+        True  # False: none that the decoder puts between shown ones
+    )
     ignore_eos: bool = False
     repetition_penalty: float = 1.0  # > 1: less likely (Keskar et al. 2019, arXiv 1909.05858)
     presence_penalty: float = 0.0  # subtracted once from the logit of a token that was output

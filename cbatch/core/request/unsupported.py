@@ -45,12 +45,10 @@ FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "guided_json": (_OTHER_NAME, ()),
     "guided_regex": (_OTHER_NAME, ()),
     "images": ("multimodal input", ([],)),
-    "include_stop_str_in_output": ("showing stop strings", (False,)),
     "json_schema": (_OTHER_NAME, ()),
     "lora_request": ("LoRA", ()),
     "mm_processor_kwargs": ("multimodal input", ({},)),
     "multi_modal_data": ("multimodal input", ({},)),
-    "skip_special_tokens": ("showing special tokens", (True,)),
     "suffix": ("text after the completion", ("",)),
     "use_beam_search": ("beam search", (False,)),
 }

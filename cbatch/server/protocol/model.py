@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import SamplingParams
 from cbatch.server.protocol.errors import UnknownModelError
 from cbatch.server.protocol.tool_parsers import ToolParser
 from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
+from cbatch.text.output_processor import Prompt, token_texts
 
 
 class ServedModel:
@@ -71,9 +73,15 @@ class ServedModel:
         """Whether it has a chat template."""
         return self._chat_template is not None
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; empty without a tokenizer."""
-        return "" if self._tokenizer is None else self._tokenizer.decode(ids)
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_texts(self, prompt: Prompt, params: SamplingParams) -> list[str | None]:
+        """See `cbatch.text.output_processor.token_texts`."""
+        return token_texts(prompt, params, self._tokenizer)
 
     def token_bytes(self, token_id: int) -> bytes:
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)

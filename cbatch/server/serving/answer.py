@@ -198,7 +198,14 @@ class Answer(ABC, Generic[Part]):
         prompt = self.call.prompts[progress.position]
         if isinstance(prompt, str):
             return prompt
-        return self._model.decode(progress.stream.accepted.prompt_token_ids)
+        return "".join(each or "" for each in self._prompt_texts(progress))
+
+    def _prompt_texts(self, progress: _Progress) -> list[str | None]:
+        """What each token of the prompt adds to the text that is echoed."""
+        prompt = self.call.prompts[progress.position]
+        if not isinstance(prompt, str):
+            prompt = progress.stream.accepted.prompt_token_ids
+        return self._model.token_texts(prompt, self.call.params)
 
     def _prompt_logprobs(self, part: Output | Choice) -> PromptLogprobs | None:
         found = part.prompt_logprobs
@@ -254,11 +261,12 @@ class CompletionAnswer(Answer[CompletionChoice]):
         if part.logprobs is None:
             return None
         found: list[TokenLogprob | None] = list(part.logprobs)
-        ids = list(part.token_ids)
+        ids, texts = list(part.token_ids), []
         if self.call.echo and part.prompt_logprobs is not None:
             found = [*part.prompt_logprobs, *found]
             ids = [*progress.stream.accepted.prompt_token_ids, *ids]
-        made = CompletionLogprobs.of(found, ids, self._model.decode, progress.end_offset)
+            texts = self._prompt_texts(progress)
+        made = CompletionLogprobs.of(found, ids, self._model.decode, progress.end_offset, texts)
         progress.end_offset = max(progress.end_offset, made.end_offset)
         return made
 
