@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from bench.load.run.drive import drive
+from bench.load.run.refusals import TRIAL_TOKENS
 from bench.load.run.selftest import measure_client, plan_of, stub_server
 from cbatch import LLM
 from cbatch.cli.main import main
 from cbatch.demo import demo_paths
 from sim.traces.reader import write_requests
 from sim.traces.request import TraceRequest
+from tests.bench.load.scripted import DONE, Exchange, answer_well, chunk, scripted
 from tests.cli.conftest import Run
 from tests.server.http_client import Client, sample, serving, wait_until
 from tests.toy_engine import make_engine
@@ -72,7 +74,7 @@ def test_figures_are_what_the_server_counts(
     before = sample(toy, "vllm:generation_tokens_total")
     run, document, records = bench(*options, *SHORT)
     assert run.status == 0, run.err
-    tokens = sample(toy, "vllm:generation_tokens_total") - before
+    tokens = sample(toy, "vllm:generation_tokens_total") - before - TRIAL_TOKENS
     assert document["output_tokens"] == tokens == document["server"]["output_tokens"]
     assert tokens == sum(record["output_tokens"] for record in records)
     assert document["prompt_tokens"] == 24 * 20  # as told: cut from the server's own tokens
@@ -294,6 +296,80 @@ def test_nobody_there(cbatch: Callable[..., Run]) -> None:
     assert run.status == 2 and "URL: is missing" in run.err
     run = cbatch("report", "compare", ROOT / "pyproject.toml", ROOT / "pyproject.toml")
     assert run.status == 2 and "is no report" in run.err
+
+
+MADE = ("--model", "m", "--quiet", "--requests", "3", "--concurrency", "1", "--output-tokens", "3")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> tuple[str, str]:
+    path = tmp_path / "prompts.txt"
+    path.write_text("x\n")
+    return "--prompts", str(path)
+
+
+def test_what_the_server_refuses_is_left_out_and_said_once(
+    cbatch: Callable[..., Run], prompts: tuple[str, str], tmp_path: Path
+) -> None:
+    async def strict(exchange: Exchange) -> None:
+        if "continuous_usage_stats" in exchange.body.get("stream_options", {}):
+            error = b'{"error": {"message": "Unknown parameter: continuous_usage_stats"}}'
+            await exchange.whole(error, "400 Bad Request")
+        else:
+            await answer_well(exchange)
+
+    document = tmp_path / "report.json"
+    with scripted(strict) as server:
+        run = cbatch("bench", server.endpoint.url, *prompts, *MADE, "--json", document)
+    assert run.status == 0, run.err
+    assert run.err.count("continuous_usage_stats: Unknown") == 0
+    assert run.err.count("left out, since the server refuses it") == 1
+    report = json.loads(document.read_bytes())
+    assert report["requests"] == 3 and not report["errors"]
+    assert report["settings"]["left_out"][0].startswith("stream_options.continuous_usage_stats")
+
+
+def test_a_run_that_fails_says_why_first_and_what_helps(
+    cbatch: Callable[..., Run], prompts: tuple[str, str]
+) -> None:
+    async def busy(exchange: Exchange) -> None:
+        await exchange.whole(b'{"error": {"message": "slow down"}}', "429 Too Many Requests")
+
+    with scripted(busy) as server:
+        run = cbatch("bench", server.endpoint.url, *prompts, *MADE)
+    assert run.status == 1
+    first, second, *rest = run.out.splitlines()
+    assert first == "failed: 3 of 3 calls, status 429: 429: slow down"
+    assert second.startswith("  what helps: ") and "--rate" in second
+    assert not any("time to first token" in line for line in rest), "nothing was measured"
+
+
+def test_a_server_that_counts_nothing_is_measured_by_its_chunks(
+    cbatch: Callable[..., Run], prompts: tuple[str, str], tmp_path: Path
+) -> None:
+    async def uncounted(exchange: Exchange) -> None:
+        await exchange.begin()
+        for number in range(4):
+            await exchange.event(chunk("a", None, reason="stop" if number == 3 else None))
+        await exchange.event(DONE)
+        await exchange.event(b"")
+
+    document = tmp_path / "report.json"
+    with scripted(uncounted) as server:
+        run = cbatch("bench", server.endpoint.url, *prompts, *MADE, "--json", document)
+    report = json.loads(document.read_bytes())
+    assert run.status == 0 and not report["errors"] and report["output_tokens"] == 12
+    assert report["token_source"] == "chunks"
+    assert any("each chunk" in warning for warning in report["warnings"])
+
+
+def test_what_cannot_be_written_has_been_shown(
+    cbatch: Callable[..., Run], prompts: tuple[str, str]
+) -> None:
+    with scripted(answer_well) as server:
+        run = cbatch("bench", server.endpoint.url, *prompts, *MADE, "--json", "/dev/full")
+    assert run.status != 0 and "/dev/full" in run.err and "No space" in run.err
+    assert "time to first token" in run.out
 
 
 def test_an_interruption_prints_what_was_measured(toy: Client, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.load.client.call import LiveTally
+from bench.load.run.refusals import remedy
 from bench.load.run.report import Measured, ServerCounters
 from bench.load.run.runner import OfferedLoad
 from bench.load.run.sweep import Point, knee_of
@@ -89,6 +91,8 @@ def print_points(points: Sequence[Point], capacity: Capacity | None = None) -> N
     """For people; the last line is for programs: a report, or a list of them and the knee, and what
     a search came to."""
     console = wide_console()
+    for line in _failures(points):
+        console.print(line, soft_wrap=True, markup=False, style="bold yellow")
     for point in points if len(points) < 4 else ():
         _print_report(console, load_name(point.load), point.report)
     if len(points) == 1 and capacity is None:
@@ -122,8 +126,20 @@ def _verdict(capacity: Capacity) -> str:
     )
 
 
+def _failures(points: Sequence[Point]) -> Iterator[str]:
+    """The kinds of failures over all loads, the most frequent first: a reason and a remedy."""
+    reports = [point.report for point in points]
+    sent = sum(report.sent for report in reports)
+    counts = sum((Counter(report.errors) for report in reports), Counter())
+    reasons = {k: v for report in reversed(reports) for k, v in report.error_examples.items()}
+    for label, count in counts.most_common():
+        yield f"failed: {count:,} of {sent:,} calls, {label}: {reasons[label]}"
+        yield f"  what helps: {remedy(label, reasons[label])}"
+
+
 def _print_report(console: Console, name: str, report: Measured) -> None:
-    console.print(spread_table(name, report, SPREADS))
+    if report.requests:
+        console.print(spread_table(name, report, SPREADS))
     for line in _lines(report):
         console.print(line, soft_wrap=True, markup=False)
     for warning in report.warnings:
@@ -154,10 +170,6 @@ def _lines(report: Measured) -> list[str]:
             f"goodput {report.goodput.requests_per_s:.3g} calls/s: {report.goodput.share:.1%} of "
             f"what was sent met its objectives ({shares})"
         )
-    if report.errors:
-        told = "; ".join(f"{count:,} {label}" for label, count in report.errors.items())
-        lines.append(f"failed: {told}")
-        lines += [f"  {label}: {why}" for label, why in report.error_examples.items()]
     if report.cut_requests:
         lines.append(f"{report.cut_requests:,} answers ended before their length")
     lines += _of_server(report.server)

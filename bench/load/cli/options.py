@@ -48,7 +48,7 @@ _CALLS: tuple[Row, ...] = (
     ("--no-stream", bool, None, "whole answers"),
     ("--model", str, "NAME", "default: the first the server names"),
     ("--api-key", str, "KEY", "also: $CBATCH_API_KEY"),
-    ("--temperature", float, None, None, 0.0),
+    ("--temperature", float, None, "default: 0"),
     ("--field", list, "NAME=JSON", "of every call"),
     ("--timeout", float, "S", "of a call", 600.0),
     ("--final-usage", bool, None, "do not ask for the usage of every chunk"),

@@ -7,6 +7,9 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from bench.load.cli.display import View, print_points
 from bench.load.cli.options import GOODPUT_SHARE
@@ -15,11 +18,13 @@ from bench.load.client.http import Endpoint, HttpClient
 from bench.load.run.measure import LoadRun, measure, records
 from bench.load.run.page import write_points
 from bench.load.run.processes import loop_of
+from bench.load.run.refusals import settle
 from bench.load.run.report import Measured
 from bench.load.run.runner import LoadSettings, OfferedLoad, Runner, find_model
 from bench.load.run.sweep import Point, find_rate, sweep, to_json
 from bench.load.run.table import write_csv
 from cbatch.cli.generate import INTERRUPTED
+from cbatch.core.request.errors import FieldError
 from sim.replay.capacity import Capacity
 from sim.report.report import parse_objectives, to_line
 
@@ -34,8 +39,12 @@ def bench(args: argparse.Namespace) -> int:
 async def _bench(args: argparse.Namespace) -> int:
     objectives = parse_objectives(tuple(args.slo))
     endpoint, loads, workload = Endpoint.of(args.url), parse_loads(args), Workload(args)
-    settings = await _settings(args, endpoint, workload)
+    settings, refused = await _settings(args, endpoint, workload)
     words = {"url": endpoint.url, "model": settings.bodies.model} | workload.words()
+    words["temperature"] = settings.bodies.fields.get("temperature")
+    words |= {"left_out": list(refused)} if refused else {}
+    for name, reason in refused.items():
+        print(f"cbatch: left out, since the server refuses it: {name}: {reason}", file=sys.stderr)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
     with View(shown=not args.quiet) as view:
@@ -56,8 +65,8 @@ async def _bench(args: argparse.Namespace) -> int:
     if not points:
         print("cbatch: interrupted before anything was measured", file=sys.stderr)
         return INTERRUPTED
-    _write(args, points, capacity)
     print_points(points, capacity)
+    _write(args, points, capacity)
     if stop.is_set():
         return INTERRUPTED
     if args.find_rate:  # that calls fail beyond the best rate is no fault
@@ -69,16 +78,19 @@ async def _bench(args: argparse.Namespace) -> int:
 
 async def _settings(
     args: argparse.Namespace, endpoint: Endpoint, workload: Workload
-) -> LoadSettings:
-    """Asks the server for what is needed to write prompts to it."""
+) -> tuple[LoadSettings, dict[str, str]]:
+    """Ask the server for what is needed to write prompts to it, and what it refuses."""
     key = args.api_key or os.environ.get("CBATCH_API_KEY")
     client = HttpClient(endpoint, key=key, timeout_s=60.0)
+    trial = HttpClient(endpoint, key=key, timeout_s=args.timeout)
     try:
         model = args.model or await find_model(client)
         bodies = await workload.bodies(client, model)
+        bodies, refused = await settle(trial, bodies, workload.chosen)
     finally:
         client.close()
-    return LoadSettings(
+        trial.close()
+    settings = LoadSettings(
         endpoint=endpoint,
         bodies=bodies,
         key=key,
@@ -92,16 +104,31 @@ async def _settings(
         repeats=args.repeats,
         seed=args.seed,
     )
+    return settings, refused
 
 
 def _write(args: argparse.Namespace, points: list[Point], capacity: Capacity | None) -> None:
-    if args.json is not None:
-        args.json.write_bytes(to_json(points, capacity))
-    if args.csv is not None:
-        write_csv(args.csv, points)
-    if args.records is not None:
-        with args.records.open("wb") as file:
-            for record in (r for point in points for r in records(point.runs)):
-                file.write(to_line(record))
-    if args.page is not None:
-        write_points(args.page, args.url, points)
+    """Write the files that were asked for, each even if another cannot be written. Raises
+    `FieldError` for one that cannot."""
+    writers: dict[str, Callable[[Path], Any]] = {
+        "json": lambda path: path.write_bytes(to_json(points, capacity)),
+        "csv": lambda path: write_csv(path, points),
+        "records": lambda path: _write_records(path, points),
+        "page": lambda path: write_points(path, args.url, points),
+    }
+    failed: list[FieldError] = []
+    for name, write in writers.items():
+        path = getattr(args, name)
+        try:
+            if path is not None:
+                write(path)
+        except OSError as error:
+            wrong = f"{path} cannot be written ({error.strerror})"
+            failed.append(FieldError(f"--{name}", wrong, "the figures are above"))
+    if failed:
+        raise failed[0]
+
+
+def _write_records(path: Path, points: list[Point]) -> None:
+    with path.open("wb") as file:
+        file.writelines(to_line(r) for point in points for r in records(point.runs))

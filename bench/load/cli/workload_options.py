@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.load.cli.options import ARRIVALS, CONCURRENCY, OUTPUT_TOKENS, PROMPT_TOKENS
-from bench.load.client.bodies import BodySettings, Item
+from bench.load.client.bodies import MAX_COMPLETION_TOKENS, MAX_TOKENS, BodySettings, Item
 from bench.load.client.http import HttpClient
 from bench.load.client.text import load_text, open_corpus
 from bench.load.run.runner import OfferedLoad
@@ -31,7 +31,7 @@ DEMO = "demo"
 _WORDS = (
     *("trace", "rate_scale", "spread", "arrivals", "ramp", "think", "duration", "prompt_tokens"),
     *("output_tokens", "prompts", "text", "turns", "system_tokens", "chat", "no_stream"),
-    *("temperature", "field", "warmup", "repeats", "processes", "seed", "final_usage"),
+    *("field", "warmup", "repeats", "processes", "seed", "final_usage"),
 )
 
 
@@ -75,7 +75,9 @@ class Workload:
         self._prompts = parse_lengths("--prompt-tokens", args.prompt_tokens or PROMPT_TOKENS)
         self._outputs = parse_lengths("--output-tokens", args.output_tokens or OUTPUT_TOKENS)
         self._turns = None if args.turns is None else parse_lengths("--turns", args.turns)
-        self._fields = dict(_field(text) for text in args.field)
+        self._own_fields = dict(_field(text) for text in args.field)
+        if args.temperature is not None:
+            self._own_fields["temperature"] = args.temperature
         self._text = "" if self._items else load_text(args.text)
         if args.rate is not None:
             self._arrivals(float(args.rate.split(",")[0]))
@@ -103,12 +105,17 @@ class Workload:
             model=model,
             chat=args.chat,
             streamed=not args.no_stream,
-            fields={"temperature": args.temperature} | self._fields,
+            fields={"temperature": 0.0} | self._own_fields,
             chunk_usage=not args.final_usage,
             ignore_eos=ignore_eos,
             items=self._items,
             corpus=corpus,
         )
+
+    @property
+    def chosen(self) -> set[str]:
+        """The fields of a body that the user gave."""
+        return {*self._own_fields, *(() if self._args.ignore_eos is None else ("ignore_eos",))}
 
     def words(self) -> dict[str, Any]:
         """What was asked for, for the report."""
@@ -280,9 +287,10 @@ def _item(where: str, line: str, chat: bool) -> Item:
             raise FieldError("--prompts", f"{where} has {name}", "set it for the whole run")
     if record.get("n", 1) != 1 or record.get("best_of", 1) != 1:
         raise FieldError("--prompts", f"{where} wants several choices", "times are of one: n=1")
-    tokens = record.get("max_tokens", 1)
-    if not isinstance(tokens, int) or tokens < 1:
-        raise FieldError("--prompts", f"{where}: max_tokens is {tokens!r}", "give 1 or more")
+    for name in (MAX_TOKENS, MAX_COMPLETION_TOKENS):
+        tokens = record.get(name, 1)
+        if not isinstance(tokens, int) or tokens < 1:
+            raise FieldError("--prompts", f"{where}: {name} is {tokens!r}", "give 1 or more")
     return Item(prompt=prompt, messages=messages, fields=record)
 
 

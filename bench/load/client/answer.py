@@ -1,190 +1,300 @@
-"""Answers of the OpenAI API, read as they come and checked: a 200 alone is no success.
+"""Read answers of the OpenAI API as they arrive, and check them: a 200 alone is no success.
 
 Every event is decoded, by a decoder that knows only the fields needed here (about a microsecond).
-A chunk brings tokens if it has text, or if its usage counts more tokens than the chunk before: so
-no first chunk with a role and nothing else passes for a first token.
+A chunk brings tokens if it holds output of any kind (text, reasoning, a refusal, a tool call), or
+if its usage counts more tokens than the chunk before. A first chunk with only a role is no token.
+
+Servers differ in how they write a stream, so this reads whatever the specification of server-sent
+events allows and what servers send beyond it: no [DONE], no finish reason, no blank line at the
+end, members that are null or missing, usage in any chunk or none.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
 
 from bench.load.client.call import CallError, Failure, LiveTally, TimedCall
 
-_MOST_TOLD = 2000  # bytes kept of an answer that is an error
+MAX_BYTES = 2**26  # of one event, or of an answer that is not streamed
+MAX_TOKENS = 2**31  # a larger count is no count
+_MAX_SHOWN_BYTES = 2000  # bytes kept of an answer that is an error
+_BOM = b"\xef\xbb\xbf"
+_FAILED = ("abort", "error")  # finish reasons
+# Members of parts of content, of tool calls and of reasoning details that hold output.
+_OUTPUT = (
+    *("text", "thinking", "refusal", "summary", "data", "transcript"),
+    *("function", "custom", "name", "arguments", "input"),
+)
 
 
 class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: Any = None
+    completion_tokens: Any = None
 
 
 class _Part(msgspec.Struct, gc=False):
-    """Of a chat: a delta, or the message."""
+    """A delta or a message of a chat. The first three are names of the same."""
 
-    content: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    reasoning_details: Any = None
+    content: Any = None
+    refusal: Any = None
+    audio: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+    def output(self) -> str:
+        thought = self.reasoning_content or self.reasoning or self.reasoning_details
+        rest = self.content, self.refusal, self.audio, self.tool_calls, self.function_call
+        return "".join([_text(value) for value in (thought, *rest) if value])
 
 
 class _Choice(msgspec.Struct, gc=False):
-    text: str | None = None
+    text: Any = None
     delta: _Part | None = None
     message: _Part | None = None
-    finish_reason: str | None = None
-
-    def said(self) -> str:
-        if self.text:
-            return self.text
-        part = self.delta or self.message
-        return "" if part is None else part.content or part.reasoning_content or ""
-
-
-class _Told(msgspec.Struct, gc=False):
-    """An event, or a whole answer."""
-
-    choices: list[_Choice] = []
+    finish_reason: Any = None
     usage: _Usage | None = None
     error: Any = None
 
+    def output(self) -> str:
+        if self.text:
+            return _text(self.text)
+        part = self.delta or self.message
+        return "" if part is None else part.output()
 
-_decode = msgspec.json.Decoder(_Told).decode
+
+class _Answer(msgspec.Struct, gc=False):
+    """An event, or a whole answer."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    object: Any = None
+    message: Any = None
+    detail: Any = None
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
 
 
 class AnswerReader:
-    """Fills a `TimedCall` in. `keep_text` keeps what was said, for the turn after."""
+    """Fills a `TimedCall` in. `keep_text` keeps the output, for the turn after."""
 
     def __init__(
         self, call: TimedCall, tally: LiveTally, *, streamed: bool, keep_text: bool = False
     ) -> None:
         self._call, self._tally, self._streamed = call, tally, streamed
-        self._said: list[str] | None = [] if keep_text else None
-        self._rest = b""
+        self._texts: list[str] | None = [] if keep_text else None
+        self._rest = b""  # of a stream an unfinished line, else the body
+        self._unread_bytes = 0  # since the last event
         self._status = 0
-        self._done = self._finished = self._has_usage = self._any = False
-        self._counted = True  # every chunk with text told its tokens
-        self._tokens = 0  # as of the latest chunk with tokens
+        # Of a stream: the event that is being read, and lines that are not of server-sent events.
+        self._data: list[bytes] = []
+        self._name = ""
+        self._foreign: list[bytes] = []
+        self._ends_with_cr = False
+        self._done = self._finished = self._any_event = self._any_output = False
+        self._counted = True  # every chunk with output had its usage
+        self._tokens = 0  # as of the latest chunk with usage
+        self._finished_s: float | None = None
 
     @property
     def text(self) -> str:
-        return "".join(self._said or ())
+        """The output so far. Halves of a character that came in two chunks are joined."""
+        joined = "".join(self._texts or ())
+        return joined.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def begin(self, status: int) -> None:
         self._status = status
 
     def read(self, piece: bytes, now_s: float) -> None:
+        """Raises `CallError`."""
         if self._status != 200:
-            if len(self._rest) < _MOST_TOLD:
+            if len(self._rest) < _MAX_SHOWN_BYTES:
                 self._rest += piece
             return
+        self._unread_bytes += len(piece)
+        if self._unread_bytes > MAX_BYTES:
+            raise _malformed(f"{MAX_BYTES} bytes without an event", self._rest)
         if not self._streamed:
             self._rest += piece
             return
+        if self._ends_with_cr:
+            piece = piece.removeprefix(b"\n")
+        self._ends_with_cr = piece[-1:] == b"\r"
+        if b"\r" in piece:
+            piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         if self._rest:
             piece = self._rest + piece
-        if b"\r" in piece:
-            piece = piece.replace(b"\r\n", b"\n")
-        *events, self._rest = piece.split(b"\n\n")
-        for event in events:
-            if event[:6] == b"data: " and b"\n" not in event:
-                self._event(event[6:], now_s)
-            else:
-                self._lines(event, now_s)
+        *lines, self._rest = piece.split(b"\n")
+        for line in lines:
+            if line[:6] == b"data: " and not self._data:
+                self._add(line[6:], now_s)
+            elif line or self._data or self._name:
+                self._line(line, now_s)
 
     def end(self, now_s: float) -> None:
         """Raises `CallError` if this was no answer."""
         if self._status != 200:
             raise CallError(Failure.STATUS, _message(self._status, self._rest), self._status)
         call = self._call
+        whole = self._rest
         if self._streamed:
-            if self._rest.strip():
-                raise _malformed("the stream ends within an event", self._rest)
-        elif self._rest:
-            told = self._decoded(self._rest)
-            self._take_choices(told, now_s)
+            self._line(self._rest, now_s)
+            self._line(b"", now_s)
+            whole = b"" if self._any_event else b"\n".join(self._foreign)
+        if whole:
+            answer, wanted_stream = _parse(whole), self._streamed
+            self._streamed = False
+            if answer is not None:
+                self._take(answer, now_s)
+            if answer is None or (wanted_stream and not answer.choices):
+                raise _malformed("neither a stream of events nor an answer", whole)
             self._done = True
-            call.end_s = now_s
-        if not (self._any and call.output_tokens) and (self._has_usage or not self._any):
+        if not (self._any_output or call.output_tokens):
             raise CallError(Failure.EMPTY, "a 200 without a token")
-        if not (self._done and self._finished):
-            what = "[DONE]" if self._finished else "finish reason"
-            raise CallError(Failure.TRUNCATED, f"the answer ended without its {what}")
-        if not self._has_usage:
-            raise CallError(
-                Failure.NO_USAGE, "tokens cannot be counted: the server does not tell usage"
-            )
-        call.per_chunk_usage = self._streamed and self._counted
+        if not (self._done or self._finished):
+            what = "a finish reason or [DONE]"
+            raise CallError(Failure.TRUNCATED, f"the answer ended without {what}")
+        if not call.chunk_s:
+            call.end_s = now_s if self._finished_s is None else self._finished_s
+        if call.output_tokens:
+            exact = self._counted and sum(call.chunk_tokens) == call.output_tokens
+            call.counted_by = "per chunk usage" if call.chunk_s and exact else "usage"
+        elif call.chunks:
+            call.output_tokens, call.counted_by = call.chunks, "chunks"
+        else:
+            raise CallError(Failure.NO_USAGE, "the server does not count the tokens of the answer")
 
     # -- inside
 
-    def _lines(self, event: bytes, now_s: float) -> None:
-        """An event of any form that the specification of server-sent events allows."""
-        data: list[bytes] = []
-        for line in event.split(b"\n"):
-            name, _, value = line.partition(b":")
-            if name == b"data":
-                data.append(value.removeprefix(b" "))
-            elif name not in (b"", b"event", b"id", b"retry"):
-                raise _malformed("not a stream of events", event)
-        if data:
-            self._event(b"\n".join(data), now_s)
-
-    def _event(self, data: bytes, now_s: float) -> None:
-        if data == b"[DONE]":
-            self._done = True
+    def _line(self, line: bytes, now_s: float) -> None:
+        """A line of a stream; the empty one ends an event."""
+        if not line:
+            data, self._data = b"\n".join(self._data), []
+            answer = _parse(data) if data else None
+            if answer is not None:
+                self._take(answer, now_s)
+            elif data and self._name in ("", "message"):
+                raise _malformed("an event is not JSON of the API", data)
+            self._name = ""
             return
-        told = self._decoded(data)
-        usage = told.usage
-        if told.choices and self._take_choices(told, now_s):
-            call, new = self._call, 0
-            if usage is None:
-                self._counted = False
-            else:
-                new = usage.completion_tokens - self._tokens
-                self._tokens = usage.completion_tokens
-            call.chunks += 1
-            call.end_s = now_s
-            if call.chunk_s and call.chunk_s[-1] == now_s:
-                call.chunk_tokens[-1] += new
-            else:
-                call.chunk_s.append(now_s)
-                call.chunk_tokens.append(new)
-            self._tally.chunks += 1
+        field, _, value = line.removeprefix(_BOM).partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            self._add(value, now_s)
+        elif field == b"event":
+            self._name = value.strip().decode("utf-8", "replace")
+        elif field == b"error":  # llama.cpp, before 2025
+            self._name = "error"
+            self._add(value, now_s)
+        elif field not in (b"", b"id", b"retry"):
+            self._foreign.append(line)
+
+    def _add(self, data: bytes, now_s: float) -> None:
+        """A line of data. One that is complete counts at once: not every server ends its events.
+        Raises `CallError` for an error."""
+        data = data.strip()
+        if not data or data == b"[DONE]":
+            self._done = self._done or bool(data)
+            return
+        answer = None if self._data else _parse(data)
+        if answer is not None:
+            self._take(answer, now_s)
+            return
+        self._data.append(data)
+        if self._name == "error":
+            raise CallError(Failure.REPORTED, data.decode("utf-8", "replace")[:_MAX_SHOWN_BYTES])
+
+    def _take(self, answer: _Answer, now_s: float) -> None:
+        """Raises `CallError` for an error."""
+        self._unread_bytes, self._any_event = 0, True
+        self._refuse_error(answer)
+        expects_more = self._counted and not self._finished
+        choices, usage, call = answer.choices or (), answer.usage, self._call
+        outputs = []
+        for choice in choices:
+            if output := choice.output():
+                outputs.append(output)
+            usage = usage or choice.usage
+            if choice.finish_reason:
+                self._finished, self._finished_s = True, now_s
+        tokens = None
+        if usage is not None:
+            tokens = _count(usage.completion_tokens)
+            call.prompt_tokens = _count(usage.prompt_tokens) or call.prompt_tokens
+            call.output_tokens = max(call.output_tokens, tokens or 0)
+        new = max((tokens or 0) - self._tokens, 0)
+        if outputs:
+            self._any_output = True
+            if self._texts is not None:
+                self._texts += outputs
+        # Without output it is a token only where usage counts on from chunk to chunk: some servers
+        # tell the usage of all in a last chunk that looks like any other.
+        if not self._streamed or not (outputs or (choices and new and expects_more)):
+            return
+        self._tokens += new
+        self._counted = self._counted and tokens is not None
+        if tokens is None:
+            new = 1
+        else:
             self._tally.tokens += new
-        elif usage is not None:
-            self._count(usage)
+        call.chunks += 1
+        call.end_s = now_s
+        if call.chunk_s and call.chunk_s[-1] == now_s:
+            call.chunk_tokens[-1] += new
+        else:
+            call.chunk_s.append(now_s)
+            call.chunk_tokens.append(new)
+        self._tally.chunks += 1
 
-    def _take_choices(self, told: _Told, now_s: float) -> bool:
-        """Whether they brought tokens."""
-        any_text = False
-        for choice in told.choices:
-            said = choice.said()
-            if said:
-                any_text = True
-                if self._said is not None:
-                    self._said.append(said)
-            if choice.finish_reason is not None:
-                self._finished = True
-        if told.usage is not None:
-            self._count(told.usage)
-            any_text = any_text or told.usage.completion_tokens > self._tokens
-        self._any = self._any or any_text
-        return any_text
+    def _refuse_error(self, answer: _Answer) -> None:
+        error = answer.error
+        for choice in answer.choices or ():
+            error = error or choice.error
+            if choice.finish_reason in _FAILED:
+                error = error or f"the finish reason is {choice.finish_reason!r}"
+        if not error and (self._name == "error" or answer.object == "error"):
+            error = answer.message or answer.detail or "an error without a message"
+        if not error and answer.choices is None and not self._name:
+            error = answer.detail or answer.message
+        if error:
+            raise CallError(Failure.REPORTED, _error_text(error))
 
-    def _count(self, usage: _Usage) -> None:
-        self._has_usage = True
-        self._call.prompt_tokens = usage.prompt_tokens
-        self._call.output_tokens = usage.completion_tokens
 
-    def _decoded(self, data: bytes) -> _Told:
-        try:
-            told = _decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _malformed(str(error), data) from error
-        if told.error is not None:
-            raise CallError(Failure.REPORTED, _told_error(told.error))
-        return told
+def _parse(data: bytes) -> _Answer | None:
+    """None if it is no JSON of the API. Python's reader is slower, and also takes NaN, halves of
+    surrogate pairs, and text that is not UTF-8."""
+    try:
+        return _decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        pass
+    try:
+        return msgspec.convert(json.loads(data.decode("utf-8", "replace")), _Answer)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
+def _text(value: Any) -> str:
+    """The text of a member: a string, or a list of parts or calls."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "".join(map(_text, value))
+    if isinstance(value, dict):
+        return "".join(_text(value.get(name)) for name in _OUTPUT)
+    return ""
+
+
+def _count(value: Any) -> int | None:
+    """A number of tokens, None for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if is_number and 0 <= value < MAX_TOKENS else None
 
 
 def _malformed(why: str, data: bytes) -> CallError:
@@ -195,11 +305,18 @@ def _malformed(why: str, data: bytes) -> CallError:
 def _message(status: int, body: bytes) -> str:
     """What an error's body says."""
     try:
-        told = msgspec.json.decode(body)
-        return f"{status}: {_told_error(told['error'])}"
-    except (ValueError, TypeError, KeyError, UnicodeDecodeError):
+        return f"{status}: {_error_text(msgspec.json.decode(body))}"
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return f"{status}: {body[:200].decode('utf-8', 'replace')!r}"
 
 
-def _told_error(error: Any) -> str:
-    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+def _error_text(value: Any) -> str:
+    """What an error says, in the shapes of OpenAI, FastAPI, TGI and others."""
+    if isinstance(value, list):
+        return "; ".join(map(_error_text, value))[:_MAX_SHOWN_BYTES]
+    if isinstance(value, dict):
+        place = ".".join(map(str, value.get("loc") or ()))
+        for name in ("error", "message", "detail", "msg"):
+            if value.get(name):
+                return f"{place}: {_error_text(value[name])}" if place else _error_text(value[name])
+    return str(value)[:_MAX_SHOWN_BYTES]

@@ -11,6 +11,7 @@ from bench.load.client.text import PromptCutter, PromptText
 from sim.traces.request import TraceRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MAX_TOKENS, MAX_COMPLETION_TOKENS = "max_tokens", "max_completion_tokens"
 _encode = msgspec.json.Encoder().encode
 Messages = list[dict[str, Any]]
 
@@ -32,6 +33,8 @@ class BodySettings(msgspec.Struct, frozen=True, kw_only=True):
     streamed: bool
     fields: dict[str, Any]  # of every call
     chunk_usage: bool = True  # ask for the usage of every chunk, else of the last
+    final_usage: bool = True  # ask for usage at all
+    length_field: str = MAX_TOKENS  # or MAX_COMPLETION_TOKENS
     ignore_eos: bool = False
     items: tuple[Item, ...] = ()
     corpus: PromptText | None = None
@@ -51,10 +54,11 @@ class Bodies:
         self.path = CHAT if settings.chat else COMPLETIONS
         self._common: dict[str, Any] = {"model": settings.model} | settings.fields
         if settings.streamed:
-            usage = {"include_usage": True}
+            self._common["stream"] = True
+        if settings.streamed and settings.final_usage:
+            usage = self._common["stream_options"] = {"include_usage": True}
             if settings.chunk_usage:
                 usage["continuous_usage_stats"] = True
-            self._common |= {"stream": True, "stream_options": usage}
         if settings.ignore_eos:
             self._common["ignore_eos"] = True
         self._ids: PromptCutter | None = None
@@ -67,7 +71,7 @@ class Bodies:
         self._said: dict[str, tuple[Messages, int]] = {}
 
     def prepare(self, index: int, request: TraceRequest) -> Prepared:
-        fields = self._common | {"max_tokens": request.output_tokens}
+        fields = self._common | {MAX_TOKENS: request.output_tokens}
         session = request.session if self._settings.conversations else None
         if self._settings.items:
             item = self._settings.items[index % len(self._settings.items)]
@@ -79,7 +83,12 @@ class Bodies:
             fields |= self._words(prompts.prompt(index, request))
         else:
             fields |= self._turn(index, request, session)
-        call = TimedCall(index, request.arrival_s, request.prompt_tokens, fields["max_tokens"])
+        most = fields.pop(MAX_TOKENS)
+        if MAX_COMPLETION_TOKENS in fields:
+            most = fields[MAX_COMPLETION_TOKENS]
+        else:
+            fields[self._settings.length_field] = most
+        call = TimedCall(index, request.arrival_s, request.prompt_tokens, most)
         call.wants_all = bool(fields.get("ignore_eos"))
         call.session = request.session
         call.slo_s = (request.ttft_slo_s, request.tpot_slo_s, request.e2e_slo_s)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
+
+# "chunks": the server sent no usage, and each chunk with output counts as a token.
+TokenSource = Literal["per chunk usage", "usage", "chunks", "none"]
 
 
 class Failure(StrEnum):
@@ -14,8 +18,8 @@ class Failure(StrEnum):
     CUT = "cut"  # the connection ended before the answer did
     MALFORMED = "malformed"  # not HTTP, not server-sent events, not JSON of the API
     EMPTY = "empty"  # a 200 without a token
-    TRUNCATED = "truncated"  # a 200 that ended in order, but without its finish reason or [DONE]
-    NO_USAGE = "no usage"  # nobody can say how many tokens it had
+    TRUNCATED = "truncated"  # a 200 that ended without a finish reason and without [DONE]
+    NO_USAGE = "no usage"  # an answer that is not streamed, and whose tokens are not counted
     TIMEOUT = "timeout"
     CLIENT = "client"  # no port, no file descriptor: this machine could not send it
 
@@ -57,7 +61,7 @@ class TimedCall:
     chunk_s: array[float] = field(default_factory=lambda: array("d"))
     chunk_tokens: array[int] = field(default_factory=lambda: array("q"))
     chunks: int = 0  # events that brought tokens
-    per_chunk_usage: bool = False
+    counted_by: TokenSource = "none"
     error: CallError | None = None
 
     def __post_init__(self) -> None:
@@ -87,7 +91,7 @@ class TimedCall:
     def told_tokens(self) -> list[int]:
         """Tokens of each read. Where only the total is known it is spread as evenly as whole
         numbers can be."""
-        if self.per_chunk_usage or not self.chunk_s:
+        if self.counted_by != "usage" or not self.chunk_s:
             return self.chunk_tokens.tolist()
         count, total = len(self.chunk_s), self.output_tokens
         return [(i + 1) * total // count - i * total // count for i in range(count)]

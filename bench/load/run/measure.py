@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.load.client.call import TimedCall
+from bench.load.client.call import TimedCall, TokenSource
 from bench.load.run.drive import Part
 from bench.load.run.report import (
     ClientUse,
@@ -22,7 +22,6 @@ from bench.load.run.report import (
     MeasuredRecord,
     ServerCounters,
     ServerSample,
-    TokenSource,
 )
 from bench.load.run.scrape import NAMES
 from bench.load.run.steady import in_flight, is_saturated, steady_of
@@ -178,7 +177,9 @@ def _measure(
         server_over_time=runs[0].server_samples if len(runs) == 1 else (),
         repeats=len(runs),
         confidence={},
-        warnings=tuple(_warnings(runs, client, calls, good, server, saturated)),
+        warnings=tuple(
+            _warnings(runs, client, calls, good, server, saturated, not settings.get("no_stream"))
+        ),
         machine=describe_machine(),
         versions=describe_versions(),
     )
@@ -261,9 +262,9 @@ def _refusals(calls: Sequence[TimedCall]) -> Iterable[Refused]:
 
 
 def _token_source(good: Sequence[TimedCall]) -> TokenSource:
-    if not good:
-        return "none"
-    return "per chunk usage" if all(call.per_chunk_usage for call in good) else "usage"
+    """The least exact of all calls."""
+    sources: tuple[TokenSource, ...] = ("chunks", "usage", "per chunk usage")
+    return next((s for s in sources if any(call.counted_by == s for call in good)), "none")
 
 
 def _client(runs: Sequence[LoadRun]) -> ClientUse:
@@ -286,6 +287,7 @@ def _warnings(
     good: Sequence[TimedCall],
     server: ServerCounters | None,
     saturated: bool | None,
+    streamed: bool,
 ) -> Iterable[str]:
     if client.cpu_share > BUSY:
         yield (
@@ -301,6 +303,10 @@ def _warnings(
             yield f"only {in_time:.1%} of the calls were sent in time: not the load asked for"
     if saturated:
         yield "calls pile up: the server cannot keep up, and latencies grow with the run's length"
+    if any(call.counted_by == "chunks" for call in good):
+        yield "the server counts no tokens: each chunk with output counts as one"
+    if streamed and any(call.output_tokens > 1 and not call.chunks for call in good):
+        yield "some answers came whole, or without visible output: their first token is their last"
     if any(part.hopeless for run in runs for part in run.parts):
         yield "nothing but failures: sending was given up"
     told = None if server is None else server.output_tokens

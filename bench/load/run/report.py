@@ -5,7 +5,8 @@ Where a definition needs more words than there:
 
 - every latency counts from the scheduled send; `ttft_from_send_s` from the send itself.
 - tokens are the server's own (usage). What came in one read of a socket came at once. Where a
-  server does not count tokens chunk by chunk, a call's tokens are spread evenly over its reads.
+  server does not count tokens chunk by chunk, a call's tokens are spread evenly over its reads;
+  where it does not count them at all, every chunk with output is a token (`token_source`).
 - `normalised_s`: end to end over output tokens.
 - of answers that are not streamed the first token comes with the last; they have no time per token.
 - `cut_requests`: ended before `max_tokens`, though told to ignore the end of sequence.
@@ -23,11 +24,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from bench.load.client.call import TokenSource
 from sim.replay.capacity import Capacity
 from sim.report.report import SCHEMA, VERSION, Record, Report, Spread
 
 SWEEP_SCHEMA = "cbatch-sweep"
-TokenSource = Literal["per chunk usage", "usage", "none"]
 
 
 class Estimate(msgspec.Struct, frozen=True):

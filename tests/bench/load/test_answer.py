@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +40,7 @@ def read(pieces: list[bytes], *, keep_text: bool = True) -> tuple[TimedCall, Ans
     return call, reader
 
 
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 def test_pieces_do_not_matter(line_end: bytes) -> None:
     raw = WELL.replace(b"\n", line_end)
     rng = np.random.default_rng(3)
@@ -56,13 +59,13 @@ def test_a_first_chunk_without_a_token_is_no_first_token() -> None:
     call, _ = read(pieces)
     # What the third chunk tells is a token without text yet: it came then.
     assert call.chunk_s.tolist() == [1.0, 2.0, 3.0] and call.first_s == 1.0
-    assert call.told_tokens() == [1, 1, 1] and call.per_chunk_usage
+    assert call.told_tokens() == [1, 1, 1] and call.counted_by == "per chunk usage"
 
 
 def test_tokens_that_nobody_counts_one_by_one_are_spread() -> None:
     pieces = [chunk("a", None), chunk("b", None), chunk("c", None, reason="stop"), usage(8), DONE]
     call, _ = read(pieces)
-    assert not call.per_chunk_usage and call.told_tokens() == [2, 3, 3]
+    assert call.counted_by == "usage" and call.told_tokens() == [2, 3, 3]
     assert call.tpot_s == 2 / 7
 
 
@@ -89,14 +92,16 @@ def test_chat_and_reasoning() -> None:
         ([b""], Failure.EMPTY),
         ([DONE], Failure.EMPTY),
         ([chunk("", 0, reason="stop"), usage(0), DONE], Failure.EMPTY),
-        ([chunk("a", 1), usage(1), DONE], Failure.TRUNCATED),
-        ([chunk("a", 1, reason="stop"), usage(1)], Failure.TRUNCATED),
-        ([chunk("a", None, reason="stop"), DONE], Failure.NO_USAGE),
+        ([chunk("a", 1), usage(1)], Failure.TRUNCATED),
+        ([chunk("a", None)], Failure.TRUNCATED),
         ([chunk("a", 1), b'data: {"choices": [\n\n'], Failure.MALFORMED),
+        ([chunk("a", 1), b'data: {"choices": ['], Failure.MALFORMED),
         ([chunk("a", 1), b'data: {"choices": 3}\n\n'], Failure.MALFORMED),
         ([chunk("a", 1), b"data: \xff\n\n"], Failure.MALFORMED),
         ([b"<html>no stream at all</html>\n\n"], Failure.MALFORMED),
         ([b'{"choices": []}'], Failure.MALFORMED),
+        ([b"data: " + b"[" * 100_000 + b"\n\n"], Failure.MALFORMED),
+        ([b"data: " + b" " * 2**20] * 65, Failure.MALFORMED),  # an event without an end
         ([chunk("a", 1), b'data: {"error": {"message": "dead"}}\n\n', DONE], Failure.REPORTED),
     ],
 )
@@ -104,3 +109,202 @@ def test_a_200_alone_is_no_success(pieces: list[bytes], failure: Failure) -> Non
     with pytest.raises(CallError) as caught:
         read(pieces)
     assert caught.value.failure is failure
+
+
+# What each file says: text, prompt and output tokens, how they were counted, chunks with output.
+STREAMS = {
+    "openai-chat": ("Rivers run south.", 9, 3, "usage", 3),
+    "openai-refusal": ("I cannot do that.", 9, 6, "usage", 2),
+    "openai-hidden-reasoning": ("", 9, 64, "usage", 0),
+    "openai-tool-call": ('tide{"port":"Brest"}', 9, 14, "usage", 4),
+    "openai-azure": ("Rivers run.", 9, 3, "usage", 2),
+    "vllm-chat-reasoning": ("Hm, easy\n\nYes", 11, 6, "per chunk usage", 5),
+    "vllm-completions": (" one two three", 11, 4, "per chunk usage", 3),
+    "sglang-chat": ("So thenDone", 7, 5, "usage", 3),
+    "llama.cpp-chat": ("A heron", 8, 3, "usage", 2),
+    "llama.cpp-no-usage": ("BirdA heron", 5, 3, "chunks", 3),
+    "ollama-chat": ("We greetHi!", 68, 6, "usage", 4),
+    "ollama-tool-call": ('tide{"port":"Brest"}', 68, 20, "usage", 1),
+    "tgi-chat": ("Sand dunes move", 33, 4, "usage", 3),
+    "tgi-without-done": ("Sand dunes move", 33, 3, "usage", 3),
+    "tensorrt-llm-chat": ("Snow melts", 5, 3, "per chunk usage", 3),
+    "openrouter-chat": ("Well nowMoss", 14, 4, "usage", 3),
+    "openrouter-encrypted-reasoning": ("c2VjcmV0Moss", 14, 9, "usage", 2),
+    "litellm-chat": ("Let me seeLime trees", 20, 7, "usage", 4),
+}
+FOLDER = Path(__file__).parent / "streams"
+
+
+def summary(raw: bytes, cuts: Sequence[int] = ()) -> tuple[str, int, int, str, int]:
+    """What is read of it, cut into pieces at these places."""
+    edges = [0, *cuts, len(raw)]
+    pieces = [raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    call = TimedCall(0, 0.0, 5, 6)
+    reader = AnswerReader(call, LiveTally(), streamed=True, keep_text=True)
+    reader.begin(200)
+    for at, piece in enumerate(pieces):
+        reader.read(piece, float(at))
+    reader.end(float(len(pieces)))
+    assert sum(call.told_tokens()) in (0, call.output_tokens)
+    return reader.text, call.prompt_tokens, call.output_tokens, call.counted_by, call.chunks
+
+
+def test_every_stream_is_tested() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == STREAMS.keys()
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_of_other_servers(name: str) -> None:
+    """In whatever pieces, with every line end, with a byte order mark, without the last blank
+    line, and with heartbeats and unknown fields between the events."""
+    raw = (FOLDER / f"{name}.txt").read_bytes()
+    expected = STREAMS[name]
+    assert summary(raw) == expected
+    rng = np.random.default_rng(5)
+    for line_end in (b"\n", b"\r\n", b"\r"):
+        same = b"\xef\xbb\xbf" + raw.replace(b"\n", line_end)
+        assert summary(same, range(1, len(same))) == expected
+        for _ in range(10):
+            cuts = sorted(rng.choice(len(same), 7, replace=False).tolist())
+            assert summary(same, cuts) == expected
+    assert summary(raw.rstrip()) == expected
+    beats = b":\n\ndata:\n\nevent: ping\ndata: {}\n\nevent: beat\ndata: now\n\nx-load: 3\nid: 4\n"
+    assert summary(raw.replace(b"data:", beats + b"data:")) == expected
+    single = raw.replace(b"\n\n", b"\n")  # events that do not end
+    assert summary(single) == expected
+
+
+def data(*answers: Any) -> list[bytes]:
+    return [b"data: " + json.dumps(answer).encode() + b"\n\n" for answer in answers]
+
+
+def choice(**members: Any) -> dict[str, Any]:
+    return {"choices": [members]}
+
+
+COUNTED = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}
+ODD = {
+    "null members": [
+        choice(delta=None, finish_reason=None),
+        {"choices": None, "usage": None, "error": None},
+        choice(delta={"content": None, "tool_calls": None, "role": None}),
+        choice(delta={"content": "ab"}, finish_reason="stop"),
+        COUNTED,
+    ],
+    "missing members": [{}, choice(), choice(delta={}), choice(delta={"content": "ab"}), COUNTED],
+    "content in parts": [
+        choice(delta={"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
+        choice(delta={"content": []}, finish_reason="stop"),
+        COUNTED,
+    ],
+    "thoughts in parts": [
+        choice(delta={"content": [{"type": "thinking", "thinking": [{"text": "a"}]}]}),
+        choice(delta={"content": "b"}, finish_reason="stop"),
+        COUNTED,
+    ],
+    "a call of old": [
+        choice(delta={"function_call": {"name": "a", "arguments": ""}}),
+        choice(delta={"function_call": {"arguments": "b"}}, finish_reason="function_call"),
+        COUNTED,
+    ],
+    "usage first": [COUNTED, choice(text="ab", finish_reason="stop")],
+    "usage in a choice": [
+        choice(delta={"content": "ab"}),
+        choice(delta={}, finish_reason="stop", usage=COUNTED["usage"]),
+    ],
+    "usage as a float": [
+        choice(text="ab", finish_reason="stop"),
+        {"choices": [], "usage": {"prompt_tokens": 5.0, "completion_tokens": 2.0}},
+    ],
+    "usage in part": [
+        {"choices": [], "usage": {"prompt_tokens": 5}},
+        choice(text="ab", finish_reason="stop"),
+        {"choices": [], "usage": {"completion_tokens": 2}},
+    ],
+    "zeros after the count": [
+        choice(text="ab", finish_reason="stop") | {"usage": COUNTED["usage"]},
+        {"choices": [], "usage": {"prompt_tokens": 0, "completion_tokens": 0}},
+    ],
+    "no finish reason": [choice(text="ab", finish_reason=""), COUNTED],
+    "numbers that JSON has not": [
+        choice(text="ab", finish_reason="stop", logprobs=[float("nan"), float("-inf")]),
+        COUNTED,
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_chunks_are_read(name: str) -> None:
+    text, prompt, tokens, _, _ = summary(b"".join(data(*ODD[name])) + DONE)
+    assert (text, prompt, tokens) == ("ab", 5, 2)
+
+
+def test_halves_of_a_character_are_joined() -> None:
+    halves = data(choice(text="\ud83e"), choice(text="\udd86", finish_reason="stop"), COUNTED)
+    assert b"ud83e" in halves[0]
+    assert summary(b"".join(halves))[0] == "\U0001f986"
+    assert summary(halves[0] + DONE)[0] == "\ufffd", "which can be sent on"
+
+
+def test_a_whole_answer_in_place_of_a_stream() -> None:
+    whole = choice(message={"content": "ab"}, finish_reason="stop") | {"usage": COUNTED["usage"]}
+    for indent in (None, 2):
+        assert summary(json.dumps(whole, indent=indent).encode()) == ("ab", 5, 2, "usage", 0)
+
+
+def test_a_whole_answer_that_is_not_counted_has_no_tokens() -> None:
+    reader = AnswerReader(TimedCall(0, 0.0, 5, 6), LiveTally(), streamed=False)
+    reader.begin(200)
+    reader.read(json.dumps(choice(text="ab", finish_reason="stop")).encode(), 1.0)
+    with pytest.raises(CallError, match="does not count"):
+        reader.end(1.0)
+
+
+ERRORS = {
+    "OpenAI": b'data: {"error": {"message": "it broke", "type": "server_error"}}',
+    "vLLM of old": b'data: {"object": "error", "message": "it broke", "code": 400}',
+    "llama.cpp of old": b'error: {"code": 500, "message": "it broke", "type": "server_error"}',
+    "TGI": b'data: {"error": "it broke", "error_type": "generation"}',
+    "a name": b'event: error\ndata: {"message": "it broke"}',
+    "a name, and text": b"event: error\ndata: it broke",
+    "OpenRouter": b'data: {"id": "x", "error": {"code": "server_error", "message": "it broke"}, '
+    b'"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "error"}]}',
+    "in a choice": b'data: {"choices": [{"delta": {}, "error": {"message": "it broke"}}]}',
+    "FastAPI": b'data: {"detail": "it broke"}',
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_within_a_stream(name: str) -> None:
+    with pytest.raises(CallError, match="it broke") as caught:
+        summary(chunk("a", 1) + ERRORS[name] + b"\n\n" + DONE)
+    assert caught.value.failure is Failure.REPORTED
+
+
+def test_an_error_in_place_of_a_stream() -> None:
+    with pytest.raises(CallError, match="it broke") as caught:
+        summary(b'{"error": {"message": "it broke"}}')
+    assert caught.value.failure is Failure.REPORTED
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"error": {"message": "no such field: x", "param": "x"}}', "400: no such field: x"),
+        (b'{"error": "no such field: x"}', "400: no such field: x"),
+        (b'{"object": "error", "message": "no such field: x"}', "400: no such field: x"),
+        (
+            b'{"detail": [{"loc": ["body", "a", "x"], "msg": "extra"}, {"msg": "y"}]}',
+            "400: body.a.x: extra; y",
+        ),
+        (b"<html>", "400: '<html>'"),
+        (b"[" * 10_000, "400: '[["),
+    ],
+)
+def test_what_a_refusal_says(body: bytes, words: str) -> None:
+    reader = AnswerReader(TimedCall(0, 0.0, 5, 6), LiveTally(), streamed=True)
+    reader.begin(400)
+    reader.read(body, 0.0)
+    with pytest.raises(CallError) as caught:
+        reader.end(0.0)
+    assert caught.value.detail.startswith(words)

@@ -26,7 +26,7 @@ def make_calls(seed: int, count: int = 60, *, failing: float = 0.2) -> list[Time
         stamps_s = call.sent_s + np.cumsum(rng.random(len(tokens)))
         call.chunk_s.extend(stamps_s.tolist())
         call.chunk_tokens.extend(tokens.tolist())
-        call.per_chunk_usage, call.chunks = True, len(tokens)
+        call.counted_by, call.chunks = "per chunk usage", len(tokens)
         call.output_tokens, call.end_s = int(tokens.sum()), float(stamps_s[-1])
         if rng.random() < failing:
             call.error = CallError(Failure.STATUS, "busy", 503 if rng.random() < 0.5 else 400)
@@ -146,7 +146,7 @@ def steady_calls(
         free_s = max(free_s, call.scheduled_s) + 1 / served_per_s
         call.chunk_s.extend([free_s - 0.5 / served_per_s, free_s])
         call.chunk_tokens.extend([1, 9])
-        call.per_chunk_usage, call.chunks, call.output_tokens = True, 2, 10
+        call.counted_by, call.chunks, call.output_tokens = "per chunk usage", 2, 10
         call.end_s = free_s
         calls.append(call)
     return calls
@@ -171,7 +171,7 @@ def test_the_drain_of_a_closed_loop_is_not_steady() -> None:
         call.end_s = start_s + (10.0 if index == 79 else 1.0)
         call.chunk_s.extend(np.linspace(start_s, call.end_s, 10).tolist())
         call.chunk_tokens.extend([1] * 10)
-        call.per_chunk_usage, call.output_tokens = True, 10
+        call.counted_by, call.output_tokens = "per chunk usage", 10
         calls.append(call)
     report = measure([run_of(calls)], settings={})
     assert report.output_tokens_per_s == pytest.approx(800 / 19)

@@ -12,7 +12,7 @@ from bench.load.run.report import ServerSample
 
 def call(sent_s: float, reads: list[tuple[float, int]]) -> TimedCall:
     made = TimedCall(0, sent_s, 4, 8)
-    made.output_tokens, made.per_chunk_usage = sum(n for _, n in reads), True
+    made.output_tokens, made.counted_by = sum(n for _, n in reads), "per chunk usage"
     for at_s, tokens in reads:
         made.chunk_s.append(at_s)
         made.chunk_tokens.append(tokens)

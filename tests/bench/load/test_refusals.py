@@ -1,0 +1,169 @@
+"""What a server refuses is left out, named, and only that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bench.load.client.bodies import Bodies, BodySettings, Item
+from bench.load.client.http import Endpoint, HttpClient
+from bench.load.client.text import PromptText
+from bench.load.run.refusals import remedy, settle
+from cbatch.core.request.errors import FieldError
+from sim.traces.request import TraceRequest
+from tests.bench.load.scripted import Exchange, answer_well, scripted
+
+CORPUS = PromptText("words " * 100, 2.0, tuple(range(300)))
+CHAT = BodySettings(
+    model="m",
+    chat=True,
+    streamed=True,
+    fields={"temperature": 0.0},
+    ignore_eos=True,
+    items=(Item(prompt="x"),),
+)
+TEXT = replace(CHAT, chat=False, items=(), corpus=CORPUS)
+Refuses = Callable[[dict[str, Any]], Any]  # the body of a 400, or None
+
+
+def settled(
+    settings: BodySettings,
+    refuses: Refuses,
+    *,
+    chosen: tuple[str, ...] = (),
+    status: str = "400 No",
+) -> tuple[dict[str, Any], list[str], int]:
+    """The body of a call of the run, what was left out, and how many calls were tried."""
+
+    async def script(exchange: Exchange) -> None:
+        refusal = refuses(exchange.body)
+        if refusal is None:
+            await answer_well(exchange)
+        else:
+            await exchange.whole(json.dumps(refusal).encode(), status)
+
+    async def run(endpoint: Endpoint) -> tuple[BodySettings, dict[str, str]]:
+        client = HttpClient(endpoint, timeout_s=20.0)
+        try:
+            return await settle(client, settings, chosen)
+        finally:
+            client.close()
+
+    with scripted(script) as server:
+        found, refused = asyncio.run(run(server.endpoint))
+        request = TraceRequest(arrival_s=0.0, prompt_tokens=40, output_tokens=50)
+        body = json.loads(Bodies(found).prepare(0, request).body)
+        return body, list(refused), len(server.bodies)
+
+
+def named(field: str) -> Refuses:
+    """A server that knows all but one field, which it names as OpenAI does."""
+
+    def refuses(body: dict[str, Any]) -> Any:
+        options = body.get("stream_options", {})
+        if field in body or field in options:
+            return {"error": {"message": f"Unknown parameter: '{field}'.", "type": "invalid"}}
+        return None
+
+    return refuses
+
+
+USAGE = "stream_options.continuous_usage_stats"
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "left_out"),
+    [
+        (CHAT, "continuous_usage_stats", [USAGE]),
+        (TEXT, "continuous_usage_stats", [USAGE]),
+        (CHAT, "stream_options", [USAGE, "stream_options"]),
+        (CHAT, "ignore_eos", ["ignore_eos"]),
+        (TEXT, "ignore_eos", ["ignore_eos"]),
+        (CHAT, "temperature", ["temperature"]),
+        (CHAT, "max_tokens", ["max_tokens"]),
+        (CHAT, "nothing", []),
+    ],
+)
+def test_what_is_refused_is_left_out_and_nothing_else(
+    settings: BodySettings, field: str, left_out: list[str]
+) -> None:
+    body, found, calls = settled(settings, named(field))
+    assert found == left_out and calls == len(left_out) + 1
+    assert field not in body and field not in body.get("stream_options", {})
+    assert ("ignore_eos" in body) == ("ignore_eos" not in left_out)
+    assert ("temperature" in body) == ("temperature" not in left_out)
+    assert body["max_completion_tokens" if left_out == ["max_tokens"] else "max_tokens"] == 50
+    if "stream_options" not in left_out:
+        assert body["stream_options"]["include_usage"]
+
+
+def test_a_server_that_wants_text_gets_text() -> None:
+    def ids_are_refused(body: dict[str, Any]) -> Any:
+        error = "json: cannot unmarshal array into Go struct field CompletionRequest.prompt"
+        return {"error": {"message": error}} if isinstance(body["prompt"], list) else None
+
+    body, found, _ = settled(TEXT, ids_are_refused)
+    assert found == ["prompts as token ids"] and isinstance(body["prompt"], str)
+    assert len(body["prompt"]) == pytest.approx(80, abs=2)
+
+
+def test_several_refusals_in_the_words_of_fastapi() -> None:
+    def validates(body: dict[str, Any]) -> Any:
+        bad = [
+            {"loc": ["body", *path], "msg": "Extra inputs are not permitted"}
+            for path in (["ignore_eos"], ["stream_options", "continuous_usage_stats"])
+            if path[0] in body and (len(path) == 1 or path[1] in body[path[0]])
+        ]
+        return {"detail": bad} if bad else None
+
+    body, found, _ = settled(CHAT, validates, status="422 Unprocessable")
+    assert sorted(found) == ["ignore_eos", USAGE]
+    assert body["stream_options"] == {"include_usage": True} and "temperature" in body
+
+
+def test_a_refusal_that_names_nothing() -> None:
+    def refuses(body: dict[str, Any]) -> Any:
+        return {"error": "bad request"} if "ignore_eos" in body else None
+
+    body, found, _ = settled(CHAT, refuses)
+    assert "ignore_eos" in found and "stream_options" not in found and "temperature" in body
+
+
+def test_what_the_user_asked_for_is_kept() -> None:
+    for field in ("temperature", "ignore_eos"):
+        body, found, _ = settled(CHAT, named(field), chosen=(field,))
+        assert not found and field in body
+
+
+def test_a_call_that_is_refused_in_any_form_changes_nothing() -> None:
+    body, found, calls = settled(CHAT, lambda body: {"error": {"message": "no such prompt"}})
+    assert not found and calls > 3
+    assert body["stream_options"]["continuous_usage_stats"] and body["ignore_eos"]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [("401 Unauthorized", "--api-key"), ("404 Not Found", "--chat"), ("405 No", "--chat")],
+)
+def test_what_no_call_can_mend_is_said_at_once(status: str, words: str) -> None:
+    with pytest.raises(FieldError, match=words) as caught:
+        settled(CHAT, lambda body: {"error": {"message": "go away"}}, status=status)
+    assert "go away" in str(caught.value)
+
+
+def test_a_server_that_is_busy_is_measured() -> None:
+    _, found, calls = settled(CHAT, lambda body: {"error": "later"}, status="429 Later")
+    assert not found and calls == 1
+
+
+def test_remedies_name_options() -> None:
+    assert "--timeout" in remedy("timeout", "600 s were over")
+    assert "--rate" in remedy("status 429", "slow down")
+    assert "--final-usage" in remedy("status 400", "400: continuous_usage_stats is unknown")
+    assert "--prompt-tokens" in remedy("status 400", "400: more than the context of 2048 tokens")
+    assert remedy("cut", "") and remedy("status 500", "")
