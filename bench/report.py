@@ -1,8 +1,8 @@
-"""What every benchmark prints: a table for people, then one JSON line for programs, last."""
+"""What every benchmark prints: a table for people, then, unless it is a terminal, one JSON line for
+programs, last."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cbatch.cli.output import print_line
 from cbatch.system.machine import describe_machine, describe_versions
 
 
@@ -41,7 +42,7 @@ def print_document(
         "versions": describe_versions(),
         **(extra or {}),
     }
-    print(json.dumps(document), flush=True)
+    print_line(document)
 
 
 def print_table(

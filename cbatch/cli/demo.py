@@ -15,7 +15,8 @@ from rich.text import Text
 from cbatch.cli.demo_chat import chat
 from cbatch.cli.lanes import watch
 from cbatch.cli.options import add_drafter_option, drafter_chain
-from cbatch.cli.summary import BatchRun, print_json, print_summary
+from cbatch.cli.output import add_json_option, require_place
+from cbatch.cli.summary import BatchRun, print_results, print_summary
 from cbatch.core.request.request import SamplingParams
 from cbatch.engine.build import load_engine
 from cbatch.engine.engine import Engine, EngineStats
@@ -33,7 +34,6 @@ RACE_PROMPTS = 6
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "demo",
-        help="watch the shipped models complete Python functions, and a real model chat",
         description="Many sequences in every step, each slot speculating with its own k: the "
         "shipped pair completes Python functions; then smollm2, if it is installed, answers "
         "questions, drafting by lookup.",
@@ -51,12 +51,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--steps-per-s", type=float, default=STEPS_PER_S, help="pace on a terminal; 0: full speed"
     )
+    add_json_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from cbatch.demo import demo_paths, demo_prompts
 
+    require_place("--json", args.json)
     console = Console()
     target, draft = demo_paths()
     options = EngineOptions(
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print_summary(shown, console)
     runs = [shown, *_race(engine, info, console, prompts[:RACE_PROMPTS], params)]
-    print_json(runs + chat(args, console, pace_s), console)
+    print_results(runs + chat(args, console, pace_s), args.json)
     return 0
 
 

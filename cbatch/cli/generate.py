@@ -18,8 +18,9 @@ from cbatch.cli.options import (
     model_paths,
     sampling_params,
 )
+from cbatch.cli.output import INTERRUPTED, add_json_option, require_place
 from cbatch.cli.results import ResultFile, prepare_output, result_line
-from cbatch.cli.summary import BatchRun, print_json, print_summary
+from cbatch.cli.summary import BatchRun, print_results, print_summary
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.engine.build import load_engine
@@ -28,8 +29,6 @@ from cbatch.engine.info import EngineInfo
 from cbatch.engine.progress import ProgressBar
 from cbatch.llm import Batch
 from cbatch.text.outputs import Completion
-
-INTERRUPTED = 130  # exit status, as shells report SIGINT
 
 EPILOG = """\
 Each prompt becomes one JSON line, written when it is done:
@@ -43,7 +42,7 @@ The last line printed is {"results": [{"output_tokens_per_s", ...}], "machine", 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "generate",
-        help="complete prompts to JSON lines",
+        usage="%(prog)s [PROMPT ...] [options]",
         description="Complete prompts, many at once, to JSON lines.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -54,6 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted --output")
     parser.add_argument("--no-progress", action="store_true")
+    add_json_option(parser)
     add_engine_options(parser)
     add_sampling_options(parser)
     parser.set_defaults(run=run)
@@ -62,6 +62,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     options, defaults = engine_options(args), sampling_params(args)
     jobs = _jobs(args, defaults)
+    require_place("--json", args.json)
     if args.resume and args.output is None:
         raise FieldError("--resume", "needs a file to continue", "name it with --output")
     done: set[int] = set()
@@ -126,7 +127,7 @@ def _complete(
         elapsed_s=time.perf_counter() - started_s,
     )
     print_summary(summary, console)
-    print_json([summary], Console())
+    print_results([summary], args.json)
     return 0
 
 

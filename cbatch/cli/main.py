@@ -8,36 +8,47 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cbatch.cli.generate import INTERRUPTED
+from cbatch import __version__
+from cbatch.cli.output import INTERRUPTED
+from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError
-from cbatch.text import ChatTemplateError, TokenizerError
 
-COMMANDS = (  # in the order of the help. Each has an `add_parser`, and lives with what it runs
-    "cbatch.cli.generate",
-    "cbatch.cli.serve",
-    "bench.load.cli.command",
-    "cbatch.cli.demo",
-    "cbatch.cli.train_head",
-    "sim.cli.replay_command",
-    "sim.cli.capacity",
-    "sim.cli.calibrate",
-    "sim.cli.trace",
-    "bench.load.cli.report",
-)
+# In the order of the help: the module of each, which has an `add_parser`, and what it does.
+COMMANDS = {
+    "generate": ("cbatch.cli.generate", "complete prompts to JSON lines"),
+    "serve": ("cbatch.cli.serve", "serve completions over HTTP"),
+    "bench": ("bench.load.cli.command", "load-test a server of the OpenAI API"),
+    "demo": ("cbatch.cli.demo", "watch the shipped models complete functions, and a model chat"),
+    "train-head": ("cbatch.cli.train_head", "train a small head that drafts for a model"),
+    "sim": ("sim.cli.replay_command", "replay a trace through the scheduler on a virtual clock"),
+    "sim capacity": (
+        "sim.cli.capacity",
+        "the highest rate at which a trace is served within an SLO",
+    ),
+    "calibrate": ("sim.cli.calibrate", "measure what steps cost here, for cbatch sim --cost"),
+    "trace": ("sim.cli.trace", "look at traces of requests, convert, sample and scale them"),
+    "report": ("bench.load.cli.report", "compare reports of cbatch bench and cbatch sim"),
+}
 TWO_WORDS = ("sim capacity",)  # a trace may stand where a command of `sim` would
 FAILED = 2  # exit status for bad input, as argparse's
 UNREAD = 141  # as shells report SIGPIPE, which Python ignores: sockets must not end a server
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of `command` alone, whatever else is named in its help; None: of every command,
+    with all that they import."""
+    parser = CommandParser(
         prog="cbatch",
         description="Serves language models: many sequences in every step, each speculating with "
         "a lookahead of its own. Without a model the small pair that is shipped is used.",
     )
+    parser.add_argument("--version", action="version", version=f"cbatch {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in COMMANDS:
-        importlib.import_module(module).add_parser(commands)
+    for name, (module, what) in COMMANDS.items():
+        if command in (None, name):
+            importlib.import_module(module).add_parser(commands)
+        else:
+            commands.add_parser(name, help=what)
     return parser
 
 
@@ -62,7 +73,7 @@ def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if " ".join(words[:2]) in TWO_WORDS:
         words[:2] = [" ".join(words[:2])]
-    args = make_parser().parse_args(words)
+    args = make_parser(words[0] if words else "").parse_args(words)
     try:
         status: int = args.run(args)
     except KeyboardInterrupt:
@@ -91,6 +102,7 @@ def _leave_unread() -> int:
 def _is_bad_input(error: ValueError) -> bool:
     from cbatch.process.connection import EngineStartError
     from cbatch.runtime.model.config import ModelError
+    from cbatch.text import ChatTemplateError, TokenizerError
 
     kinds = (FieldError, TokenizerError, ChatTemplateError, ModelError, EngineStartError)
     return isinstance(error, kinds)

@@ -31,8 +31,7 @@ TOML file (max_slots), MODEL too; a flag counts more than a variable, that more 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "serve",
-        help="serve completions over HTTP",
-        usage="cbatch serve [MODEL] [options]",
+        usage="%(prog)s [MODEL] [options]",
         description="Serve the OpenAI API: completions and chat, whole or streamed.",
         epilog=EPILOG,
     )

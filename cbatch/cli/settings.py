@@ -15,7 +15,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, g
 import msgspec
 from msgspec import Meta
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, did_you_mean
 
 PREFIX = "CBATCH_"
 T = TypeVar("T", bound=msgspec.Struct)
@@ -213,6 +213,7 @@ def _of_mapping(found: Mapping[str, Any], fields: Mapping[str, _Setting], where:
     for name, value in found.items():
         origin = f"{where}: {name}"
         if name not in fields:
-            raise FieldError(origin, "is not known", f"use {', '.join(sorted(fields))}")
+            problem = f"is not known{did_you_mean(name, fields)}"
+            raise FieldError(origin, problem, f"use {', '.join(sorted(fields))}")
         layer[name] = (fields[name].convert(value, origin, strict=True), origin)
     return layer

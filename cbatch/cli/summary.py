@@ -1,15 +1,16 @@
-"""The end of a run: a table for people, then one JSON line for programs."""
+"""The end of a run: a table for people, figures for programs."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from cbatch.cli.output import print_figures
 from cbatch.engine.engine import EngineStats
 from cbatch.engine.info import EngineInfo
 
@@ -66,8 +67,8 @@ def print_summary(run: BatchRun, console: Console) -> None:
         console.print(_histogram(speculation.k_histogram, speculation.steps))
 
 
-def print_json(runs: Sequence[BatchRun], console: Console) -> None:
-    """The last line. `console` must not wrap: it is written as it is."""
+def print_results(runs: Sequence[BatchRun], json_file: Path | None) -> None:
+    """End a command with the figures of its runs, for programs."""
     from cbatch.system.machine import describe_machine, describe_versions
 
     document = {
@@ -75,8 +76,7 @@ def print_json(runs: Sequence[BatchRun], console: Console) -> None:
         "machine": describe_machine(),
         "versions": describe_versions(),
     }
-    console.file.write(json.dumps(document) + "\n")
-    console.file.flush()
+    print_figures(document, json_file)
 
 
 def _histogram(steps_by_k: dict[int, int], total: int) -> Table:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cbatch.cli.output import print_line
 from cbatch.core.request.errors import FieldError
 
 _TEXT_TOKENS = 256  # of a text that is read at once
@@ -18,7 +19,6 @@ _TEMPERATURES = (0.0, 0.0, 0.0, 0.8, 0.8)  # of the answers, in turn
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "train-head",
-        help="train a small head that drafts for a model",
         description="The model answers prompts (or reads texts) in big batches; what it held at "
         "each token is recorded, and a head learns from that what it says next. A run that was "
         "interrupted goes on where it was. The head is given to --draft then.",
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     )
     depths = ", ".join(f"{rate:.2f}" for rate in found.by_depth)
     print(f"held out: {depths} of drafts by depth stood; {found.tokens_per_step:.2f} tokens a step")
-    print(json.dumps({"by_depth": found.by_depth, "tokens_per_step": found.tokens_per_step}))
+    print_line({"by_depth": found.by_depth, "tokens_per_step": found.tokens_per_step})
     return 0
 
 

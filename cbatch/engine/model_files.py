@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, did_you_mean
 from cbatch.demo import smollm2_head
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf, read_gguf
 from cbatch.text import ChatTemplate, TextTokenizer, load_chat_template, load_tokenizer
@@ -32,6 +32,9 @@ def find_model(model: str | Path, field: str = "model") -> str | Path:
         return HEADS[str(model)]()
     found = PACKAGED.get(str(model))
     if found is None or Path(model).exists():
+        meant = did_you_mean(str(model), (*PACKAGED, *HEADS))
+        if meant and not Path(model).exists():
+            raise FieldError(field, f"{model}: no such model", meant.removeprefix("; "))
         return model
     package = importlib.util.find_spec(found.package)
     if package is None or not package.submodule_search_locations:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cbatch.cli.options import MODEL_HELP, add_engine_options, engine_options, model_paths
+from cbatch.cli.output import add_json_option, print_figures, require_place
 from cbatch.core.request.errors import FieldError
-from sim.cli.trace_options import require_place
 
 if TYPE_CHECKING:
     from cbatch.engine.engine import Engine
@@ -27,7 +26,7 @@ ROUNDS, STEPS = 2, 32
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "calibrate",
-        help="measure what steps cost here, for cbatch sim --cost",
+        usage="%(prog)s [MODEL] --out FILE [options]",
         description="Runs made-up batches of many sizes, lookaheads and lengths, fits prices to "
         "their durations, and says how well these foretell other batches.",
     )
@@ -36,6 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="through all batches")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a batch")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and of the batches' order")
+    add_json_option(parser, "how well the prices fit")
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise FieldError(f"--{name}", f"{getattr(args, name)} is not allowed", "give 1 or more")
     require_place("--out", args.out)
+    require_place("--json", args.json)
     console = Console(stderr=True, highlight=False)
     options = msgspec.structs.replace(engine_options(args), tokenizer="none", overlap=0)
     engine, info = load_engine(*model_paths(args.model, args.draft), options)
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"held-out batches: {_words(found.held_out)}", soft_wrap=True)
     row = msgspec.to_builtins({"fitted": found.fitted, "held_out": found.held_out})
     document = {"results": [row], "machine": found.machine, "versions": found.versions}
-    print(json.dumps(document), flush=True)
+    print_figures(document, args.json)
     return 0
 
 

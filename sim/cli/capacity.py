@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cbatch.cli.output import add_json_option, names_file, print_line, require_place
 from sim.cli.options import (
     add_comparison_options,
-    add_json_option,
     add_slo_option,
     refuse_processes_without_sweep,
 )
 from sim.cli.scenario import Scenario, add_flags
-from sim.cli.trace_options import add_trace_argument, require_place
+from sim.cli.trace_options import add_trace_argument
 
 if TYPE_CHECKING:
     from sim.cli.display import Bar
@@ -33,7 +32,7 @@ PACE = ("rate", "concurrency", "think")  # when requests come: the search says
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         COMMAND,
-        help="the highest rate at which a trace is served within an SLO",
+        usage="%(prog)s TRACE [options]",
         description="Serves the trace at rates found by doubling and bisection, to 2 %.",
     )
     add_trace_argument(parser)
@@ -57,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_flags(parser, Scenario, but=PACE)
     add_comparison_options(parser)
-    add_json_option(parser)
+    add_json_option(parser, "the whole report")
     parser.set_defaults(run=run, **dict.fromkeys(PACE))
 
 
@@ -66,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from sim.cli.processes import num_processes, run_scenarios
     from sim.cli.sweep import variants
 
-    if args.json is not None:
-        require_place("--json", args.json)
+    require_place("--json", args.json)
     refuse_processes_without_sweep(args)
     level = _level(args)
     found = variants(args, fixed=PACE)
@@ -80,12 +78,12 @@ def run(args: argparse.Namespace) -> int:
         with Bar() as bar:
             capacities = [search(scenarios[0], level, args.rates, bar)]
     documents = [_document(*each, level) for each in zip(found, capacities, strict=True)]
-    if args.json is not None:
+    if names_file(args.json):
         text = msgspec.json.format(msgspec.json.encode(documents), indent=2)
         args.json.write_bytes(text + b"\n")
     for variant, capacity in zip(found, capacities, strict=True):
         _print(variant, capacity)
-    print(json.dumps({"scenarios": documents}), flush=True)
+    print_line({"scenarios": documents}, args.json)
     return 0
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sim.cli.trace_options import require_place
+from cbatch.cli.output import names_file, print_line, require_place
 from sim.replay.replica import Progress as ReplayProgress
 from sim.report.page.view import PageCollector, write_page
 from sim.report.perfetto import PerfettoTrace
@@ -70,8 +70,7 @@ class Files:
         self.observers: list[Observer] = []
         self._takers: list[Callable[[Record], Any]] = []
         for name in ("json", "records", "page", "perfetto"):
-            if getattr(args, name) is not None:
-                require_place(f"--{name}", getattr(args, name))
+            require_place(f"--{name}", getattr(args, name))
 
     def __enter__(self) -> Files:
         args = self._args
@@ -100,7 +99,7 @@ class Files:
     def write(self, report: Report) -> None:
         """What needs the report."""
         args = self._args
-        if args.json is not None:
+        if names_file(args.json):
             args.json.write_bytes(to_json(report))
         if args.page is not None:
             name = f"{report.settings['trace']}, lookahead {report.settings['lookahead']}"
@@ -114,12 +113,12 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
-def print_report(report: Report) -> None:
+def print_report(report: Report, json_file: Path | None) -> None:
     console = Console(highlight=False)
     console.print(spread_table(str(report.settings["trace"]), report, SPREADS))
     for line in _lines(report):
         console.print(line, soft_wrap=True)
-    print(json.dumps(summary_of(report)), flush=True)
+    print_line(summary_of(report), json_file)
 
 
 def spread_table(name: str, report: Report, spreads: Iterable[tuple[str, str]]) -> Table:

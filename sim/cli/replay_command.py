@@ -17,7 +17,7 @@ from sim.cli.trace_options import add_trace_argument
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "sim",
-        help="replay a trace through the scheduler on a virtual clock",
+        usage="%(prog)s TRACE [options]",
         description="The scheduler is the engine's own; what a step takes comes from a cost model.",
     )
     add_trace_argument(parser)
@@ -50,5 +50,5 @@ def run(args: argparse.Namespace) -> int:
             on_record=files.on_record, on_progress=bar.update, observers=files.observers
         )
     files.write(report)
-    print_report(report)
+    print_report(report, args.json)
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +12,8 @@ import msgspec
 from rich.box import SIMPLE
 from rich.table import Table
 
-from cbatch.core.request.errors import FieldError
+from cbatch.cli.output import names_file, print_line
+from cbatch.core.request.errors import FieldError, did_you_mean
 from sim.cli.display import wide_console
 from sim.cli.processes import num_processes, run_scenarios
 from sim.cli.scenario import Scenario, add_flags, flag_of, scenario_of
@@ -79,12 +79,12 @@ def compare(args: argparse.Namespace, found: list[Variant]) -> None:
         views = run_scenarios(_view, scenarios, processes)
         reports = [view.report for view in views]
         _write_page(args.page, found, views)
-    if args.json is not None:
+    if names_file(args.json):
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2) + b"\n")
     rows = [figures(report) for report in reports]
     _print(found, reports, rows)
     told = [variant.values | row for variant, row in zip(found, rows, strict=True)]
-    print(json.dumps({"scenarios": told}), flush=True)
+    print_line({"scenarios": told}, args.json)
 
 
 def figures(report: Report) -> dict[str, float | None]:
@@ -149,7 +149,8 @@ def _parse(text: str, fixed: tuple[str, ...]) -> tuple[str, list[str]]:
     names = [flag_of(n).lstrip("-") for n in Scenario.__struct_fields__ if n not in fixed]
     if name not in names:
         remedy = f"use one of {', '.join(names)}"
-        raise FieldError("--sweep", f"{name!r} is no option of a scenario", remedy)
+        problem = f"{name!r} is no option of a scenario{did_you_mean(name, names)}"
+        raise FieldError("--sweep", problem, remedy)
     if len(set(values)) < len(values):
         raise FieldError("--sweep", f"{text!r} has a value twice", "name each once")
     return name, values

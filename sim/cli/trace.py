@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from cbatch.cli.output import add_json_option, print_figures, require_place
 from cbatch.core.request.errors import FieldError
 from sim.cli import trace_generate as tracegen
 from sim.cli.trace_options import (
@@ -32,7 +32,6 @@ from sim.traces.statistics import summarise
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "trace",
-        help="look at traces of requests, convert, sample and scale them",
         description="Azure, Mooncake, BurstGPT, Bailian, Vidur, ServeGen, vLLM bench results and "
         "our own logs are read; what is written is our own request log, one JSON line a request.",
     )
@@ -43,6 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_reading_options(show)
     show.add_argument("--plot", type=Path, metavar="PNG", help="draw rate, lengths and gaps")
     show.add_argument("--seed", type=int, help="of --spread and of ServeGen windows")
+    add_json_option(show, "the statistics")
     show.set_defaults(run=run_show)
 
     convert = _writer(actions, "convert", "write it as our own request log", run_convert)
@@ -78,6 +78,7 @@ def _window(text: str) -> tuple[float, float]:
 
 
 def run_show(args: argparse.Namespace) -> int:
+    require_place("--json", args.json)
     trace = _open(args)
     summary = summarise(trace.requests())
     if args.plot is not None:
@@ -86,7 +87,7 @@ def run_show(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     console.print(_table(trace, statistics))
     told = {"trace": trace.path.name, "format": trace.format, "skipped": trace.skipped}
-    print(json.dumps(told | statistics), flush=True)
+    print_figures(told | statistics, args.json)
     return 0
 
 

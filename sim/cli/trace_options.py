@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from cbatch.cli.output import print_line, require_place
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
 from sim.cli.scenario import Reading, Scenario, add_flags
@@ -79,12 +79,6 @@ def require_no_seed(args: argparse.Namespace, *, drawing: bool) -> int:
     return args.seed or 0
 
 
-def require_place(option: str, path: Path) -> None:
-    """Raises `FieldError` if no file can be there: before the work, not after it."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise FieldError(option, f"{path} cannot be a file", "name one in a folder that exists")
-
-
 def write_trace(
     out: Path,
     requests: Iterable[TraceRequest],
@@ -103,5 +97,5 @@ def write_trace(
     finally:
         partial.unlink(missing_ok=True)
     print(f"{out}: {count:,} requests, {what}")
-    print(json.dumps({"out": str(out), "requests": count, "skipped": skipped()}), flush=True)
+    print_line({"out": str(out), "requests": count, "skipped": skipped()})
     return 0

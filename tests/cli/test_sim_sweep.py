@@ -85,7 +85,10 @@ def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> Non
         (("--sweep", "max-slots"), "'max-slots' is no option and its values"),
         (("--sweep", "max-slots=2,,3"), "is no option and its values"),
         (("--sweep", "max-slots=2,2"), "has a value twice"),
-        (("--sweep", "slots=2,3"), "'slots' is no option of a scenario; use one of format"),
+        (
+            ("--sweep", "slots=2,3"),
+            "'slots' is no option of a scenario; did you mean max-slots?; use one of format",
+        ),
         (("--sweep", "slo=ttft=1,ttft=2"), "'slo' is no option of a scenario"),
         (("--sweep", "max-slots=2,many"), "max-slots=many: invalid int value"),
         (("--sweep", "max-slots=2,0"), "max_slots: 0 is not allowed"),

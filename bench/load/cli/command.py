@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from bench.load.cli.options import add_options
+from cbatch.cli.output import require_place
 from cbatch.core.request.errors import FieldError
-from sim.cli.trace_options import require_place
 
 EPILOG = """\
 Latencies count from the time at which a request should have been sent. A 200 that is empty, cut or
@@ -18,7 +18,7 @@ Without --rate or --trace it is a closed loop: as many clients as --concurrency 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "bench",
-        help="load-test a server of the OpenAI API",
+        usage="%(prog)s URL [options]",
         description="Load a server of the OpenAI API and measure what its clients see.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -35,8 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if args.url is None:
         raise FieldError("URL", "is missing", "name the server, as http://localhost:8000")
     for option in ("json", "csv", "records", "page"):
-        if getattr(args, option) is not None:
-            require_place(f"--{option}", getattr(args, option))
+        require_place(f"--{option}", getattr(args, option))
     _allow_files()
     from bench.load.cli.session import bench
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from bench.load.run.refusals import remedy
 from bench.load.run.report import Measured, ServerCounters
 from bench.load.run.runner import OfferedLoad
 from bench.load.run.sweep import Point, knee_of
+from cbatch.cli.output import print_line
 from sim.cli.display import spread_table, summary_of, wide_console
 from sim.replay.capacity import Capacity
 
@@ -87,7 +88,9 @@ def load_name(load: OfferedLoad) -> str:
     return "trace" if load.concurrency is None else f"{load.concurrency} clients"
 
 
-def print_points(points: Sequence[Point], capacity: Capacity | None = None) -> None:
+def print_points(
+    points: Sequence[Point], capacity: Capacity | None = None, json_file: Path | None = None
+) -> None:
     """For people; the last line is for programs: a report, or a list of them and the knee, and what
     a search came to."""
     console = wide_console()
@@ -96,7 +99,7 @@ def print_points(points: Sequence[Point], capacity: Capacity | None = None) -> N
     for point in points if len(points) < 4 else ():
         _print_report(console, load_name(point.load), point.report)
     if len(points) == 1 and capacity is None:
-        print(json.dumps(summary_of(points[0].report)), flush=True)
+        print_line(summary_of(points[0].report), json_file)
         return
     knee = knee_of(points)
     console.print(_sweep_table(points, knee.load if knee is not None and knee.reached else None))
@@ -112,7 +115,7 @@ def print_points(points: Sequence[Point], capacity: Capacity | None = None) -> N
     if capacity is not None:
         console.print(_verdict(capacity), soft_wrap=True)
         summary["capacity"] = msgspec.to_builtins(capacity)
-    print(json.dumps(summary), flush=True)
+    print_line(summary, json_file)
 
 
 def _verdict(capacity: Capacity) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cbatch.cli.output import add_json_option
 from sim.cli.trace_options import add_reading_options
 
 CONCURRENCY = 8
@@ -61,7 +62,6 @@ _MEASURING: tuple[Row, ...] = (
     ("--goodput-share", float, "X", _SHARE),
     ("--max-errors", float, "SHARE", "beyond it the exit is 1", 0.01),
     ("--processes", int, "N", "of the client", 1),
-    ("--json", Path, "FILE", "write the whole report"),
     ("--csv", Path, "FILE", "write a row of figures a load"),
     ("--records", Path, "FILE", "write a JSON line a call"),
     ("--page", Path, "FILE", "write an HTML page of the runs"),
@@ -80,7 +80,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add(words, _WORDS)
     words.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction)
     _add(parser.add_argument_group("calls"), _CALLS)
-    _add(parser.add_argument_group("measuring"), _MEASURING)
+    measuring = parser.add_argument_group("measuring")
+    _add(measuring, _MEASURING)
+    add_json_option(measuring, "the whole report")
 
 
 def _add(group: argparse._ArgumentGroup, rows: Iterable[Row]) -> None:

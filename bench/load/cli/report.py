@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from cbatch.cli.output import add_json_option, print_figures, print_line, require_place
 from cbatch.core.request.errors import FieldError
-from sim.cli.trace_options import require_place
 
 if TYPE_CHECKING:
     from sim.report.page.view import RunView
@@ -37,7 +36,7 @@ Row = tuple[str, float | None, float | None]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("report", help="compare reports of cbatch bench and cbatch sim")
+    parser = commands.add_parser("report")
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     compare = actions.add_parser(
         "compare",
@@ -46,6 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     compare.add_argument("first", type=Path, metavar="A")
     compare.add_argument("second", type=Path, metavar="B")
+    add_json_option(compare, "the differences")
     compare.set_defaults(run=run)
     page = actions.add_parser(
         "page",
@@ -68,6 +68,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     from sim.cli.display import wide_console
 
+    require_place("--json", args.json)
     first, second = _read(args.first), _read(args.second)
     # Single reports are compared whatever they are called; sweeps, load by load.
     if len(first) == len(second) == 1:
@@ -82,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         rows = list(compare(one, other))
         console.print(_table(args, one, other, rows))
         documents.append(_document(one, other, rows))
-    print(json.dumps({"a": str(args.first), "b": str(args.second), "results": documents}))
+    document = {"a": str(args.first), "b": str(args.second), "results": documents}
+    print_figures(document, args.json)
     return 0
 
 
@@ -106,7 +108,8 @@ def run_page(args: argparse.Namespace) -> int:
             name = " ".join(filter(None, (names[index], load)))
             views.append(_view(name, report, records))
     write_page(args.page, " and ".join(names), views)
-    print(json.dumps({"page": str(args.page)}))
+    print(f"written: {args.page}")
+    print_line({"page": str(args.page)})
     return 0
 
 

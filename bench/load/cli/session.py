@@ -23,7 +23,7 @@ from bench.load.run.report import Measured
 from bench.load.run.runner import LoadSettings, OfferedLoad, Runner, find_model
 from bench.load.run.sweep import Point, find_rate, sweep, to_json
 from bench.load.run.table import write_csv
-from cbatch.cli.generate import INTERRUPTED
+from cbatch.cli.output import INTERRUPTED, names_file
 from cbatch.core.request.errors import FieldError
 from sim.replay.capacity import Capacity
 from sim.report.report import parse_objectives, to_line
@@ -65,7 +65,7 @@ async def _bench(args: argparse.Namespace) -> int:
     if not points:
         print("cbatch: interrupted before anything was measured", file=sys.stderr)
         return INTERRUPTED
-    print_points(points, capacity)
+    print_points(points, capacity, args.json)
     _write(args, points, capacity)
     if stop.is_set():
         return INTERRUPTED
@@ -120,7 +120,7 @@ def _write(args: argparse.Namespace, points: list[Point], capacity: Capacity | N
     for name, write in writers.items():
         path = getattr(args, name)
         try:
-            if path is not None:
+            if names_file(path):
                 write(path)
         except OSError as error:
             wrong = f"{path} cannot be written ({error.strerror})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -28,3 +29,11 @@ def short(value: object) -> str:
     """As an error shows it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word; empty where none that is known is close."""
+    import difflib
+
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, did_you_mean
 from cbatch.core.request.request import SamplingParams
 
 SAMPLING_FIELDS = SamplingParams.__struct_fields__
@@ -24,7 +24,8 @@ def sampling_from_json(
     known = {name: value for name, value in values.items() if value is not None}
     for name in values:
         if name not in SAMPLING_FIELDS:
-            raise FieldError(name, "is not a known field", f"use {', '.join(SAMPLING_FIELDS)}")
+            problem = f"is not a known field{did_you_mean(name, SAMPLING_FIELDS)}"
+            raise FieldError(name, problem, f"use {', '.join(SAMPLING_FIELDS)}")
     if known.get("logprobs") is False:  # as chat clients say it
         known["logprobs"] = None
     base = msgspec.structs.asdict(defaults or SamplingParams())

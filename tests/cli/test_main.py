@@ -1,0 +1,138 @@
+"""What all commands share: help, errors about what was typed, and what is left for programs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cbatch as package
+from cbatch.cli.main import COMMANDS, main
+from cbatch.engine.engine import Engine
+from tests.cli.conftest import Run
+
+Command = Callable[..., Run]
+ROWS = "".join(f"{number / 10},8,4\n" for number in range(40))
+TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n" + ROWS
+CONSTANT = ("--num-blocks", 200, "--max-model-tokens", 500, "--step-seconds", 0.01)
+
+
+@pytest.mark.parametrize("words", [("--version",), ("--help",), ("serve", "--help")])
+def test_help_loads_nothing_that_computes(words: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from cbatch.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print(sorted({'torch', 'rich', 'litestar', 'scipy'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("[]\n"), done.stdout
+
+
+def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"cbatch {package.__version__}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(f"{name} {what}" in shown for name, (_, what) in COMMANDS.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "meant"),
+    [
+        (("srve",), "cbatch", "serve"),
+        (("trian-head",), "cbatch", "train-head"),
+        (("serve", "--max-slotts", "4"), "cbatch serve", "--max-slots"),
+        (("generate", "x", "--temprature=1"), "cbatch generate", "--temperature"),
+        (("bench", "http://x", "--concurency", "4"), "cbatch bench", "--concurrency"),
+        (("sim", "t.csv", "--replicaz", "2"), "cbatch sim", "--replicas"),
+        (("sim", "capacity", "t.csv", "--slos", "ttft=1"), "cbatch sim capacity", "--slo"),
+        (("trace", "shwo", "t.csv"), "cbatch trace", "show"),
+        (("trace", "show", "t.csv", "--plott", "p"), "cbatch trace show", "--plot"),
+        (("generate", "x", "--verification", "blok"), "cbatch generate", "block"),
+    ],
+)
+def test_what_was_meant_is_guessed_with_the_usage_of_the_command(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], usage: str, meant: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith(f"usage: {usage} ") and f"\n{usage}: error: " in said, said
+    assert said.rstrip().endswith(f"did you mean {meant}?"), said
+    assert len(said.splitlines()) < 6, "the usage is short enough to see the error"
+
+
+def test_what_resembles_nothing_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--zzzzzz"])
+    assert capsys.readouterr().err.rstrip().endswith("unrecognized arguments: --zzzzzz")
+
+
+def test_a_model_s_name_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("serve", "calibrate"):
+        out = ("--out", "c.json") if command == "calibrate" else ()
+        assert main([command, "smolm2", *out]) == 2
+        assert "model: smolm2: no such model; did you mean smollm2?" in capsys.readouterr().err
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(TRACE, encoding="utf-8")
+    return path
+
+
+TABLES: dict[str, tuple[Any, ...]] = {
+    "generate": ("generate", "def f():", "--output", "OUT", "--max-tokens", 3),
+    "sim": ("sim", "TRACE", *CONSTANT),
+    "sweep": ("sim", "TRACE", *CONSTANT, "--sweep", "max-slots=1,2", "--processes", 1),
+    "capacity": ("sim", "capacity", "TRACE", *CONSTANT, "--slo", "ttft=1", "--rates", "1:1.5"),
+    "trace show": ("trace", "show", "TRACE"),
+    "report compare": ("report", "compare", "REPORT", "REPORT"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_terminal_shows_a_table_and_json_only_where_it_is_asked_for(
+    cbatch: Command,
+    engines: list[Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    trace: Path,
+    name: str,
+) -> None:
+    report = tmp_path / "report.json"
+    assert cbatch("sim", trace, *CONSTANT, "--json", report).status == 0
+    places = {"TRACE": trace, "REPORT": report}
+
+    def run(*more: Any) -> Run:
+        out = tmp_path / "out.jsonl"
+        out.unlink(missing_ok=True)
+        words = (places.get(word, out if word == "OUT" else word) for word in TABLES[name])
+        return cbatch(*words, *more)
+
+    piped = run()
+    assert piped.status == 0 and len(piped.lines) == 1, piped.err
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    seen = run()
+    assert seen.status == 0 and len(seen.out.splitlines()) > 2
+    assert not seen.lines, "no JSON after the table"
+    assert run("--json", "-").lines[0].keys() == piped.lines[0].keys()
+    written = tmp_path / "figures.json"
+    assert not run("--json", written).lines
+    assert json.loads(written.read_text(encoding="utf-8"))
+    refused = run("--json", tmp_path)
+    assert refused.status == 2 and refused.err.startswith("cbatch: --json: "), refused.err
