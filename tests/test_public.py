@@ -70,3 +70,11 @@ def test_the_ranges_of_the_dependencies_are_the_stated_ones() -> None:
     assert "torch>=2.11,<2.14" in project["dependencies"]
     assert "triton>=3.6,<3.8; platform_system == 'Linux'" in project["dependencies"]
     assert project["requires-python"] == ">=3.11"
+
+
+def test_an_editable_install_puts_the_folder_on_the_path() -> None:
+    """The finder that setuptools installs otherwise loses to the namespace package which a clone
+    named `cbatch` is for programs that are started from the folder above it."""
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    assert found["setuptools"]["package-dir"] == {"": "."}
+    assert found["setuptools"]["dynamic"]["version"] == {"attr": "cbatch.__version__"}
