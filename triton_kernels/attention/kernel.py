@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from triton_kernels.build.jit import jit
 
 # Fields of a work item; `items` is int32 [ITEM_FIELDS, capacity].
 SEQUENCE = tl.constexpr(0)  # row of the block tables
@@ -18,7 +19,7 @@ PARTS = tl.constexpr(8)  # 1: the result is written directly
 ITEM_FIELDS = 9
 
 
-@triton.jit
+@jit
 def _fold(peak, mass, acc, more_peak, more_mass, more_acc):
     """One softmax over the keys of both; adding one without visible keys changes no bit.
 
@@ -32,7 +33,7 @@ def _fold(peak, mass, acc, more_peak, more_mass, more_acc):
     return both, mass, acc
 
 
-@triton.jit
+@jit
 def _attend_split(
     q, pool, table_ptr, positions, first_key, start, stop, scale, HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
@@ -72,7 +73,7 @@ def _attend_split(
     return peak, mass, acc
 
 
-@triton.jit
+@jit
 def _page_ids(table_ptr, tile, first_key, stop, PAGE: tl.constexpr, KEYS: tl.constexpr):
     """The page of a tile of keys, or that of each key where a tile spans several."""
     if PAGE % KEYS == 0:
@@ -83,7 +84,7 @@ def _page_ids(table_ptr, tile, first_key, stop, PAGE: tl.constexpr, KEYS: tl.con
     return page
 
 
-@triton.jit
+@jit
 def _load_held(pool, page, offset, held, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """K and V through pointers. What is not held is never read: it may be anything, and 0 times
     NaN is NaN."""
@@ -99,7 +100,7 @@ def _load_held(pool, page, offset, held, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.c
     return k, v
 
 
-@triton.jit
+@jit
 def _load_whole(pool, page, offset, KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """K and V through descriptors (TMA), rows that are not held too: they must be finite."""
     k = pool[0].load([page, pool[2], offset, 0]).reshape(KEYS, BLOCK_DIM)
@@ -107,7 +108,7 @@ def _load_whole(pool, page, offset, KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr)
     return k, v
 
 
-@triton.jit
+@jit
 def _capped(x, SOFT_CAP: tl.constexpr):
     """cap * tanh(x / cap) of scores in log 2 units."""
     LOG2_E: tl.constexpr = 1.4426950408889634
@@ -115,7 +116,7 @@ def _capped(x, SOFT_CAP: tl.constexpr):
     return (SOFT_CAP * LOG2_E) * (1.0 - 2.0 / (1.0 + tl.exp2(doubled)))
 
 
-@triton.jit
+@jit
 def _load_partial(
     stats_ptr, sums_ptr, place, rows, held, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -131,7 +132,7 @@ def _load_partial(
     return peak, mass, acc
 
 
-@triton.jit
+@jit
 def _combine(
     parts, out_ptr, stride_token, tokens, v_scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -153,7 +154,7 @@ def _combine(
         _store_result(out_ptr, stride_token, rows, tokens, mass, acc, v_scale, GROUP, HEAD_DIM)
 
 
-@triton.jit
+@jit
 def _store_partial(
     stats_ptr, sums_ptr, place, tokens, peak, mass, acc, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
@@ -167,7 +168,7 @@ def _store_partial(
     tl.store(sums_at, acc, mask=held[:, None] & (dims < HEAD_DIM)[None, :])
 
 
-@triton.jit
+@jit
 def _store_result(
     out_ptr, stride_token, rows, tokens, mass, acc, v_scale, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -182,7 +183,7 @@ def _store_result(
     )
 
 
-@triton.jit
+@jit
 def _load_item(item_ptr, capacity):
     return (
         tl.load(item_ptr + SEQUENCE * capacity),
@@ -195,7 +196,7 @@ def _load_item(item_ptr, capacity):
     )
 
 
-@triton.jit
+@jit
 def _attend(
     q, pool, table_ptr, position, tokens, splits, scale, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
@@ -232,7 +233,7 @@ def _attend(
     return peak, mass, acc
 
 
-@triton.jit
+@jit
 def attention_kernel(
     q_ptr, k_pages, v_pages, tables_ptr, out_ptr, items_ptr, num_items_ptr, sums_ptr, stats_ptr,
     arrived_ptr, scale, v_scale, item_capacity, stride_q_token, stride_q_head, stride_page,
@@ -290,7 +291,7 @@ def attention_kernel(
             )
 
 
-@triton.jit
+@jit
 def _is_last(arrived_ptr, parts):
     """Whether the other parts of this result are in memory; then the count is zero again, for the
     next layer."""

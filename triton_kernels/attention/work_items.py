@@ -34,6 +34,7 @@ from triton_kernels.attention.kernel import (
     TOKENS,
 )
 from triton_kernels.build.check import check_tensor
+from triton_kernels.build.jit import jit
 
 _MOST_SPLIT_BLOCKS = 8  # with more blocks a query keeps the device busy by itself
 _LANES = 128
@@ -160,13 +161,13 @@ def plan(query_starts: Tensor, context_lens: Tensor, work: WorkList) -> None:
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _first_split(position, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
     """The split of the first key that a token at `position` sees."""
     return position * 0 if WINDOW is None else tl.maximum(position - WINDOW + 1, 0) // SPLIT
 
 
-@triton.jit
+@jit
 def plan_kernel(
     query_starts_ptr, context_lens_ptr, items_ptr, num_items_ptr, capacity, most_partials,
     num_sequences, BLOCK_SEQUENCES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SPLIT: tl.constexpr,
@@ -217,7 +218,7 @@ def plan_kernel(
     _write_items(items_ptr, capacity, sequence, places, BLOCK_TOKENS, SPLIT, WINDOW, LANES)
 
 
-@triton.jit
+@jit
 def _write_items(
     items_ptr, capacity, of_sequence, places, BLOCK_TOKENS: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, LANES: tl.constexpr,

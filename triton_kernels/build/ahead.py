@@ -30,6 +30,7 @@ from triton.runtime import driver
 
 _MOST_PROCESSES = 16
 _KERNELS_A_PROCESS = 2  # for fewer it is not worth starting
+COMMAND = (sys.executable, "-m", "triton_kernels.build.ahead")  # and a file
 _logger = logging.getLogger("cbatch")
 
 
@@ -92,10 +93,9 @@ def compile_all(found: dict[str, Specialisation], *, processes: int | None = Non
         files = [Path(folder) / str(at) for at in range(count)]
         for at, file in enumerate(files):
             file.write_bytes(pickle.dumps(work[at::count]))
-        command = [sys.executable, "-m", __name__]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         environment = os.environ | {"PYTHONPATH": path}
-        running = [subprocess.Popen([*command, str(f)], env=environment) for f in files]
+        running = [subprocess.Popen([*COMMAND, str(f)], env=environment) for f in files]
         failed = [process.wait() for process in running]
     if any(failed):
         _logger.warning("not every kernel could be compiled ahead")

@@ -9,12 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.build.case import CaseLimits, KernelCase, case_of
+from triton_kernels.build.jit import jit
 
 BLOCK = 2048
 NUM_WARPS = 4
 
 
-@triton.jit
+@jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

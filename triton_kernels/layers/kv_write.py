@@ -16,6 +16,7 @@ from torch import Tensor
 
 from triton_kernels.build.case import TARGETS, CaseLimits, KernelCase, case_of
 from triton_kernels.build.check import check_tensor
+from triton_kernels.build.jit import jit
 
 _MOST_FP8 = {
     dtype: torch.finfo(dtype).max
@@ -23,7 +24,7 @@ _MOST_FP8 = {
 }
 
 
-@triton.jit
+@jit
 def kv_write_kernel(
     fused_ptr, k_ptr, v_ptr, positions_ptr, slots_ptr, cos_sin_ptr, weight_ptr, eps, k_scale,
     v_scale, stride_token, stride_page, stride_slot, stride_kv_head, GROUP: tl.constexpr,

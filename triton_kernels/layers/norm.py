@@ -9,11 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.build.case import CaseLimits, KernelCase, case_of
+from triton_kernels.build.jit import jit
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-@triton.jit
+@jit
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, x_stride, residual_stride,
     ADDS: tl.constexpr, BLOCK: tl.constexpr,

@@ -6,9 +6,9 @@ every operation, and a fused multiply-add would not.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from triton_kernels.build.jit import jit
 from triton_kernels.noise import host as noise
 
 ROUNDS = tl.constexpr(noise.PHILOX_ROUNDS)
@@ -19,14 +19,14 @@ COEFFICIENTS = tl.constexpr(noise.constants()[1])
 DEGREE = tl.constexpr(len(noise.LOG1P_COEFFICIENT_BITS) - 1)
 
 
-@triton.jit
+@jit
 def load_seeds(keys_ptr, requests):
     """The 64-bit seeds of `requests` from their two words, int64 [B, 2]."""
     low = tl.load(keys_ptr + 2 * requests)
     return low | (tl.load(keys_ptr + 2 * requests + 1) << 32)
 
 
-@triton.jit
+@jit
 def tile_words(seeds, first, positions, choices, purposes, BLOCK: tl.constexpr):
     """Words of the tokens first .. first + BLOCK - 1 (`first` a multiple of 4): uint32 [R, BLOCK]
     for R draws, the others [R]. All four words of a counter are used."""
@@ -35,7 +35,7 @@ def tile_words(seeds, first, positions, choices, purposes, BLOCK: tl.constexpr):
     return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
 
 
-@triton.jit
+@jit
 def words_of(seeds, ids, positions, choices, purposes):
     """Words of the tokens `ids`, int32 [R, W]: uint32 [R, W]."""
     a, b, c, d = _four_words(seeds[:, None], ids // 4, positions, choices, purposes)
@@ -43,7 +43,7 @@ def words_of(seeds, ids, positions, choices, purposes):
     return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
 
 
-@triton.jit
+@jit
 def scalar_words(seeds, positions, choices, purposes):
     """One word a draw (that of token 0): uint32 [R]."""
     zeros = (positions * 0).to(tl.uint32)
@@ -57,7 +57,7 @@ def scalar_words(seeds, positions, choices, purposes):
     )[0]
 
 
-@triton.jit
+@jit
 def _four_words(seeds, groups, positions, choices, purposes):
     return tl.philox(
         seeds,
@@ -69,14 +69,14 @@ def _four_words(seeds, groups, positions, choices, purposes):
     )
 
 
-@triton.jit
+@jit
 def uniform(words):
     """u in (0, 1], fp32. The one word whose successor wraps stands for 2**32 itself."""
     successor = (words + 1).to(tl.float32)
     return tl.where(words == 0xFFFFFFFF, 4294967296.0, successor) * 2.3283064365386963e-10
 
 
-@triton.jit
+@jit
 def exponential(words):
     """E = -ln(1 - u) > 0, fp32; see the specification for the form."""
     rest = tl.maximum(0xFFFFFFFF - words, 1).to(tl.float32)

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.build.case import TARGETS, CaseLimits, KernelCase, case_of
+from triton_kernels.build.jit import jit
 
 
 class ProductTile(NamedTuple):
@@ -35,7 +36,7 @@ class ProductTile(NamedTuple):
 _STAGES, _STAGES_OF_AMD = 4, 2
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def dense_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_outs, num_columns, stride_x, stride_out,
     ROWS: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.build.case import CaseLimits, KernelCase, case_of
+from triton_kernels.build.jit import jit
 
 GROUP = 32
 _GROUP = tl.constexpr(GROUP)
@@ -37,7 +38,7 @@ class Packed(NamedTuple):
         return sum(part.nbytes for part in self if part is not None)
 
 
-@triton.jit
+@jit
 def _restored(codes_ptr, at, held, PAIRS: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr):
     """Codes of a tile, fp32 [OUTS, COLUMNS]."""
     if PAIRS:
@@ -50,7 +51,7 @@ def _restored(codes_ptr, at, held, PAIRS: tl.constexpr, OUTS: tl.constexpr, COLU
     return codes.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def quantised_kernel(
     x_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr, num_rows, num_outs, num_columns,
     stride_x, stride_out, PAIRS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,

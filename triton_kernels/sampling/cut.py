@@ -8,9 +8,9 @@ of neural text degeneration", section 3.1.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from triton_kernels.build.jit import jit
 from triton_kernels.sampling import tiles
 
 # Keys of y = 3, 8 and 20: most cuts lie between the first two.
@@ -18,14 +18,14 @@ FIRST_KEYS = tl.constexpr((0x40400000, 0x41000000, 0x41A00000))
 LISTED = tl.constexpr(2)
 
 
-@triton.jit
+@jit
 def tiles_of_rows(view, shaping, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     """Dense tiles of whole rows, and all of them."""
     num_dense = tl.cdiv(view[1], BLOCK)
     return num_dense, num_dense + tiles.num_sparse(shaping, view[3], BLOCK, SHAPED)
 
 
-@triton.jit
+@jit
 def ordered_tile(passes, tile, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """Ids, keys and weights of a tile, [ROWS, BLOCK] each. `passes`: view and shaping (see
     `tiles.shaped_tile`), maxima and inverse temperatures [ROWS], number of dense and of all tiles.
@@ -46,7 +46,7 @@ def ordered_tile(passes, tile, BLOCK: tl.constexpr, FORM: tl.constexpr):
     return ids, keys, tl.exp(-y)
 
 
-@triton.jit
+@jit
 def mass_before(passes, end, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """Mass before the cut `end`, [ROWS]."""
     mass = tl.zeros_like(passes[2])
@@ -56,7 +56,7 @@ def mass_before(passes, end, BLOCK: tl.constexpr, FORM: tl.constexpr):
     return mass
 
 
-@triton.jit
+@jit
 def search(
     passes, within, asks, limit, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr
 ):
@@ -88,14 +88,14 @@ def search(
     return tl.where(asks, low, within[0]), tl.where(asks, end_id, within[1])
 
 
-@triton.jit
+@jit
 def _narrowed(low, high, key, is_below):
     """The interval after learning whether the last kept key is at or above `key`."""
     low = tl.where(is_below, tl.maximum(low, tl.minimum(key, high - 1)), low)
     return low, tl.where(is_below, high, tl.minimum(high, tl.maximum(key, low + 1)))
 
 
-@triton.jit
+@jit
 def _measure(
     passes, within, bounds, tried, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr
 ):
@@ -119,7 +119,7 @@ def _measure(
     return at_first, at_second, at_third, lowest, highest
 
 
-@triton.jit
+@jit
 def _first_id_out(
     passes, within, asks, edge, limit, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
     FORM: tl.constexpr,
@@ -153,7 +153,7 @@ def _first_id_out(
     return high
 
 
-@triton.jit
+@jit
 def _ties_between(passes, within, edge, asks, low, high, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """Number of tokens with key `edge` and low <= id < high: of dense tiles, only those in which
     these ids lie are read."""

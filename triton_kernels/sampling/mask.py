@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.build.case import CaseLimits, KernelCase, case_of
+from triton_kernels.build.jit import jit
 from triton_kernels.sampling.tiles import lowest_of
 
 HEAD_WORDS = 2  # slot, and number of drafts before the row
@@ -21,7 +22,7 @@ _NUM_WARPS = 4
 _LIMITS = CaseLimits(registers=64, shared_bytes=1 << 10)
 
 
-@triton.jit
+@jit
 def mask_kernel(
     rows_ptr, logits_ptr, starts_ptr, counts_ptr, vocab, stride, row_words, BLOCK: tl.constexpr
 ):  # fmt: skip

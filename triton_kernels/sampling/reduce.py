@@ -11,15 +11,15 @@ launches, each of which leaves the rows of the other alone.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from triton_kernels.build.jit import jit
 from triton_kernels.sampling import cut, filters, tiles
 from triton_kernels.sampling.tile_stats import GREEDY, combine, is_weighed, races, source_of
 from triton_kernels.sampling.tiles import FORBIDDEN
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+@jit(do_not_specialize=["num_rows", "num_tiles"])
 def reduce_kernel(
     batch, tile_floats_ptr, tile_ids_ptr, short_keys_ptr, short_ids_ptr, short_lens_ptr, reduced,
     num_rows, vocab, stride, list_width, num_tiles, PURPOSE: tl.constexpr, OF_DRAFTS: tl.constexpr,
@@ -78,7 +78,7 @@ def reduce_kernel(
     tl.store(reduced.ids + at * 4 + 3, finite, mask=live)
 
 
-@triton.jit
+@jit
 def _filter(
     passes, source, filtered, raced, limits, drawn, mass, BLOCK: tl.constexpr, FORM: tl.constexpr
 ):
@@ -100,7 +100,7 @@ def _filter(
     return winner, cut_key, cut_id, mass
 
 
-@triton.jit
+@jit
 def _top_k(passes, filtered, raced, limits, mass, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """The cut of top_k where it is needed, and the mass that top_p allows before a token: a share
     of what top_k leaves."""
@@ -114,7 +114,7 @@ def _top_k(passes, filtered, raced, limits, mass, BLOCK: tl.constexpr, FORM: tl.
     return end, filters.nucleus_of(limits, mass)
 
 
-@triton.jit
+@jit
 def _cut(passes, asks, end, nucleus, limits, mass, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """The cut (key, id) of all filters, and the mass before it."""
     _, top_p, last_key, _ = limits
@@ -127,7 +127,7 @@ def _cut(passes, asks, end, nucleus, limits, mass, BLOCK: tl.constexpr, FORM: tl
     return cut_key, cut_id, tl.where(asks, kept, mass)
 
 
-@triton.jit
+@jit
 def _count_and_mass(passes, end, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """Number of tokens and mass before a cut, fp32 [ROWS] each (2**24 tokens count exactly)."""
     count = tl.zeros_like(passes[2])
@@ -140,7 +140,7 @@ def _count_and_mass(passes, end, BLOCK: tl.constexpr, FORM: tl.constexpr):
     return count, mass
 
 
-@triton.jit
+@jit
 def _race_until_kept(
     passes, source, asks, winner, winner_key, limits, BLOCK: tl.constexpr, FORM: tl.constexpr
 ):
@@ -161,7 +161,7 @@ def _race_until_kept(
     return winner
 
 
-@triton.jit
+@jit
 def _race(passes, source, end, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """Id and key of the winner among the tokens before a cut."""
     best = tl.zeros_like(passes[2])

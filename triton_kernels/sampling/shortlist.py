@@ -8,9 +8,9 @@ list would be too long, are walked whole.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from triton_kernels.build.jit import jit
 from triton_kernels.sampling import cut, filters, tiles
 from triton_kernels.sampling.tile_stats import GREEDY, combine, is_weighed
 
@@ -26,7 +26,7 @@ ENDS = tl.constexpr(8)
 SLACK = tl.constexpr(1.0 + 1e-5)
 
 
-@triton.jit
+@jit
 def _end_keys():
     """The ends, int32 [1, ENDS]."""
     lanes = tl.arange(0, ENDS)[None, :]
@@ -36,7 +36,7 @@ def _end_keys():
     return keys
 
 
-@triton.jit
+@jit
 def _share(used, SHARES: tl.constexpr):
     """The tiles of this program, of `used`."""
     each = tl.cdiv(used, SHARES)
@@ -44,7 +44,7 @@ def _share(used, SHARES: tl.constexpr):
     return first, tl.minimum(first + each, used)
 
 
-@triton.jit
+@jit
 def _decides(counts, masses, limits, mass):
     """Whether the tokens before each end hold every cut of a row, [ROWS, ENDS]."""
     top_k, top_p, last_key = limits[0][:, None], limits[1][:, None], limits[2][:, None]
@@ -57,7 +57,7 @@ def _decides(counts, masses, limits, mass):
     return held | ((_end_keys() > last_key) & ~(by_count & by_mass))
 
 
-@triton.jit
+@jit
 def _asked(batch, num_rows, vocab, OF_DRAFTS: tl.constexpr, ROWS: tl.constexpr):
     """Rows of this program, which of them are filtered, their requests, depths and limits."""
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -72,7 +72,7 @@ def _asked(batch, num_rows, vocab, OF_DRAFTS: tl.constexpr, ROWS: tl.constexpr):
     return at, asks, requests, tl.load(batch.rows.depths + at), limits
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+@jit(do_not_specialize=["num_rows", "num_tiles"])
 def shortlist_kernel(
     batch, tile_floats_ptr, tile_ids_ptr, measured_ptr, short_keys_ptr, short_ids_ptr,
     short_lens_ptr, num_rows, vocab, stride, list_width, num_tiles, OF_DRAFTS: tl.constexpr,
@@ -113,7 +113,7 @@ def shortlist_kernel(
         tl.store(measured_ptr + out + ENDS, masses, mask=asks[:, None])
 
 
-@triton.jit
+@jit
 def _measure(passes, SHARES: tl.constexpr, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     """Number and mass of the tokens of a share before each end, [ROWS, ENDS] each."""
     ROWS: tl.constexpr = passes[2].shape[0]
@@ -132,7 +132,7 @@ def _measure(passes, SHARES: tl.constexpr, BLOCK: tl.constexpr, SHAPED: tl.const
     return counts, masses
 
 
-@triton.jit
+@jit
 def _choose(measured_ptr, at, asks, limits, mass, SHARES: tl.constexpr, LIST: tl.constexpr):
     """The nearest end that decides a row, 0 if none does in LIST tokens; the number of tokens
     before it, and of those in the shares before this one. [ROWS] each."""
@@ -152,7 +152,7 @@ def _choose(measured_ptr, at, asks, limits, mass, SHARES: tl.constexpr, LIST: tl
     return tl.where(end < tiles.FORBIDDEN, end, 0), count, place
 
 
-@triton.jit
+@jit
 def _gather(passes, end, to, SHARES: tl.constexpr, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     """Keys and ids of the tokens of a share before `end`; `to`: where they go, and [ROWS] from
     which place on."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from triton_kernels.build.jit import jit
 from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling import inputs as rows_module
@@ -19,13 +19,13 @@ DEPTH_STEP = tl.constexpr(noise.DEPTH_STEP)
 COUPLED_PURPOSE = tl.constexpr(noise.COUPLED)
 
 
-@triton.jit
+@jit
 def is_weighed(modes):
     """Whether drafts are weighed, p against q: modes REJECTION and BLOCK."""
     return (modes == REJECTION) | (modes == BLOCK_MODE)
 
 
-@triton.jit
+@jit
 def races(modes, depths, PURPOSE: tl.constexpr):
     """Which rows race, and the purpose of their noise. PURPOSE is that of modes REJECTION and BLOCK
     (for drafts of the latter `at_depth`); None, and these rows do not race."""
@@ -40,7 +40,7 @@ def races(modes, depths, PURPOSE: tl.constexpr):
     return raced, purposes
 
 
-@triton.jit
+@jit
 def source_of(where, requests, depths, purposes):
     """Where rows draw their noise; see `tiles.exponentials`."""
     return (
@@ -51,7 +51,7 @@ def source_of(where, requests, depths, purposes):
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+@jit(do_not_specialize=["num_rows", "num_tiles"])
 def stats_kernel(
     batch, tile_floats_ptr, tile_ids_ptr, reduced, num_rows, vocab, stride, list_width, num_tiles,
     PURPOSE: tl.constexpr, OF_DRAFTS: tl.constexpr, SHAPED: tl.constexpr, ROWS: tl.constexpr,
@@ -109,7 +109,7 @@ def stats_kernel(
     tl.store(reduced.drafted_logits + at, of_draft, mask=drafted & (of_draft > float("-inf")))
 
 
-@triton.jit
+@jit
 def combine(of_tiles, at, live, greedy, inverse, TILES: tl.constexpr):
     """Maximum, mass, whether all is finite, winner and its logit of each row, from its tiles.
     `of_tiles`: what they left, how many there may be, how many there are."""

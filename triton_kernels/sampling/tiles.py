@@ -11,9 +11,9 @@ integers do: a *key*. What filters keep is a prefix of that order, and is told b
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from triton_kernels.build.jit import jit
 from triton_kernels.noise import device as noise_device
 from triton_kernels.sampling import inputs as rows
 
@@ -23,7 +23,7 @@ FORBIDDEN = tl.constexpr(0x7F800000)  # the key of minus infinity
 NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.jit
+@jit
 def num_sparse(shaping, requests, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     """Sparse tiles of the longest list."""
     count = 0
@@ -32,7 +32,7 @@ def num_sparse(shaping, requests, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     return count
 
 
-@triton.jit
+@jit
 def shaped_tile(view, shaping, tile, num_dense, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     """Token ids int32, shaped logits fp32, minus infinity where forbidden, and whether the logit in
     memory is finite (true beyond the vocabulary); [ROWS, BLOCK] each. `view`: logits, vocabulary
@@ -49,7 +49,7 @@ def shaped_tile(view, shaping, tile, num_dense, BLOCK: tl.constexpr, SHAPED: tl.
     return ids, x, sound
 
 
-@triton.jit
+@jit
 def _dense_tile(view, tile, BLOCK: tl.constexpr):
     logits_ptr, vocab, at = view[0], view[1], view[2]
     ids = tile * BLOCK + tl.arange(0, BLOCK)[None, :] + (at * 0).to(tl.int32)[:, None]
@@ -59,7 +59,7 @@ def _dense_tile(view, tile, BLOCK: tl.constexpr):
     return ids, _allowed(x, logits_ptr), sound
 
 
-@triton.jit
+@jit
 def _allowed(x, logits_ptr):
     """Minus infinity where a token is forbidden in memory. A row that is not finite is reported as
     such; meanwhile nothing of it may spread."""
@@ -67,7 +67,7 @@ def _allowed(x, logits_ptr):
     return tl.where(inside, x, float("-inf"))
 
 
-@triton.jit
+@jit
 def lowest_of(kind: tl.constexpr):
     """The least finite number of a type of logits."""
     lowest = -3.4028234663852886e38
@@ -78,7 +78,7 @@ def lowest_of(kind: tl.constexpr):
     return lowest
 
 
-@triton.jit
+@jit
 def _shape_dense(view, shaping, ids, x):
     vocab, requests = view[1], view[3]
     words = tl.cdiv(vocab, 32)
@@ -91,7 +91,7 @@ def _shape_dense(view, shaping, ids, x):
     return x
 
 
-@triton.jit
+@jit
 def _sparse_tile(view, shaping, tile, BLOCK: tl.constexpr):
     logits_ptr, at, requests, depths = view[0], view[2], view[3], view[4]
     width = shaping[1]
@@ -111,7 +111,7 @@ def _sparse_tile(view, shaping, tile, BLOCK: tl.constexpr):
     return ids, _penalised(shaping, requests, x, count, seen), ids >= 0
 
 
-@triton.jit
+@jit
 def _times_drafted(view, shaping, ids):
     """How often each of `ids` is among the drafts before its row: int32 [ROWS, BLOCK]. Looked at
     only where a request has penalties."""
@@ -126,13 +126,13 @@ def _times_drafted(view, shaping, ids):
     return times
 
 
-@triton.jit
+@jit
 def _penalties(shaping, requests):
     at = shaping[0].penalties + 3 * requests
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
-@triton.jit
+@jit
 def _penalised(shaping, requests, x, count, seen):
     """Repetition (Keskar et al. 2019, section 4.1; logits below 0 are multiplied) of what was seen,
     then presence and frequency of what is in the output `count` times."""
@@ -143,32 +143,32 @@ def _penalised(shaping, requests, x, count, seen):
     return tl.where(seen, scaled, x) - cost
 
 
-@triton.jit
+@jit
 def inverse(temperatures):
     """1 / temperature, finite."""
     return tl.minimum(1.0 / temperatures, 3.4028234663852886e38)
 
 
-@triton.jit
+@jit
 def distance(maxima, x, inverse_temperatures):
     """y fp32 [ROWS, BLOCK] of shaped logits; infinite where forbidden, also if everything is."""
     maxima = tl.where(maxima > float("-inf"), maxima, 0.0)
     return (maxima[:, None] - x) * inverse_temperatures[:, None]
 
 
-@triton.jit
+@jit
 def key_of(y):
     return y.to(tl.int32, bitcast=True)
 
 
-@triton.jit
+@jit
 def before(keys, ids, cut_keys, cut_ids):
     """Whether tokens come before a cut; cuts [ROWS]."""
     cut_keys, cut_ids = cut_keys[:, None], cut_ids[:, None]
     return (keys < cut_keys) | ((keys == cut_keys) & (ids < cut_ids))
 
 
-@triton.jit
+@jit
 def exponentials(source, ids, tile, num_dense, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
     """The noise of the tokens of a tile, fp32 [ROWS, BLOCK]. `source`: seeds, positions, choices
     and purposes, [ROWS] each."""
@@ -182,21 +182,21 @@ def exponentials(source, ids, tile, num_dense, BLOCK: tl.constexpr, SHAPED: tl.c
     return e
 
 
-@triton.jit
+@jit
 def _dense_exponentials(source, tile, BLOCK: tl.constexpr):
     seeds, positions, choices, purposes = source
     words = noise_device.tile_words(seeds, tile * BLOCK, positions, choices, purposes, BLOCK)
     return noise_device.exponential(words)
 
 
-@triton.jit
+@jit
 def exponentials_of(source, ids):
     """The noise of any tokens, fp32 [ROWS, BLOCK]."""
     seeds, positions, choices, purposes = source
     return noise_device.exponential(noise_device.words_of(seeds, ids, positions, choices, purposes))
 
 
-@triton.jit
+@jit
 def winners(scores, ids):
     """Best score and lowest id that has it, [ROWS] each."""
     best = tl.max(scores, axis=1)

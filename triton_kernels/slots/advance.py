@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.build.case import KernelCase, case_of
+from triton_kernels.build.jit import jit
 from triton_kernels.slots.state import DRAFTING, LIMITS, NEW_TOKENS, STATE_TYPES, WANTS, SlotState
 from triton_kernels.slots.target_batch import IDLE, MISFIT, RUNS, TARGET_TYPES, TargetLayout
 from triton_kernels.verification.kernel import VerifyOutput
@@ -27,7 +28,7 @@ _SLOTS = 64
 _NUM_WARPS = 2
 
 
-@triton.jit
+@jit
 def advance_kernel(
     state, layout, decision, broken_ptr, next_draft_kv_ptr, result_ptr, num_slots, token_width,
     result_width, DECIDED: tl.constexpr, SLOTS: tl.constexpr,
@@ -80,7 +81,7 @@ def advance_kernel(
     tl.store(out_ptr + _AT_DRAFT_KV, draft_kv, mask=there)
 
 
-@triton.jit(do_not_specialize=["plain_words"])
+@jit(do_not_specialize=["plain_words"])
 def count_kernel(
     shaping, result_ptr, list_width, plain_words, result_width, LANES: tl.constexpr
 ):  # fmt: skip
@@ -103,13 +104,13 @@ def count_kernel(
             tl.store(shaping.num_listed + slot, used)
 
 
-@triton.jit
+@jit
 def _has_penalties(penalties_ptr):
     costs = tl.abs(tl.load(penalties_ptr + 1)) + tl.abs(tl.load(penalties_ptr + 2))
     return (tl.load(penalties_ptr) != 1.0) | (costs != 0.0)
 
 
-@triton.jit
+@jit
 def _count_token(
     plain_ptr, listed_ptr, bias_ptr, counts_ptr, marks_ptr, token, used, LANES: tl.constexpr
 ):

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.build.case import KernelCase, case_of
+from triton_kernels.build.jit import jit
 from triton_kernels.slots.state import (
     CATCH_UP,
     LIMITS,
@@ -75,7 +76,7 @@ class DraftLayout(NamedTuple):
 LAYOUT_TYPES = DraftLayout(*["*i32"] * len(DraftLayout._fields))._replace(noise_positions="*i64")
 
 
-@triton.jit(do_not_specialize=["most_tokens", "most_rows", "most_token"])
+@jit(do_not_specialize=["most_tokens", "most_rows", "most_token"])
 def draft_batch_kernel(
     state, layout, num_slots, token_width, block_width, most_tokens, most_rows, most_drafts,
     most_token, context_tokens, BLOCK_SLOTS: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr,
@@ -156,7 +157,7 @@ def make_draft_batch(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "depth", "most_token"])
+@jit(do_not_specialize=["num_rows", "depth", "most_token"])
 def take_drafts_kernel(
     reduced_ptr, state, layout, num_rows, num_slots, depth, token_width, block_width, most_drafts,
     most_token, PAGE: tl.constexpr, ROWS: tl.constexpr,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels.build.case import KernelCase, case_of
+from triton_kernels.build.jit import jit
 from triton_kernels.slots.draft_batch import LAYOUT_TYPES, DraftLayout
 from triton_kernels.slots.state import LIMITS, LOOKED_UP, STATE_TYPES, SlotState
 
@@ -22,7 +23,7 @@ _SLOTS = 64
 _NUM_WARPS = 2
 
 
-@triton.jit
+@jit
 def guess_kernel(
     state, layout, num_slots, token_width, guess_width, most_drafts, ALONE: tl.constexpr,
     SLOTS: tl.constexpr,

@@ -11,11 +11,11 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.build.case import CaseLimits, KernelCase, case_of
+from triton_kernels.build.jit import jit
 from triton_kernels.sampling.inputs import GREEDY, LogitsShaping
 
 _ALIGN_WORDS = 32
@@ -163,7 +163,7 @@ def _aligned(words: int) -> int:
     return -(-words // _ALIGN_WORDS) * _ALIGN_WORDS
 
 
-@triton.jit(do_not_specialize=["first_run"])
+@jit(do_not_specialize=["first_run"])
 def apply_kernel(inbox_ptr, words_ptr, first_run, BLOCK: tl.constexpr):
     """A run is (where it goes, where it lies in the inbox, length)."""
     run_ptr = inbox_ptr + 3 * (first_run + tl.program_id(0))

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.build.case import KernelCase, case_of
+from triton_kernels.build.jit import jit
 from triton_kernels.sampling import inputs as rows_module
 from triton_kernels.slots.state import DRAFTING, LIMITS, NEW_TOKENS, STATE_TYPES, WANTS, SlotState
 
@@ -65,7 +66,7 @@ class TargetLayout(NamedTuple):
 TARGET_TYPES = TargetLayout(*["*i32"] * (len(TargetLayout._fields) - 1), "*i64")
 
 
-@triton.jit
+@jit
 def owners_of(ends, items, BLOCK: tl.constexpr):
     """The slot of each of `items` [LANES]: how many of `ends` [BLOCK], ascending, it has behind it;
     BLOCK - 1 for what is beyond the last. By bisection."""
@@ -77,7 +78,7 @@ def owners_of(ends, items, BLOCK: tl.constexpr):
     return low
 
 
-@triton.jit
+@jit
 def store_tokens(
     state, layout, lanes, owners, positions, held, token_width, block_width, most_tokens,
     most_token, PAGE: tl.constexpr,
@@ -93,7 +94,7 @@ def store_tokens(
     tl.store(layout.kv_slots + lanes, kv_slot, mask=inside)
 
 
-@triton.jit(do_not_specialize=["most_tokens", "most_logits", "most_token"])
+@jit(do_not_specialize=["most_tokens", "most_logits", "most_token"])
 def target_batch_kernel(
     state, depths_ptr, layout, num_slots, token_width, block_width, most_tokens, most_logits,
     most_token, BLOCK_SLOTS: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.build.case import KernelCase
+from triton_kernels.build.jit import jit
 from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling import launch, tiles
@@ -26,7 +27,7 @@ REQUESTS_A_PROGRAM = 64
 FEW_WARPS = 2
 
 
-@triton.jit
+@jit
 def _weights(
     batch, proposals, reduced, q_reduced, request, row, draft_row, inverse, there,
     PROPOSED: tl.constexpr,
@@ -50,7 +51,7 @@ def _weights(
     return p, q
 
 
-@triton.jit
+@jit
 def _blocks(batch, starts_ptr, num_requests, REQUESTS: tl.constexpr):
     """The requests of a program: their number, whether they are of mode BLOCK, how many drafts
     these have, first rows of logits and of drafts, and one over the temperature."""
@@ -64,20 +65,20 @@ def _blocks(batch, starts_ptr, num_requests, REQUESTS: tl.constexpr):
     return request, live, count, start, draft_start, inverse
 
 
-@triton.jit
+@jit
 def _joint_ratio(weight, q):
     """min(1, c p / q) of `weight` c p; 0 where the target forbids the draft."""
     ratio = tl.where(weight >= q, 1.0, weight / tl.where(q > 0.0, q, 1.0))
     return tl.where(weight > 0.0, ratio, 0.0)
 
 
-@triton.jit
+@jit
 def _says_so(u, mass, ratio):
     """u <= h = R / (R + 1 - c), with u in (0, 1]."""
     return u * (mass + (1.0 - ratio)) <= mass
 
 
-@triton.jit
+@jit
 def ratios_kernel(
     batch, starts_ptr, proposals, reduced, q_reduced, ratios_ptr, num_requests,
     PROPOSED: tl.constexpr, REQUESTS: tl.constexpr,
@@ -98,7 +99,7 @@ def ratios_kernel(
         tl.store(ratios_ptr + row + 1, ratio, mask=there)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+@jit(do_not_specialize=["num_rows", "num_tiles"])
 def masses_kernel(
     batch, starts_ptr, proposals, reduced, q_reduced, ratios_ptr, masses_ptr, num_rows, vocab,
     stride, q_stride, list_width, num_tiles, PROPOSED: tl.constexpr, SHAPED: tl.constexpr,
@@ -131,7 +132,7 @@ def masses_kernel(
     tl.store(masses_ptr + out, tl.sum(rest, axis=1), mask=live)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@jit(do_not_specialize=["num_tiles"])
 def coins_kernel(
     batch, starts_ptr, proposals, reduced, q_reduced, ratios_ptr, masses_ptr, decision,
     num_requests, num_tiles, PROPOSED: tl.constexpr, REQUESTS: tl.constexpr,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from triton_kernels.build.case import KernelCase
 from triton_kernels.build.check import check_fields, check_tensor
+from triton_kernels.build.jit import jit
 from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling import launch, tiles
@@ -43,19 +44,19 @@ class VerifyOutput(NamedTuple):
     finite: Tensor  # int32 [B]: 1 if every logit of its rows was; otherwise the verdict is void
 
 
-@triton.jit
+@jit
 def _accepts(threshold, p):
     """u * q <= p with u in (0, 1]; p > 0 keeps a token that the target forbids out for good."""
     return (p > 0.0) & (threshold <= p)
 
 
-@triton.jit
+@jit
 def _residual(p, q):
     """What replaces a rejected draft, not normalised (Leviathan et al. 2023, section 2.3)."""
     return tl.maximum(p - q, 0.0)
 
 
-@triton.jit
+@jit
 def _accept_kernel(
     batch, starts_ptr, proposals, reduced, q_reduced, decision, num_requests,
     PROPOSED: tl.constexpr, REQUESTS: tl.constexpr,
@@ -106,7 +107,7 @@ def _accept_kernel(
     tl.store(decision.finite + request, finite, mask=live)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@jit(do_not_specialize=["num_tiles"])
 def _replace_kernel(
     batch, starts_ptr, proposals, reduced, q_reduced, decision, tile_scores_ptr, tile_ids_ptr,
     ratios_ptr, num_requests, vocab, stride, q_stride, list_width, num_tiles,
@@ -148,7 +149,7 @@ def _replace_kernel(
     tl.store(tile_ids_ptr + out + 1, winner_of_p, mask=live)
 
 
-@triton.jit(do_not_specialize=["vocab", "num_tiles"])
+@jit(do_not_specialize=["vocab", "num_tiles"])
 def _finish_kernel(
     batch, decision, tile_scores_ptr, tile_ids_ptr, num_requests, vocab, num_tiles,
     SHAPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from triton_kernels.build.jit import jit
 from triton_kernels.sampling import cut, tiles
 
 
-@triton.jit
+@jit
 def chance(floats_ptr, ids_ptr, logits_ptr, rows, drafts, inverse, mask):
     """The filtered probability of `drafts` in the rows that decide on them, fp32; 0 without."""
     maxima = tl.load(floats_ptr + 2 * rows, mask=mask, other=0.0)
@@ -21,7 +21,7 @@ def chance(floats_ptr, ids_ptr, logits_ptr, rows, drafts, inverse, mask):
     return tl.where(kept, tl.exp(-y) / tl.where(mass > 0.0, mass, 1.0), 0.0)
 
 
-@triton.jit
+@jit
 def law_of_tile(
     view, shaping, floats_ptr, ids_ptr, rows, inverse, tile, num_dense, BLOCK: tl.constexpr,
     SHAPED: tl.constexpr,
@@ -35,7 +35,7 @@ def law_of_tile(
     return ids, tl.where(kept, weights / mass[:, None], 0.0)
 
 
-@triton.jit
+@jit
 def laws_of_tile(
     batch, proposals, reduced, q_reduced, request, row, depth, drafted, tile, vocab, stride,
     q_stride, shaping, PROPOSED: tl.constexpr, SHAPED: tl.constexpr, BLOCK: tl.constexpr,

@@ -1,0 +1,131 @@
+"""Cache keys of the kernels that a start compiles ahead and of those that its capture launches.
+
+    python -m tests.gpu_proofs.cache_keys FOLDER [--size NAME] [--processes 8] [--unsettled]
+
+runs the real start of an executor (`GpuExecutor.capture` with `CudaDevice.compile_ahead`, its child
+processes, then the capture of every graph) under a driver that reports an H100. In place of
+compiling, children write the key of each kernel to FOLDER, and launches look for theirs there.
+Prints a JSON line per size: how many keys were launched, and the kernels whose keys are missing.
+
+`--unsettled`: without what `triton_kernels.build.jit` mends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+import triton.compiler
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.compiler import make_backend
+from triton.runtime import driver
+from triton.runtime.cache import get_cache_key
+from triton.runtime.jit import DependenciesFinder
+
+_FOLDER = "CBATCH_CACHE_KEYS"  # environment variable of the children
+
+
+def key_of(source: Any, target: Any, options: Any) -> str:
+    """Return the key that `triton.compile` looks up."""
+    backend = make_backend(target)
+    environment = get_cache_invalidating_env_vars()
+    parsed = backend.parse_options(dict(options or {}))
+    key = get_cache_key(source, backend, parsed, env_vars=environment)
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def compile_ahead(file: str) -> None:
+    """Write the keys of a child's kernels, in place of compiling them."""
+    from triton_kernels.build import ahead
+
+    def note(source: Any, target: Any = None, options: Any = None) -> None:
+        (Path(os.environ[_FOLDER]) / key_of(source, target, options)).touch()
+
+    triton.compile = note
+    ahead.main([file])
+
+
+@contextmanager
+def launches_looked_up(folder: Path, missing: Counter[str]) -> Iterator[Counter[str]]:
+    """Yield counts of launched kernels by name; `missing` gets those without a key in `folder`."""
+    from tests.gpu_proofs.driver import Launches, _Driver, _Unlaunched
+    from triton_kernels.compile_check import TARGETS
+
+    launches, launched = Launches(), Counter[str]()
+
+    def look(source: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
+        name = source.fn.__name__
+        launched[name] += 1
+        missing[name] += not (folder / key_of(source, target, options)).exists()
+        return _Unlaunched(name, launches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.compiler, "compile", look)  # the one that launches call
+        patch.setattr(driver, "_active", _Driver(TARGETS["sm_90"]))
+        yield launched
+
+
+def start(size: Any, folder: Path, command: tuple[str, ...], processes: int) -> dict[str, Any]:
+    """Start an executor of `size`; return which keys its capture did not find in `folder`."""
+    from cbatch.runtime.gpu.device import CudaDevice
+    from tests.gpu_proofs.driver import Launches
+    from tests.gpu_proofs.meta import MetaDevice
+    from tests.gpu_proofs.steps import Run
+    from triton_kernels.build import ahead
+
+    missing = Counter[str]()
+    compile_all = ahead.compile_all
+    with launches_looked_up(folder, missing) as launched, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_FOLDER, str(folder))
+        patch.setattr(ahead, "COMMAND", command)
+        patch.setattr(ahead, "compile_all", lambda found: compile_all(found, processes=processes))
+        patch.setattr(MetaDevice, "compile_ahead", CudaDevice.compile_ahead)
+        Run(size, "sm_90", Launches()).capture()
+    return {
+        "triton": triton.__version__,
+        "size": size.name,
+        "launched": launched.total(),
+        "missing": {name: count for name, count in missing.items() if count},
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_proofs.cache_keys")
+    parser.add_argument("path", type=Path, help="folder of keys")
+    parser.add_argument("--size", action="append", help="default: all")
+    parser.add_argument("--processes", type=int, default=8, help="that compile ahead")
+    parser.add_argument("--unsettled", action="store_true")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.unsettled:
+        merge = DependenciesFinder._update_hash
+        from triton_kernels.build import jit  # noqa: F401
+
+        DependenciesFinder._update_hash = merge
+    if options.child:
+        compile_ahead(str(options.path))
+        return 0
+    from tests.gpu_proofs.sizes import MORE, USUAL
+
+    command = [sys.executable, "-m", "tests.gpu_proofs.cache_keys", "--child"]
+    command += ["--unsettled"] * options.unsettled
+    os.environ["TRITON_CACHE_DIR"] = str(options.path)
+    for size in USUAL + MORE:
+        if options.size is None or size.name in options.size:
+            found = start(size, options.path, tuple(command), options.processes)
+            print(json.dumps(found), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""A start launches the kernels that it compiled ahead: their keys are equal in every process."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton.runtime.jit import JITFunction
+
+import triton_kernels
+from tests.gpu_proofs.sizes import MORE, USUAL
+
+_FIRST = USUAL[0].name  # a target and a draft: every kind of kernel
+_ROOT = Path(__file__).parents[2]
+_TRITONS = [path for path in (_ROOT / ".tritons").glob("3.*") if (path / "triton").is_dir()]
+
+
+def started(folder: Path, *arguments: str, triton: Path | None = None) -> list[dict[str, Any]]:
+    """Starts in a process of its own, by the Triton in a folder or by the installed one."""
+    paths = [str(triton)] * (triton is not None) + [str(_ROOT)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu_proofs.cache_keys", str(folder), *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(folder: Path, *arguments: str, triton: Path | None = None) -> None:
+    """No key is missing, neither in the process that compiled ahead nor in a second one."""
+    first, second = (started(folder, *arguments, triton=triton) for _ in range(2))
+    assert first == second
+    assert {size["triton"] for size in first} == {triton.name if triton else first[0]["triton"]}
+    assert all(size["launched"] > 20 and not size["missing"] for size in first)
+
+
+def test_launches_find_what_was_compiled_ahead(tmp_path: Path) -> None:
+    check(tmp_path, "--size", _FIRST)
+
+
+def test_keys_that_depend_on_their_order_are_caught(tmp_path: Path) -> None:
+    (start,) = started(tmp_path, "--size", _FIRST, "--unsettled")
+    assert sum(start["missing"].values()) > 5
+
+
+@pytest.mark.gpu_proofs
+@pytest.mark.parametrize("size", [size.name for size in USUAL + MORE])
+def test_launches_of_every_size(tmp_path: Path, size: str) -> None:
+    check(tmp_path, "--size", size)
+
+
+@pytest.mark.gpu_proofs
+@pytest.mark.parametrize("triton", _TRITONS, ids=lambda path: path.name)
+def test_launches_by_every_triton(tmp_path: Path, triton: Path) -> None:
+    check(tmp_path, triton=triton)
+
+
+def test_every_kernel_is_made_by_the_decorator_that_settles_keys() -> None:
+    sources = [path.read_text() for path in (_ROOT / "triton_kernels").rglob("*.py")]
+    assert sum("\n@jit" in source for source in sources) > 10
+    assert not any("@triton.jit" in source for source in sources)
+
+
+def test_constants_of_one_name_are_equal_within_a_kernel() -> None:
+    """Triton sorts those of one name by the addresses of their modules."""
+    for module in pkgutil.walk_packages(triton_kernels.__path__, "triton_kernels."):
+        functions = vars(importlib.import_module(module.name)).values()
+        for kernel in (each for each in functions if isinstance(each, JITFunction)):
+            kernel.cache_key  # noqa: B018
+            check_constants(kernel)
+
+
+def check_constants(kernel: JITFunction[Any]) -> None:
+    values: dict[str, Any] = {}
+    for (name, _), (value, _) in kernel.used_global_vals.items():
+        assert values.setdefault(name, value) == value, f"{kernel.__name__}: {name}"
