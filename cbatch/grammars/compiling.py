@@ -8,6 +8,7 @@ thread beside its steps.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import deque
@@ -85,6 +86,11 @@ class Grammars:
     def matcher(self, asked: StructuredOutputs) -> LLMatcher:
         """At its beginning, and the caller's own. Raises `FieldError`."""
         return self.compiled(asked).matcher.deep_copy()
+
+    def plain_token(self, text: bytes) -> int | None:
+        """The longest token that begins `text` and is no added token; None if there is none."""
+        ids = self._vocabulary.greedy_tokenize(text.decode(errors="ignore"))
+        return ids[0] if ids else None
 
     def compiled(self, asked: StructuredOutputs) -> Compiled:
         """Takes time for one that is not known. Raises `FieldError`."""
@@ -210,7 +216,7 @@ def grammar_text(asked: StructuredOutputs) -> str:
     if asked.around is None:
         return text
     answer = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-    whole = {"lark_grammar": _sized(asked.around)}
+    whole = {"lark_grammar": _with_schemas(_sized(asked.around))}
     return json.dumps({"grammars": [whole, {**answer, "name": "answer"}]}, ensure_ascii=False)
 
 
@@ -220,16 +226,41 @@ def _answer_text(asked: StructuredOutputs) -> str:
     asked = in_lark(asked)
     with _reading():
         if asked.json is not None:
-            schema = _within_reach(_sized(str(asked.json)))  # it is one
-            return LLMatcher.grammar_from_json_schema(schema, defaults=_BLANKS)
+            return LLMatcher.grammar_from_json_schema(_schema(json.loads(_sized(str(asked.json)))))
         if asked.choice is not None:
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
             return _sized(LLMatcher.grammar_from_lark(f"start: {texts}"))
         if asked.regex is not None:
             return _sized(LLMatcher.grammar_from_regex(asked.regex))
         if asked.grammar is not None:
-            return LLMatcher.grammar_from_lark(asked.grammar)
-    return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=_BLANKS)
+            return LLMatcher.grammar_from_lark(_with_schemas(asked.grammar))
+    return LLMatcher.grammar_from_json_schema(_schema({"type": "object"}))
+
+
+# What a Lark grammar may hold that is no `%json`, and `%json`, which a schema follows.
+_LARK = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|<[^<>\s]+>|%json\s*')
+
+
+def _with_schemas(lark: str) -> str:
+    """The grammar, its JSON schemas as llguidance is to have them. Raises `FieldError`,
+    ValueError."""
+    parts, at = list[str](), 0
+    while (found := _LARK.search(lark, at)) is not None:
+        parts.append(lark[at : found.end()])
+        at = found.end()
+        if found[0].startswith("%"):
+            schema, at = json.JSONDecoder().raw_decode(lark, at)
+            parts.append(_schema(schema))
+    return "".join([*parts, lark[at:]])
+
+
+def _schema(schema: Any) -> str:
+    """A JSON schema as llguidance is to have it. Raises `FieldError`, RecursionError."""
+    schema = _clamped({"allOf": [schema]} if isinstance(schema, bool) else schema)
+    if not isinstance(schema, dict):
+        raise FieldError(FIELD, "json: the schema is no JSON object", "give one")
+    options = {**_BLANKS, **schema.pop("x-guidance", {})}
+    return json.dumps({"x-guidance": options, **schema}, ensure_ascii=False)
 
 
 @contextmanager
@@ -261,17 +292,6 @@ def _short(text: str) -> str:
 _EXACT = 2**53
 _OUTERMOST = 2**63 - 2**10  # the largest double that is a signed integer of 64 bits
 _UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
-
-
-def _within_reach(schema: str) -> str:
-    """A schema with bounds that can be followed. What is no JSON comes back as it is. Raises
-    `FieldError`, RecursionError."""
-    try:
-        read = json.loads(schema)
-    except ValueError:
-        return schema
-    clamped = _clamped(read)
-    return schema if clamped == read else json.dumps(clamped, ensure_ascii=False)
 
 
 def _clamped(node: Any) -> Any:

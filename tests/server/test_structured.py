@@ -103,6 +103,25 @@ def test_a_text_that_is_cut_says_so(sdk: openai.OpenAI) -> None:
             "7",
         ),
         ({"response_format": {"type": "text"}}, "(.|\n)*"),
+        ({"response_format": {"type": "json_object", "schema": {"const": 7}}}, "7"),
+        ({"response_format": {"type": "json_schema", "schema": {"const": 7}}}, "7"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {"const": 7}}}},
+            "7",
+        ),
+        ({"guided_json": {"const": 7}}, "7"),
+        ({"guided_json": '{"const": 7}', "structured_outputs": None}, "7"),
+        ({"guided_regex": "[0-7]{3}", "guided_json": None}, "[0-7]{3}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'root ::= "f(" [x-z]* ")"'}, r"f\([x-z]*\)"),
+        ({"grammar": 'start: "f(" /[x-z]*/ ")"'}, r"f\([x-z]*\)"),
+        ({"json_schema": {"const": 7}}, "7"),
+        (
+            {"structured_outputs": {"choice": ["a", "b"], "json": None, "disable_fallback": False}},
+            "a|b",
+        ),
+        ({"guided_choice": ["see <|endoftext|> here"]}, r"see <\|endoftext\|> here"),
+        ({"guided_json": {"const": "<|endoftext|>"}}, r'"<\|endoftext\|>"'),
     ],
 )
 def test_the_ways_to_say_it(demo_client: Client, asked: dict[str, Any], pattern: str) -> None:
@@ -162,7 +181,19 @@ def _schema(schema: Any) -> dict[str, Any]:
         (_named({"properties": {"x": {"type": "frog"}}}), "tools", "frog"),
         ({"tools": [{"type": "retrieval"}]}, "tools", "retrieval"),
         (_named({}) | {"response_format": {"type": "json_object"}}, "response_format", "tools"),
-        ({"guided_json": {}}, "guided_json", "structured_outputs"),
+        ({"guided_json": {"type": "frog"}}, "guided_json", "frog"),
+        ({"guided_regex": 7}, "guided_regex", "7"),
+        ({"guided_choice": []}, "guided_choice", "at least one"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "beside"),
+        ({"guided_json": {}, "structured_outputs": {"regex": "a"}}, "guided_json", "beside"),
+        ({"guided_json": {}} | _named({}), "guided_json", "tools"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "whitespace"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format", "'text' with 1"),
+        (
+            {"response_format": FORMAT | {"schema": {}}},
+            "response_format",
+            "'json_schema' with 2",
+        ),
         ({"functions": [{}]}, "functions", "tools"),
     ],
 )
@@ -173,6 +204,35 @@ def test_what_cannot_be_followed_is_refused_by_name(
     assert (status, answer["error"]["param"]) == (400, field), answer
     message = answer["error"]["message"]
     assert message.startswith(field) and words in message and len(message) < 1000, message
+
+
+def test_members_that_nobody_knows_are_told_of() -> None:
+    """Wherever they stand in a field; null is as good as absent. A `strict` tool whose calls are
+    left to the model is not held to its schema."""
+    format_ = {**FORMAT, "colour": 1, "json_schema": {**FORMAT["json_schema"], "size": {}}}
+    function = {"name": "f", "strict": True, "colour": 1, "size": None}
+    body = {
+        "messages": MESSAGES,
+        "stream_options": {"include_usage": True, "include_obfuscation": False},
+        "tools": [TOOLS[1], {"type": "function", "function": function, "cache_control": {}}],
+        "tool_choice": "none",
+        "response_format": format_,
+    }
+
+    def ignored(**change: Any) -> set[str]:
+        call = parse_chat(json.dumps(body | change).encode(), model)
+        return set(call.ignored)
+
+    model = toy_model("{{ messages[0].content }}", tool_parser="hermes")
+    of_tools = {"tools[1].cache_control", "tools[1].function.colour"}
+    of_format = {"response_format.colour", "response_format.json_schema.size"}
+    rest = of_tools | {"stream_options.include_obfuscation"}
+    assert ignored() == rest | of_format
+    choice = {"type": "function", "function": {"name": "f", "colour": 1}}
+    assert ignored(tool_choice=choice, response_format=None) == rest | {
+        "tool_choice.function.colour"
+    }
+    assert ignored(tool_choice="auto", response_format=None) == rest | {"tools[1].function.strict"}
 
 
 @pytest.mark.parametrize("way", ["structured_outputs", "response_format", "tools"])

@@ -28,8 +28,6 @@ OPTIONS = {
     "tensor_parallel_size": "another name of `tensor_parallel`",
 }
 
-_OTHER_NAME = "another name of `structured_outputs`"
-
 # Fields of a request, and the values of each that ask for nothing.
 FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "bad_words": ("banning words", ([],)),
@@ -39,13 +37,7 @@ FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "documents": ("documents", ([],)),
     "function_call": ("the older name of `tool_choice`", ("none",)),
     "functions": ("the older name of `tools`", ([],)),
-    "grammar": (_OTHER_NAME, ()),
-    "guided_choice": (_OTHER_NAME, ()),
-    "guided_grammar": (_OTHER_NAME, ()),
-    "guided_json": (_OTHER_NAME, ()),
-    "guided_regex": (_OTHER_NAME, ()),
     "images": ("multimodal input", ([],)),
-    "json_schema": (_OTHER_NAME, ()),
     "lora_request": ("LoRA", ()),
     "mm_processor_kwargs": ("multimodal input", ({},)),
     "multi_modal_data": ("multimodal input", ({},)),

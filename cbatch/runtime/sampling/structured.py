@@ -33,6 +33,9 @@ class Matcher(Protocol):
 
     def is_error(self) -> bool: ...
 
+    def compute_ff_bytes(self) -> bytes:
+        """The text that must follow, whatever its tokens."""
+
 
 class GrammarSource(Protocol):
     @property
@@ -41,14 +44,17 @@ class GrammarSource(Protocol):
     def matcher(self, asked: StructuredOutputs) -> Matcher:
         """At its beginning, and the caller's own. Raises `FieldError`."""
 
+    def plain_token(self, text: bytes) -> int | None:
+        """The longest token that begins `text` and is no added token; None if there is none."""
+
 
 class Structured:
-    """The processor of a grammar. EOS may follow where the text is complete, and behind EOS nothing
-    but EOS.
+    """The processor of a grammar. EOS may follow a complete text, and after EOS only EOS.
 
-    The matcher is never shown EOS (to roll it back is not what it says it is) nor a token that may
-    not follow: from the first of these on tokens are counted only. A forbidden one is a draft, and
-    the row before it has forbidden it, so what stands behind it is of no matter.
+    The matcher never consumes EOS (its rollback of EOS is not exact) nor a forbidden token: from
+    the first of these on tokens are only counted. After a forbidden token nothing may follow. As a
+    draft it is rejected, because the row before forbids it; if it was committed all the same, the
+    request ends with an error.
     """
 
     def __init__(self, grammars: GrammarSource, asked: StructuredOutputs, vocab_size: int) -> None:
@@ -58,14 +64,15 @@ class Structured:
         self._not_eos = np.ones(vocab_size, dtype=np.bool_)
         self._not_eos[list(self._eos_ids)] = False
         self._taken: list[int] = []  # by the matcher
-        self._behind = 0  # tokens behind those, EOS or the forbidden one first
-        self._ended = self._broken = False  # with the first of these; broken: beyond its limits
+        self._plain_token = grammars.plain_token
+        self._behind = 0  # tokens after those, EOS or the forbidden one first
+        self._ended = False  # whether the first of these is EOS after a complete text
 
     def shape(self, row: Tensor) -> None:
         if self._behind:
             if self._ended:
                 _forbid(row, self._not_eos)
-            elif self._broken:
+            else:
                 row.fill_(-torch.inf)
             return
         bits = self._matcher.compute_bitmask()
@@ -76,7 +83,10 @@ class Structured:
             row.fill_(-torch.inf)
             return
         packed = np.frombuffer(bits, dtype=np.uint8)
-        _forbid(row, np.unpackbits(packed, count=len(row), bitorder="little") == 0)
+        allowed = np.unpackbits(packed, count=len(row), bitorder="little").view(np.bool_)
+        if np.count_nonzero(allowed) == 1:
+            self._keep_text_plain(allowed)
+        _forbid(row, ~allowed)
 
     def advance(self, token: int) -> None:
         if self._behind:
@@ -85,7 +95,6 @@ class Structured:
             self._taken.append(token)
         else:
             self._behind = 1
-            self._broken = self._matcher.is_error()
             self._ended = token in self._eos_ids and self._matcher.is_accepting()
 
     def rollback(self, count: int) -> None:
@@ -100,6 +109,21 @@ class Structured:
     def num_allowed(self, drafts: list[int]) -> int:
         """How many of `drafts` may follow one another; behind EOS none does."""
         return 0 if self._behind else self._matcher.validate_tokens(drafts)
+
+    def _keep_text_plain(self, allowed: NDArray[np.bool_]) -> None:
+        """Correct, in place, a mask that allows one token. llguidance writes text that must follow
+        in the tokenizer's own tokens. Where the text holds the text of an added token, that is the
+        added token, which the matcher then refuses; a plain token takes its place."""
+        token = int(allowed.argmax())
+        if token in self._eos_ids:
+            follows = self._matcher.is_accepting()
+        else:
+            follows = self._matcher.validate_tokens([token]) == 1
+        if not follows:
+            allowed[token] = False
+            plain = self._plain_token(self._matcher.compute_ff_bytes())
+            if plain is not None and self._matcher.validate_tokens([plain]) == 1:
+                allowed[plain] = True
 
     def _take(self, token: int) -> bool:
         taken = self._matcher.try_consume_tokens([token])

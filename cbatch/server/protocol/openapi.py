@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from cbatch.core.request.from_json import STRUCTURED_FIELDS
 from cbatch.core.request.request import (
     DRAFTERS,
     MAX_LOGIT_BIAS,
@@ -97,6 +98,8 @@ def document(**defaults: float) -> Schema:
     ]
     _, found = msgspec.json.schema_components([*kinds, *answers, responses.Error], ref_template=REF)
     sampling = _sampling(found.pop("SamplingParams")["properties"])
+    members = found["StructuredOutputs"]["properties"]
+    sampling |= {name: members[member] for name, member in STRUCTURED_FIELDS.items()}
     length = {"default": defaults.pop("max_tokens")} if "max_tokens" in defaults else {}
     for name, value in defaults.items():
         sampling[name] = sampling[name] | {"default": value}

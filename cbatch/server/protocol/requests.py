@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from cbatch.core.request.errors import FieldError, short
-from cbatch.core.request.from_json import SAMPLING_FIELDS, sampling_from_json
+from cbatch.core.request.from_json import SAMPLING_FIELDS, STRUCTURED_FIELDS, sampling_from_json
 from cbatch.core.request.request import (
     MAX_TOP_LOGPROBS,
     CacheSalt,
@@ -80,8 +80,26 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
+    """With a schema in `json_schema`, or as llama.cpp and others take it in `schema`."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+
+    def output(self) -> StructuredOutputs | None:
+        """What the output must be; None: any text. Raises `FieldError`."""
+        inner = None if self.json_schema is None else self.json_schema.schema
+        schemas = [schema for schema in (inner, self.schema) if schema is not None]
+        least, most = {"text": (0, 0), "json_object": (0, 1), "json_schema": (1, 1)}[self.type]
+        if not least <= len(schemas) <= most:
+            problem = f"{self.type!r} with {len(schemas)} schemas"
+            remedy = "leave them out" if most == 0 else "give one, in `json_schema`"
+            raise FieldError("response_format", problem, remedy)
+        if self.type == "text":
+            return None
+        if schemas:
+            return StructuredOutputs(json=schemas[0])
+        return StructuredOutputs(json_object=True)
 
 
 class CallFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,7 +195,7 @@ def parse_completion(body: bytes, model: ServedModel) -> Call:
     )
     if prompt_only:
         sampling["max_tokens"] = 1  # the least that an engine makes
-    params, grammar_field = _structured(sampling_from_json(sampling), fields, None)
+    params, grammar_field = _structured(sampling, fields, None)
     if fields.echo and params.logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=params.logprobs)
         if params.n > 1:
@@ -207,8 +225,11 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
     tools, choice, parallel = list(fields.tools), fields.tool_choice, fields.parallel_tool_calls
     forced = forced_call(tools, choice, parallel=parallel)
     reader = free_calls(tools, choice, model.tool_parser, parallel=parallel)
+    if reader is not None:  # calls that the model makes of its own accord follow no grammar
+        strict = (at for at, tool in enumerate(tools) if tool.function.strict)
+        rest = (*rest, *(f"tools[{at}].function.strict" for at in strict))
     reader = reader if forced is None else partial(CallReader, forced.name)
-    params, grammar_field = _structured(sampling_from_json(sampling), fields, forced)
+    params, grammar_field = _structured(sampling, fields, forced)
     messages = conversation(fields.messages)
     variables = template_variables(fields.chat_template_kwargs)
     _check_size(params, 1)
@@ -234,21 +255,19 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
 
 
 def _structured(
-    params: SamplingParams, fields: CallFields, forced: ForcedCall | None
+    sampling: dict[str, Any], fields: CallFields, forced: ForcedCall | None
 ) -> tuple[SamplingParams, str]:
     """The parameters with the one thing that says what the output must be, and its field."""
+    params = sampling_from_json(sampling)
     asked: dict[str, StructuredOutputs] = {}
     if forced is not None:
         asked["tools"] = forced.output
-    shape = fields.response_format
-    if shape.type == "json_object":
-        asked["response_format"] = StructuredOutputs(json_object=True)
-    elif shape.type == "json_schema":
-        if shape.json_schema is None:
-            raise FieldError("response_format", "has no `json_schema`", "give one")
-        asked["response_format"] = StructuredOutputs(json=shape.json_schema.schema)
+    output = fields.response_format.output()
+    if output is not None:
+        asked["response_format"] = output
     if params.structured_outputs is not None:
-        asked["structured_outputs"] = params.structured_outputs
+        names = (name for name in STRUCTURED_FIELDS if sampling.get(name) is not None)
+        asked[next(names, "structured_outputs")] = params.structured_outputs
     if len(asked) > 1:
         first, second = list(asked)[:2]
         raise FieldError(second, f"and `{first}` exclude each other", "leave one out")
@@ -262,10 +281,12 @@ def _parse(
 ) -> tuple[Fields, dict[str, Any], tuple[str, ...]]:
     """The fields of `kind`, the sampling parameters over the model's own but for its `max_tokens`
     (a completion has 16, as in vLLM), and the names of those that are neither."""
-    rest = without_neutral_fields(decode_object(body))
+    record = without_neutral_fields(decode_object(body))
+    rest = dict(record)
     fields = take_fields(rest, kind)
     model.require(fields.model)
-    sampling = {name: rest.pop(name) for name in SAMPLING_FIELDS if name in rest}
+    names = (*SAMPLING_FIELDS, *STRUCTURED_FIELDS)
+    sampling = {name: rest.pop(name) for name in names if name in rest}
     longest = rest.pop("max_completion_tokens", None)  # the newer name of `max_tokens`
     if longest is not None:
         sampling["max_tokens"] = _converted("max_completion_tokens", longest, Count)
@@ -276,7 +297,21 @@ def _parse(
             require_no_more_ids(name, len(value), model.vocab_size)
     _check_stops(sampling.get("stop"))
     own = {name: value for name, value in model.sampling_defaults.items() if name != "max_tokens"}
-    return fields, own | sampling, tuple(rest)
+    read = {name: value for name, value in record.items() if name in fields.__struct_fields__}
+    return fields, own | sampling, (*rest, *_unknown_members(read, fields, ""))
+
+
+def _unknown_members(raw: Any, read: Any, prefix: str) -> Iterator[str]:
+    """What `read`, made of `raw`, has no member for: `tools[0].function.color`."""
+    if isinstance(raw, dict) and isinstance(read, msgspec.Struct):
+        for name, value in raw.items():
+            if name in read.__struct_fields__:
+                yield from _unknown_members(value, getattr(read, name), f"{prefix}{name}.")
+            elif value is not None:
+                yield f"{prefix}{name}"
+    elif isinstance(raw, list) and isinstance(read, list):
+        for at, each in enumerate(raw):
+            yield from _unknown_members(each, read[at], f"{prefix[:-1]}[{at}].")
 
 
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
