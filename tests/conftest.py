@@ -21,6 +21,8 @@ from typing import IO, NamedTuple
 import pytest
 from hypothesis import HealthCheck, settings
 
+from cbatch.system.cache import cache_folder
+
 # Nothing that is collected is garbage: half a million objects, looked through again and again.
 gc.disable()
 
@@ -30,11 +32,18 @@ CACHE = "cbatch-tests-"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 # The suite is that of the CPU, and of kernels in the interpreter, on a machine with a GPU too.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Step costs measured beside other tests are not for the user's engines. A process of tests that
-# another one started shares its cache, and need not compile anew.
+# Step costs measured while other tests run are not for the user's engines. Compiled kernels
+# are keyed by their source, so test runs share those of the user. A process that a test starts
+# shares the cache of its parent.
 if not Path(os.environ.get("XDG_CACHE_HOME", "")).name.startswith(CACHE):
+    compiled = cache_folder("compiled")
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix=CACHE)
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    shared = cache_folder("compiled")
+    if compiled is not None and shared is not None:
+        compiled.mkdir(parents=True, exist_ok=True)
+        shared.parent.mkdir(parents=True, exist_ok=True)
+        shared.symlink_to(compiled)
 # Threads that wait by spinning make the suite several times slower where the cores are shared.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
