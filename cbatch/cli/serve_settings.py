@@ -27,7 +27,7 @@ class ServeSettings(EngineSettings, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535), _server("0: any that is free", "N")] = 8000
     served_name: Annotated[str | None, _server("the model's name to clients", "NAME")] = None
     chat_template: Annotated[
-        str | None, _server("Jinja template (default: the model's own)", "FILE")
+        str | None, _server("Jinja template, or a name of the model's (default: its own)", "FILE")
     ] = None
     tool_parser: Annotated[
         ToolParser | None, _server("how the model writes tool calls that are not forced")

@@ -1,9 +1,17 @@
-"""Chat templates: conversations to the text that a model was trained on, by its own files."""
+"""Chat templates: render conversations as the text that a model was trained on.
+
+A model may have several named templates: `default`, and `tool_use` for calls with tools.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +22,9 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FILE = "chat_template.jinja"  # the default one
+TEMPLATE_FOLDER = "additional_chat_templates"  # of the others, by name
+DEFAULT, TOOL_USE = "default", "tool_use"
 CONFIG_FILE = "tokenizer_config.json"
 # Names in a tokenizer's configuration that templates use.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -24,21 +34,48 @@ _MOST_CHARS = 1 << 18  # of a template: compiling one takes time by its length
 
 Message = Mapping[str, Any]
 
+# Replacements of roles that a template does not know.
+_OTHER_ROLE = {"developer": "system", "function": "tool"}
+_NULL_CONTENT = re.compile(r"""content['"]?\]?\)?\s*(?:is\s+(?:not\s+)?|[!=]=\s*)[nN]one""")
+
+
+class CallArguments(dict[str, Any]):
+    """The arguments of an earlier tool call: an object that prints as the text the client sent."""
+
+    def __init__(self, fields: Mapping[str, Any], text: str) -> None:
+        super().__init__(fields)
+        self._text = text  # templates cannot read it, so it hides no argument
+
+    def __str__(self) -> str:
+        return self._text
+
 
 class ChatTemplateError(ValueError):
-    """A template that is broken, or a conversation that it refuses; says why."""
+    """A broken template, or a conversation that it cannot render. `refused`: the template itself
+    rejects the conversation by `raise_exception`."""
+
+    def __init__(self, problem: str, *, refused: bool = False) -> None:
+        super().__init__(problem)
+        self.refused = refused
 
 
 class ChatTemplate:
     """A Jinja template in a sandbox: it sees the conversation and may change nothing.
 
-    `special_tokens` are texts by the name templates use, such as `bos_token`. Raises
-    `ChatTemplateError` where the template does not parse.
+    `special_tokens` are texts by the name templates use, such as `bos_token`. `tool_use` replaces
+    this template for calls with tools. Raises `ChatTemplateError` where the text does not parse.
     """
 
-    def __init__(self, text: str, special_tokens: Mapping[str, str], source: str) -> None:
+    def __init__(
+        self,
+        text: str,
+        special_tokens: Mapping[str, str],
+        source: str,
+        tool_use: ChatTemplate | None = None,
+    ) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._text, self._tool_use = text, tool_use
         if len(text) > _MOST_CHARS:
             problem = f"has {len(text)} characters, {_MOST_CHARS} may be"
             raise ChatTemplateError(f"chat template: {source} {problem}; name another")
@@ -55,47 +92,132 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text, special tokens included. `variables` are the template's own
-        (say `enable_thinking`). Raises `ChatTemplateError`."""
-        given = {**self._special_tokens, **(variables or {})}
-        try:
-            return self._template.render(
-                given,
-                messages=[dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                add_generation_prompt=add_generation_prompt,
-            )
-        except Exception as error:  # what a template does with a message may fail in any way
-            raise ChatTemplateError(str(error) or type(error).__name__) from error
+        """Return the conversation as text, special tokens included. `variables` are the template's
+        own (say `enable_thinking`). Raises `ChatTemplateError`, also where the template would drop
+        messages of a role that it does not know."""
+        given = {
+            "documents": None,
+            **self._special_tokens,
+            **(variables or {}),
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        chosen = (self._tool_use if tools else None) or self
+        return chosen._render(messages, given)
+
+    def _render(self, messages: Sequence[Message], given: Mapping[str, Any]) -> str:
+        """Render with the first form of earlier calls that the template accepts. DeepSeek's accept
+        only arguments as text, Mistral's only ids of nine letters and digits, and some tell calls
+        by null content."""
+        have_calls = any(message.keys() & {"tool_calls", "tool_call_id"} for message in messages)
+        no_content = (True, False) if _NULL_CONTENT.search(self._text) else (False,)
+        ways = itertools.product((False, True), (False, True), no_content)
+        errors: list[Exception] = []
+        for short_ids, as_text, null in ways if have_calls else [(False, False, False)]:
+            try:
+                fitted = [self._fitted(each, short_ids, as_text, null) for each in messages]
+                text = self._template.render(given, messages=fitted)
+            except Exception as error:  # what a template does with a message may fail in any way
+                errors.append(error)
+                continue
+            for role in dict.fromkeys(message["role"] for message in messages):
+                both = zip(messages, fitted, strict=True)
+                rest = [after for before, after in both if before["role"] != role]
+                lost = not self._knows(role) and self._renders(rest, given, text)
+                if lost and not self._renders([], given, text):  # it prints other messages
+                    problem = f"it drops messages of the role {role!r}"
+                    raise ChatTemplateError(problem, refused=True)
+            return text
+        refusals = [each for each in errors if type(each) is TemplateError]  # not a derived class
+        first = (refusals or errors)[0]
+        problem = str(first) or type(first).__name__
+        raise ChatTemplateError(problem, refused=bool(refusals)) from first
+
+    def _renders(self, messages: Sequence[Message], given: Mapping[str, Any], text: str) -> bool:
+        with suppress(Exception):
+            return self._template.render(given, messages=messages) == text
+        return False
+
+    def _knows(self, role: str) -> bool:
+        """Return whether the template tests for the role. The three common roles always pass."""
+        asked = rf"""role[^%}}]{{0,200}}['"]{re.escape(role)}['"]"""
+        return role in ("system", "user", "assistant") or re.search(asked, self._text) is not None
+
+    def _fitted(
+        self, message: Message, short_ids: bool, as_text: bool, null: bool
+    ) -> dict[str, Any]:
+        """Return a copy with the roles, ids, arguments and content that the template accepts."""
+        fitted, role = dict(message), message["role"]
+        if role in _OTHER_ROLE and not self._knows(role):
+            fitted["role"] = _OTHER_ROLE[role]
+        if role == "assistant" and not message.get("content"):
+            fitted["content"] = None if null and message.get("tool_calls") else ""
+        if short_ids and "tool_call_id" in message:
+            fitted["tool_call_id"] = _short_id(message["tool_call_id"])
+        if calls := [dict(call) for call in message.get("tool_calls") or ()]:
+            fitted["tool_calls"] = calls
+        for call in calls:
+            if short_ids and "id" in call:
+                call["id"] = _short_id(call["id"])
+            if as_text:
+                arguments = str(call["function"]["arguments"])
+                call["function"] = {**call["function"], "arguments": arguments}
+        return fitted
+
+
+def _short_id(call_id: Any) -> str:
+    if re.fullmatch("[a-zA-Z0-9]{9}", str(call_id)):
+        return str(call_id)
+    return hashlib.sha256(str(call_id).encode()).hexdigest()[:9]
 
 
 def load_chat_template(
     model: str | Path, file: str | Path | None = None, config: Mapping[str, Any] | None = None
 ) -> ChatTemplate | None:
-    """The template of a model: `file` if given, else `chat_template.jinja` beside the model, else
-    the one in its `tokenizer_config.json`, which `config` stands in for. None where there is none.
-    Raises `ChatTemplateError`."""
-    config_path = _find(model, CONFIG_FILE) if config is None else Path(model)
+    """Load a model's template: `file` if given, else its `default` and `tool_use` templates.
+
+    `file` may also be the name of one of the model's templates. These are `chat_template.jinja`,
+    `additional_chat_templates/NAME.jinja`, and those in `tokenizer_config.json`, which `config`
+    replaces. Returns None where there is no default. Raises `ChatTemplateError`.
+    """
+    names = [DEFAULT, TOOL_USE] if file is None else [] if os.path.exists(file) else [str(file)]
+    files: dict[str, Path | None] = {}
+    config_path: Path | None = Path(model)
     if config is None:
+        files = {name: _find(model, f"{TEMPLATE_FOLDER}/{name}.jinja") for name in names}
+        if DEFAULT in names:
+            files[DEFAULT] = _find(model, TEMPLATE_FILE)
+        config_path = _find(model, CONFIG_FILE)
         config = {} if config_path is None else _read_config(config_path)
     tokens = {name: _token_text(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
-    path = Path(file) if file is not None else _find(model, TEMPLATE_FILE)
-    if path is not None:
-        try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), tokens, str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ChatTemplateError(f"chat template: {path} cannot be read ({error})") from error
-    text = _default(config.get("chat_template"))
-    return None if text is None else ChatTemplate(text, tokens, str(config_path))
+
+    def load(name: str, tool_use: ChatTemplate | None = None) -> ChatTemplate | None:
+        path = files.get(name)
+        if path is not None:
+            return ChatTemplate(_read(path), tokens, str(path), tool_use)
+        text = None if files.get(DEFAULT) else _named(config.get("chat_template")).get(name)
+        return None if text is None else ChatTemplate(text, tokens, str(config_path), tool_use)
+
+    if file is None:
+        return load(DEFAULT, load(TOOL_USE))
+    named = load(str(file)) if names else None
+    return named or ChatTemplate(_read(Path(file)), tokens, str(file))
 
 
-def _default(found: Any) -> str | None:
-    """Older files hold one template, or a list of named ones."""
+def _named(found: Any) -> dict[str, str]:
+    """Return templates by name from a configuration with one text, a list or an object."""
     if isinstance(found, list):
-        templates = [each for each in found if isinstance(each, dict)]
-        named = {str(each.get("name")): each.get("template") for each in templates}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+        entries = [each for each in found if isinstance(each, dict)]
+        found = {str(each.get("name")): each.get("template") for each in entries}
+    named = found if isinstance(found, dict) else {DEFAULT: found}
+    return {name: text for name, text in named.items() if isinstance(text, str)}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ChatTemplateError(f"chat template: {path} cannot be read ({error})") from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -142,13 +264,21 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    """Jinja's own escapes `<` and `>` for web pages."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _to_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Replace Jinja's own filter, which escapes `<` and `>` for web pages."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:

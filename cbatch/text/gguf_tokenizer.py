@@ -19,7 +19,7 @@ from tokenizers import (
 
 from cbatch.text.tokenizer import TextTokenizer, TokenizerError
 
-_PREFIX = "tokenizer.ggml."
+_PREFIX, _TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 _SPACE = "\u2581"
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # types of tokens
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -99,16 +99,21 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
     return TextTokenizer(raw, source)
 
 
-def gguf_tokenizer_config(metadata: Mapping[str, Any], source: str) -> dict[str, str]:
-    """What a `tokenizer_config.json` says to chat templates. Raises `TokenizerError`."""
+def gguf_tokenizer_config(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return what a `tokenizer_config.json` would say: special tokens, and chat templates by
+    name. Raises `TokenizerError`."""
     keys = _Keys(metadata, source)
     found = {
         name: keys.special(key)
         for name, key in _SPECIAL.items()
         if keys.get(f"{key}_token_id") is not None
     }
-    template = metadata.get("tokenizer.chat_template")
-    return found | ({"chat_template": template} if isinstance(template, str) else {})
+    templates = {
+        key.removeprefix(_TEMPLATE).removeprefix(".") or "default": text
+        for key, text in metadata.items()
+        if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
+    }
+    return {**found, "chat_template": templates}
 
 
 class _Keys:

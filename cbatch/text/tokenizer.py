@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from cbatch.text.control_tokens import ControlTokens
+
 FILE_NAME = "tokenizer.json"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of sentencepiece, where no word fits
 # Characters or ids. Over one text the library keeps the interpreter from all other threads, seconds
@@ -68,28 +70,10 @@ class TextTokenizer:
         added = self.raw.get_added_tokens_decoder().items()
         return frozenset(token_id for token_id, token in added if token.special)
 
-    def find_control(self, text: str) -> str | None:
-        """A control token that a text would become in part, if there is one. It may be written
-        otherwise: a normaliser can make `<` of a wide one, and drop what is between."""
-        written = {text, self._normalized(text)}
-        for token, forms in self._controls:
-            if any(form in each for form in forms for each in written):
-                return token
-        return None
-
     @cached_property
-    def _controls(self) -> list[tuple[str, set[str]]]:
-        """Control tokens and how they stand in a text, or in a normalised one."""
-        added = self.raw.get_added_tokens_decoder().values()
-        return [
-            (each.content, {each.content, self._normalized(each.content)} - {""})
-            for each in added
-            if each.special
-        ]
-
-    def _normalized(self, text: str) -> str:
-        normalizer = self.raw.normalizer
-        return text if normalizer is None else normalizer.normalize_str(text)
+    def control_tokens(self) -> ControlTokens:
+        """Escape and encode conversations, whose texts must not become control tokens."""
+        return ControlTokens(self.raw, self.encode)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer itself puts around a text, unless

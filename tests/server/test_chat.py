@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, normalizers
 
-from cbatch import FieldError, SamplingParams
+from cbatch import SamplingParams
 from cbatch.llm import complete_all
-from cbatch.text import ChatTemplate, TextTokenizer
-from tests.server.http_client import CHAT, Client, serving, toy_model
+from cbatch.text import ChatTemplate
+from tests.server.http_client import CHAT, Client, serving
 from tests.toy_engine import TOKENIZER, make_engine
 
 TEMPLATE = ChatTemplate(
@@ -120,16 +119,14 @@ def test_a_prompt_can_be_cut_to_its_end(client: Client) -> None:
             "messages[0].content[0].text",
         ),
         (
-            {"messages": [MESSAGES[0], {"role": "user", "content": "a<|endoftext|>b"}]},
-            "messages[1]",
+            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+            "messages[0].function_call",
         ),
-        ({"messages": [{"role": "user", "content": "a", "name": "<|endoftext|>"}]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a" * 9000}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a" * 600}]}, "prompt"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"mark": ["<|endoftext|>"]}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -149,23 +146,21 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     assert answer["error"]["message"].startswith(field)
 
 
-def test_a_control_token_would_have_ended_the_turn(client: Client) -> None:
-    """What the refusal is for: in a completion, whose text is the caller's own, it is a token."""
-    ids = TOKENIZER.encode("a<|endoftext|>b")
-    assert 0 in ids and TOKENIZER.special_tokens == ("<|endoftext|>",)
-    assert client.post({"prompt": "a<|endoftext|>b", "max_tokens": 2})[0] == 200
-
-
-def test_nor_does_one_pass_that_the_normaliser_makes() -> None:
-    raw = Tokenizer.from_str(TOKENIZER.raw.to_str())
-    raw.normalizer = normalizers.NFKC()
-    raw.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=True)])
-    tokenizer, wide = TextTokenizer(raw, "toy"), "a＜|im_end|＞b"
-    assert raw.token_to_id("<|im_end|>") in tokenizer.encode(wide)
-    model = toy_model(tokenizer=tokenizer)
-    assert model.render([{"role": "user", "content": "ａ b"}]) == "ａ b"
-    with pytest.raises(FieldError, match=r"messages\[0\]: holds the control token '<\|im_end\|>'"):
-        model.render([{"role": "user", "content": wide}])
+def test_what_clients_write_is_no_control_token(client: Client) -> None:
+    """In a completion, whose text is the caller's own, it is one."""
+    control = "a<|endoftext|>b"
+    assert 0 in TOKENIZER.encode(control) and TOKENIZER.special_tokens == ("<|endoftext|>",)
+    assert client.post({"prompt": control, "max_tokens": 2})[0] == 200
+    messages = [{"role": "user", "content": control, "name": control}]
+    answer = whole(
+        client, messages=messages, return_token_ids=True, chat_template_kwargs={"mark": control}
+    )
+    ids = answer["prompt_token_ids"]
+    assert TOKENIZER.special_ids.isdisjoint(ids)
+    assert TOKENIZER.decode(ids) == f"[user]{control}{control}[assistant]"
+    _, told, _ = client.post({"messages": messages}, "/tokenize")
+    text = TOKENIZER.decode(told["tokens"], skip_special_tokens=False)
+    assert text == f"[user]{control}[assistant]" and 0 not in told["tokens"]
 
 
 def test_neutral_fields_and_nulls_ask_for_nothing(client: Client) -> None:

@@ -278,7 +278,7 @@ def test_an_engine_that_follows_no_grammar_says_so() -> None:
 
 def check_calls(calls: Any, names: set[str]) -> None:
     for call in calls:
-        assert call.type == "function" and call.id.startswith("call_")
+        assert call.type == "function" and re.fullmatch("[a-zA-Z0-9]{9}", call.id)
         assert call.function.name in names
         arguments = json.loads(call.function.arguments)
         if call.function.name == "weather":
@@ -353,9 +353,6 @@ def test_templates_get_tools_and_earlier_calls() -> None:
     call["function"]["arguments"] = "{broken"  # type: ignore[index]
     with pytest.raises(FieldError, match=r"messages\[1\].tool_calls: cannot be read"):
         prompt()
-    tools = [{"type": "function", "function": {"name": "f", "description": "<|endoftext|>"}}]
-    with pytest.raises(FieldError, match="tools: holds the control token"):
-        prompt(messages=MESSAGES, tools=tools, tool_choice="required")
 
 
 ARGUMENTS = ('{"city": "a}]b\\"{[", "days": 1}', "{}", '{"a": {"b": [1, {"c": "\\\\"}]}}')

@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from cbatch.demo import demo_paths
 from cbatch.text import ChatTemplate, ChatTemplateError, load_chat_template
+from cbatch.text.gguf_tokenizer import gguf_tokenizer_config
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES = [
@@ -40,10 +41,17 @@ PAIRED = """{{ bos_token }}{% set ns = namespace(system='') %}
 
     {% endif %}
 {% endfor %}"""
-LISTED = "{{ messages | tojson(indent=2) }}{{ messages[0] | tojson }}"
+LISTED = """{{ messages | tojson(indent=2) }}{{ messages[0] | tojson }}
+{{ messages[0] | tojson(sort_keys=true) }}{{ messages | tojson(separators=(',', ':')) }}
+{{ messages | tojson(ensure_ascii=True, indent='--', separators=(',', '='), sort_keys=True) }}
+{{ messages | tojson(true, 1, (',', ':'), true) }}{{ {'b': 1, 'a': [none, true]} | tojson }}"""
+HELPED = """{{ strftime_now(format='%Y') }}{{ documents is none }}{% for m in messages %}
+{% if loop.index == 2 %}{% continue %}{% endif %}{% if loop.last %}{% break %}{% endif %}
+{% generation %}{{ m.content }}{% endgeneration %}{{ dict(a=1) | items | list }}
+{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{% endfor %}"""
 
 
-@pytest.mark.parametrize("template", [MARKED, PAIRED, LISTED])
+@pytest.mark.parametrize("template", [MARKED, PAIRED, LISTED, HELPED])
 @pytest.mark.parametrize("prompted", [True, False])
 def test_rendering_agrees_with_the_peer(template: str, prompted: bool) -> None:
     mine = ChatTemplate(template, TOKENS, "here").render(MESSAGES, add_generation_prompt=prompted)
@@ -115,6 +123,73 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     file = tmp_path / "other"
     file.write_text("o")
     assert rendered(tmp_path, file) == "o"
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+NAMED = {"default": "plain", "tool_use": "tools{{ bos_token }}", "rag": "rag"}
+
+
+def stored(tmp_path: Path, form: str) -> tuple[Path, dict[str, Any] | None]:
+    """The templates `NAMED` in a model's folder, or in the metadata of a GGUF file."""
+    listed = [{"name": name, "template": text} for name, text in NAMED.items()]
+    if form == "GGUF":
+        metadata = {f"tokenizer.chat_template.{name}": text for name, text in NAMED.items()}
+        metadata["tokenizer.chat_template"] = metadata.pop("tokenizer.chat_template.default")
+        tokens = {"tokenizer.ggml.tokens": ["<s>", "a"], "tokenizer.ggml.bos_token_id": 0}
+        names = {"tokenizer.chat_templates": ["tool_use", "rag"]}
+        file = tmp_path / "x.gguf"
+        file.touch()
+        return file, gguf_tokenizer_config(metadata | tokens | names, "x")
+    if form in ("list", "dict"):
+        config = TOKENS | {"chat_template": listed if form == "list" else NAMED}
+        return folder_with(tmp_path, config), None
+    extra = tmp_path / "additional_chat_templates"
+    extra.mkdir()
+    for name in ("tool_use", "rag"):
+        (extra / f"{name}.jinja").write_text(NAMED[name])
+    if form == "folder":
+        hidden = {"chat_template": [{"name": "tool_use", "template": "hidden"}]}
+        return folder_with(tmp_path, TOKENS | hidden, NAMED["default"]), None
+    return folder_with(tmp_path, TOKENS | {"chat_template": NAMED["default"]}), None
+
+
+@pytest.mark.parametrize("form", ["list", "dict", "folder", "folder and one text", "GGUF"])
+def test_named_templates(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config = stored(tmp_path, form)
+    template = load_chat_template(model, config=config)
+    assert template is not None
+    assert template.render(MESSAGES, tools=TOOLS) == "tools<s>"
+    assert [template.render(MESSAGES, tools=tools) for tools in (None, [])] == ["plain"] * 2
+    for name, text in NAMED.items():  # asked for by name, with and without tools
+        chosen = load_chat_template(model, name, config)
+        assert chosen is not None
+        expected = text.replace("{{ bos_token }}", "<s>")
+        assert [chosen.render(MESSAGES, tools=t) for t in (None, TOOLS)] == [expected] * 2
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rag").write_text("a file")
+    chosen = load_chat_template(model, "rag", config)
+    assert chosen is not None and chosen.render(MESSAGES) == "a file"
+    with pytest.raises(ChatTemplateError, match="nothing cannot be read"):
+        load_chat_template(model, "nothing", config)
+
+
+@pytest.mark.parametrize("names", [["tool_use"], ["rag"], ["rag", "tool_use"], []])
+def test_no_other_template_is_taken_for_the_default(tmp_path: Path, names: list[str]) -> None:
+    templates = {name: "x" for name in names}
+    folder = folder_with(tmp_path, {"chat_template": templates})
+    assert load_chat_template(folder) is None
+    extra = tmp_path / "additional_chat_templates"
+    extra.mkdir()
+    for name in names:
+        (extra / f"{name}.jinja").write_text("x")
+    assert load_chat_template(folder_with(tmp_path, {})) is None
+
+
+def test_a_default_template_alone_renders_tools_as_well(tmp_path: Path) -> None:
+    for config in ({"chat_template": "{{ tools | tojson }}"}, {"chat_template": {"default": "t"}}):
+        template = load_chat_template(folder_with(tmp_path, config))
+        assert template is not None
+        assert template.render(MESSAGES, tools=TOOLS) in (json.dumps(TOOLS), "t")
 
 
 def test_a_broken_template_is_named(tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, normalizers
+from tokenizers import Tokenizer
 
 from cbatch.text import TextTokenizer, TokenizerError, load_tokenizer
 from tests.text.toy_tokenizers import byte_fallback, byte_level, printable
@@ -115,54 +113,3 @@ def test_the_bytes_of_tokens_are_those_of_the_text(make: Callable[[], Tokenizer]
     for special in tokenizer.special_tokens:
         assert tokenizer.token_bytes(tokenizer.raw.token_to_id(special)) == b""
     assert tokenizer.special_tokens and tokenizer.token_bytes(10**6) == b""
-
-
-CONTROL = "<|im_end|>"
-SPELLINGS = [CONTROL, "＜|im_end|＞", "<|IM_END|>", "<|im_\u200bend|>", "<|im\u0000_end|>"]
-NORMALIZERS = {
-    "none": None,
-    "NFC": normalizers.NFC(),
-    "NFKC": normalizers.NFKC(),
-    "lower case": normalizers.Lowercase(),
-    "BERT": normalizers.BertNormalizer(),
-    "a mark in front": normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), normalizers.NFKC()]
-    ),
-}
-
-
-def with_control(name: str, *, normalized: bool, unigram: bool) -> TextTokenizer:
-    """A model of characters that knows the control token as well: Unigram finds it in any text."""
-    letters = dict.fromkeys("ab<|>im_end▁ ＜＞IMEND")
-    model: Any = models.BPE({c: at for at, c in enumerate(["?", *letters])}, [], unk_token="?")
-    if unigram:
-        model = models.Unigram([("?", 0.0), (CONTROL, 0.0), *((c, -3.0) for c in letters)], 0)
-    raw = Tokenizer(model)
-    if NORMALIZERS[name] is not None:
-        raw.normalizer = NORMALIZERS[name]
-    raw.add_special_tokens([AddedToken(CONTROL, special=True, normalized=normalized)])
-    return TextTokenizer(raw, name)
-
-
-@pytest.mark.parametrize("name", NORMALIZERS)
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("unigram", [False, True])
-@given(parts=st.lists(st.sampled_from([*SPELLINGS, "a", " ", "<|im_", "end|>"]), max_size=4))
-def test_no_control_token_gets_past_however_it_is_written(
-    name: str, normalized: bool, unigram: bool, parts: list[str]
-) -> None:
-    tokenizer, text = with_control(name, normalized=normalized, unigram=unigram), "".join(parts)
-    found = tokenizer.find_control(text)
-    assert found in (None, CONTROL)
-    if tokenizer.special_ids & set(tokenizer.encode(text, add_special_tokens=False)):
-        assert found == CONTROL
-
-
-def test_there_are_such_control_tokens_and_other_text_has_none() -> None:
-    for name, spelling in (("NFKC", 1), ("lower case", 2), ("BERT", 3), ("BERT", 4)):
-        tokenizer = with_control(name, normalized=True, unigram=False)
-        ids = tokenizer.encode(f"a{SPELLINGS[spelling]}b")
-        assert tokenizer.special_ids & set(ids), (name, spelling)
-    for name in NORMALIZERS:
-        tokenizer = with_control(name, normalized=True, unigram=True)
-        assert [tokenizer.find_control(text) for text in ("", "<|im_end>", "a b é")] == [None] * 3

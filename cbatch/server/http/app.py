@@ -261,7 +261,9 @@ def _tokenize(body: bytes, model: ServedModel) -> Tokenized:
     if (fields.prompt is None) == (fields.messages is None):
         raise FieldError("prompt", "and `messages` exclude each other", "send one of them")
     text, special = fields.prompt, fields.prompt is not None
+    encode = model.tokenizer.encode
     if text is None:
+        encode = model.tokenizer.control_tokens.encode
         text = model.render(
             conversation(fields.messages),
             add_generation_prompt=fields.add_generation_prompt,
@@ -271,7 +273,7 @@ def _tokenize(body: bytes, model: ServedModel) -> Tokenized:
         special = fields.add_special_tokens
     if len(text) > LONG_TEXT_CHARS:
         model.require_length("prompt", text)
-    ids = model.tokenizer.encode(text, add_special_tokens=special)
+    ids = encode(text, add_special_tokens=special)
     shown = None
     if fields.return_token_strs:
         shown = [model.tokenizer.raw.id_to_token(i) or "" for i in ids]

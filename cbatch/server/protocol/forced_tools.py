@@ -8,7 +8,8 @@ of one or more calls, `[{"name": "f", "arguments": {...}}]`, written with exactl
 from __future__ import annotations
 
 import json
-import uuid
+import random
+import string
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
@@ -119,7 +120,8 @@ class CallPart(NamedTuple):
 
 
 def call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+    """Return a new id of nine letters and digits; Mistral's templates accept no other."""
+    return "".join(random.SystemRandom().choices(string.ascii_letters + string.digits, k=9))
 
 
 class ToolCallReader(Protocol):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from cbatch.core.request.errors import FieldError, short
-from cbatch.text.chat import RESERVED
+from cbatch.text.chat import RESERVED, CallArguments
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def conversation(value: Any) -> list[dict[str, Any]]:
-    """Messages whose content is text: parts are joined by line breaks. Raises `FieldError`."""
+    """Return the messages, their content as text: parts are joined by line breaks. Members that
+    are null or `[]` count as absent; an assistant needs no content. Raises `FieldError`."""
     remedy = 'send [{"role": "user", "content": "..."}]'
     if not isinstance(value, list) or not value:
         raise FieldError("messages", "is missing" if value is None else "is empty", remedy)
@@ -26,12 +28,18 @@ def conversation(value: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         if content is None and message["role"] != "assistant":
             raise FieldError(f"{field}.content", "is missing", "send a text")
-        text = "" if content is None else _content(content, f"{field}.content")
-        messages.append({**message, "content": text})
-        if message.get("tool_calls"):
+        text = None if content is None else _content(content, f"{field}.content")
+        messages.append({**_given(message), "content": text})
+        if "function_call" in messages[-1]:
+            raise FieldError(f"{field}.function_call", "is not supported", "send `tool_calls`")
+        if "tool_calls" in messages[-1]:
             calls = _earlier_calls(message["tool_calls"], f"{field}.tool_calls")
             messages[-1]["tool_calls"] = calls
     return messages
+
+
+def _given(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if value is not None and value != []}
 
 
 def _earlier_calls(value: Any, field: str) -> list[dict[str, Any]]:
@@ -39,7 +47,11 @@ def _earlier_calls(value: Any, field: str) -> list[dict[str, Any]]:
     try:
         calls = msgspec.convert(value, list[_EarlierCall])
         return [
-            {**raw, "function": {**raw["function"], "arguments": call.function.decoded()}}
+            {
+                "type": "function",
+                **_given(raw),
+                "function": {**_given(raw["function"]), "arguments": call.function.decoded()},
+            }
             for raw, call in zip(value, calls, strict=True)
         ]
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
@@ -49,12 +61,13 @@ def _earlier_calls(value: Any, field: str) -> list[dict[str, Any]]:
 
 class _EarlierFunction(msgspec.Struct):
     name: str
-    arguments: str | dict[str, Any]
+    arguments: str | dict[str, Any] | None = None
 
-    def decoded(self) -> dict[str, Any]:
+    def decoded(self) -> CallArguments:
         if isinstance(self.arguments, dict):
-            return self.arguments
-        return msgspec.json.decode(self.arguments or "{}", type=dict[str, Any])
+            return CallArguments(self.arguments, json.dumps(self.arguments, ensure_ascii=False))
+        text = self.arguments or "{}"
+        return CallArguments(msgspec.json.decode(text, type=dict[str, Any]), text)
 
 
 class _EarlierCall(msgspec.Struct):

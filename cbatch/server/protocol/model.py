@@ -98,9 +98,10 @@ class ServedModel:
             )
 
     def encode(self, field: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Raises `FieldError` for a text that is too long."""
+        """Return the ids of a rendered conversation. Raises `FieldError` if it is too long."""
         self.require_length(field, text)
-        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        control_tokens = self.tokenizer.control_tokens
+        return tuple(control_tokens.encode(text, add_special_tokens=add_special_tokens))
 
     def render(
         self,
@@ -110,44 +111,28 @@ class ServedModel:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the model was trained to read it. Raises `FieldError`: without a
-        template, for one that the template refuses, and for a message, a tool or a
-        variable that brings a control token, which could pass for the end of its turn and for
-        another's beginning."""
+        """Return the conversation as the model's template writes it, for `encode`. Callers' texts
+        become no control tokens, which could end a turn and begin another. Raises `FieldError`
+        without a template, and for a conversation that it cannot render."""
         if self._chat_template is None:
             raise FieldError(
                 "messages",
                 f"{self.name!r} comes without a chat template",
-                "use /v1/completions, or start the server with --chat-template FILE",
+                "use /v1/completions, or start the server with --chat-template (a file, or a name)",
             )
-        for at, message in enumerate(messages):
-            self._refuse_control(f"messages[{at}]", message)
-        self._refuse_control("tools", tools)
-        self._refuse_control("chat_template_kwargs", variables)
+        escape = self.tokenizer.control_tokens.escape
         try:
             return self._chat_template.render(
-                messages,
-                tools=tools,
+                escape(messages),
+                tools=escape(tools),
                 add_generation_prompt=add_generation_prompt,
-                variables=variables,
+                variables=escape(variables),
             )
+        except RecursionError as error:
+            raise FieldError("messages", "are nested too deeply", "send plain ones") from error
         except ChatTemplateError as error:
-            remedy = "change the conversation as it says"
-            raise FieldError(
-                "messages", f"the chat template refuses them ({error})", remedy
-            ) from error
-
-    def _refuse_control(self, field: str, value: Any) -> None:
-        for text in _texts(value):
-            token = self.tokenizer.find_control(text)
-            if token is not None:
-                raise FieldError(field, f"holds the control token {token!r}", "leave it out")
-
-
-def _texts(value: Any) -> list[str]:
-    """Every string in a JSON value."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        value = [*value, *value.values()]
-    return [text for each in value for text in _texts(each)] if isinstance(value, list) else []
+            verb, remedy = "cannot render", "start the server with another --chat-template"
+            if error.refused:
+                verb, remedy = "refuses", "change the conversation as it says"
+            problem = f"the chat template {verb} them ({error})"
+            raise FieldError("messages", problem, remedy) from error

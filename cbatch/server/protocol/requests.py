@@ -391,8 +391,8 @@ def _read_prompt(
         return prompt
 
     def make() -> tuple[int, ...]:
-        ids = model.encode("prompt", prompt, add_special_tokens=fields.add_special_tokens)
-        return _truncated(ids, fields)
+        ids = model.tokenizer.encode(prompt, add_special_tokens=fields.add_special_tokens)
+        return _truncated(tuple(ids), fields)
 
     return PendingPrompt(len(prompt.encode()), make)
 

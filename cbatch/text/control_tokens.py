@@ -1,0 +1,129 @@
+"""Control tokens of a rendered conversation. The chat template writes them; the same text from a
+caller is encoded as ordinary pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from cbatch.core.request.errors import FieldError
+from cbatch.text.chat import CallArguments
+
+_FENCE = "\ufdd0"  # a Unicode noncharacter, around the names of the template's control tokens
+_STAND_INS = (
+    0x10F000  # private-use code points; each replaces one first character of control tokens
+)
+
+
+class ControlTokens:
+    """Use `escape` on what callers send, render the template with that, and `encode` the result.
+
+    `escape` replaces the first character of a control token's text, so that every control token in
+    the rendered text is the template's. `encode` renames those and restores the replaced
+    characters: a caller's text is then split into pieces together with the text around it.
+    The argument `encode` is the ordinary one, for conversations without such texts.
+    """
+
+    def __init__(self, raw: Tokenizer, encode: Callable[..., list[int]]) -> None:
+        self._raw, self._encode = raw, encode
+        added = raw.get_added_tokens_decoder()
+        self._special = {token.content: i for i, token in added.items() if token.special}
+        self._pattern = re.compile(_any_of(sorted(self._special)) or "(?!)")
+        firsts = sorted({content[0] for content in self._special})
+        self._stand_ins = {first: chr(_STAND_INS + i) for i, first in enumerate(firsts)}
+        self._names = {content: f"{_FENCE}{i}{_FENCE}" for content, i in self._special.items()}
+        self._unknown = getattr(raw.model, "unk_token", None)
+        self._renamed = Tokenizer(raw.model)  # the model's tables are shared
+        self._renamed.normalizer = raw.normalizer
+        self._renamed.pre_tokenizer = raw.pre_tokenizer
+        self._renamed.post_processor = raw.post_processor
+        ids = {self._names.get(token.content, token.content): i for i, token in added.items()}
+        flags = ("single_word", "lstrip", "rstrip")
+        tokens = []
+        for name, token in zip(ids, added.values(), strict=True):
+            kept = {flag: getattr(token, flag) for flag in flags}
+            normalized = token.normalized and not token.special
+            tokens.append(AddedToken(name, normalized=normalized, **kept))
+        self._renamed.add_tokens(tokens)
+        renamed = self._renamed.get_added_tokens_decoder().items()
+        self._ids = {i: (token.content, ids[token.content]) for i, token in renamed}
+
+    def escape(self, value: Any) -> Any:
+        """Return the JSON value without the text of any control token. Raises `RecursionError`."""
+        return _with_texts(value, self._escaped)
+
+    def _escaped(self, text: str) -> str:
+        while self._pattern.search(text):  # repeat: matches may overlap
+            text = self._pattern.sub(lambda m: self._stand_ins[m[0][0]] + m[0][1:], text)
+        return text
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a conversation that was rendered with escaped texts. Raises
+        `FieldError` where a caller's text has no pieces other than a control token."""
+        for stand_in in self._stand_ins.values():
+            for written in (json.dumps(stand_in), repr(stand_in)):  # as templates print values
+                text = text.replace(written[1:-1], stand_in)
+        if not any(stand_in in text for stand_in in self._stand_ins.values()):
+            ids = self._encode(text, add_special_tokens=add_special_tokens)
+            own = [self._special[content] for content in self._pattern.findall(text)]
+            around = self._encode("", add_special_tokens=add_special_tokens)
+            special = filter(set(self._special.values()).__contains__, ids)
+            if Counter(special) <= Counter(own + around):
+                return ids  # otherwise a normaliser or the model made one of a caller's text
+        text = text.replace(_FENCE, "\ufffd")
+        text = self._pattern.sub(lambda m: self._names[m[0]], text)
+        for first, stand_in in self._stand_ins.items():
+            text = text.replace(stand_in, first)
+        # The library lets other threads run during a batch, but not during a single text.
+        (encoding,) = self._renamed.encode_batch([text], add_special_tokens=add_special_tokens)
+        columns = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, strict=True)
+        ids = []
+        for token_id, token, is_around in columns:
+            if not is_around and token in self._special and token != self._unknown:
+                ids += self._spelled(token)
+            else:  # the model may use the same id; `token` includes the blanks it strips
+                name, own_id = self._ids.get(token_id, (token, token_id))
+                ids.append(token_id if is_around or name not in token else own_id)
+        return ids
+
+    def _spelled(self, token: str) -> list[int]:
+        """Return the pieces of a control token's characters. Unigram models, for example, find
+        control tokens in plain text."""
+        pieces = [piece for c in token for piece in self._raw.model.tokenize(c)]
+        if any(piece.value in self._special and piece.value != self._unknown for piece in pieces):
+            problem = f"holds {token!r}, which this tokenizer has as a control token alone"
+            raise FieldError("messages", problem, "leave it out")
+        return [piece.id for piece in pieces]
+
+
+def _any_of(texts: list[str]) -> str:
+    """Return a regular expression for any of the sorted texts, longest first. It is a prefix
+    tree: a tokenizer may have thousands of them."""
+    parts = []
+    for _, group in itertools.groupby(texts, key=lambda text: text[0]):
+        alike = list(group)
+        prefix = os.path.commonprefix(alike)
+        longer = [text[len(prefix) :] for text in alike if text != prefix]
+        more = f"(?:{_any_of(longer)}){'?' * (prefix in alike)}" if longer else ""
+        parts.append(re.escape(prefix) + more)
+    return "|".join(parts)
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return the JSON value with every text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, CallArguments):
+        return CallArguments(_with_texts(dict(value), change), change(str(value)))
+    if isinstance(value, Mapping):
+        return {change(key): _with_texts(each, change) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_texts(each, change) for each in value]
+    return value

@@ -1,0 +1,318 @@
+"""Conversations as clients send them, in the words of the template that is to render them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cbatch import FieldError
+from cbatch.server.protocol.forced_tools import CallReader, call_id
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.requests import PendingPrompt, parse_chat
+from cbatch.server.protocol.tool_parsers import TaggedReader
+from cbatch.text import ChatTemplate
+from tests.toy_engine import TOKENIZER
+
+USER = {"role": "user", "content": "hi"}
+FUNCTION = {"name": "ls", "arguments": '{"path": "."}'}
+CALL = {"id": "call_1", "type": "function", "function": FUNCTION}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "a.txt"}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+def prompt_ids(template: str, *messages: dict[str, Any], **fields: Any) -> list[int]:
+    """What a call becomes."""
+    model = ServedModel(
+        "toy",
+        max_model_tokens=4096,
+        vocab_size=TOKENIZER.vocab_size,
+        created_s=0,
+        tokenizer=TOKENIZER,
+        chat_template=ChatTemplate(template, {}, "here"),
+    )
+    body = {"messages": messages} | fields
+    (pending,) = parse_chat(json.dumps(body).encode(), model).prompts
+    assert isinstance(pending, PendingPrompt)
+    return list(pending.make())
+
+
+def prompt(template: str, *messages: dict[str, Any], **fields: Any) -> str:
+    ids = prompt_ids(template, *messages, **fields)
+    return TOKENIZER.decode(ids, skip_special_tokens=False)
+
+
+# ---- null and [] -------------------------------------------------------------------------------
+
+# Each tells whether a member is there in another way.
+ASKS = {
+    "in": "'{0}' in m",
+    "defined": "m.{0} is defined",
+    "get": "m.get('{0}', 'no') != 'no'",
+    "keys": "'{0}' in m.keys()",
+}
+MEMBERS = ["tool_calls", "function_call", "audio", "refusal", "name", "annotations", "reasoning"]
+
+
+@pytest.mark.parametrize("asked", ASKS.values(), ids=ASKS)
+@pytest.mark.parametrize("member", MEMBERS)
+def test_null_and_an_empty_list_are_as_good_as_absent(asked: str, member: str) -> None:
+    template = f"{{% for m in messages %}}{{{{ {asked.format(member)} }}}},{{% endfor %}}"
+    for role in ("user", "assistant", "system", "tool"):
+        for empty in (None, []):
+            message = {"role": role, "content": "x", member: empty}
+            assert prompt(template, message, USER) == "False,False,"
+    there = prompt(template, {"role": "user", "content": "x", "name": "n"}, USER)
+    assert (there == "True,False,") is (member == "name")
+
+
+def test_so_are_they_in_calls_and_tools() -> None:
+    call = {
+        "id": "1",
+        "type": None,
+        "index": None,
+        "function": FUNCTION | {"strict": None, "x": []},
+    }
+    listed = "{{ messages[1].tool_calls | tojson }}"
+    expected = [CALL | {"id": "1", "function": {"name": "ls", "arguments": {"path": "."}}}]
+    assert json.loads(prompt(listed, USER, CALLED | {"tool_calls": [call]})) == expected
+    bare = {"function": {"name": "ls", "arguments": None}}
+    named = "{{ messages[1].tool_calls[0].function | tojson }}"
+    text = prompt(named, USER, CALLED | {"tool_calls": [bare]})
+    assert json.loads(text) == {"name": "ls", "arguments": {}}
+    kept = {"function": {"name": "ls", "arguments": '{"a": null, "b": []}'}}
+    text = prompt(named, USER, CALLED | {"tool_calls": [kept]})
+    assert json.loads(text)["arguments"] == {"a": None, "b": []}, "these are the caller's"
+    function = {"name": "f", "description": None, "parameters": None, "strict": None}
+    fields = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    tools = json.loads(prompt("{{ tools | tojson }}", USER, **fields))
+    assert tools == [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_content_may_be_empty() -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    for content in (None, [], ""):
+        assert prompt(template, USER, {"role": "assistant", "content": content}) == (
+            "<user>hi<assistant>"
+        )
+        assert prompt(template, USER, CALLED | {"content": content}) == "<user>hi<assistant>"
+    assert prompt(template, USER, {"role": "assistant"}) == "<user>hi<assistant>"
+
+
+# ---- calls as templates take them --------------------------------------------------------------
+
+NULL_CONTENT = [
+    "{% if m.content is none %}CALL{% else %}{{ m.content }}{% endif %}",
+    "{% if m['content'] is not none %}{{ m['content'] }}{% else %}CALL{% endif %}",
+    "{% set content = m.content %}{% if content == None %}CALL{% else %}{{ content }}{% endif %}",
+    "{% set content = m.content %}{% if '</t>' in content %}{% endif %}"  # fails without a text
+    "{% if content is none or m.tool_calls %}CALL{% else %}{{ content }}{% endif %}",
+    '{% if m["content"]  is  none and m.tool_calls %}CALL{% else %}{{ m["content"] }}{% endif %}',
+]
+
+
+@pytest.mark.parametrize("body", NULL_CONTENT)
+def test_a_template_that_asks_for_no_content_is_given_none(body: str) -> None:
+    template = f"{{% for m in messages %}}{body}{{% endfor %}}"
+    for content in (None, "", []):
+        assert prompt(template, USER, CALLED | {"content": content}, RESULT) == "hiCALLa.txt"
+    without = {name: value for name, value in CALLED.items() if name != "content"}
+    assert prompt(template, USER, without, RESULT) == "hiCALLa.txt"
+    said = prompt(template, USER, {"role": "assistant", "content": None}, USER)
+    assert said == "hihi", "it says nothing, and calls nothing"
+
+
+SENT = '{"path":".",  "n": 1.50}'
+WRITTEN = {
+    "joined": "{{ 'ls ' + c.arguments }}",
+    "printed": "ls {{ c.arguments }}",
+    "appended": "{{ c.name ~ ' ' ~ c.arguments }}",
+    "formatted": "{{ '%s %s' | format(c.name, c.arguments) }}",
+    "trimmed": "ls {{ c.arguments | trim }}",
+    "a method": "ls {{ c.arguments.strip() }}",
+    "a part": "ls {{ c.arguments[:1] + c.arguments[1:] }}",
+    "demanded": "{% if c.arguments is not string %}{{ raise_exception('a text') }}{% endif %}"
+    "ls {{ c.arguments }}",
+}
+
+
+@pytest.mark.parametrize("write", WRITTEN.values(), ids=WRITTEN)
+def test_a_template_may_take_arguments_as_text(write: str) -> None:
+    template = (
+        "{% for m in messages %}{% for t in m.tool_calls or [] %}{% set c = t.function %}"
+        f"{write}{{% endfor %}}{{% endfor %}}"
+    )
+    call = {"id": "1", "function": {"name": "ls", "arguments": SENT}}
+    assert prompt(template, USER, CALLED | {"tool_calls": [call]}) == f"ls {SENT}"
+
+
+OBJECTS = {
+    "as JSON": ("{{ a | tojson }}", '{"path": ".", "n": 1.5}'),
+    "by name": ("{{ a.path }}{{ a['n'] }}", ".1.5"),
+    "one by one": ("{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}", "path=.;n=1.5;"),
+    "by kind": ("{{ a if a is string else a | tojson }}", '{"path": ".", "n": 1.5}'),
+    "a mapping": ("{{ a | items | list | length if a is mapping }}", "2"),
+    "in the call": ("{{ c | tojson }}", '{"name": "ls", "arguments": {"path": ".", "n": 1.5}}'),
+}
+
+
+@pytest.mark.parametrize(("write", "expected"), OBJECTS.values(), ids=OBJECTS)
+def test_a_template_may_take_them_as_an_object(write: str, expected: str) -> None:
+    template = "{% set c = messages[1].tool_calls[0].function %}{% set a = c.arguments %}" + write
+    for arguments in (SENT, json.loads(SENT)):
+        call = {"id": "1", "function": {"name": "ls", "arguments": arguments}}
+        assert prompt(template, USER, CALLED | {"tool_calls": [call]}) == expected
+
+
+NINE = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{% if c.id|length != 9 %}{{ raise_exception('have 9') }}{% endif %}{{ c.id }},{% endfor %}"
+    "{% if m.role == 'tool' %}{% if m.tool_call_id|length != 9 %}{{ raise_exception('have 9') }}"
+    "{% endif %}{{ m.tool_call_id }},{% endif %}{% endfor %}"
+)
+ANY = NINE.replace("!= 9", "< 1")
+JOINED = NINE.replace("{{ c.id }}", "{{ c.function.arguments + c.id }}")
+IDS = [
+    "call_5d8eab44bbeb4e5eba1a2898",
+    "functions.ls:0",
+    "chatcmpl-tool-1",
+    "1",
+    "a b c d e",
+    "12345678é",
+]
+
+
+@pytest.mark.parametrize("call", IDS)
+def test_ids_are_cut_where_the_template_wants_nine_letters(call: str) -> None:
+    calls = [CALL | {"id": call}, CALL | {"id": f"{call}2"}]
+    results = [RESULT | {"tool_call_id": each["id"]} for each in calls]
+    messages = [USER, CALLED | {"tool_calls": calls}, *results]
+    first, second, *again = prompt(NINE, *messages).split(",")[:4]
+    assert first.isalnum() and first.isascii() and [first, second] == again != [second, first]
+    assert prompt(NINE, *messages) == prompt(NINE, *messages)
+    joined = prompt(JOINED, *messages).split(",")
+    assert joined[0] == FUNCTION["arguments"] + first
+    if call.isascii():
+        assert prompt(ANY, *messages).split(",")[:2] == [call, f"{call}2"], "others keep them"
+
+
+def test_ids_of_ours_are_taken_as_they_are() -> None:
+    made = [call_id() for _ in range(100)]
+    (forced, *_) = CallReader("f").push("{}")
+    (parsed, *_) = TaggedReader(parallel=True).push(
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    )
+    assert not isinstance(parsed, str) and forced.id and parsed.id
+    for each in (*made, forced.id, parsed.id):
+        messages = [CALLED | {"tool_calls": [CALL | {"id": each}]}, RESULT | {"tool_call_id": each}]
+        assert prompt(NINE, USER, *messages) == f"{each},{each},"
+    assert len(set(made)) == 100
+
+
+# ---- roles -------------------------------------------------------------------------------------
+
+PRINTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+SOME = PRINTS.replace("<{{", "{% if m.role in (ROLES) %}<{{").replace(
+    "{% endfor", "{% endif %}{% endfor"
+)
+DEVELOPER = {"role": "developer", "content": "In French."}
+RETURNED = {"role": "function", "name": "ls", "content": "a.txt"}
+
+
+def knowing(*roles: str) -> str:
+    return SOME.replace("ROLES", ", ".join(map(repr, roles)))
+
+
+def test_a_role_that_the_template_does_not_know_gets_its_other_name() -> None:
+    qwen = knowing("system", "user", "assistant", "tool") + "{{ tools['function'] }}"
+    harmony = knowing("developer", "system", "user", "function")
+    assert prompt(qwen, DEVELOPER, USER) == "<system>In French.<user>hi"
+    assert prompt(PRINTS, DEVELOPER, USER) == "<system>In French.<user>hi"
+    assert prompt(harmony, DEVELOPER, USER) == "<developer>In French.<user>hi"
+    assert prompt(qwen, USER, RETURNED) == "<user>hi<tool>a.txt"
+    assert prompt(PRINTS, USER, RETURNED) == "<user>hi<tool>a.txt"
+    assert prompt(harmony, USER, RETURNED) == "<user>hi<function>a.txt"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "role"),
+    [
+        (knowing("user", "assistant"), [DEVELOPER, USER], "developer"),
+        (knowing("user", "assistant"), [USER, CALLED, RESULT], "tool"),
+        (knowing("user", "assistant", "system"), [USER, RETURNED], "function"),
+        (
+            "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+            + knowing("user"),
+            [{"role": "system", "content": "x"}, DEVELOPER, USER],
+            "developer",
+        ),
+    ],
+)
+def test_a_message_that_would_be_lost_is_refused(
+    template: str, messages: list[dict[str, Any]], role: str
+) -> None:
+    words = f"messages: the chat template refuses them .it drops messages of the role '{role}'"
+    with pytest.raises(FieldError, match=words):
+        prompt(template, *messages)
+
+
+# ---- what cannot be rendered -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('no') }}", r"refuses them \(no\); change the conversation as it says"),
+        (
+            "{{ 'x' in messages[-2].content }}{{ messages[-2].content is none }}"
+            "{{ raise_exception('no') }}",
+            r"refuses them \(no\); change the conversation as it says",
+        ),
+        ("{{ 'a' + 1 }}", r"cannot render them \(.*\); start the server with another --chat-te"),
+        ("{{ messages[9].content }}", r"cannot render them \(.*\); start the server with another"),
+        ("{{ nothing.there }}", r"cannot render them \(.*\); start the server with another"),
+    ],
+)
+def test_who_is_to_change_what_is_said(template: str, words: str) -> None:
+    for messages in ([USER, USER], [USER, CALLED, RESULT]):
+        with pytest.raises(FieldError, match=f"messages: the chat template {words}"):
+            prompt(template, *messages)
+
+
+def test_deep_messages_are_named() -> None:
+    deep: Any = "x"
+    for _ in range(900):
+        deep = [deep]
+    with pytest.raises(FieldError, match="messages: are nested too deeply"):
+        prompt(PRINTS, USER | {"deep": deep})
+
+
+# ---- control tokens ----------------------------------------------------------------------------
+
+
+def test_control_tokens_in_any_place_are_text() -> None:
+    end = "<|endoftext|>"
+    template = (
+        "{% for m in messages %}{{ m.content }}{{ m.name }}{% for c in m.tool_calls or [] %}"
+        "{{ c.id }}{{ c.function.arguments }}{{ c.function.arguments | tojson }}{% endfor %}"
+        "<|endoftext|>{% endfor %}{{ tools | tojson }}{{ mark }}"
+    )
+    arguments = json.dumps({"path": end, end: 1})
+    hidden = '{"path": "\\u003c|endoftext|>"}'
+    function = {"name": "f", "description": end, "parameters": {"properties": {end: {}}}}
+    tools = [{"type": "function", "function": function}]
+    for written in (arguments, hidden):
+        calls = [{"id": end, "function": {"name": "ls", "arguments": written}}]
+        messages = [USER | {"content": end, "name": end}, CALLED | {"tool_calls": calls}]
+        ids = prompt_ids(
+            template,
+            *messages,
+            tools=tools,
+            tool_choice="required",
+            chat_template_kwargs={"mark": [end]},
+        )
+        assert ids.count(0) == 2, "the template's own"
+        text = TOKENIZER.decode(ids, skip_special_tokens=False)
+        again = json.dumps(json.loads(written))
+        assert text == f"{end * 4}{written}{again}{end}{json.dumps(tools)}['{end}']"
