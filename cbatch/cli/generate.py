@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from cbatch.cli.jobs import Job, jobs_of_prompts, read_jobs
@@ -19,15 +19,18 @@ from cbatch.cli.options import (
     sampling_params,
 )
 from cbatch.cli.output import INTERRUPTED, add_json_option, require_place
-from cbatch.cli.results import ResultFile, prepare_output, result_line
+from cbatch.cli.result_file import ResultFile, ResultStream, open_results
+from cbatch.cli.results import result_line
 from cbatch.cli.summary import BatchRun, print_results, print_summary
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.engine.build import load_engine
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
+from cbatch.engine.options import EngineOptions
 from cbatch.engine.progress import ProgressBar
 from cbatch.llm import Batch
+from cbatch.text.output_processor import seed_at
 from cbatch.text.outputs import Completion
 
 EPILOG = """\
@@ -63,22 +66,19 @@ def run(args: argparse.Namespace) -> int:
     options, defaults = engine_options(args), sampling_params(args)
     jobs = _jobs(args, defaults)
     require_place("--json", args.json)
-    if args.resume and args.output is None:
-        raise FieldError("--resume", "needs a file to continue", "name it with --output")
-    done: set[int] = set()
-    if args.output is not None:
-        done = prepare_output(args.output, jobs, resume=args.resume)
-    todo = [job for job in jobs if job.index not in done]
     # Without an output file standard output carries results: what is for people goes elsewhere.
-    console = Console(stderr=args.output is None)
-    if done:
-        console.print(f"{len(done)} of {len(jobs)} prompts are answered already")
-    if not todo:
-        return 0
-    engine, info = load_engine(*model_paths(args.model, args.draft), options)
-    for line in info.lines():
-        console.print(line, highlight=False, soft_wrap=True)
-    return _complete(args, options.max_slots, engine, info, todo, console)
+    console = Console(stderr=args.output is None, highlight=False)
+    with open_results(args.output, jobs, resume=args.resume) as results:
+        todo = [job for job in jobs if job.index not in results.done]
+        if args.resume:
+            again = f", {results.num_failed} failed and run again" if results.num_failed else ""
+            console.print(f"{len(results.done)} of {len(jobs)} prompts are answered already{again}")
+        if not todo:
+            return 0
+        engine, info = load_engine(*model_paths(args.model, args.draft), options)
+        for line in info.lines():
+            console.print(line, soft_wrap=True)
+        return _complete(args, options, engine, info, todo, results, console)
 
 
 def _jobs(args: argparse.Namespace, defaults: SamplingParams) -> list[Job]:
@@ -91,21 +91,20 @@ def _jobs(args: argparse.Namespace, defaults: SamplingParams) -> list[Job]:
 
 def _complete(
     args: argparse.Namespace,
-    max_slots: int,
+    options: EngineOptions,
     engine: Engine,
     info: EngineInfo,
     jobs: list[Job],
+    results: ResultFile | ResultStream,
     console: Console,
 ) -> int:
     batch: Batch[Job] = Batch(engine)
     started_s = time.perf_counter()
     total, num_done, num_errors = sum(job.params.n for job in jobs), 0, 0
     try:
-        with (
-            ResultFile(args.output, sys.stdout) as results,
-            ProgressBar(total, shown=not args.no_progress) as bar,
-        ):
-            answers = [(job, refusal) for job in jobs if (refusal := _queue(batch, job))]
+        with ProgressBar(total, shown=not args.no_progress) as bar:
+            refusals = ((job, _queue(batch, job, options.seed)) for job in jobs)
+            answers = [(job, refusal) for job, refusal in refusals if refusal is not None]
             while answers or batch.waiting:
                 for job, completion in answers:
                     results.write(result_line(job, completion))
@@ -121,7 +120,7 @@ def _complete(
     summary = BatchRun(
         info=info,
         stats=engine.stats,
-        batch=min(total, max_slots),
+        batch=min(total, options.max_slots),
         num_requests=len(jobs),
         num_errors=num_errors,
         elapsed_s=time.perf_counter() - started_s,
@@ -131,8 +130,12 @@ def _complete(
     return 0
 
 
-def _queue(batch: Batch[Job], job: Job) -> Completion | None:
-    """What a job that cannot run is answered."""
+def _queue(batch: Batch[Job], job: Job, engine_seed: int | None) -> Completion | None:
+    """The answer of a job that cannot run. With `engine_seed` its tokens depend on that and its
+    place in the input alone, so that a run which was interrupted ends as one that was not."""
     if job.error is not None:
         return Completion("", (), None, error=job.error)
-    return batch.add(job, job.prompt, job.params, priority=job.priority)
+    params = job.params
+    if engine_seed is not None and params.seed is None:
+        params = msgspec.structs.replace(params, seed=seed_at(engine_seed, job.index))
+    return batch.add(job, job.prompt, params, priority=job.priority)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, short
 from cbatch.core.request.from_json import sampling_from_json, sampling_to_json
 from cbatch.core.request.request import SamplingParams
+from cbatch.core.request.typed import require_text
 from cbatch.core.request.unsupported import without_neutral_fields
 
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 LINE_FIELDS = ("prompt", "id", "priority")  # besides the sampling fields
+MOST_ERROR_CHARS = 1000  # a line may hold a field whose name is longer
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One prompt of the input. `index` counts prompts from 0; `error` says why it cannot run."""
+    """One prompt of the input. `index` counts prompts from 0, `line` the lines of a file from 1;
+    `error` says why it cannot run."""
 
     index: int
     prompt: str | list[int]
@@ -26,6 +30,7 @@ class Job(msgspec.Struct, frozen=True):
     name: str | None = None
     priority: int = 0
     error: str | None = None
+    line: int | None = None
 
     def params_json(self) -> dict[str, Any]:
         return sampling_to_json(self.params)
@@ -37,26 +42,39 @@ def jobs_of_prompts(prompts: Iterable[str], defaults: SamplingParams) -> list[Jo
 
 def read_jobs(path: Path, defaults: SamplingParams) -> list[Job]:
     """`.jsonl`: an object a line, with `prompt` (text or token ids), optional `id`, `priority` and
-    sampling fields. Any other file: a prompt a line. Empty lines are skipped. A line at fault
-    becomes a job with an `error`; raises `FieldError` where the file cannot be read."""
+    sampling fields. Any other file: a prompt a line. Empty lines and byte order marks are skipped.
+    A line at fault, whatever it holds, becomes a job with an `error`; raises `FieldError` where the
+    file cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FieldError(
-            "--input", f"{path} cannot be read ({error})", "name a UTF-8 file"
-        ) from error
-    lines = [(at, line) for at, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if path.suffix not in (".jsonl", ".ndjson"):
-        return jobs_of_prompts((line.rstrip("\r") for _, line in lines), defaults)
-    return list(_json_jobs(lines, defaults))
+        content = path.read_bytes()
+    except OSError as error:
+        raise FieldError("--input", f"{path} cannot be read ({error})", "name a file") from error
+    make = _json_job if path.suffix in (".jsonl", ".ndjson") else _text_job
+    lines = [(at, line) for at, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
+    return [_job(index, number, line, defaults, make) for index, (number, line) in enumerate(lines)]
 
 
-def _json_jobs(lines: list[tuple[int, str]], defaults: SamplingParams) -> Iterator[Job]:
-    for index, (number, line) in enumerate(lines):
-        try:
-            yield _json_job(index, line, defaults)
-        except FieldError as error:
-            yield Job(index, "", defaults, error=f"line {number}: {error}")
+def _job(
+    index: int,
+    number: int,
+    line: bytes,
+    defaults: SamplingParams,
+    make: Callable[[int, str, SamplingParams], Job],
+) -> Job:
+    try:
+        job = make(index, line.decode("utf-8-sig"), defaults)
+        return msgspec.structs.replace(job, line=number)
+    except UnicodeDecodeError as error:
+        problem = f"line: is not UTF-8 ({error.reason} at byte {error.start})"
+    except RecursionError:
+        problem = "line: is nested too deeply"
+    except FieldError as error:
+        problem = str(error)
+    return Job(index, "", defaults, error=problem[:MOST_ERROR_CHARS], line=number)
+
+
+def _text_job(index: int, line: str, defaults: SamplingParams) -> Job:
+    return Job(index, line.rstrip("\r"), defaults)
 
 
 def _json_job(index: int, line: str, defaults: SamplingParams) -> Job:
@@ -67,13 +85,15 @@ def _json_job(index: int, line: str, defaults: SamplingParams) -> Job:
     if not isinstance(record, dict):
         raise FieldError("line", "is not a JSON object", 'write {"prompt": "..."}')
     rest = {name: value for name, value in record.items() if name not in LINE_FIELDS}
-    return Job(
+    job = Job(
         index=index,
         prompt=_convert(record, "prompt", str | list[int]),
         params=sampling_from_json(without_neutral_fields(rest), defaults),
         name=_convert(record, "id", str | None, None),
-        priority=_convert(record, "priority", int, 0),
+        priority=_convert(record, "priority", Int32, 0),
     )
+    require_text("id", job.name)
+    return job
 
 
 def _convert(record: dict[str, Any], field: str, kind: Any, *default: Any) -> Any:
@@ -83,5 +103,5 @@ def _convert(record: dict[str, Any], field: str, kind: Any, *default: Any) -> An
         raise FieldError(field, "is missing", "give a text or a list of token ids")
     try:
         return msgspec.convert(record[field], kind)
-    except msgspec.ValidationError as error:
-        raise FieldError(field, f"{record[field]!r} is not allowed", str(error)) from error
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise FieldError(field, f"{short(record[field])} is not allowed", str(error)) from error

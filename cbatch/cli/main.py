@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -31,6 +32,9 @@ COMMANDS = {
 }
 TWO_WORDS = ("sim capacity",)  # a trace may stand where a command of `sim` would
 FAILED = 2  # exit status for bad input, as argparse's
+# What the system refuses, which is no fault of a command's and needs no traceback.
+_NAMES = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EMFILE", "ENFILE", "EISDIR")
+REFUSALS = {getattr(errno, name, None) for name in _NAMES}
 UNREAD = 141  # as shells report SIGPIPE, which Python ignores: sockets must not end a server
 
 
@@ -59,10 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        return _leave_unread()
+        _abandon_output()
+        return UNREAD
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        print(f"cbatch: {error}", file=sys.stderr)
+        _abandon_output()
+        return FAILED
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # rich makes that of it
-            return _leave_unread()
+            _abandon_output()
+            return UNREAD
         raise
 
 
@@ -86,17 +98,16 @@ def _run(argv: Sequence[str] | None) -> int:
     return status
 
 
-def _leave_unread() -> int:
-    """Whoever read the output, `head` say, has seen enough. What is still in a buffer would be
-    written at exit, and complained about."""
+def _abandon_output() -> None:
+    """Drop what a stream cannot take, as of a pipe to `head` or on a full disk: it would be written
+    at exit, and complained about."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
-    return UNREAD
 
 
 def _is_bad_input(error: ValueError) -> bool:

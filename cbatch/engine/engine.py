@@ -83,7 +83,7 @@ class Engine:
         request_id = request_id or f"request-{self._num_added}"
         if request_id in self._groups:
             raise FieldError("request_id", f"{request_id!r} is running", "use another")
-        ids = token_ids(prompt, self.tokenizer)
+        ids = token_ids(prompt, self.tokenizer, self.scheduler.config.max_sequence_tokens)
         requests = choice_requests(
             request_id,
             ids,

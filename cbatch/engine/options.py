@@ -98,7 +98,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Literal[0, 1] | None, _engine("1: plan a step while one runs (default: 1 on a GPU, else 0)")
     ] = None
     seed: Annotated[
-        int | None, _engine("draw the requests' seeds from this", "SEED", name="engine_seed")
+        int | None, _engine("of the seeds of requests that have none", "SEED", name="engine_seed")
     ] = None
     generation_config: Literal["auto", "none"] = "auto"
     random_weights_seed: int | None = None

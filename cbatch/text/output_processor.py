@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import random
+import hashlib
 import secrets
 from collections.abc import Sequence
 
@@ -13,31 +13,47 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.output import Ending, OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
+from cbatch.core.request.typed import require_text
 from cbatch.text import TextStream, TextTokenizer
 from cbatch.text.outputs import Choice, Output, Speculation, TokenLogprob, token_logprobs
 
 Prompt = str | Sequence[int]
+_SEED_BITS = 53  # of a drawn one, so that it survives every JSON reader on its way back
 
 
 class Seeds:
     """Seeds for requests without one; `seed` makes them reproducible."""
 
     def __init__(self, seed: int | None) -> None:
-        self._random = None if seed is None else random.Random(seed)
+        self._seed, self._num_drawn = seed, 0
 
     def of(self, params: SamplingParams) -> int:
-        """The request's own, or 53 drawn bits, so that it survives every JSON reader on its way
-        back."""
+        """The request's own, or one that is drawn."""
         if params.seed is not None:
             return params.seed
-        return secrets.randbits(53) if self._random is None else self._random.getrandbits(53)
+        if self._seed is None:
+            return secrets.randbits(_SEED_BITS)
+        self._num_drawn += 1
+        return seed_at(self._seed, self._num_drawn - 1)
 
 
-def token_ids(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[int, ...]:
-    """Raises `FieldError`."""
+def seed_at(seed: int, index: int) -> int:
+    """The seed of request number `index` where `seed` is that of all."""
+    digest = hashlib.sha256(f"{seed} {index}".encode()).digest()
+    return int.from_bytes(digest) >> 8 * len(digest) - _SEED_BITS
+
+
+def token_ids(
+    prompt: Prompt, tokenizer: TextTokenizer | None, max_tokens: int | None = None
+) -> tuple[int, ...]:
+    """Token ids of a prompt. Raises `FieldError`, at once for a text that cannot have as few as
+    `max_tokens`."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise FieldError("prompt", "is text, but there is no tokenizer", "give token ids")
+        require_text("prompt", prompt)
+        if max_tokens is not None:
+            require_length("prompt", prompt, tokenizer, max_tokens)
         return tuple(tokenizer.encode(prompt))
     if not isinstance(prompt, list | tuple):
         kind = type(prompt).__name__
@@ -45,6 +61,14 @@ def token_ids(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[int, ...
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
         raise FieldError("prompt", "holds something that is no token id", "give integers")
     return tuple(prompt)
+
+
+def require_length(field: str, text: str, tokenizer: TextTokenizer, max_tokens: int) -> None:
+    """Raises `FieldError` for a text that is too long whatever its tokens are, which takes no time
+    to find out."""
+    if len(text) > max_tokens * tokenizer.longest_token_chars:
+        problem = f"{len(text)} characters cannot fit"
+        raise FieldError(field, problem, f"the context takes {max_tokens} tokens")
 
 
 def token_texts(

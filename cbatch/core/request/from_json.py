@@ -61,7 +61,9 @@ def _read_structured_outputs(known: dict[str, Any]) -> None:
 
 
 def sampling_to_json(params: SamplingParams) -> dict[str, Any]:
-    """The fields that are not at their default, as JSON values."""
-    plain = msgspec.to_builtins(params, str_keys=True)
-    default = msgspec.to_builtins(SamplingParams())
+    """The fields that are not at their default, as they are read from JSON."""
+    plain, default = (
+        msgspec.json.decode(msgspec.json.encode(each), type=dict[str, Any])
+        for each in (params, SamplingParams())
+    )
     return {name: value for name, value in plain.items() if value != default[name]}

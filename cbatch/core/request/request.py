@@ -11,10 +11,11 @@ import msgspec
 import numpy as np
 
 from cbatch.core.request.errors import FieldError, short
-from cbatch.core.request.typed import convert_fields
+from cbatch.core.request.typed import convert_fields, require_text
 
 MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
+MAX_N = 16_384
 MAX_SALT_CHARS = 256
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)]
 MODEL = "model"  # the drafter that is a model
@@ -59,6 +60,8 @@ class StructuredOutputs(
         _require(self.choice != (), "structured_outputs", "choice: []", "give at least one text")
         if isinstance(self.json, dict):  # which may hold integers that no other format takes
             msgspec.structs.force_setattr(self, "json", _schema_text(self.json))
+        texts = self.json, self.regex, self.grammar, self.around, *(self.choice or ())
+        require_text("structured_outputs", *texts)  # type: ignore[arg-type]
 
 
 def _schema_text(schema: dict[str, Any]) -> str:
@@ -152,8 +155,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             self.seed,
             "use 0 to 2**64 - 1, or leave it out",
         )
-        _require(self.n >= 1, "n", self.n, "ask for at least 1 choice")
+        for name in ("max_tokens", "min_tokens", "top_k", "max_lookahead"):
+            value = getattr(self, name)
+            _require(value is None or value < 2**31, name, value, "use a smaller number")
+        _require(1 <= self.n <= MAX_N, "n", self.n, f"ask for 1 to {MAX_N} choices")
         _require(all(self.stop), "stop", list(self.stop), "an empty string would stop at once")
+        require_text("stop", *self.stop)
         _require_ids("stop_token_ids", self.stop_token_ids)
         _require(
             self.max_lookahead is None or self.max_lookahead >= 0,

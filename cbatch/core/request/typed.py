@@ -28,10 +28,20 @@ def convert_fields(struct: msgspec.Struct) -> None:
             value = (value,)
         try:
             value = msgspec.convert(value, field.type, str_keys=True)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             remedy = field.remedy or str(error)
             raise FieldError(field.name, f"{short(given)} is not allowed", remedy) from error
         msgspec.structs.force_setattr(struct, field.name, value)
+
+
+def require_text(field: str, *texts: str | None) -> None:
+    """Raises `FieldError` for half of a surrogate pair: JSON can say it, UTF-8 cannot."""
+    for text in texts:
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:
+            problem = f"character {error.start} is half of a surrogate pair"
+            raise FieldError(field, problem, "write whole characters") from error
 
 
 class _Field(NamedTuple):

@@ -10,7 +10,7 @@ from cbatch.core.request.request import SamplingParams
 from cbatch.server.protocol.errors import UnknownModelError
 from cbatch.server.protocol.tool_parsers import ToolParser
 from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
-from cbatch.text.output_processor import Prompt, token_texts
+from cbatch.text.output_processor import Prompt, require_length, token_texts
 
 
 class ServedModel:
@@ -89,13 +89,7 @@ class ServedModel:
     def require_length(self, field: str, text: str) -> None:
         """Raises `FieldError` for a text that is too long whatever its tokens are, which takes no
         time to find out."""
-        longest = self.max_model_tokens * self.tokenizer.longest_token_chars
-        if len(text) > longest:
-            raise FieldError(
-                field,
-                f"{len(text)} characters cannot fit",
-                f"the context takes {self.max_model_tokens} tokens",
-            )
+        require_length(field, text, self.tokenizer, self.max_model_tokens)
 
     def encode(self, field: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Return the ids of a rendered conversation. Raises `FieldError` if it is too long."""

@@ -291,8 +291,6 @@ def _parse(
     if longest is not None:
         sampling["max_tokens"] = _converted("max_completion_tokens", longest, Count)
     for name, value in sampling.items():
-        if name != "seed" and type(value) is int and abs(value) >= 2**31:
-            raise FieldError(name, f"{short(value)} is not allowed", "use a smaller number")
         if name in ID_LISTS and isinstance(value, list | dict):  # before it is read one by one
             require_no_more_ids(name, len(value), model.vocab_size)
     _check_stops(sampling.get("stop"))

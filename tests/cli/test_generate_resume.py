@@ -1,0 +1,135 @@
+"""`cbatch generate --resume`: a run that was interrupted ends as one that was not."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.cli.main import main
+from cbatch.engine.engine import Engine
+from cbatch.text.output_processor import seed_at
+from tests.cli.conftest import Run
+
+Command = Callable[..., Run]
+NUM_LINES = 12
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    lines = [{"prompt": "def", "temperature": 1.0, "max_tokens": 8} for _ in range(NUM_LINES)]
+    lines[3]["seed"] = 5  # its own
+    lines[7] |= {"stop": ["zz"], "banned_token_ids": [3, 4], "logit_bias": {"5": 1}}
+    lines[5]["colour"] = 1  # an error
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def tokens_of(path: Path) -> dict[int, Any]:
+    """By index; every line is there once."""
+    rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    assert sorted(row["index"] for row in rows) == list(range(NUM_LINES))
+    return {row["index"]: (row["seed"], row["choices"] and told(row)) for row in rows}
+
+
+def told(row: dict[str, Any]) -> list[list[int]]:
+    return [choice["token_ids"] for choice in row["choices"]]
+
+
+def interrupted(lines: list[bytes]) -> list[bytes]:
+    return lines[:5]
+
+
+def reordered(lines: list[bytes]) -> list[bytes]:
+    return random.Random(1).sample(lines, 7)
+
+
+def failed(lines: list[bytes]) -> list[bytes]:
+    """As an engine that cannot be kept running answers."""
+    row = json.loads(lines[4]) | {"choices": [], "error": "the executor failed 3 times in a row"}
+    return [*lines[:4], json.dumps(row).encode() + b"\n", *lines[5:9]]
+
+
+def cut(lines: list[bytes]) -> list[bytes]:
+    return [*failed(lines), lines[9][:20]]
+
+
+def saved_by_an_editor(lines: list[bytes]) -> list[bytes]:
+    return [b"\xef\xbb\xbf" + lines[0].replace(b"\n", b"\r\n"), *lines[1:4]]
+
+
+@pytest.mark.parametrize("left", [interrupted, reordered, failed, cut, saved_by_an_editor])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_continued_run_is_as_one_without_interruption(
+    cbatch: Command,
+    tmp_path: Path,
+    source: Path,
+    n: int,
+    left: Callable[[list[bytes]], list[bytes]],
+) -> None:
+    def run(output: Path, *more: Any) -> Run:
+        command = ("generate", "--input", source, "--engine-seed", 7, "-n", n, "--output", output)
+        done = cbatch(*command, *more)
+        assert done.status == 0, done.err
+        return done
+
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    run(whole, "--max-slots", 4)
+    part.write_bytes(b"".join(left(whole.read_bytes().splitlines(keepends=True))))
+    left_lines = part.read_bytes().splitlines()
+    kept = [line for line in left_lines if b"3 times" not in line and line.endswith(b"}")]
+    done = run(part, "--max-slots", 3, "--resume")
+    assert tokens_of(part) == tokens_of(whole)
+    seeds = [seed for seed, _ in tokens_of(whole).values() if seed is not None]
+    assert len(set(seeds)) == NUM_LINES - 1, "and no two lines have the same seed"
+    assert part.read_bytes().splitlines()[: len(kept)] == kept, "what was answered stays as it is"
+    assert ("1 failed and run again" in done.out) == (left in (failed, cut))
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_seeds_depend_on_the_engines_seed_and_the_place_alone(
+    cbatch: Command, tmp_path: Path, source: Path
+) -> None:
+    seeds = {}
+    for seed in (7, 8):
+        output = tmp_path / f"{seed}.jsonl"
+        cbatch("generate", "--input", source, "--engine-seed", seed, "--output", output)
+        seeds[seed] = {index: drawn for index, (drawn, _) in tokens_of(output).items()}
+        own = {3: 5, 5: None}
+        assert seeds[seed] == {i: seed_at(seed, i) for i in range(NUM_LINES)} | own
+    assert len({*seeds[7].values(), *seeds[8].values()} - {5, None}) == 2 * (NUM_LINES - 2)
+    assert all(0 <= drawn < 2**53 for drawn in seeds[7].values() if drawn is not None)
+
+
+def test_sampled_text_of_a_model_is_the_same_however_the_run_goes(tmp_path: Path) -> None:
+    """Drafts are offered by prices that a clock measures: they must not move a token."""
+    source, outputs = tmp_path / "in.jsonl", [tmp_path / f"{i}.jsonl" for i in range(3)]
+    line = {"prompt": "def", "temperature": 1.0, "max_tokens": 12, "n": 2}
+    source.write_text((json.dumps(line) + "\n") * NUM_LINES, encoding="utf-8")
+    command = ["generate", "--input", str(source), "--engine-seed", "7", "--no-progress"]
+    for output, lookahead, slots in zip(outputs, ("goodput", "fixed:6"), "83", strict=False):
+        more = ["--lookahead", lookahead, "--max-slots", slots]
+        assert main([*command, "--output", str(output), *more]) == 0
+    whole = outputs[0].read_bytes().splitlines(keepends=True)
+    outputs[2].write_bytes(b"".join(whole[4:9]))
+    more = ["--max-slots", "5", "--lookahead", "off", "--resume"]
+    assert main([*command, "--output", str(outputs[2]), *more]) == 0
+    texts = tokens_of(outputs[0])
+    assert tokens_of(outputs[1]) == texts and tokens_of(outputs[2]) == texts
+    assert len({str(tokens) for _, tokens in texts.values()}) > NUM_LINES / 2
+
+
+def test_failures_of_the_input_are_not_tried_again(
+    cbatch: Command, engines: list[Engine], tmp_path: Path, source: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    cbatch("generate", "--input", source, "--output", output)
+    before = output.read_bytes()
+    done = cbatch("generate", "--input", source, "--output", output, "--resume")
+    assert done.status == 0 and f"{NUM_LINES} of {NUM_LINES} prompts are answered" in done.out
+    assert output.read_bytes() == before and len(engines) == 1
