@@ -109,17 +109,18 @@ class ChatTemplate:
         """Render with the first form of earlier calls that the template accepts. DeepSeek's accept
         only arguments as text, Mistral's only ids of nine letters and digits, and some tell calls
         by null content."""
-        have_calls = any(message.keys() & {"tool_calls", "tool_call_id"} for message in messages)
         no_content = (True, False) if _NULL_CONTENT.search(self._text) else (False,)
         ways = itertools.product((False, True), (False, True), no_content)
         errors: list[Exception] = []
-        for short_ids, as_text, null in ways if have_calls else [(False, False, False)]:
+        for short_ids, as_text, null in ways:
             try:
                 fitted = [self._fitted(each, short_ids, as_text, null) for each in messages]
                 text = self._template.render(given, messages=fitted)
             except Exception as error:  # what a template does with a message may fail in any way
                 errors.append(error)
-                continue
+                if "tool_call" in str(messages):
+                    continue
+                break  # all forms are the same
             for role in dict.fromkeys(message["role"] for message in messages):
                 both = zip(messages, fitted, strict=True)
                 rest = [after for before, after in both if before["role"] != role]

@@ -77,10 +77,11 @@ def test_so_are_they_in_calls_and_tools() -> None:
     listed = "{{ messages[1].tool_calls | tojson }}"
     expected = [CALL | {"id": "1", "function": {"name": "ls", "arguments": {"path": "."}}}]
     assert json.loads(prompt(listed, USER, CALLED | {"tool_calls": [call]})) == expected
-    bare = {"function": {"name": "ls", "arguments": None}}
     named = "{{ messages[1].tool_calls[0].function | tojson }}"
-    text = prompt(named, USER, CALLED | {"tool_calls": [bare]})
-    assert json.loads(text) == {"name": "ls", "arguments": {}}
+    for nothing in (None, "", "null", "{}", {}):
+        bare = {"function": {"name": "ls", "arguments": nothing}}
+        text = prompt(named, USER, CALLED | {"tool_calls": [bare]})
+        assert json.loads(text) == {"name": "ls", "arguments": {}}
     kept = {"function": {"name": "ls", "arguments": '{"a": null, "b": []}'}}
     text = prompt(named, USER, CALLED | {"tool_calls": [kept]})
     assert json.loads(text)["arguments"] == {"a": None, "b": []}, "these are the caller's"

@@ -81,6 +81,12 @@ def test_what_a_template_refuses(template: str, words: str) -> None:
         ChatTemplate(template, {}, "here").render(MESSAGES)
 
 
+@pytest.mark.parametrize("messages", ["hi", 5, [5], [{"content": "no role"}], [["a"]], None])
+def test_what_is_no_conversation(messages: Any) -> None:
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate("{{ messages[0].content }}", {}, "here").render(messages)
+
+
 @pytest.mark.parametrize(
     "attack",
     [

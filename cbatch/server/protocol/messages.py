@@ -67,7 +67,7 @@ class _EarlierFunction(msgspec.Struct):
         if isinstance(self.arguments, dict):
             return CallArguments(self.arguments, json.dumps(self.arguments, ensure_ascii=False))
         text = self.arguments or "{}"
-        return CallArguments(msgspec.json.decode(text, type=dict[str, Any]), text)
+        return CallArguments(msgspec.json.decode(text, type=dict[str, Any] | None) or {}, text)
 
 
 class _EarlierCall(msgspec.Struct):
