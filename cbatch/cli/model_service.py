@@ -24,7 +24,6 @@ from cbatch.process.factory import EngineFactory
 from cbatch.process.server import EngineProcess
 from cbatch.server.http.keys import KeyRing, read_keys
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.tool_parsers import require_parser
 from cbatch.server.serving.service import EngineService
 from cbatch.steplog.step_log import StepLogError, open_to_append
 
@@ -57,8 +56,10 @@ class ModelParts:
             if origin != "*" and "://" not in origin:
                 remedy = "give a scheme and a host, as https://app.example, or *"
                 raise FieldError("cors_origin", f"{origin!r} is no origin", remedy)
-        if settings.tool_parser is not None:
-            require_parser(settings.tool_parser, self._tokenizer)
+        asked = {"tool_parser": settings.tool_parser, "reasoning_parser": settings.reasoning_parser}
+        for field, parser in asked.items():
+            if parser not in (None, "auto", "none") and self._tokenizer is None:
+                raise FieldError(field, "needs a tokenizer", "give one, or leave this out")
         require_record(settings.record)
 
     def make_service(self) -> EngineService:
@@ -89,7 +90,7 @@ class ModelParts:
         for line in info.lines():
             _logger.info(line)
         settings = self._settings
-        return ServedModel(
+        served = ServedModel(
             settings.served_name or Path(settings.model or "cbatch-demo").name,
             max_model_tokens=engine.config.max_model_tokens,
             vocab_size=engine.config.vocab_size,
@@ -98,8 +99,11 @@ class ModelParts:
             tokenizer=self._tokenizer,
             chat_template=self._chat_template,
             tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
             sampling_defaults=info.sampling_defaults,
         )
+        _logger.info(f"reasoning parser: {served.reasoning_parser}")
+        return served
 
 
 def require_model(field: str, path: str | Path | None) -> None:

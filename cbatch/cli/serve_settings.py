@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from cbatch.cli.options import EngineSettings
 from cbatch.server.http.limits import ConnectionLimits
-from cbatch.server.protocol.tool_parsers import ToolParser
+from cbatch.server.protocol.tool_parsers import ReasoningParser, ToolParser
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.knobs import knob
 from cbatch.system.logs import LogFormat
@@ -32,6 +32,10 @@ class ServeSettings(EngineSettings, frozen=True, kw_only=True):
     tool_parser: Annotated[
         ToolParser | None, _server("how the model writes tool calls that are not forced")
     ] = None
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        _server("how the model writes thoughts; auto: by its chat template"),
+    ] = "auto"
     generation_config: Annotated[
         Literal["auto", "none"], _server("auto: generation_config.json has the defaults of calls")
     ] = "auto"

@@ -44,10 +44,10 @@ class CallArguments(dict[str, Any]):
 
     def __init__(self, fields: Mapping[str, Any], text: str) -> None:
         super().__init__(fields)
-        self._text = text  # templates cannot read it, so it hides no argument
+        self.text = text  # templates cannot read it, so it hides no argument
 
     def __str__(self) -> str:
-        return self._text
+        return self.text
 
 
 class ChatTemplateError(ValueError):
@@ -75,7 +75,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens)
-        self._text, self._tool_use = text, tool_use
+        self.text, self._tool_use = text, tool_use
         if len(text) > _MOST_CHARS:
             problem = f"has {len(text)} characters, {_MOST_CHARS} may be"
             raise ChatTemplateError(f"chat template: {source} {problem}; name another")
@@ -109,7 +109,7 @@ class ChatTemplate:
         """Render with the first form of earlier calls that the template accepts. DeepSeek's accept
         only arguments as text, Mistral's only ids of nine letters and digits, and some tell calls
         by null content."""
-        no_content = (True, False) if _NULL_CONTENT.search(self._text) else (False,)
+        no_content = (True, False) if _NULL_CONTENT.search(self.text) else (False,)
         ways = itertools.product((False, True), (False, True), no_content)
         errors: list[Exception] = []
         for short_ids, as_text, null in ways:
@@ -142,7 +142,7 @@ class ChatTemplate:
     def _knows(self, role: str) -> bool:
         """Return whether the template tests for the role. The three common roles always pass."""
         asked = rf"""role[^%}}]{{0,200}}['"]{re.escape(role)}['"]"""
-        return role in ("system", "user", "assistant") or re.search(asked, self._text) is not None
+        return role in ("system", "user", "assistant") or re.search(asked, self.text) is not None
 
     def _fitted(
         self, message: Message, short_ids: bool, as_text: bool, null: bool

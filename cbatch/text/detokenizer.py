@@ -41,7 +41,8 @@ class TextStream:
     a character that the output leaves incomplete is not shown. A character that the prompt begins
     and the output completes is shown whole. Stop strings may hold special tokens, shown or not.
     `texts` has what each token of the last `push` added before stop strings were looked for, `tail`
-    what `finish` added to that.
+    what `finish` added to that. With `mark_ids` these special tokens are text like any other, and
+    `pieces` has what each token of the last `push` lets be shown.
     """
 
     def __init__(
@@ -54,13 +55,18 @@ class TextStream:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
         include_stop: bool = False,
+        mark_ids: frozenset[int] | None = None,
     ) -> None:
         self.texts: list[str] = []
+        self.pieces: list[str] = []
         self.tail = ""
         self._tokenizer = tokenizer
-        self._skips = skip_special_tokens
+        self._in_pieces = mark_ids is not None
+        self._skips = skip_special_tokens and not mark_ids
         self._spaces = skip_special_tokens or spaces_between_special_tokens
-        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._hidden: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            self._hidden = tokenizer.special_ids - (mark_ids or frozenset())
         self._marks = _marks_in(stop, self._hidden, tokenizer)
         self._stream = self._new_stream()
         names = {tokenizer.added[i]: mark for i, mark in self._marks.items()}
@@ -80,18 +86,18 @@ class TextStream:
         texts = [self._step(token_id) for token_id in ids]
         self.texts = [self._unmarked(text) for text in texts] if self._marks else texts
         whole = "".join(texts)
-        if not self._matcher.completes(whole):
+        if not self._in_pieces and not self._matcher.completes(whole):
             self._num_tokens += len(texts)
             return TextDelta(self._unmarked(self._matcher.push(whole)[0]), None)
-        shown: list[str] = []
+        self.pieces = []
         for text in texts:
             self._num_tokens += 1
             part, stopped = self._matcher.push(text, may_stop=self._num_tokens >= self._min_tokens)
-            shown.append(part)
+            self.pieces.append(self._unmarked(part))
             if stopped:
                 self._ended = True
-                return TextDelta(self._unmarked("".join(shown)), self._num_tokens)
-        return TextDelta(self._unmarked("".join(shown)), None)
+                return TextDelta("".join(self.pieces), self._num_tokens)
+        return TextDelta("".join(self.pieces), None)
 
     def finish(self) -> str:
         """Return the end of the text, once no token can follow: what was held back as a possible

@@ -125,7 +125,8 @@ def choice_requests(
 class LiveChoice:
     """One choice on its way: from an engine's tokens to outputs with text. `request` is the core's,
     `group_id` the caller's. Without `whole` nothing is kept of what its outputs have handed on, and
-    its `Choice` holds none of that."""
+    its `Choice` holds none of that. With `mark_ids` these special tokens are text, and outputs
+    have `pieces`."""
 
     def __init__(
         self,
@@ -133,6 +134,7 @@ class LiveChoice:
         group_id: str,
         tokenizer: TextTokenizer | None,
         *,
+        mark_ids: frozenset[int] | None = None,
         whole: bool = True,
     ) -> None:
         params = request.params
@@ -150,6 +152,7 @@ class LiveChoice:
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
                 include_stop=params.include_stop_str_in_output,
+                mark_ids=mark_ids,
             )
         self._text: list[str] = []
         self._speculation = Speculation()
@@ -214,6 +217,7 @@ class LiveChoice:
             finished=finished,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            pieces=tuple(self._stream.pieces) if self._stream else (),
         )
 
     def end(self, reason: FinishReason, error: str | None = None) -> Output:

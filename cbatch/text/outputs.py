@@ -124,6 +124,7 @@ class Output(msgspec.Struct, frozen=True):
     finished: Choice | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None  # of `token_ids`; None: not asked for
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # with the first tokens
+    pieces: tuple[str, ...] = ()  # what each token added to `text`, if asked for
 
 
 class Completion(msgspec.Struct, frozen=True):

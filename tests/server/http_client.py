@@ -26,7 +26,7 @@ from cbatch.server.http.app import create_app
 from cbatch.server.http.connections import ServerConfig
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.tool_parsers import ToolParser
+from cbatch.server.protocol.tool_parsers import ReasoningParser, ToolParser
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.server.serving.service import EngineService
 from cbatch.text import ChatTemplate, TextTokenizer
@@ -152,6 +152,7 @@ def serving_service(
     *,
     chat_template: ChatTemplate | None = None,
     tool_parser: ToolParser | None = None,
+    reasoning_parser: ReasoningParser = "none",
     connections: ConnectionLimits | None = None,
     **options: Any,
 ) -> Iterator[Client]:
@@ -164,7 +165,7 @@ def serving_service(
 
     async def serve() -> None:
         engine = await service.start()
-        model = served_model(engine, tokenizer, chat_template, tool_parser)
+        model = served_model(engine, tokenizer, chat_template, tool_parser, reasoning_parser)
         app = create_app(service, model, limits=limits, **options)
         config = ServerConfig(app, limits, log_level="warning", timeout_graceful_shutdown=5)
         loops.append(asyncio.get_running_loop())
@@ -189,6 +190,7 @@ def served_model(
     tokenizer: TextTokenizer | None,
     chat_template: ChatTemplate | None = None,
     tool_parser: ToolParser | None = None,
+    reasoning_parser: ReasoningParser = "none",
 ) -> ServedModel:
     return ServedModel(
         MODEL,
@@ -198,6 +200,7 @@ def served_model(
         tokenizer=tokenizer,
         chat_template=chat_template,
         tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
 
 

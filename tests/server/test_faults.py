@@ -218,9 +218,17 @@ def test_a_server_whose_engine_is_lost_tells_everyone_and_ends(tmp_path: Path) -
         assert told and "died 2 times without a token" in error["error"]["message"]
 
 
+REGEX = "((ab|ba){2}[0-9]{1,3}, ?){9,}"
+AROUND = "start: before @answer\nbefore[lazy]: /(?s:.){12,30};/"
+GRAMMARS: dict[int, dict[str, Any]] = {
+    6: {"structured_outputs": {"regex": REGEX}},
+    7: {"structured_outputs": {"regex": REGEX, "around": AROUND}},
+}
+
+
 def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
     """Greedy and coupled streams of a real (tiny) pair, whose engine is killed again and again.
-    Every fourth has a grammar to follow."""
+    Every fourth has a grammar to follow, every eighth after free text."""
     target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft", layers=1)
     settings: dict[str, Any] = {
         "numerics": "invariant",
@@ -229,7 +237,7 @@ def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
     }
     bodies = [
         body(i, max_tokens - i, temperature=i % 2, prompt=f"def f{i}(a", ignore_eos=True)
-        | ({"structured_outputs": {"regex": "((ab|ba){2}[0-9]{1,3}, ?){9,}"}} if i % 8 > 5 else {})
+        | GRAMMARS.get(i % 8, {})
         for i in range(32)
     ]
     fields = ("max_tokens", "seed", "temperature", "ignore_eos", "structured_outputs")

@@ -15,8 +15,9 @@ from cbatch.core.request.request import FinishReason
 from cbatch.server.http.streaming import gather
 from cbatch.server.protocol.errors import SlowReaderError
 from cbatch.server.protocol.requests import parse_chat, parse_completion
-from cbatch.server.serving.answer import Answer, ChatAnswer, CompletionAnswer
+from cbatch.server.serving.answer import Answer, CompletionAnswer
 from cbatch.server.serving.call import OutputStream
+from cbatch.server.serving.chat_answer import ChatAnswer
 from cbatch.server.serving.metrics import Meter, Metrics
 from cbatch.text.outputs import Accepted, Choice, Output, Speculation
 from tests.server.http_client import toy_model
@@ -36,10 +37,12 @@ def test_one_that_fails_leaves_nobody_waiting_for_the_others() -> None:
     asyncio.run(scene())
 
 
-MODEL = toy_model(name='"":""')  # what an event's frame must not be cut at
-KINDS: dict[Any, tuple[Any, dict[str, Any]]] = {
-    CompletionAnswer: (parse_completion, {"prompt": "x"}),
-    ChatAnswer: (parse_chat, {"messages": [{"role": "user", "content": "x"}]}),
+NAME = '"":""'  # what an event's frame must not be cut at
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+KINDS: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
+    "completion": (CompletionAnswer, parse_completion, {"prompt": "x"}, "none"),
+    "chat": (ChatAnswer, parse_chat, CHAT, "none"),
+    "thought": (ChatAnswer, parse_chat, CHAT, "deepseek_r1"),
 }
 ASKED: tuple[dict[str, Any], ...] = (
     {},
@@ -50,11 +53,12 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 
 
-def events(kind: Any, asked: dict[str, Any], texts: Sequence[str], *, whole: bool) -> bytes:
+def events(kind: str, asked: dict[str, Any], texts: Sequence[str], *, whole: bool) -> bytes:
     """That tell of the texts, each by every choice in turn, and of their end. `whole`: each event
     is made anew from its beginning to its end."""
-    parse, body = KINDS[kind]
-    answer = kind(parse(json.dumps(body | asked).encode(), MODEL), MODEL, Meter(METRICS))
+    made, parse, body, parser = KINDS[kind]
+    model = toy_model(name=NAME, reasoning_parser=parser)
+    answer = made(parse(json.dumps(body | asked).encode(), model), model, Meter(METRICS))
     if whole:
         answer._only_text = False
     num_choices = answer.call.params.n
@@ -72,9 +76,9 @@ METRICS = Metrics("m", cast(Any, None))
 
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@given(texts=st.lists(st.text(max_size=6), max_size=8))
+@given(texts=st.lists(st.text(max_size=6) | st.just("</think>"), max_size=8))
 @settings(max_examples=25, deadline=None)
 def test_an_event_in_a_frame_is_what_it_would_be_made_anew(
-    kind: Any, asked: dict[str, Any], texts: list[str]
+    kind: str, asked: dict[str, Any], texts: list[str]
 ) -> None:
     assert events(kind, asked, texts, whole=False) == events(kind, asked, texts, whole=True)

@@ -4,33 +4,24 @@ API as clients expect. What the model writes is scripted."""
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from cbatch import FieldError
-from cbatch.core.request.request import FinishReason, SamplingParams
-from cbatch.server.protocol.forced_tools import CallPart, ToolCallReader
+from cbatch.core.request.request import FinishReason
+from cbatch.server.protocol.forced_tools import CallPart
+from cbatch.server.protocol.reply_reader import ReplyReader
 from cbatch.server.protocol.requests import PendingPrompt, parse_chat
-from cbatch.server.protocol.tool_parsers import (
-    TaggedReader,
-    ToolParser,
-    WholeReader,
-    require_parser,
-)
-from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
-from cbatch.server.serving.call import OutputStream
-from cbatch.text import ChatTemplate, TextTokenizer
-from cbatch.text.outputs import Accepted, Choice, Output, Speculation
+from cbatch.server.protocol.tool_parsers import CALLS, TaggedReader, ToolParser
+from cbatch.text import ChatTemplate
 from tests.server.http_client import CHAT, MODEL, Client, serving_service, toy_model
-from tests.text.toy_tokenizers import printable
+from tests.server.scripted import ScriptedService
 from tests.toy_engine import TOKENIZER
 
 Calls = list[tuple[str, str]]
@@ -59,7 +50,7 @@ TAGGED: list[tuple[str, str, Calls]] = [
     (f"<tool_call{W}", "<tool_call", [WEATHER]),
     (f"{W}<tool", "<tool", [WEATHER]),
     (W.removesuffix("</tool_call>"), "", [WEATHER]),
-    (W.removesuffix("_call>"), W.removesuffix("_call>"), []),
+    (W.removesuffix("_call>"), "", [WEATHER]),
     (f"x {W[:-20]}", f"x {W[:-20]}", []),
     (f"{N}\n {BAD}", f"\n {BAD}", [NOW]),
     ('<tool_call>{"arguments": {}, "name": "now"}</tool_call>', "", [NOW]),
@@ -72,16 +63,17 @@ WHOLE: list[tuple[str, str, Calls]] = [
     (f"\n{LLAMA}", "", [WEATHER]),
     (f'{LLAMA}; {{"name": "now", "arguments": {{}}}} ', "", [WEATHER, NOW]),
     (f"See: {LLAMA}", f"See: {LLAMA}", []),
-    (f"{LLAMA} and so on", f"{LLAMA} and so on", []),
+    (f"{LLAMA} and so on", " and so on", [WEATHER]),
     (LLAMA[:-1], LLAMA[:-1], []),
     ('{"name": "Bob", "age": 7}', '{"name": "Bob", "age": 7}', []),
     ("[" * 9000, "[" * 9000, []),
     ('{"a":' * 9000, '{"a":' * 9000, []),
 ]
+WholeReader = partial(ReplyReader, CALLS["llama3_json"])
 SCRIPTS = [(TaggedReader, *each) for each in TAGGED] + [(WholeReader, *each) for each in WHOLE]
 
 
-def read(reader: ToolCallReader, pieces: list[str]) -> tuple[str, Calls]:
+def read(reader: ReplyReader, pieces: list[str]) -> tuple[str, Calls]:
     """As a stream tells it."""
     parts = [part for piece in pieces for part in reader.push(piece)] + [*reader.finish()]
     calls = [part for part in parts if isinstance(part, CallPart)]
@@ -129,39 +121,9 @@ TOOLS: Any = [{"type": "function", "function": {"name": name}} for name in ("wea
 BODY: Any = {"messages": [{"role": "user", "content": "Rome?"}], "tools": TOOLS}
 
 
-class Scripted:
-    """In the place of a service: every choice is `text`, three characters a step."""
-
-    running = ready = True
-    num_requests = num_restarts = 0
-    stats = None
-    text, reason = "", FinishReason.STOP
-
-    def __init__(self) -> None:
-        self.queue = AdmissionQueue(Limits(), time.monotonic)
-
-    async def start(self) -> Any:
-        return SimpleNamespace(
-            config=SimpleNamespace(max_model_tokens=256, vocab_size=TOKENIZER.vocab_size)
-        )
-
-    async def stop(self) -> None: ...
-
-    async def submit(
-        self, _: Any, params: SamplingParams, *, request_id: str, **__: Any
-    ) -> OutputStream:
-        stream = OutputStream(Accepted(request_id, (1,), 1, params.n), lambda: None)
-        for index in range(params.n):
-            for at in range(0, len(self.text), 3):
-                stream.put(Output(request_id, index, self.text[at : at + 3], (5,)))
-            choice = Choice(index, self.text, (5,), self.reason, None, Speculation())
-            stream.put(Output(request_id, index, "", (), finished=choice))
-        return stream
-
-
 @pytest.fixture(scope="module")
 def scene() -> Iterator[tuple[Any, Client, openai.OpenAI]]:
-    service: Any = Scripted()
+    service: Any = ScriptedService(TOKENIZER)
     template = ChatTemplate("{{ messages[0].content }}", {}, "the test")
     options: Any = {"chat_template": template, "tool_parser": "hermes"}
     with (
@@ -210,6 +172,7 @@ def test_events_of_a_call(scene: Any) -> None:
     service.text = f"Hold on. {W}{N}"
     deltas = [e["choices"][0]["delta"] for e in client.stream(BODY, CHAT)]
     assert deltas[0] == {"content": "Hol", "role": "assistant"}
+    assert deltas[1] == {"content": "d o"}
     assert "".join(delta.get("content", "") for delta in deltas) == "Hold on."
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert [(c["index"], c["type"], c["function"]["name"]) for c in calls] == [
@@ -245,16 +208,3 @@ def test_the_template_is_given_the_tools() -> None:
     assert prompt("hermes", tool_choice="none") == ""
     with pytest.raises(FieldError, match=r"tool_choice: 'auto'.*--tool-parser \(hermes, llama3"):
         prompt(None)
-
-
-def test_a_parser_that_would_find_nothing_is_refused_at_the_start() -> None:
-    raw = Tokenizer.from_str(printable().to_str())  # what others share stays as it is
-    require_parser("hermes", TextTokenizer(raw, "toy"))
-    raw.add_tokens(["<tool_call>"])
-    require_parser("hermes", TextTokenizer(raw, "toy"))
-    raw.add_special_tokens(["</tool_call>"])
-    require_parser("llama3_json", TextTokenizer(raw, "toy"))
-    with pytest.raises(FieldError, match="tool_parser: '<tool_call>' is a control token"):
-        require_parser("hermes", TextTokenizer(raw, "toy"))
-    with pytest.raises(FieldError, match="tool_parser: needs a tokenizer"):
-        require_parser("llama3_json", None)

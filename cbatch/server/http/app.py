@@ -39,7 +39,8 @@ from cbatch.server.protocol.requests import (
     take_fields,
 )
 from cbatch.server.protocol.responses import Detokenized, Tokenized
-from cbatch.server.serving.answer import ChatAnswer, CompletionAnswer, encode
+from cbatch.server.serving.answer import CompletionAnswer, encode
+from cbatch.server.serving.chat_answer import ChatAnswer
 from cbatch.server.serving.live_feed import LiveFeed
 from cbatch.server.serving.metrics import Meter, Metrics
 from cbatch.server.serving.service import EngineService

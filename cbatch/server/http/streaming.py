@@ -38,6 +38,7 @@ async def submit(
             num_prompts=len(call.prompts),
             grammar_field=call.grammar_field,
             owner=owner,
+            mark_ids=call.mark_ids,
             whole=not call.fields.stream,
         )
         streams.append(await stack.enter_async_context(stream))

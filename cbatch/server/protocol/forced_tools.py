@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import string
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,8 @@ from cbatch.core.request.request import StructuredOutputs
 
 MAX_CALLS = 16  # in one reply
 MAX_TOOLS = 128
+# In JSON: what is not plain text of a string, and what is no number, literal or punctuation.
+_IN_STRING, _BETWEEN = re.compile(r'["\\\x00-\x1f]'), re.compile(r"[^\s\d,:+.eEtrufalsn-]")
 _BEGIN, _ARGUMENTS = '{"name": ', ', "arguments": '
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -124,18 +126,36 @@ def call_id() -> str:
     return "".join(random.SystemRandom().choices(string.ascii_letters + string.digits, k=9))
 
 
-class ToolCallReader(Protocol):
-    """Finds the calls in one choice's text, as it comes."""
+class JsonEnd:
+    """Finds the bracket that leaves none open, as the text of JSON comes. `depth` are open before
+    it. What is certainly no JSON is `broken`."""
 
-    @property
-    def complete(self) -> bool:
-        """Whether what it has read is calls."""
+    def __init__(self, depth: int = 0) -> None:
+        self.depth = depth
+        self.quoted = self.broken = self._escaped = False
 
-    def push(self, text: str) -> Sequence[str | CallPart]:
-        """What `text` adds: text to show, and parts of calls."""
-
-    def finish(self) -> Sequence[str | CallPart]:
-        """What was held back, once no more text can come."""
+    def push(self, text: str) -> int | None:
+        """Return the place after that bracket, if it is in `text`."""
+        at = 0
+        while at < len(text) and not self.broken:
+            if self._escaped:
+                self._escaped, at = False, at + 1
+                continue
+            found = (_IN_STRING if self.quoted else _BETWEEN).search(text, at)
+            if found is None:
+                break
+            character, at = found[0], found.end()
+            if character == '"':
+                self.quoted = not self.quoted
+            elif self.quoted:
+                self._escaped = character == "\\"
+                self.broken = not self._escaped
+            else:
+                self.depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(character, 0)
+                self.broken = character not in "{}[]"
+                if not self.depth:
+                    return at
+        return None
 
 
 class CallReader:
@@ -146,15 +166,14 @@ class CallReader:
         self._head = ""  # between calls: what may become the beginning of one
         self._index = -1
         self._in_arguments = False
-        self._depth = 0
-        self._in_string = self._escaped = False
+        self._json = JsonEnd(1)  # of the call around them
         self._closed = False  # the list has ended
 
     @property
     def complete(self) -> bool:
         if self._named is None:
             return self._closed
-        return self._index == 0 and not (self._depth or self._in_string)
+        return self._index == 0 and self._json.depth == 1 and not self._json.quoted
 
     def push(self, text: str) -> list[CallPart]:
         """What `text` adds, one part for each call that it touches."""
@@ -165,19 +184,16 @@ class CallReader:
             if not self._in_arguments:
                 text = self._read_head(text, parts)
                 continue
-            end = self._end_of_arguments(text)
-            piece, text = text[:end], text[end:]
+            end = self._json.push(text)
+            piece, text = (text, "") if end is None else (text[: end - 1], text[end - 1 :])
             self._in_arguments = not text
             if piece:
-                _extend(parts, CallPart(self._index, piece))
+                add_part(parts, CallPart(self._index, piece))
         return parts
-
-    def finish(self) -> list[CallPart]:
-        return []
 
     def _open(self, name: str) -> CallPart:
         self._index += 1
-        self._in_arguments, self._depth = True, 0
+        self._in_arguments, self._json = True, JsonEnd(1)
         return CallPart(self._index, "", call_id(), name)
 
     def _read_head(self, text: str, parts: list[CallPart]) -> str:
@@ -192,26 +208,9 @@ class CallReader:
         parts.append(self._open(name))
         return read[end + len(_ARGUMENTS) :]
 
-    def _end_of_arguments(self, text: str) -> int:
-        """Where the brace stands that closes the call around them; beyond `text` if it does not."""
-        for at, character in enumerate(text):
-            if self._escaped:
-                self._escaped = False
-            elif self._in_string:
-                self._escaped = character == "\\"
-                self._in_string = character != '"'
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                if not self._depth:
-                    return at
-                self._depth -= 1
-        return len(text)
 
-
-def _extend(parts: list[CallPart], part: CallPart) -> None:
+def add_part(parts: list[CallPart], part: CallPart) -> None:
+    """Append a part, or join it to the last one if that is of the same call."""
     if parts and parts[-1].call == part.call:
         last = parts.pop()
         part = last._replace(arguments=last.arguments + part.arguments)

@@ -35,11 +35,27 @@ def conversation(value: Any) -> list[dict[str, Any]]:
         if "tool_calls" in messages[-1]:
             calls = _earlier_calls(message["tool_calls"], f"{field}.tool_calls")
             messages[-1]["tool_calls"] = calls
+        _name_thought(messages[-1], field)
     return messages
 
 
 def _given(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if value is not None and value != []}
+
+
+def _name_thought(message: dict[str, Any], field: str) -> None:
+    """Give an earlier thought every name that templates read. `thinking` is the one of gpt-oss,
+    whose template refuses a thought together with both content and calls."""
+    for name in ("reasoning", "reasoning_content"):
+        thought = message.get(name)
+        if thought is None:
+            continue
+        if not isinstance(thought, str):
+            raise FieldError(f"{field}.{name}", "is no text", "send a text")
+        message["reasoning"] = message["reasoning_content"] = thought
+        if thought and not (message.get("tool_calls") and message["content"]):
+            message.setdefault("thinking", thought)
+        return
 
 
 def _earlier_calls(value: Any, field: str) -> list[dict[str, Any]]:

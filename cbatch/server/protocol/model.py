@@ -8,15 +8,24 @@ from typing import Any
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.server.protocol.errors import UnknownModelError
-from cbatch.server.protocol.tool_parsers import ToolParser
+from cbatch.server.protocol.thought_grammar import around_answer
+from cbatch.server.protocol.tool_parsers import (
+    THOUGHTS,
+    ReasoningParser,
+    ToolParser,
+    find_reasoning_parser,
+)
 from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
 from cbatch.text.output_processor import Prompt, require_length, token_texts
+
+_PROMPT_END_TOKENS = 32  # enough for the marks of a thought
 
 
 class ServedModel:
     """`root` is where the model came from. `created_s` is in seconds of the Unix epoch.
-    `tool_parser`: how it writes tool calls; None: nobody has said. `sampling_defaults` are fields
-    of `SamplingParams` for calls that leave them out."""
+    `tool_parser` is the format of its tool calls, None if that is not known; `reasoning_parser` is
+    the format of its thoughts. `sampling_defaults` are fields of `SamplingParams` for calls that
+    leave them out."""
 
     def __init__(
         self,
@@ -29,11 +38,14 @@ class ServedModel:
         tokenizer: TextTokenizer | None = None,
         chat_template: ChatTemplate | None = None,
         tool_parser: ToolParser | None = None,
+        reasoning_parser: ReasoningParser = "none",
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
         self.sampling_defaults = dict(sampling_defaults or {})
         self.tool_parser: ToolParser | None = tool_parser
+        template = "" if chat_template is None else chat_template.text
+        self.reasoning_parser = find_reasoning_parser(reasoning_parser, template)
         self.max_model_tokens, self.vocab_size = max_model_tokens, vocab_size
         self._created_s = created_s
         self._root = root or name
@@ -82,6 +94,17 @@ class ServedModel:
     def token_texts(self, prompt: Prompt, params: SamplingParams) -> list[str | None]:
         """See `cbatch.text.output_processor.token_texts`."""
         return token_texts(prompt, params, self._tokenizer)
+
+    def prompt_end(self, ids: Sequence[int]) -> str:
+        """Return the end of a prompt's text, with its special tokens."""
+        return self.tokenizer.decode(ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+
+    def around_answer(self, ids: Sequence[int]) -> str | None:
+        """Return the grammar around a structured answer to a prompt, see `thought_grammar`."""
+        thoughts = THOUGHTS.get(self.reasoning_parser)
+        if thoughts is None:
+            return None
+        return around_answer(thoughts, self.tokenizer, self.prompt_end(ids))
 
     def token_bytes(self, token_id: int) -> bytes:
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -21,7 +21,6 @@ from cbatch.core.request.request import (
 )
 from cbatch.core.request.unsupported import without_neutral_fields
 from cbatch.server.protocol.forced_tools import (
-    CallReader,
     ForcedCall,
     ToolChoice,
     Tools,
@@ -29,7 +28,7 @@ from cbatch.server.protocol.forced_tools import (
 )
 from cbatch.server.protocol.messages import conversation, template_variables
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.tool_parsers import MakeReader, free_calls
+from cbatch.server.protocol.tool_parsers import ReplyFormat, reply_format
 from cbatch.text.output_processor import Prompt
 
 MAX_CHOICES = 128  # sequences that one call may start
@@ -48,10 +47,11 @@ Fields = TypeVar("Fields", bound="CallFields")
 class PendingPrompt(NamedTuple):
     """To be made once it has its ticket of the queue. `num_bytes` is about the most tokens
     that it can have; `make` gives their ids, may be called in any thread, and raises
-    `FieldError`."""
+    `FieldError`. `around` returns the grammar around a structured output that follows the ids."""
 
     num_bytes: int
     make: Callable[[], tuple[int, ...]]
+    around: Callable[[Sequence[int]], str | None] | None = None
 
 
 ReadPrompt = str | tuple[int, ...] | PendingPrompt
@@ -134,6 +134,8 @@ class ChatFields(CallFields, frozen=True, kw_only=True):
     tools: Tools = []
     tool_choice: ToolChoice | None = None  # "auto"
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True  # as in vLLM: false leaves thoughts out of the answer
+    separate_reasoning: bool = True  # as in SGLang: false leaves them in the text
 
 
 class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +165,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     prompt_only: bool = False  # `max_tokens` 0: the one token that is made is not shown
     grammar_field: str = "structured_outputs"  # what the client asked for them by
-    call_reader: MakeReader | None = None  # for a choice's text; None: no call is looked for in it
+    reply: ReplyFormat | None = None  # None: a reply is nothing but text
+    mark_ids: frozenset[int] | None = None  # special tokens in the marks of `reply`
+    include_reasoning: bool = True
 
     @property
     def include_usage(self) -> bool:
@@ -224,11 +228,18 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
     sampling.setdefault("max_tokens", model.reply_tokens)
     tools, choice, parallel = list(fields.tools), fields.tool_choice, fields.parallel_tool_calls
     forced = forced_call(tools, choice, parallel=parallel)
-    reader = free_calls(tools, choice, model.tool_parser, parallel=parallel)
-    if reader is not None:  # calls that the model makes of its own accord follow no grammar
+    reply = reply_format(
+        model.tool_parser,
+        model.reasoning_parser,
+        tools,
+        choice,
+        forced,
+        separate=fields.separate_reasoning,
+        parallel=parallel,
+    )
+    if reply is not None and reply.calls is not None:  # calls of its own accord follow no grammar
         strict = (at for at, tool in enumerate(tools) if tool.function.strict)
         rest = (*rest, *(f"tools[{at}].function.strict" for at in strict))
-    reader = reader if forced is None else partial(CallReader, forced.name)
     params, grammar_field = _structured(sampling, fields, forced)
     messages = conversation(fields.messages)
     variables = template_variables(fields.chat_template_kwargs)
@@ -237,7 +248,7 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
     def make() -> tuple[int, ...]:
         text = model.render(
             messages,
-            tools=msgspec.to_builtins(tools) if reader else None,
+            tools=msgspec.to_builtins(tools) if tools and choice != "none" else None,
             add_generation_prompt=fields.add_generation_prompt,
             variables=variables,
         )
@@ -245,12 +256,14 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
         return _truncated(ids, fields)
 
     return Call(
-        prompts=(PendingPrompt(len(body), make),),
+        prompts=(PendingPrompt(len(body), make, model.around_answer),),
         params=params,
         fields=fields,
         ignored=rest,
         grammar_field=grammar_field,
-        call_reader=reader,
+        reply=reply,
+        mark_ids=None if reply is None else reply.mark_ids(model.tokenizer),
+        include_reasoning=fields.include_reasoning,
     )
 
 

@@ -12,10 +12,15 @@ from cbatch.server.protocol.logprobs import ChatLogprobs, CompletionLogprobs
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 
 
+class TokenDetails(msgspec.Struct):
+    reasoning_tokens: int  # with the marks around thoughts
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: TokenDetails | UnsetType = UNSET  # with a reasoning parser
 
 
 class CompletionChoice(msgspec.Struct):
@@ -55,6 +60,8 @@ class Delta(msgspec.Struct):
     """`role` comes with a choice's first text, so that no client takes it for a first token."""
 
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the older name, with the same text
     role: Literal["assistant"] | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
@@ -70,8 +77,10 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    content: str | None  # None: it is the calls
+    content: str | None  # None: it is calls, or a thought that was cut
     role: Literal["assistant"] = "assistant"
+    reasoning: str | None | UnsetType = UNSET  # set with a reasoning parser
+    reasoning_content: str | None | UnsetType = UNSET
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 

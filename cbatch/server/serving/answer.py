@@ -13,22 +13,16 @@ from msgspec import UNSET, UnsetType, structs
 from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.committer import NO_TOKEN_MESSAGE
 from cbatch.server.protocol.errors import GenerationError, UnanswerableError
-from cbatch.server.protocol.forced_tools import CallPart, ToolCallReader
-from cbatch.server.protocol.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
+from cbatch.server.protocol.forced_tools import CallPart
+from cbatch.server.protocol.logprobs import CompletionLogprobs, prompt_logprobs
 from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.reply_reader import Part, ReplyReader
 from cbatch.server.protocol.requests import Call
 from cbatch.server.protocol.responses import (
-    ChatChoice,
     ChatChunkChoice,
-    ChatCompletion,
-    ChatMessage,
     CompletionChoice,
     CompletionResponse,
-    Delta,
-    FunctionCall,
     PromptLogprobs,
-    ToolCall,
-    ToolCallDelta,
     Usage,
 )
 from cbatch.server.serving.call import OutputStream
@@ -37,10 +31,10 @@ from cbatch.text.outputs import Choice, Output, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
-Part = TypeVar("Part", CompletionChoice, ChatChunkChoice)
+AnyChoice = TypeVar("AnyChoice", CompletionChoice, ChatChunkChoice)
 
 
-class _Progress:
+class ChoiceProgress:
     """One choice on its way. `position` is that of its prompt in the call."""
 
     def __init__(
@@ -48,11 +42,16 @@ class _Progress:
     ) -> None:
         self.index, self.position, self.stream, self.times = index, position, stream, times
         self.begun = False  # whether something of it was sent
-        self.frame: tuple[bytes, bytes] | None = None  # around the text of an event
+        # Of the last output: texts that are not empty, by kind, and parts of calls.
+        self.texts: dict[str, str] = {}
+        self.calls: list[CallPart] = []
+        self.frames: dict[str, list[bytes]] = {}  # around the text of an event, by its kind
+        self.reader: ReplyReader | None = None
+        self.parts: list[Part] = []  # of the whole reply, unless it is streamed
         self.end_offset = 0  # of the text whose log probabilities were told
 
 
-class Answer(ABC, Generic[Part]):
+class Answer(ABC, Generic[AnyChoice]):
     """What has been completed so far, over the prompts and choices of one call."""
 
     id_prefix: ClassVar[str]
@@ -63,7 +62,7 @@ class Answer(ABC, Generic[Part]):
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._streams: list[OutputStream] = []
-        self._progress: dict[int, _Progress] = {}
+        self._progress: dict[int, ChoiceProgress] = {}
         self._done: dict[int, Choice] = {}
         self._prompt_tokens = 0
         self._completion_tokens = 0
@@ -77,7 +76,7 @@ class Answer(ABC, Generic[Part]):
         tells_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         self._tells_tokens = tells_logprobs or call.fields.return_token_ids
         # From a choice's second event on nothing changes but the text.
-        self._only_text = not (self._tells_tokens or self._continuous or call.call_reader)
+        self._only_text = not (self._tells_tokens or self._continuous)
 
     def open(self, stream: OutputStream) -> None:
         """The prompts' streams, in order, before any output."""
@@ -87,7 +86,7 @@ class Answer(ABC, Generic[Part]):
         num_choices, max_tokens = stream.accepted.num_choices, self.call.params.max_tokens
         self._meter.open(prompt_tokens, num_choices, max_tokens)
 
-    def take(self, position: int, output: Output) -> _Progress:
+    def take(self, position: int, output: Output) -> ChoiceProgress:
         """Counts what a choice brought. `position` is the prompt's. Raises `GenerationError` where
         the choice ended with one."""
         output = self._shown(output)
@@ -95,7 +94,7 @@ class Answer(ABC, Generic[Part]):
         index = position * stream.accepted.num_choices + output.index
         progress = self._progress.get(index)
         if progress is None:
-            progress = _Progress(index, position, stream, self._meter.begin())
+            progress = ChoiceProgress(index, position, stream, self._meter.begin())
             self._progress[index] = progress
         self._completion_tokens += len(output.token_ids)
         self._meter.observe(progress.times, output, stream.admitted_s)
@@ -105,24 +104,26 @@ class Answer(ABC, Generic[Part]):
                     raise UnanswerableError(done.error)
                 raise GenerationError(done.error or "the request failed")
             self._done[index] = done
+        self._read(progress, output)
         return progress
 
     def event(self, position: int, output: Output) -> bytes:
         """The event that tells of it; empty where there is nothing to tell yet."""
         output = self._shown(output)
         progress, done = self.take(position, output), output.finished
-        text = output.text
-        if self._only_text and progress.begun and done is None:
-            if not text:
+        if self._only_text and progress.begun and done is None and not progress.calls:
+            if not progress.texts:
                 return b""
-            before, after = progress.frame or self._frame(progress, output)
-            return before + encode(text) + after
+            if len(progress.texts) == 1:
+                ((kind, text),) = progress.texts.items()
+                frame = progress.frames.get(kind) or self._frame(progress, output, kind)
+                return encode(text).join(frame)
+        texts = progress.texts
         if not progress.begun and self.call.echo:
-            text = self._prompt_text(progress) + text
-        tells = self._read(progress, text, ends=done is not None)
-        if not tells and done is None and not self._tells_tokens:
+            texts = {"text": self._prompt_text(progress) + output.text}
+        if not (texts or progress.calls) and done is None and not self._tells_tokens:
             return b""
-        part = self._part(progress, output, text)
+        part = self._part(progress, output, texts)
         if done is not None:
             part.finish_reason = self._reason(progress, done)
         if self.call.fields.return_token_ids:
@@ -153,16 +154,18 @@ class Answer(ABC, Generic[Part]):
         """The answer, once every choice has finished."""
 
     @abstractmethod
-    def _part(self, progress: _Progress, output: Output, text: str) -> Part: ...
+    def _part(
+        self, progress: ChoiceProgress, output: Output, texts: dict[str, str]
+    ) -> AnyChoice: ...
 
-    def _read(self, progress: _Progress, text: str, *, ends: bool) -> bool:
-        """Takes in what comes next. False: there is nothing in it to be told yet."""
-        return bool(text)
+    @abstractmethod
+    def _read(self, progress: ChoiceProgress, output: Output) -> None:
+        """Set the texts and calls of `progress` to what the output adds."""
 
-    def _reason(self, progress: _Progress, choice: Choice) -> str:
+    def _reason(self, progress: ChoiceProgress, choice: Choice) -> str:
         return choice.finish_reason.value
 
-    def _first_extra(self, progress: _Progress) -> bytes:
+    def _first_extra(self, progress: ChoiceProgress) -> bytes:
         """What a choice's first chunk has beside it."""
         return b""
 
@@ -178,11 +181,11 @@ class Answer(ABC, Generic[Part]):
             done = structs.replace(done, **none, finish_reason=FinishReason.LENGTH)
         return structs.replace(output, **none, finished=done)
 
-    def _frame(self, progress: _Progress, output: Output) -> tuple[bytes, bytes]:
-        """What stands before and after the text of this event and of those that follow."""
-        before, _, after = encode(self._part(progress, output, "")).partition(b'""')
-        progress.frame = self._head + before, after + self._tail
-        return progress.frame
+    def _frame(self, progress: ChoiceProgress, output: Output, kind: str) -> list[bytes]:
+        """Return what is around the text of this event, and of later ones of its kind."""
+        first, *between, last = encode(self._part(progress, output, {kind: ""})).split(b'""')
+        progress.frames[kind] = [self._head + first, *between, last + self._tail]
+        return progress.frames[kind]
 
     def _chunk(self, choice: bytes, extra: bytes) -> bytes:
         if self._continuous:
@@ -191,16 +194,16 @@ class Answer(ABC, Generic[Part]):
             return self._head + choice + b"]" + extra + b"}\n\n"
         return self._head + choice + self._tail
 
-    def _finished(self) -> list[tuple[_Progress, Choice]]:
+    def _finished(self) -> list[tuple[ChoiceProgress, Choice]]:
         return [(self._progress[index], self._done[index]) for index in sorted(self._done)]
 
-    def _prompt_text(self, progress: _Progress) -> str:
+    def _prompt_text(self, progress: ChoiceProgress) -> str:
         prompt = self.call.prompts[progress.position]
         if isinstance(prompt, str):
             return prompt
         return "".join(each or "" for each in self._prompt_texts(progress))
 
-    def _prompt_texts(self, progress: _Progress) -> list[str | None]:
+    def _prompt_texts(self, progress: ChoiceProgress) -> list[str | None]:
         """What each token of the prompt adds to the text that is echoed."""
         prompt = self.call.prompts[progress.position]
         if not isinstance(prompt, str):
@@ -211,7 +214,7 @@ class Answer(ABC, Generic[Part]):
         found = part.prompt_logprobs
         return None if found is None else prompt_logprobs(found, self._model.decode)
 
-    def _prompt_ids(self, progress: _Progress) -> list[int] | UnsetType:
+    def _prompt_ids(self, progress: ChoiceProgress) -> list[int] | UnsetType:
         """As a choice begins, on request."""
         if progress.begun or not self.call.fields.return_token_ids:
             return UNSET
@@ -240,23 +243,30 @@ class CompletionAnswer(Answer[CompletionChoice]):
             choices=[self._choice(*each) for each in self._finished()], **self._common()
         )
 
-    def _choice(self, progress: _Progress, choice: Choice) -> CompletionChoice:
+    def _choice(self, progress: ChoiceProgress, choice: Choice) -> CompletionChoice:
         text = self._prompt_text(progress) + choice.text if self.call.echo else choice.text
-        made = self._part(progress, choice, text)
+        made = self._part(progress, choice, {"text": text})
         made.finish_reason, made.token_ids = choice.finish_reason.value, self._token_ids(choice)
         return made
 
-    def _part(self, progress: _Progress, part: Output | Choice, text: str) -> CompletionChoice:
+    def _read(self, progress: ChoiceProgress, output: Output) -> None:
+        progress.texts = {"text": output.text} if output.text else {}
+
+    def _part(
+        self, progress: ChoiceProgress, part: Output | Choice, texts: dict[str, str]
+    ) -> CompletionChoice:
         return CompletionChoice(
             index=progress.index,
-            text=text,
+            text=texts.get("text", ""),
             seed=progress.stream.accepted.seed,
             logprobs=self._logprobs(progress, part),
             prompt_logprobs=self._prompt_logprobs(part),
             prompt_token_ids=self._prompt_ids(progress),
         )
 
-    def _logprobs(self, progress: _Progress, part: Output | Choice) -> CompletionLogprobs | None:
+    def _logprobs(
+        self, progress: ChoiceProgress, part: Output | Choice
+    ) -> CompletionLogprobs | None:
         """Of the new tokens; with `echo` those of the prompt come before the first."""
         if part.logprobs is None:
             return None
@@ -269,94 +279,3 @@ class CompletionAnswer(Answer[CompletionChoice]):
         made = CompletionLogprobs.of(found, ids, self._model.decode, progress.end_offset, texts)
         progress.end_offset = max(progress.end_offset, made.end_offset)
         return made
-
-
-class ChatAnswer(Answer[ChatChunkChoice]):
-    """Tool calls in a reply are told as these, and what is left of it as its text."""
-
-    id_prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
-
-    def __init__(self, call: Call, model: ServedModel, meter: Meter) -> None:
-        super().__init__(call, model, meter)
-        self._readers: dict[int, ToolCallReader] = {}  # by the choice's index
-        # What the next chunk tells, where calls are looked for.
-        self._content: str | None = None
-        self._calls: list[CallPart] = []
-
-    def whole(self) -> ChatCompletion:
-        finished = self._finished()
-        return ChatCompletion(
-            choices=[self._choice(*each) for each in finished],
-            prompt_token_ids=self._prompt_ids(finished[0][0]),
-            **self._common(),
-        )
-
-    def _choice(self, progress: _Progress, choice: Choice) -> ChatChoice:
-        message = ChatMessage(choice.text)
-        if self.call.call_reader is not None:
-            self._read(progress, choice.text, ends=True)
-            calls = [_tool_call(part) for part in self._calls]
-            message = ChatMessage(self._content, tool_calls=calls or UNSET)
-        return ChatChoice(
-            index=progress.index,
-            message=message,
-            seed=progress.stream.accepted.seed,
-            finish_reason=self._reason(progress, choice),
-            logprobs=self._logprobs(choice),
-            prompt_logprobs=self._prompt_logprobs(choice) or UNSET,
-            token_ids=self._token_ids(choice),
-        )
-
-    def _part(self, progress: _Progress, output: Output, text: str) -> ChatChunkChoice:
-        first = not progress.begun
-        delta = Delta(text)
-        if self.call.call_reader is not None:
-            parts = [_tool_call_delta(part) for part in self._calls]
-            delta = Delta(self._content or UNSET, tool_calls=parts or UNSET)
-        delta.role = "assistant" if first else UNSET
-        return ChatChunkChoice(
-            index=progress.index,
-            delta=delta,
-            logprobs=self._logprobs(output),
-            seed=progress.stream.accepted.seed if first else UNSET,
-            prompt_logprobs=self._prompt_logprobs(output) or UNSET,
-        )
-
-    def _read(self, progress: _Progress, text: str, *, ends: bool) -> bool:
-        if self.call.call_reader is None:
-            return bool(text)
-        reader = self._readers.get(progress.index)
-        if reader is None:
-            reader = self._readers[progress.index] = self.call.call_reader()
-        parts = [*reader.push(text), *(reader.finish() if ends else ())]
-        self._content = "".join(part for part in parts if isinstance(part, str)) or None
-        self._calls = [part for part in parts if isinstance(part, CallPart)]
-        return bool(parts)
-
-    def _reason(self, progress: _Progress, choice: Choice) -> str:
-        """`tool_calls` where they are complete, also of a named function: clients look for it."""
-        reader = self._readers.get(progress.index)
-        if choice.finish_reason is FinishReason.STOP and reader is not None and reader.complete:
-            return "tool_calls"
-        return choice.finish_reason.value
-
-    def _first_extra(self, progress: _Progress) -> bytes:
-        ids = self._prompt_ids(progress)
-        return b"" if isinstance(ids, UnsetType) else b',"prompt_token_ids":' + encode(ids)
-
-    def _logprobs(self, part: Output | Choice) -> ChatLogprobs | None:
-        if part.logprobs is None:
-            return None
-        return ChatLogprobs.of(part.logprobs, self._model.decode, self._model.token_bytes)
-
-
-def _tool_call(part: CallPart) -> ToolCall:
-    """Of a part that is the whole of its call."""
-    return ToolCall(part.id or "", FunctionCall(part.arguments, part.name or UNSET))
-
-
-def _tool_call_delta(part: CallPart) -> ToolCallDelta:
-    function = FunctionCall(part.arguments, part.name or UNSET)
-    if part.id is None:
-        return ToolCallDelta(part.call, function)
-    return ToolCallDelta(part.call, function, part.id, "function")

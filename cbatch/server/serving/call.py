@@ -136,9 +136,17 @@ class OpenCall:
         self._over = False
 
     def begin(
-        self, requests: list[Request], tokenizer: TextTokenizer | None, *, whole: bool = True
+        self,
+        requests: list[Request],
+        tokenizer: TextTokenizer | None,
+        *,
+        mark_ids: frozenset[int] | None = None,
+        whole: bool = True,
     ) -> None:
-        choices = [(each, ServedChoice(self, each, tokenizer, whole=whole)) for each in requests]
+        choices = [
+            (each, ServedChoice(self, each, tokenizer, mark_ids=mark_ids, whole=whole))
+            for each in requests
+        ]
         self._running = dict.fromkeys(each.request_id for each in requests)
         self._holds.callback(self._cancel)
         self.client.add(choices)
@@ -202,9 +210,16 @@ class ServedChoice(LiveChoice):
     """A choice whose engine is elsewhere: what that says of it goes to its call."""
 
     def __init__(
-        self, call: OpenCall, request: Request, tokenizer: TextTokenizer | None, *, whole: bool
+        self,
+        call: OpenCall,
+        request: Request,
+        tokenizer: TextTokenizer | None,
+        *,
+        mark_ids: frozenset[int] | None,
+        whole: bool,
     ) -> None:
-        super().__init__(request, call.stream.accepted.request_id, tokenizer, whole=whole)
+        group_id = call.stream.accepted.request_id
+        super().__init__(request, group_id, tokenizer, mark_ids=mark_ids, whole=whole)
         self._call = call
 
     def on_admitted(self, ago_s: float) -> None:

@@ -172,13 +172,14 @@ class EngineService:
         num_prompts: int = 1,
         grammar_field: str = FIELD,
         owner: str | None = None,
+        mark_ids: frozenset[int] | None = None,
         whole: bool = True,
     ) -> OutputStream:
         """Raises `FieldError`, `OverloadedError` or `ServiceDownError`; then nothing was queued.
         `timeout_s` is for the whole request, beside the server's own limit. The `num_prompts` of
         one call share what may be left unread. `grammar_field` is what the client called the
-        structured outputs, and `owner` who may have only so many of them compiled at once; `whole`:
-        see `LiveChoice`."""
+        structured outputs, and `owner` who may have only so many of them compiled at once;
+        `mark_ids`, `whole`: see `LiveChoice`."""
         engine = self._require_engine()
         with ExitStack() as holds:
             self._open_one(holds)
@@ -186,6 +187,7 @@ class EngineService:
             ticket = self.queue.reserve(params.n, reserved_tokens)
             holds.callback(ticket.release)
             ids = await self._token_ids(prompt)
+            params = within(params, prompt, ids)
             requests = self._requests(ids, params, engine, request_id, priority, cache_salt)
             if params.structured_outputs is not None:
                 tried = await self._tried(params, grammar_field, owner)
@@ -202,7 +204,7 @@ class EngineService:
             self._calls[request_id] = call
             holds.callback(self._calls.pop, request_id)
             call.set_deadlines(self.limits, timeout_s, self.queue)
-            call.begin(requests, self._tokenizer, whole=whole)
+            call.begin(requests, self._tokenizer, mark_ids=mark_ids, whole=whole)
             call.keep()
         return call.stream
 
@@ -279,3 +281,12 @@ class EngineService:
     def _abort_all(self, message: str) -> None:
         for call in list(self._calls.values()):
             call.abort(ServiceDownError(message))
+
+
+def within(params: SamplingParams, prompt: AnyPrompt, ids: tuple[int, ...]) -> SamplingParams:
+    """Return the parameters with the grammar around a structured output that the prompt implies."""
+    output = params.structured_outputs
+    if output is None or not isinstance(prompt, PendingPrompt) or prompt.around is None:
+        return params
+    around = prompt.around(ids) if output.around is None else output.around
+    return structs.replace(params, structured_outputs=structs.replace(output, around=around))

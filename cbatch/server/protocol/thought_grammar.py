@@ -1,0 +1,55 @@
+"""The grammar of a reply whose answer is structured, after a thought that is not."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import groupby
+
+from cbatch.server.protocol.reply_reader import ThoughtFormat
+from cbatch.text import TextTokenizer
+
+_TOKENS_IN_MARKS = re.compile(r"(<[^<>]+>|\[[^][]+\])")
+
+
+def around_answer(thoughts: ThoughtFormat, tokenizer: TextTokenizer, prompt_end: str) -> str | None:
+    """Return the Lark of the whole reply, in which `@answer` is the structured part. None means
+    that the prompt closes the thought, so that the answer is all of the reply.
+
+    A thought is any text up to its closing mark. It must not contain control tokens such as EOS,
+    so that the answer follows.
+    """
+    if prompt_end.rstrip().endswith(thoughts.closes):
+        return None
+    added = {text: token_id for token_id, text in tokenizer.added.items()}
+    closed_ids = tokenizer.special_ids | {added.get(thoughts.closes)}
+    free_ids = sorted(i for i in added.values() if i not in closed_ids)
+    others = f"(text? <[{_ranges(free_ids)}]>)* " if free_ids else ""
+    token = f"text? <[{added[thoughts.closes]}]> | " if thoughts.closes in added else ""
+    closing = re.escape(thoughts.closes).replace("/", r"\/")
+    gap = _mark(thoughts.prompt_end, added) if thoughts.anywhere else r"/\n{0,2}/"
+    begun = thoughts.begins(prompt_end)
+    thought = f"thought {gap}" if begun else f"({_mark(thoughts.opens, added)} thought {gap})?"
+    return "\n".join(
+        (
+            f"start: {thought} {_mark(thoughts.answer, added)} @answer",
+            f"thought: {others}({token}last)",
+            "text: /(?s:.+)/",
+            f"last[lazy]: /(?s:.*){closing}/",
+        )
+    )
+
+
+def _ranges(ids: list[int]) -> str:
+    """Return sorted ids as Lark has them: some tokenizers have thousands of added tokens."""
+    runs = [list(run) for _, run in groupby(enumerate(ids), lambda each: each[1] - each[0])]
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" for run in runs)
+
+
+def _mark(text: str, added: dict[str, int]) -> str:
+    """Return Lark for a text whose parts may be added tokens."""
+    parts = [part for part in _TOKENS_IN_MARKS.split(text) if part]
+    return " ".join(
+        f"({json.dumps(part)} | <[{added[part]}]>)" if part in added else json.dumps(part)
+        for part in parts
+    )

@@ -1,0 +1,85 @@
+"""A service whose every choice is a given text, as tokens that go the way of an engine's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from cbatch.core.request.output import Ending, OutputRow
+from cbatch.core.request.request import FinishReason, Request, SamplingParams
+from cbatch.server.protocol.requests import PendingPrompt
+from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
+from cbatch.server.serving.call import OutputStream
+from cbatch.server.serving.service import within
+from cbatch.text import TextTokenizer
+from cbatch.text.output_processor import LiveChoice
+from cbatch.text.outputs import Accepted
+from tests.text.toy_tokenizers import printable
+
+EOS = 0
+
+
+def tokenizer_with(plain: Sequence[str] = (), special: Sequence[str] = ()) -> TextTokenizer:
+    """The toy tokenizer, and tokens that are text or control the model."""
+    raw = Tokenizer.from_str(printable().to_str())  # what others share stays as it is
+    raw.add_tokens([AddedToken(text, normalized=False) for text in plain])
+    raw.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    return TextTokenizer(raw, "toy")
+
+
+class ScriptedService:
+    """Every choice is the tokens of `text`, `step_tokens` a step. It ends for `reason` with the
+    last of them (EOS, for a stop) or, where that is `late`, after it. `params` are those of the
+    last call, as an engine would get them."""
+
+    running = ready = True
+    num_requests = num_restarts = 0
+    stats = None
+    text, reason, step_tokens, late = "", FinishReason.STOP, 3, False
+    params: SamplingParams
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.queue = AdmissionQueue(Limits(), time.monotonic)
+
+    async def start(self) -> Any:
+        sizes = {"max_model_tokens": 1024, "vocab_size": self.tokenizer.vocab_size}
+        return SimpleNamespace(config=SimpleNamespace(**sizes))
+
+    async def stop(self) -> None: ...
+
+    async def submit(
+        self,
+        prompt: PendingPrompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        mark_ids: frozenset[int] | None = None,
+        whole: bool = True,
+        **_: Any,
+    ) -> OutputStream:
+        ids = prompt.make()
+        self.params = within(params, prompt, ids)
+        stream = OutputStream(Accepted(request_id, ids, 1, params.n), lambda: None)
+        for index in range(params.n):
+            request = Request(request_id="r", prompt=ids, params=params, seed=1, choice=index)
+            choice = LiveChoice(request, request_id, self.tokenizer, mark_ids=mark_ids, whole=whole)
+            tokens = self.tokenizer.encode(self.text)
+            tokens += [EOS] if self.reason is FinishReason.STOP else []
+            steps = [
+                tokens[at : at + self.step_tokens] for at in range(0, len(tokens), self.step_tokens)
+            ]
+            for number, step in enumerate(steps, 1):
+                ends = number == len(steps) and not self.late
+                ending = Ending("r", self.reason) if ends else None
+                output = choice.extend(OutputRow("r", step, 0, 0), ending)
+                stream.put(output)
+                if output.finished is not None:
+                    break
+            else:
+                stream.put(choice.end(self.reason))
+        return stream

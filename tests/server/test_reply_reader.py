@@ -1,0 +1,365 @@
+"""Replies read to thought, calls and answer, by every format, cut at every place.
+
+`read` is what a stream tells. A script says what that must be, whatever the pieces are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.server.protocol.forced_tools import CallPart, CallReader, JsonEnd
+from cbatch.server.protocol.reply_reader import Part, ReplyReader, Thought
+from cbatch.server.protocol.tool_parsers import CALLS, THOUGHTS, find_reasoning_parser
+
+Calls = list[tuple[str, str]]
+ROME = '{"city": "Rome", "days": 1.50}'
+OBJECT = f'{{"name": "f", "arguments": {ROME}}}'
+F, G = ("f", ROME), ("g", "{}")
+TAG = f"<tool_call>\n{OBJECT}\n</tool_call>"
+FINAL, END = "<|channel|>final<|message|>", "<|end|><|start|>assistant"
+ANALYSIS = "<|channel|>analysis<|message|>"
+TO_F = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ROME}"
+
+
+class Script(NamedTuple):
+    """`calls` and `thoughts` name the formats."""
+
+    calls: Any
+    thoughts: str
+    text: str
+    content: str = ""
+    thought: str = ""
+    found: Calls = []
+    in_thought: bool = False
+
+
+SCRIPTS = [
+    # Qwen: the model opens and closes its thought, or leaves it out.
+    Script(None, "qwen3", "<think>\nHm.\n</think>\n\nYes. ", "Yes. ", "Hm."),
+    Script(None, "qwen3", "\n<think>\n\n</think>\n\nYes", "Yes", ""),
+    Script(
+        None, "qwen3", "Yes, <think> is a tag, </think> too", "Yes, <think> is a tag, </think> too"
+    ),
+    Script(None, "qwen3", " \n<thin", " \n<thin"),
+    Script(None, "qwen3", "<think> a </thin b  ", "", "a </thin b"),
+    Script(None, "qwen3", "<think>a</think> <think>b</think>", "<think>b</think>", "a"),
+    Script(None, "qwen3", "<think>a</think>\n", "", "a"),
+    Script(None, "qwen3", "a\n\nb</think>c", "c", "a\n\nb", in_thought=True),
+    Script(None, "qwen3", "", ""),
+    # DeepSeek: the prompt opens it; the model may do so, too.
+    Script(None, "deepseek_r1", "a</think>b", "b", "a", in_thought=True),
+    Script(None, "deepseek_r1", "<think>\na</think>\nb", "b", "a", in_thought=True),
+    Script(None, "deepseek_r1", "<thin</think>b", "b", "<thin", in_thought=True),
+    Script(None, "deepseek_r1", "</think>b", "b", in_thought=True),
+    Script(None, "deepseek_r1", "no answer yet ", "", "no answer yet", in_thought=True),
+    Script(None, "mistral", "[THINK]a [/THINKER] b[/THINK]c", "c", "a [/THINKER] b"),
+    # A call in a thought is none; a tag that begins none is text.
+    Script("hermes", "qwen3", f"<think>maybe {TAG}? No.</think>\nNo.", "No.", f"maybe {TAG}? No."),
+    Script(
+        "hermes",
+        "qwen3",
+        f"<think>I emit <tool_call> now.</think>\n{TAG}",
+        "",
+        "I emit <tool_call> now.",
+        [F],
+    ),
+    Script("hermes", "qwen3", f"<think>a</think>\n\nb\n{TAG} c", "b c", "a", [F]),
+    Script("hermes", "qwen3", f"a</think>{TAG}</think> d", "</think> d", "a", [F], in_thought=True),
+    Script("hermes", "qwen3", f"Write <tool_call> and {TAG}", "Write <tool_call> and", "", [F]),
+    Script(
+        "hermes", "qwen3", f"<tool_call> <tool_call>\n{TAG}", "<tool_call> <tool_call>", "", [F]
+    ),
+    Script("hermes", "qwen3", f"<tool_call>{OBJECT}\n{TAG}", "", "", [F, F]),
+    Script(
+        "hermes", "qwen3", f'<tool_call>{{"name": "f"\n{TAG}', '<tool_call>{"name": "f"', "", [F]
+    ),
+    Script("hermes", "qwen3", f"<tool_call>{OBJECT} so", " so", "", [F]),
+    Script("hermes", "qwen3", f"<tool_call>{OBJECT}<", "", "", [F]),
+    Script("hermes", "qwen3", '<tool_call>{"a": "<tool_call>', '<tool_call>{"a": "<tool_call>'),
+    Script(
+        "hermes",
+        "qwen3",
+        '<tool_call>{"a": [1, 2]}</tool_call>',
+        '<tool_call>{"a": [1, 2]}</tool_call>',
+    ),
+    # Llama: the reply is calls from its beginning.
+    Script("llama3_json", "qwen3", f"<think>{OBJECT}</think>\n{OBJECT}", "", OBJECT, [F]),
+    Script(
+        "llama3_json", "qwen3", f'{OBJECT}; {{"name": "g", "parameters": {{}}}}\n', "", "", [F, G]
+    ),
+    Script("llama3_json", "qwen3", f"{OBJECT}; then", "; then", "", [F]),
+    Script("llama3_json", "qwen3", f'{{"a": 1}} {OBJECT}', f'{{"a": 1}} {OBJECT}'),
+    # Mistral, older and newer.
+    Script(
+        "mistral",
+        "mistral",
+        f'a [TOOL_CALLS] [{OBJECT}, {{"name": "g", "arguments": {{}}}}] ',
+        "a",
+        "",
+        [F, G],
+    ),
+    Script(
+        "mistral",
+        "mistral",
+        f"[TOOL_CALLS]f[ARGS]{ROME}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{{}}",
+        "",
+        "",
+        [F, G],
+    ),
+    Script("mistral", "mistral", f"[TOOL_CALLS]f{ROME}", "", "", [F]),
+    Script(
+        "mistral", "mistral", f"[THINK][TOOL_CALLS]f{ROME}[/THINK]b", "b", f"[TOOL_CALLS]f{ROME}"
+    ),
+    Script("mistral", "mistral", f"[TOOL_CALLS] [{OBJECT}, and so", ", and so", "", [F]),
+    Script("mistral", "mistral", "[TOOL_CALLS] is a token", "[TOOL_CALLS] is a token"),
+    # gpt-oss
+    Script(None, "harmony", f"{ANALYSIS}Hm.{END}{FINAL}Yes.<|return|>", "Yes.", "Hm."),
+    Script(
+        None,
+        "harmony",
+        f"{ANALYSIS}a{END}{ANALYSIS}b{END}<|channel|>final <|constrain|>json<|message|>{{}}",
+        "{}",
+        "ab",
+    ),
+    Script(None, "harmony", f"{FINAL}<think> and <|x", "<think> and <|x"),
+    Script(None, "harmony", f"{ANALYSIS}cut <|en", "", "cut <|en"),
+    Script(None, "harmony", f"{ANALYSIS}a{END}<|channel|>fin", "", "a"),
+    Script(None, "harmony", "plain", "plain"),
+    Script("harmony", "harmony", f"{ANALYSIS}{TO_F}{END}{TO_F}<|call|>", "", TO_F, [F]),
+    Script(
+        "harmony",
+        "harmony",
+        f"<|channel|>commentary<|message|>I look.{END}{TO_F}",
+        "I look.",
+        "",
+        [F],
+    ),
+    Script(
+        "harmony",
+        "harmony",
+        f" to=functions.f<|channel|>commentary json<|message|>{ROME}",
+        "",
+        "",
+        [F],
+    ),
+    Script(
+        "harmony",
+        "harmony",
+        f"{ANALYSIS}a{END} to=functions.g<|channel|>analysis<|message|>{{}}",
+        "",
+        "a",
+        [G],
+    ),
+    Script("harmony", "harmony", TO_F[:-1], TO_F[:-1]),
+    Script("harmony", "harmony", f"{FINAL}go to=functions.f", "go to=functions.f"),
+]
+
+
+def reader_of(script: Script, *, separate: bool = True, parallel: bool = True) -> ReplyReader:
+    return ReplyReader(
+        CALLS[script.calls] if script.calls else None,
+        THOUGHTS[script.thoughts],
+        separate=separate,
+        parallel=parallel,
+        in_thought=script.in_thought,
+    )
+
+
+def flat(parts: Sequence[Part]) -> list[Any]:
+    """Characters of the answer, of a thought (as `Thought`), and calls, in their order."""
+    found: list[Any] = []
+    for part in parts:
+        if isinstance(part, CallPart):
+            found.append((part.name, part.arguments))
+        else:
+            assert part, "there was nothing to tell"
+            found += [type(part)(character) for character in part]
+    return found
+
+
+def read(reader: ReplyReader, pieces: Sequence[str]) -> list[Any]:
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    calls = [part for part in parts if isinstance(part, CallPart)]
+    assert [call.call for call in calls] == list(range(len(calls)))
+    assert len({call.id for call in calls}) == len(calls) and reader.complete == bool(calls)
+    return flat(parts)
+
+
+def message(found: list[Any]) -> tuple[str, str, Calls]:
+    calls = [each for each in found if isinstance(each, tuple)]
+    content, thought = ("".join(x for x in found if type(x) is kind) for kind in (str, Thought))
+    return content, thought, calls
+
+
+def cuts(text: str) -> Iterator[list[str]]:
+    yield list(text)
+    for at in range(len(text) + 1):
+        yield [text[:at], text[at:]]
+        yield [text[:at], text[at : at + 1], text[at + 1 :]]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda each: f"{each.calls} {each.text[:40]!r}")
+def test_a_reply_is_read_the_same_however_it_is_cut(script: Script) -> None:
+    want = read(reader_of(script), [script.text])
+    assert message(want) == (script.content, script.thought, script.found)
+    raw = read(reader_of(script, separate=False), [script.text])
+    if not script.found and script.thoughts != "harmony":
+        assert message(raw) == (script.text, "", [])
+    assert message(raw)[2] == script.found
+    for pieces in cuts(script.text):
+        assert read(reader_of(script), pieces) == want, pieces
+        assert read(reader_of(script, separate=False), pieces) == raw, pieces
+    one = read(reader_of(script, parallel=False), [script.text])
+    assert message(one) == (script.content, script.thought, script.found[:1])
+
+
+FRAGMENTS = [
+    *(TAG, OBJECT, TO_F, ANALYSIS, FINAL, END, "<|call|>", "<tool_call>", "</tool_call>"),
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "{", "}", "]"),
+    *("f", "; ", ", ", '"', "\\", " ", "\n", "a", "<", "[", " to=functions.f", "<|message|>"),
+]
+
+
+@given(
+    st.lists(st.sampled_from(FRAGMENTS), max_size=9),
+    st.lists(st.integers(0, 400), max_size=8),
+    st.sampled_from([*CALLS, None]),
+    st.sampled_from([*THOUGHTS, None]),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=400, deadline=None)
+def test_nor_do_any_fragments_in_any_pieces(
+    texts: list[str], places: list[int], calls: Any, thoughts: Any, separate: bool, begun: bool
+) -> None:
+    text = "".join(texts)
+    at = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    pieces = [text[a:b] for a, b in zip(at, at[1:], strict=False)]
+
+    def reader() -> ReplyReader:
+        formats = calls and CALLS[calls], thoughts and THOUGHTS[thoughts]
+        return ReplyReader(*formats, separate=separate, in_thought=begun and thoughts is not None)
+
+    want = read(reader(), [text])
+    assert read(reader(), pieces) == read(reader(), list(text)) == want
+    if thoughts != "harmony" and not (separate or any(isinstance(x, tuple) for x in want)):
+        assert "".join(want) == text, "without calls nothing is lost"
+
+
+# To what is open in an object, so that the object can become a call.
+JSON_ENDS = ("", '"', 'e"', '": 1', ": 1", "1", "1]", "]", '"]', '": {}', ': "f"')
+SHORT = [script for script in SCRIPTS if len(script.text) < 90 and script.thoughts != "harmony"]
+
+
+@pytest.mark.parametrize("script", SHORT, ids=lambda each: f"{each.calls} {each.text[:40]!r}")
+def test_nothing_is_held_back_that_no_continuation_can_change(script: Script) -> None:
+    formats = [THOUGHTS[script.thoughts], *([CALLS[script.calls]] if script.calls else [])]
+    marks = [mark for each in formats for mark in each.marks if mark]
+    ends = {mark[n:] for mark in marks for n in range(len(mark))} | {"", " ", '"}', "}", "{"}
+    nexts = {end + more for end in ends for more in ("", "x", " x", OBJECT, "1")}
+    nexts |= {f"{end}{more}{OBJECT[1:]}" for end in JSON_ENDS for more in ("", ", ")}
+    for at in range(len(script.text) + 1):
+        reader = reader_of(script)
+        told = flat([part for part in reader.push(script.text[:at])])
+        outcomes = [
+            read(reader_of(script), [script.text[:at] + end]) for end in {*nexts, script.text[at:]}
+        ]
+        decided = outcomes[0]
+        for other in outcomes[1:]:
+            same = 0
+            for a, b in zip(decided, other, strict=False):
+                if a != b or type(a) is not type(b):
+                    break
+                same += 1
+            decided = decided[:same]
+        assert told == decided, script.text[:at]
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+        ),
+        max_leaves=8,
+    ).filter(lambda value: isinstance(value, dict)),
+    st.text(max_size=4),
+    st.booleans(),
+)
+def test_the_end_of_an_object_is_where_a_parser_finds_it(
+    value: dict[str, Any], after: str, ascii_only: bool
+) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    whole, piecewise = JsonEnd(), JsonEnd()
+    assert whole.push(text + after) == len(text) and not whole.broken
+    assert [piecewise.push(character) for character in text] == [*[None] * (len(text) - 1), 1]
+
+
+@pytest.mark.parametrize("text", ["{o", '{"a" <', "{x", '{"a\n', "{'", '{"a": 1}['])
+def test_what_is_certainly_no_json_is_noticed_at_once(text: str) -> None:
+    for at in range(len(text) - 1):
+        begun = JsonEnd()
+        begun.push(text[:at])
+        assert not begun.broken
+    end = JsonEnd()
+    end.push(text)
+    assert end.broken == (text != '{"a": 1}[')
+
+
+def test_forced_calls_come_after_a_thought() -> None:
+    thought = '[{"name": "x", "arguments": {}}]'
+    text = f"<think>{thought}</think>\n\n[{OBJECT}]"
+    for separate in (True, False):
+        for pieces in cuts(text):
+            forced = CallReader(None)
+            reader = ReplyReader(None, THOUGHTS["qwen3"], separate=separate, forced=forced)
+            parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+            calls = [part for part in parts if isinstance(part, CallPart)]
+            assert "".join(call.arguments for call in calls) == ROME and calls[0].name == "f"
+            assert {call.call for call in calls} == {0} and reader.complete
+            told = "".join(part for part in parts if not isinstance(part, CallPart))
+            assert told == (thought if separate else f"<think>{thought}</think>")
+
+
+@pytest.mark.parametrize(
+    "template, parser",
+    [
+        ("{{ '<|im_start|>assistant\n' }}{% if not enable_thinking %}<think>\n\n</think>", "qwen3"),
+        ("{{ content.split('</think>')[-1] }}<｜Assistant｜>", "deepseek_r1"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),
+        ("[SYSTEM_PROMPT]think in [THINK][/THINK]", "mistral"),
+        ("<|im_start|>assistant\n", "none"),
+        ("", "none"),
+    ],
+)
+def test_the_template_tells_how_a_model_thinks(template: str, parser: Any) -> None:
+    assert find_reasoning_parser("auto", template) == parser
+    assert find_reasoning_parser("none", template) == "none"
+    assert find_reasoning_parser("qwen3", template) == "qwen3"
+
+
+@pytest.mark.parametrize(
+    "prompt, qwen3, deepseek_r1",
+    [
+        ("<|im_start|>assistant\n", False, True),
+        ("<|im_start|>assistant\n<think>\n", True, True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, False),
+        ("<think> means? <|im_end|>\n<|im_start|>assistant\n", False, True),
+        ("", False, True),
+    ],
+)
+def test_the_prompt_tells_whether_a_reply_begins_in_a_thought(
+    prompt: str, qwen3: bool, deepseek_r1: bool
+) -> None:
+    assert THOUGHTS["qwen3"].begins(prompt) is qwen3
+    assert THOUGHTS["deepseek_r1"].begins(prompt) is deepseek_r1

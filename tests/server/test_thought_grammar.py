@@ -1,0 +1,176 @@
+"""The grammar of a thought and a structured answer: where each begins and ends, by tokens and by
+text, and through engines with drafts, preemption and restarts."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch.core.request.request import FinishReason, StructuredOutputs
+from cbatch.grammars import Grammars
+from cbatch.runtime.sampling.structured import Structured
+from cbatch.server.protocol.thought_grammar import around_answer
+from cbatch.server.protocol.tool_parsers import THOUGHTS
+from cbatch.text import TextTokenizer
+from tests.runtime.engines import make_request
+from tests.runtime.test_structured import GRAMMARS, VOCABULARY, assert_speculated, draft, run
+from tests.server.scripted import EOS, tokenizer_with
+
+QWEN = tokenizer_with(
+    ["<think>", "</think>", "<tool_call>", "</tool_call>"], ["<|im_start|>", "<|im_end|>"]
+)
+PLAIN = tokenizer_with()  # marks are text
+HARMONY = tokenizer_with(
+    special=["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
+)
+MISTRAL = tokenizer_with(special=["[THINK]", "[/THINK]", "[TOOL_CALLS]"])
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+ASKED: list[tuple[dict[str, Any], str, str]] = [
+    ({"json": SCHEMA | {"additionalProperties": False}}, '{"a": 1}', '{"b": 1}'),
+    ({"regex": "[0-9]{2}"}, "42", "4a"),
+    ({"choice": ("yes", "no")}, "yes", "maybe"),
+    ({"grammar": 'root ::= "ja" | "nein"'}, "nein", "na"),
+]
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+# (format, tokenizer, end of the prompt, what may come before the answer, what may not)
+CASES: list[tuple[str, TextTokenizer, str, list[str], list[str]]] = [
+    (
+        "qwen3",
+        QWEN,
+        "[assistant]\n",
+        ["", "<think>Hm</think>", "<think>\n{a <tool_call> 1}\n</think>\n\n", "<think></think>\n"],
+        ["Hm</think>", "</think>", "Hm", "<think>Hm", "<think>a</think>\n\n\n", "\n"],
+    ),
+    (
+        "qwen3",
+        PLAIN,
+        "[assistant]\n",
+        ["", "<think>Hm</thinker></think>", "<think>\n{}\n</think>\n\n"],
+        ["Hm</think>", "<think>Hm"],
+    ),
+    (
+        "deepseek_r1",
+        QWEN,
+        "[assistant]<think>\n",
+        ["Hm</think>", "</think>\n\n", "<think>{}</think>", "a<tool_call>b</tool_call></think>"],
+        ["", "Hm", "Hm</think>x"],
+    ),
+    ("deepseek_r1", QWEN, "[assistant]", ["Hm</think>", "<think>Hm</think>"], [""]),
+    ("deepseek_r1", PLAIN, "<think>", ["Hm, </thin </think>"], ["Hm, </think"]),
+    ("mistral", MISTRAL, "[/INST]", ["", "[THINK]Hm[/THINK]"], ["Hm", "Hm[/THINK]"]),
+    (
+        "harmony",
+        HARMONY,
+        "<|start|>assistant",
+        [FINAL, f"{ANALYSIS}Hm {{}}<|end|><|start|>assistant{FINAL}"],
+        ["", ANALYSIS, f"{ANALYSIS}Hm<|end|>", f"{ANALYSIS}Hm<|end|>{FINAL}"],
+    ),
+]
+
+
+def matcher_of(tokenizer: TextTokenizer, asked: StructuredOutputs) -> Any:
+    return Grammars(lambda: tokenizer, tokenizer.vocab_size, (EOS,)).matcher(asked)
+
+
+def takes(matcher: Any, tokenizer: TextTokenizer, text: str) -> bool:
+    """Whether the whole reply may be `text`."""
+    fresh, ids = matcher.deep_copy(), tokenizer.encode(text)
+    return fresh.try_consume_tokens(ids) == len(ids) and fresh.is_accepting()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]!r}")
+@pytest.mark.parametrize("way, right, wrong", ASKED, ids=lambda each: str(each)[:20])
+def test_the_answer_is_held_to_its_grammar_after_the_thought(
+    case: Any, way: dict[str, Any], right: str, wrong: str
+) -> None:
+    name, tokenizer, prompt_end, before, never = case
+    around = around_answer(THOUGHTS[name], tokenizer, prompt_end)
+    matcher = matcher_of(tokenizer, StructuredOutputs(**way, around=around))
+    for text in before:
+        assert takes(matcher, tokenizer, text + right), text
+        assert not takes(matcher, tokenizer, text + wrong)
+        assert not takes(matcher, tokenizer, text)
+        assert not takes(matcher, tokenizer, f"{text}{right}x")
+    for text in never:
+        assert not takes(matcher, tokenizer, text + right), text
+
+
+def test_no_control_token_ends_a_thought() -> None:
+    around = around_answer(THOUGHTS["deepseek_r1"], QWEN, "<think>")
+    asked = StructuredOutputs(choice=("yes",), around=around)
+    structured = Structured(Grammars(lambda: QWEN, QWEN.vocab_size, (EOS,)), asked, QWEN.vocab_size)
+    row = torch.zeros(QWEN.vocab_size)
+    structured.shape(row)
+    forbidden = {i for i in range(QWEN.vocab_size) if row[i] != 0}
+    assert forbidden == QWEN.special_ids and EOS in forbidden
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3", "mistral"])
+def test_a_thought_that_the_prompt_has_ended_leaves_the_grammar_alone(name: str) -> None:
+    thoughts = THOUGHTS[name]
+    assert around_answer(thoughts, QWEN, f"x{thoughts.opens}\n\n{thoughts.closes}\n\n") is None
+
+
+# ---- through engines ----------------------------------------------------------------------------
+# The model is random: a thought that ends with "b" ends soon.
+
+THOUGHT = THOUGHTS["deepseek_r1"]._replace(opens="a", closes="b")
+AROUND = around_answer(THOUGHT, VOCABULARY, "a")
+OUTPUTS = [
+    StructuredOutputs(json={"enum": ["abc", "bad"]}, around=AROUND),
+    StructuredOutputs(regex="([0-9]{2}|[a-h]{3}){1,4}", around=AROUND),
+    StructuredOutputs(choice=("a cab has a bed", "a bad egg"), around=AROUND),
+]
+ANSWERS = ['"(abc|bad)"', "([0-9]{2}|[a-h]{3}){1,4}", "a cab has a bed|a bad egg"]
+SAMPLED = {"temperature": 1.0, "verification": "coupled"}
+
+
+def requests() -> list[Any]:
+    how = {"max_tokens": 100, "ignore_eos": False, **SAMPLED}
+    return [
+        make_request(f"r{n}", [5 + n, 7, 9], seed=n, structured_outputs=OUTPUTS[n % 3], **how)
+        for n in range(9)
+    ]
+
+
+def text_of(ids: list[int]) -> str:
+    return VOCABULARY.decode([i for i in ids if i != EOS])
+
+
+def test_drafts_and_preemption_move_no_token_of_thought_or_answer() -> None:
+    base = run(requests(), max_slots=1, prefix_cache=False)
+    lengths = []
+    for n in range(9):
+        assert base.reasons[f"r{n}"] is FinishReason.STOP, text_of(base.outputs[f"r{n}"])
+        thought, _, answer = text_of(base.outputs[f"r{n}"]).partition("b")
+        lengths.append(len(thought))
+        assert re.fullmatch(f"\n{{0,2}}({ANSWERS[n % 3]})", answer), answer
+    assert max(lengths) > 12, "the thoughts were too short for the test"
+    done = run(requests(), draft(), lookahead="fixed:4")
+    assert_speculated(done)
+    assert done.outputs == base.outputs
+    tight = run(requests(), draft(), lookahead="fixed:3", num_blocks=28, step_budget_tokens=64)
+    assert tight.scheduler.stats.preemptions > 0
+    assert tight.outputs == base.outputs
+
+
+def test_a_restart_anywhere_goes_on_as_it_was() -> None:
+    """The state is a function of the committed tokens."""
+    base = run(requests()[1:2], max_slots=1)
+    (ids,) = base.outputs.values()
+
+    def allowed(structured: Structured) -> list[float]:
+        row = torch.zeros(VOCABULARY.vocab_size)
+        structured.shape(row)
+        return row.tolist()
+
+    alive = Structured(GRAMMARS, OUTPUTS[1], VOCABULARY.vocab_size)
+    for at, token in enumerate(ids):
+        again = Structured(GRAMMARS, OUTPUTS[1], VOCABULARY.vocab_size)
+        for earlier in ids[:at]:
+            again.advance(earlier)
+        assert allowed(again) == allowed(alive), at
+        alive.advance(token)

@@ -1,0 +1,313 @@
+"""Thoughts over the API: apart from the answer, counted, whole and streamed the same. What the
+model writes is scripted, token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+
+from cbatch import FieldError
+from cbatch.core.request.request import FinishReason
+from cbatch.server.protocol.requests import PendingPrompt, parse_chat
+from cbatch.text import ChatTemplate
+from tests.server.http_client import CHAT, MODEL, Client, serving_service, toy_model
+from tests.server.scripted import ScriptedService, tokenizer_with
+
+MESSAGES: Any = [{"role": "user", "content": "Rome?"}]
+TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
+QWEN = tokenizer_with(
+    ["<think>", "</think>", "<tool_call>", "</tool_call>"], ["<|im_start|>", "<|im_end|>"]
+)
+QWEN_TEMPLATE = """\
+{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>{{ m.reasoning_content }}\
+</think>{% endif %}{{ m.content }}{% endfor %}[assistant]
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}"""
+R1_TEMPLATE = "{{ messages[0].content }}<|im_start|>assistant\n<think>\n"
+HARMONY = tokenizer_with(
+    special=[
+        *("<|start|>", "<|end|>", "<|message|>", "<|channel|>"),
+        *("<|constrain|>", "<|return|>", "<|call|>"),
+    ]
+)
+HARMONY_TEMPLATE = "{{ messages[0].content }}<|start|>assistant{# <|channel|> #}"
+MISTRAL = tokenizer_with(special=["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "[INST]"])
+MISTRAL_TEMPLATE = "[INST]{{ messages[0].content }}{# [THINK] #}"
+
+
+class Model(NamedTuple):
+    service: Any
+    client: Client
+    sdk: openai.OpenAI
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[dict[str, Model]]:
+    with ExitStack() as stack:
+
+        def serve(tokenizer: Any, template: str, **options: Any) -> Model:
+            service: Any = ScriptedService(tokenizer)
+            chat_template = ChatTemplate(template, {}, "the test")
+            options = {"chat_template": chat_template, "reasoning_parser": "auto"} | options
+            client = stack.enter_context(serving_service(service, tokenizer, **options))
+            url = f"http://127.0.0.1:{client.port}/v1"
+            sdk = openai.OpenAI(base_url=url, api_key="-", max_retries=0)
+            return Model(service, client, stack.enter_context(sdk))
+
+        yield {
+            "qwen": serve(QWEN, QWEN_TEMPLATE, tool_parser="hermes"),
+            "r1": serve(QWEN, R1_TEMPLATE),
+            "harmony": serve(HARMONY, HARMONY_TEMPLATE),
+            "mistral": serve(MISTRAL, MISTRAL_TEMPLATE, tool_parser="mistral"),
+            "none": serve(QWEN, QWEN_TEMPLATE, tool_parser="hermes", reasoning_parser="none"),
+        }
+
+
+@pytest.fixture(autouse=True)
+def as_ever(models: dict[str, Model]) -> Iterator[None]:
+    yield
+    for model in models.values():
+        model.service.__dict__ = {
+            name: model.service.__dict__[name] for name in ("tokenizer", "queue")
+        }
+
+
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+TAG = f"<tool_call>{CALL}</tool_call>"
+# (model, what it writes, thought with its marks, thought, answer, calls)
+REPLIES = [
+    ("qwen", "<think>\nHm, ", "<think>\nHm, ", "Hm,", None, 0),
+    ("qwen", "<think>\nHm.\n</think>\n\nYes.", "<think>\nHm.\n</think>", "Hm.", "Yes.", 0),
+    ("qwen", "<think>\n\n</think>\n\nYes.", "<think>\n\n</think>", None, "Yes.", 0),
+    ("qwen", "Yes, in <think> tags.", "", None, "Yes, in <think> tags.", 0),
+    ("qwen", f"<think>{TAG}</think>{TAG}", f"<think>{TAG}</think>", TAG, None, 1),
+    ("qwen", "", "", None, "", 0),
+    ("r1", "Hm.</think>Yes.", "Hm.</think>", "Hm.", "Yes.", 0),
+    ("r1", "Hm", "Hm", "Hm", None, 0),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        "<|message|>Hm.<|end|>",
+        "Hm.",
+        "Yes.",
+        0,
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "<|message|>Hm.<|end|>",
+        "Hm.",
+        None,
+        1,
+    ),
+    (
+        "mistral",
+        '[THINK]Hm.[/THINK]I look.[TOOL_CALLS]f[ARGS]{"a": 1}',
+        "[THINK]Hm.[/THINK]",
+        "Hm.",
+        "I look.",
+        1,
+    ),
+]
+
+
+def ask(model: Model, *, stream: bool, **more: Any) -> Any:
+    """The completion, as the package puts it together."""
+    asked = {"model": MODEL, "messages": MESSAGES, **more}
+    if not stream:
+        return model.sdk.chat.completions.create(**asked)
+    asked["stream_options"] = {"include_usage": True}
+    with model.sdk.chat.completions.stream(**asked) as events:
+        try:
+            return events.get_final_completion()
+        except openai.LengthFinishReasonError as error:
+            return error.completion
+
+
+def thought_of(message: Any) -> str | None:
+    found = message.model_extra or {}
+    assert found.get("reasoning") == found.get("reasoning_content")
+    return found.get("reasoning")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("step_tokens", [1, 4, 500])
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda each: f"{each[0]} {each[1][:20]!r}")
+def test_the_package_reads_thoughts_whole_and_streamed(
+    models: dict[str, Model], reply: Any, step_tokens: int, late: bool
+) -> None:
+    name, text, with_marks, thought, content, calls = reply
+    model = models[name]
+    service = model.service
+    service.text, service.step_tokens, service.late = text, step_tokens, late
+    for stream in (False, True):
+        answer = ask(model, stream=stream, n=2, tools=TOOLS if calls else openai.omit)
+        for choice in answer.choices:
+            assert thought_of(choice.message) == thought
+            assert (choice.message.content or None) == (content or None)
+            told = [call.function.arguments for call in choice.message.tool_calls or []]
+            assert told == ['{"a": 1}'] * calls
+            assert choice.finish_reason == ("tool_calls" if calls else "stop")
+        details = answer.usage.completion_tokens_details
+        end = thought is not None and content is None and not calls  # EOS ends the thought
+        want = len(service.tokenizer.encode(with_marks)) + end
+        assert details.reasoning_tokens == 2 * want, "counted in tokens"
+
+
+def test_events_bring_both_names_as_the_thought_comes(models: dict[str, Model]) -> None:
+    model = models["qwen"]
+    model.service.text, model.service.step_tokens = "<think>\nOne two\n</think>\n\nYes", 1
+    deltas = [e["choices"][0]["delta"] for e in model.client.stream({"messages": MESSAGES}, CHAT)]
+    assert deltas[0] == {"role": "assistant", "reasoning": "O", "reasoning_content": "O"}
+    texts = [delta.get("reasoning") or delta.get("content", "") for delta in deltas]
+    assert texts == [*"One", " t", "w", "o", *"Yes", ""], "each with its token"
+    assert all(len({"reasoning", "content"} & delta.keys()) <= 1 for delta in deltas)
+    _, whole, _ = model.client.post({"messages": MESSAGES}, CHAT)
+    message = whole["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "One two"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_thinking_the_template_closes_the_thought(
+    models: dict[str, Model], stream: bool
+) -> None:
+    model = models["qwen"]
+    model.service.text = "Yes, </think> and all."
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    answer = ask(model, stream=stream, extra_body=off)
+    assert answer.choices[0].message.content == "Yes, </think> and all."
+    assert thought_of(answer.choices[0].message) is None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_can_be_left_out_or_left_in(models: dict[str, Model], stream: bool) -> None:
+    model = models["qwen"]
+    model.service.text = "<think>Hm.</think>\n\nYes."
+    answer = ask(model, stream=stream, extra_body={"include_reasoning": False})
+    message = answer.choices[0].message
+    assert (message.content, thought_of(message)) == ("Yes.", None)
+    assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+    answer = ask(model, stream=stream, extra_body={"separate_reasoning": False})
+    assert answer.choices[0].message.content == model.service.text
+    assert answer.usage.completion_tokens_details is None
+    # A call in a thought is none, though the thought is text.
+    model.service.text = f"<think>{TAG}</think>Yes."
+    for other in (model, models["none"]):
+        other.service.text = model.service.text
+        raw = {"separate_reasoning": False} if other is model else {}
+        answer = ask(other, stream=stream, tools=TOOLS, extra_body=raw)
+        message = answer.choices[0].message
+        assert (message.content, message.tool_calls) == (model.service.text, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_can_be_cut(models: dict[str, Model], stream: bool) -> None:
+    model = models["qwen"]
+    model.service.text, model.service.reason = "<think>Hm, let me", FinishReason.LENGTH
+    (choice,) = ask(model, stream=stream).choices
+    assert (choice.finish_reason, choice.message.content) == ("length", None)
+    assert thought_of(choice.message) == "Hm, let me"
+    # Stop strings count everywhere in a reply, as in vLLM.
+    model.service.text, model.service.reason = "<think>Hm, STOP not</think>x", FinishReason.STOP
+    for step_tokens in (1, 50):
+        model.service.step_tokens = step_tokens
+        answer = ask(model, stream=stream, stop="STOP")
+        (choice,) = answer.choices
+        assert (choice.finish_reason, choice.message.content) == ("stop", None)
+        assert thought_of(choice.message) == "Hm,"
+        want = len(QWEN.encode("<think>Hm, STOP"))
+        assert answer.usage.completion_tokens == want
+        assert answer.usage.completion_tokens_details.reasoning_tokens == want
+
+
+def test_every_count_of_a_stream_has_the_thought_so_far(models: dict[str, Model]) -> None:
+    model = models["qwen"]
+    model.service.text, model.service.step_tokens = "<think>Hmm</think>Yes", 2
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    events = model.client.stream({"messages": MESSAGES, "stream_options": options}, CHAT)
+    counts = [each["usage"]["completion_tokens_details"]["reasoning_tokens"] for each in events]
+    assert counts == sorted(counts) and counts[-1] == 5 > counts[0] > 0
+
+
+def prompt(model: Any, **body: Any) -> str:
+    call = parse_chat(json.dumps({"messages": MESSAGES} | body).encode(), model)
+    (pending,) = call.prompts
+    assert isinstance(pending, PendingPrompt)
+    return model.tokenizer.decode(list(pending.make()), skip_special_tokens=False)
+
+
+def test_earlier_thoughts_go_back_by_either_name() -> None:
+    model = toy_model(QWEN_TEMPLATE, tokenizer=QWEN, reasoning_parser="auto")
+    for name in ("reasoning", "reasoning_content"):
+        earlier = {"role": "assistant", "content": "Yes.", name: "Hm."}
+        text = prompt(model, messages=[*MESSAGES, earlier, *MESSAGES])
+        assert text == "[user]Rome?[assistant]<think>Hm.</think>Yes.[user]Rome?[assistant]\n"
+    none = [*MESSAGES, {"role": "assistant", "content": "Yes.", "reasoning": None}]
+    assert prompt(model, messages=none) == "[user]Rome?[assistant]Yes.[assistant]\n"
+    with pytest.raises(FieldError, match=r"messages\[0\].reasoning: is no text"):
+        prompt(model, messages=[{"role": "assistant", "content": "x", "reasoning": ["y"]}])
+    off = prompt(model, chat_template_kwargs={"enable_thinking": False})
+    assert off.endswith("[assistant]\n<think>\n\n</think>\n\n")
+    # gpt-oss reads `thinking`, and refuses it beside calls that have content.
+    oss = toy_model("{% for m in messages %}{{ m.thinking }};{% endfor %}", tokenizer=QWEN)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    earlier = {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}
+    both = [{**earlier, "content": None}, {**earlier, "content": "I look."}]
+    assert prompt(oss, messages=both) == "Hm.;;"
+
+
+# ---- what the engine is asked for ---------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+WAYS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": "[0-9]+"}},
+    {"tools": TOOLS, "tool_choice": "required"},
+    {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: str(way)[:40])
+def test_a_structured_answer_begins_after_the_thought(
+    models: dict[str, Model], way: dict[str, Any]
+) -> None:
+    body = {"messages": MESSAGES, **way}
+    around = {}
+    for name, model in models.items():
+        model.service.text = "x"
+        status, answer, _ = model.client.post(body, CHAT)
+        assert status == 200, answer
+        around[name] = model.service.params.structured_outputs.around
+    assert around["none"] is None
+    assert all("@answer" in around[name] for name in ("qwen", "r1", "harmony", "mistral"))
+    qwen = models["qwen"]
+    qwen.client.post(body | {"chat_template_kwargs": {"enable_thinking": False}}, CHAT)
+    assert qwen.service.params.structured_outputs.around is None
+    own = "start: @answer"
+    if "structured_outputs" in way:
+        given = {"structured_outputs": way["structured_outputs"] | {"around": own}}
+        qwen.client.post(body | given, CHAT)
+        assert qwen.service.params.structured_outputs.around == own
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_forced_calls_are_read_after_the_thought(models: dict[str, Model], stream: bool) -> None:
+    for name, opens in (("qwen", "<think>"), ("r1", "")):
+        model = models[name]
+        model.service.text = f"{opens}Hm: {CALL}</think>\n\n[{CALL}]"
+        (choice,) = ask(model, stream=stream, tools=TOOLS, tool_choice="required").choices
+        assert thought_of(choice.message) == f"Hm: {CALL}" and not choice.message.content
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("f", '{"a": 1}')
+        assert choice.finish_reason == "tool_calls"
