@@ -45,10 +45,9 @@ class ControlTokens:
         self._renamed.pre_tokenizer = raw.pre_tokenizer
         self._renamed.post_processor = raw.post_processor
         ids = {self._names.get(token.content, token.content): i for i, token in added.items()}
-        flags = ("single_word", "lstrip", "rstrip")
         tokens = []
         for name, token in zip(ids, added.values(), strict=True):
-            kept = {flag: getattr(token, flag) for flag in flags}
+            kept = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip")}
             normalized = token.normalized and not token.special
             tokens.append(AddedToken(name, normalized=normalized, **kept))
         self._renamed.add_tokens(tokens)
