@@ -40,7 +40,8 @@ LAYERS = {
         "slots",
         "verification",
         "attention compile_check layers products sampling",
-        "build noise",
+        "noise",
+        "build",
     ),
 }
 
