@@ -56,10 +56,8 @@ class ModelParts:
             if origin != "*" and "://" not in origin:
                 remedy = "give a scheme and a host, as https://app.example, or *"
                 raise FieldError("cors_origin", f"{origin!r} is no origin", remedy)
-        asked = {"tool_parser": settings.tool_parser, "reasoning_parser": settings.reasoning_parser}
-        for field, parser in asked.items():
-            if parser not in (None, "auto", "none") and self._tokenizer is None:
-                raise FieldError(field, "needs a tokenizer", "give one, or leave this out")
+        if settings.tool_parser is not None and self._tokenizer is None:
+            raise FieldError("tool_parser", "needs a tokenizer", "give one, or leave this out")
         require_record(settings.record)
 
     def make_service(self) -> EngineService:

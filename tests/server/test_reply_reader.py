@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.server.protocol.forced_tools import CallPart, CallReader, JsonEnd
-from cbatch.server.protocol.reply_reader import Part, ReplyReader, Thought
+from cbatch.core.request.request import StructuredOutputs
+from cbatch.server.protocol.forced_tools import CallPart, ForcedCall, JsonEnd
+from cbatch.server.protocol.reply_reader import Part, ReplyFormat, ReplyReader, Thought
 from cbatch.server.protocol.tool_parsers import CALLS, THOUGHTS, find_reasoning_parser
 
 Calls = list[tuple[str, str]]
@@ -162,13 +163,9 @@ SCRIPTS = [
 
 
 def reader_of(script: Script, *, separate: bool = True, parallel: bool = True) -> ReplyReader:
-    return ReplyReader(
-        CALLS[script.calls] if script.calls else None,
-        THOUGHTS[script.thoughts],
-        separate=separate,
-        parallel=parallel,
-        in_thought=script.in_thought,
-    )
+    calls, thoughts = CALLS[script.calls] if script.calls else None, THOUGHTS[script.thoughts]
+    form = ReplyFormat(calls, thoughts, separate=separate, parallel=parallel)
+    return ReplyReader(form, thoughts.opens if script.in_thought else thoughts.closes)
 
 
 def flat(parts: Sequence[Part]) -> list[Any]:
@@ -243,8 +240,9 @@ def test_nor_do_any_fragments_in_any_pieces(
     pieces = [text[a:b] for a, b in zip(at, at[1:], strict=False)]
 
     def reader() -> ReplyReader:
-        formats = calls and CALLS[calls], thoughts and THOUGHTS[thoughts]
-        return ReplyReader(*formats, separate=separate, in_thought=begun and thoughts is not None)
+        known = thoughts and THOUGHTS[thoughts]
+        form = ReplyFormat(calls and CALLS[calls], known, separate=separate and known is not None)
+        return ReplyReader(form, known.opens if begun and known else "")
 
     want = read(reader(), [text])
     assert read(reader(), pieces) == read(reader(), list(text)) == want
@@ -259,8 +257,8 @@ SHORT = [script for script in SCRIPTS if len(script.text) < 90 and script.though
 
 @pytest.mark.parametrize("script", SHORT, ids=lambda each: f"{each.calls} {each.text[:40]!r}")
 def test_nothing_is_held_back_that_no_continuation_can_change(script: Script) -> None:
-    formats = [THOUGHTS[script.thoughts], *([CALLS[script.calls]] if script.calls else [])]
-    marks = [mark for each in formats for mark in each.marks if mark]
+    calls = CALLS[script.calls] if script.calls else None
+    marks = ReplyFormat(calls, THOUGHTS[script.thoughts]).marks
     ends = {mark[n:] for mark in marks for n in range(len(mark))} | {"", " ", '"}', "}", "{"}
     nexts = {end + more for end in ends for more in ("", "x", " x", OBJECT, "1")}
     nexts |= {f"{end}{more}{OBJECT[1:]}" for end in JSON_ENDS for more in ("", ", ")}
@@ -316,13 +314,16 @@ def test_what_is_certainly_no_json_is_noticed_at_once(text: str) -> None:
     assert end.broken == (text != '{"a": 1}[')
 
 
+FORCED = ForcedCall(None, StructuredOutputs(json_object=True))
+
+
 def test_forced_calls_come_after_a_thought() -> None:
     thought = '[{"name": "x", "arguments": {}}]'
     text = f"<think>{thought}</think>\n\n[{OBJECT}]"
     for separate in (True, False):
         for pieces in cuts(text):
-            forced = CallReader(None)
-            reader = ReplyReader(None, THOUGHTS["qwen3"], separate=separate, forced=forced)
+            form = ReplyFormat(None, THOUGHTS["qwen3"], FORCED, separate=separate)
+            reader = ReplyReader(form)
             parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
             calls = [part for part in parts if isinstance(part, CallPart)]
             assert "".join(call.arguments for call in calls) == ROME and calls[0].name == "f"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import openai
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from cbatch import FieldError
 from cbatch.core.request.request import FinishReason
 from cbatch.server.protocol.forced_tools import CallPart
-from cbatch.server.protocol.reply_reader import ReplyReader
+from cbatch.server.protocol.reply_reader import ReplyFormat, ReplyReader
 from cbatch.server.protocol.requests import PendingPrompt, parse_chat
 from cbatch.server.protocol.tool_parsers import CALLS, TaggedReader, ToolParser
 from cbatch.text import ChatTemplate
@@ -69,7 +68,12 @@ WHOLE: list[tuple[str, str, Calls]] = [
     ("[" * 9000, "[" * 9000, []),
     ('{"a":' * 9000, '{"a":' * 9000, []),
 ]
-WholeReader = partial(ReplyReader, CALLS["llama3_json"])
+
+
+def WholeReader(*, parallel: bool) -> ReplyReader:  # noqa: N802
+    return ReplyReader(ReplyFormat(CALLS["llama3_json"], parallel=parallel))
+
+
 SCRIPTS = [(TaggedReader, *each) for each in TAGGED] + [(WholeReader, *each) for each in WHOLE]
 
 

@@ -46,16 +46,13 @@ def _given(record: dict[str, Any]) -> dict[str, Any]:
 def _name_thought(message: dict[str, Any], field: str) -> None:
     """Give an earlier thought every name that templates read. `thinking` is the one of gpt-oss,
     whose template refuses a thought together with both content and calls."""
-    for name in ("reasoning", "reasoning_content"):
-        thought = message.get(name)
-        if thought is None:
-            continue
-        if not isinstance(thought, str):
-            raise FieldError(f"{field}.{name}", "is no text", "send a text")
+    thought = message.get("reasoning", message.get("reasoning_content", ""))
+    if not isinstance(thought, str):
+        raise FieldError(f"{field}.reasoning", "is no text", "send a text")
+    if thought:
         message["reasoning"] = message["reasoning_content"] = thought
-        if thought and not (message.get("tool_calls") and message["content"]):
-            message.setdefault("thinking", thought)
-        return
+    if thought and not (message.get("tool_calls") and message["content"]):
+        message.setdefault("thinking", thought)
 
 
 def _earlier_calls(value: Any, field: str) -> list[dict[str, Any]]:

@@ -43,9 +43,12 @@ class ServedModel:
     ) -> None:
         self.name = name
         self.sampling_defaults = dict(sampling_defaults or {})
-        self.tool_parser: ToolParser | None = tool_parser
         template = "" if chat_template is None else chat_template.text
         self.reasoning_parser = find_reasoning_parser(reasoning_parser, template)
+        self.thoughts = THOUGHTS.get(self.reasoning_parser)
+        self.tool_parser: ToolParser | None = tool_parser
+        if tool_parser is None and self.reasoning_parser == "harmony":
+            self.tool_parser = "harmony"
         self.max_model_tokens, self.vocab_size = max_model_tokens, vocab_size
         self._created_s = created_s
         self._root = root or name
@@ -101,10 +104,9 @@ class ServedModel:
 
     def around_answer(self, ids: Sequence[int]) -> str | None:
         """Return the grammar around a structured answer to a prompt, see `thought_grammar`."""
-        thoughts = THOUGHTS.get(self.reasoning_parser)
-        if thoughts is None:
+        if self.thoughts is None:
             return None
-        return around_answer(thoughts, self.tokenizer, self.prompt_end(ids))
+        return around_answer(self.thoughts, self.tokenizer, self.prompt_end(ids))
 
     def token_bytes(self, token_id: int) -> bytes:
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)

@@ -7,13 +7,14 @@ and it holds back only what later text can still change.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import lru_cache, reduce
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Raw
 
-from cbatch.server.protocol.forced_tools import CallPart, CallReader, JsonEnd, call_id
+from cbatch.server.protocol.forced_tools import CallPart, CallReader, ForcedCall, JsonEnd, call_id
 
 _MAX_HEAD_CHARS = 256  # between the tag of a call and its arguments
 
@@ -38,10 +39,6 @@ class ThoughtFormat(NamedTuple):
     prompt_end: str = ""  # text of the prompt that belongs to the first mark of a reply
     answer: str = ""  # the mark of the answer, which comes after a thought and `prompt_end`
 
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return (self.opens, self.closes, *self.dropped)
-
     def begins(self, prompt: str) -> bool:
         """Return whether the reply to a prompt begins in a thought."""
         text = prompt.rstrip()
@@ -54,45 +51,53 @@ class CallFormat(NamedTuple):
     without tags only a reply that begins with a call has calls."""
 
     tags: tuple[str, ...]
-    head: str  # a regular expression
-    begun_head: str  # one that every beginning of a head matches
+    thoughts: ThoughtFormat  # of these models, where they are not kept apart
+    head: str = r"\s*"  # a regular expression
+    begun_head: str = r"\s*"  # one that every beginning of a head matches
     again: str | None = None  # the head of a call that follows another without a tag
     end: str = ""  # a tag that may follow a call
     head_tokens: tuple[str, ...] = ()
 
+
+class ReplyFormat(NamedTuple):
+    """The format of the replies to one call. With `separate` a thought is returned as `Thought`,
+    without the white space around it; otherwise it is part of the text. In both cases a call inside
+    it is no call. `forced` says which calls the answer is forced to be, in our own format."""
+
+    calls: CallFormat | None = None
+    thoughts: ThoughtFormat | None = None
+    forced: ForcedCall | None = None
+    separate: bool = False
+    parallel: bool = True
+
     @property
-    def marks(self) -> tuple[str, ...]:
-        return (*self.tags, self.end, *self.head_tokens)
+    def is_text(self) -> bool:
+        """Whether every reply is only text."""
+        return self.calls is None and self.forced is None and not self.separate
+
+    @property
+    def marks(self) -> list[str]:
+        """Every text that marks a part of a reply."""
+        calls, thoughts = self.calls, self.thoughts
+        marks = [] if calls is None else [*calls.tags, calls.end, *calls.head_tokens]
+        return marks + ([thoughts.opens, thoughts.closes, *thoughts.dropped] if thoughts else [])
 
 
 class ReplyReader:
-    """Reads the text of one choice.
+    """Reads the text of one choice, the reply to a prompt that ends with `prompt_end`."""
 
-    With `separate` a thought is returned as `Thought`, without the white space around it; otherwise
-    it is part of the text. In both cases a call inside it is no call. `in_thought` says whether the
-    prompt ends inside a thought. `forced` reads an answer that is forced to be calls.
-    """
-
-    def __init__(
-        self,
-        calls: CallFormat | None = None,
-        thoughts: ThoughtFormat | None = None,
-        *,
-        parallel: bool = True,
-        separate: bool = False,
-        in_thought: bool = False,
-        forced: CallReader | None = None,
-    ) -> None:
-        self._calls, self._thoughts, self._forced = calls, thoughts, forced
-        self._separate, self.in_thought = separate, in_thought
-        self._max_calls, self._num_calls = None if parallel else 1, 0
+    def __init__(self, form: ReplyFormat, prompt_end: str = "") -> None:
+        self._calls, self._thoughts, self._separate = form.calls, form.thoughts, form.separate
+        self._forced = None if form.forced is None else CallReader(form.forced.name)
+        self._max_calls, self._num_calls = None if form.parallel else 1, 0
+        self.in_thought = self._thoughts is not None and self._thoughts.begins(prompt_end)
         self._held = ""  # text that is not decided yet
         self._parts: list[Part] = []
         self._state: Callable[[bool], bool] = self._read_start
-        self._marks = _Marks(() if calls is None else calls.tags)
-        if thoughts is not None and thoughts.anywhere:
-            self._state, self._held = self._read_text, thoughts.prompt_end
-            self._marks = _Marks((*self._marks.texts, thoughts.opens, *thoughts.dropped))
+        self._marks: tuple[str, ...] = () if self._calls is None else self._calls.tags
+        if self._thoughts is not None and self._thoughts.anywhere:
+            self._state, self._held = self._read_text, self._thoughts.prompt_end
+            self._marks += (self._thoughts.opens, *self._thoughts.dropped)
         self._thought_is_empty = True
         # Of the call that is being read: the text before it, its head, its object up to a place.
         self._before = self._head = self._begun_head = ""
@@ -104,20 +109,17 @@ class ReplyReader:
         """Whether calls were read, the last one to its end."""
         return self._num_calls > 0 if self._forced is None else self._forced.complete
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str, *, final: bool = False) -> list[Part]:
         """Return what `text` adds."""
         self._held += text
-        return self._read(final=False)
-
-    def finish(self) -> list[Part]:
-        """Return what was held back, once no more text can come."""
-        return self._read(final=True)
-
-    def _read(self, *, final: bool) -> list[Part]:
         self._parts = []
         while self._state(final):
             pass
         return self._parts
+
+    def finish(self) -> list[Part]:
+        """Return what was held back, once no more text can come."""
+        return self.push("", final=True)
 
     # Each state returns whether the next one has to read on.
 
@@ -142,23 +144,19 @@ class ReplyReader:
 
     def _read_thought(self, final: bool) -> bool:
         assert self._thoughts is not None
-        held, closes = self._held, self._thoughts.closes
-        end = held.find(closes)
-        stop = end if end >= 0 else len(held) - (0 if final else _begun(held, (closes,)))
-        text = held[:stop]
-        if self._separate:
-            text = text.lstrip() if self._thought_is_empty else text
-            shown = text.rstrip()
-            self._emit_thought(shown)
-            self._thought_is_empty = self._thought_is_empty and not shown
-            self._held = text[len(shown) :] + held[stop:]
-        else:
-            self._emit_thought(text)
-            self._held = held[stop:]
-        if end < 0:
+        held = self._held
+        stop, end = _find(held, (self._thoughts.closes,), final)
+        text = held if final and end is None else held[:stop]
+        if self._separate and self._thought_is_empty:
+            text = text.lstrip()
+        shown = text.rstrip() if self._separate else text
+        self._thought_is_empty = self._thought_is_empty and not shown
+        self._emit_thought(shown)
+        self._held = text[len(shown) :] + held[stop:]
+        if end is None:
             return False
-        self._emit_thought("", mark=closes)
-        self._held, self.in_thought = held[end + len(closes) :], False
+        self._emit_thought("", mark=held[stop:end])
+        self._held, self.in_thought = held[end:], False
         self._state = self._read_gap if self._separate else self._begin_answer
         return True
 
@@ -175,11 +173,11 @@ class ReplyReader:
 
     def _read_text(self, final: bool) -> bool:
         held, thoughts = self._held, self._thoughts
-        start, end = self._marks.find(held, final)
+        start, end = _find(held, self._marks, final)
         if end is None:
             whole = final and not (thoughts is not None and thoughts.anywhere)
             shown = held if whole else held[:start]  # part of a control token is no text
-            if self._marks.texts and not final:  # white space before a mark is dropped
+            if self._marks and not final:  # white space before a mark is dropped
                 shown = shown.rstrip()
             self._held = held[len(shown) :]
             self._emit("" if final and self.complete and shown.isspace() else shown)
@@ -259,32 +257,26 @@ class ReplyReader:
             self._parts.append(text)
 
 
-class _Marks:
-    """Finds the first mark in a text; of two that begin at the same place the longer one."""
+@lru_cache
+def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
+    """Return the pattern of a mark, or of a part of one at the end of a text."""
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.texts = tuple(sorted(texts, key=len, reverse=True))
-        self._pattern = re.compile("|".join(map(re.escape, self.texts)))
+    def part(mark: str) -> str:
+        last, *before = map(re.escape, reversed(mark))
+        return reduce(lambda after, character: rf"{character}(?:{after}|\Z)", before, last)
 
-    def find(self, text: str, final: bool) -> tuple[int, int | None]:
-        """Return where the first mark begins and ends. The end is None if the rest of the text may
-        become a mark, or is empty; `final` says that no text follows."""
-        match = self._pattern.search(text) if self.texts else None
-        if match is None:
-            return len(text) - _begun(text, self.texts), None
-        rest = text[match.start() :]
-        if not final and any(each != rest and each.startswith(rest) for each in self.texts):
-            return match.start(), None  # the longer one is not excluded yet
-        return match.span()
+    return re.compile("|".join(map(part, sorted(marks, key=len, reverse=True))))
 
 
-def _begun(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of a mark."""
-    longest = max(map(len, marks), default=1) - 1
-    for at in range(max(len(text) - longest, 0), len(text)):
-        if any(mark.startswith(text[at:]) for mark in marks):
-            return len(text) - at
-    return 0
+def _find(text: str, marks: tuple[str, ...], final: bool) -> tuple[int, int | None]:
+    """Return where the first mark begins and ends, the longest of those that begin there. The end
+    is None if it is not whole, or there is none; `final` says that no text follows."""
+    match = _pattern(marks).search(text) if marks else None
+    if match is None:
+        return len(text), None
+    longer = any(mark != match[0] and mark.startswith(match[0]) for mark in marks)
+    open_end = longer and match.end() == len(text) and not final
+    return match.start(), None if open_end or match[0] not in marks else match.end()
 
 
 class _Call(msgspec.Struct):

@@ -28,7 +28,8 @@ from cbatch.server.protocol.forced_tools import (
 )
 from cbatch.server.protocol.messages import conversation, template_variables
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.tool_parsers import ReplyFormat, reply_format
+from cbatch.server.protocol.reply_reader import ReplyFormat
+from cbatch.server.protocol.tool_parsers import call_format, mark_ids
 from cbatch.text.output_processor import Prompt
 
 MAX_CHOICES = 128  # sequences that one call may start
@@ -228,16 +229,11 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
     sampling.setdefault("max_tokens", model.reply_tokens)
     tools, choice, parallel = list(fields.tools), fields.tool_choice, fields.parallel_tool_calls
     forced = forced_call(tools, choice, parallel=parallel)
-    reply = reply_format(
-        model.tool_parser,
-        model.reasoning_parser,
-        tools,
-        choice,
-        forced,
-        separate=fields.separate_reasoning,
-        parallel=parallel,
-    )
-    if reply is not None and reply.calls is not None:  # calls of its own accord follow no grammar
+    calls = call_format(model.tool_parser, tools, choice)
+    separate = fields.separate_reasoning and model.thoughts is not None
+    thoughts = model.thoughts or (calls and calls.thoughts)
+    reply = ReplyFormat(calls, thoughts, forced, separate, parallel)
+    if calls is not None:  # calls that the model makes of its own accord follow no grammar
         strict = (at for at, tool in enumerate(tools) if tool.function.strict)
         rest = (*rest, *(f"tools[{at}].function.strict" for at in strict))
     params, grammar_field = _structured(sampling, fields, forced)
@@ -261,8 +257,8 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
         fields=fields,
         ignored=rest,
         grammar_field=grammar_field,
-        reply=reply,
-        mark_ids=None if reply is None else reply.mark_ids(model.tokenizer),
+        reply=None if reply.is_text else reply,
+        mark_ids=None if reply.is_text else mark_ids(reply, model.tokenizer),
         include_reasoning=fields.include_reasoning,
     )
 

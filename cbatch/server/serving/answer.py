@@ -34,7 +34,7 @@ encode = msgspec.json.Encoder().encode
 AnyChoice = TypeVar("AnyChoice", CompletionChoice, ChatChunkChoice)
 
 
-class ChoiceProgress:
+class Reply:
     """One choice on its way. `position` is that of its prompt in the call."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Answer(ABC, Generic[AnyChoice]):
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._streams: list[OutputStream] = []
-        self._progress: dict[int, ChoiceProgress] = {}
+        self._progress: dict[int, Reply] = {}
         self._done: dict[int, Choice] = {}
         self._prompt_tokens = 0
         self._completion_tokens = 0
@@ -86,7 +86,7 @@ class Answer(ABC, Generic[AnyChoice]):
         num_choices, max_tokens = stream.accepted.num_choices, self.call.params.max_tokens
         self._meter.open(prompt_tokens, num_choices, max_tokens)
 
-    def take(self, position: int, output: Output) -> ChoiceProgress:
+    def take(self, position: int, output: Output) -> Reply:
         """Counts what a choice brought. `position` is the prompt's. Raises `GenerationError` where
         the choice ended with one."""
         output = self._shown(output)
@@ -94,7 +94,7 @@ class Answer(ABC, Generic[AnyChoice]):
         index = position * stream.accepted.num_choices + output.index
         progress = self._progress.get(index)
         if progress is None:
-            progress = ChoiceProgress(index, position, stream, self._meter.begin())
+            progress = Reply(index, position, stream, self._meter.begin())
             self._progress[index] = progress
         self._completion_tokens += len(output.token_ids)
         self._meter.observe(progress.times, output, stream.admitted_s)
@@ -154,18 +154,16 @@ class Answer(ABC, Generic[AnyChoice]):
         """The answer, once every choice has finished."""
 
     @abstractmethod
-    def _part(
-        self, progress: ChoiceProgress, output: Output, texts: dict[str, str]
-    ) -> AnyChoice: ...
+    def _part(self, progress: Reply, output: Output, texts: dict[str, str]) -> AnyChoice: ...
 
     @abstractmethod
-    def _read(self, progress: ChoiceProgress, output: Output) -> None:
+    def _read(self, progress: Reply, output: Output) -> None:
         """Set the texts and calls of `progress` to what the output adds."""
 
-    def _reason(self, progress: ChoiceProgress, choice: Choice) -> str:
+    def _reason(self, progress: Reply, choice: Choice) -> str:
         return choice.finish_reason.value
 
-    def _first_extra(self, progress: ChoiceProgress) -> bytes:
+    def _first_extra(self, progress: Reply) -> bytes:
         """What a choice's first chunk has beside it."""
         return b""
 
@@ -181,7 +179,7 @@ class Answer(ABC, Generic[AnyChoice]):
             done = structs.replace(done, **none, finish_reason=FinishReason.LENGTH)
         return structs.replace(output, **none, finished=done)
 
-    def _frame(self, progress: ChoiceProgress, output: Output, kind: str) -> list[bytes]:
+    def _frame(self, progress: Reply, output: Output, kind: str) -> list[bytes]:
         """Return what is around the text of this event, and of later ones of its kind."""
         first, *between, last = encode(self._part(progress, output, {kind: ""})).split(b'""')
         progress.frames[kind] = [self._head + first, *between, last + self._tail]
@@ -194,16 +192,16 @@ class Answer(ABC, Generic[AnyChoice]):
             return self._head + choice + b"]" + extra + b"}\n\n"
         return self._head + choice + self._tail
 
-    def _finished(self) -> list[tuple[ChoiceProgress, Choice]]:
+    def _finished(self) -> list[tuple[Reply, Choice]]:
         return [(self._progress[index], self._done[index]) for index in sorted(self._done)]
 
-    def _prompt_text(self, progress: ChoiceProgress) -> str:
+    def _prompt_text(self, progress: Reply) -> str:
         prompt = self.call.prompts[progress.position]
         if isinstance(prompt, str):
             return prompt
         return "".join(each or "" for each in self._prompt_texts(progress))
 
-    def _prompt_texts(self, progress: ChoiceProgress) -> list[str | None]:
+    def _prompt_texts(self, progress: Reply) -> list[str | None]:
         """What each token of the prompt adds to the text that is echoed."""
         prompt = self.call.prompts[progress.position]
         if not isinstance(prompt, str):
@@ -214,7 +212,7 @@ class Answer(ABC, Generic[AnyChoice]):
         found = part.prompt_logprobs
         return None if found is None else prompt_logprobs(found, self._model.decode)
 
-    def _prompt_ids(self, progress: ChoiceProgress) -> list[int] | UnsetType:
+    def _prompt_ids(self, progress: Reply) -> list[int] | UnsetType:
         """As a choice begins, on request."""
         if progress.begun or not self.call.fields.return_token_ids:
             return UNSET
@@ -243,17 +241,17 @@ class CompletionAnswer(Answer[CompletionChoice]):
             choices=[self._choice(*each) for each in self._finished()], **self._common()
         )
 
-    def _choice(self, progress: ChoiceProgress, choice: Choice) -> CompletionChoice:
+    def _choice(self, progress: Reply, choice: Choice) -> CompletionChoice:
         text = self._prompt_text(progress) + choice.text if self.call.echo else choice.text
         made = self._part(progress, choice, {"text": text})
         made.finish_reason, made.token_ids = choice.finish_reason.value, self._token_ids(choice)
         return made
 
-    def _read(self, progress: ChoiceProgress, output: Output) -> None:
+    def _read(self, progress: Reply, output: Output) -> None:
         progress.texts = {"text": output.text} if output.text else {}
 
     def _part(
-        self, progress: ChoiceProgress, part: Output | Choice, texts: dict[str, str]
+        self, progress: Reply, part: Output | Choice, texts: dict[str, str]
     ) -> CompletionChoice:
         return CompletionChoice(
             index=progress.index,
@@ -264,9 +262,7 @@ class CompletionAnswer(Answer[CompletionChoice]):
             prompt_token_ids=self._prompt_ids(progress),
         )
 
-    def _logprobs(
-        self, progress: ChoiceProgress, part: Output | Choice
-    ) -> CompletionLogprobs | None:
+    def _logprobs(self, progress: Reply, part: Output | Choice) -> CompletionLogprobs | None:
         """Of the new tokens; with `echo` those of the prompt come before the first."""
         if part.logprobs is None:
             return None

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from cbatch.core.request.output import Ending, OutputRow
 from cbatch.core.request.request import Request
@@ -136,17 +137,10 @@ class OpenCall:
         self._over = False
 
     def begin(
-        self,
-        requests: list[Request],
-        tokenizer: TextTokenizer | None,
-        *,
-        mark_ids: frozenset[int] | None = None,
-        whole: bool = True,
+        self, requests: list[Request], tokenizer: TextTokenizer | None, **options: Any
     ) -> None:
-        choices = [
-            (each, ServedChoice(self, each, tokenizer, mark_ids=mark_ids, whole=whole))
-            for each in requests
-        ]
+        """`options` are those of `LiveChoice`."""
+        choices = [(each, ServedChoice(self, each, tokenizer, **options)) for each in requests]
         self._running = dict.fromkeys(each.request_id for each in requests)
         self._holds.callback(self._cancel)
         self.client.add(choices)
@@ -210,16 +204,9 @@ class ServedChoice(LiveChoice):
     """A choice whose engine is elsewhere: what that says of it goes to its call."""
 
     def __init__(
-        self,
-        call: OpenCall,
-        request: Request,
-        tokenizer: TextTokenizer | None,
-        *,
-        mark_ids: frozenset[int] | None,
-        whole: bool,
+        self, call: OpenCall, request: Request, tokenizer: TextTokenizer | None, **options: Any
     ) -> None:
-        group_id = call.stream.accepted.request_id
-        super().__init__(request, group_id, tokenizer, mark_ids=mark_ids, whole=whole)
+        super().__init__(request, call.stream.accepted.request_id, tokenizer, **options)
         self._call = call
 
     def on_admitted(self, ago_s: float) -> None:

@@ -10,7 +10,7 @@ from cbatch.core.request.request import FinishReason
 from cbatch.server.protocol.forced_tools import CallPart, add_part
 from cbatch.server.protocol.logprobs import ChatLogprobs
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.reply_reader import Part, Thought
+from cbatch.server.protocol.reply_reader import Part, ReplyReader, Thought
 from cbatch.server.protocol.requests import Call
 from cbatch.server.protocol.responses import (
     ChatChoice,
@@ -24,7 +24,7 @@ from cbatch.server.protocol.responses import (
     ToolCallDelta,
     Usage,
 )
-from cbatch.server.serving.answer import Answer, ChoiceProgress, encode
+from cbatch.server.serving.answer import Answer, Reply, encode
 from cbatch.server.serving.metrics import Meter
 from cbatch.text.outputs import Choice, Output
 
@@ -36,8 +36,7 @@ class ChatAnswer(Answer[ChatChunkChoice]):
 
     def __init__(self, call: Call, model: ServedModel, meter: Meter) -> None:
         super().__init__(call, model, meter)
-        reply = call.reply
-        self._separates = reply is not None and reply.separate and reply.thoughts is not None
+        self._separates = call.reply is not None and call.reply.separate
         self._reasoning_tokens = 0
 
     def usage(self) -> Usage:
@@ -54,7 +53,7 @@ class ChatAnswer(Answer[ChatChunkChoice]):
             **self._common(),
         )
 
-    def _choice(self, progress: ChoiceProgress, choice: Choice) -> ChatChoice:
+    def _choice(self, progress: Reply, choice: Choice) -> ChatChoice:
         return ChatChoice(
             index=progress.index,
             message=self._message(progress, choice),
@@ -65,7 +64,7 @@ class ChatAnswer(Answer[ChatChunkChoice]):
             token_ids=self._token_ids(choice),
         )
 
-    def _message(self, progress: ChoiceProgress, choice: Choice) -> ChatMessage:
+    def _message(self, progress: Reply, choice: Choice) -> ChatMessage:
         if self.call.reply is None:
             return ChatMessage(choice.text)
         texts, parts = self._by_field(progress.parts)
@@ -76,9 +75,7 @@ class ChatAnswer(Answer[ChatChunkChoice]):
             message.reasoning = message.reasoning_content = reasoning
         return message
 
-    def _part(
-        self, progress: ChoiceProgress, output: Output, texts: dict[str, str]
-    ) -> ChatChunkChoice:
+    def _part(self, progress: Reply, output: Output, texts: dict[str, str]) -> ChatChunkChoice:
         first = not progress.begun
         delta = Delta("" if self.call.reply is None else UNSET)
         if "content" in texts:
@@ -95,7 +92,7 @@ class ChatAnswer(Answer[ChatChunkChoice]):
             prompt_logprobs=self._prompt_logprobs(output) or UNSET,
         )
 
-    def _read(self, progress: ChoiceProgress, output: Output) -> None:
+    def _read(self, progress: Reply, output: Output) -> None:
         reply = self.call.reply
         if reply is None:
             progress.texts = {"content": output.text} if output.text else {}
@@ -103,7 +100,7 @@ class ChatAnswer(Answer[ChatChunkChoice]):
         reader = progress.reader
         if reader is None:
             prompt_end = self._model.prompt_end(progress.stream.accepted.prompt_token_ids)
-            reader = progress.reader = reply.reader(prompt_end)
+            reader = progress.reader = ReplyReader(reply, prompt_end)
         parts: list[Part] = []
         for piece, _ in zip_longest(output.pieces, output.token_ids, fillvalue=""):
             thinking = reader.in_thought
@@ -129,14 +126,14 @@ class ChatAnswer(Answer[ChatChunkChoice]):
                 texts.setdefault("reasoning", []).append(part)
         return {kind: "".join(pieces) for kind, pieces in texts.items()}, calls
 
-    def _reason(self, progress: ChoiceProgress, choice: Choice) -> str:
+    def _reason(self, progress: Reply, choice: Choice) -> str:
         """`tool_calls` where they are complete, also of a named function: clients look for it."""
         reader = progress.reader
         if choice.finish_reason is FinishReason.STOP and reader is not None and reader.complete:
             return "tool_calls"
         return choice.finish_reason.value
 
-    def _first_extra(self, progress: ChoiceProgress) -> bytes:
+    def _first_extra(self, progress: Reply) -> bytes:
         ids = self._prompt_ids(progress)
         return b"" if isinstance(ids, UnsetType) else b',"prompt_token_ids":' + encode(ids)
 
