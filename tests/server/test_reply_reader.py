@@ -337,6 +337,7 @@ def test_forced_calls_come_after_a_thought() -> None:
     [
         ("{{ '<|im_start|>assistant\n' }}{% if not enable_thinking %}<think>\n\n</think>", "qwen3"),
         ("{{ content.split('</think>')[-1] }}<｜Assistant｜>", "deepseek_r1"),
+        ("{{ content.split('</think>')[-1] }}<|start_header_id|>assistant", "qwen3"),
         ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),
         ("[SYSTEM_PROMPT]think in [THINK][/THINK]", "mistral"),
         ("<|im_start|>assistant\n", "none"),

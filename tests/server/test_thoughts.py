@@ -4,19 +4,22 @@ model writes is scripted, token by token."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
 import pytest
 
-from cbatch import FieldError
+from cbatch import LLM, FieldError
 from cbatch.core.request.request import FinishReason
 from cbatch.server.protocol.requests import PendingPrompt, parse_chat
 from cbatch.text import ChatTemplate
-from tests.server.http_client import CHAT, MODEL, Client, serving_service, toy_model
+from tests.server.http_client import CHAT, MODEL, Client, serving, serving_service, toy_model
 from tests.server.scripted import ScriptedService, tokenizer_with
+from tests.test_llm import write_model
 
 MESSAGES: Any = [{"role": "user", "content": "Rome?"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
@@ -311,3 +314,42 @@ def test_forced_calls_are_read_after_the_thought(models: dict[str, Model], strea
         (call,) = choice.message.tool_calls
         assert (call.function.name, call.function.arguments) == ("f", '{"a": 1}')
         assert choice.finish_reason == "tool_calls"
+
+
+# ---- with an engine -----------------------------------------------------------------------------
+
+
+def test_an_engine_begins_the_answer_where_the_thought_ends(tmp_path: Path) -> None:
+    """A random model, which a bias leads out of its thought; drafts of a second one."""
+    target, small = (
+        write_model(tmp_path / name, tokenizer=QWEN.raw, layers=layers)
+        for name, layers in (("target", 2), ("draft", 1))
+    )
+    llm = LLM(target, small, random_weights_seed=0, numerics="invariant", lookahead="fixed:3")
+    (closes,) = QWEN.encode("</think>")
+    asked = {"structured_outputs": {"regex": "[0-9]{3}|no"}, "logit_bias": {closes: 2.5}, "n": 4}
+    body = {"messages": MESSAGES, "max_tokens": 60, "seed": 3, "return_token_ids": True} | asked
+    template = ChatTemplate(R1_TEMPLATE, {}, "the test")
+    with serving(llm.engine, chat_template=template, reasoning_parser="auto") as client:
+        status, whole, _ = client.post(body, CHAT)
+        assert status == 200, whole
+        streamed = client.stream(body | {"stream_options": {"include_usage": True}}, CHAT)
+        _, raw, _ = client.post(body | {"separate_reasoning": False}, CHAT)
+    texts = [{"content": "", "reasoning": ""} for _ in range(4)]
+    for event in streamed:
+        for choice in event["choices"]:
+            for name, text in texts[choice["index"]].items():
+                texts[choice["index"]][name] = text + choice["delta"].get(name, "")
+    thinking, ended = 0, 0
+    for choice, told, left in zip(whole["choices"], texts, raw["choices"], strict=True):
+        message, ids = choice["message"], choice["token_ids"]
+        assert told == {name: message[name] or "" for name in told}
+        assert left["message"]["content"] == QWEN.decode(ids), "marks and all"
+        thinking += ids.index(closes) + 1 if closes in ids else len(ids)
+        if choice["finish_reason"] == "stop":
+            ended += 1
+            assert re.fullmatch("[0-9]{3}|no", message["content"]) and message["reasoning"]
+    assert ended >= 2, "the thoughts did not end"
+    details = {"reasoning_tokens": thinking}
+    assert whole["usage"]["completion_tokens_details"] == details
+    assert streamed[-1]["usage"]["completion_tokens_details"] == details

@@ -67,12 +67,14 @@ def TaggedReader(*, parallel: bool) -> ReplyReader:  # noqa: N802
     return ReplyReader(ReplyFormat(CALLS["hermes"], THOUGHTS["qwen3"], parallel=parallel))
 
 
-# By a text in the chat template. Models whose template has no opening mark may only close thoughts.
-_BY_TEMPLATE: tuple[tuple[str, ReasoningParser], ...] = (
-    (_CHANNEL, "harmony"),
-    ("[THINK]", "mistral"),
-    ("<think>", "qwen3"),
-    ("</think>", "deepseek_r1"),
+# By texts that are all in the chat template. That of the first DeepSeek-R1 has no opening mark, and
+# the model may only close its thought. Other models without one open it, or do not think.
+_BY_TEMPLATE: tuple[tuple[ReasoningParser, tuple[str, ...]], ...] = (
+    ("harmony", (_CHANNEL,)),
+    ("mistral", ("[THINK]",)),
+    ("qwen3", ("<think>",)),
+    ("deepseek_r1", ("</think>", "<｜Assistant｜>")),
+    ("qwen3", ("</think>",)),
 )
 
 
@@ -80,7 +82,8 @@ def find_reasoning_parser(asked: ReasoningParser, template: str) -> ReasoningPar
     """Return the parser that was asked for; `auto` is the one of models with such a template."""
     if asked != "auto":
         return asked
-    return next((parser for mark, parser in _BY_TEMPLATE if mark in template), "none")
+    matches = (parser for parser, texts in _BY_TEMPLATE if all(text in template for text in texts))
+    return next(matches, "none")
 
 
 @lru_cache
