@@ -215,7 +215,8 @@ def grammar_text(asked: StructuredOutputs) -> str:
     text = _answer_text(asked)
     if asked.around is None:
         return text
-    answer = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+    with _reading():
+        answer = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
     whole = {"lark_grammar": _with_schemas(_sized(asked.around))}
     return json.dumps({"grammars": [whole, {**answer, "name": "answer"}]}, ensure_ascii=False)
 

@@ -59,3 +59,6 @@ def test_what_is_wrong_around_it_is_told() -> None:
     for around in ("start: @other", "start: (", "start: " + '"x" ' * 20_000):
         with pytest.raises(FieldError, match="structured_outputs: "):
             grammars.check(StructuredOutputs(regex="a", around=around))
+    for grammar in ("{", "{}", '{"grammars": []}'):
+        with pytest.raises(FieldError, match="structured_outputs: "):
+            grammars.check(StructuredOutputs(grammar=grammar, around=AROUND))
