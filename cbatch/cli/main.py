@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(argv)
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:
         _abandon_output()
         return UNREAD
@@ -88,8 +90,6 @@ def _run(argv: Sequence[str] | None) -> int:
     args = make_parser(words[0] if words else "").parse_args(words)
     try:
         status: int = args.run(args)
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except ValueError as error:
         if not _is_bad_input(error):
             raise

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import socket
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import PREFIX, Settings, add_flags, read_settings, unknown_variables
 from cbatch.core.request.errors import FieldError
 from cbatch.server.http.limits import ConnectionLimits, connections_for
+from cbatch.server.protocol.errors import EngineLostError
 from cbatch.system.logs import configure
 
 _logger = logging.getLogger("cbatch")
@@ -43,8 +45,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     import uvloop
-
-    from cbatch.server.http.run import EngineLostError
 
     file = args.config or os.environ.get(f"{PREFIX}CONFIG")
     settings = read_settings(ServeSettings, args, os.environ, None if file is None else Path(file))
@@ -84,15 +84,17 @@ def require_alone(settings: Settings[ServeSettings]) -> None:
 
 async def _serve(settings: ServeSettings, limits: ConnectionLimits) -> None:
     from cbatch.cli.model_service import ModelParts
-    from cbatch.server.http.app import create_app
-    from cbatch.server.http.connections import ServerConfig
-    from cbatch.server.http.run import DrainingServer
 
     parts = ModelParts(settings)
     with closing(bind(settings.host, settings.port)) as listener:
         service = parts.make_service()
         try:
+            threading.Thread(target=_import_http, daemon=True).start()  # while the engine starts
             served = await parts.start(service)
+            from cbatch.server.http.app import create_app
+            from cbatch.server.http.connections import ServerConfig
+            from cbatch.server.http.run import DrainingServer
+
             _logger.info(f"connections: {limits.most_connections} at most")
             app = create_app(
                 service,
@@ -112,6 +114,11 @@ async def _serve(settings: ServeSettings, limits: ConnectionLimits) -> None:
             await server.serve([listener])
         finally:
             await service.stop()
+
+
+def _import_http() -> None:
+    import cbatch.server.http.app
+    import cbatch.server.http.run  # noqa: F401
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -32,7 +32,7 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo, mib
 from cbatch.engine.loading import load_models
 from cbatch.engine.memory import block_bytes, num_blocks, weight_bytes
-from cbatch.engine.model_files import find_model, gguf_of, tokenizer_of
+from cbatch.engine.model_files import find_model, gguf_of, load_tokenizers, tokenizer_of
 from cbatch.engine.model_impl import Impl, checked_impl, choose_impl
 from cbatch.engine.options import EngineOptions, ModelImpl, lookahead_name, parse_lookahead
 from cbatch.engine.ranks.executor import RankedExecutor
@@ -40,7 +40,6 @@ from cbatch.engine.ranks.messages import Probe, Serve
 from cbatch.grammars import Grammars
 from cbatch.runtime.model.config import GENERATION_FILE, ModelError, read_generation_config
 from cbatch.runtime.model.head_config import is_head
-from cbatch.text import TextTokenizer
 
 if TYPE_CHECKING:
     from cbatch.engine.backends import AnyModel
@@ -162,19 +161,6 @@ def _executor(
         return made
     with ranks.together(Serve(config)):
         return RankedExecutor(cast("TorchExecutor", made), ranks)
-
-
-def load_tokenizers(
-    model: str | Path, draft: str | Path | None, options: EngineOptions
-) -> TextTokenizer | None:
-    """The model's, or None if the options want none. Raises `TokenizerError` if the draft's is not
-    the same. Loads nothing of the runtime."""
-    if options.tokenizer == "none":
-        return None
-    tokenizer = tokenizer_of(options.tokenizer or model)
-    if draft is not None and not is_head(Path(draft)):
-        tokenizer_of(draft).require_same_as(tokenizer)
-    return tokenizer
 
 
 class _Files(NamedTuple):

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from cbatch.core.request.errors import FieldError, did_you_mean
 from cbatch.demo import smollm2_head
+from cbatch.engine.options import EngineOptions
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf, read_gguf
+from cbatch.runtime.model.head_config import is_head
 from cbatch.text import ChatTemplate, TextTokenizer, load_chat_template, load_tokenizer
 from cbatch.text.gguf_tokenizer import gguf_tokenizer, gguf_tokenizer_config
 
@@ -47,6 +49,19 @@ def tokenizer_of(model: str | Path) -> TextTokenizer:
     """Loads nothing that computes. Raises `TokenizerError`, or `ModelError` for a GGUF file."""
     file = gguf_of(model)
     return load_tokenizer(model) if file is None else gguf_tokenizer(file.metadata, str(model))
+
+
+def load_tokenizers(
+    model: str | Path, draft: str | Path | None, options: EngineOptions
+) -> TextTokenizer | None:
+    """The model's, or None if the options want none. Raises `TokenizerError` if the draft's is not
+    the same."""
+    if options.tokenizer == "none":
+        return None
+    tokenizer = tokenizer_of(options.tokenizer or model)
+    if draft is not None and not is_head(Path(draft)):
+        tokenizer_of(draft).require_same_as(tokenizer)
+    return tokenizer
 
 
 def chat_template_of(model: str | Path, file: str | Path | None = None) -> ChatTemplate | None:

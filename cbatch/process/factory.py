@@ -8,18 +8,15 @@ from pathlib import Path
 
 import msgspec
 
-from cbatch.engine.build import load_engine
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.ranks.executor import RankedExecutor
-from cbatch.engine.ranks.group import end_engine
 from cbatch.process.server import EngineParts
-from cbatch.steplog.recorder import StepRecorder
 from cbatch.system.logs import LogFormat
 from cbatch.system.logs import configure as configure_logs
 
 
 class EngineFactory(msgspec.Struct, frozen=True):
-    """`load_engine`, to be called in a process of its own, which handles token ids alone."""
+    """`load_engine`, to be called in a process of its own, which handles token ids alone. What it
+    needs is imported there: the owner of the process does without, and starts sooner."""
 
     model: str | Path
     draft: str | Path | None
@@ -29,6 +26,11 @@ class EngineFactory(msgspec.Struct, frozen=True):
     kv_events: bool = False  # it tells what enters and leaves its prefix cache
 
     def __call__(self) -> EngineParts:
+        from cbatch.engine.build import load_engine
+        from cbatch.engine.ranks.executor import RankedExecutor
+        from cbatch.engine.ranks.group import end_engine
+        from cbatch.steplog.recorder import StepRecorder
+
         configure_logs(self.log_format, logging.WARNING)
         recorder = None if self.record is None else StepRecorder(self.record)
         engine, info = load_engine(

@@ -34,6 +34,19 @@ def test_help_loads_nothing_that_computes(words: tuple[str, ...]) -> None:
     assert done.stdout.endswith("[]\n"), done.stdout
 
 
+def test_the_process_that_listens_never_imports_what_computes() -> None:
+    """It would double the start: the engine's process imports the same."""
+    code = (
+        "import sys; from cbatch.cli.model_service import ModelParts\n"
+        "from cbatch.cli.serve_settings import ServeSettings\n"
+        "import cbatch.server.http.app, cbatch.server.http.run\n"
+        "ModelParts(ServeSettings()).make_service()\n"
+        "print(sorted({'torch', 'triton', 'transformers', 'llguidance'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

@@ -21,7 +21,7 @@ import pytest
 
 from cbatch.cli.serve import LOST
 from cbatch.demo import demo_paths
-from cbatch.server.http.run import EngineLostError
+from cbatch.server.protocol.errors import EngineLostError
 from tests.cli.conftest import Run
 from tests.kv_events.client import subscribed
 

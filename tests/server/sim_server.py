@@ -16,6 +16,7 @@ from cbatch.server.http.connections import ServerConfig
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.http.run import DrainingServer
 from cbatch.server.serving.service import EngineService
+from cbatch.system.logs import configure
 from tests.process.factories import SimFactory
 from tests.server.http_client import served_model
 from tests.toy_engine import TOKENIZER
@@ -36,7 +37,7 @@ async def serve(settings: Settings) -> None:
     model = served_model(await service.start(), TOKENIZER)
     limits = settings.connections
     app = create_app(service, model, limits=limits)
-    config = ServerConfig(app, limits, port=0, log_level="warning")
+    config = ServerConfig(app, limits, port=0, log_config=None)
     server = DrainingServer(
         config, service, grace_s=settings.grace_s, on_listening=lambda port: print(port, flush=True)
     )
@@ -44,4 +45,5 @@ async def serve(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
+    configure("text")
     uvloop.run(serve(msgspec.json.decode(sys.argv[1], type=Settings)))

@@ -20,7 +20,7 @@ import pytest
 
 from cbatch import LLM, SamplingParams
 from cbatch.core.request.from_json import sampling_from_json
-from cbatch.engine.build import load_tokenizers
+from cbatch.engine.model_files import load_tokenizers
 from cbatch.engine.options import EngineOptions
 from cbatch.llm import complete_all
 from cbatch.process.factory import EngineFactory
@@ -187,6 +187,33 @@ def test_a_stop_signal_under_load(grace_s: float, tmp_path: Path) -> None:
         assert [answer.text for answer in answers] == expected(range(12), max_tokens)
     else:
         assert all("grace time" in answer.events[-1]["error"]["message"] for answer in answers)
+
+
+@pytest.mark.parametrize("signals", [2, 3])
+def test_a_second_stop_signal_ends_at_once_and_without_a_traceback(
+    signals: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    held = tmp_path / "held"
+    held.touch()
+    factory = msgspec.structs.replace(SIM, held=str(held))
+
+    async def scene(client: Client, pid: int) -> list[Answer]:
+        streams = asyncio.create_task(crowd(client.port, [body(i, 300) for i in range(4)]))
+        await until_running(client, 4)
+        for _ in range(signals):
+            os.kill(pid, signal.SIGTERM)
+            await asyncio.sleep(0.05)
+        return await streams
+
+    with server_process(Settings(factory, grace_s=600)) as (process, client):
+        answers = asyncio.run(scene(client, process.pid))
+        held.unlink()
+        assert process.wait(timeout=60) == 0
+    assert len(answers) == 4
+    log = capfd.readouterr().err
+    assert "Traceback" not in log, log
+    assert "draining: 4 open requests have 600 s to finish" in log
+    assert log.count("a second signal: 4 open requests are ended") == 1
 
 
 def test_a_server_whose_engine_is_lost_tells_everyone_and_ends(tmp_path: Path) -> None:

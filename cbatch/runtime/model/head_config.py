@@ -7,12 +7,14 @@ frameworks read a field differently, `readings` has what it may mean, the likeli
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
 from cbatch.runtime.model.config import (
     ModelConfig,
@@ -34,6 +36,7 @@ _EAGLE3 = (
 _EAGLE1 = ("EagleLlamaForCausalLM", "EAGLELlamaForCausalLM", "EagleModel")
 _MEDUSA = ("MedusaModel", "MedusaForCausalLM")
 _OTHERS = ("peagle", "dflash", "dflash2", "dspark", "mtp", "mlp_speculator")
+_FC_NAMES = {"fc.weight", "model.fc.weight", "draft_model.fc.weight"}
 _HEAD_FIELDS = ("speculators_model_type", "eagle_config", "draft_vocab_size", "eagle_fc_bias")
 _HEAD_FIELDS += ("medusa_num_heads",)
 
@@ -81,7 +84,11 @@ def is_head(path: Path) -> bool:
 
 
 def _has_fc(path: Path) -> bool:
-    """EAGLE-1 says nothing in its configuration: it is the one Llama layer with `fc`."""
+    """Whether it has a tensor `fc`. EAGLE-1 says nothing in its configuration: it is the one Llama
+    layer with `fc`. The names of a safetensors file are read without importing torch."""
+    for file in sorted(path.glob("*.safetensors"))[:1]:
+        with contextlib.suppress(SafetensorError, OSError), safe_open(file, "numpy") as held:
+            return not _FC_NAMES.isdisjoint(held.keys())
     from cbatch.runtime.model.head_weights import HeadWeights, weight_files
 
     return bool(weight_files(path)) and "fc.weight" in HeadWeights.of(path).names

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 
+from cbatch.server.protocol.errors import EngineLostError
 from cbatch.server.serving.service import EngineService
 from cbatch.system.heap import freeze_heap, give_back_free_memory, give_back_large_blocks
 
+_logger = logging.getLogger("cbatch")
 _REST_TICKS = 50  # of a tenth of a second
 _FLUSH_S = 5  # answers that are complete may take this long to reach their clients
-
-
-class EngineLostError(RuntimeError):
-    """The engine cannot be kept running, and the server has ended for it; says why."""
 
 
 class DrainingServer(uvicorn.Server):
@@ -63,10 +62,19 @@ class DrainingServer(uvicorn.Server):
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._on_signal)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves it to be cancelled, which the app complains of
+            await self.lifespan.shutdown()
+
     def _on_signal(self) -> None:
+        num_open = self._service.num_open
         if self._draining is None:
+            message = "draining: %d open requests have %g s to finish; a second signal ends them"
+            _logger.info(message, num_open, self._grace_s)
             self._draining = asyncio.create_task(self._drain())
-        else:
+        elif not self.force_exit:
+            _logger.warning("a second signal: %d open requests are ended", num_open)
             self._draining.cancel()
             self.should_exit = self.force_exit = True
 

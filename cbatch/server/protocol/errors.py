@@ -67,3 +67,7 @@ class UnanswerableError(GenerationError):
 
 class UnknownModelError(FieldError):
     """Another model's name than the one that is served."""
+
+
+class EngineLostError(RuntimeError):
+    """The engine cannot be kept running, and the server has ended for it; says why."""
