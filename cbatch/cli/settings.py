@@ -38,7 +38,7 @@ class _Setting:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return "--" + self.name.replace("_", "-") if self.group else self.name.upper()
 
     @property
     def repeats(self) -> bool:

@@ -80,6 +80,21 @@ def problem_of_gpu() -> str | None:
     return None
 
 
+def require_device(device: str) -> None:
+    """Raises `FieldError` for a device that is unknown, or not here."""
+    import torch
+
+    kind, colon, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not number.isdecimal()):
+        raise FieldError("device", f"{device!r} is not served", "use auto, cpu, cuda or cuda:1")
+    if is_gpu(device):
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(number or 0) >= count:
+            built = "" if torch.version.cuda else f" ({torch.__version__} is built without CUDA)"
+            problem = f"{device!r} is not here: torch sees {count} GPUs{built}"
+            raise FieldError("device", problem, "use auto or cpu")
+
+
 def load_for(
     device: str,
     path: str | Path,
@@ -105,8 +120,6 @@ def load_for(
         )
     from cbatch.runtime.cpu.decoder import load_model
 
-    if device.partition(":")[0] != "cpu":
-        raise FieldError("device", f"{device!r} is not served", "use auto, cpu or cuda")
     return load_model(
         path,
         dtype=dtype,

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from cbatch.engine.backends import is_gpu, load_for, refuse_unserved, usual_device
+from cbatch.engine.backends import is_gpu, load_for, refuse_unserved, require_device, usual_device
 from cbatch.engine.heads import TrialTexts, take_head, trial_texts
 from cbatch.engine.model_impl import Impl
 from cbatch.engine.options import EngineOptions
@@ -51,6 +51,7 @@ def load_models(
     if device == "auto":
         device = usual_device(numerics=options.numerics, **asked)
     refuse_unserved(device, **asked)
+    require_device(device)
     if not is_gpu(device):
         _share_processors(options)
     texts = () if head is None else _trial_texts(model, tokenizer)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from cbatch.core.request.errors import FieldError, did_you_mean
 from cbatch.demo import smollm2_head
 from cbatch.engine.options import EngineOptions
+from cbatch.runtime.model.config import is_hub_name
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf, read_gguf
 from cbatch.runtime.model.head_config import is_head
 from cbatch.text import ChatTemplate, TextTokenizer, load_chat_template, load_tokenizer
@@ -32,11 +33,13 @@ def find_model(model: str | Path, field: str = "model") -> str | Path:
     is. Raises `FieldError`."""
     if str(model) in HEADS and not Path(model).exists():
         return HEADS[str(model)]()
-    found = PACKAGED.get(str(model))
-    if found is None or Path(model).exists():
-        meant = did_you_mean(str(model), (*PACKAGED, *HEADS))
-        if meant and not Path(model).exists():
-            raise FieldError(field, f"{model}: no such model", meant.removeprefix("; "))
+    name, is_there = str(model), Path(model).expanduser().exists()
+    found = PACKAGED.get(name)
+    if found is None or is_there:
+        if not is_there and not is_hub_name(name):
+            remedy = "give a Hugging Face model directory, a .gguf file or a hub name (owner/name)"
+            meant = did_you_mean(name, (*PACKAGED, *HEADS))
+            raise FieldError(field, f"{name}: no such model{meant}", remedy)
         return model
     package = importlib.util.find_spec(found.package)
     if package is None or not package.submodule_search_locations:

@@ -11,7 +11,12 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from cbatch.cli.options import MODEL_HELP, add_engine_options, engine_options, model_paths
+from cbatch.cli.options import (
+    add_engine_options,
+    add_model_argument,
+    engine_options,
+    model_paths,
+)
 from cbatch.cli.output import add_json_option, print_figures, require_place
 from cbatch.core.request.errors import FieldError
 
@@ -30,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Runs made-up batches of many sizes, lookaheads and lengths, fits prices to "
         "their durations, and says how well these foretell other batches.",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    add_model_argument(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="through all batches")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a batch")

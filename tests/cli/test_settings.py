@@ -142,7 +142,7 @@ def test_errors_at_start_say_what_to_do(
         for flags, told in (
             (("--port", port), f"--port: {port} is taken; stop what listens there"),
             (("--host", "203.0.113.7"), "--host: '203.0.113.7' cannot be bound"),
-            ((str(tmp_path),), "model: "),
+            ((str(tmp_path),), "MODEL: "),
             (("--record", tmp_path / "notes"), "notes cannot be written"),
             (("--record", tmp_path / "no" / "log"), "log cannot be written"),
             (("--max-requests-per-key", "2"), "--max-requests-per-key: there are no keys"),

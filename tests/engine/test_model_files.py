@@ -23,7 +23,6 @@ from cbatch.engine.model_files import (
     tokenizer_of,
 )
 from cbatch.runtime.model import gguf_file
-from cbatch.runtime.model.config import ModelError
 from cbatch.text import TokenizerError
 from tests.cli.test_serve import post, serve
 from tests.runtime.hf_models import build
@@ -98,7 +97,7 @@ def test_a_draft_has_its_targets_tokenizer(tiny: Path, tmp_path: Path) -> None:
     other.write_bytes(gguf_bytes(values | BYTE_LEVEL | {"tokenizer.ggml.tokens": tokens}, tensors))
     with pytest.raises(TokenizerError, match="draft: the tokenizer of .*other.gguf differs"):
         LLM(tiny, draft=other)
-    with pytest.raises(ModelError, match="model.gguf: cannot be read"):
+    with pytest.raises(FieldError, match="draft: .*model.gguf: no such model"):
         LLM(tiny, draft=tmp_path / "model.gguf")
 
 

@@ -45,6 +45,23 @@ def test_a_gpu_serves_what_it_can(seen_gpu: pytest.MonkeyPatch) -> None:
     assert usual_device(**ASKED | {"impl": "transformers"}) == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("cuda", "'cuda' is not here: torch sees 0 GPUs"),
+        ("cuda:1", "'cuda:1' is not here: torch sees 0 GPUs"),
+        ("cuda:x", "'cuda:x' is not served; use auto, cpu, cuda"),
+        ("cuda:", "'cuda:' is not served"),
+        ("tpu", "'tpu' is not served"),
+    ],
+)
+def test_a_device_that_is_not_here_is_told(
+    capsys: pytest.CaptureFixture[str], device: str, words: str
+) -> None:
+    assert main(["generate", "def f():", "--device", device]) == 2
+    assert capsys.readouterr().err.startswith(f"cbatch: device: {words}")
+
+
 @pytest.mark.parametrize("field, value", [("block_size_tokens", 48), ("block_size_tokens", 4)])
 def test_what_a_gpu_does_not_serve_is_served_by_the_cpu(
     seen_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, field: str, value: Any

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cbatch.runtime.model.config import ModelConfig, ModelError, load_config
+from cbatch.runtime.model.config import ModelConfig, ModelError, is_hub_name, load_config
 from cbatch.runtime.model.gguf_file import is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import GgufWeights, config_of
 from cbatch.runtime.model.quantised import QuantisedWeights
@@ -121,7 +121,7 @@ def resolve_directory(
     if path.exists():
         return path if path.is_dir() else path.parent
     name = str(path_or_name)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not is_hub_name(name):
         raise ModelError(
             f"model: {name}: no such directory; give a Hugging Face model directory, a .gguf file "
             "or a hub name (owner/name)"

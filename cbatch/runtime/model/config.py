@@ -168,6 +168,11 @@ class _Fields:
         return value
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether it has the form `owner/name`."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
 def load_config(path: str | Path) -> ModelConfig:
     """Read `config.json` (a file, or the directory that holds it).
 
