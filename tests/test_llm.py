@@ -76,6 +76,22 @@ def test_many_prompts_with_params_of_their_own(llm: LLM) -> None:
         assert completion.text
 
 
+def test_a_lone_surrogate_names_its_field(llm: LLM) -> None:
+    bad, good = llm.generate(["a\ud800", "a"], SamplingParams(max_tokens=1))
+    assert "prompt: character 1 is half of a surrogate pair" in (bad.error or "")
+    assert good.error is None
+    with pytest.raises(FieldError, match=r"cache_salt: character [0-9]+ is half of a surrogate"):
+        llm.engine.add("a", cache_salt="\ud800")
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (r"stop\[1\]", {"stop": ("a", "\udfff")}),
+        (r"structured_outputs\.regex", {"structured_outputs": {"regex": "\ud800"}}),
+        (r"outputs\.json", {"structured_outputs": {"json": {"enum": ["\ud800"]}}}),
+    ]
+    for place, given in asked:
+        with pytest.raises(FieldError, match=f"{place}: character [0-9]+ is half of a surrogate"):
+            SamplingParams(**given)
+
+
 def test_a_lone_prompt_and_token_ids(llm: LLM) -> None:
     params = SamplingParams(max_tokens=5, temperature=0)
     (text,) = llm.generate(PROMPTS[0], params)

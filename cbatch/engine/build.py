@@ -39,6 +39,7 @@ from cbatch.engine.ranks.executor import RankedExecutor
 from cbatch.engine.ranks.messages import Probe, Serve
 from cbatch.grammars import Grammars
 from cbatch.runtime.model.config import GENERATION_FILE, ModelError, read_generation_config
+from cbatch.runtime.model.end_tokens import tokenizer_end_ids
 from cbatch.runtime.model.head_config import is_head
 
 if TYPE_CHECKING:
@@ -220,6 +221,10 @@ def _scheduler_config(
             f"use <= {context}",
         )
     drafts = draft is not None or options.drafter is not None
+    eos_ids = target.config.eos_token_ids
+    if options.tokenizer is not None and Path(options.tokenizer).is_dir():
+        named = tokenizer_end_ids(Path(options.tokenizer), guess=False)
+        eos_ids = tuple(dict.fromkeys((*eos_ids, *named)))
     blocks = num_blocks(target, draft, options, max_tokens)
     if options.max_model_tokens and blocks * options.block_size_tokens < max_tokens:
         field = "num_blocks" if options.num_blocks is not None else "kv_memory_bytes"
@@ -237,7 +242,7 @@ def _scheduler_config(
         max_model_tokens=max_tokens,
         step_budget_tokens=max(options.step_budget_tokens, options.max_slots),
         vocab_size=target.config.vocab_size,
-        eos_ids=target.config.eos_token_ids,
+        eos_ids=eos_ids,
         queue_policy=options.queue_policy,
         ageing_per_s=options.ageing_per_s,
         prefix_cache=options.prefix_cache,

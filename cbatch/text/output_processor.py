@@ -101,6 +101,7 @@ def choice_requests(
 ) -> list[Request]:
     """One for each of the `n` choices; they share the prompt's KV. `drafters` are the names that a
     request may ask for. Raises `FieldError`."""
+    require_text("cache_salt", cache_salt)
     if params.stop and not has_text:
         raise FieldError("stop", "needs a tokenizer", "use stop_token_ids")
     for name in params.drafter or ():

@@ -60,8 +60,8 @@ class StructuredOutputs(
         _require(self.choice != (), "structured_outputs", "choice: []", "give at least one text")
         if isinstance(self.json, dict):  # which may hold integers that no other format takes
             msgspec.structs.force_setattr(self, "json", _schema_text(self.json))
-        texts = self.json, self.regex, self.grammar, self.around, *(self.choice or ())
-        require_text("structured_outputs", *texts)  # type: ignore[arg-type]
+        for name in self.__struct_fields__:
+            require_text(f"structured_outputs.{name}", getattr(self, name))
 
 
 def _schema_text(schema: dict[str, Any]) -> str:
@@ -97,9 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False  # the text ends with what stopped it
     skip_special_tokens: bool = True  # in the text; stop strings may hold them either way
-    spaces_between_special_tokens: bool = (
-        True  # False: none that the decoder puts between shown ones
-    )
+    spaces_between_special_tokens: bool = True  # that the decoder puts between those shown
     ignore_eos: bool = False
     repetition_penalty: float = 1.0  # > 1: less likely (Keskar et al. 2019, arXiv 1909.05858)
     presence_penalty: float = 0.0  # subtracted once from the logit of a token that was output
@@ -160,7 +158,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             _require(value is None or value < 2**31, name, value, "use a smaller number")
         _require(1 <= self.n <= MAX_N, "n", self.n, f"ask for 1 to {MAX_N} choices")
         _require(all(self.stop), "stop", list(self.stop), "an empty string would stop at once")
-        require_text("stop", *self.stop)
+        require_text("stop", self.stop)
         _require_ids("stop_token_ids", self.stop_token_ids)
         _require(
             self.max_lookahead is None or self.max_lookahead >= 0,

@@ -34,14 +34,22 @@ def convert_fields(struct: msgspec.Struct) -> None:
         msgspec.structs.force_setattr(struct, field.name, value)
 
 
-def require_text(field: str, *texts: str | None) -> None:
-    """Raises `FieldError` for half of a surrogate pair: JSON can say it, UTF-8 cannot."""
-    for text in texts:
+def require_text(field: str, value: Any) -> None:
+    """Raise `FieldError` for half of a surrogate pair in a text, at any depth of a JSON value: JSON
+    can say it, UTF-8 cannot. The error names the place, such as `messages[0].content`."""
+    if isinstance(value, str):
         try:
-            (text or "").encode()
+            value.encode()
         except UnicodeEncodeError as error:
             problem = f"character {error.start} is half of a surrogate pair"
-            raise FieldError(field, problem, "write whole characters") from error
+            raise FieldError(field or "body", problem, "write whole characters") from error
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            require_text(field, name)
+            require_text(f"{field}.{name}" if field else str(name), each)
+    elif isinstance(value, list | tuple):
+        for at, each in enumerate(value):
+            require_text(f"{field}[{at}]", each)
 
 
 class _Field(NamedTuple):

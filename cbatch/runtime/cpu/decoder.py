@@ -21,7 +21,7 @@ from cbatch.runtime.cpu.layers import Layer, LayerBuilder
 from cbatch.runtime.cpu.linear import Linear, RowPadding
 from cbatch.runtime.cpu.numerics import Numerics, resolve_numerics
 from cbatch.runtime.cpu.rank_group import RankGroup
-from cbatch.runtime.model.checkpoint import open_checkpoint
+from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
 from cbatch.runtime.model.config import ModelConfig, ModelError
 from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.model.rope import RotaryTable
@@ -318,8 +318,12 @@ def load_model(
     what this one holds of it."""
     if numerics not in ("auto", "invariant", "fast"):
         raise ModelError(f"numerics: must be auto, invariant or fast, got {numerics!r}")
-    config, source, served = open_checkpoint(path_or_name, dtype, random_weights_seed)
+    config, weights, served = open_checkpoint(path_or_name, dtype, random_weights_seed)
+    source = weights
     if ranks is not None:
         source = ShardedWeights(source, config, ranks.rank, ranks.size)
         config = shard_config(config, ranks.size)
-    return Model(config, source, served, resolve_numerics(numerics, config, served), ranks)
+    model = Model(config, source, served, resolve_numerics(numerics, config, served), ranks)
+    if ranks is None or not ranks.rank:
+        warn_unread(path_or_name, weights.unread())
+    return model

@@ -13,7 +13,7 @@ from torch import Tensor
 from cbatch.runtime.cpu.layers import Layer, LayerBuilder
 from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.gpu.attention import PagedAttention
-from cbatch.runtime.model.checkpoint import open_checkpoint
+from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.rope import RotaryTable, interleave_halves
 from cbatch.runtime.model.weight_files import WeightSource
@@ -281,4 +281,6 @@ def load_decoder(
     """A model from a directory, GGUF file or hub name, as `open_checkpoint`."""
     config, source, served = open_checkpoint(path_or_name, dtype, random_weights_seed)
     mode = "invariant" if numerics == "invariant" else "fast"
-    return Decoder(config, source, served, torch.device(device), mode)
+    decoder = Decoder(config, source, served, torch.device(device), mode)
+    warn_unread(path_or_name, source.unread())
+    return decoder

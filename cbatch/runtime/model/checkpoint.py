@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig, ModelError, is_hub_name, load_config
 from cbatch.runtime.model.gguf_file import is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import GgufWeights, config_of
-from cbatch.runtime.model.quantised import QuantisedWeights
+from cbatch.runtime.model.quantised import QUANTISED_NAMES, QuantisedWeights
 from cbatch.runtime.model.rope import has_angles
 from cbatch.runtime.model.weight_files import DTYPES, Safetensors, WeightSource
 
 _RANDOM_STD = 0.02
+_EMBEDDING = "model.embed_tokens.weight"
+_MOST_NAMED = 4  # layers, or tensors of none, in a message
+_logger = logging.getLogger("cbatch")
 
 
 class RandomWeights(WeightSource):
@@ -43,7 +50,7 @@ class Checkpoint(NamedTuple):
     def head(self) -> Tensor:
         """[vocab, hidden], by which states become logits: the embedding, where they are tied."""
         c = self.config
-        name = "model.embed_tokens.weight" if c.tie_embeddings else "lm_head.weight"
+        name = _EMBEDDING if c.tie_embeddings else "lm_head.weight"
         return self.weights.get(name, (c.vocab_size, c.hidden_size))
 
 
@@ -78,11 +85,41 @@ def open_checkpoint(
         if file is not None:
             source = GgufWeights(file, config, served, as_stored=as_stored)
         else:
-            source = Safetensors(path)
+            source = files = Safetensors(path)
+            if config.tie_embeddings and _has_other_head(files):
+                warn_untied(path)
+                config = structs.replace(config, tie_embeddings=False)
             if config.quantisation is not None:
                 how = config.quantisation
-                source = QuantisedWeights(source, how, config, served, as_stored=as_stored)
+                source = QuantisedWeights(files, how, config, served, as_stored=as_stored)
     return Checkpoint(config, source, served)
+
+
+def _has_other_head(files: Safetensors) -> bool:
+    """Whether there is a head that is not the embedding: it was trained, and transformers takes it
+    whatever config.json says."""
+    if "lm_head.weight" not in files:
+        return any(f"lm_head.{name}" in files for name in QUANTISED_NAMES)
+    head, embedding = files.read("lm_head.weight"), files.read(_EMBEDDING)
+    if head.dtype != embedding.dtype:
+        return True
+    return not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8))
+
+
+def warn_untied(path: str | Path) -> None:
+    """Log that the head of a checkpoint is not the embedding, as its config.json says."""
+    message = "%s: config.json says tie_word_embeddings, but lm_head.weight differs from the "
+    _logger.warning(message + "embedding: lm_head.weight is used", path)
+
+
+def warn_unread(path: str | Path, names: Iterable[str]) -> None:
+    """Log which tensors of a checkpoint nothing reads: its config.json may be of another model."""
+    layers = Counter(re.sub(r"(\.\d+\.).*", r"\1*", name) for name in sorted(names))
+    if layers:
+        shown = [f"{name} ({count})" for name, count in layers.items()][:_MOST_NAMED]
+        shown += [f"{len(layers) - len(shown)} more"] if len(layers) > len(shown) else []
+        message = "%s: %d tensors are not read (is its config.json of this model?): %s"
+        _logger.warning(message, path, layers.total(), ", ".join(shown))
 
 
 def read_config(path: Path) -> ModelConfig:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig, RopeConfig, parse_config
+from cbatch.runtime.model.end_tokens import END_TOKENS
 from cbatch.runtime.model.gguf_file import Gguf, GgufTensor
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -42,11 +43,6 @@ _FIXED = {
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
 }
-# Tokens that end a text, where a file names one of them at most; those that llama.cpp looks for.
-_END_TOKENS = frozenset(
-    ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"]
-    + ["</s>", "<EOT>", "_<EOT>", "<end_of_turn>", "<｜end▁of▁sentence｜>"]
-)
 _CONTROL = 3  # a token's type
 _MOST_CHARS = 64  # of a name among the metadata
 _EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
@@ -174,7 +170,7 @@ def _end_ids(file: Gguf) -> list[Any]:
     ids = [_one(file, key) for key in keys if key in file.metadata]
     tokens, types = (_each(file, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     ends = zip(range(len(tokens)), tokens, types, strict=False)
-    ids += [i for i, text, kind in ends if kind == _CONTROL and text in _END_TOKENS]
+    ids += [i for i, text, kind in ends if kind == _CONTROL and text in END_TOKENS]
     return list(dict.fromkeys(ids))
 
 

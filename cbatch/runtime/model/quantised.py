@@ -24,6 +24,7 @@ _BLOCK = 32  # columns
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of columns 0 .. 7 in a word
 _FP8 = "F8_E4M3"  # as safetensors files name it
 _MAIN = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
+QUANTISED_NAMES = frozenset(_MAIN.values())
 
 
 class Codes(NamedTuple):
@@ -65,6 +66,9 @@ class QuantisedWeights(WeightSource):
 
     def scalar(self, name: str) -> float | None:
         return self._files.scalar(name)
+
+    def unread(self) -> set[str]:
+        return self._files.unread()
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         module, _, kind = name.rpartition(".")

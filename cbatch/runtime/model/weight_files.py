@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +14,12 @@ from torch import Tensor
 
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.gguf_file import GgufTensor
+from cbatch.runtime.model.json_files import require_file
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# Tensors that say nothing new, or of the types of activations and KV.
+_NEEDLESS = re.compile(r"rotary_emb\.inv_freq$|\.weight_shape$|\.(input|output|[kqv])_scale$")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -34,6 +38,10 @@ class WeightSource(Protocol):
         """A tensor of one number, if there is one of that name."""
         return None
 
+    def unread(self) -> set[str]:
+        """Return the names of tensors that have not been read and that a model might need."""
+        return set()
+
 
 class Safetensors(WeightSource):
     """A directory with `model.safetensors`, or shards and their index."""
@@ -41,6 +49,7 @@ class Safetensors(WeightSource):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files: dict[Path, Any] = {}
+        self._read_names: set[str] = set()
         index = directory / _INDEX
         if index.exists():
             self._names = _read_index(index)
@@ -88,7 +97,11 @@ class Safetensors(WeightSource):
     def read(self, name: str) -> Tensor:
         """The tensor as it is, of any dtype and shape."""
         tensor: Tensor = self._read(name, lambda file: file.get_tensor(name))
+        self._read_names.add(name)
         return tensor
+
+    def unread(self) -> set[str]:
+        return {n for n in self._names if not _NEEDLESS.search(n)} - self._read_names
 
     def _read(self, name: str, what: Callable[[Any], Any]) -> Any:
         file = self._names.get(name)
@@ -101,6 +114,7 @@ class Safetensors(WeightSource):
 
     def _open(self, file: Path) -> Any:
         if file not in self._files:
+            require_file(file)
             try:
                 self._files[file] = safe_open(file, framework="pt")
             except FileNotFoundError:
@@ -114,6 +128,7 @@ class Safetensors(WeightSource):
 
 def _read_index(index: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index of a sharded checkpoint."""
+    require_file(index)
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         found = {str(name): index.parent / file for name, file in names.items()}

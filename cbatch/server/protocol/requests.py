@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -19,6 +21,7 @@ from cbatch.core.request.request import (
     StructuredOutputs,
     require_no_more_ids,
 )
+from cbatch.core.request.typed import require_text
 from cbatch.core.request.unsupported import without_neutral_fields
 from cbatch.server.protocol.forced_tools import (
     ForcedCall,
@@ -184,12 +187,24 @@ def decode_object(body: bytes) -> dict[str, Any]:
     try:
         record = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        _require_text(body)
         raise FieldError("body", f"is not JSON ({error})", "send a JSON object") from error
     except RecursionError as error:
         raise FieldError("body", "is nested too deeply", "send a plain JSON object") from error
     if not isinstance(record, dict):
         raise FieldError("body", "is not a JSON object", 'send {"prompt": ...}')
     return {name: value for name, value in record.items() if value is not None}
+
+
+def _require_text(body: bytes) -> None:
+    """Raise `FieldError` naming the field with half of a surrogate pair, if nothing else is wrong:
+    msgspec calls that malformed."""
+    try:
+        record = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    with suppress(RecursionError):
+        require_text("", record)
 
 
 def parse_completion(body: bytes, model: ServedModel) -> Call:

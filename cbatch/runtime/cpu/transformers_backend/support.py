@@ -83,3 +83,20 @@ def _state_of(values: dict[str, Any], kind: str, name: str) -> str | None:
     if kind in _SPARSE:
         return f"model_type: {name} attends sparsely, by an index of its own"
     return None
+
+
+def refuse_unknown_rope(path: Path) -> None:
+    """Raise ModelError for a type of rotary embedding that transformers has not: it fails for want
+    of a key."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    values, known = read_json_object(path / "config.json"), ["default", *ROPE_INIT_FUNCTIONS]
+    for field in ("rope_scaling", "rope_parameters"):
+        rope = values.get(field)
+        for each in (rope, *rope.values()) if isinstance(rope, dict) else ():
+            kind = each.get("rope_type", each.get("type")) if isinstance(each, dict) else None
+            if kind is not None and kind not in known:
+                problem = f"{field}.rope_type: {kind!r:.40} is not supported"
+                raise ModelError(
+                    f"{path / 'config.json'}: {problem}; supported: {', '.join(known)}"
+                )
