@@ -14,6 +14,7 @@ from torch import Tensor
 from cbatch.runtime.model.config import ModelConfig, RopeConfig, parse_config
 from cbatch.runtime.model.end_tokens import END_TOKENS
 from cbatch.runtime.model.gguf_file import Gguf, GgufTensor
+from cbatch.runtime.model.weight_files import WeightSource
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # Fields of config.json and their keys, below the name of the architecture.
@@ -241,7 +242,7 @@ def _with_factors(file: Gguf, config: ModelConfig) -> RopeConfig:
     return msgspec.structs.replace(config.rope, divisors=tuple(factors.tolist()))
 
 
-class GgufWeights:
+class GgufWeights(WeightSource):
     """A file's tensors by their names in Hugging Face's files, values in `dtype`; `as_stored` those
     that are quantised as blocks, too."""
 
@@ -257,9 +258,6 @@ class GgufWeights:
             problem = f"has shape {list(tensor.shape)}, not {list(shape)}"
             raise self._file.error(f"tensor {tensor.name}", problem)
         return tensor.dequantised(self._dtype)
-
-    def scalar(self, name: str) -> float | None:
-        return None
 
     def blocks(self, name: str) -> GgufTensor | None:
         stored = self.stored(name) if self._as_stored else None
