@@ -18,6 +18,7 @@ from cbatch.text import TextStream, TextTokenizer
 from cbatch.text.outputs import Choice, Output, Speculation, TokenLogprob, token_logprobs
 
 Prompt = str | Sequence[int]
+_LOST_CHARS = 32  # of a text, at most, that a tokenizer may turn into one unknown token
 _SEED_BITS = 53  # of a drawn one, so that it survives every JSON reader on its way back
 
 
@@ -72,20 +73,40 @@ def require_length(field: str, text: str, tokenizer: TextTokenizer, max_tokens: 
 
 
 def token_texts(
-    prompt: Prompt, params: SamplingParams, tokenizer: TextTokenizer | None
+    ids: Sequence[int],
+    params: SamplingParams,
+    tokenizer: TextTokenizer | None,
+    text: str | None = None,
 ) -> list[str | None]:
-    """Return what each token of a prompt adds to its text, see `TokenLogprob.text`."""
-    if isinstance(prompt, str):
-        return [] if tokenizer is None else [*tokenizer.pieces(prompt)]
+    """Return what each token of a prompt adds to its text, see `TokenLogprob.text`; joined, they
+    are `text`, if that is what the tokens were made of."""
     if tokenizer is None:
-        return [None] * len(prompt)
+        return [None] * len(ids)
     stream = TextStream(
         tokenizer,
         skip_special_tokens=params.skip_special_tokens,
         spaces_between_special_tokens=params.spaces_between_special_tokens,
     )
-    stream.push(prompt)
-    return [*stream.texts]
+    stream.push(ids)
+    return [*stream.texts] if text is None else _cut(text, ids, stream.texts, tokenizer)
+
+
+def _cut(
+    text: str, ids: Sequence[int], decoded: Sequence[str], tokenizer: TextTokenizer
+) -> list[str | None]:
+    """Return the part of `text` that belongs to each token. Where a token cannot be found by what
+    it decodes to, what is before the next one that can is its part."""
+    starts, at = [], 0
+    for token_id, own in zip(ids, decoded, strict=True):
+        special = token_id in tokenizer.special_ids
+        forms = (tokenizer.added[token_id],) if special else (own, own.strip(" "))
+        slack = 0 if special else _LOST_CHARS
+        places = ((text.find(form, at, at + len(form) + slack), form) for form in forms)
+        start, form = next((place for place in places if place[0] >= 0), (at, ""))
+        starts.append(start)
+        at = start + len(form)
+    cuts = [0, *starts[1:], len(text)]
+    return [text[cuts[i] : cuts[i + 1]] for i in range(len(starts))]
 
 
 def choice_requests(

@@ -82,19 +82,6 @@ class TextTokenizer:
             return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
         return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def pieces(self, text: str) -> list[str]:
-        """Return the part of `text` that each token of `encode` is made of; joined, they are the
-        text. Of several tokens for one character the last has it; a token put around has none."""
-        spans = self.raw.encode_batch([text])[0].offsets
-        pieces, end = [""] * len(spans), len(text)
-        for at in reversed([at for at, (start, stop) in enumerate(spans) if start < stop]):
-            start = min(spans[at][0], end)
-            pieces[at], end = text[start:end], start
-        first = next((at for at, piece in enumerate(pieces) if piece), None)
-        if first is not None:
-            pieces[first] = text[:end] + pieces[first]
-        return pieces
-
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text, by default without special tokens; bytes that are no UTF-8 become U+FFFD."""
         if len(ids) <= _LONG:

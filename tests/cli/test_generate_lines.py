@@ -24,7 +24,10 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     # name: (line, what the error says)
     "half a pair in the prompt": (b'{"prompt": "\\ud800 x"}', "prompt: character 0 is half of a"),
     "half a pair in the id": (asked("id", b'"a\\udc00"'), "id: character 1 is half of a surrogate"),
-    "half a pair in a stop": (asked("stop", b'["b", "\\ud800"]'), "stop: character 0 is half of a"),
+    "half a pair in a stop": (
+        asked("stop", b'["b", "\\ud800"]'),
+        "stop[1]: character 0 is half of a",
+    ),
     "half a pair in a grammar": (
         asked("structured_outputs", b'{"regex": "\\ud800"}'),
         "structured_outputs: ",

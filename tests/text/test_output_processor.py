@@ -7,12 +7,17 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
-from cbatch.text.output_processor import LiveChoice
+from cbatch.text import TextTokenizer
+from cbatch.text.output_processor import LiveChoice, token_texts
 from cbatch.text.outputs import Output, TokenLogprob
+from tests.chained_model import byte_tokens, pieces
+from tests.text.toy_tokenizers import byte_fallback, byte_level, word_ends, word_pieces
 from tests.toy_engine import TOKENIZER
 
 TEXT = "def add(a, b): return a + b"
@@ -89,3 +94,30 @@ def test_a_streamed_one_is_as_small_after_many_tokens() -> None:
 
     assert longest_list(300, whole=True) == 300
     assert longest_list(300, whole=False) < 10
+
+
+KINDS = [byte_level(), byte_fallback(), word_pieces(), word_ends(), byte_tokens(), pieces()]
+WORDS = ["hello", "true", "b", " ", "  ", "é日", "😀", "<s>", "</s>", "[SEP]", "<|im_end|>", "?"]
+
+
+@given(st.sampled_from(KINDS), st.lists(st.sampled_from(WORDS), max_size=8), st.booleans())
+def test_the_texts_of_a_prompts_tokens_are_the_prompt(
+    raw: Any, words: list[str], skips: bool
+) -> None:
+    """Also where the tokenizer knows no such word, and with tokens that it puts around a text."""
+    tokenizer, text = TextTokenizer(raw, "toy"), "".join(words)
+    ids = tokenizer.encode(text)
+    texts = token_texts(ids, SamplingParams(skip_special_tokens=skips), tokenizer, text)
+    assert len(texts) == len(ids) and (not ids or "".join(map(str, texts)) == text)
+    if "hello" in words and tokenizer.encode("hello") == [tokenizer.raw.token_to_id("hello")]:
+        assert any("hello" in str(each) for each in texts)
+
+
+def test_the_part_of_each_token_of_a_prompt() -> None:
+    def cut(raw: Any, text: str) -> list[str | None]:
+        tokenizer = TextTokenizer(raw, "toy")
+        return token_texts(tokenizer.encode(text), SamplingParams(), tokenizer, text)
+
+    assert cut(byte_tokens(), "é<|im_end|>a") == ["", "é", "<|im_end|>", "a"]
+    assert cut(pieces(), "true true</s>b") == ["true", " true", "</s>", "b"]
+    assert cut(word_pieces(), "hello, 🦀 lo") == ["hello", ",", " 🦀", " l", "o"]

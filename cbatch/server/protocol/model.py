@@ -16,7 +16,7 @@ from cbatch.server.protocol.tool_parsers import (
     find_reasoning_parser,
 )
 from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
-from cbatch.text.output_processor import Prompt, require_length, token_texts
+from cbatch.text.output_processor import require_length, token_texts
 
 _PROMPT_END_TOKENS = 32  # enough for the marks of a thought
 
@@ -94,9 +94,11 @@ class ServedModel:
             return ""
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def token_texts(self, prompt: Prompt, params: SamplingParams) -> list[str | None]:
+    def token_texts(
+        self, ids: Sequence[int], params: SamplingParams, text: str | None
+    ) -> list[str | None]:
         """See `cbatch.text.output_processor.token_texts`."""
-        return token_texts(prompt, params, self._tokenizer)
+        return token_texts(ids, params, self._tokenizer, text)
 
     def prompt_end(self, ids: Sequence[int]) -> str:
         """Return the end of a prompt's text, with its special tokens."""

@@ -203,10 +203,9 @@ class Answer(ABC, Generic[AnyChoice]):
 
     def _prompt_texts(self, progress: Reply) -> list[str | None]:
         """What each token of the prompt adds to the text that is echoed."""
-        prompt = self.call.prompts[progress.position]
-        if not isinstance(prompt, str):
-            prompt = progress.stream.accepted.prompt_token_ids
-        return self._model.token_texts(prompt, self.call.params)
+        prompt, accepted = self.call.prompts[progress.position], progress.stream.accepted
+        text = prompt if isinstance(prompt, str) else None
+        return self._model.token_texts(accepted.prompt_token_ids, self.call.params, text)
 
     def _prompt_logprobs(self, part: Output | Choice) -> PromptLogprobs | None:
         found = part.prompt_logprobs
