@@ -45,7 +45,8 @@ CASES: list[tuple[dict[str, Any], str, str, int]] = [  # what is asked, text, wh
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     raw = byte_tokens()
-    folder = write_chained(tmp_path_factory.mktemp("m") / "model", raw, raw.encode(TEXT).ids, eos=256)
+    folder = tmp_path_factory.mktemp("m") / "model"
+    write_chained(folder, raw, raw.encode(TEXT).ids, eos=256)
     return LLM(folder, num_blocks=64, max_slots=4)
 
 
