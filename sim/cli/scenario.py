@@ -38,6 +38,12 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
     format: Annotated[str | None, _reading("what the trace must be (default: found out)")] = None
     skip_empty: Annotated[bool, _reading("leave out requests without prompt or output")] = False
+    block_tokens: Annotated[
+        int | None, _reading("tokens of a block in hash_ids (default: the format's)", "N")
+    ] = None
+    time_unit: Annotated[
+        Literal["s", "ms", "us", "ns"] | None, _reading("of stamps (default: the format's)")
+    ] = None
     spread: Annotated[
         float | None,
         _reading(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable
+from functools import cache
+from multiprocessing import parent_process
 from pathlib import Path
 
 from cbatch.cli.output import print_line, require_place
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
-from sim.cli.scenario import Reading, Scenario, add_flags
+from sim.cli.scenario import Reading, Scenario, add_flags, flag_of
 from sim.traces.changes import spread
-from sim.traces.formats import FORMAT_NAMES
+from sim.traces.formats import BLOCK_TOKENS, FORMAT_NAMES, STAMP_UNITS
 from sim.traces.reader import WINDOWS, Trace, write_requests
 from sim.traces.request import TraceRequest
 from sim.traces.step_log import STEP_LOG, is_step_log, read_recording
@@ -53,8 +56,17 @@ class OpenedTrace:
                 skip_empty=args.skip_empty,
                 in_order=in_order,
                 seed=seed,
+                block_tokens=args.block_tokens,
+                time_unit=args.time_unit,
             )
             self.format = self._trace.format
+            if args.time_unit is None and self._trace.has_stamps_like_seconds():
+                _warn(f"{self.path}: stamps look like seconds: give --time-unit s, or ms")
+        for option, formats in (("block_tokens", BLOCK_TOKENS), ("time_unit", STAMP_UNITS)):
+            value = getattr(args, option)
+            if value is not None and (self.format not in formats or not value):
+                problem = f"{value} is of no use for a trace of {self.format}"
+                raise FieldError(flag_of(option), problem, "leave it out")
 
     @property
     def draws(self) -> bool:
@@ -70,6 +82,13 @@ class OpenedTrace:
         if self._spread_s is None:
             return requests
         return spread(requests, self._spread_s, self._seed)
+
+
+@cache
+def _warn(words: str) -> None:
+    """Once, though a search or a sweep opens its trace many times."""
+    if parent_process() is None:
+        print(f"cbatch: warning: {words}", file=sys.stderr)
 
 
 def require_no_seed(args: argparse.Namespace, *, drawing: bool) -> int:

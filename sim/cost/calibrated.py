@@ -25,6 +25,7 @@ from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.step_work import StepSample, StepWork
 from cbatch.engine.price_fit import Features, fit_columns, fit_curves, fit_drafting, matrix
 from sim.cost.tables import Curve
+from sim.traces.files import read_whole
 
 FORMAT, VERSION = "cbatch-calibration", 4
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -178,8 +179,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def read_calibration(path: str | Path) -> Calibration:
     """Raises `FieldError` if the file is not one, or of another version."""
     try:
-        found = msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
-    except (OSError, msgspec.MsgspecError, FieldError) as error:
+        found = msgspec.json.decode(read_whole(Path(path)), type=Calibration)
+    except (OSError, msgspec.MsgspecError, FieldError, RecursionError) as error:
         raise FieldError(
             "--cost", f"{path} is no calibration ({error})", "write one with cbatch calibrate"
         ) from error

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from cbatch.core.request.errors import FieldError
 from sim.cost.pool import RULES
+from sim.traces.files import read_whole
 
 _BLOCKS = re.compile(r"(?:# (?:GPU|CUDA|cuda) blocks: |num_gpu_blocks(?: is: |=\"|=))([\d,]+)")
 _SIZE = re.compile(r"block_size(?:=\"|=)(\d+)")
@@ -32,9 +33,9 @@ def recorded_blocks(path: Path, block_tokens: int | None) -> tuple[int, int]:
     """Blocks and the tokens of one, which `block_tokens` names where the record does not (16 if
     nobody does). Raises `FieldError`."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_whole(path).decode("utf-8", errors="replace")
     except OSError as error:
-        problem = f"{path} cannot be read ({error.strerror})"
+        problem = f"{path} cannot be read ({error.strerror or error})"
         remedy = f"name a file of a recorded run, or one of {', '.join(RULES)}"
         raise FieldError("--pool", problem, remedy) from error
     found = _of_json(text) or _of_text(text)
@@ -56,7 +57,7 @@ def recorded_blocks(path: Path, block_tokens: int | None) -> tuple[int, int]:
 def _of_json(text: str) -> RecordedPool | None:
     try:
         document = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     found = _holder(document)
     if found is None:

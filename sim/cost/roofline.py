@@ -19,6 +19,7 @@ import msgspec
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.speculation.step_work import StepWork
+from sim.traces.files import read_whole
 
 VALUE_BYTES = 2  # bf16
 _UNSUPPORTED = {
@@ -111,7 +112,7 @@ def load_shape(model: str) -> ModelShape:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_whole(path))
         for field, what in _UNSUPPORTED.items():
             if config.get(field):
                 raise FieldError("--model", f"{path}: {field}: {what}", "give a dense 16-bit model")
@@ -119,7 +120,7 @@ def load_shape(model: str) -> ModelShape:
         return msgspec.convert(config, ModelShape)
     except FieldError:
         raise
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         known = ", ".join(sorted(shipped))
         raise FieldError(
             "--model",

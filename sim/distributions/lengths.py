@@ -9,6 +9,7 @@ import numpy as np
 
 from cbatch.core.request.errors import FieldError
 
+MAX_TOKENS = 2**24  # of a prompt or an output; no model has a longer context
 Lengths = Callable[[np.random.Generator, int], np.ndarray]  # -> int64 [count]
 
 
@@ -64,10 +65,11 @@ def empirical(tokens: Sequence[int] | np.ndarray) -> Lengths:
 
 
 def _check(field: str, value: float) -> None:
-    if not 1 <= value < math.inf:
-        raise FieldError(field, f"{value} is not allowed", "give 1 or more")
+    if not 1 <= value <= MAX_TOKENS:
+        raise FieldError(field, f"{value} is not allowed", f"give 1 to {MAX_TOKENS}")
 
 
 def _check_order(low: int, high: int) -> None:
+    _check("high", high)
     if high < low:
         raise FieldError("high", f"{high} is below low, {low}", "give a larger number")

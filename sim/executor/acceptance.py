@@ -18,6 +18,7 @@ import numpy as np
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.plan import NewSequence
+from sim.traces.files import read_whole
 from sim.workload.tokens import ACCEPT, mix
 
 _REQUEST, _REDRAW, _LEVEL = 3, 4, 5  # purposes of the noise, beside ACCEPT
@@ -201,8 +202,8 @@ def _parse_numbers(kind: str, numbers: list[float], max_slots: int) -> Acceptanc
 
 def _read_sequences(path: Path) -> list[list[bool]]:
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=list[list[int]])
-    except (OSError, msgspec.MsgspecError) as error:
+        found = msgspec.json.decode(read_whole(path), type=list[list[int]])
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise FieldError(
             "--acceptance", f"{path} has no sequences ({error})", "give a list of 0 and 1 a request"
         ) from error

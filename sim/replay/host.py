@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from cbatch.core.request.errors import FieldError
+from sim.traces.files import read_whole
 
 _SAME_S = 1e-12  # what rounding leaves of work that is done
 
@@ -73,12 +74,12 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_host(path: str | Path) -> Host:
     """Raises `FieldError` for a file that says none."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Host)
+        return msgspec.json.decode(read_whole(Path(path)), type=Host)
     except FieldError as error:
         raise FieldError(
             "--host", f"{path}: {error.field}: {error.problem}", error.remedy
         ) from None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         remedy = "give a JSON object with cores, crowded, server and client"
         raise FieldError("--host", f"{path} says none ({error})", remedy) from error
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import count, groupby
 
 import numpy as np
 from msgspec.structs import replace
 
 from cbatch.core.request.errors import FieldError
 from sim.distributions.arrivals import require_positive
+from sim.distributions.lengths import MAX_TOKENS
 from sim.traces.request import TraceRequest
 
 
@@ -53,11 +54,16 @@ def scale(
             raise FieldError(
                 "--prompt", "prompts of this trace have named blocks", "scale the rate or outputs"
             )
+        prompt_tokens = max(1, round(request.prompt_tokens * prompt))
+        output_tokens = max(1, round(request.output_tokens * output))
+        if max(prompt_tokens, output_tokens) > MAX_TOKENS:
+            problem = f"a length becomes more than {MAX_TOKENS} tokens"
+            raise FieldError("--prompt or --output", problem, "scale by less")
         yield replace(
             request,
             arrival_s=request.arrival_s / rate,
-            prompt_tokens=max(1, round(request.prompt_tokens * prompt)),
-            output_tokens=max(1, round(request.output_tokens * output)),
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
         )
 
 
@@ -91,6 +97,23 @@ def sample(
             first_s = request.arrival_s
         kept += 1
         yield replace(request, arrival_s=request.arrival_s - first_s)
+
+
+def endless(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
+    """Again and again, the first a mean gap after the last; sessions and named blocks are others
+    each time."""
+    period_s = max(r.arrival_s for r in requests) * len(requests) / max(len(requests) - 1, 1)
+    names = 1 + max((max(r.hash_ids) for r in requests if r.hash_ids), default=0)
+    yield from requests
+    for again in count(1):
+        for request in requests:
+            hash_ids, session = request.hash_ids, request.session
+            if hash_ids is not None:
+                hash_ids = tuple(name + again * names for name in hash_ids)
+            if session is not None:
+                session = f"{session} ({again})"
+            arrival_s = request.arrival_s + again * period_s
+            yield replace(request, arrival_s=arrival_s, hash_ids=hash_ids, session=session)
 
 
 def _hash_share(name: str, seed: int) -> float:

@@ -12,10 +12,27 @@ from typing import Any
 
 import msgspec
 
+from sim.distributions.lengths import MAX_TOKENS
 from sim.traces.request import TraceError
 
+MAX_LINE_BYTES = 2**28  # of a line, and of a file that is read as a whole
 _GZIP_MAGIC = b"\x1f\x8b"
 Lines = Iterator[tuple[int, str]]
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file that a user named. Raises OSError, also where it is too large."""
+    _require_regular(path)
+    with path.open("rb") as file:
+        content = file.read(MAX_LINE_BYTES + 1)
+    if len(content) > MAX_LINE_BYTES:
+        raise OSError(f"it has more than {MAX_LINE_BYTES >> 20} MiB")
+    return content
+
+
+def _require_regular(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise OSError("it is no regular file")  # a pipe waits, a device may have no end
 
 
 def read_lines(path: Path) -> Lines:
@@ -23,11 +40,15 @@ def read_lines(path: Path) -> Lines:
     known by its first bytes. Reads as it goes."""
     number = 0
     try:
+        _require_regular(path)
         with path.open("rb") as probe:
             zipped = probe.read(2) == _GZIP_MAGIC
         with gzip.open(path, "rb") if zipped else path.open("rb") as file:
-            for raw in file:
+            while raw := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
+                if len(raw) > MAX_LINE_BYTES:
+                    wrong = f"has more than {MAX_LINE_BYTES >> 20} MiB"
+                    raise TraceError(path, number, "line", wrong, "write a request a line")
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 if text.strip():
                     yield number, text
@@ -58,8 +79,8 @@ class TraceRow:
         value = self._value(field)
         try:
             number = float(value)
-        except (TypeError, ValueError) as error:
-            raise self.fail(field, f"{value!r} is not a number", "give a number") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self.fail(field, f"{value!r:.80} is not a number", "give a number") from error
         if isinstance(value, bool) or not math.isfinite(number):
             raise self.fail(field, f"{value!r} is not a finite number", "give a finite number")
         return number
@@ -74,25 +95,18 @@ class TraceRow:
         number = self.number(field)
         if number != int(number):
             raise self.fail(field, f"{number} is not whole", "give a number of tokens")
-        if number < 0:
-            raise self.fail(field, f"{int(number)} is negative", "give a number of tokens")
+        if not 0 <= number <= MAX_TOKENS:
+            wrong = "negative" if number < 0 else f"more than {MAX_TOKENS}"
+            raise self.fail(field, f"{number:.0f} is {wrong}", "give a number of tokens")
         return int(number)
 
     def text(self, field: str) -> str:
         return str(self._value(field))
 
-    def hash_ids(self, field: str, prompt_tokens: int, block_tokens: int) -> tuple[int, ...]:
-        """Names of all full blocks, and perhaps of a last one that is not full."""
+    def hash_ids(self, field: str) -> tuple[int, ...]:
         value = self._value(field)
         if not isinstance(value, list) or not all(type(h) is int and h >= 0 for h in value):
             raise self.fail(field, "is no list of numbers from 0", "name each block by a number")
-        full, started = prompt_tokens // block_tokens, -(-prompt_tokens // block_tokens)
-        if not full <= len(value) <= started:
-            raise self.fail(
-                field,
-                f"names {len(value)} blocks of {block_tokens} tokens",
-                f"a prompt of {prompt_tokens} tokens has {started}",
-            )
         return tuple(value)
 
     def known_only(self, known: frozenset[str]) -> None:
@@ -156,7 +170,7 @@ def json_rows(
 def json_object(path: Path, line: int, text: str) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise TraceError(
             path, line, "line", f"is not JSON ({error})", "write one object a line"
         ) from error

@@ -18,16 +18,19 @@ from typing import Any, NamedTuple
 from sim.traces.files import Lines, TraceRow, csv_rows, json_object, json_rows
 from sim.traces.request import TraceError, TraceRequest
 
-MOONCAKE_BLOCK_TOKENS = 512
-BAILIAN_BLOCK_TOKENS = 16
+BLOCK_TOKENS = {"mooncake": 512, "bailian": 16}  # that a name in `hash_ids` stands for
+UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+STAMP_UNITS = {"mooncake": "ms"}  # of formats whose stamps are mere numbers
+STAMP_UNITS |= dict.fromkeys(("bailian", "burstgpt", "servegen-requests", "vidur", "vllm-run"), "s")
 LOG_FORMAT, LOG_VERSION = "cbatch-requests", 1
 
 
 class Raw(NamedTuple):
-    """A row as its file has it: `stamp_s` from any origin, lengths of 0 or more."""
+    """A row as its file has it: `stamp` from any origin in the unit of the format, as a `think_s`;
+    lengths of 0 or more."""
 
     line: int
-    stamp_s: float
+    stamp: float
     prompt_tokens: int
     output_tokens: int
     more: dict[str, Any]  # other fields of `TraceRequest`
@@ -61,8 +64,18 @@ def _azure(rows: Iterator[TraceRow]) -> Iterator[Raw]:
 
 
 def _mooncake(rows: Iterator[TraceRow]) -> Iterator[Raw]:
+    """With what AIPerf and Dynamo add: a turn that comes a `delay` after the one before it, which
+    needs no stamp of its own."""
+    started: dict[Any, float] = {}  # by session: its last stamp
     for row in rows:
-        yield Raw(row.line, row.stamp("timestamp") / 1e3, *_lengths(row, MOONCAKE_BLOCK_TOKENS))
+        prompt_tokens, output_tokens, more = _lengths(row)
+        session = row.values.get("session_id")
+        more["session"] = None if session is None else str(session)
+        if row.values.get("delay") is not None:
+            more["think_s"] = row.stamp("delay")
+        follows = "think_s" in more and row.values.get("timestamp") is None and session in started
+        started[session] = started[session] if follows else row.stamp("timestamp")
+        yield Raw(row.line, started[session], prompt_tokens, output_tokens, more)
 
 
 def _bailian(rows: Iterator[TraceRow]) -> Iterator[Raw]:
@@ -70,18 +83,15 @@ def _bailian(rows: Iterator[TraceRow]) -> Iterator[Raw]:
     for row in rows:
         chat, parent = int(row.number("chat_id")), int(row.number("parent_chat_id"))
         root = roots[chat] = roots.get(parent, chat)
-        prompt_tokens, output_tokens, more = _lengths(row, BAILIAN_BLOCK_TOKENS)
+        prompt_tokens, output_tokens, more = _lengths(row)
         more["session"] = str(root)
         yield Raw(row.line, row.stamp("timestamp"), prompt_tokens, output_tokens, more)
 
 
-def _lengths(row: TraceRow, block_tokens: int) -> tuple[int, int, dict[str, Any]]:
-    prompt_tokens = row.count("input_length")
-    more: dict[str, Any] = {}
-    if "hash_ids" in row.values:
-        more["hash_ids"] = row.hash_ids("hash_ids", prompt_tokens, block_tokens)
-        more["hash_block_tokens"] = block_tokens
-    return prompt_tokens, row.count("output_length"), more
+def _lengths(row: TraceRow) -> tuple[int, int, dict[str, Any]]:
+    has_names = row.values.get("hash_ids") is not None
+    more = {"hash_ids": row.hash_ids("hash_ids")} if has_names else {}
+    return row.count("input_length"), row.count("output_length"), more
 
 
 def _plain(stamp: str, prompt: str, output: str, session: str | None = None) -> Parse:
@@ -105,8 +115,6 @@ def _log(rows: Iterator[TraceRow]) -> Iterator[Raw]:
                 more[name] = row.stamp(name)
         if "session" in row.values:
             more["session"] = row.text("session")
-        elif "think_s" in more:
-            raise row.fail("session", "is missing", "a turn with think_s belongs to a session")
         if "priority" in row.values:
             priority = row.number("priority")
             if priority != int(priority):
@@ -116,7 +124,7 @@ def _log(rows: Iterator[TraceRow]) -> Iterator[Raw]:
             size = more["hash_block_tokens"] = row.count("hash_block_tokens")
             if not size:
                 raise row.fail("hash_block_tokens", "is 0", "give the tokens of a block")
-            more["hash_ids"] = row.hash_ids("hash_ids", prompt_tokens, size)
+            more["hash_ids"] = row.hash_ids("hash_ids")
         elif "hash_block_tokens" in row.values:
             raise row.fail("hash_block_tokens", "has no hash_ids", "give both or neither")
         stamp_s, output_tokens = row.stamp("arrival_s"), row.count("output_tokens")
@@ -160,7 +168,12 @@ FORMATS = (
         "type,turn,hash_ids",
         _bailian,
     ),
-    _format("mooncake}", "timestamp,input_length,output_length", "hash_ids", _mooncake),
+    _format(
+        "mooncake}",
+        "timestamp,input_length,output_length",
+        "hash_ids,session_id,delay",
+        _mooncake,
+    ),
     _format(
         "vllm-run}",
         "input_toks,output_toks,arrival_time",
@@ -243,7 +256,7 @@ def _bench(path: Path, lines: Lines, wanted: str | None) -> tuple[str, Iterator[
         columns.append(column)
     if len({len(column) for column in columns}) != 1:
         raise TraceError(path, 1, "input_lens", "is longer or shorter than others", "save it anew")
-    return BENCH, iter(sorted(_bench_rows(path, columns), key=lambda raw: raw.stamp_s))
+    return BENCH, iter(sorted(_bench_rows(path, columns), key=lambda raw: raw.stamp))
 
 
 def _bench_rows(path: Path, columns: list[list[Any]]) -> Iterator[Raw]:

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from sim.traces.files import read_lines
-from sim.traces.formats import LOG_FORMAT, LOG_VERSION, Raw, parse_lines
+from sim.traces.formats import (
+    BLOCK_TOKENS,
+    LOG_FORMAT,
+    LOG_VERSION,
+    STAMP_UNITS,
+    UNITS_S,
+    Raw,
+    parse_lines,
+)
 from sim.traces.request import TraceError, TraceRequest
 from sim.traces.windows import read_windows
 
 WINDOWS = "servegen"
+_LOOK_ROWS = 1000
+_MAX_RATE_PER_S = 10.0  # the busiest trace that is published in milliseconds has 7
 
 
 class Trace:
@@ -32,15 +45,20 @@ class Trace:
         skip_empty: bool = False,
         in_order: bool = True,
         seed: int = 0,
+        block_tokens: int | None = None,
+        time_unit: str | None = None,
     ) -> None:
         """`skip_empty` leaves out requests without prompt or output (failed ones, in some traces)
         and counts them in `skipped`. `in_order=False` lets stamps go backwards. `seed` is for
-        ServeGen windows, which say how requests are distributed and not what they were."""
+        ServeGen windows, which say how requests are distributed and not what they were.
+        `block_tokens` and `time_unit` (of `UNITS_S`) are by default those of the format."""
         self.path = Path(path)
         self.skipped = 0
         self._skip_empty, self._in_order, self._seed = skip_empty, in_order, seed
         self._wanted = format
         self.format = self._open()[0]
+        self._block_tokens = block_tokens or BLOCK_TOKENS.get(self.format, 1)
+        self._unit_s = UNITS_S[time_unit or STAMP_UNITS.get(self.format, "s")]
 
     def _open(self) -> tuple[str, Iterator[Raw]]:
         if self.path.is_dir():
@@ -53,7 +71,15 @@ class Trace:
         self.skipped = 0
         first_s: float | None = None
         last_s = 0.0
-        for line, stamp_s, prompt_tokens, output_tokens, more in self._open()[1]:
+        for line, stamp, prompt_tokens, output_tokens, more in self._open()[1]:
+            stamp_s = stamp * self._unit_s
+            if "think_s" in more:
+                more["think_s"] *= self._unit_s
+                if more.get("session") is None:
+                    remedy = "a turn that comes after another belongs to a session"
+                    raise TraceError(self.path, line, "session", "is missing", remedy)
+            if "hash_ids" in more:
+                self._check_blocks(line, prompt_tokens, more)
             if not (prompt_tokens and output_tokens):
                 self._empty(line, prompt_tokens)
                 continue
@@ -76,6 +102,23 @@ class Trace:
             )
         if first_s is None:
             raise TraceError(self.path, None, "file", "has no requests", "give a trace with some")
+
+    def _check_blocks(self, line: int, prompt_tokens: int, more: dict[str, Any]) -> None:
+        """All full blocks are named, and perhaps a last one that is not full."""
+        size = more.setdefault("hash_block_tokens", self._block_tokens)
+        count, most = len(more["hash_ids"]), -(-prompt_tokens // size)
+        if not prompt_tokens // size <= count <= most:
+            wrong = f"names {count} blocks of {size} tokens"
+            remedy = f"a prompt of {prompt_tokens} tokens has {most}; give --block-tokens"
+            raise TraceError(self.path, line, "hash_ids", wrong, remedy)
+
+    def has_stamps_like_seconds(self) -> bool:
+        """Whether stamps of a smaller unit are too near each other, by the first rows."""
+        stamps: list[float] = []
+        with suppress(TraceError):  # it is raised when the row is read
+            stamps += [raw.stamp for raw in islice(self._open()[1], _LOOK_ROWS)]
+        span_s = (max(stamps, default=0.0) - min(stamps, default=0.0)) * self._unit_s
+        return self._unit_s < 1 and len(stamps) - 1 > _MAX_RATE_PER_S * span_s > 0
 
     def _empty(self, line: int, prompt_tokens: int) -> None:
         if not self._skip_empty:

@@ -23,6 +23,7 @@ from sim.traces.formats import Raw
 from sim.traces.request import TraceError
 
 WINDOW_S = 600.0
+_DEEP = (RecursionError, MemoryError)  # Python's reader, of brackets within brackets
 _COLUMNS = ("window_s", "rate", "cv", "law", "shape", "scale")
 _LAWS: dict[str, Law] = {"Gamma": "gamma", "Weibull": "weibull", "Exponential": "gamma"}
 
@@ -48,7 +49,7 @@ def read_windows(folder: Path, seed: int) -> Iterator[Raw]:
         _client(path, np.random.default_rng(stream))
         for path, stream in zip(traces, streams, strict=True)
     ]
-    return heapq.merge(*clients, key=lambda raw: raw.stamp_s)
+    return heapq.merge(*clients, key=lambda raw: raw.stamp)
 
 
 def _client(path: Path, rng: np.random.Generator) -> Iterator[Raw]:
@@ -122,7 +123,7 @@ def _histogram(
         shares_by_value = ast.literal_eval(fields[field])
         values = np.asarray(list(shares_by_value), dtype=np.int64)
         shares = np.asarray(list(shares_by_value.values()), dtype=np.float64)
-    except (ValueError, SyntaxError, TypeError, AttributeError) as error:
+    except (ValueError, SyntaxError, TypeError, AttributeError, ArithmeticError, *_DEEP) as error:
         raise TraceError(path, 1, field, "is no histogram", "write {tokens: share, ...}") from error
     if not len(values):
         return None

@@ -145,12 +145,13 @@ def difference(first: float | None, second: float | None) -> float | None:
 
 def _read(path: Path) -> dict[str, Report]:
     from bench.load.run.report import read_reports
+    from sim.traces.files import read_whole
 
     try:
-        reports, names = read_reports(path.read_bytes())
+        reports, names = read_reports(read_whole(path))
     except OSError as error:
         raise FieldError(str(path), str(error), "name a report") from error
-    except ValueError as error:  # msgspec's are such
+    except (ValueError, RecursionError) as error:  # msgspec's are such
         remedy = "write one with --json of cbatch bench or cbatch sim"
         raise FieldError(str(path), f"is no report ({error})", remedy) from error
     return dict(zip(names, reports, strict=True))

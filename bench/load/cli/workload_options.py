@@ -22,11 +22,13 @@ from sim.cli.scenario import flag_of
 from sim.cli.trace_options import OpenedTrace
 from sim.distributions.lengths import Lengths
 from sim.traces.changes import scale
+from sim.traces.files import read_whole
 from sim.traces.request import TraceRequest
 from sim.workload.generate import Arrivals, Conversations, converse, generate
 
 LEAST_REQUESTS, ROUNDS = 64, 8  # of a run: at least, and of each client of a closed loop
 ENDLESS = 10**9
+_READING = ("format", "skip_empty", "block_tokens", "time_unit", "spread")
 DEMO = "demo"
 _WORDS = (
     *("trace", "rate_scale", "spread", "arrivals", "ramp", "think", "duration", "prompt_tokens"),
@@ -115,7 +117,9 @@ class Workload:
     @property
     def chosen(self) -> set[str]:
         """The fields of a body that the user gave."""
-        return {*self._own_fields, *(() if self._args.ignore_eos is None else ("ignore_eos",))}
+        asked = () if self._args.ignore_eos is None else ("ignore_eos",)
+        own = {*asked, *self._own_fields, *(name for item in self._items for name in item.fields)}
+        return own - {MAX_TOKENS}  # it is sent by another name where it has to be
 
     def words(self) -> dict[str, Any]:
         """What was asked for, for the report."""
@@ -207,9 +211,7 @@ def _refuse_ignored(args: argparse.Namespace) -> None:
         ("rate", traced, "the trace has its own: give --rate-scale"),
         ("arrivals", args.rate is None, "nothing arrives by itself: give --rate"),
         ("rate_scale", not traced, "there is no --trace"),
-        ("format", not traced, "there is no --trace"),
-        ("skip_empty", not traced, "there is no --trace"),
-        ("spread", not traced, "there is no --trace"),
+        *((name, not traced, "there is no --trace") for name in _READING),
         ("find_rate", not args.slo, "there is nothing to keep: give --slo"),
         ("find_rate", args.rate is None, "it has no rate to begin with: give --rate"),
         ("sweep", args.find_rate, "--find-rate chooses the loads"),
@@ -258,7 +260,7 @@ def read_items(path: Path, *, chat: bool) -> tuple[Item, ...]:
     """`.jsonl`: an object a line, with `prompt` (text or token ids) or `messages`, and any fields
     of the call; any other file: a prompt a line. Raises `FieldError`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_whole(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise FieldError("--prompts", f"{path}: {error}", "name a UTF-8 file") from error
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -272,7 +274,7 @@ def read_items(path: Path, *, chat: bool) -> tuple[Item, ...]:
 def _item(where: str, line: str, chat: bool) -> Item:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FieldError("--prompts", f"{where} is not JSON ({error})", "mend it") from error
     if not isinstance(record, dict):
         raise FieldError("--prompts", f"{where} is no object", 'write {"prompt": "..."}')

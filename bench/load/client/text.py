@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from bench.load.client.call import CallError, Failure
+from bench.load.client.call import CallError
 from bench.load.client.http import HttpClient
 from cbatch.core.request.errors import FieldError
+from sim.traces.files import read_whole
 from sim.traces.request import TraceRequest
 from sim.workload.tokens import mix
 
 CORPUS_CHARS = 200_000
+CHARS_PER_TOKEN = 4.0
 PIECE_CHARS = 100_000  # tokenised at once
 _MODULES = (
     *("argparse", "ast", "calendar", "csv", "difflib", "doctest", "enum", "fractions", "inspect"),
@@ -76,7 +78,7 @@ def load_text(path: Path | None) -> str:
     """A file's, or else source code of the standard library: real, long and always there."""
     if path is not None:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_whole(path).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise FieldError("--text", f"{path}: {error}", "name a UTF-8 file") from error
         if len(text) < 1000:
@@ -91,46 +93,24 @@ def load_text(path: Path | None) -> str:
 
 
 async def open_corpus(client: HttpClient, model: str, text: str) -> PromptText:
-    """Asks the server for the tokens of `text` (/tokenize, as vLLM and cbatch have it); one that
-    has none is asked how many tokens a prompt of it had. Raises `FieldError` if neither works."""
+    """Ask the server for the tokens of `text` (/tokenize, as vLLM and cbatch have it). If it does
+    not tell them, only characters are known, and `CHARS_PER_TOKEN` until a prompt is counted."""
     ids: list[int] = []
-    for start in range(0, len(text), PIECE_CHARS):
-        piece = text[start : start + PIECE_CHARS]
-        body = {"model": model, "prompt": piece, "add_special_tokens": False}
-        told = await _ask(client, "/tokenize", body)
-        if told is None or not isinstance(told.get("tokens"), list):
-            break
-        ids += told["tokens"]
-    else:
-        if ids:
-            return PromptText(text, len(text) / len(ids), tuple(ids))
-    shown = text[:2000]
-    body = {"model": model, "prompt": shown, "max_tokens": 1}
-    told = await _ask(client, "/v1/completions", body)
-    if told is None:
-        message = {"messages": [{"role": "user", "content": shown}], "max_tokens": 1}
-        told = await _ask(client, "/v1/chat/completions", {"model": model} | message)
-    tokens = ((told or {}).get("usage") or {}).get("prompt_tokens")
-    if not tokens:
-        raise FieldError(
-            "URL",
-            "the server tells neither tokens (/tokenize) nor usage",
-            "give prompts of your own (--prompts)",
-        )
-    return PromptText(text, len(shown) / tokens)
-
-
-async def _ask(client: HttpClient, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        status, raw = await client.whole("POST", path, msgspec.json.encode(body))
-        told = msgspec.json.decode(raw) if status == 200 else None
-    except CallError as error:
-        if error.failure is Failure.CONNECT:
-            raise FieldError("URL", str(error), "start the server first") from error
-        return None
-    except msgspec.DecodeError:
-        return None
-    return told if isinstance(told, dict) else None
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            body = {"model": model, "prompt": piece, "add_special_tokens": False}
+            status, raw = await client.whole("POST", "/tokenize", msgspec.json.encode(body))
+            if status != 200:
+                raise ValueError(f"/tokenize is answered with {status}")
+            ids += msgspec.json.decode(raw, type=_Tokenized).tokens
+        return PromptText(text, len(text) / len(ids), tuple(ids))
+    except (CallError, ValueError, ZeroDivisionError):
+        return PromptText(text, CHARS_PER_TOKEN)
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
 
 
 def _cut(whole: Whole, name: int, length: int) -> Whole:

@@ -18,7 +18,8 @@ from bench.load.client.answer import AnswerReader
 from bench.load.client.bodies import Bodies, BodySettings
 from bench.load.client.call import CallError, LiveTally, TimedCall
 from bench.load.client.http import Endpoint, HttpClient
-from bench.load.run.sources import ClosedSessions, endless
+from bench.load.run.sources import ClosedSessions
+from sim.traces.changes import endless
 from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop, Source
 

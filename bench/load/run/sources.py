@@ -9,7 +9,6 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import count
 
 from msgspec.structs import replace
 
@@ -83,17 +82,3 @@ def ramped(requests: Iterable[TraceRequest], ramp_s: float) -> Iterator[TraceReq
         due_s = request.arrival_s
         late_s = due_s + ramp_s / 2 if due_s >= ramp_s / 2 else math.sqrt(2 * ramp_s * due_s)
         yield replace(request, arrival_s=late_s)
-
-
-def endless(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
-    """Again and again; sessions and named blocks are others each time."""
-    names = 1 + max((max(r.hash_ids) for r in requests if r.hash_ids), default=0)
-    yield from requests
-    for again in count(1):
-        for request in requests:
-            hash_ids, session = request.hash_ids, request.session
-            if hash_ids is not None:
-                hash_ids = tuple(name + again * names for name in hash_ids)
-            if session is not None:
-                session = f"{session} ({again})"
-            yield replace(request, hash_ids=hash_ids, session=session)

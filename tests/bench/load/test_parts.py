@@ -18,10 +18,11 @@ from bench.load.run.measure import measure
 from bench.load.run.processes import split
 from bench.load.run.runner import OfferedLoad
 from bench.load.run.scrape import Scrape, difference, parse, samples
-from bench.load.run.sources import ClosedSessions, endless, ramped
+from bench.load.run.sources import ClosedSessions, ramped
 from bench.load.run.sweep import Point, find_knee, is_flat, knee_of, throughputs
 from cbatch.core.request.errors import FieldError
 from sim.distributions.arrivals import constant
+from sim.traces.changes import endless
 from sim.traces.request import TraceRequest
 from sim.workload.sources import ClosedLoop, Source
 from tests.bench.load.scripted import plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
 """
 MOONCAKE = """{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
 {"timestamp": 3000, "input_length": 1025, "output_length": 6, "hash_ids": [0, 2, 3]}
+"""
+AIPERF = """{"session_id": "a", "timestamp": 0, "input_length": 600, "output_length": 5, \
+"delay": null, "hash_ids": null}
+{"session_id": "b", "timestamp": 1000, "input_length": 40, "output_length": 6}
+{"session_id": "b", "delay": 250.0, "input_length": 700, "output_length": 7}
+{"session_id": "b", "timestamp": 3000, "delay": 1500, "input_length": 700, "output_length": 8}
 """
 BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 5,ChatGPT,472,18,490,Conversation log
@@ -88,6 +95,12 @@ EXPECTED = {
         MOONCAKE,
         [request(0, 600, 5, hash_ids=(0, 1), **BLOCKS)]
         + [request(3, 1025, 6, hash_ids=(0, 2, 3), **BLOCKS)],
+    ),
+    "mooncake, with sessions": (
+        AIPERF,
+        [request(0, 600, 5, session="a"), request(1, 40, 6, session="b")]
+        + [request(1, 700, 7, session="b", think_s=0.25)]
+        + [request(3, 700, 8, session="b", think_s=1.5)],
     ),
     "burstgpt": (BURSTGPT, [request(0, 472, 18), request(40, 1087, 230)]),
     "burstgpt-3": (BURSTGPT_3, [request(0, 906, 446, session="1722ac82"), request(51, 36, 29)]),
@@ -164,6 +177,13 @@ BAD = {
     "too few blocks": (MOONCAKE.replace("[0, 2, 3]", "[0]"), 2, "hash_ids", "names 1 blocks"),
     "too many blocks": (MOONCAKE.replace("[0, 1]", "[0, 1, 4]"), 1, "hash_ids", "names 3 blocks"),
     "a block without a number": (MOONCAKE.replace("[0, 1]", '["a", 1]'), 1, "hash_ids", "list"),
+    "10**18 tokens": (MOONCAKE.replace("600", str(10**18)), 1, "input_length", "more than"),
+    "10**18 tokens in a table": (VIDUR + f"1,4,{10**18}\n", 4, "num_decode_tokens", "more than"),
+    "10**400 tokens": (MOONCAKE.replace("600", str(10**400)), 1, "input_length", "not a number"),
+    "10**400 tokens in a table": (VIDUR + f"1,{10**400},3\n", 4, "num_prefill_tokens", "finite"),
+    "brackets within brackets": (MOONCAKE.replace("600", "[" * 10**5), 1, "line", "is not JSON"),
+    "a delay of no session": (AIPERF.replace('"session_id": "b", ', ""), 3, "session", "missing"),
+    "a delay first": (AIPERF.replace('"timestamp": 1000', '"delay": 1'), 2, "timestamp", "missing"),
     "not UTF-8": (AZURE.encode() + b"\xff\n", 4, "line", "not UTF-8"),
     "truncated gzip": (
         gzip.compress((VIDUR + "2,1,1\n" * 9999).encode())[:-20],
@@ -199,6 +219,76 @@ def test_bad_input_names_file_line_and_field(tmp_path: Path, name: str) -> None:
     assert error.field.startswith(field) and words in str(error)
     assert str(path) in str(error)
     assert not error.line or f"line {error.line}" in str(error)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_line_without_an_end_takes_no_memory(
+    tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sim.traces.files.MAX_LINE_BYTES", 2**20)
+    path = tmp_path / "zeros"
+    with gzip.open(path, "wb", 1) if zipped else path.open("wb") as file:
+        file.write(MOONCAKE.encode())
+        for _ in range(64):
+            file.write(bytes(2**20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError, match="line 3: line: has more than 1 MiB"):
+            list(Trace(path))
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/full")):
+        with pytest.raises(TraceError, match="no regular file"):
+            Trace(path)
+    with pytest.raises(TraceError, match="ServeGen"):
+        Trace(tmp_path)
+
+
+@pytest.mark.parametrize(("size", "count"), [(16, 41), (256, 3), (300, 3), (655, 1), (700, 1)])
+def test_blocks_of_another_size(tmp_path: Path, size: int, count: int) -> None:
+    row = {"timestamp": 0, "input_length": 655, "output_length": 4, "hash_ids": list(range(count))}
+    for more in ({}, {"chat_id": 1, "parent_chat_id": -1}):
+        path = write(tmp_path, json.dumps(row | more))
+        (found,) = Trace(path, block_tokens=size)
+        assert found.hash_block_tokens == size and found.hash_ids == tuple(range(count))
+        with pytest.raises(TraceError, match="line 1: hash_ids: names .* --block-tokens"):
+            list(Trace(path, block_tokens=size * 4 if count > 1 else size // 4))
+
+
+@pytest.mark.parametrize(("unit", "times"), [("s", 1000), ("ms", 1), ("us", 1e-3), ("ns", 1e-6)])
+def test_stamps_of_another_unit(tmp_path: Path, unit: str, times: float) -> None:
+    for text in (MOONCAKE, AIPERF):
+        usual = list(Trace(write(tmp_path, text)))
+        found = list(Trace(tmp_path / "trace", time_unit=unit))
+        for request, other in zip(usual, found, strict=True):
+            assert other.arrival_s == pytest.approx(request.arrival_s * times)
+            assert other.think_s == (request.think_s and pytest.approx(request.think_s * times))
+    found = list(Trace(write(tmp_path, VIDUR), time_unit=unit))
+    assert found[1].arrival_s == pytest.approx(0.25 * times / 1000)
+
+
+SECONDS = [{"timestamp": t, "input_length": 9, "output_length": 5} for t in (0.0, 60.0, 90.5)]
+MILLIS = [{"timestamp": 1000 * t, "input_length": 9, "output_length": 5} for t in (0, 1, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "doubtful"),
+    [
+        ("\n".join(map(json.dumps, SECONDS)), True),
+        ("\n".join(json.dumps(row | {"timestamp": i}) for i, row in enumerate(SECONDS)), True),
+        ("\n".join(map(json.dumps, MILLIS)), False),
+        ("\n".join(map(json.dumps, MILLIS[1:3])), False),
+        (MOONCAKE, False),
+        (VIDUR, False),
+    ],
+)
+def test_stamps_that_look_like_seconds(tmp_path: Path, text: str, doubtful: bool) -> None:
+    assert Trace(write(tmp_path, text)).has_stamps_like_seconds() is doubtful
 
 
 def test_another_format_than_was_asked_for(tmp_path: Path) -> None:
