@@ -123,10 +123,13 @@ def _verdict(capacity: Capacity) -> str:
     if best is None:
         return f"even {capacity.tried[-1].rate:.3g} requests/s fail the objectives"
     least = "at least " if capacity.ends == "highest meets" else ""
-    return (
+    words = (
         f"objectives are kept up to {least}{best.rate:.3g} requests/s, "
         f"{best.output_tokens_per_s or 0:,.0f} output tokens/s"
     )
+    if best.too_short:
+        words += f"; too short to tell a burst from a load: give {best.rounds_needed} x --requests"
+    return words
 
 
 def _failures(points: Sequence[Point]) -> Iterator[str]:

@@ -7,9 +7,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from bench.load.cli.display import View, print_points
 from bench.load.cli.options import GOODPUT_SHARE
@@ -108,27 +105,17 @@ async def _settings(
 
 
 def _write(args: argparse.Namespace, points: list[Point], capacity: Capacity | None) -> None:
-    """Write the files that were asked for, each even if another cannot be written. Raises
-    `FieldError` for one that cannot."""
-    writers: dict[str, Callable[[Path], Any]] = {
-        "json": lambda path: path.write_bytes(to_json(points, capacity)),
-        "csv": lambda path: write_csv(path, points),
-        "records": lambda path: _write_records(path, points),
-        "page": lambda path: write_points(path, args.url, points),
-    }
-    failed: list[FieldError] = []
-    for name, write in writers.items():
-        path = getattr(args, name)
-        try:
-            if names_file(path):
-                write(path)
-        except OSError as error:
-            wrong = f"{path} cannot be written ({error.strerror})"
-            failed.append(FieldError(f"--{name}", wrong, "the figures are above"))
-    if failed:
-        raise failed[0]
-
-
-def _write_records(path: Path, points: list[Point]) -> None:
-    with path.open("wb") as file:
-        file.writelines(to_line(r) for point in points for r in records(point.runs))
+    """Raises `FieldError` for a file that cannot be written; the figures have been shown."""
+    try:
+        if names_file(args.json):
+            args.json.write_bytes(to_json(points, capacity))
+        if args.csv is not None:
+            write_csv(args.csv, points)
+        if args.records is not None:
+            with args.records.open("wb") as file:
+                for record in (r for point in points for r in records(point.runs)):
+                    file.write(to_line(record))
+        if args.page is not None:
+            write_points(args.page, args.url, points)
+    except OSError as error:
+        raise FieldError("report", f"cannot be written ({error})", "make room for it") from error

@@ -23,10 +23,12 @@ MAX_TOKENS = 2**31  # a larger count is no count
 _MAX_SHOWN_BYTES = 2000  # bytes kept of an answer that is an error
 _BOM = b"\xef\xbb\xbf"
 _FAILED = ("abort", "error")  # finish reasons
-# Members of parts of content, of tool calls and of reasoning details that hold output.
+# Members that hold output: of a delta or message, of parts of its content, of calls. Servers that
+# tell thoughts by several names tell the same by each.
+_THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details")
 _OUTPUT = (
-    *("text", "thinking", "refusal", "summary", "data", "transcript"),
-    *("function", "custom", "name", "arguments", "input"),
+    *("text", "thinking", "summary", "data", "content", "refusal", "audio", "transcript"),
+    *("tool_calls", "function_call", "function", "custom", "name", "arguments", "input"),
 )
 
 
@@ -35,37 +37,13 @@ class _Usage(msgspec.Struct, gc=False):
     completion_tokens: Any = None
 
 
-class _Part(msgspec.Struct, gc=False):
-    """A delta or a message of a chat. The first three are names of the same."""
-
-    reasoning_content: Any = None
-    reasoning: Any = None
-    reasoning_details: Any = None
-    content: Any = None
-    refusal: Any = None
-    audio: Any = None
-    tool_calls: Any = None
-    function_call: Any = None
-
-    def output(self) -> str:
-        thought = self.reasoning_content or self.reasoning or self.reasoning_details
-        rest = self.content, self.refusal, self.audio, self.tool_calls, self.function_call
-        return "".join([_text(value) for value in (thought, *rest) if value])
-
-
 class _Choice(msgspec.Struct, gc=False):
     text: Any = None
-    delta: _Part | None = None
-    message: _Part | None = None
+    delta: Any = None
+    message: Any = None
     finish_reason: Any = None
     usage: _Usage | None = None
     error: Any = None
-
-    def output(self) -> str:
-        if self.text:
-            return _text(self.text)
-        part = self.delta or self.message
-        return "" if part is None else part.output()
 
 
 class _Answer(msgspec.Struct, gc=False):
@@ -93,12 +71,12 @@ class AnswerReader:
         self._rest = b""  # of a stream an unfinished line, else the body
         self._unread_bytes = 0  # since the last event
         self._status = 0
-        # Of a stream: the event that is being read, and lines that are not of server-sent events.
+        # Of a stream: the event that is being read, and a line that is not of server-sent events.
         self._data: list[bytes] = []
         self._name = ""
-        self._foreign: list[bytes] = []
+        self._foreign = b""  # the first such line
         self._ends_with_cr = False
-        self._done = self._finished = self._any_event = self._any_output = False
+        self._done = self._finished = self._any_output = False
         self._counted = True  # every chunk with output had its usage
         self._tokens = 0  # as of the latest chunk with usage
         self._finished_s: float | None = None
@@ -143,20 +121,15 @@ class AnswerReader:
         if self._status != 200:
             raise CallError(Failure.STATUS, _message(self._status, self._rest), self._status)
         call = self._call
-        whole = self._rest
         if self._streamed:
             self._line(self._rest, now_s)
-            self._line(b"", now_s)
-            whole = b"" if self._any_event else b"\n".join(self._foreign)
-        if whole:
-            answer, wanted_stream = _parse(whole), self._streamed
-            self._streamed = False
-            if answer is not None:
-                self._take(answer, now_s)
-            if answer is None or (wanted_stream and not answer.choices):
-                raise _malformed("neither a stream of events nor an answer", whole)
+        else:
+            self._add(self._rest, now_s)
             self._done = True
+        self._line(b"", now_s)
         if not (self._any_output or call.output_tokens):
+            if self._foreign:
+                raise _malformed("not a stream of events", self._foreign)
             raise CallError(Failure.EMPTY, "a 200 without a token")
         if not (self._done or self._finished):
             what = "a finish reason or [DONE]"
@@ -194,7 +167,7 @@ class AnswerReader:
             self._name = "error"
             self._add(value, now_s)
         elif field not in (b"", b"id", b"retry"):
-            self._foreign.append(line)
+            self._foreign = self._foreign or line
 
     def _add(self, data: bytes, now_s: float) -> None:
         """A line of data. One that is complete counts at once: not every server ends its events.
@@ -213,13 +186,14 @@ class AnswerReader:
 
     def _take(self, answer: _Answer, now_s: float) -> None:
         """Raises `CallError` for an error."""
-        self._unread_bytes, self._any_event = 0, True
+        self._unread_bytes = 0
         self._refuse_error(answer)
         expects_more = self._counted and not self._finished
         choices, usage, call = answer.choices or (), answer.usage, self._call
         outputs = []
         for choice in choices:
-            if output := choice.output():
+            part = choice.message if choice.delta is None else choice.delta
+            if output := _text(choice.text or part):
                 outputs.append(output)
             usage = usage or choice.usage
             if choice.finish_reason:
@@ -281,14 +255,13 @@ def _parse(data: bytes) -> _Answer | None:
 
 
 def _text(value: Any) -> str:
-    """The text of a member: a string, or a list of parts or calls."""
-    if isinstance(value, str):
-        return value
+    """All output within a member: a string, a list of parts or calls, or what they consist of."""
+    if isinstance(value, dict):
+        thought = next((v for name in _THOUGHTS if (v := value.get(name))), None)
+        return _text(thought) + "".join([_text(v) for n in _OUTPUT if (v := value.get(n))])
     if isinstance(value, list):
         return "".join(map(_text, value))
-    if isinstance(value, dict):
-        return "".join(_text(value.get(name)) for name in _OUTPUT)
-    return ""
+    return value if isinstance(value, str) else ""
 
 
 def _count(value: Any) -> int | None:

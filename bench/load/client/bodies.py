@@ -12,6 +12,7 @@ from sim.traces.request import TraceRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_TOKENS, MAX_COMPLETION_TOKENS = "max_tokens", "max_completion_tokens"
+CHUNK_USAGE = "continuous_usage_stats"
 _encode = msgspec.json.Encoder().encode
 Messages = list[dict[str, Any]]
 
@@ -33,8 +34,7 @@ class BodySettings(msgspec.Struct, frozen=True, kw_only=True):
     streamed: bool
     fields: dict[str, Any]  # of every call
     chunk_usage: bool = True  # ask for the usage of every chunk, else of the last
-    final_usage: bool = True  # ask for usage at all
-    length_field: str = MAX_TOKENS  # or MAX_COMPLETION_TOKENS
+    left_out: tuple[str, ...] = ()  # what the server refuses, of `refusals.PARTS`
     ignore_eos: bool = False
     items: tuple[Item, ...] = ()
     corpus: PromptText | None = None
@@ -54,18 +54,17 @@ class Bodies:
         self.path = CHAT if settings.chat else COMPLETIONS
         self._common: dict[str, Any] = {"model": settings.model} | settings.fields
         if settings.streamed:
-            self._common["stream"] = True
-        if settings.streamed and settings.final_usage:
-            usage = self._common["stream_options"] = {"include_usage": True}
-            if settings.chunk_usage:
-                usage["continuous_usage_stats"] = True
+            usage = {"include_usage": True}
+            if settings.chunk_usage and CHUNK_USAGE not in settings.left_out:
+                usage[CHUNK_USAGE] = True
+            self._common |= {"stream": True, "stream_options": usage}
         if settings.ignore_eos:
             self._common["ignore_eos"] = True
         self._ids: PromptCutter | None = None
         self._texts: PromptCutter | None = None
         if (corpus := settings.corpus) is not None:
             self._texts = PromptCutter(corpus, settings.seed, as_ids=False)
-            if corpus.ids is not None and not settings.chat:
+            if corpus.ids is not None and not settings.chat and "prompt" not in settings.left_out:
                 self._ids = PromptCutter(corpus, settings.seed, as_ids=True)
         # By session: what was said, and the tokens that this was planned to be.
         self._said: dict[str, tuple[Messages, int]] = {}
@@ -83,11 +82,12 @@ class Bodies:
             fields |= self._words(prompts.prompt(index, request))
         else:
             fields |= self._turn(index, request, session)
-        most = fields.pop(MAX_TOKENS)
-        if MAX_COMPLETION_TOKENS in fields:
-            most = fields[MAX_COMPLETION_TOKENS]
-        else:
-            fields[self._settings.length_field] = most
+        most = fields.get(MAX_COMPLETION_TOKENS, fields[MAX_TOKENS])
+        if MAX_TOKENS in self._settings.left_out or MAX_COMPLETION_TOKENS in fields:
+            del fields[MAX_TOKENS]
+            fields[MAX_COMPLETION_TOKENS] = most
+        for name in {*self._settings.left_out} - {"prompt"}:
+            fields.pop(name, None)
         call = TimedCall(index, request.arrival_s, request.prompt_tokens, most)
         call.wants_all = bool(fields.get("ignore_eos"))
         call.session = request.session

@@ -177,9 +177,7 @@ def _measure(
         server_over_time=runs[0].server_samples if len(runs) == 1 else (),
         repeats=len(runs),
         confidence={},
-        warnings=tuple(
-            _warnings(runs, client, calls, good, server, saturated, not settings.get("no_stream"))
-        ),
+        warnings=tuple(_warnings(runs, client, calls, good, server, saturated)),
         machine=describe_machine(),
         versions=describe_versions(),
     )
@@ -287,7 +285,6 @@ def _warnings(
     good: Sequence[TimedCall],
     server: ServerCounters | None,
     saturated: bool | None,
-    streamed: bool,
 ) -> Iterable[str]:
     if client.cpu_share > BUSY:
         yield (
@@ -305,8 +302,6 @@ def _warnings(
         yield "calls pile up: the server cannot keep up, and latencies grow with the run's length"
     if any(call.counted_by == "chunks" for call in good):
         yield "the server counts no tokens: each chunk with output counts as one"
-    if streamed and any(call.output_tokens > 1 and not call.chunks for call in good):
-        yield "some answers came whole, or without visible output: their first token is their last"
     if any(part.hopeless for run in runs for part in run.parts):
         yield "nothing but failures: sending was given up"
     told = None if server is None else server.output_tokens

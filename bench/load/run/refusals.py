@@ -14,100 +14,97 @@ import msgspec
 from msgspec.structs import replace
 
 from bench.load.client.answer import AnswerReader
-from bench.load.client.bodies import MAX_COMPLETION_TOKENS, MAX_TOKENS, Bodies, BodySettings
-from bench.load.client.call import CallError, Failure, LiveTally
+from bench.load.client.bodies import Bodies, BodySettings
+from bench.load.client.call import CallError, Failure, LiveTally, TimedCall
 from bench.load.client.http import HttpClient
 from cbatch.core.request.errors import FieldError
 from sim.traces.request import TraceRequest
 
 TRIAL_INDEX = 10**9 - 1  # its prompt is in no run and in no warm-up
 TRIAL_TOKENS = 16  # of its prompt, and of its answer at most
+COUNTED_TOKENS = 500  # about, of a prompt by which the characters of a token are counted
+# What a body holds that the user did not ask for, and words by which refusals name it. Where they
+# name nothing it is left out in this order. Of `max_tokens` and `prompt` another form is sent.
+PARTS = {
+    "continuous_usage_stats": "continuous_usage_stats|stream_options",
+    "ignore_eos": "ignore_eos",
+    "temperature": "temperature",
+    "max_tokens": "max_tokens",
+    "prompt": "prompt",
+    "stream_options": "stream_options|include_usage",
+}
 _CERTAIN = (401, 403, 404, 405)  # every other call would be answered with this, too
-# By the label of a failure, or by a word of a refusal.
-_REMEDIES = {
+_REMEDIES = {  # by labels of failures
     "not connected": "start the server, or mend the URL",
     "status 401|status 403": "give --api-key, or set CBATCH_API_KEY",
-    "status 404|status 405|messages": "mend the URL or --model, or choose the endpoint (--chat)",
+    "status 404|status 405": "mend the URL or --model, or choose the endpoint (--chat)",
     "status 429|status 503": "lower --concurrency or --rate",
     "timeout": "raise --timeout, or lower --concurrency or --rate",
     "client": "lower --concurrency, or raise the limit of open files (ulimit -n)",
     "no usage": "leave out --no-stream, so that chunks can be counted",
-    "malformed": "name the URL of a server of the OpenAI API",
+    "malformed": "give --no-stream, or mend the URL",
+}
+_CHANGES = {  # by words of refusals
     "continuous_usage_stats": "give --final-usage",
     "ignore_eos": "give --no-ignore-eos",
     "temperature": "change --temperature",
+    "messages": "give --chat",
     "context|max_tokens": "lower --prompt-tokens or --output-tokens",
 }
-# What can be left out, words by which refusals name it, and whether it is sent: in the order in
-# which it is tried where a refusal names nothing.
-Concession = tuple[str, str, bool, dict[str, Any]]
-
-
-def concessions(settings: BodySettings, chosen: Collection[str]) -> list[Concession]:
-    """`chosen` are the fields of a body that the user gave."""
-    streamed, corpus, usage = settings.streamed, settings.corpus, "stream_options"
-    fields = {name: v for name, v in settings.fields.items() if name != "temperature"}
-    has_ids = corpus is not None and corpus.ids is not None and not settings.chat
-    text = {"corpus": corpus and replace(corpus, ids=None)}
-    no_usage = {"chunk_usage": False, "final_usage": False}
-    per_chunk = f"{usage}.continuous_usage_stats"
-    ends = settings.ignore_eos and "ignore_eos" not in chosen
-    warm = len(fields) < len(settings.fields) and "temperature" not in chosen
-    found: list[Concession] = [
-        (per_chunk, usage, streamed and settings.chunk_usage, {"chunk_usage": False}),
-        ("ignore_eos", "ignore_eos", ends, {"ignore_eos": False}),
-        ("temperature", "temperature", warm, {"fields": fields}),
-        (MAX_TOKENS, MAX_TOKENS, settings.chat, {"length_field": MAX_COMPLETION_TOKENS}),
-        ("prompts as token ids", "prompt", has_ids, text),
-        (usage, f"{usage}|include_usage", streamed, no_usage),
-    ]
-    return [concession for concession in found if concession[2]]
 
 
 async def settle(
     client: HttpClient, settings: BodySettings, chosen: Collection[str]
 ) -> tuple[BodySettings, dict[str, str]]:
-    """The settings without what the server refuses, and what that is with the reason. If it refuses
-    the call whatever is left out, nothing is: the run says why. Raises `FieldError` where it is
-    certain that no call can succeed."""
-    left, settled = concessions(settings, chosen), settings
-    refused: dict[str, str] = {}
-    while (error := await _try(client, settled)) is not None:
-        if error.failure is Failure.CONNECT or error.status in _CERTAIN:
+    """The settings without what the server refuses, and what that is with the reason; `chosen` are
+    fields that the user gave. If it refuses the call whatever is left out, nothing is: the run says
+    why. Raises `FieldError` where it is certain that no call can succeed."""
+    settled, refused = settings, dict[str, str]()
+    while True:
+        call, sent = await _try(client, settled)
+        error = call.error
+        if error is not None and (error.failure is Failure.CONNECT or error.status in _CERTAIN):
             raise FieldError("URL", str(error), remedy(error.label, error.detail))
-        if error.failure not in (Failure.STATUS, Failure.REPORTED):
+        if error is None or error.failure not in (Failure.STATUS, Failure.REPORTED):
             break  # it was accepted
+        left = [part for part in PARTS if part in sent and part not in chosen]
         if error.status not in (None, 400, 422) or not left:
             return settings, {}
-        one = next((c for c in left if _has_word(error.detail, c[1])), left[0])
-        left.remove(one)
-        settled = replace(settled, **one[3])
-        refused[one[0]] = error.detail
+        named = (part for part in left if _has_word(error.detail, PARTS[part]))
+        refused[next(named, left[0])] = error.detail
+        settled = replace(settled, left_out=tuple(refused))
+    if (corpus := settled.corpus) is not None and corpus.ids is None and call.prompt_tokens:
+        chars = corpus.chars_per_token * COUNTED_TOKENS / call.prompt_tokens
+        settled = replace(settled, corpus=replace(corpus, chars_per_token=chars))
     return settled, refused
 
 
 def remedy(label: str, detail: str) -> str:
     """What helps against calls that fail so."""
-    found = [r for words, r in _REMEDIES.items() if label in words.split("|")]
-    if not found and label.startswith("status 4"):
-        found = [r for words, r in _REMEDIES.items() if _has_word(detail, words)]
+    found = [helps for labels, helps in _REMEDIES.items() if label in labels.split("|")]
+    if label.startswith("status 4"):
+        found += [helps for words, helps in _CHANGES.items() if _has_word(detail, words)]
     return found[0] if found else "look into the server's log"
 
 
-async def _try(client: HttpClient, settings: BodySettings) -> CallError | None:
-    bodies = Bodies(settings)
-    tokens = TRIAL_TOKENS
-    request = TraceRequest(arrival_s=0.0, prompt_tokens=tokens, output_tokens=tokens)
+async def _try(client: HttpClient, settings: BodySettings) -> tuple[TimedCall, set[str]]:
+    """A short call, and the names of what its body holds."""
+    bodies, corpus = Bodies(settings), settings.corpus
+    tokens = COUNTED_TOKENS if corpus is not None and corpus.ids is None else TRIAL_TOKENS
+    request = TraceRequest(arrival_s=0.0, prompt_tokens=tokens, output_tokens=TRIAL_TOKENS)
     prepared = bodies.prepare(TRIAL_INDEX, request)
-    body = msgspec.json.decode(prepared.body)
-    length = MAX_COMPLETION_TOKENS if MAX_COMPLETION_TOKENS in body else MAX_TOKENS
-    body[length] = min(prepared.call.max_tokens, tokens)
-    reader = AnswerReader(prepared.call, LiveTally(), streamed=settings.streamed)
+    call, body = prepared.call, msgspec.json.decode(prepared.body, type=dict[str, Any])
+    for name in {"max_tokens", "max_completion_tokens"} & body.keys():
+        body[name] = min(body[name], TRIAL_TOKENS)
+    sent = {*body, *body.get("stream_options", ())}
+    sent -= set() if settings.chat else {"max_tokens"}
+    sent -= set() if isinstance(body.get("prompt"), list) else {"prompt"}
+    reader = AnswerReader(call, LiveTally(), streamed=settings.streamed)
     try:
         await client.call("POST", bodies.path, msgspec.json.encode(body), reader)
     except CallError as error:
-        return error
-    return None
+        call.error = error
+    return call, sent
 
 
 def _has_word(detail: str, words: str) -> bool:

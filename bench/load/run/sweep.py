@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from bench.load.run.measure import LoadRun
 from bench.load.run.report import Knee, Measured, Sweep, sweep_to_json
 from bench.load.run.runner import OfferedLoad, Runner
-from sim.replay.capacity import Capacity, Tried, search_rates
+from sim.replay.capacity import Capacity, Tried, rounds_needed, search_rates
 from sim.report.report import to_json as report_to_json
 
 MOST_POINTS = 16  # of a sweep that doubles
@@ -134,6 +134,8 @@ def tried(rate_per_s: float, report: Measured, share: float) -> Tried:
         tpot_s=None,
         e2e_s=None,
         goodput_share=reached,
+        rounds_needed=(needed := rounds_needed(report.duration_s or 1.0, report.e2e_s.mean or 0.0)),
+        too_short=needed > 1,
     )
 
 

@@ -202,6 +202,12 @@ ODD = {
         choice(delta={"content": "b"}, finish_reason="stop"),
         COUNTED,
     ],
+    "all of it again at the end": [
+        choice(delta={"content": "a"}, message={"content": "a"}),
+        choice(delta={"content": "b"}, message={"content": "ab"}),
+        choice(delta={}, message={"content": "ab"}, finish_reason="stop"),
+        COUNTED,
+    ],
     "a call of old": [
         choice(delta={"function_call": {"name": "a", "arguments": ""}}),
         choice(delta={"function_call": {"arguments": "b"}}, finish_reason="function_call"),
@@ -246,12 +252,6 @@ def test_halves_of_a_character_are_joined() -> None:
     assert summary(halves[0] + DONE)[0] == "\ufffd", "which can be sent on"
 
 
-def test_a_whole_answer_in_place_of_a_stream() -> None:
-    whole = choice(message={"content": "ab"}, finish_reason="stop") | {"usage": COUNTED["usage"]}
-    for indent in (None, 2):
-        assert summary(json.dumps(whole, indent=indent).encode()) == ("ab", 5, 2, "usage", 0)
-
-
 def test_a_whole_answer_that_is_not_counted_has_no_tokens() -> None:
     reader = AnswerReader(TimedCall(0, 0.0, 5, 6), LiveTally(), streamed=False)
     reader.begin(200)
@@ -278,12 +278,6 @@ ERRORS = {
 def test_errors_within_a_stream(name: str) -> None:
     with pytest.raises(CallError, match="it broke") as caught:
         summary(chunk("a", 1) + ERRORS[name] + b"\n\n" + DONE)
-    assert caught.value.failure is Failure.REPORTED
-
-
-def test_an_error_in_place_of_a_stream() -> None:
-    with pytest.raises(CallError, match="it broke") as caught:
-        summary(b'{"error": {"message": "it broke"}}')
     assert caught.value.failure is Failure.REPORTED
 
 

@@ -73,7 +73,7 @@ def named(field: str) -> Refuses:
     return refuses
 
 
-USAGE = "stream_options.continuous_usage_stats"
+USAGE = "continuous_usage_stats"
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,15 @@ def test_a_server_that_wants_text_gets_text() -> None:
         return {"error": {"message": error}} if isinstance(body["prompt"], list) else None
 
     body, found, _ = settled(TEXT, ids_are_refused)
-    assert found == ["prompts as token ids"] and isinstance(body["prompt"], str)
-    assert len(body["prompt"]) == pytest.approx(80, abs=2)
+    assert found == ["prompt"] and isinstance(body["prompt"], str)
+    assert len(body["prompt"]) == 80
+
+
+def test_a_server_that_tells_no_tokens_counts_those_of_a_prompt() -> None:
+    """2,000 characters are 5 tokens by its usage."""
+    unknown = replace(TEXT, corpus=PromptText("words " * 100, 4.0))
+    body, _, calls = settled(unknown, lambda body: None)
+    assert calls == 1 and len(body["prompt"]) == 40 * 2000 / 5
 
 
 def test_several_refusals_in_the_words_of_fastapi() -> None:
@@ -122,7 +129,7 @@ def test_several_refusals_in_the_words_of_fastapi() -> None:
         return {"detail": bad} if bad else None
 
     body, found, _ = settled(CHAT, validates, status="422 Unprocessable")
-    assert sorted(found) == ["ignore_eos", USAGE]
+    assert sorted(found) == [USAGE, "ignore_eos"]
     assert body["stream_options"] == {"include_usage": True} and "temperature" in body
 
 

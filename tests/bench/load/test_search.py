@@ -75,6 +75,14 @@ def test_calls_that_pile_up_are_no_success_though_the_run_was_short() -> None:
         assert report.saturated is not meets and tried(20.0, report, 0.99).meets is meets
 
 
+def test_a_burst_is_called_too_short() -> None:
+    """Answers take 25 ms."""
+    for span_s, too_short in ((0.2, True), (20.0, False)):
+        run = run_of(steady_calls(20, 40.0, span_s=span_s), open_loop=True)
+        report = measure([run], settings={}, objectives=Objectives(e2e_s=60))
+        assert tried(20.0, report, 0.99).too_short is too_short
+
+
 def test_the_range_has_ends_and_a_search_can_be_stopped() -> None:
     _, capacity = searched(queue := Queue(), 64.0, e2e_s=1e-6)
     assert capacity is not None and capacity.ends == "lowest fails" and capacity.best is None
