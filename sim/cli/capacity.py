@@ -61,7 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    from sim.cli.display import Bar
+    from sim.cli.display import Bar, prices_of
     from sim.cli.processes import num_processes, run_scenarios
     from sim.cli.sweep import variants
 
@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if names_file(args.json):
         text = msgspec.json.format(msgspec.json.encode(documents), indent=2)
         args.json.write_bytes(text + b"\n")
+    print(prices_of(*(document["settings"] for document in documents)))
     for variant, capacity in zip(found, capacities, strict=True):
         _print(variant, capacity)
     print_line({"scenarios": documents}, args.json)
@@ -91,19 +92,23 @@ def search(
     scenario: Scenario, level: ServiceLevel, rates: tuple[float, float], bar: Bar | None = None
 ) -> Capacity:
     from sim.cli.simulation import build
-    from sim.replay.capacity import find_capacity, judge
+    from sim.replay.capacity import find_capacity, judge, try_rate
 
-    def serve(rate: float) -> Tried:
+    def serve(rate: float, rounds: int) -> Tried:
         records: list[Record] = []
         simulation = build(msgspec.structs.replace(scenario, rate=rate))
         if bar is not None:
             bar.prefix = f"{rate:.3g} × the rate · "
         report = simulation.run(
-            on_record=records.append, on_progress=None if bar is None else bar.update
+            on_record=records.append,
+            on_progress=None if bar is None else bar.update,
+            rounds=rounds,
         )
-        return judge(rate, report, records, level)
+        return judge(rate, report, records, level, rounds)
 
-    return find_capacity(serve, lowest=rates[0], highest=rates[1])
+    return find_capacity(
+        lambda rate: try_rate(partial(serve, rate)), lowest=rates[0], highest=rates[1]
+    )
 
 
 # -- inside
@@ -168,6 +173,10 @@ def _verdict(capacity: Capacity) -> str:
     if best is None:
         return f"even {capacity.tried[-1].rate:.4g} times the rate fails: go lower with --rates"
     rate = f"{best.rate:.4g} times the rate, {best.arrivals_per_s:,.3f} arrivals/s"
+    if best.rounds > 1:
+        rate += f" (the trace is short: it was served {best.rounds} times in a row)"
+    if best.too_short:
+        rate += "; it is too short to tell a burst from a load: give a longer one"
     if capacity.ends == "highest meets":
         return f"capacity: at least {rate}, the highest that was tried: go higher with --rates"
     return f"capacity: {rate}"

@@ -47,7 +47,8 @@ def _calibrated(path: str, policy: str) -> Priced:
     found = read_calibration(Path(path))
     if policy != "off" and found.draft is None:
         raise FieldError("--lookahead", "no draft was measured", "calibrate with --draft")
-    names = {"cost": "calibrated", "model": found.model, "draft_model": found.draft}
+    names = {"cost": "calibrated", "machine": found.machine.get("cpu"), "model": found.model}
+    names["draft_model"] = found.draft
     return Priced(
         cost=CalibratedCost(found.prices, controlled=policy == "goodput"),
         names=names | {"held_out_total_error": found.held_out.total},

@@ -21,6 +21,7 @@ from sim.report.report import Record, Report, Spread, to_json, to_line
 from sim.report.timeline import Observer, Timeline
 
 PIPE_WIDTH = 120  # columns of text
+PRICED = ("cost", "gpu", "machine", "model", "draft_model", "tensor_parallel", "step_duration_s")
 SPREADS = (
     ("time to first token, ms", "ttft_s"),
     ("time per output token, ms", "tpot_s"),
@@ -115,10 +116,20 @@ def wide_console() -> Console:
 
 def print_report(report: Report, json_file: Path | None) -> None:
     console = Console(highlight=False)
+    console.print(prices_of(report.settings), soft_wrap=True)
     console.print(spread_table(str(report.settings["trace"]), report, SPREADS))
     for line in _lines(report):
         console.print(line, soft_wrap=True)
     print_line(summary_of(report), json_file)
+
+
+def prices_of(*scenarios: dict[str, Any]) -> str:
+    """Device, model, and the source of the prices of steps, of scenarios with these settings."""
+    words = {name: name.replace("_", " ") for name in PRICED}
+    found = (
+        ", ".join(f"{words[n]} {s[n]}" for n in words if s.get(n) is not None) for s in scenarios
+    )
+    return f"simulated: {'; '.join(dict.fromkeys(found))}"
 
 
 def spread_table(name: str, report: Report, spreads: Iterable[tuple[str, str]]) -> Table:

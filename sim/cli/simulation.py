@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from sim.replay.replica import Progress
 from sim.replay.routers import make_router
 from sim.report.report import Objectives, Record, Report, parse_objectives
 from sim.report.timeline import Observer
-from sim.traces.changes import sample, scale
+from sim.traces.changes import endless, sample, scale
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
 
 # Options that are fields of the scheduler's configuration, and the fields.
@@ -38,7 +39,10 @@ _SIZES = {
     "step_budget": "step_budget_tokens",
     "queue_policy": "queue_policy",
 }
-_CHANGES = ("skip_empty", "spread", "requests", "rate", "concurrency", "think", "latency")
+_CHANGES = (
+    *("skip_empty", "block_tokens", "time_unit", "spread", "requests", "rate", "concurrency"),
+    *("think", "latency"),
+)
 
 
 def refuse_ignored(*scenarios: Scenario) -> None:
@@ -60,12 +64,15 @@ class Simulation(NamedTuple):
     settings: dict[str, Any]  # of the report
     host: Host | None = None
 
-    def source(self) -> Source:
+    def source(self, rounds: int = 1) -> Source:
         scenario, requests = self.scenario, self.trace.requests()
         if scenario.requests is not None:
             requests = sample(requests, most=scenario.requests)
         if scenario.rate is not None:
             requests = scale(requests, rate=scenario.rate)
+        if rounds > 1:
+            whole = list(requests)
+            requests = islice(endless(whole), rounds * len(whole))
         source: Source = OpenLoop(requests)
         if scenario.concurrency is not None:
             source = ClosedLoop(requests, scenario.concurrency, think_s=scenario.think or 0.0)
@@ -83,11 +90,12 @@ class Simulation(NamedTuple):
         on_record: Callable[[Record], None] | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         observers: Sequence[Observer] = (),
+        rounds: int = 1,
     ) -> Report:
-        """`observers` are for one replica alone."""
+        """`observers` are for one replica alone; the trace is served `rounds` times in a row."""
         replicas, router = self.scenario.replicas, self.settings["router"]
         return replay(
-            self.source(),
+            self.source(rounds),
             self.config,
             *(self.executor() for _ in range(replicas)),
             router=make_router(router) if replicas > 1 else None,
@@ -111,6 +119,9 @@ def build(scenario: Scenario) -> Simulation:
         scenario = _with_recorded_pool(scenario, Path(scenario.pool))
     taken: list[str] = []
     if trace.recorded is not None:
+        if scenario.has_device and scenario.gpu is None and scenario.cost_table is None:
+            remedy = "calibrate the machine that recorded it, or name a device with --gpu"
+            raise FieldError("--cost", "is missing: a step log has no prices", remedy)
         scenario, taken = _as_recorded(scenario, trace.recorded)
     lookahead = parse_lookahead(scenario.lookahead)
     prices = priced(scenario, lookahead.policy)

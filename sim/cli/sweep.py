@@ -14,7 +14,7 @@ from rich.table import Table
 
 from cbatch.cli.output import names_file, print_line
 from cbatch.core.request.errors import FieldError, did_you_mean
-from sim.cli.display import wide_console
+from sim.cli.display import prices_of, wide_console
 from sim.cli.processes import num_processes, run_scenarios
 from sim.cli.scenario import Scenario, add_flags, flag_of, scenario_of
 from sim.cli.simulation import build, refuse_ignored
@@ -124,6 +124,7 @@ def _print(
 ) -> None:
     """A row a scenario; below each figure its ratio to that of the first row."""
     console = wide_console()
+    console.print(prices_of(*(report.settings for report in reports)), soft_wrap=True)
     title = f"{reports[0].settings['trace']}, simulated; times in ms"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     for name in found[0].values:

@@ -3,6 +3,10 @@
 A rate counts times that of the trace, of a load test requests a second. Whether it is met is found
 out by serving the trace at that rate, or by sending it to a server; what lies between two rates is
 taken to be monotone, which a queue is but for noise.
+
+A burst is no capacity: any rate keeps its objectives if it ends before the queue is long. So a
+trace that is short for its rate is served several times in a row, and a rate is met only if the
+time to first token does not grow from one arrival to the next.
 """
 
 from __future__ import annotations
@@ -18,6 +22,11 @@ from cbatch.core.request.errors import FieldError
 from sim.report.report import Objectives, Record, Report
 
 TOLERANCE = 0.02  # between the highest rate that meets and the lowest that fails
+MAX_GROWTH = 0.01  # seconds of TTFT a second: by so much arrivals outrun the engine
+SPAN_LATENCIES = 15  # arrivals last for so many times the mean latency of a request
+LEAST_REQUESTS = 300
+MAX_REQUESTS = 20_000  # of a trace that is repeated
+_EXTENSIONS = 2  # of a run that was too short, which tells how long the next has to be
 Ends = Literal["between", "lowest fails", "highest meets"]
 
 
@@ -44,7 +53,8 @@ class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one rate; times are at the percentile, None without one."""
+    """What became of one rate; times are at the percentile, None without one. The trace was served
+    `rounds` times in a row; `too_short`: that was too short to tell a burst from a load."""
 
     rate: float
     meets: bool
@@ -54,6 +64,10 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float | None
     e2e_s: float | None
     goodput_share: float | None
+    growth: float | None = None  # of the time to first token, seconds a second
+    rounds: int = 1
+    rounds_needed: int = 1  # within `MAX_REQUESTS`
+    too_short: bool = False
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,12 +79,31 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     tried: tuple[Tried, ...]
 
 
-def judge(rate: float, report: Report, records: list[Record], level: ServiceLevel) -> Tried:
-    """Raises `FieldError` if nothing finished, or if no rate could be told from another."""
+def try_rate(serve: Callable[[int], Tried]) -> Tried:
+    """What becomes of a rate at which `serve` serves the trace so many times in a row."""
+    tried = serve(1)
+    for _ in range(_EXTENSIONS):
+        if not tried.meets or tried.rounds >= tried.rounds_needed:
+            break
+        tried = serve(tried.rounds_needed)
+    stable = tried.growth is None or tried.growth <= MAX_GROWTH
+    return msgspec.structs.replace(tried, meets=tried.meets and stable)
+
+
+def rounds_needed(span_s: float, latency_s: float, requests: int = LEAST_REQUESTS) -> int:
+    """How often arrivals that last for `span_s` have to come to tell a burst from a load."""
+    return max(1, math.ceil(SPAN_LATENCIES * latency_s / span_s), -(-LEAST_REQUESTS // requests))
+
+
+def judge(
+    rate: float, report: Report, records: list[Record], level: ServiceLevel, rounds: int = 1
+) -> Tried:
+    """Whether the level is met, a growing queue aside. Raises `FieldError` if nothing finished, or
+    if no rate could be told from another."""
     if not records:
         raise FieldError("trace", "none of its requests can run", "give a larger pool or context")
-    times_s = [record.arrival_s for record in records]
-    span_s = max(times_s) - min(times_s)
+    times_s = np.array([record.arrival_s for record in records])
+    span_s = float(np.ptp(times_s))
     if not span_s:
         raise FieldError("trace", "its requests all come at once", "give one with a rate to change")
     cuts: dict[str, float | None] = dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"))
@@ -81,6 +114,11 @@ def judge(rate: float, report: Report, records: list[Record], level: ServiceLeve
             cut = cuts[name] = float(np.percentile(values, level.percentile)) if values else None
             most = getattr(level.objectives, name)
             meets = meets and (cut is None or most is None or cut <= most)
+    later = times_s >= times_s.min() + span_s / 10  # it begins with an empty engine
+    ttft_s = np.array([record.ttft_s for record in records])
+    growth = float(np.polyfit(times_s[later], ttft_s[later], 1)[0]) if later.sum() > 2 else None
+    count = len(records) // rounds  # of a round
+    needed = rounds_needed(span_s / rounds, report.e2e_s.mean or 0.0, count)
     share = None if report.goodput is None else report.goodput.share
     if level.goodput_share is not None:
         meets = meets and share is not None and share >= level.goodput_share
@@ -90,6 +128,10 @@ def judge(rate: float, report: Report, records: list[Record], level: ServiceLeve
         arrivals_per_s=(len(times_s) - 1) / span_s,
         output_tokens_per_s=report.output_tokens_per_s,
         goodput_share=share,
+        growth=growth,
+        rounds=rounds,
+        rounds_needed=max(min(needed, MAX_REQUESTS // count), 1),
+        too_short=needed > 2 * rounds,
         **cuts,
     )
 

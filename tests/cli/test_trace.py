@@ -267,8 +267,53 @@ def test_a_step_log_brings_its_engines_settings(cbatch: Command, tmp_path: Path)
     assert "max_slots" not in changed["as_recorded"] and "num_blocks" in changed["as_recorded"]
     on_device = settings("--gpu", "L4", "--model", "llama-3.2-1b")
     assert on_device["num_blocks"] > 10_000 and on_device["max_slots"] == 3
+    for argv in ((), ("--model", "llama-3.2-1b"), ("--tp", 2)):
+        run = cbatch("sim", path, *argv)
+        assert run.status == 2 and "--cost: is missing: a step log" in run.err, run.err
+    run = cbatch("sim", "capacity", path, "--slo", "ttft=1")
+    assert run.status == 2 and "--gpu" in run.err and "H100" not in run.out + run.err
     assert run_as_recorded(path) == (3, 7.0)
     assert run_as_recorded(path, "--queue-policy", "fcfs") == (3, None)
+
+
+def test_the_header_says_what_is_simulated(cbatch: Command, trace: Path, calibration: Path) -> None:
+    roofline = "simulated: cost roofline, gpu H100, model llama-3.1-8b, tensor parallel 1"
+    assert roofline in cbatch("sim", trace).out
+    one = ("--gpu", "L4", "--model", "llama-3.2-1b")
+    assert "gpu L4, model llama-3.2-1b, tensor parallel 1" in cbatch("sim", trace, *one).out
+    assert "simulated: cost constant, step duration s 0.01" in cbatch("sim", trace, *SMALL).out
+    sizes = ("--num-blocks", 80, "--max-model-tokens", 160, "--max-slots", 2)
+    found = cbatch("sim", trace, "--cost", calibration, *sizes).out
+    cpu = json.loads(calibration.read_bytes())["machine"]["cpu"]
+    assert f"simulated: cost calibrated, machine {cpu}, model " in found
+    swept = ("--sweep", "gpu=L4,H100", "--sweep", "requests=2,3", "--processes", 1)
+    both = "gpu L4, model llama-3.1-8b, tensor parallel 1; cost roofline, gpu H100"
+    assert both in cbatch("sim", trace, *swept).out
+    searched = cbatch("sim", "capacity", trace, "--slo", "ttft=9", "--rates", "1:2")
+    assert roofline in searched.out, searched.err
+
+
+def test_blocks_and_stamps_of_other_writers(cbatch: Command, tmp_path: Path) -> None:
+    path, out = tmp_path / "trace.jsonl", tmp_path / "out.jsonl"
+    row = {"timestamp": 0.0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1, 2]}
+    rows = [row, row | {"timestamp": 60.0}, row | {"timestamp": 61.0}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    sized = ("--block-tokens", 256)
+    doubted = cbatch("sim", path, *SMALL, *sized, "--sweep", "requests=1,2", "--processes", 1)
+    assert doubted.status == 0 and doubted.err.count("look like seconds") == 1
+    assert "--time-unit" in doubted.err
+    run = cbatch("trace", "convert", path, out)
+    assert run.status == 2 and "--block-tokens" in run.err
+    clear = cbatch("trace", "convert", path, out, *sized, "--time-unit", "s")
+    assert clear.status == 0 and not clear.err
+    assert [request.arrival_s for request in Trace(out)] == [0, 60, 61]
+    swept = ("--sweep", "time-unit=s,ms", "--sweep", "block-tokens=200,256", "--processes", 1)
+    assert cbatch("sim", path, *SMALL, *swept).status == 0
+    for option, value in (("--time-unit", "s"), ("--block-tokens", 9)):
+        run = cbatch("sim", out, *SMALL, option, value)
+        assert run.status == 2 and f"{option}: {value} is of no use for a trace of cb" in run.err
+    run = cbatch("sim", path, *SMALL, "--block-tokens", 0)
+    assert run.status == 2 and "--block-tokens: 0 is of no use" in run.err
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from cbatch.core.scheduler.config import SchedulerConfig
 from sim.cost.base import ConstantCost
 from sim.executor.modelled import ModelledExecutor
-from sim.replay.capacity import Capacity, ServiceLevel, Tried, find_capacity, judge
+from sim.replay.capacity import (
+    LEAST_REQUESTS,
+    MAX_GROWTH,
+    Capacity,
+    ServiceLevel,
+    Tried,
+    find_capacity,
+    judge,
+    try_rate,
+)
 from sim.replay.replay import replay
 from sim.report.report import Objectives, Record
 from sim.traces.request import TraceRequest
@@ -21,25 +31,27 @@ GAP_S = 0.06
 WIDE = {"lowest": 1 / 8, "highest": 8.0}
 
 
-def serving(level: ServiceLevel, output_tokens: int = OUTPUT_TOKENS) -> Callable[[float], Tried]:
-    """One slot, `REQUESTS` requests in steady succession, every step the same: a D/D/1 queue."""
+def serving(
+    level: ServiceLevel, output_tokens: int = OUTPUT_TOKENS, requests: int = REQUESTS
+) -> Callable[..., Tried]:
+    """One slot, `requests` in steady succession, every step the same: a D/D/1 queue."""
     config = SchedulerConfig(num_blocks=100, max_slots=1, max_model_tokens=500)
 
-    def serve(rate: float) -> Tried:
-        requests = (
+    def serve(rate: float, rounds: int = 1) -> Tried:
+        arriving = (
             TraceRequest(arrival_s=i * GAP_S / rate, prompt_tokens=9, output_tokens=output_tokens)
-            for i in range(REQUESTS)
+            for i in range(requests * rounds)
         )
         executor = ModelledExecutor(max_slots=1, cost=ConstantCost(step_duration_s=STEP_S))
         records: list[Record] = []
         report = replay(
-            OpenLoop(requests),
+            OpenLoop(arriving),
             config,
             executor,
             objectives=level.objectives,
             on_record=records.append,
         )
-        return judge(rate, report, records, level)
+        return judge(rate, report, records, level, rounds)
 
     return serve
 
@@ -67,6 +79,28 @@ def test_a_queue_of_fixed_times_has_a_closed_form(ttft_s: float, percentile: flo
     assert capacity.best is not None
     assert capacity.best.arrivals_per_s == pytest.approx(capacity.best.rate / GAP_S)
     assert capacity.tried[0].rate == 1 and len(capacity.tried) < 14
+
+
+LENIENT = {"ttft": Objectives(ttft_s=0.5), "tpot": Objectives(tpot_s=0.02)}
+
+
+@pytest.mark.parametrize("name", LENIENT)
+@pytest.mark.parametrize("requests", [4, 60, 2000])
+def test_a_burst_is_no_capacity(name: str, requests: int) -> None:
+    """A queue that grows is not served, however short the trace and lenient the objective."""
+    serve = serving(ServiceLevel(objectives=LENIENT[name]), requests=requests)
+    capacity = find_capacity(lambda rate: try_rate(partial(serve, rate)), **WIDE)
+    assert capacity.best is not None
+    service_rate = GAP_S / SERVICE_S
+    assert 0.98 * service_rate <= capacity.best.rate <= (1 + MAX_GROWTH) * service_rate
+    assert (capacity.best.rounds > 1) == (requests < LEAST_REQUESTS)
+
+
+def test_a_single_round_takes_a_burst_for_a_capacity() -> None:
+    """What the test above must tell apart."""
+    serve = serving(ServiceLevel(objectives=LENIENT["ttft"]), requests=4)
+    best = find_capacity(serve, **WIDE).best
+    assert best is not None and best.rate > 1.5 * GAP_S / SERVICE_S
 
 
 def test_a_share_of_good_requests_has_a_closed_form() -> None:
