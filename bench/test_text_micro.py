@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cbatch import SamplingParams
 from cbatch.demo import demo_paths, demo_prompts
 from cbatch.text import TextStream, load_tokenizer
 
@@ -22,7 +23,7 @@ def test_detokenise(benchmark, tokenizer, tokens_per_push, stop):
     pushes = [ids[at : at + tokens_per_push] for at in range(0, len(ids), tokens_per_push)]
 
     def decode():
-        stream = TextStream(tokenizer, stop=stop)
+        stream = TextStream(tokenizer, (), SamplingParams(stop=stop))
         return "".join(stream.push(each).text for each in pushes) + stream.finish()
 
     assert len(ids) == NUM_TOKENS and benchmark(decode) == tokenizer.decode(ids)

@@ -38,8 +38,7 @@ from cbatch.engine.options import EngineOptions, ModelImpl, lookahead_name, pars
 from cbatch.engine.ranks.executor import RankedExecutor
 from cbatch.engine.ranks.messages import Probe, Serve
 from cbatch.grammars import Grammars
-from cbatch.runtime.model.config import GENERATION_FILE, ModelError, read_generation_config
-from cbatch.runtime.model.end_tokens import tokenizer_end_ids
+from cbatch.runtime.model.config import GENERATION_FILE, ModelError, eos_ids_of, read_optional
 from cbatch.runtime.model.head_config import is_head
 
 if TYPE_CHECKING:
@@ -223,8 +222,7 @@ def _scheduler_config(
     drafts = draft is not None or options.drafter is not None
     eos_ids = target.config.eos_token_ids
     if options.tokenizer is not None and Path(options.tokenizer).is_dir():
-        named = tokenizer_end_ids(Path(options.tokenizer), guess=False)
-        eos_ids = tuple(dict.fromkeys((*eos_ids, *named)))
+        eos_ids = tuple(dict.fromkeys((*eos_ids, *eos_ids_of(Path(options.tokenizer)))))
     blocks = num_blocks(target, draft, options, max_tokens)
     if options.max_model_tokens and blocks * options.block_size_tokens < max_tokens:
         field = "num_blocks" if options.num_blocks is not None else "kv_memory_bytes"
@@ -299,7 +297,7 @@ def sampling_defaults(model: Path) -> dict[str, Any]:
     field."""
     gguf = gguf_of(model)
     file = model if gguf else model / GENERATION_FILE
-    values = gguf.metadata if gguf else read_generation_config(model)
+    values = gguf.metadata if gguf else read_optional(file)
     found: dict[str, Any] = {}
     for name, field in (_GGUF_FIELDS if gguf else _GENERATION_FIELDS).items():
         value = values.get(name)

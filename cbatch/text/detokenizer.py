@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
+from cbatch.core.request.request import SamplingParams
 from cbatch.text.tokenizer import TextTokenizer
 
 # Some decoders drop the space of a sequence's first token. The end of the prompt goes first, so
@@ -36,42 +37,40 @@ class TextDelta(NamedTuple):
 class TextStream:
     """Incremental text of one sequence: whole UTF-8 characters only, up to a stop string.
 
-    The text shown, with `finish()` at the end, is the decoded output before the stop string, or
-    through it with `include_stop`. Invalid UTF-8 appears as U+FFFD once no token can complete it;
-    a character that the output leaves incomplete is not shown. A character that the prompt begins
-    and the output completes is shown whole. Stop strings may hold special tokens, shown or not.
-    `texts` has what each token of the last `push` added before stop strings were looked for, `tail`
-    what `finish` added to that. With `mark_ids` these special tokens are text like any other, and
-    `pieces` has what each token of the last `push` lets be shown.
+    The text shown, with `finish()` at the end, is the decoded output up to the stop string. Invalid
+    UTF-8 appears as U+FFFD once no token can complete it; a character that the output leaves
+    incomplete is not shown. A character that the prompt begins and the output completes is shown
+    whole. `texts` has what each token of the last `push` added before stop strings were looked for,
+    `tail` what `finish` added to that. With `mark_ids` these special tokens are text like any
+    other, and `pieces` has what each token of the last `push` lets be shown.
     """
 
     def __init__(
         self,
         tokenizer: TextTokenizer,
         prompt: Sequence[int] = (),
+        params: SamplingParams | None = None,
         *,
-        stop: Sequence[str] = (),
-        min_tokens: int = 0,
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
-        include_stop: bool = False,
         mark_ids: frozenset[int] | None = None,
     ) -> None:
+        params = params or SamplingParams()
         self.texts: list[str] = []
         self.pieces: list[str] = []
         self.tail = ""
         self._tokenizer = tokenizer
         self._in_pieces = mark_ids is not None
-        self._skips = skip_special_tokens and not mark_ids
-        self._spaces = skip_special_tokens or spaces_between_special_tokens
+        self._skips = params.skip_special_tokens and not mark_ids
+        self._spaces = params.skip_special_tokens or params.spaces_between_special_tokens
         self._hidden: frozenset[int] = frozenset()
-        if skip_special_tokens:
+        if params.skip_special_tokens:
             self._hidden = tokenizer.special_ids - (mark_ids or frozenset())
-        self._marks = _marks_in(stop, self._hidden, tokenizer)
+        added, stops = tokenizer.added, params.stop
+        named = (i for i in sorted(self._hidden) if any(added[i] in stop for stop in stops))
+        self._marks = {i: chr(mark) for i, mark in zip(named, _MARKS, strict=False)}
+        names = {added[i]: mark for i, mark in self._marks.items()}
+        self._matcher = StopMatcher(stops, names, include=params.include_stop_str_in_output)
         self._stream = self._new_stream()
-        names = {tokenizer.added[i]: mark for i, mark in self._marks.items()}
-        self._matcher = StopMatcher(stop, marks=names, include=include_stop)
-        self._min_tokens = min_tokens
+        self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._held: list[int] = []  # tokens that the decoder took and has given no text for
         self._open = ""  # what the prompt's own among them are where no output completes them
@@ -179,14 +178,6 @@ class TextStream:
         return text.removeprefix(opened)
 
 
-def _marks_in(
-    stops: Sequence[str], hidden: frozenset[int], tokenizer: TextTokenizer
-) -> dict[int, str]:
-    """Return a mark for each hidden token whose text a stop string holds, by token id."""
-    ids = sorted(i for i in hidden if any(tokenizer.added[i] in stop for stop in stops))
-    return {token_id: chr(mark) for token_id, mark in zip(ids, _MARKS, strict=False)}
-
-
 class StopMatcher:
     """Finds the stop string that is completed first; its result does not depend on how the text
     is cut into pieces. Text that may yet become a stop string is held back.
@@ -197,14 +188,13 @@ class StopMatcher:
     """
 
     def __init__(
-        self, stops: Sequence[str], *, marks: Mapping[str, str] | None = None, include: bool = False
+        self, stops: Sequence[str], marks: Mapping[str, str] | None = None, *, include: bool = False
     ) -> None:
-        shown = {stop: stop if include else "" for stop in stops}
-        if marks:
-            parts = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
-            for stop in stops:
-                shown[parts.sub(lambda part: marks[part[0]], stop)] = shown[stop]
-        self._shown = shown
+        marks = marks or {}
+        parts = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
+        marked = {parts.sub(lambda part: marks.get(part[0], ""), stop): stop for stop in stops}
+        shown = dict(zip(stops, stops, strict=True)) | marked  # by what is looked for
+        self._shown = {form: stop if include else "" for form, stop in shown.items()}
         self._stops = tuple(shown)
         self._beginnings = frozenset(s[:n] for s in self._stops for n in range(1, len(s)))
         self._longest = max(map(len, self._beginnings), default=0)

@@ -82,11 +82,7 @@ def token_texts(
     are `text`, if that is what the tokens were made of."""
     if tokenizer is None:
         return [None] * len(ids)
-    stream = TextStream(
-        tokenizer,
-        skip_special_tokens=params.skip_special_tokens,
-        spaces_between_special_tokens=params.spaces_between_special_tokens,
-    )
+    stream = TextStream(tokenizer, (), params)
     stream.push(ids)
     return [*stream.texts] if text is None else _cut(text, ids, stream.texts, tokenizer)
 
@@ -166,16 +162,7 @@ class LiveChoice:
         self._tokens: list[int] = []
         self._stream: TextStream | None = None
         if tokenizer is not None:
-            self._stream = TextStream(
-                tokenizer,
-                request.prompt,
-                stop=params.stop,
-                min_tokens=params.min_tokens,
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-                include_stop=params.include_stop_str_in_output,
-                mark_ids=mark_ids,
-            )
+            self._stream = TextStream(tokenizer, request.prompt, params, mark_ids=mark_ids)
         self._text: list[str] = []
         self._speculation = Speculation()
         self._wants_logprobs = params.logprobs is not None

@@ -61,11 +61,6 @@ class TextTokenizer:
         return {i: token.content for i, token in self.raw.get_added_tokens_decoder().items()}
 
     @cached_property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Texts that become control tokens, such as the end of a turn, wherever they stand."""
-        return tuple(self.added[i] for i in sorted(self.special_ids))
-
-    @cached_property
     def special_ids(self) -> frozenset[int]:
         added = self.raw.get_added_tokens_decoder().items()
         return frozenset(token_id for token_id, token in added if token.special)

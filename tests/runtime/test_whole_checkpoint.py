@@ -85,7 +85,7 @@ def test_tensors_that_nothing_reads_are_told(
     prompt_logprobs(tmp_path, impl)
     (told,) = [m for r in caplog.records if "are not read" in (m := r.getMessage())]
     assert f"{tmp_path}: 55 tensors" in told and "model.layers.7." not in told
-    assert "model.layers.0.* (1), model.layers.2.* (9)" in told and "3 more" in told
+    assert "model.layers.0.* (1), model.layers.2.* (9)" in told and told.endswith(" and 3 more")
     assert len(told) < 300 + len(str(tmp_path))
 
 

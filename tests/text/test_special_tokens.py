@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cbatch import SamplingParams
 from cbatch.text import TextStream, TextTokenizer
 from tests.chained_model import CONTROLS, byte_tokens, pieces
 from tests.text.toy_tokenizers import word_pieces
@@ -20,10 +22,10 @@ A, B, START_ID, END_ID = (BYTES.encode(text)[0] for text in ("a", "b", CONTROLS[
 
 
 def read(
-    tokenizer: TextTokenizer, ids: Sequence[int], steps: Sequence[int] = (), **options: object
+    tokenizer: TextTokenizer, ids: Sequence[int], steps: Sequence[int] = (), **options: Any
 ) -> tuple[str, int | None]:
     """The text shown, and how many tokens are kept. `steps`: where pushes end."""
-    stream, text = TextStream(tokenizer, **options), ""  # type: ignore[arg-type]
+    stream, text = TextStream(tokenizer, (), SamplingParams(**options)), ""
     for start, end in zip((0, *steps), (*steps, len(ids)), strict=False):
         shown, kept = stream.push(ids[start:end])
         text += shown
@@ -81,7 +83,7 @@ def test_stop_strings_over_special_tokens(
     ids: list[int], stops: list[str], skips: bool, includes: bool, data: st.DataObject
 ) -> None:
     steps = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
-    options = {"stop": stops, "skip_special_tokens": skips, "include_stop": includes}
+    options = {"stop": stops, "skip_special_tokens": skips, "include_stop_str_in_output": includes}
     if not skips and any(CONTROLS[1] in stop or END in stop for stop in stops):
         return  # several characters of one token: see below
     got = read(BYTES, ids, steps, **options)
@@ -106,11 +108,13 @@ def test_a_stop_string_with_a_special_token(
     ids = [t for c in text for t in BYTES.encode(c)] if spelt else BYTES.encode(text)
     if not spelt:
         assert END_ID in ids
-        alone = read(BYTES, ids, stop=[stop], include_stop=True, skip_special_tokens=False)
+        alone = read(
+            BYTES, ids, stop=[stop], include_stop_str_in_output=True, skip_special_tokens=False
+        )
         assert alone[0] == included
     text, kept = read(BYTES, ids, range(1, len(ids)), stop=[stop])
     assert (text, kept) == (shown, len(ids) - 1 if "x" in stop else kept) and kept is not None
-    assert read(BYTES, ids, stop=[stop], include_stop=True)[0].endswith(included)
+    assert read(BYTES, ids, stop=[stop], include_stop_str_in_output=True)[0].endswith(included)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from cbatch import SamplingParams
 from cbatch.text import TextStream, TextTokenizer
 from tests.text.toy_tokenizers import byte_fallback, byte_level, word_ends, word_pieces
 
@@ -70,7 +71,7 @@ def test_what_follows_a_prompt_is_shown_as_if_decoded_with_it(
     pieces = [tokenizer.token_bytes(i) for i in ids]
     ends = [at for at in range(len(ids) + 1) if is_text(b"".join(pieces[:at]))]
     at = data.draw(st.sampled_from(ends))
-    control = tokenizer.raw.token_to_id(tokenizer.special_tokens[-1])
+    control = max(tokenizer.special_ids)
     prompt, output = ids[:at] + [control] * num_controls, ids[at:]
     stream = TextStream(tokenizer, prompt)
     shown = stream.push(output).text if joins else "".join(stream.push([i]).text for i in output)
@@ -145,7 +146,7 @@ def test_keep_tokens_counts_to_the_token_that_completes_the_stop_string() -> Non
     text = "a = 1\n\ndef more"
     ids = BYTES.encode(text)
     for run in (1, 2, 3, len(ids)):  # accepted runs of any length
-        stream, shown, keep = TextStream(BYTES, stop=["\n\nd"]), "", None
+        stream, shown, keep = TextStream(BYTES, (), SamplingParams(stop=("\n\nd",))), "", None
         for at in range(0, len(ids), run):
             delta = stream.push(ids[at : at + run])
             shown += delta.text
@@ -163,6 +164,6 @@ def test_keep_tokens_counts_to_the_token_that_completes_the_stop_string() -> Non
 
 def test_min_tokens_holds_stop_strings_off() -> None:
     ids = BYTES.encode("x.x.x.x.")
-    stream = TextStream(BYTES, stop=["."], min_tokens=len(ids))
+    stream = TextStream(BYTES, (), SamplingParams(stop=(".",), min_tokens=len(ids)))
     delta = stream.push(ids)
     assert delta == ("x.x.x.x", len(ids))

@@ -17,13 +17,14 @@ from torch import Tensor
 from cbatch.runtime.model.config import ModelConfig, ModelError, is_hub_name, load_config
 from cbatch.runtime.model.gguf_file import is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import GgufWeights, config_of
-from cbatch.runtime.model.quantised import QUANTISED_NAMES, QuantisedWeights
+from cbatch.runtime.model.quantised import QuantisedWeights
 from cbatch.runtime.model.rope import has_angles
 from cbatch.runtime.model.weight_files import DTYPES, Safetensors, WeightSource
 
 _RANDOM_STD = 0.02
 _EMBEDDING = "model.embed_tokens.weight"
 _MOST_NAMED = 4  # layers, or tensors of none, in a message
+UNTIED = "%s: tie_word_embeddings: lm_head.weight differs from the embedding, and is used"
 _logger = logging.getLogger("cbatch")
 
 
@@ -87,7 +88,7 @@ def open_checkpoint(
         else:
             source = files = Safetensors(path)
             if config.tie_embeddings and _has_other_head(files):
-                warn_untied(path)
+                _logger.warning(UNTIED, path)
                 config = structs.replace(config, tie_embeddings=False)
             if config.quantisation is not None:
                 how = config.quantisation
@@ -96,30 +97,21 @@ def open_checkpoint(
 
 
 def _has_other_head(files: Safetensors) -> bool:
-    """Whether there is a head that is not the embedding: it was trained, and transformers takes it
-    whatever config.json says."""
+    """Whether there is a head that is not the embedding: transformers takes it in any case."""
     if "lm_head.weight" not in files:
-        return any(f"lm_head.{name}" in files for name in QUANTISED_NAMES)
+        return False
     head, embedding = files.read("lm_head.weight"), files.read(_EMBEDDING)
-    if head.dtype != embedding.dtype:
-        return True
-    return not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8))
-
-
-def warn_untied(path: str | Path) -> None:
-    """Log that the head of a checkpoint is not the embedding, as its config.json says."""
-    message = "%s: config.json says tie_word_embeddings, but lm_head.weight differs from the "
-    _logger.warning(message + "embedding: lm_head.weight is used", path)
+    return head.dtype != embedding.dtype or not torch.equal(head, embedding)
 
 
 def warn_unread(path: str | Path, names: Iterable[str]) -> None:
     """Log which tensors of a checkpoint nothing reads: its config.json may be of another model."""
     layers = Counter(re.sub(r"(\.\d+\.).*", r"\1*", name) for name in sorted(names))
     if layers:
-        shown = [f"{name} ({count})" for name, count in layers.items()][:_MOST_NAMED]
-        shown += [f"{len(layers) - len(shown)} more"] if len(layers) > len(shown) else []
-        message = "%s: %d tensors are not read (is its config.json of this model?): %s"
-        _logger.warning(message, path, layers.total(), ", ".join(shown))
+        shown = ", ".join([f"{n} ({count})" for n, count in layers.items()][:_MOST_NAMED])
+        more = f" and {len(layers) - _MOST_NAMED} more" if len(layers) > _MOST_NAMED else ""
+        message = "%s: %d tensors are not read (is its config.json of this model?): %s%s"
+        _logger.warning(message, path, layers.total(), shown, more)
 
 
 def read_config(path: Path) -> ModelConfig:

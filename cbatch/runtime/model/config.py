@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +12,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cbatch.runtime.model.end_tokens import tokenizer_end_ids
-from cbatch.runtime.model.json_files import ModelError as ModelError
-from cbatch.runtime.model.json_files import UnsupportedModelError as UnsupportedModelError
-from cbatch.runtime.model.json_files import read_json_object as read_json_object
 from cbatch.runtime.model.quantisation import Quantisation, parse_quantisation
 
 GENERATION_FILE = "generation_config.json"
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -45,6 +44,14 @@ _MOST_OF = {
 _MOST_NORM_EPS = 1.0
 _LEAST_CONTEXT = 2  # tokens: a prompt's and one behind it
 _LARGEST = float(2**127)  # of fp32
+
+
+class ModelError(ValueError):
+    """A checkpoint that cannot be served; the message names the file, the field and the remedy."""
+
+
+class UnsupportedModelError(ModelError):
+    """For what is whole, but nothing that our own pass computes."""
 
 
 class RopeConfig(msgspec.Struct, frozen=True):
@@ -188,19 +195,35 @@ def eos_ids_of(directory: Path) -> tuple[int, ...]:
     """By config, generation config and the tokenizer's files, each once. Raises ModelError for what
     is no token id."""
     found: list[int] = []
-    for name in ("config.json", GENERATION_FILE):
-        file = directory / name
-        values = read_json_object(file) if file.exists() else {}
-        found += _token_ids(_Fields(file, values), "eos_token_id")
-    named = tokenizer_end_ids(directory, guess=not found)
+    for file in (directory / "config.json", directory / GENERATION_FILE):
+        found += _token_ids(_Fields(file, read_optional(file)), "eos_token_id")
+    configs = [read_optional(directory / name) for name in _TOKENIZER_FILES]
+    named = tokenizer_end_ids(configs, directory / "tokenizer.json", guess=not found)
     found += [token_id for token_id in named if 0 <= token_id <= _MOST]
     return tuple(dict.fromkeys(found))
 
 
-def read_generation_config(directory: Path) -> dict[str, Any]:
+def read_optional(file: Path) -> dict[str, Any]:
     """Empty where there is no such file. Raises ModelError for one that cannot be read."""
-    file = directory / GENERATION_FILE
     return read_json_object(file) if file.exists() else {}
+
+
+def require_file(file: Path) -> None:
+    """Raise ModelError for a pipe, a device or a folder: to read one may never end."""
+    if file.exists() and not file.is_file():
+        raise ModelError(f"{file}: is no regular file; give the model's own")
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Raises ModelError for a file that holds no JSON object."""
+    require_file(file)
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as err:
+        raise ModelError(f"{file}: cannot be read as JSON ({err})") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{file}: must hold a JSON object, got {type(values).__name__}")
+    return values
 
 
 def parse_config(

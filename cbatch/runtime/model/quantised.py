@@ -24,7 +24,6 @@ _BLOCK = 32  # columns
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of columns 0 .. 7 in a word
 _FP8 = "F8_E4M3"  # as safetensors files name it
 _MAIN = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
-QUANTISED_NAMES = frozenset(_MAIN.values())
 
 
 class Codes(NamedTuple):

@@ -12,9 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.config import ModelError, require_file
 from cbatch.runtime.model.gguf_file import GgufTensor
-from cbatch.runtime.model.json_files import require_file
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -85,18 +85,10 @@ class ChatLogprobs(msgspec.Struct):
             ]
             raw = to_bytes(each.token_id)
             text = token_name(each.token_id, decode) if each.text is None else each.text
-            if each.text is not None and _is_text(raw):
+            if each.text is not None and "\ufffd" not in raw.decode(errors="replace"):
                 raw = text.encode()
             content.append(ChatToken(text, each.logprob, list(raw), top))
         return cls(content)
-
-
-def _is_text(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def token_name(token_id: int, decode: Decode) -> str:

@@ -88,11 +88,9 @@ class ServedModel:
         """Whether it has a chat template."""
         return self._chat_template is not None
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int], **options: bool) -> str:
         """Text of token ids; empty without a tokenizer."""
-        if self._tokenizer is None:
-            return ""
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return "" if self._tokenizer is None else self._tokenizer.decode(ids, **options)
 
     def token_texts(
         self, ids: Sequence[int], params: SamplingParams, text: str | None

@@ -187,7 +187,8 @@ def decode_object(body: bytes) -> dict[str, Any]:
     try:
         record = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        _require_text(body)
+        with suppress(RecursionError):
+            require_text("", _lenient(body))
         raise FieldError("body", f"is not JSON ({error})", "send a JSON object") from error
     except RecursionError as error:
         raise FieldError("body", "is nested too deeply", "send a plain JSON object") from error
@@ -196,15 +197,10 @@ def decode_object(body: bytes) -> dict[str, Any]:
     return {name: value for name, value in record.items() if value is not None}
 
 
-def _require_text(body: bytes) -> None:
-    """Raise `FieldError` naming the field with half of a surrogate pair, if nothing else is wrong:
-    msgspec calls that malformed."""
-    try:
-        record = json.loads(body)
-    except (ValueError, RecursionError):
-        return
-    with suppress(RecursionError):
-        require_text("", record)
+def _lenient(body: bytes) -> Any:
+    """Return JSON whose texts may have halves of surrogate pairs, which msgspec refuses."""
+    with suppress(ValueError):
+        return json.loads(body)
 
 
 def parse_completion(body: bytes, model: ServedModel) -> Call:

@@ -16,12 +16,7 @@ from cbatch.runtime.cpu.rank_group import RankGroup
 from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
 from cbatch.runtime.cpu.transformers_backend.self_test import compare, reference_of
 from cbatch.runtime.cpu.transformers_backend.support import refuse_unknown_rope, refuse_unsupported
-from cbatch.runtime.model.checkpoint import (
-    resolve_directory,
-    resolve_dtype,
-    warn_unread,
-    warn_untied,
-)
+from cbatch.runtime.model.checkpoint import UNTIED, resolve_directory, resolve_dtype, warn_unread
 from cbatch.runtime.model.config import ModelError
 
 _PACK_BYTES_SHARE = 0.5  # of the machine's memory, as for our own pass
@@ -68,14 +63,8 @@ def _load(path: Path, dtype: str | torch.dtype, seed: int | None) -> tuple[nn.Mo
         served = resolve_dtype(dtype, None if stored is None else str(stored).split(".")[-1])
         with torch.inference_mode(False), torch.no_grad():
             if seed is None:
-                net, report = AutoModelForCausalLM.from_pretrained(
-                    path,
-                    config=config,
-                    dtype=served,
-                    use_safetensors=True,
-                    output_loading_info=True,
-                    **how,
-                )
+                how |= {"use_safetensors": True, "output_loading_info": True, "config": config}
+                net, report = AutoModelForCausalLM.from_pretrained(path, dtype=served, **how)
                 _tell(path, net, report)
             else:
                 with torch.random.fork_rng(devices=[]):
@@ -93,15 +82,12 @@ def _load(path: Path, dtype: str | torch.dtype, seed: int | None) -> tuple[nn.Mo
 def _tell(path: Path, net: Any, report: dict[str, Any]) -> None:
     """Log what a checkpoint has that config.json does not ask for. Raise ModelError for tensors
     that it has not, which transformers would draw at random."""
-    if report["missing_keys"]:
-        names, count = sorted(report["missing_keys"]), len(report["missing_keys"])
-        problem = f"tensor {names[0]} is missing" + (f", and {count - 1} more" * (count > 1))
-        raise ModelError(f"{path}: {problem}; is its config.json of this model?")
+    for name in sorted(report["missing_keys"]):
+        raise ModelError(f"{path}: tensor {name} is missing; is its config.json of this model?")
     warn_unread(path, report["unexpected_keys"])
-    head, embedding = net.get_output_embeddings(), net.get_input_embeddings()
-    tied = getattr(net.config, "tie_word_embeddings", False)
-    if tied and head is not None and head.weight is not embedding.weight:
-        warn_untied(path)
+    head, tied = net.get_output_embeddings(), getattr(net.config, "tie_word_embeddings", False)
+    if tied and head is not None and head.weight is not net.get_input_embeddings().weight:
+        logging.getLogger("cbatch").warning(UNTIED, path)
 
 
 def _numerics(asked: str, net: nn.Module, dtype: torch.dtype) -> Numerics:

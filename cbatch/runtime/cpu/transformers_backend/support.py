@@ -90,13 +90,11 @@ def refuse_unknown_rope(path: Path) -> None:
     of a key."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    values, known = read_json_object(path / "config.json"), ["default", *ROPE_INIT_FUNCTIONS]
+    file, known = path / "config.json", ["default", *ROPE_INIT_FUNCTIONS]
     for field in ("rope_scaling", "rope_parameters"):
-        rope = values.get(field)
-        for each in (rope, *rope.values()) if isinstance(rope, dict) else ():
-            kind = each.get("rope_type", each.get("type")) if isinstance(each, dict) else None
-            if kind is not None and kind not in known:
-                problem = f"{field}.rope_type: {kind!r:.40} is not supported"
-                raise ModelError(
-                    f"{path / 'config.json'}: {problem}; supported: {', '.join(known)}"
-                )
+        rope = read_json_object(file).get(field)
+        ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
+        for each in [each for each in ropes if isinstance(each, dict)]:
+            if (kind := each.get("rope_type", each.get("type", "default"))) not in known:
+                told = f"{kind!r:.40} is not supported; supported: {', '.join(known)}"
+                raise ModelError(f"{file}: {field}.rope_type: {told}")
