@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cbatch import SamplingParams
+import pytest
+
+from cbatch import FieldError, SamplingParams
 from cbatch.server.protocol.openapi import document
 from cbatch.server.protocol.requests import parse_chat, parse_completion
 from tests.server.http_client import toy_model
@@ -51,3 +53,20 @@ def test_the_document_tells_them() -> None:
             assert default(kind, "top_p") == 1.0
         assert default("CompletionFields", "max_tokens") == 16
         assert default("ChatFields", "max_completion_tokens") == own.get("max_tokens")
+
+
+@pytest.mark.parametrize("field", ["messages", "prompt"])
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("hi", "'hi' is no list"),
+        ({"role": "user"}, "{'role': 'user'} is no list"),
+        (7, "7 is no list"),
+        ([], "is empty"),
+        (None, "is missing"),
+    ],
+)
+def test_what_is_no_list_is_not_called_empty(field: str, value: Any, problem: str) -> None:
+    if (field, value) != ("prompt", "hi"):
+        with pytest.raises(FieldError, match=f"^{field}: {problem}; send "):
+            params_of({field: value})

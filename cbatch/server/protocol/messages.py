@@ -14,12 +14,19 @@ from cbatch.text.chat import RESERVED, CallArguments
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
+def no_list(value: Any) -> str:
+    """What is wrong with a value that is to be a list, and not an empty one."""
+    if value is None:
+        return "is missing"
+    return "is empty" if value == [] else f"{short(value)} is no list"
+
+
 def conversation(value: Any) -> list[dict[str, Any]]:
     """Return the messages, their content as text: parts are joined by line breaks. Members that
     are null or `[]` count as absent; an assistant needs no content. Raises `FieldError`."""
     remedy = 'send [{"role": "user", "content": "..."}]'
     if not isinstance(value, list) or not value:
-        raise FieldError("messages", "is missing" if value is None else "is empty", remedy)
+        raise FieldError("messages", no_list(value), remedy)
     messages = []
     for at, message in enumerate(value):
         field = f"messages[{at}]"

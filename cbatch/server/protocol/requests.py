@@ -29,7 +29,7 @@ from cbatch.server.protocol.forced_tools import (
     Tools,
     forced_call,
 )
-from cbatch.server.protocol.messages import conversation, template_variables
+from cbatch.server.protocol.messages import conversation, no_list, template_variables
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.reply_reader import ReplyFormat
 from cbatch.server.protocol.tool_parsers import call_format, mark_ids
@@ -383,7 +383,7 @@ def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...]
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
-        raise FieldError("prompt", "is missing" if value is None else "is empty", remedy)
+        raise FieldError("prompt", no_list(value), remedy)
     if type(value[0]) is int:
         if len(value) > model.max_model_tokens:
             limit = f"the context takes {model.max_model_tokens}"
