@@ -10,6 +10,7 @@ import time
 import msgspec
 from rich.console import Console
 from rich.syntax import Syntax
+from rich.table import Table
 from rich.text import Text
 
 from cbatch.cli.demo_chat import chat
@@ -28,7 +29,13 @@ from cbatch.text.outputs import Completion
 STEPS_PER_S = 12.0  # as fast as an eye can follow; the figures count the steps alone
 STOPS = ("\ndef ", "\nclass ", "\n@", "\nif __name__", "\n# ")  # where a function is over
 FREQUENCY_PENALTY = 0.4  # so small a model falls into loops without
-RACE_PROMPTS = 6
+RACE_PROMPTS = 6  # of one sequence at a time
+LEAST_GAIN = 1.02
+NO_GAIN = (
+    "with {} at once nothing is gained here: a step takes longer by each token that it verifies, "
+    "and drafts are accepted too rarely to be worth that. With fewer at once, or where memory is "
+    "slower than arithmetic, they are."
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -97,8 +104,9 @@ def run(args: argparse.Namespace) -> int:
         num_errors=sum(c.error is not None for c in done.values()),
         elapsed_s=elapsed_s,
     )
+    with console.status("measuring what speculation gains"):
+        runs = [shown, *_race(engine, info, console, prompts, params)]
     print_summary(shown, console)
-    runs = [shown, *_race(engine, info, console, prompts[:RACE_PROMPTS], params)]
     print_results(runs + chat(args, console, pace_s), args.json)
     return 0
 
@@ -120,26 +128,43 @@ def _print_function(console: Console, prompt: str, completion: Completion) -> No
 def _race(
     engine: Engine, info: EngineInfo, console: Console, prompts: list[str], params: SamplingParams
 ) -> list[BatchRun]:
-    """One sequence at a time, without lookahead and with it, at full speed. Every prompt is known
-    to the prefix cache by now, so this times decoding."""
-    console.print("\none sequence at a time, at full speed:")
-    runs, texts = [], []
-    for max_lookahead in (0, None):
-        each = msgspec.structs.replace(params, max_lookahead=max_lookahead, seed=0)
-        before_steps = engine.stats.steps
-        started_s = time.perf_counter()
-        done = [complete_all(engine, [prompt], [each])[0] for prompt in prompts]
-        elapsed_s = time.perf_counter() - started_s
-        stats = EngineStats(steps=engine.stats.steps - before_steps)
-        for completion in done:
-            stats.output_tokens += len(completion.token_ids)
-            stats.speculation.merge(completion.speculation)
-        lookahead = "off" if max_lookahead == 0 else info.lookahead
-        run_info = msgspec.structs.replace(info, lookahead=lookahead)
-        runs.append(BatchRun(run_info, stats, 1, len(prompts), 0, elapsed_s))
-        texts.append([completion.text for completion in done])
-        console.print(f"  lookahead {lookahead:<6} {runs[-1].tokens_per_s or 0:7,.0f} tokens/s")
-    if params.greedy:
-        same = "yes" if texts[0] == texts[1] else "no"
-        console.print(f"  the same text: {same}")
+    """What speculation gains, many sequences at a time and one at a time: each without lookahead
+    and with it, at full speed. Every prompt is in the prefix cache by now, so decoding is timed."""
+    slots = min(engine.scheduler.config.max_slots, len(prompts))
+    few = prompts[:RACE_PROMPTS]
+    table = Table(title="What speculation gains, in tokens/s", title_justify="left")
+    for name in ("at once", "lookahead off", f"lookahead {info.lookahead}", "gain", "same text"):
+        table.add_column(name, justify="right")
+    runs: list[BatchRun] = []
+    gains: list[float] = []
+    for at_once, groups in ((slots, [prompts]), (1, [[prompt] for prompt in few])):
+        without, with_it = (
+            _timed(engine, info, groups, msgspec.structs.replace(params, max_lookahead=k, seed=0))
+            for k in (0, None)
+        )
+        rates = [run.tokens_per_s or 0.0 for run, _ in (without, with_it)]
+        gains.append(rates[1] / rates[0] if rates[0] else 1.0)
+        same = "yes" if without[1] == with_it[1] else "no"
+        table.add_row(str(at_once), *(f"{rate:,.0f}" for rate in rates), f"{gains[-1]:.2f}x", same)
+        runs += [msgspec.structs.replace(run, batch=at_once) for run, _ in (without, with_it)]
+    console.print(table)
+    if info.lookahead != "off" and gains[0] < LEAST_GAIN:
+        console.print(NO_GAIN.format(slots), soft_wrap=True)
     return runs
+
+
+def _timed(
+    engine: Engine, info: EngineInfo, groups: list[list[str]], params: SamplingParams
+) -> tuple[BatchRun, list[str]]:
+    """One group of prompts after another, and their texts."""
+    before_steps = engine.stats.steps
+    started_s = time.perf_counter()
+    done = [each for group in groups for each in complete_all(engine, group, [params] * len(group))]
+    elapsed_s = time.perf_counter() - started_s
+    stats = EngineStats(steps=engine.stats.steps - before_steps)
+    for completion in done:
+        stats.output_tokens += len(completion.token_ids)
+        stats.speculation.merge(completion.speculation)
+    if params.max_lookahead == 0:
+        info = msgspec.structs.replace(info, lookahead="off")
+    return BatchRun(info, stats, 1, len(done), 0, elapsed_s), [each.text for each in done]

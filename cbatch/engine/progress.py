@@ -6,7 +6,14 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from cbatch.text.outputs import Output
 
@@ -14,24 +21,26 @@ LINE_EVERY_S = 10.0
 
 
 class ProgressBar:
-    """Counts sequences and tokens. `total` is in sequences; used as a context manager."""
+    """Counts up to `total` units, by default the sequences of a batch. A context manager."""
 
-    def __init__(self, total: int, *, shown: bool = True) -> None:
-        self._console = Console(stderr=True)
-        self._total = total
+    def __init__(self, total: int, *, unit: str = "sequences", shown: bool = True) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._total, self._unit = total, unit
         self._live = shown and self._console.is_terminal
         self._shown = shown
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn(unit),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
             console=self._console,
             disable=not self._live,
             transient=True,
         )
-        self._task = self._progress.add_task("completing", total=total, rate="")
+        self._task = self._progress.add_task("", total=total, rate="")
         self._started_s = self._line_s = time.perf_counter()
         self._num_tokens = 0
         self._num_done = 0
@@ -45,12 +54,18 @@ class ProgressBar:
         self._progress.stop()
 
     def update(self, outputs: Sequence[Output]) -> None:
+        """Count what the outputs of a step finish, and their tokens."""
         self._num_tokens += sum(len(o.token_ids) for o in outputs)
-        self._num_done += sum(o.finished is not None for o in outputs)
+        elapsed_s = max(time.perf_counter() - self._started_s, 1e-9)
+        rate = f"{self._num_tokens / elapsed_s:,.0f} tokens/s"
+        self.advance(sum(o.finished is not None for o in outputs), rate)
+
+    def advance(self, count: int = 1, rate: str = "") -> None:
+        self._num_done += count
         now_s = time.perf_counter()
-        rate = f"{self._num_tokens / max(now_s - self._started_s, 1e-9):,.0f} tokens/s"
         if self._live:
             self._progress.update(self._task, completed=self._num_done, rate=rate)
         elif self._shown and now_s - self._line_s >= LINE_EVERY_S:
             self._line_s = now_s
-            self._console.print(f"{self._num_done} of {self._total} sequences, {rate}")
+            words = f"{self._num_done} of {self._total} {self._unit}"
+            self._console.print(f"{words}, {rate}" if rate else words)

