@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from sim.report.timeline import Timeline
 from tests.sim.test_timeline import run
 
 CHROMIUM = shutil.which("chromium")
+NODE = shutil.which("node")
 
 
 def record(index: int, ttft_s: float, tpot_s: float | None) -> Record:
@@ -96,3 +98,56 @@ def test_a_browser_draws_it(seen: tuple[Report, Timeline], tmp_path: Path) -> No
     assert dom.count('class="series"') >= 3 * 9 and dom.count('class="dot"') >= 240
     assert dom.count('aria-pressed="true"') == 3
     assert "settings of third" in dom and "NaN" not in dom
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+def test_axes_say_what_their_ticks_do_and_the_model_is_named(
+    seen: tuple[Report, Timeline], tmp_path: Path
+) -> None:
+    report, timeline = seen
+    settings = {"model": "llama-70b", "gpu": "H100", "cost": "roofline", "draft_model": None}
+    report = msgspec.structs.replace(report, settings=settings)
+    collector = PageCollector()
+    for index in range(40):
+        collector(record(index, 0.0002 * 1.3**index, 0.01 + index / 1e4))
+    html = page("one run", [collector.view("one", report, timeline.series())])
+    script = html.partition('"use strict";')[2].partition("</script>")[0]
+    (tmp_path / "page.js").write_text(DOM + script + SHOW, encoding="utf-8")
+    shown = json.loads(subprocess.check_output([NODE or "", str(tmp_path / "page.js")], text=True))
+    assert shown["subtitle"].endswith(", model llama-70b, gpu H100")
+    assert len(shown["charts"]) >= 8
+    for title, texts in shown["charts"].items():
+        *marks, axis = texts
+        assert len(marks) > 3, title
+        units = {mark.rpartition(" ")[2] for mark in marks} & {"s", "ms", "µs"}
+        assert not units or axis in ("time", "arrival"), (title, axis, units)
+
+
+# As much of a browser's document as the page asks for.
+DOM = """
+const made = [];
+const element = (tag) => {
+  const self = { tag, attributes: {}, children: [], textContent: "" };
+  self.setAttribute = (name, value) => { self.attributes[name] = value; };
+  self.append = (...more) => self.children.push(...more);
+  self.replaceChildren = () => { self.children = []; };
+  self.addEventListener = () => {};
+  made.push(self);
+  return self;
+};
+const places = {};
+const document = {
+  createElement: element,
+  createElementNS: (space, tag) => element(tag),
+  getElementById: (name) => places[name] ||= element("div"),
+};
+"""
+SHOW = """
+const charts = {};
+for (const card of places.charts.children) {
+  const svg = card.children.find((child) => child.tag === "svg");
+  const texts = svg.children.filter((child) => child.tag === "text");
+  charts[card.children[0].textContent] = texts.map((text) => text.textContent);
+}
+console.log(JSON.stringify({ subtitle: places.subtitle.textContent, charts }));
+"""

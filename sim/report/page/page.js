@@ -145,7 +145,7 @@ const each = (make) => RUNS.map((run, index) => ({ run: index, name: run.name, p
 
 function cdf(title, note, measure) {
   chart({
-    title, note, xName: "seconds", canLog: true, log: true, yRange: [0, 1], x: seconds, y: percent,
+    title, note, xName: "time", canLog: true, log: true, yRange: [0, 1], x: seconds, y: percent,
     lines: each((run) => {
       const cuts = run.quantiles[measure] || [];
       return cuts.map((cut, index) => [cut, index / (cuts.length - 1)]);
@@ -257,7 +257,9 @@ function versus(title, note, value, format) {
 
 document.title = DATA.title;
 document.getElementById("title").textContent = DATA.title;
-document.getElementById("subtitle").textContent = RUNS.map((run) => `${run.report.kind}: ${compact(run.report.requests)} requests in ${seconds(run.report.duration_s)}`)
+const named = ({ settings }) => ["model", "draft_model", "gpu", "machine"].filter((name) => typeof settings[name] === "string")
+  .map((name) => `, ${name.replace("_", " ")} ${settings[name]}`).join("");
+document.getElementById("subtitle").textContent = RUNS.map(({ report }) => `${report.kind}: ${compact(report.requests)} requests in ${seconds(report.duration_s)}${named(report)}`)
   .filter((text, index, all) => all.indexOf(text) === index).slice(0, 4).join(" · ");
 switches();
 headline();
@@ -270,7 +272,7 @@ overTime("Output", "tokens a second", compact, [["output_tokens_per_s", "", null
 overTime("Prompts", "tokens a second", compact, [["prompt_tokens_per_s", "", null]]);
 overTime("Batch", "requests running, and waiting (dashed)", compact, [["running", "running", null], ["waiting", "waiting", "5 4"]]);
 overTime("KV pool", "share of blocks in use", percent, [["kv_share", "", null]], [0, 1]);
-overTime("Step", "seconds of a step, mean", seconds, [["step_s", "", null]]);
+overTime("Step", "mean duration of a step", seconds, [["step_s", "", null]]);
 overTime("Lookahead", "drafts a row that emitted, mean k", compact, [["drafted_per_row", "", null]]);
 overTime("Acceptance", "share of drafts", percent, [["acceptance", "", null]], [0, 1]);
 if (RUNS.length > 2) {
