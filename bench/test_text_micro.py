@@ -23,7 +23,7 @@ def test_detokenise(benchmark, tokenizer, tokens_per_push, stop):
     pushes = [ids[at : at + tokens_per_push] for at in range(0, len(ids), tokens_per_push)]
 
     def decode():
-        stream = TextStream(tokenizer, (), SamplingParams(stop=stop))
+        stream = TextStream(tokenizer, SamplingParams(stop=stop))
         return "".join(stream.push(each).text for each in pushes) + stream.finish()
 
     assert len(ids) == NUM_TOKENS and benchmark(decode) == tokenizer.decode(ids)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
-from cbatch.core.request.request import SamplingParams
 from cbatch.text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from cbatch.core.request.request import SamplingParams
 
 # Some decoders drop the space of a sequence's first token. The end of the prompt goes first, so
 # that the output's first token is not that one.
@@ -48,12 +50,11 @@ class TextStream:
     def __init__(
         self,
         tokenizer: TextTokenizer,
+        params: SamplingParams,
         prompt: Sequence[int] = (),
-        params: SamplingParams | None = None,
         *,
         mark_ids: frozenset[int] | None = None,
     ) -> None:
-        params = params or SamplingParams()
         self.texts: list[str] = []
         self.pieces: list[str] = []
         self.tail = ""

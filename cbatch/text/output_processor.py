@@ -82,7 +82,7 @@ def token_texts(
     are `text`, if that is what the tokens were made of."""
     if tokenizer is None:
         return [None] * len(ids)
-    stream = TextStream(tokenizer, (), params)
+    stream = TextStream(tokenizer, params)
     stream.push(ids)
     return [*stream.texts] if text is None else _cut(text, ids, stream.texts, tokenizer)
 
@@ -162,7 +162,7 @@ class LiveChoice:
         self._tokens: list[int] = []
         self._stream: TextStream | None = None
         if tokenizer is not None:
-            self._stream = TextStream(tokenizer, request.prompt, params, mark_ids=mark_ids)
+            self._stream = TextStream(tokenizer, params, request.prompt, mark_ids=mark_ids)
         self._text: list[str] = []
         self._speculation = Speculation()
         self._wants_logprobs = params.logprobs is not None

@@ -25,7 +25,7 @@ def read(
     tokenizer: TextTokenizer, ids: Sequence[int], steps: Sequence[int] = (), **options: Any
 ) -> tuple[str, int | None]:
     """The text shown, and how many tokens are kept. `steps`: where pushes end."""
-    stream, text = TextStream(tokenizer, (), SamplingParams(**options)), ""
+    stream, text = TextStream(tokenizer, SamplingParams(**options)), ""
     for start, end in zip((0, *steps), (*steps, len(ids)), strict=False):
         shown, kept = stream.push(ids[start:end])
         text += shown

@@ -18,6 +18,7 @@ def _name_of(tokenizer: TextTokenizer) -> str:
     return tokenizer.source
 
 
+PLAIN = SamplingParams()
 BYTES = TextTokenizer(byte_level(), "byte level")
 FALLBACK = TextTokenizer(byte_fallback(), "byte fallback")
 PIECES = TextTokenizer(word_pieces(), "word pieces")
@@ -36,7 +37,7 @@ def test_streamed_text_is_the_decoded_output(ids: list[int]) -> None:
     """But for a character that is not complete at the end."""
     raw = b"".join(map(BYTES.token_bytes, ids))
     whole = codecs.getincrementaldecoder("utf-8")("replace").decode(raw)
-    assert "".join(pieces_of(TextStream(BYTES), ids)) == whole
+    assert "".join(pieces_of(TextStream(BYTES, PLAIN), ids)) == whole
     assert BYTES.decode(ids) in (whole, f"{whole}\ufffd")
 
 
@@ -48,9 +49,9 @@ def test_an_end_inside_a_character_shows_nothing_of_it(tokenizer: TextTokenizer,
     while tokenizer.continues(ids[start]):
         start -= 1
     for end in range(start + 1, len(ids)):
-        shown = "".join(pieces_of(TextStream(tokenizer), ids[:end]))
+        shown = "".join(pieces_of(TextStream(tokenizer, PLAIN), ids[:end]))
         assert shown == tokenizer.decode(ids[:start])
-    assert "".join(pieces_of(TextStream(tokenizer), ids)) == text
+    assert "".join(pieces_of(TextStream(tokenizer, PLAIN), ids)) == text
 
 
 def is_text(data: bytes) -> bool:
@@ -73,7 +74,7 @@ def test_what_follows_a_prompt_is_shown_as_if_decoded_with_it(
     at = data.draw(st.sampled_from(ends))
     control = max(tokenizer.special_ids)
     prompt, output = ids[:at] + [control] * num_controls, ids[at:]
-    stream = TextStream(tokenizer, prompt)
+    stream = TextStream(tokenizer, PLAIN, prompt)
     shown = stream.push(output).text if joins else "".join(stream.push([i]).text for i in output)
     assert shown + stream.finish() == tokenizer.decode(ids)[len(tokenizer.decode(prompt)) :]
 
@@ -86,16 +87,16 @@ def test_a_character_that_the_prompt_begins(tokenizer: TextTokenizer, num_missin
     prompt, rest = ids[:-num_missing], ids[-num_missing:]
     assert not is_text(b"".join(map(tokenizer.token_bytes, prompt)))
     (more,) = tokenizer.encode("ab")[-1:]
-    assert "".join(pieces_of(TextStream(tokenizer, prompt), [*rest, more])) == "🦀b"
-    assert "".join(pieces_of(TextStream(tokenizer, prompt), [more])) == "b"
-    assert pieces_of(TextStream(tokenizer, prompt), []) == [""]
+    assert "".join(pieces_of(TextStream(tokenizer, PLAIN, prompt), [*rest, more])) == "🦀b"
+    assert "".join(pieces_of(TextStream(tokenizer, PLAIN, prompt), [more])) == "b"
+    assert pieces_of(TextStream(tokenizer, PLAIN, prompt), []) == [""]
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=_name_of)
 def test_tokens_without_text_are_not_kept_waiting_for_some(tokenizer: TextTokenizer) -> None:
     """Each would otherwise be decoded with all before it, again and again."""
     (broken,) = [i for i in tokenizer.encode("é") if tokenizer.token_bytes(i) == b"\xa9"]
-    stream = TextStream(tokenizer)
+    stream = TextStream(tokenizer, PLAIN)
     shown = stream.push([broken] * 500).text
     assert len(shown) > 400
     assert shown + stream.finish() == "\ufffd" * 500
@@ -116,13 +117,13 @@ def test_control_tokens_are_not_decoded_again_with_each_other(
 
     monkeypatch.setattr("cbatch.text.detokenizer.DecodeStream", Recorded)
     (x,) = BYTES.encode("x")
-    assert TextStream(BYTES, [x, 0, 0]).push([*[0] * 500, x]).text == "x"
+    assert TextStream(BYTES, PLAIN, [x, 0, 0]).push([*[0] * 500, x]).text == "x"
     assert steps == [x, x]
 
 
 @given(st.lists(st.integers(0, FALLBACK.vocab_size - 1), max_size=30))
 def test_bytes_that_are_no_text_never_end_a_stream(ids: list[int]) -> None:
-    stream = TextStream(FALLBACK, ids[:3])
+    stream = TextStream(FALLBACK, PLAIN, ids[:3])
     shown = stream.push([*ids, 259]).text + stream.finish()
     assert shown.endswith("hello")
 
@@ -130,12 +131,12 @@ def test_bytes_that_are_no_text_never_end_a_stream(ids: list[int]) -> None:
 def test_the_first_space_of_an_output_is_kept() -> None:
     hello, world = 259, 260
     assert FALLBACK.decode([world]) == "world", "this decoder drops a leading space"
-    assert TextStream(FALLBACK, [hello]).push([world]).text == " world"
+    assert TextStream(FALLBACK, PLAIN, [hello]).push([world]).text == " world"
 
 
 @given(st.text(max_size=20))
 def test_valid_text_never_flashes_a_replacement_character(text: str) -> None:
-    stream = TextStream(BYTES)
+    stream = TextStream(BYTES, PLAIN)
     pieces = pieces_of(stream, BYTES.encode(text))
     assert "".join(pieces) == text
     if "\ufffd" not in text:
@@ -146,7 +147,7 @@ def test_keep_tokens_counts_to_the_token_that_completes_the_stop_string() -> Non
     text = "a = 1\n\ndef more"
     ids = BYTES.encode(text)
     for run in (1, 2, 3, len(ids)):  # accepted runs of any length
-        stream, shown, keep = TextStream(BYTES, (), SamplingParams(stop=("\n\nd",))), "", None
+        stream, shown, keep = TextStream(BYTES, SamplingParams(stop=("\n\nd",))), "", None
         for at in range(0, len(ids), run):
             delta = stream.push(ids[at : at + run])
             shown += delta.text
@@ -164,6 +165,6 @@ def test_keep_tokens_counts_to_the_token_that_completes_the_stop_string() -> Non
 
 def test_min_tokens_holds_stop_strings_off() -> None:
     ids = BYTES.encode("x.x.x.x.")
-    stream = TextStream(BYTES, (), SamplingParams(stop=(".",), min_tokens=len(ids)))
+    stream = TextStream(BYTES, SamplingParams(stop=(".",), min_tokens=len(ids)))
     delta = stream.push(ids)
     assert delta == ("x.x.x.x", len(ids))
