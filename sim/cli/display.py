@@ -124,7 +124,7 @@ def print_report(report: Report, json_file: Path | None) -> None:
 
 
 def prices_of(*scenarios: dict[str, Any]) -> str:
-    """Device, model, and the source of the prices of steps, of scenarios with these settings."""
+    """Name the device, the model and the source of step prices of these scenarios' settings."""
     words = {name: name.replace("_", " ") for name in PRICED}
     found = (
         ", ".join(f"{words[n]} {s[n]}" for n in words if s.get(n) is not None) for s in scenarios

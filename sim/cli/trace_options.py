@@ -86,7 +86,7 @@ class OpenedTrace:
 
 @cache
 def _warn(words: str) -> None:
-    """Once, though a search or a sweep opens its trace many times."""
+    """Print a warning once, though a search or a sweep opens its trace many times."""
     if parent_process() is None:
         print(f"cbatch: warning: {words}", file=sys.stderr)
 

@@ -4,8 +4,8 @@ A rate counts times that of the trace, of a load test requests a second. Whether
 out by serving the trace at that rate, or by sending it to a server; what lies between two rates is
 taken to be monotone, which a queue is but for noise.
 
-A burst is no capacity: any rate keeps its objectives if it ends before the queue is long. So a
-trace that is short for its rate is served several times in a row, and a rate is met only if the
+A burst is no capacity: any rate meets the objectives if the trace ends before the queue is long. So
+a trace that is short for its rate is served several times in a row, and a rate is met only if the
 time to first token does not grow from one arrival to the next.
 """
 
@@ -23,10 +23,10 @@ from sim.report.report import Objectives, Record, Report
 
 TOLERANCE = 0.02  # between the highest rate that meets and the lowest that fails
 MAX_GROWTH = 0.01  # seconds of TTFT a second: by so much arrivals outrun the engine
-SPAN_LATENCIES = 15  # arrivals last for so many times the mean latency of a request
+SPAN_LATENCIES = 10  # arrivals last for so many times the mean latency of a request or session
 LEAST_REQUESTS = 300
-MAX_REQUESTS = 20_000  # of a trace that is repeated
-_EXTENSIONS = 2  # of a run that was too short, which tells how long the next has to be
+MAX_REQUESTS = 10_000  # of a trace that is repeated
+_EXTENSIONS = 2  # runs after the first; each is as long as the latencies of the last one demand
 Ends = Literal["between", "lowest fails", "highest meets"]
 
 
@@ -80,7 +80,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def try_rate(serve: Callable[[int], Tried]) -> Tried:
-    """What becomes of a rate at which `serve` serves the trace so many times in a row."""
+    """Judge a rate. `serve` serves the trace at that rate, so many times in a row."""
     tried = serve(1)
     for _ in range(_EXTENSIONS):
         if not tried.meets or tried.rounds >= tried.rounds_needed:
@@ -91,15 +91,15 @@ def try_rate(serve: Callable[[int], Tried]) -> Tried:
 
 
 def rounds_needed(span_s: float, latency_s: float, requests: int = LEAST_REQUESTS) -> int:
-    """How often arrivals that last for `span_s` have to come to tell a burst from a load."""
+    """Return how often arrivals over `span_s` must be repeated to be a load and not a burst."""
     return max(1, math.ceil(SPAN_LATENCIES * latency_s / span_s), -(-LEAST_REQUESTS // requests))
 
 
 def judge(
     rate: float, report: Report, records: list[Record], level: ServiceLevel, rounds: int = 1
 ) -> Tried:
-    """Whether the level is met, a growing queue aside. Raises `FieldError` if nothing finished, or
-    if no rate could be told from another."""
+    """Judge a run by the service level alone; `try_rate` adds the growth of the queue. Raises
+    `FieldError` if nothing finished, or if the trace has no rate."""
     if not records:
         raise FieldError("trace", "none of its requests can run", "give a larger pool or context")
     times_s = np.array([record.arrival_s for record in records])
@@ -117,8 +117,14 @@ def judge(
     later = times_s >= times_s.min() + span_s / 10  # it begins with an empty engine
     ttft_s = np.array([record.ttft_s for record in records])
     growth = float(np.polyfit(times_s[later], ttft_s[later], 1)[0]) if later.sum() > 2 else None
-    count = len(records) // rounds  # of a round
-    needed = rounds_needed(span_s / rounds, report.e2e_s.mean or 0.0, count)
+    visits: dict[str | int, tuple[float, float]] = {}  # when each session begins and ends
+    for r in records:
+        begin_s, end_s = visits.get(r.session or r.index, (r.arrival_s, 0.0))
+        visits[r.session or r.index] = begin_s, max(end_s, r.arrival_s + r.e2e_s)
+    begins_s, ends_s = np.array(list(visits.values())).T
+    span_of_round_s = max(float(np.ptp(begins_s)) / rounds, 1e-9)
+    latency_s = float((ends_s - begins_s).mean())
+    needed = rounds_needed(span_of_round_s, latency_s, max(len(visits) // rounds, 1))
     share = None if report.goodput is None else report.goodput.share
     if level.goodput_share is not None:
         meets = meets and share is not None and share >= level.goodput_share
@@ -130,7 +136,7 @@ def judge(
         goodput_share=share,
         growth=growth,
         rounds=rounds,
-        rounds_needed=max(min(needed, MAX_REQUESTS // count), 1),
+        rounds_needed=max(min(needed, MAX_REQUESTS * rounds // len(records)), 1),
         too_short=needed > 2 * rounds,
         **cuts,
     )

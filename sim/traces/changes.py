@@ -100,8 +100,8 @@ def sample(
 
 
 def endless(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
-    """Again and again, the first a mean gap after the last; sessions and named blocks are others
-    each time."""
+    """Repeat the requests, each round a mean gap after the last, with sessions and named blocks of
+    its own."""
     period_s = max(r.arrival_s for r in requests) * len(requests) / max(len(requests) - 1, 1)
     names = 1 + max((max(r.hash_ids) for r in requests if r.hash_ids), default=0)
     yield from requests

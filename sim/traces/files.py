@@ -21,7 +21,7 @@ Lines = Iterator[tuple[int, str]]
 
 
 def read_whole(path: Path) -> bytes:
-    """The content of a file that a user named. Raises OSError, also where it is too large."""
+    """Read a file that the user named. Raises OSError, also for a file that is too large."""
     _require_regular(path)
     with path.open("rb") as file:
         content = file.read(MAX_LINE_BYTES + 1)

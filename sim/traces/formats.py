@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from sim.traces.files import Lines, TraceRow, csv_rows, json_object, json_rows
 from sim.traces.request import TraceError, TraceRequest
 
-BLOCK_TOKENS = {"mooncake": 512, "bailian": 16}  # that a name in `hash_ids` stands for
+BLOCK_TOKENS = {"mooncake": 512, "bailian": 16}  # per name in `hash_ids`
 UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 STAMP_UNITS = {"mooncake": "ms"}  # of formats whose stamps are mere numbers
 STAMP_UNITS |= dict.fromkeys(("bailian", "burstgpt", "servegen-requests", "vidur", "vllm-run"), "s")
@@ -64,8 +64,8 @@ def _azure(rows: Iterator[TraceRow]) -> Iterator[Raw]:
 
 
 def _mooncake(rows: Iterator[TraceRow]) -> Iterator[Raw]:
-    """With what AIPerf and Dynamo add: a turn that comes a `delay` after the one before it, which
-    needs no stamp of its own."""
+    """Parse Mooncake's fields and those of AIPerf and Dynamo: a turn with a `delay` follows the end
+    of the session's last turn, and needs no timestamp."""
     started: dict[Any, float] = {}  # by session: its last stamp
     for row in rows:
         prompt_tokens, output_tokens, more = _lengths(row)

@@ -104,7 +104,7 @@ class Trace:
             raise TraceError(self.path, None, "file", "has no requests", "give a trace with some")
 
     def _check_blocks(self, line: int, prompt_tokens: int, more: dict[str, Any]) -> None:
-        """All full blocks are named, and perhaps a last one that is not full."""
+        """Require a name for each full block; a last block that is not full may have one."""
         size = more.setdefault("hash_block_tokens", self._block_tokens)
         count, most = len(more["hash_ids"]), -(-prompt_tokens // size)
         if not prompt_tokens // size <= count <= most:
@@ -113,7 +113,7 @@ class Trace:
             raise TraceError(self.path, line, "hash_ids", wrong, remedy)
 
     def has_stamps_like_seconds(self) -> bool:
-        """Whether stamps of a smaller unit are too near each other, by the first rows."""
+        """Return True if the first rows are too close together for a unit below a second."""
         stamps: list[float] = []
         with suppress(TraceError):  # it is raised when the row is read
             stamps += [raw.stamp for raw in islice(self._open()[1], _LOOK_ROWS)]

@@ -50,18 +50,24 @@ def test_capacity_is_found_and_every_rate_reported(cbatch: Command, trace: Path)
     assert found["settings"]["max_slots"] == 1 and found["level"]["percentile"] == 99
 
 
+SESSIONS = ("--turns", "fixed:3", "--think", 0.3)
+
+
+@pytest.mark.parametrize(
+    ("counts", "more"), [((25, 100, 600), ("--requests",)), ((10, 100), (*SESSIONS, "--sessions"))]
+)
 def test_the_same_load_has_the_same_capacity_however_long_its_trace(
-    cbatch: Command, tmp_path: Path
+    cbatch: Command, tmp_path: Path, counts: tuple[int, ...], more: tuple[Any, ...]
 ) -> None:
     """16 slots, 10 ms a step, 40 tokens on average: about 40 requests a second. The objective is on
     the time between tokens alone, which no queue lengthens."""
     engine = ("--num-blocks", 4000, "--max-model-tokens", 500, "--max-slots", 16)
-    engine += ("--rates", "16:128")
+    engine += ("--rates", "8:128")
     law = ("--arrivals", "poisson:1", "--prompt", "fixed:16", "--output", "uniform:20,60")
     found = []
-    for requests in (25, 100, 600):
-        path = tmp_path / f"{requests}.jsonl"
-        made = cbatch("trace", "generate", path, *law, "--requests", requests, "--seed", 3)
+    for count in counts:
+        path = tmp_path / f"{count}.jsonl"
+        made = cbatch("trace", "generate", path, *law, "--seed", 3, *more, count)
         assert made.status == 0, made.err
         slo = ("--step-seconds", 0.01, "--slo", "tpot=0.02")
         run = cbatch("sim", "capacity", path, *engine, *slo)
@@ -73,7 +79,7 @@ def test_the_same_load_has_the_same_capacity_however_long_its_trace(
 
 def test_a_trace_that_is_much_too_short_is_called_so(cbatch: Command, tmp_path: Path) -> None:
     """An engine without an end to its slots: nothing is known of what is under way for longer than
-    20,000 requests last."""
+    10,000 requests last."""
     path = tmp_path / "long.jsonl"
     requests = [
         TraceRequest(arrival_s=i * 1e-5, prompt_tokens=4, output_tokens=50) for i in range(9000)

@@ -133,7 +133,7 @@ def _verdict(capacity: Capacity) -> str:
 
 
 def _failures(points: Sequence[Point]) -> Iterator[str]:
-    """The kinds of failures over all loads, the most frequent first: a reason and a remedy."""
+    """Yield a reason and a remedy for each kind of failure, the most frequent kind first."""
     reports = [point.report for point in points]
     sent = sum(report.sent for report in reports)
     counts = sum((Counter(report.errors) for report in reports), Counter())

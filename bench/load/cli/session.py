@@ -38,8 +38,7 @@ async def _bench(args: argparse.Namespace) -> int:
     endpoint, loads, workload = Endpoint.of(args.url), parse_loads(args), Workload(args)
     settings, refused = await _settings(args, endpoint, workload)
     words = {"url": endpoint.url, "model": settings.bodies.model} | workload.words()
-    words["temperature"] = settings.bodies.fields.get("temperature")
-    words |= {"left_out": list(refused)} if refused else {}
+    words |= {"temperature": settings.bodies.fields["temperature"], "left_out": list(refused)}
     for name, reason in refused.items():
         print(f"cbatch: left out, since the server refuses it: {name}: {reason}", file=sys.stderr)
     stop = asyncio.Event()

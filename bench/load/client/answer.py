@@ -23,8 +23,8 @@ MAX_TOKENS = 2**31  # a larger count is no count
 _MAX_SHOWN_BYTES = 2000  # bytes kept of an answer that is an error
 _BOM = b"\xef\xbb\xbf"
 _FAILED = ("abort", "error")  # finish reasons
-# Members that hold output: of a delta or message, of parts of its content, of calls. Servers that
-# tell thoughts by several names tell the same by each.
+# Members of messages, parts and calls that hold output. A server that sends reasoning under several
+# names sends the same text under each.
 _THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details")
 _OUTPUT = (
     *("text", "thinking", "summary", "data", "content", "refusal", "audio", "transcript"),
@@ -61,7 +61,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 class AnswerReader:
-    """Fills a `TimedCall` in. `keep_text` keeps the output, for the turn after."""
+    """Fill a `TimedCall` in. `keep_text` keeps the output, for the next turn."""
 
     def __init__(
         self, call: TimedCall, tally: LiveTally, *, streamed: bool, keep_text: bool = False
@@ -83,7 +83,7 @@ class AnswerReader:
 
     @property
     def text(self) -> str:
-        """The output so far. Halves of a character that came in two chunks are joined."""
+        """The output so far. Halves of a character that arrived in two chunks are joined."""
         joined = "".join(self._texts or ())
         return joined.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -147,7 +147,7 @@ class AnswerReader:
     # -- inside
 
     def _line(self, line: bytes, now_s: float) -> None:
-        """A line of a stream; the empty one ends an event."""
+        """Read a line of a stream; an empty line ends an event. Raises `CallError`."""
         if not line:
             data, self._data = b"\n".join(self._data), []
             answer = _parse(data) if data else None
@@ -170,8 +170,8 @@ class AnswerReader:
             self._foreign = self._foreign or line
 
     def _add(self, data: bytes, now_s: float) -> None:
-        """A line of data. One that is complete counts at once: not every server ends its events.
-        Raises `CallError` for an error."""
+        """Read a line of data. Complete JSON counts at once: not every server ends its events.
+        Raises `CallError`."""
         data = data.strip()
         if not data or data == b"[DONE]":
             self._done = self._done or bool(data)
@@ -185,7 +185,7 @@ class AnswerReader:
             raise CallError(Failure.REPORTED, data.decode("utf-8", "replace")[:_MAX_SHOWN_BYTES])
 
     def _take(self, answer: _Answer, now_s: float) -> None:
-        """Raises `CallError` for an error."""
+        """Count what a chunk brings. Raises `CallError` for an error."""
         self._unread_bytes = 0
         self._refuse_error(answer)
         expects_more = self._counted and not self._finished
@@ -208,8 +208,8 @@ class AnswerReader:
             self._any_output = True
             if self._texts is not None:
                 self._texts += outputs
-        # Without output it is a token only where usage counts on from chunk to chunk: some servers
-        # tell the usage of all in a last chunk that looks like any other.
+        # A chunk without output is a token only if usage grows from chunk to chunk: some servers
+        # send the usage of the whole answer in a last chunk that looks like any other.
         if not self._streamed or not (outputs or (choices and new and expects_more)):
             return
         self._tokens += new
@@ -242,8 +242,8 @@ class AnswerReader:
 
 
 def _parse(data: bytes) -> _Answer | None:
-    """None if it is no JSON of the API. Python's reader is slower, and also takes NaN, halves of
-    surrogate pairs, and text that is not UTF-8."""
+    """Decode JSON of the API, None if `data` is something else. Python's own reader is slower, and
+    also takes NaN, halves of surrogate pairs, and text that is not UTF-8."""
     try:
         return _decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -255,7 +255,7 @@ def _parse(data: bytes) -> _Answer | None:
 
 
 def _text(value: Any) -> str:
-    """All output within a member: a string, a list of parts or calls, or what they consist of."""
+    """Join all output within a member: a string, a message, a list of parts or calls."""
     if isinstance(value, dict):
         thought = next((v for name in _THOUGHTS if (v := value.get(name))), None)
         return _text(thought) + "".join([_text(v) for n in _OUTPUT if (v := value.get(n))])
@@ -276,7 +276,7 @@ def _malformed(why: str, data: bytes) -> CallError:
 
 
 def _message(status: int, body: bytes) -> str:
-    """What an error's body says."""
+    """Return the message in the body of an error."""
     try:
         return f"{status}: {_error_text(msgspec.json.decode(body))}"
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -284,7 +284,7 @@ def _message(status: int, body: bytes) -> str:
 
 
 def _error_text(value: Any) -> str:
-    """What an error says, in the shapes of OpenAI, FastAPI, TGI and others."""
+    """Return the message of an error, in the shapes of OpenAI, FastAPI, TGI and others."""
     if isinstance(value, list):
         return "; ".join(map(_error_text, value))[:_MAX_SHOWN_BYTES]
     if isinstance(value, dict):

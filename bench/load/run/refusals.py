@@ -1,7 +1,7 @@
-"""What a server refuses: a call before the run finds it out, and a remedy is named.
+"""A call before the run, which finds fields that the server refuses; and remedies for failures.
 
 Fields that the load tester sends of its own accord are left out where a server refuses them, so
-that servers and gateways that check what they are sent can be measured. The user's own fields stay.
+that servers and gateways that validate requests can be measured. The user's own fields are kept.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sim.traces.request import TraceRequest
 TRIAL_INDEX = 10**9 - 1  # its prompt is in no run and in no warm-up
 TRIAL_TOKENS = 16  # of its prompt, and of its answer at most
 COUNTED_TOKENS = 500  # about, of a prompt by which the characters of a token are counted
-# What a body holds that the user did not ask for, and words by which refusals name it. Where they
-# name nothing it is left out in this order. Of `max_tokens` and `prompt` another form is sent.
+# Parts of a body that the user did not ask for, and words by which refusals name them. If a refusal
+# names none, they are left out in this order. `max_tokens` and `prompt` are sent in another form.
 PARTS = {
     "continuous_usage_stats": "continuous_usage_stats|stream_options",
     "ignore_eos": "ignore_eos",
@@ -56,9 +56,9 @@ _CHANGES = {  # by words of refusals
 async def settle(
     client: HttpClient, settings: BodySettings, chosen: Collection[str]
 ) -> tuple[BodySettings, dict[str, str]]:
-    """The settings without what the server refuses, and what that is with the reason; `chosen` are
-    fields that the user gave. If it refuses the call whatever is left out, nothing is: the run says
-    why. Raises `FieldError` where it is certain that no call can succeed."""
+    """Return the settings without the parts that the server refuses, and the reason for each part.
+    `chosen` are fields that the user gave. If the server refuses every form of the call, nothing is
+    left out, and the run reports why. Raises `FieldError` if no call can succeed."""
     settled, refused = settings, dict[str, str]()
     while True:
         call, sent = await _try(client, settled)
@@ -80,7 +80,7 @@ async def settle(
 
 
 def remedy(label: str, detail: str) -> str:
-    """What helps against calls that fail so."""
+    """Return the option that helps if calls fail with this label and message."""
     found = [helps for labels, helps in _REMEDIES.items() if label in labels.split("|")]
     if label.startswith("status 4"):
         found += [helps for words, helps in _CHANGES.items() if _has_word(detail, words)]
@@ -88,7 +88,7 @@ def remedy(label: str, detail: str) -> str:
 
 
 async def _try(client: HttpClient, settings: BodySettings) -> tuple[TimedCall, set[str]]:
-    """A short call, and the names of what its body holds."""
+    """Send a short call. Returns the call and the names of the parts of its body."""
     bodies, corpus = Bodies(settings), settings.corpus
     tokens = COUNTED_TOKENS if corpus is not None and corpus.ids is None else TRIAL_TOKENS
     request = TraceRequest(arrival_s=0.0, prompt_tokens=tokens, output_tokens=TRIAL_TOKENS)
