@@ -22,7 +22,7 @@ LAYERS = {
         "engine",
         "grammars kv_events",
         "runtime steplog text",
-        "core demo system",
+        "core demo system workers",
     ),
     "cbatch/core": ("scheduler", "speculation", "request"),
     "cbatch/runtime": ("gpu", "drafting", "cpu", "sampling", "model"),

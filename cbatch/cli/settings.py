@@ -32,6 +32,8 @@ class _Setting:
         self.help, self.group, self.metavar = mark.description or "", more["group"], more["metavar"]
         self._unit, self._negated = more.get("unit"), more.get("negated", False)
         self.default = False if self._negated else info.default
+        if self._unit is not None and self.default is not None:
+            self.default /= self._unit
         plain = get_args(self.type)[0] if get_origin(self.type) is Annotated else self.type
         kinds = get_args(plain) if get_origin(plain) in (UnionType, Union) else (plain,)
         self.plain = next(kind for kind in kinds if kind is not NoneType)

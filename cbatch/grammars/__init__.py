@@ -2,7 +2,6 @@
 
 from cbatch.grammars.compiling import FIELD, MAX_GRAMMAR_CHARS, Compiled, Grammars, not_served
 from cbatch.grammars.guard import GrammarGuard, GrammarsBusyError, TriedGrammar
-from cbatch.grammars.worker import Setup
 
 __all__ = [
     "FIELD",
@@ -11,7 +10,6 @@ __all__ = [
     "GrammarGuard",
     "Grammars",
     "GrammarsBusyError",
-    "Setup",
     "TriedGrammar",
     "not_served",
 ]

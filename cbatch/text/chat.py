@@ -84,6 +84,13 @@ class ChatTemplate:
         except Exception as error:  # also of Python, which it becomes: nested too deeply, say
             raise ChatTemplateError(f"chat template: {source} does not parse ({error})") from error
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which parses the text again."""
+        return {name: value for name, value in vars(self).items() if name != "_template"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _template=_environment().from_string(state["text"]))
+
     def render(
         self,
         messages: Sequence[Message],
@@ -116,6 +123,8 @@ class ChatTemplate:
             try:
                 fitted = [self._fitted(each, short_ids, as_text, null) for each in messages]
                 text = self._template.render(given, messages=fitted)
+            except MemoryError:
+                raise
             except Exception as error:  # what a template does with a message may fail in any way
                 errors.append(error)
                 if "tool_call" in str(messages):

@@ -8,7 +8,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -20,6 +21,19 @@ _FENCE = "\ufdd0"  # a Unicode noncharacter, around the names of the template's 
 _STAND_INS = (
     0x10F000  # private-use code points; each replaces one first character of control tokens
 )
+
+
+@contextmanager
+def no_panics() -> Iterator[None]:
+    """Raise `FieldError` where the tokenizer panics, as it does on a text over which a regular
+    expression takes too many steps. A panic of Rust is no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        problem = f"the tokenizer gives up on it ({error!s:.200})"
+        raise FieldError("prompt", problem, "send another text") from error
 
 
 class ControlTokens:
@@ -81,7 +95,8 @@ class ControlTokens:
         for first, stand_in in self._stand_ins.items():
             text = text.replace(stand_in, first)
         # The library lets other threads run during a batch, but not during a single text.
-        (encoding,) = self._renamed.encode_batch([text], add_special_tokens=add_special_tokens)
+        with no_panics():
+            (encoding,) = self._renamed.encode_batch([text], add_special_tokens=add_special_tokens)
         columns = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, strict=True)
         ids = []
         for token_id, token, is_around in columns:

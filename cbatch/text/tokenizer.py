@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from cbatch.text.control_tokens import ControlTokens
+from cbatch.text.control_tokens import ControlTokens, no_panics
 
 FILE_NAME = "tokenizer.json"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of sentencepiece, where no word fits
@@ -66,16 +66,24 @@ class TextTokenizer:
         return frozenset(token_id for token_id, token in added if token.special)
 
     @cached_property
+    def has_patterns(self) -> bool:
+        """Whether it brings regular expressions, which may take any time even over a short text."""
+        parts = (self.raw.normalizer, self.raw.pre_tokenizer)
+        return any(part is not None and b'"Regex"' in part.__getstate__() for part in parts)
+
+    @cached_property
     def control_tokens(self) -> ControlTokens:
         """Escape and encode conversations, whose texts must not become control tokens."""
         return ControlTokens(self.raw, self.encode)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer itself puts around a text, unless
-        the text brings its own (a chat template's does)."""
-        if len(text) <= _LONG:
-            return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
-        return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        the text brings its own (a chat template's does). Raises `FieldError` where the tokenizer
+        gives up, as on a text over which a regular expression takes too many steps."""
+        with no_panics():
+            if len(text) <= _LONG:
+                return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text, by default without special tokens; bytes that are no UTF-8 become U+FFFD."""
@@ -139,7 +147,7 @@ def load_tokenizer(model: str | Path) -> TextTokenizer:
     try:
         raw = Tokenizer.from_file(str(path))
         raw.encode("a")  # some damage shows only here
-    except BaseException as error:  # bare Exception for every kind of damage, or a panic of Rust
+    except BaseException as error:  # bare Exception for every kind of damage
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(f"tokenizer: {path} cannot be read ({error!s:.300})") from error

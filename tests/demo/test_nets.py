@@ -8,7 +8,7 @@ import torch
 from cbatch.demo.training.checkpoint import load_pretrained, save_pretrained
 from cbatch.demo.training.nets import TARGET, Llama
 from cbatch.demo.training.optim import orthogonalise
-from cbatch.demo.training.parallel import Workers
+from cbatch.demo.training.parallel import WorkerPool
 from cbatch.demo.training.sample import generate
 from cbatch.demo.training.tokenizer import END_OF_TEXT, train_tokenizer
 
@@ -63,7 +63,7 @@ def test_microbatches_add_up_to_the_whole_batch(net):
         value = net(part).square().mean()
         return value, value
 
-    value, statistic = Workers(2).backward(losses, ids, params, 2)
+    value, statistic = WorkerPool(2).backward(losses, ids, params, 2)
     got = [param.grad.clone() for param in params]
     net.zero_grad()
     whole = losses(ids)[0]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +12,22 @@ import pytest
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import StructuredOutputs
 from cbatch.demo import demo_paths
-from cbatch.grammars import GrammarGuard, Grammars, GrammarsBusyError, Setup
+from cbatch.grammars import GrammarGuard, Grammars, GrammarsBusyError
 from cbatch.grammars import guard as guard_module
 from cbatch.text import load_tokenizer
+from cbatch.workers import TaskLimits, WorkerPool
 
 TOKENIZER = load_tokenizer(demo_paths()[0])
-SETUP = Setup(TOKENIZER.raw.to_str(), TOKENIZER.vocab_size, (0,))
+
+
+class State:
+    def __init__(self) -> None:
+        self.grammars = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,), kept_s=0)
+
+
+def compile_forever(*_: Any) -> None:
+    while True:
+        pass
 
 
 def chain(count: int, link: str, last: str) -> str:
@@ -49,11 +57,13 @@ HOSTILE = {
 
 @asynccontextmanager
 async def guarding(**options: Any) -> AsyncIterator[GrammarGuard]:
-    made = GrammarGuard(SETUP, **options)
+    workers = WorkerPool(State)
+    made = GrammarGuard(workers, **options)
     try:
         yield made
     finally:
         await made.close()
+        await workers.close()
 
 
 def run(scene: Awaitable[None]) -> None:
@@ -97,38 +107,30 @@ def test_each_way_to_fail_is_told_by_its_reason(monkeypatch: pytest.MonkeyPatch)
     run(scene())
 
 
-def test_processor_time_is_limited() -> None:
+def test_processor_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker is ended by the system, whatever it computes."""
-    script = (
-        "from cbatch.grammars import worker\n"
-        "worker.COMPILE_S = 0.2\n"
-        "def forever(*_):\n    while True: pass\n"
-        "worker.try_out = forever\nworker.main()\n"
-    )
 
     async def scene() -> None:
         async with guarding() as guard:
-            guard_module_args = guard_module.WORKER
-            try:
-                guard_module.WORKER = ("-c", script)
-                with pytest.raises(FieldError, match="takes more than 2 s to compile"):
+            with monkeypatch.context() as patched:
+                patched.setattr(guard_module, "try_out", compile_forever)
+                patched.setattr(guard_module, "LIMITS", TaskLimits(0.2, 2**30))
+                with pytest.raises(FieldError, match="takes more than 0.2 s to compile"):
                     await guard.check(StructuredOutputs(regex="a"))
-            finally:
-                guard_module.WORKER = guard_module_args
             await guard.check(StructuredOutputs(regex="b"))
 
     run(scene())
 
 
 def test_a_verdict_is_found_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bytes] = []
-    ask = guard_module._Worker.ask
+    asked: list[Any] = []
+    ask = WorkerPool.run
 
-    async def counted(self: Any, content: bytes) -> Any:
-        asked.append(content)
-        return await ask(self, content)
+    async def counted(self: Any, task: Any, limits: TaskLimits) -> Any:
+        asked.append(task)
+        return await ask(self, task, limits)
 
-    monkeypatch.setattr(guard_module._Worker, "ask", counted)
+    monkeypatch.setattr(WorkerPool, "run", counted)
 
     async def scene() -> None:
         async with guarding(max_waiting=1) as guard:
@@ -161,7 +163,7 @@ def test_gbnf_is_converted_where_it_holds_up_nobody(monkeypatch: pytest.MonkeyPa
         async with guarding() as guard:
             tried = await guard.check(gbnf)
             assert tried.asked != gbnf
-            Grammars(lambda: TOKENIZER, SETUP.vocab_size, (0,)).check(tried.asked)
+            Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,)).check(tried.asked)
             assert (await guard.check(lark)).asked is lark
             assert guard._known_chars == len(tried.asked.grammar or "")
             monkeypatch.setattr(guard_module, "_REMEMBERED_CHARS", 100)
@@ -177,13 +179,13 @@ def test_an_owner_keeps_one_worker_busy_and_few_waiting(monkeypatch: pytest.Monk
     running: list[int] = []
     release = asyncio.Event()
 
-    async def held(self: Any, content: bytes) -> Any:
-        if b"slow" in content:
+    async def held(self: Any, task: Any, limits: TaskLimits) -> Any:
+        if "slow" in task.args[0].regex:
             running.append(1)
             await release.wait()
         return guard_module.GrammarVerdict()
 
-    monkeypatch.setattr(guard_module._Worker, "ask", held)
+    monkeypatch.setattr(WorkerPool, "run", held)
 
     async def scene() -> None:
         async with guarding(max_waiting=3) as guard:
@@ -203,34 +205,3 @@ def test_an_owner_keeps_one_worker_busy_and_few_waiting(monkeypatch: pytest.Monk
             await guard.check(StructuredOutputs(regex="slow9"), owner="a")
 
     run(scene())
-
-
-def test_one_worker_is_kept_and_others_as_long_as_they_are_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(guard_module, "SPARE_S", 0.05)
-
-    async def scene() -> None:
-        async with guarding() as guard:
-            await asyncio.gather(*(guard.check(StructuredOutputs(regex=f"{x}+")) for x in "abc"))
-            while len(guard._idle) > 1:
-                await asyncio.sleep(0.01)
-            await guard.check(StructuredOutputs(regex="d+"))
-            assert [worker.num_asked > 1 for worker in guard._idle] == [True]
-
-    run(scene())
-
-
-def test_workers_end_with_their_guard() -> None:
-    async def scene() -> list[int]:
-        async with guarding() as guard:
-            guard.warm()
-            both = (StructuredOutputs(regex=f"{x}+") for x in "ab")
-            await asyncio.gather(*(guard.check(each) for each in both))
-            found = [worker._process.pid for worker in guard._idle]
-            assert found and all(Path(f"/proc/{pid}").exists() for pid in found)
-            return found
-
-    for pid in asyncio.run(scene()):
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)

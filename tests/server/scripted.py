@@ -50,6 +50,9 @@ class ScriptedService:
         sizes = {"max_model_tokens": 1024, "vocab_size": self.tokenizer.vocab_size}
         return SimpleNamespace(config=SimpleNamespace(**sizes))
 
+    def open(self, model: Any) -> None:
+        self.model = model
+
     async def stop(self) -> None: ...
 
     async def submit(
@@ -62,7 +65,7 @@ class ScriptedService:
         whole: bool = True,
         **_: Any,
     ) -> OutputStream:
-        ids = prompt.make()
+        ids = prompt.make(self.model)
         self.params = within(params, prompt, ids)
         stream = OutputStream(Accepted(request_id, ids, 1, params.n), lambda: None)
         for index in range(params.n):

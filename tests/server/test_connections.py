@@ -134,17 +134,14 @@ DEAF = {
 }
 
 
-@pytest.fixture
-def long_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than the system takes off a server's hands."""
-    monkeypatch.setattr(app_module, "LONG_TEXT_CHARS", 2**21)
+# A context for answers longer than the system takes off a server's hands.
+LONG_CONTEXT = {"max_model_tokens": 2**19, "num_blocks": 8192}
 
 
-@pytest.mark.usefixtures("long_answers")
 @pytest.mark.parametrize("what", DEAF)
 def test_who_does_not_read_loses_the_connection(what: str) -> None:
     """Its request has ended before, as a slow reader's or because it was done."""
-    engine = make_engine(max_model_tokens=8192, num_blocks=8192)
+    engine = make_engine(**LONG_CONTEXT)
     with serving(engine, connections=SHORT) as client, deaf(client.port, DEAF[what]):
         wait_until(lambda: client.num_connections == 1)
         assert run(call(client.port, BODY)).status == 200
@@ -152,11 +149,10 @@ def test_who_does_not_read_loses_the_connection(what: str) -> None:
         wait_until(lambda: engine.scheduler.num_running == 0)
 
 
-@pytest.mark.usefixtures("long_answers")
 def test_who_reads_slowly_keeps_it() -> None:
     """For longer than an answer may be left unread, and while most of it is."""
     limits = ConnectionLimits(request_timeout_s=0.5)
-    with serving(make_engine(), connections=limits) as client:
+    with serving(make_engine(**LONG_CONTEXT), connections=limits) as client:
         told = b""
         with deaf(client.port, DEAF["last"], 2**16) as slow:
             while part := slow.recv(2**16):

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from cbatch.process.client import EngineClient
-from cbatch.server.protocol.model import ServedModel
 from cbatch.server.serving.admission_queue import Limits
+from cbatch.server.serving.prompts import PromptReader
 from cbatch.server.serving.service import EngineService
 from cbatch.text import ChatTemplate
 from tests.process.factories import SimFactory
@@ -68,13 +68,13 @@ def test_no_time_is_spent_on_a_prompt_before_it_has_its_place(
     made: list[int] = []  # prompt tokens that were reserved meanwhile
     limits = Limits(max_queued_prompt_tokens=100)
     with one_slot(limits) as (client, service):
-        encode = ServedModel.encode
+        run = PromptReader.run
 
-        def watched(*args: Any, **options: Any) -> tuple[int, ...]:
+        async def watched(*args: Any) -> Any:
             made.append(service.queue.num_prompt_tokens)
-            return encode(*args, **options)
+            return await run(*args)
 
-        monkeypatch.setattr(ServedModel, "encode", watched)
+        monkeypatch.setattr(PromptReader, "run", watched)
         chat = {"messages": [{"role": "user", "content": "a" * 200}], "max_tokens": 1}
         cut = {"prompt": "a" * 200, "truncate_prompt_tokens": 5, "max_tokens": 1}
         with client.open(LONG), client.begin(LONG):

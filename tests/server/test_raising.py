@@ -20,6 +20,7 @@ from cbatch.server.serving.admission_queue import AdmissionQueue, QueueTicket
 from cbatch.server.serving.answer import Answer, CompletionAnswer
 from cbatch.server.serving.call import OpenCall, OutputStream, ServedChoice
 from cbatch.server.serving.metrics import Meter
+from cbatch.server.serving.prompts import PromptReader
 from cbatch.server.serving.service import EngineService
 from cbatch.text.output_processor import LiveChoice
 from tests.server import processes
@@ -31,7 +32,7 @@ NUM_CALLS, MAX_TOKENS = 4, 30
 # Before it has done its work, and after it.
 SUBMITTING = [
     (AdmissionQueue, "reserve"),
-    (EngineService, "_token_ids"),
+    (PromptReader, "ids"),
     (EngineService, "_requests"),
     (QueueTicket, "settle"),
     (OpenCall, "__init__"),

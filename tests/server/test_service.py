@@ -15,12 +15,14 @@ from cbatch import FieldError, FinishReason, Output, SamplingParams
 from cbatch.process.client import EngineClient
 from cbatch.server.protocol.errors import ServiceError, SlowReaderError
 from cbatch.server.serving import call as calls
+from cbatch.server.serving import service as service_module
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.server.serving.call import OutputStream, joined
 from cbatch.server.serving.service import EngineService
 from cbatch.text.outputs import Accepted
 from tests.process.factories import SimFactory
 from tests.process.threads import EngineThread
+from tests.server.http_client import served_model
 from tests.toy_engine import TOKENIZER
 
 PROMPT = "def add(a, b):"
@@ -36,7 +38,8 @@ async def service(
     parts = factory()
     client = EngineClient(partial(EngineThread, parts.scheduler, parts.loop))
     made = EngineService(client, TOKENIZER, limits=limits)
-    await made.start()
+    engine = await made.start()
+    made.open(served_model(engine, TOKENIZER))
     try:
         yield made
     finally:
@@ -53,7 +56,11 @@ async def idle(made: EngineService) -> None:
     assert made.num_requests == made.queue.num_requests == made.queue.num_prompt_tokens == 0
 
 
-def test_draining_waits_for_a_prompt_that_is_being_tokenised() -> None:
+def test_draining_waits_for_a_prompt_that_is_being_tokenised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service_module, "READING_S", 60)
+
     async def scene() -> None:
         async with service(max_model_tokens=8000, num_blocks=4000) as made:
             prompt = "ab " * 5000

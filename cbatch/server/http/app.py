@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
@@ -43,6 +44,7 @@ from cbatch.server.serving.answer import CompletionAnswer, encode
 from cbatch.server.serving.chat_answer import ChatAnswer
 from cbatch.server.serving.live_feed import LiveFeed
 from cbatch.server.serving.metrics import Meter, Metrics
+from cbatch.server.serving.prompts import PromptReader
 from cbatch.server.serving.service import EngineService
 
 IGNORED_HEADER = "x-cbatch-ignored-fields"
@@ -80,6 +82,7 @@ def create_app(
     metrics = metrics or Metrics(model.name, service)
     keys = keys or KeyRing()
     intake = BodyIntake(limits, service.queue.overloaded)
+    prompts = service.open(model)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
@@ -90,7 +93,7 @@ def create_app(
     app = Litestar(
         [
             *_generating(Answering(service, model, metrics, intake)),
-            *_describing(model, intake),
+            *_describing(model, intake, prompts),
             *_watching(service, metrics_page or metrics.own_page, open_metrics or not keys),
             *_showing(LiveFeed(service, model, metrics)),
         ],
@@ -136,14 +139,21 @@ class Answering:
         stack.callback(meter.close)
         try:
             limit_s = deadline_s(request, call.fields)
-            streams = await submit(self._service, answer, limit_s, log.key, stack)
-            if call.fields.stream:
-                owner = AsyncExitStack()
+            owner = AsyncExitStack()
+
+            async def begin() -> AsyncIterator[bytes] | None:
+                streams = await submit(self._service, answer, limit_s, log.key, stack)
+                if not call.fields.stream:
+                    await gather(streams, answer)
+                    return None
                 told = events(streams, answer, owner)
-                await or_disconnect(request, anext(told))
+                await anext(told)
+                return told
+
+            told = await or_disconnect(request, begin())
+            if told is not None:
                 owner.push_async_exit(stack.pop_all())  # it cancels its requests however it ends
                 return Stream(told, media_type="text/event-stream", headers=headers)
-            await or_disconnect(request, gather(streams, answer))
         finally:
             await stack.aclose()
         return json_response(answer.whole(), headers)
@@ -166,7 +176,17 @@ def _generating(answer: Answering) -> list[HTTPRouteHandler]:
     return [completions, chat_completions, embeddings]
 
 
-def _describing(model: ServedModel, intake: BodyIntake) -> list[HTTPRouteHandler]:
+def _describing(
+    model: ServedModel, intake: BodyIntake, prompts: PromptReader
+) -> list[HTTPRouteHandler]:
+    async def in_worker(
+        request: AnyRequest, task: Callable[[bytes, ServedModel], bytes], field: str
+    ) -> HttpResponse[bytes]:
+        require_json(request)
+        async with intake.body(request) as body:
+            answer = await prompts.run(partial(task, body), len(body), field)
+        return HttpResponse(answer, media_type=MediaType.JSON)
+
     @get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model.card()]}
@@ -178,11 +198,11 @@ def _describing(model: ServedModel, intake: BodyIntake) -> list[HTTPRouteHandler
 
     @post("/tokenize", status_code=200)
     async def tokenize(request: AnyRequest) -> HttpResponse[bytes]:
-        return json_response(await read(request, intake, lambda body: _tokenize(body, model)))
+        return await in_worker(request, _tokenize, "prompt")
 
     @post("/detokenize", status_code=200)
     async def detokenize(request: AnyRequest) -> HttpResponse[bytes]:
-        return json_response(await read(request, intake, lambda body: _detokenize(body, model)))
+        return await in_worker(request, _detokenize, "tokens")
 
     @get("/openapi.json")
     async def openapi() -> HttpResponse[bytes]:
@@ -241,13 +261,18 @@ def deadline_s(request: AnyRequest, fields: CallFields) -> float | None:
 
 async def read(request: AnyRequest, intake: BodyIntake, parse: Callable[[bytes], T]) -> T:
     """The body, as `parse` understands it. Raises what `parse` and `intake` raise."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise MediaTypeError("content-type", f"{kind!r} is not read", "send application/json")
+    require_json(request)
     async with intake.body(request) as body:
         if len(body) > LONG_BODY_BYTES:
             return await asyncio.to_thread(parse, body)
         return parse(body)
+
+
+def require_json(request: AnyRequest) -> None:
+    """Raises `MediaTypeError`."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise MediaTypeError("content-type", f"{kind!r} is not read", "send application/json")
 
 
 def json_response(
@@ -256,15 +281,15 @@ def json_response(
     return HttpResponse(encode(value), media_type=MediaType.JSON, headers=headers)
 
 
-def _tokenize(body: bytes, model: ServedModel) -> Tokenized:
+def _tokenize(body: bytes, model: ServedModel) -> bytes:
     fields = take_fields(decode_object(body), TokenizeFields)
     model.require(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise FieldError("prompt", "and `messages` exclude each other", "send one of them")
     text, special = fields.prompt, fields.prompt is not None
-    encode = model.tokenizer.encode
+    to_ids = model.tokenizer.encode
     if text is None:
-        encode = model.tokenizer.control_tokens.encode
+        to_ids = model.tokenizer.control_tokens.encode
         text = model.render(
             conversation(fields.messages),
             add_generation_prompt=fields.add_generation_prompt,
@@ -274,14 +299,14 @@ def _tokenize(body: bytes, model: ServedModel) -> Tokenized:
         special = fields.add_special_tokens
     if len(text) > LONG_TEXT_CHARS:
         model.require_length("prompt", text)
-    ids = encode(text, add_special_tokens=special)
+    ids = to_ids(text, add_special_tokens=special)
     shown = None
     if fields.return_token_strs:
         shown = [model.tokenizer.raw.id_to_token(i) or "" for i in ids]
-    return Tokenized(len(ids), model.max_model_tokens, ids, shown)
+    return encode(Tokenized(len(ids), model.max_model_tokens, ids, shown))
 
 
-def _detokenize(body: bytes, model: ServedModel) -> Detokenized:
+def _detokenize(body: bytes, model: ServedModel) -> bytes:
     fields = take_fields(decode_object(body), DetokenizeFields)
     model.require(fields.model)
     most = max(model.max_model_tokens, LONG_TEXT_CHARS)
@@ -290,4 +315,4 @@ def _detokenize(body: bytes, model: ServedModel) -> Detokenized:
     size = model.tokenizer.vocab_size
     if not all(0 <= i < size for i in fields.tokens):
         raise FieldError("tokens", "hold an id out of range", f"use ids in [0, {size})")
-    return Detokenized(model.tokenizer.decode(fields.tokens, skip_special_tokens=False))
+    return encode(Detokenized(model.tokenizer.decode(fields.tokens, skip_special_tokens=False)))

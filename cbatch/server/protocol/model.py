@@ -88,6 +88,11 @@ class ServedModel:
         """Whether it has a chat template."""
         return self._chat_template is not None
 
+    @property
+    def template_source(self) -> str | None:
+        """Where its chat template comes from."""
+        return None if self._chat_template is None else self._chat_template.source
+
     def decode(self, ids: Sequence[int], **options: bool) -> str:
         """Text of token ids; empty without a tokenizer."""
         return "" if self._tokenizer is None else self._tokenizer.decode(ids, **options)

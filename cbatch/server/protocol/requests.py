@@ -6,7 +6,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -50,11 +50,13 @@ Fields = TypeVar("Fields", bound="CallFields")
 
 class PendingPrompt(NamedTuple):
     """To be made once it has its ticket of the queue. `num_bytes` is about the most tokens
-    that it can have; `make` gives their ids, may be called in any thread, and raises
-    `FieldError`. `around` returns the grammar around a structured output that follows the ids."""
+    that it can have; `make` gives their ids, in another process, and raises `FieldError`: about
+    `field`, which the prompt came as. `around` returns the grammar around a structured output that
+    follows the ids."""
 
     num_bytes: int
-    make: Callable[[], tuple[int, ...]]
+    make: Callable[[ServedModel], tuple[int, ...]]
+    field: str = "prompt"
     around: Callable[[Sequence[int]], str | None] | None = None
 
 
@@ -252,18 +254,17 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
     variables = template_variables(fields.chat_template_kwargs)
     _check_size(params, 1)
 
-    def make() -> tuple[int, ...]:
-        text = model.render(
-            messages,
-            tools=msgspec.to_builtins(tools) if tools and choice != "none" else None,
-            add_generation_prompt=fields.add_generation_prompt,
-            variables=variables,
-        )
-        ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
-        return _truncated(ids, fields)
-
+    make = partial(
+        _chat_ids,
+        messages,
+        tools=msgspec.to_builtins(tools) if tools and choice != "none" else None,
+        add_generation_prompt=fields.add_generation_prompt,
+        variables=variables,
+        add_special_tokens=fields.add_special_tokens,
+        last=fields.truncate_prompt_tokens,
+    )
     return Call(
-        prompts=(PendingPrompt(len(body), make, model.around_answer),),
+        prompts=(PendingPrompt(len(body), make, "messages", model.around_answer),),
         params=params,
         fields=fields,
         ignored=rest,
@@ -402,19 +403,37 @@ def _read_prompt(
     prompt: str | tuple[int, ...], fields: CompletionFields, model: ServedModel
 ) -> ReadPrompt:
     """The prompt as the engine shall have it: a text stays one where nothing is asked for."""
+    last, special = fields.truncate_prompt_tokens, fields.add_special_tokens
     if not isinstance(prompt, str):
-        return _truncated(prompt, fields)
+        return _truncated(prompt, last)
     model.require_length("prompt", prompt)
-    if fields.truncate_prompt_tokens is None and fields.add_special_tokens:
+    if last is None and special:
         return prompt
-
-    def make() -> tuple[int, ...]:
-        ids = model.tokenizer.encode(prompt, add_special_tokens=fields.add_special_tokens)
-        return _truncated(tuple(ids), fields)
-
+    make = partial(text_ids, prompt, add_special_tokens=special, last=last)
     return PendingPrompt(len(prompt.encode()), make)
 
 
-def _truncated(ids: tuple[int, ...], fields: CallFields) -> tuple[int, ...]:
-    last = fields.truncate_prompt_tokens
+def text_ids(
+    text: str, model: ServedModel, *, add_special_tokens: bool = True, last: int | None = None
+) -> tuple[int, ...]:
+    ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return _truncated(tuple(ids), last)
+
+
+def _chat_ids(
+    messages: list[dict[str, Any]],
+    model: ServedModel,
+    *,
+    add_special_tokens: bool,
+    last: int | None,
+    **options: Any,
+) -> tuple[int, ...]:
+    """Of the conversation as `ServedModel.render` writes it with these options. Raises
+    `FieldError`."""
+    text = model.render(messages, **options)
+    ids = model.encode("messages", text, add_special_tokens=add_special_tokens)
+    return _truncated(ids, last)
+
+
+def _truncated(ids: tuple[int, ...], last: int | None) -> tuple[int, ...]:
     return ids if last is None else ids[-last:]

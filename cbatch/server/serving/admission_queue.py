@@ -27,9 +27,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     An empty queue takes any one call, so that no bound makes a call impossible. A call that is
     still queued after `queue_timeout_s` is refused, one that is not done after `timeout_s` ends
-    there; None: no limit. A call with more than `max_unread_tokens` tokens that its client has
-    not read (64 for each choice, if that is more) ends: they are dropped, and its choices free
-    their slots.
+    there; None: no limit. One whose prompt takes more than `prompt_timeout_s` of a processor or
+    `prompt_memory_bytes` to render and tokenise is refused. A call with more than
+    `max_unread_tokens` tokens that its client has not read (64 for each choice, if that is more)
+    ends: they are dropped, and its choices free their slots.
     """
 
     max_queued_requests: Annotated[int, _limits("beyond: 503", "N")] = 256
@@ -41,6 +42,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float | None, _limits("end what is not done by then", "S", name="timeout")
     ] = None
     max_unread_tokens: int = 2048
+    prompt_timeout_s: Annotated[
+        float,
+        _limits("processor time to render and tokenise a prompt", "S", name="prompt_timeout"),
+    ] = 10.0
+    prompt_memory_bytes: Annotated[
+        int,
+        _limits(
+            "memory for the same",
+            "GIB",
+            name="prompt_memory",
+            type=float,
+            unit=2**30,
+        ),
+    ] = 2**30
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):

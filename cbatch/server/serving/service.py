@@ -6,7 +6,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -15,23 +16,26 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.recorded_pool import CacheCleared
-from cbatch.grammars import FIELD, GrammarGuard, GrammarsBusyError, Setup, TriedGrammar, not_served
+from cbatch.grammars import FIELD, GrammarGuard, GrammarsBusyError, TriedGrammar, not_served
 from cbatch.kv_events.wire import encode_changes
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import EngineMetrics, Ready, Snapshot, Stepped
 from cbatch.server.protocol.errors import ServiceDownError
+from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, most_tokens
 from cbatch.server.serving.admission_queue import LONGEST_RETRY_S, AdmissionQueue, Limits
 from cbatch.server.serving.call import OpenCall, OutputStream
+from cbatch.server.serving.prompts import PromptReader, WorkerState
 from cbatch.text import TextTokenizer
-from cbatch.text.output_processor import Seeds, choice_requests, token_ids
+from cbatch.text.output_processor import Seeds, choice_requests
 from cbatch.text.outputs import Accepted
+from cbatch.workers import PoolClosedError, WorkerPool
 
 if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
 
-_LONG_PROMPT_CHARS = 10_000  # tokenising more than this would hold up everyone's stream
 LEAST_UNREAD_TOKENS = 64  # for each choice, so that one long step is no slow reader
+READING_S = 2.0  # from a stop signal on, for prompts that are being read
 _STOPPING = "the server is stopping"
 
 
@@ -56,7 +60,9 @@ class EngineService:
         if kv_events is not None:
             client.on_step, client.on_death = self._publish, self._publish_cleared
             self._publish_cleared()  # to who followed a server that was here before
+        self._workers: WorkerPool | None = None
         self._grammars: GrammarGuard | None = None
+        self._prompts: PromptReader | None = None
         self._calls: dict[str, OpenCall] = {}  # by the caller's request id
         self._num_open = 0  # and those that are being tokenised
         self._stops_at_s: float | None = None  # at the latest; None: it goes on
@@ -128,21 +134,32 @@ class EngineService:
 
     async def start(self) -> Ready:
         """Waits for the engine, once. Raises `FieldError` or `EngineStartError`."""
-        engine = self._client.engine or await self._client.start()
-        tokenizer = self._tokenizer
-        if self._grammars is None and tokenizer is not None and engine.follows_grammars:
-            config = engine.config
-            setup = Setup(tokenizer.raw.to_str(), config.vocab_size, config.eos_ids)
-            self._grammars = GrammarGuard(setup)
-            self._grammars.warm()
-        return engine
+        return self._client.engine or await self._client.start()
+
+    def open(self, model: ServedModel) -> PromptReader:
+        """Prompts are read as `model` does, from now on. The engine has been started."""
+        engine = self._client.engine
+        assert engine is not None
+        follows_grammars = self._tokenizer is not None and engine.follows_grammars
+        eos_ids = engine.config.eos_ids if follows_grammars else None
+        setup = partial(WorkerState, model, engine.config.vocab_size, eos_ids)
+        self._workers = WorkerPool(setup)
+        if follows_grammars:
+            self._grammars = GrammarGuard(self._workers)
+        self._prompts = PromptReader(model, self._workers, self.limits, self.queue)
+        return self._prompts
 
     async def drain(self, grace_s: float) -> None:
         """Accepts nothing more; what was accepted has `grace_s` to finish, the rest is ended and
-        told so."""
+        told so. A prompt that is being read has `READING_S`."""
         self._stops_at_s = time.monotonic() + grace_s
+        reading_s = min(READING_S, grace_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), reading_s)
+        if self._workers is not None:
+            await self._workers.close()
         try:
-            await asyncio.wait_for(self._idle.wait(), grace_s)
+            await asyncio.wait_for(self._idle.wait(), grace_s - reading_s)
         except TimeoutError:
             self.end_all(grace_s)
 
@@ -159,6 +176,8 @@ class EngineService:
             self.kv_events.close()
         if self._grammars is not None:
             await self._grammars.close()
+        if self._workers is not None:
+            await self._workers.close()
 
     async def submit(
         self,
@@ -180,13 +199,14 @@ class EngineService:
         one call share what may be left unread. `grammar_field` is what the client called the
         structured outputs, and `owner` who may have only so many of them compiled at once;
         `mark_ids`, `whole`: see `LiveChoice`."""
-        engine = self._require_engine()
+        engine, prompts = self._require_engine(), self._prompts
+        assert prompts is not None, "open comes first"
         with ExitStack() as holds:
             self._open_one(holds)
             reserved_tokens = min(most_tokens(prompt), engine.config.max_sequence_tokens)
             ticket = self.queue.reserve(params.n, reserved_tokens)
             holds.callback(ticket.release)
-            ids = await self._token_ids(prompt)
+            ids = await prompts.ids(prompt)
             params = within(params, prompt, ids)
             requests = self._requests(ids, params, engine, request_id, priority, cache_salt)
             if params.structured_outputs is not None:
@@ -226,14 +246,6 @@ class EngineService:
             raise ServiceDownError(_STOPPING, max(1, min(LONGEST_RETRY_S, left_s)))
         return engine
 
-    async def _token_ids(self, prompt: AnyPrompt) -> tuple[int, ...]:
-        if isinstance(prompt, PendingPrompt):
-            is_long = prompt.num_bytes > _LONG_PROMPT_CHARS
-            return await asyncio.to_thread(prompt.make) if is_long else prompt.make()
-        if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT_CHARS:
-            return await asyncio.to_thread(token_ids, prompt, self._tokenizer)
-        return token_ids(prompt, self._tokenizer)
-
     def _requests(
         self,
         ids: tuple[int, ...],
@@ -267,6 +279,8 @@ class EngineService:
             )
         except GrammarsBusyError as error:
             raise self.queue.overloaded("grammars", str(error)) from error
+        except PoolClosedError as error:
+            raise ServiceDownError(_STOPPING) from error
 
     def _open_one(self, holds: ExitStack) -> None:
         self._num_open += 1

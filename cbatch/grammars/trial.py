@@ -1,0 +1,58 @@
+"""A task for a worker: find out whether a grammar can be followed. The worker may die of it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import StructuredOutputs
+from cbatch.grammars.compiling import STACK_BYTES, Grammars, in_lark, with_stack
+from cbatch.system.cpus import step_aside
+from cbatch.workers import TaskLimits
+
+MEMORY_BYTES = 128 * 2**20  # for one grammar, besides the stacks of the threads that compile it
+# The engine follows grammars in a thread of 8 MiB, and what one asks for grows with its text.
+_TRIAL_STACK_BYTES = 4 * 2**20
+LIMITS = TaskLimits(2.0, MEMORY_BYTES + STACK_BYTES + _TRIAL_STACK_BYTES)
+
+
+class GrammarVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`problem` and `remedy` of a grammar that cannot be followed. `lark`: what one in GBNF is in
+    Lark. `compile_s`: processor time, from there on. `begin_s`: what the engine takes for each text
+    that begins to follow it, in the thread of its steps."""
+
+    problem: str | None = None
+    remedy: str = ""
+    lark: str | None = None
+    compile_s: float = 0.0
+    begin_s: float = 0.0
+
+
+class TrialState(Protocol):
+    """What the workers' fork server makes. `grammars` keep none that nobody holds."""
+
+    grammars: Grammars
+
+
+def try_out(asked: StructuredOutputs, state: TrialState) -> GrammarVerdict:
+    return with_stack(_TRIAL_STACK_BYTES, partial(_try_out, asked, state.grammars))
+
+
+def _try_out(asked: StructuredOutputs, grammars: Grammars) -> GrammarVerdict:
+    step_aside()
+    try:
+        quick = in_lark(asked)
+        compile_s = -time.process_time()  # it is compiled in a thread of its own
+        compiled = grammars.compiled(quick)
+        compile_s += time.process_time()  # by the system's ticks, while a limit runs
+        begin_s = -time.thread_time()
+        compiled.matcher.deep_copy().compute_bitmask()
+        begin_s += time.thread_time()
+    except FieldError as error:
+        return GrammarVerdict(error.problem, error.remedy)
+    lark = quick.grammar if quick is not asked else None
+    return GrammarVerdict(lark=lark, compile_s=compile_s, begin_s=begin_s)

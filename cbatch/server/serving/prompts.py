@@ -1,0 +1,124 @@
+"""Prompts on their way to token ids. Templates, and the regular expressions of tokenizers, are the
+model's own and may take any time over what a client sends. They run in workers, as do long texts;
+so nothing that serves other clients waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from cbatch.core.request.errors import FieldError
+from cbatch.grammars import Grammars
+from cbatch.grammars.compiling import with_stack
+from cbatch.server.protocol.errors import ServiceDownError
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, text_ids
+from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
+from cbatch.system.cpus import step_aside
+from cbatch.text.output_processor import token_ids
+from cbatch.workers import PoolClosedError, TaskLimits, WorkerDiedError, WorkerPool
+
+SHORT_BYTES = 10_000  # more than this is tokenised by a worker, and takes a place among the slow
+QUICK_S = 0.25  # of processor time: a short task that takes longer begins again among the slow
+MOST_QUICK = MOST_SLOW = 2  # workers at once
+WAIT_S = 30.0  # for a place among the slow
+_STACK_BYTES = 2**23
+T = TypeVar("T")
+_logger = logging.getLogger("cbatch")
+
+
+class WorkerState:
+    """What tasks work on: the model as clients see it, and grammars where the engine follows them;
+    `eos_ids` None: it does not."""
+
+    def __init__(
+        self, model: ServedModel, vocab_size: int, eos_ids: tuple[int, ...] | None
+    ) -> None:
+        self.model = model
+        self.grammars = Grammars(lambda: model.tokenizer, vocab_size, eos_ids or (), kept_s=0)
+        if eos_ids is not None:
+            self.grammars.prepare()
+        with suppress(FieldError):  # what is made once is shared by all workers
+            model.encode("messages", "a", add_special_tokens=True)
+
+
+class PromptReader:
+    """For the coroutines of one event loop."""
+
+    def __init__(
+        self, model: ServedModel, workers: WorkerPool, limits: Limits, queue: AdmissionQueue
+    ) -> None:
+        self._model, self._workers, self._queue = model, workers, queue
+        self._limits = TaskLimits(limits.prompt_timeout_s, limits.prompt_memory_bytes)
+        self._quick, self._slow = asyncio.Semaphore(MOST_QUICK), asyncio.Semaphore(MOST_SLOW)
+
+    async def ids(self, prompt: AnyPrompt) -> tuple[int, ...]:
+        """Raises `FieldError`, `OverloadedError`."""
+        if isinstance(prompt, str):
+            tokenizer = self._model.tokenizer
+            if len(prompt) <= SHORT_BYTES and not tokenizer.has_patterns:
+                return token_ids(prompt, tokenizer)
+            prompt = PendingPrompt(len(prompt), partial(text_ids, prompt), "prompt")
+        if isinstance(prompt, PendingPrompt):
+            return await self.run(prompt.make, prompt.num_bytes, prompt.field)
+        return token_ids(prompt, None)
+
+    async def run(self, task: Callable[[ServedModel], T], num_bytes: int, field: str) -> T:
+        """Return what `task` makes of the model in a worker; `num_bytes` and `field` are of the
+        text that it reads. Raises what it raises, `FieldError` where it takes more time or memory
+        than it may, and `ServiceError`."""
+        try:
+            if num_bytes <= SHORT_BYTES:
+                quick = self._limits._replace(cpu_s=min(QUICK_S, self._limits.cpu_s))
+                async with self._quick:
+                    with suppress(WorkerDiedError):
+                        return await self._workers.run(partial(_on_model, task), quick)
+            await self._acquire_slow()
+            try:
+                return await self._workers.run(partial(_aside, task), self._limits)
+            finally:
+                self._slow.release()
+        except WorkerDiedError as error:
+            raise self._too_much(field, error) from error
+        except PoolClosedError as error:
+            raise ServiceDownError("the server is stopping") from error
+
+    async def _acquire_slow(self) -> None:
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self._slow.acquire()
+        except TimeoutError as error:
+            message = f"all workers for slow prompts have been busy for {WAIT_S:g} s"
+            raise self._queue.overloaded("prompts", message) from error
+
+    def _too_much(self, field: str, error: WorkerDiedError) -> FieldError:
+        most = f"{self._limits.memory_bytes >> 20} MiB"
+        remedy = "--prompt-memory"
+        if error.overran:
+            most = f"{self._limits.cpu_s:g} s of a processor"
+            remedy = "--prompt-timeout"
+        reader = "the tokenizer"
+        if field == "messages":
+            reader = f"the chat template ({self._model.template_source}) or {reader}"
+        problem = f"{reader} takes more than {most} over this"
+        found = FieldError(field, problem, f"send less, or start the server with a larger {remedy}")
+        _logger.warning("%s", found)
+        return found
+
+
+def _on_model(task: Callable[[ServedModel], T], state: WorkerState) -> T:
+    return task(state.model)
+
+
+def _aside(task: Callable[[ServedModel], T], state: WorkerState) -> T:
+    """In a thread that lets the engine's steps go first."""
+
+    def run() -> T:
+        step_aside()
+        return task(state.model)
+
+    return with_stack(_STACK_BYTES, run)

@@ -1,0 +1,163 @@
+"""Templates, tokenizers and texts that take all time or memory: their own call is refused by name,
+and nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+
+from cbatch.server.protocol.errors import ServiceDownError
+from cbatch.server.serving import prompts as prompts_module
+from cbatch.server.serving import service as service_module
+from cbatch.server.serving.admission_queue import Limits
+from cbatch.text import ChatTemplate, TextTokenizer
+from tests.server import test_service
+from tests.server.http_client import CHAT, COMPLETIONS, Client, sample, serving, toy_model
+from tests.server.raw_calls import beside_honest, exchange, post, run, statuses
+from tests.toy_engine import TOKENIZER, make_engine
+
+LIMITS = Limits(prompt_timeout_s=0.5, prompt_memory_bytes=2**26)
+QUICK = "{{ messages[0].content[:8] }}"
+FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}" + QUICK
+# Quick over short conversations, slow or large over some.
+TEMPLATES = {
+    "a loop without an end": FOREVER,
+    "quadratic in characters": "{% set text = messages[0].content %}"
+    "{% for i in text %}{% for j in text %}{% endfor %}{% endfor %}" + QUICK,
+    "by a variable": "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}"
+    + QUICK,
+    "all memory in one expression": "{{ messages[0].content * 99999999 }}",
+    "all memory bit by bit": "{% for i in range(99999) %}{{ messages[0] }}{% endfor %}",
+    "deep": "{% macro f(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+}
+MESSAGES = [{"role": "user", "content": "ab" * 6000}]
+CONVERSATION = {"messages": MESSAGES, "chat_template_kwargs": {"n": 99999}, "max_tokens": 2}
+
+
+def tokenizer(change: Callable[[Tokenizer], None]) -> TextTokenizer:
+    raw = Tokenizer.from_str(TOKENIZER.raw.to_str())
+    change(raw)
+    return TextTokenizer(raw, "the test")
+
+
+def split(raw: Tokenizer) -> None:
+    steps = [pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated"), raw.pre_tokenizer]
+    raw.pre_tokenizer = pre_tokenizers.Sequence(steps)
+
+
+def replace(raw: Tokenizer) -> None:
+    raw.normalizer = normalizers.Replace(Regex("(x+x+)+y"), "z")
+
+
+@contextmanager
+def served(
+    template: str = QUICK, held: TextTokenizer = TOKENIZER, **options: Any
+) -> Iterator[Client]:
+    chat_template = ChatTemplate(template, {}, "the test's template")
+    engine = make_engine(tokenizer=held, max_model_tokens=4096, num_blocks=512)
+    with serving(engine, LIMITS, chat_template=chat_template, **options) as client:
+        yield client
+
+
+def refused(client: Client, body: dict[str, Any], path: str, field: str) -> str:
+    """What the client is told, after others were served all along."""
+    asked = post(body, b"connection: close", path=path.encode())
+    told = run(beside_honest(client.port, exchange(client.port, asked)))
+    assert statuses(told) == [400], told
+    error = json.loads(told.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", field)
+    return str(error["message"])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_takes_too_much(name: str) -> None:
+    with served(TEMPLATES[name]) as client:
+        assert "template" in refused(client, CONVERSATION, CHAT, "messages")
+        if name != "deep":
+            tokenising = {k: v for k, v in CONVERSATION.items() if k != "max_tokens"}
+            refused(client, tokenising, "/tokenize", "prompt")
+
+
+def test_a_slow_template_is_quick_for_others() -> None:
+    """Over a short conversation the same template answers at once, after a slow one too."""
+    with served(TEMPLATES["quadratic in characters"]) as client:
+        short = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 2}
+        for _ in range(2):
+            assert client.post(short, CHAT)[0] == 200
+            refused(client, CONVERSATION, CHAT, "messages")
+
+
+@pytest.mark.parametrize("change", [split, replace])
+def test_a_regular_expression_of_the_tokenizer(change: Callable[[Tokenizer], None]) -> None:
+    """Which takes all time over a text of a few hundred characters."""
+    slow = " ".join(["x" * 21 + "c"] * 400)
+    messages = [{"role": "user", "content": slow}]
+    with served("{{ messages[0].content }}", tokenizer(change)) as client:
+        for body, path, field in (
+            ({"prompt": slow}, COMPLETIONS, "prompt"),
+            ({"prompt": ["a", slow]}, COMPLETIONS, "prompt"),
+            ({"prompt": slow, "truncate_prompt_tokens": 4}, COMPLETIONS, "prompt"),
+            ({"messages": messages}, CHAT, "messages"),
+            ({"prompt": slow}, "/tokenize", "prompt"),
+        ):
+            assert "0.5 s of a processor" in refused(client, body, path, field)
+        gives_up = refused(client, {"prompt": "x" * 200 + "c"}, COMPLETIONS, "prompt")
+        assert "the tokenizer gives up on it" in gives_up
+        assert client.post({"prompt": "a x xx", "max_tokens": 2})[0] == 200
+
+
+def test_places_among_the_slow_are_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_module, "WAIT_S", 0.2)
+    limits = Limits(prompt_timeout_s=2)
+    template = ChatTemplate(FOREVER, {}, "the test")
+    with serving(make_engine(), limits, chat_template=template) as client:
+        asked = [post(CONVERSATION, b"connection: close", path=CHAT.encode())] * 6
+
+        async def scene() -> list[int]:
+            told = await asyncio.gather(*(exchange(client.port, each) for each in asked))
+            return sorted(status for each in told for status in statuses(each))
+
+        assert run(scene()) == [400] * 2 + [503] * 4
+        assert sample(client, "vllm:admission_rejections_total", reason="prompts") == 4
+
+
+def test_a_stop_signal_does_not_wait_for_a_slow_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "READING_S", 0.1)
+
+    async def scene() -> None:
+        async with test_service.service(Limits(prompt_timeout_s=600)) as made:
+            model = toy_model(FOREVER, max_model_tokens=10**6)
+            made.open(model)
+            slow = made.submit(slow_chat(), test_service.LONG, request_id="r")
+            task = asyncio.create_task(slow)
+            await asyncio.sleep(0.5)
+            await made.drain(600)
+            with pytest.raises(ServiceDownError, match="stopping"):
+                await task
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def slow_chat() -> Any:
+    from cbatch.server.protocol.requests import parse_chat
+
+    return parse_chat(json.dumps(CONVERSATION).encode(), toy_model(FOREVER)).prompts[0]
+
+
+def test_a_client_that_leaves_ends_its_slow_prompt() -> None:
+    limits = Limits(prompt_timeout_s=600)
+    with serving(
+        make_engine(), limits, chat_template=ChatTemplate(FOREVER, {}, "the test")
+    ) as client:
+        for _ in range(6):
+            with client.begin(CONVERSATION, CHAT):
+                time.sleep(0.05)
+        while sample(client, "cbatch:open_calls"):
+            time.sleep(0.01)

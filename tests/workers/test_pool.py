@@ -1,0 +1,204 @@
+"""Tasks that take all time or memory, or end their process: each ends alone, and soon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.core.request.errors import FieldError
+from cbatch.workers import PoolClosedError, TaskLimits, WorkerDiedError, WorkerPool
+from cbatch.workers import pool as pool_module
+
+LIMITS = TaskLimits(cpu_s=0.3, memory_bytes=2**27)
+
+
+def setup() -> dict[str, int]:
+    return {"answer": 42, "pid": os.getpid()}
+
+
+def get(name: str, state: dict[str, int]) -> int:
+    return state[name]
+
+
+def own_pid(state: dict[str, int]) -> int:
+    return os.getpid()
+
+
+def spin(state: Any) -> None:
+    while True:
+        pass
+
+
+def spin_in_c(state: Any) -> None:
+    sum(iter(int, 1))
+
+
+def sleep(state: Any) -> None:
+    time.sleep(600)
+
+
+def eat(state: Any) -> int:
+    return len("a" * 10**9)
+
+
+def eat_slowly(state: Any) -> int:
+    held = []
+    while True:
+        held.append("a" * 10**6 + str(len(held)))
+
+
+def abort(state: Any) -> None:
+    os.abort()
+
+
+def refuse(state: Any) -> None:
+    raise FieldError("a", "is wrong", "mend it")
+
+
+def fail(state: Any) -> None:
+    raise KeyError("on purpose")
+
+
+def big(state: Any) -> bytes:
+    return b"a" * 2**22
+
+
+def run(scene: Callable[[WorkerPool], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        workers = WorkerPool(setup)
+        try:
+            async with asyncio.timeout(120):
+                await scene(workers)
+        finally:
+            await workers.close()
+
+    asyncio.run(bounded())
+
+
+def test_a_task_is_run_over_what_was_set_up() -> None:
+    async def scene(workers: WorkerPool) -> None:
+        assert await workers.run(partial(get, "answer"), LIMITS) == 42
+        assert await workers.run(big, LIMITS) == big(None)
+        pids = {await workers.run(own_pid, LIMITS) for _ in range(5)}
+        assert len(pids) == 1, "a quick task leaves its worker to the next"
+        assert await workers.run(partial(get, "pid"), LIMITS) not in pids
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("task", "overran"),
+    [(spin, True), (spin_in_c, True), (eat, False), (eat_slowly, False), (abort, False)],
+)
+def test_a_task_that_takes_too_much_ends_alone(task: Callable[[Any], Any], overran: bool) -> None:
+    async def scene(workers: WorkerPool) -> None:
+        hostile = [asyncio.create_task(workers.run(task, LIMITS)) for _ in range(3)]
+        while not all(each.done() for each in hostile):
+            assert await workers.run(partial(get, "answer"), LIMITS) == 42
+            await asyncio.sleep(0.01)
+        for each in hostile:
+            error = each.exception()
+            assert isinstance(error, WorkerDiedError) and error.overran == overran
+
+    run(scene)
+
+
+def test_what_a_task_raises_is_raised_here() -> None:
+    async def scene(workers: WorkerPool) -> None:
+        with pytest.raises(FieldError) as caught:
+            await workers.run(refuse, LIMITS)
+        assert (caught.value.field, caught.value.remedy) == ("a", "mend it")
+        with pytest.raises(KeyError) as failed:
+            await workers.run(fail, LIMITS)
+        assert "in fail" in failed.value.__notes__[0], "where it was raised"
+
+    run(scene)
+
+
+@pytest.mark.parametrize("task", [sleep, spin])
+def test_a_task_that_nobody_waits_for_is_ended(task: Callable[[Any], Any]) -> None:
+    async def scene(workers: WorkerPool) -> None:
+        pid = await workers.run(own_pid, LIMITS)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(workers.run(task, LIMITS._replace(cpu_s=600)), 0.1)
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0.01)
+        assert await workers.run(partial(get, "answer"), LIMITS) == 42
+
+    run(scene)
+
+
+def test_a_task_that_sleeps_is_ended_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_WALL", 1)
+
+    async def scene(workers: WorkerPool) -> None:
+        with pytest.raises(WorkerDiedError) as caught:
+            await workers.run(sleep, LIMITS)
+        assert caught.value.overran
+
+    run(scene)
+
+
+@pytest.mark.parametrize("victim", ["worker", "fork server"])
+def test_processes_that_were_killed_are_replaced(victim: str) -> None:
+    async def scene(workers: WorkerPool) -> None:
+        worker, server = (
+            await workers.run(own_pid, LIMITS),
+            await workers.run(partial(get, "pid"), LIMITS),
+        )
+        os.kill(worker if victim == "worker" else server, signal.SIGKILL)
+        for _ in range(3):
+            assert await workers.run(partial(get, "answer"), LIMITS) == 42
+
+    run(scene)
+
+
+def status_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/status").read_text()
+
+
+def test_all_processes_end_with_their_client() -> None:
+    async def scene() -> list[int]:
+        workers = WorkerPool(setup)
+        await workers.warm()
+        pids = [await workers.run(task, LIMITS) for task in (own_pid, partial(get, "pid"))]
+        busy = asyncio.create_task(workers.run(sleep, LIMITS._replace(cpu_s=600)))
+        await asyncio.sleep(0.1)
+        await workers.close()
+        for late in (busy, workers.run(own_pid, LIMITS)):
+            with pytest.raises(PoolClosedError):
+                await late
+        return pids
+
+    for pid in asyncio.run(asyncio.wait_for(scene(), 120)):
+        while Path(f"/proc/{pid}").exists() and "State:\tZ" not in status_of(pid):
+            time.sleep(0.01)  # a zombie is not ours to wait for
+
+
+def test_a_task_that_waits_for_the_first_process_ends_with_the_pool() -> None:
+    async def scene() -> None:
+        workers = WorkerPool(setup)
+        waiting = asyncio.create_task(workers.run(own_pid, LIMITS))
+        await asyncio.sleep(0.01)
+        await workers.close()
+        with pytest.raises(PoolClosedError):
+            await waiting
+
+    asyncio.run(asyncio.wait_for(scene(), 120))
+
+
+def test_many_tasks_at_once_have_workers_of_their_own() -> None:
+    async def scene(workers: WorkerPool) -> None:
+        pids = await asyncio.gather(*(workers.run(own_pid, LIMITS) for _ in range(8)))
+        assert len(set(pids)) > 1
+        assert len(workers._idle) <= pool_module.MOST_IDLE
+
+    run(scene)
