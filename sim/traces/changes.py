@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from cbatch.core.request.errors import FieldError
 from sim.distributions.arrivals import require_positive
-from sim.distributions.lengths import MAX_TOKENS
 from sim.traces.request import TraceRequest
 
 
@@ -54,16 +53,11 @@ def scale(
             raise FieldError(
                 "--prompt", "prompts of this trace have named blocks", "scale the rate or outputs"
             )
-        prompt_tokens = max(1, round(request.prompt_tokens * prompt))
-        output_tokens = max(1, round(request.output_tokens * output))
-        if max(prompt_tokens, output_tokens) > MAX_TOKENS:
-            problem = f"a length becomes more than {MAX_TOKENS} tokens"
-            raise FieldError("--prompt or --output", problem, "scale by less")
         yield replace(
             request,
             arrival_s=request.arrival_s / rate,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
+            prompt_tokens=max(1, round(request.prompt_tokens * prompt)),
+            output_tokens=max(1, round(request.output_tokens * output)),
         )
 
 

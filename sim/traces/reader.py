@@ -11,16 +11,8 @@ from typing import Any
 
 import msgspec
 
+from sim.traces import formats
 from sim.traces.files import read_lines
-from sim.traces.formats import (
-    BLOCK_TOKENS,
-    LOG_FORMAT,
-    LOG_VERSION,
-    STAMP_UNITS,
-    UNITS_S,
-    Raw,
-    parse_lines,
-)
 from sim.traces.request import TraceError, TraceRequest
 from sim.traces.windows import read_windows
 
@@ -51,21 +43,21 @@ class Trace:
         """`skip_empty` leaves out requests without prompt or output (failed ones, in some traces)
         and counts them in `skipped`. `in_order=False` lets stamps go backwards. `seed` is for
         ServeGen windows, which say how requests are distributed and not what they were.
-        `block_tokens` and `time_unit` (of `UNITS_S`) are by default those of the format."""
+        `block_tokens` and `time_unit` (of `formats.UNITS_S`) are by default those of the format."""
         self.path = Path(path)
         self.skipped = 0
         self._skip_empty, self._in_order, self._seed = skip_empty, in_order, seed
         self._wanted = format
         self.format = self._open()[0]
-        self._block_tokens = block_tokens or BLOCK_TOKENS.get(self.format, 1)
-        self._unit_s = UNITS_S[time_unit or STAMP_UNITS.get(self.format, "s")]
+        self._block_tokens = block_tokens or formats.BLOCK_TOKENS.get(self.format, 1)
+        self._unit_s = formats.UNITS_S[time_unit or formats.STAMP_UNITS.get(self.format, "s")]
 
-    def _open(self) -> tuple[str, Iterator[Raw]]:
+    def _open(self) -> tuple[str, Iterator[formats.Raw]]:
         if self.path.is_dir():
             if self._wanted not in (None, WINDOWS):
                 raise TraceError(self.path, None, "--format", f"is {WINDOWS}", "leave it out")
             return WINDOWS, read_windows(self.path, self._seed)
-        return parse_lines(self.path, read_lines(self.path), self._wanted)
+        return formats.parse_lines(self.path, read_lines(self.path), self._wanted)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         self.skipped = 0
@@ -150,7 +142,9 @@ def write_requests(path: str | Path, requests: Iterable[TraceRequest]) -> int:
     with path.open("wb") as file:
         zipped = gzip.GzipFile("", "wb", fileobj=file, mtime=0) if path.suffix == ".gz" else None
         out = zipped or file
-        out.write(encoder.encode({"format": LOG_FORMAT, "version": LOG_VERSION}) + b"\n")
+        out.write(
+            encoder.encode({"format": formats.LOG_FORMAT, "version": formats.LOG_VERSION}) + b"\n"
+        )
         for request in requests:
             out.write(encoder.encode(request) + b"\n")
             count += 1

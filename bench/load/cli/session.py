@@ -77,15 +77,13 @@ async def _settings(
 ) -> tuple[LoadSettings, dict[str, str]]:
     """Ask the server for what is needed to write prompts to it, and what it refuses."""
     key = args.api_key or os.environ.get("CBATCH_API_KEY")
-    client = HttpClient(endpoint, key=key, timeout_s=60.0)
-    trial = HttpClient(endpoint, key=key, timeout_s=args.timeout)
+    client = HttpClient(endpoint, key=key, timeout_s=args.timeout)
     try:
         model = args.model or await find_model(client)
         bodies = await workload.bodies(client, model)
-        bodies, refused = await settle(trial, bodies, workload.chosen)
+        bodies, refused = await settle(client, bodies, workload.chosen)
     finally:
         client.close()
-        trial.close()
     settings = LoadSettings(
         endpoint=endpoint,
         bodies=bodies,

@@ -79,7 +79,6 @@ class AnswerReader:
         self._done = self._finished = self._any_output = False
         self._counted = True  # every chunk with output had its usage
         self._tokens = 0  # as of the latest chunk with usage
-        self._finished_s: float | None = None
 
     @property
     def text(self) -> str:
@@ -134,8 +133,7 @@ class AnswerReader:
         if not (self._done or self._finished):
             what = "a finish reason or [DONE]"
             raise CallError(Failure.TRUNCATED, f"the answer ended without {what}")
-        if not call.chunk_s:
-            call.end_s = now_s if self._finished_s is None else self._finished_s
+        call.end_s = call.end_s if call.chunk_s else now_s
         if call.output_tokens:
             exact = self._counted and sum(call.chunk_tokens) == call.output_tokens
             call.counted_by = "per chunk usage" if call.chunk_s and exact else "usage"
@@ -196,8 +194,7 @@ class AnswerReader:
             if output := _text(choice.text or part):
                 outputs.append(output)
             usage = usage or choice.usage
-            if choice.finish_reason:
-                self._finished, self._finished_s = True, now_s
+            self._finished = self._finished or bool(choice.finish_reason)
         tokens = None
         if usage is not None:
             tokens = _count(usage.completion_tokens)

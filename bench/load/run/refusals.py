@@ -7,7 +7,6 @@ that servers and gateways that validate requests can be measured. The user's own
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -23,16 +22,12 @@ from sim.traces.request import TraceRequest
 TRIAL_INDEX = 10**9 - 1  # its prompt is in no run and in no warm-up
 TRIAL_TOKENS = 16  # of its prompt, and of its answer at most
 COUNTED_TOKENS = 500  # about, of a prompt by which the characters of a token are counted
-# Parts of a body that the user did not ask for, and words by which refusals name them. If a refusal
-# names none, they are left out in this order. `max_tokens` and `prompt` are sent in another form.
-PARTS = {
-    "continuous_usage_stats": "continuous_usage_stats|stream_options",
-    "ignore_eos": "ignore_eos",
-    "temperature": "temperature",
-    "max_tokens": "max_tokens",
-    "prompt": "prompt",
-    "stream_options": "stream_options|include_usage",
-}
+# Parts of a body that the user did not ask for, each with more words by which refusals name it. If
+# they name none, parts are left out in this order. `max_tokens` and `prompt` change their form.
+PARTS = (
+    *("continuous_usage_stats|stream_options", "ignore_eos", "temperature", "max_tokens"),
+    *("prompt", "stream_options|include_usage"),
+)
 _CERTAIN = (401, 403, 404, 405)  # every other call would be answered with this, too
 _REMEDIES = {  # by labels of failures
     "not connected": "start the server, or mend the URL",
@@ -54,7 +49,7 @@ _CHANGES = {  # by words of refusals
 
 
 async def settle(
-    client: HttpClient, settings: BodySettings, chosen: Collection[str]
+    client: HttpClient, settings: BodySettings, chosen: set[str]
 ) -> tuple[BodySettings, dict[str, str]]:
     """Return the settings without the parts that the server refuses, and the reason for each part.
     `chosen` are fields that the user gave. If the server refuses every form of the call, nothing is
@@ -67,11 +62,11 @@ async def settle(
             raise FieldError("URL", str(error), remedy(error.label, error.detail))
         if error is None or error.failure not in (Failure.STATUS, Failure.REPORTED):
             break  # it was accepted
-        left = [part for part in PARTS if part in sent and part not in chosen]
+        left = {words: part for words in PARTS if (part := words.split("|")[0]) in sent - chosen}
         if error.status not in (None, 400, 422) or not left:
             return settings, {}
-        named = (part for part in left if _has_word(error.detail, PARTS[part]))
-        refused[next(named, left[0])] = error.detail
+        named = [part for words, part in left.items() if _has_word(error.detail, words)]
+        refused[[*named, *left.values()][0]] = error.detail
         settled = replace(settled, left_out=tuple(refused))
     if (corpus := settled.corpus) is not None and corpus.ids is None and call.prompt_tokens:
         chars = corpus.chars_per_token * COUNTED_TOKENS / call.prompt_tokens

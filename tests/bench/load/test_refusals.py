@@ -50,7 +50,7 @@ def settled(
     async def run(endpoint: Endpoint) -> tuple[BodySettings, dict[str, str]]:
         client = HttpClient(endpoint, timeout_s=20.0)
         try:
-            return await settle(client, settings, chosen)
+            return await settle(client, settings, set(chosen))
         finally:
             client.close()
 
