@@ -32,17 +32,12 @@ _OUTPUT = (
 )
 
 
-class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: Any = None
-    completion_tokens: Any = None
-
-
 class _Choice(msgspec.Struct, gc=False):
     text: Any = None
     delta: Any = None
     message: Any = None
     finish_reason: Any = None
-    usage: _Usage | None = None
+    usage: Any = None
     error: Any = None
 
 
@@ -50,7 +45,7 @@ class _Answer(msgspec.Struct, gc=False):
     """An event, or a whole answer."""
 
     choices: list[_Choice] | None = None
-    usage: _Usage | None = None
+    usage: Any = None
     error: Any = None
     object: Any = None
     message: Any = None
@@ -196,9 +191,9 @@ class AnswerReader:
             usage = usage or choice.usage
             self._finished = self._finished or bool(choice.finish_reason)
         tokens = None
-        if usage is not None:
-            tokens = _count(usage.completion_tokens)
-            call.prompt_tokens = _count(usage.prompt_tokens) or call.prompt_tokens
+        if isinstance(usage, dict):
+            tokens = _count(usage.get("completion_tokens"))
+            call.prompt_tokens = _count(usage.get("prompt_tokens")) or call.prompt_tokens
             call.output_tokens = max(call.output_tokens, tokens or 0)
         new = max((tokens or 0) - self._tokens, 0)
         if outputs:

@@ -227,6 +227,11 @@ ODD = {
         choice(text="ab", finish_reason="stop"),
         {"choices": [], "usage": {"completion_tokens": 2}},
     ],
+    "empty lists for empty objects": [
+        {"choices": [{"delta": [], "finish_reason": None}], "usage": []},
+        choice(delta={"content": "ab", "tool_calls": []}, finish_reason="stop"),
+        COUNTED | {"choices": []},
+    ],
     "zeros after the count": [
         choice(text="ab", finish_reason="stop") | {"usage": COUNTED["usage"]},
         {"choices": [], "usage": {"prompt_tokens": 0, "completion_tokens": 0}},
