@@ -16,7 +16,7 @@ from rich.text import Text
 from cbatch.cli.demo_chat import chat
 from cbatch.cli.lanes import watch
 from cbatch.cli.options import add_drafter_option, drafter_chain
-from cbatch.cli.output import add_json_option, require_place
+from cbatch.cli.output import add_json_option
 from cbatch.cli.summary import BatchRun, print_results, print_summary
 from cbatch.core.request.request import SamplingParams
 from cbatch.engine.build import load_engine
@@ -65,7 +65,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     from cbatch.demo import demo_paths, demo_prompts
 
-    require_place("--json", args.json)
     console = Console()
     target, draft = demo_paths()
     options = EngineOptions(
@@ -131,22 +130,21 @@ def _race(
     """What speculation gains, many sequences at a time and one at a time: each without lookahead
     and with it, at full speed. Every prompt is in the prefix cache by now, so decoding is timed."""
     slots = min(engine.scheduler.config.max_slots, len(prompts))
-    few = prompts[:RACE_PROMPTS]
     table = Table(title="What speculation gains, in tokens/s", title_justify="left")
     for name in ("at once", "lookahead off", f"lookahead {info.lookahead}", "gain", "same text"):
         table.add_column(name, justify="right")
     runs: list[BatchRun] = []
     gains: list[float] = []
-    for at_once, groups in ((slots, [prompts]), (1, [[prompt] for prompt in few])):
-        without, with_it = (
+    for at_once, groups in ((slots, [prompts]), (1, [[each] for each in prompts[:RACE_PROMPTS]])):
+        (off, texts), (on, same_texts) = (
             _timed(engine, info, groups, msgspec.structs.replace(params, max_lookahead=k, seed=0))
             for k in (0, None)
         )
-        rates = [run.tokens_per_s or 0.0 for run, _ in (without, with_it)]
+        runs += [msgspec.structs.replace(run, batch=at_once) for run in (off, on)]
+        rates = [run.tokens_per_s or 0.0 for run in (off, on)]
         gains.append(rates[1] / rates[0] if rates[0] else 1.0)
-        same = "yes" if without[1] == with_it[1] else "no"
-        table.add_row(str(at_once), *(f"{rate:,.0f}" for rate in rates), f"{gains[-1]:.2f}x", same)
-        runs += [msgspec.structs.replace(run, batch=at_once) for run, _ in (without, with_it)]
+        same = "yes" if texts == same_texts else "no"
+        table.add_row(str(at_once), *(f"{r:,.0f}" for r in rates), f"{gains[-1]:.2f}x", same)
     console.print(table)
     if info.lookahead != "off" and gains[0] < LEAST_GAIN:
         console.print(NO_GAIN.format(slots), soft_wrap=True)
@@ -157,11 +155,11 @@ def _timed(
     engine: Engine, info: EngineInfo, groups: list[list[str]], params: SamplingParams
 ) -> tuple[BatchRun, list[str]]:
     """One group of prompts after another, and their texts."""
-    before_steps = engine.stats.steps
+    stats, before_steps = EngineStats(), engine.stats.steps
     started_s = time.perf_counter()
     done = [each for group in groups for each in complete_all(engine, group, [params] * len(group))]
     elapsed_s = time.perf_counter() - started_s
-    stats = EngineStats(steps=engine.stats.steps - before_steps)
+    stats.steps = engine.stats.steps - before_steps
     for completion in done:
         stats.output_tokens += len(completion.token_ids)
         stats.speculation.merge(completion.speculation)

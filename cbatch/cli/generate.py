@@ -18,7 +18,7 @@ from cbatch.cli.options import (
     model_paths,
     sampling_params,
 )
-from cbatch.cli.output import INTERRUPTED, add_json_option, require_place
+from cbatch.cli.output import INTERRUPTED, add_json_option
 from cbatch.cli.result_file import ResultFile, ResultStream, open_results
 from cbatch.cli.results import result_line
 from cbatch.cli.summary import BatchRun, print_results, print_summary
@@ -65,7 +65,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     options, defaults = engine_options(args), sampling_params(args)
     jobs = _jobs(args, defaults)
-    require_place("--json", args.json)
     # Without an output file standard output carries results: what is for people goes elsewhere.
     console = Console(stderr=args.output is None, highlight=False)
     with open_results(args.output, jobs, resume=args.resume) as results:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,26 +51,19 @@ def read_jobs(path: Path, defaults: SamplingParams) -> list[Job]:
         raise FieldError("--input", f"{path} cannot be read ({error})", "name a file") from error
     make = _json_job if path.suffix in (".jsonl", ".ndjson") else _text_job
     lines = [(at, line) for at, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
-    return [_job(index, number, line, defaults, make) for index, (number, line) in enumerate(lines)]
-
-
-def _job(
-    index: int,
-    number: int,
-    line: bytes,
-    defaults: SamplingParams,
-    make: Callable[[int, str, SamplingParams], Job],
-) -> Job:
-    try:
-        job = make(index, line.decode("utf-8-sig"), defaults)
-        return msgspec.structs.replace(job, line=number)
-    except UnicodeDecodeError as error:
-        problem = f"line: is not UTF-8 ({error.reason} at byte {error.start})"
-    except RecursionError:
-        problem = "line: is nested too deeply"
-    except FieldError as error:
-        problem = str(error)
-    return Job(index, "", defaults, error=problem[:MOST_ERROR_CHARS], line=number)
+    jobs = []
+    for index, (number, line) in enumerate(lines):
+        try:
+            job = make(index, line.decode("utf-8-sig"), defaults)
+        except UnicodeDecodeError as wrong:
+            problem = f"line: is not UTF-8 ({wrong.reason} at byte {wrong.start})"
+            job = Job(index, "", defaults, error=problem)
+        except RecursionError:
+            job = Job(index, "", defaults, error="line: is nested too deeply")
+        except FieldError as wrong:
+            job = Job(index, "", defaults, error=str(wrong)[:MOST_ERROR_CHARS])
+        jobs.append(msgspec.structs.replace(job, line=number))
+    return jobs
 
 
 def _text_job(index: int, line: str, defaults: SamplingParams) -> Job:

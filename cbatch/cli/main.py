@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from cbatch import __version__
-from cbatch.cli.output import INTERRUPTED
+from cbatch.cli.output import INTERRUPTED, require_place
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError
 
@@ -22,10 +22,7 @@ COMMANDS = {
     "demo": ("cbatch.cli.demo", "watch the shipped models complete functions, and a model chat"),
     "train-head": ("cbatch.cli.train_head", "train a small head that drafts for a model"),
     "sim": ("sim.cli.replay_command", "replay a trace through the scheduler on a virtual clock"),
-    "sim capacity": (
-        "sim.cli.capacity",
-        "the highest rate at which a trace is served within an SLO",
-    ),
+    "sim capacity": ("sim.cli.capacity", "the highest rate at which a trace keeps an SLO"),
     "calibrate": ("sim.cli.calibrate", "measure what steps cost here, for cbatch sim --cost"),
     "trace": ("sim.cli.trace", "look at traces of requests, convert, sample and scale them"),
     "report": ("bench.load.cli.report", "compare reports of cbatch bench and cbatch sim"),
@@ -33,8 +30,7 @@ COMMANDS = {
 TWO_WORDS = ("sim capacity",)  # a trace may stand where a command of `sim` would
 FAILED = 2  # exit status for bad input, as argparse's
 # What the system refuses, which is no fault of a command's and needs no traceback.
-_NAMES = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EMFILE", "ENFILE", "EISDIR")
-REFUSALS = {getattr(errno, name, None) for name in _NAMES}
+REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE}
 UNREAD = 141  # as shells report SIGPIPE, which Python ignores: sockets must not end a server
 
 
@@ -89,6 +85,7 @@ def _run(argv: Sequence[str] | None) -> int:
         words[:2] = [" ".join(words[:2])]
     args = make_parser(words[0] if words else "").parse_args(words)
     try:
+        require_place("--json", getattr(args, "json", None))
         status: int = args.run(args)
     except ValueError as error:
         if not _is_bad_input(error):

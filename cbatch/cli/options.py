@@ -32,16 +32,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineOptions = EngineOptions()
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--model", type=_no_option, dest="_model", help=argparse.SUPPRESS)
-
-
-def _no_option(text: str) -> str:
-    """As `cbatch generate` calls it; it would pass for an abbreviation of another option."""
-    raise argparse.ArgumentTypeError(f"name the model without it: {text}")
-
-
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineSettings)
 

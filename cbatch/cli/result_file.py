@@ -14,11 +14,6 @@ from typing import IO, Any
 from cbatch.cli.jobs import Job
 from cbatch.core.request.errors import FieldError
 
-try:
-    import fcntl
-except ImportError:  # not on this system
-    fcntl = None  # type: ignore[assignment]
-
 
 class ResultStream:
     """Results on standard output, or for a pipe or device."""
@@ -35,13 +30,11 @@ class ResultStream:
 
 
 class ResultFile:
-    """Results in a file that no other run writes to meanwhile. Whatever ends the program, a full
-    disk included, leaves whole lines, and at most one broken line as the last.
+    """Results in a file that no other run writes to until it is closed. Whatever ends the program,
+    a full disk included, leaves whole lines, and at most one broken line as the last.
 
     `done` are the indices of the jobs that the file answers already. Answers that were errors of
-    the engine are not among them but dropped, `num_failed` of them: their jobs are to run again.
-    Used as a context manager.
-    """
+    the engine are not among them but dropped, `num_failed` of them: their jobs are to run again."""
 
     def __init__(self, path: Path, jobs: Sequence[Job], *, resume: bool) -> None:
         """Raises `FieldError` if the file cannot be written, another run writes to it, or it has
@@ -58,18 +51,15 @@ class ResultFile:
                 self._continue(jobs)
             self._size = os.fstat(self._file.fileno()).st_size
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
-    def __enter__(self) -> ResultFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def write(self, line: dict[str, Any]) -> None:
         """Raises `FieldError` if the file is not as this run left it, or cannot take the line."""
-        if not self._is_unchanged():
+        if os.fstat(self._file.fileno()).st_size != self._size or not self._is(self._file):
             problem = f"another program changed or removed {self._path} during this run"
             raise FieldError("--output", problem, "put it right, then continue with --resume")
         rest = memoryview(_encoded(line))
@@ -88,70 +78,66 @@ class ResultFile:
             file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise self._unwritable(error, "or name another file") from error
-        # A file that was replaced since it was opened belongs to the run that did it.
-        if _lock(file) and os.path.samestat(self._path.stat(), os.fstat(file.fileno())):
+        # One that was replaced since it was opened belongs to the run that did it.
+        if _lock(file) and self._is(file):
             return file
         file.close()
         remedy = "wait until it has ended, or name another file"
         raise FieldError("--output", f"another run writes to {self._path}", remedy)
 
-    def _is_unchanged(self) -> bool:
-        status = os.fstat(self._file.fileno())
+    def _is(self, file: IO[bytes]) -> bool:
+        """Whether an open file is the one in the folder."""
         try:
-            return status.st_size == self._size and os.path.samestat(self._path.stat(), status)
+            return os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
         except FileNotFoundError:
             return False
 
     def _continue(self, jobs: Sequence[Job]) -> None:
         """Find what is answered; drop a broken last line, and errors that may not come again."""
-        kept: list[int] = []  # numbers of lines
-        size = number = 0
-        with self._path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                if not raw.endswith(b"\n"):
-                    break
-                size += len(raw)
-                index, failed = self._read(number, raw, jobs)
-                self.num_failed += failed
-                if not failed:
-                    self.done.add(index)
-                    kept.append(number)
+        content = self._path.read_bytes()
+        content = content[: content.rfind(b"\n") + 1]
+        kept = []
+        for number, raw in enumerate(content.split(b"\n")[:-1], start=1):
+            index, failed = self._read(f"line {number} of {self._path}", raw, jobs)
+            if failed:
+                self.num_failed += 1
+            else:
+                self.done.add(index)
+                kept.append(raw + b"\n")
         try:
             if self.num_failed:
-                self._keep(set(kept))
+                self._replace(b"".join(kept))
             else:
-                self._file.truncate(size)
+                self._file.truncate(len(content))
         except OSError as error:
             raise self._unwritable(error, "continue with --resume") from error
 
-    def _read(self, number: int, raw: bytes, jobs: Sequence[Job]) -> tuple[int, bool]:
+    def _read(self, place: str, raw: bytes, jobs: Sequence[Job]) -> tuple[int, bool]:
         """The index of the job that a line answers, and whether it is to run again."""
         try:
             line = json.loads(raw)
-            index, prompt, params = line["index"], line["prompt"], line["params"]
-            error = line["error"]
-            if type(index) is not int or index < 0:
-                raise ValueError(f"index {index!r}")
-            job = jobs[index]
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            problem = f"line {number} of {self._path} is no result of this input"
-            raise FieldError("--resume", problem, "mend or move it") from error
-        if (prompt, params) != (job.prompt, job.params_json()):
-            problem = f"line {number} of {self._path} answers another prompt or other sampling "
+            index, error = line["index"], line["error"]
+            job = jobs[range(len(jobs)).index(index)]
+            same = (line["prompt"], line["params"]) == (job.prompt, job.params_json())
+        except (ValueError, KeyError, TypeError, RecursionError) as wrong:
+            problem = f"{place} is no result of this input"
+            raise FieldError("--resume", problem, "mend or move it") from wrong
+        if not same:
+            problem = f"{place} answers another prompt or other sampling parameters"
             remedy = "resume with the same input and options, or write to another file"
-            raise FieldError("--resume", f"{problem}parameters", remedy)
+            raise FieldError("--resume", problem, remedy)
         if index in self.done:
-            problem = f"line {number} of {self._path} answers prompt {index} for a second time"
+            problem = f"{place} answers prompt {index} for a second time"
             raise FieldError("--resume", problem, "remove one of them")
         return index, error is not None and job.error is None
 
-    def _keep(self, lines: set[int]) -> None:
-        """Replace the file by one with these lines alone: at no time is there less on the disk."""
+    def _replace(self, content: bytes) -> None:
+        """Put a file with this content in the place of this one: one of them is always whole."""
         target = self._path.resolve()
         part = target.with_name(f"{target.name}.part")
         try:
-            with part.open("wb") as new, target.open("rb") as old:
-                new.writelines(raw for number, raw in enumerate(old, start=1) if number in lines)
+            with part.open("wb") as new:
+                new.write(content)
                 new.flush()
                 os.fsync(new.fileno())
             shutil.copymode(target, part)
@@ -181,7 +167,7 @@ def open_results(
         with path.open("wb", buffering=0) as device:
             yield ResultStream(device)
     else:
-        with ResultFile(path, jobs, resume=resume) as file:
+        with contextlib.closing(ResultFile(path, jobs, resume=resume)) as file:
             yield file
 
 
@@ -191,12 +177,12 @@ def _encoded(line: dict[str, Any]) -> bytes:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """False where another process holds it. Without effect on systems that have no such locks."""
-    if fcntl is not None:
+    """False where another process holds it. Without effect where there are no such locks."""
+    with contextlib.suppress(ImportError, OSError):  # of the system, of the file system
+        import fcntl
+
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError:  # a file system without them
-            pass
     return True

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from cbatch.cli.options import add_model_argument
+from cbatch.cli.options import MODEL_HELP
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import PREFIX, Settings, add_flags, read_settings, unknown_variables
 from cbatch.core.request.errors import FieldError
@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Serve the OpenAI API: completions and chat, whole or streamed.",
         epilog=EPILOG,
     )
-    add_model_argument(parser)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--config", metavar="FILE", help="settings in TOML")
     add_flags(parser, ServeSettings, but=("model",))
     parser.set_defaults(run=run)

@@ -9,13 +9,13 @@ import argparse
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
 from cbatch.core.request.errors import FieldError, did_you_mean
+from cbatch.core.request.typed import kinds_of
 
 PREFIX = "CBATCH_"
 T = TypeVar("T", bound=msgspec.Struct)
@@ -34,9 +34,7 @@ class _Setting:
         self.default = False if self._negated else info.default
         if self._unit is not None and self.default is not None:
             self.default /= self._unit
-        plain = get_args(self.type)[0] if get_origin(self.type) is Annotated else self.type
-        kinds = get_args(plain) if get_origin(plain) in (UnionType, Union) else (plain,)
-        self.plain = next(kind for kind in kinds if kind is not NoneType)
+        self.plain = kinds_of(self.type)[0]
 
     @property
     def flag(self) -> str:

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 
-from cbatch.cli.options import (
-    add_engine_options,
-    add_model_argument,
-    engine_options,
-    model_paths,
-)
+from cbatch.cli.options import MODEL_HELP, add_engine_options, engine_options, model_paths
 from cbatch.cli.output import add_json_option, print_figures, require_place
 from cbatch.core.request.errors import FieldError
 
@@ -34,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Runs made-up batches of many sizes, lookaheads and lengths, fits prices to "
         "their durations, and says how well these foretell other batches.",
     )
-    add_model_argument(parser)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="through all batches")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a batch")
@@ -54,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise FieldError(f"--{name}", f"{getattr(args, name)} is not allowed", "give 1 or more")
     require_place("--out", args.out)
-    require_place("--json", args.json)
     console = Console(stderr=True, highlight=False)
     options = msgspec.structs.replace(engine_options(args), tokenizer="none", overlap=0)
     engine, info = load_engine(*model_paths(args.model, args.draft), options)

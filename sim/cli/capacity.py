@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cbatch.cli.output import add_json_option, names_file, print_line, require_place
+from cbatch.cli.output import add_json_option, names_file, print_line
 from sim.cli.options import (
     add_comparison_options,
     add_slo_option,
@@ -65,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
     from sim.cli.processes import num_processes, run_scenarios
     from sim.cli.sweep import variants
 
-    require_place("--json", args.json)
     refuse_processes_without_sweep(args)
     level = _level(args)
     found = variants(args, fixed=PACE)

@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from cbatch.cli.output import add_json_option, print_figures, require_place
+from cbatch.cli.output import add_json_option, print_figures
 from cbatch.core.request.errors import FieldError
 from sim.cli import trace_generate as tracegen
 from sim.cli.trace_options import (
@@ -78,7 +78,6 @@ def _window(text: str) -> tuple[float, float]:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    require_place("--json", args.json)
     trace = _open(args)
     summary = summarise(trace.requests())
     if args.plot is not None:

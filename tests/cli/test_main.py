@@ -88,15 +88,6 @@ def test_what_was_meant_is_guessed_with_the_usage_of_the_command(
     assert len(said.splitlines()) < 10, "the usage is short enough to see the error"
 
 
-@pytest.mark.parametrize("words", [("serve",), ("calibrate", "--out", "c.json")])
-def test_a_model_is_no_option_where_it_is_an_argument(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([*words, "--model", "DIR"])
-    assert "argument --model: name the model without it: DIR" in capsys.readouterr().err
-
-
 def test_what_resembles_nothing_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--zzzzzz"])

@@ -68,7 +68,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     from sim.cli.display import wide_console
 
-    require_place("--json", args.json)
     first, second = _read(args.first), _read(args.second)
     # Single reports are compared whatever they are called; sweeps, load by load.
     if len(first) == len(second) == 1:

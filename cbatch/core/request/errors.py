@@ -6,8 +6,6 @@ import copyreg
 from collections.abc import Iterable
 from typing import Any
 
-_LONGEST_WORD_CHARS = 60
-
 
 class FieldError(ValueError):
     """Bad input: `field` is the name the caller used, `remedy` what would be accepted."""
@@ -37,7 +35,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown word; empty where none that is known is close."""
     import difflib
 
-    if len(word) > _LONGEST_WORD_CHARS:  # to compare takes its square
-        return ""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word[:60], list(known), n=1)  # to compare takes its square
     return f"; did you mean {close[0]}?" if close else ""

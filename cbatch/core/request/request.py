@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-import math
+import sys
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,14 +16,14 @@ from cbatch.core.request.typed import convert_fields, require_text
 MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_N = 16_384
+MAX_INT32 = 2**31 - 1
 MAX_SALT_CHARS = 256
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)]
 MODEL = "model"  # the drafter that is a model
 LOOKUPS = ("ngram", "suffix")  # those that guess by what the text repeats
 DRAFTERS = (MODEL, *LOOKUPS)
-# Wide enough for any use, and narrow enough that no sum or product of them overflows fp32.
+# Wide enough for any use, and narrow enough that no sum of them overflows fp32.
 MAX_LOGIT_BIAS = 1e30
-MAX_REPETITION_PENALTY = 1e3
 # Values by which other engines say None.
 NONE_VALUES: dict[str, tuple[int, ...]] = {"top_k": (-1, 0), "seed": (-1,)}
 _LEAST_FLOAT32, _MOST_FLOAT32 = (float(x) for x in (np.finfo("f").tiny, np.finfo("f").max))
@@ -70,6 +70,27 @@ def _schema_text(schema: dict[str, Any]) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         problem = f"json: the schema is no JSON ({error})"
         raise FieldError("structured_outputs", problem, "give a JSON schema") from error
+
+
+_UP_TO_20 = (0, MAX_TOP_LOGPROBS, f"use 0 to {MAX_TOP_LOGPROBS}, or leave it out")
+# Of fields of `SamplingParams`: the least and the most that is allowed, and what to do instead. The
+# range of the repetition penalty is such that its products with logits do not overflow fp32.
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "max_tokens": (1, MAX_INT32, f"ask for at least 1 and at most {MAX_INT32}"),
+    "min_tokens": (0, MAX_INT32, "use 0 to max_tokens"),
+    "temperature": (0, sys.float_info.max, "use 0 (greedy) or a finite positive number"),
+    "top_k": (1, MAX_INT32, "use at least 1, or 0 to keep every token"),
+    "top_p": (0, 1, "use a number in [0, 1]"),
+    "min_p": (0, 1, "use a number in [0, 1]"),
+    "seed": (0, MAX_SEED, "use 0 to 2**64 - 1, or leave it out"),
+    "n": (1, MAX_N, f"ask for 1 to {MAX_N} choices"),
+    "max_lookahead": (0, MAX_INT32, f"use 0 (no speculation) to {MAX_INT32}"),
+    "repetition_penalty": (1e-3, 1e3, "use a number from 0.001 to 1000.0 (1: none)"),
+    "presence_penalty": (-2, 2, "use a number in [-2, 2]"),
+    "frequency_penalty": (-2, 2, "use a number in [-2, 2]"),
+    "logprobs": _UP_TO_20,
+    "prompt_logprobs": _UP_TO_20,
+}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -126,57 +147,25 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         if self.top_p == 0:  # the likeliest token alone
             msgspec.structs.force_setattr(self, "temperature", 0.0)
             msgspec.structs.force_setattr(self, "top_p", 1.0)
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "ask for at least 1")
-        _require(
-            0 <= self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            self.min_tokens,
-            "use 0 to max_tokens",
-        )
-        _require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            "temperature",
-            self.temperature,
-            "use 0 (greedy) or a finite positive number",
-        )
-        _require(
-            self.top_k is None or self.top_k >= 1,
-            "top_k",
-            self.top_k,
-            "use at least 1, or 0 to keep every token",
-        )
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "use a number in [0, 1]")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "use a number in [0, 1]")
-        _require(
-            self.seed is None or 0 <= self.seed <= MAX_SEED,
-            "seed",
-            self.seed,
-            "use 0 to 2**64 - 1, or leave it out",
-        )
-        for name in ("max_tokens", "min_tokens", "top_k", "max_lookahead"):
+        for name, (least, most, remedy) in _RANGES.items():
             value = getattr(self, name)
-            _require(value is None or value < 2**31, name, value, "use a smaller number")
-        _require(1 <= self.n <= MAX_N, "n", self.n, f"ask for 1 to {MAX_N} choices")
+            _require(value is None or least <= value <= most, name, value, remedy)
+        enough = self.min_tokens <= self.max_tokens
+        _require(enough, "min_tokens", self.min_tokens, "use 0 to max_tokens")
         _require(all(self.stop), "stop", list(self.stop), "an empty string would stop at once")
         require_text("stop", self.stop)
         _require_ids("stop_token_ids", self.stop_token_ids)
+        _require_ids("logit_bias", tuple(self.logit_bias))
         _require(
-            self.max_lookahead is None or self.max_lookahead >= 0,
-            "max_lookahead",
-            self.max_lookahead,
-            "use 0 (no speculation) or more",
+            all(abs(bias) <= MAX_LOGIT_BIAS for bias in self.logit_bias.values()),
+            "logit_bias",
+            self.logit_bias,
+            f"use finite numbers, at most {MAX_LOGIT_BIAS} in size",
         )
-        _check_shaping(self)
-        for field, count in (
-            ("logprobs", self.logprobs),
-            ("prompt_logprobs", self.prompt_logprobs),
-        ):
-            _require(
-                count is None or 0 <= count <= MAX_TOP_LOGPROBS,
-                field,
-                count,
-                f"use 0 to {MAX_TOP_LOGPROBS}, or leave it out",
-            )
+        remedy = "allow at least one id, or leave it out"
+        _require(self.allowed_token_ids != (), "allowed_token_ids", [], remedy)
+        _require_ids("allowed_token_ids", self.allowed_token_ids or ())
+        _require_ids("banned_token_ids", self.banned_token_ids)
         _require(
             self.drafter is None or is_chain(self.drafter),
             "drafter",
@@ -255,36 +244,6 @@ def _require(ok: bool, field: str, value: object, remedy: str) -> None:
 def _require_ids(field: str, ids: tuple[int, ...]) -> None:
     least = min(ids, default=0)
     _require(least >= 0, field, least, "use token ids of the vocabulary")
-
-
-def _check_shaping(params: SamplingParams) -> None:
-    """The fields that change logits before the filters."""
-    _require(
-        1 / MAX_REPETITION_PENALTY <= params.repetition_penalty <= MAX_REPETITION_PENALTY,
-        "repetition_penalty",
-        params.repetition_penalty,
-        f"use a number from {1 / MAX_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY} (1: none)",
-    )
-    for field, value in (
-        ("presence_penalty", params.presence_penalty),
-        ("frequency_penalty", params.frequency_penalty),
-    ):
-        _require(-2 <= value <= 2, field, value, "use a number in [-2, 2]")
-    _require_ids("logit_bias", tuple(params.logit_bias))
-    _require(
-        all(abs(bias) <= MAX_LOGIT_BIAS for bias in params.logit_bias.values()),
-        "logit_bias",
-        params.logit_bias,
-        f"use finite numbers, at most {MAX_LOGIT_BIAS} in size",
-    )
-    _require(
-        params.allowed_token_ids is None or len(params.allowed_token_ids) > 0,
-        "allowed_token_ids",
-        params.allowed_token_ids,
-        "allow at least one id, or leave it out",
-    )
-    _require_ids("allowed_token_ids", params.allowed_token_ids or ())
-    _require_ids("banned_token_ids", params.banned_token_ids)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

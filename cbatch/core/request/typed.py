@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from pathlib import PurePath
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import numpy as np
 
 from cbatch.core.request.errors import FieldError, short
+
+_fields = functools.cache(msgspec.structs.fields)
 
 
 def convert_fields(struct: msgspec.Struct) -> None:
@@ -20,18 +22,28 @@ def convert_fields(struct: msgspec.Struct) -> None:
         given = value = getattr(struct, field.name)
         if given is field.default:
             continue
+        origins = [get_origin(kind) for kind in kinds_of(field.type)]
         if isinstance(value, np.generic | np.ndarray):
             value = value.tolist()
         elif isinstance(value, PurePath):
             value = str(value)
-        elif isinstance(value, str) and field.repeats:
+        elif isinstance(value, str) and tuple in origins:
             value = (value,)
         try:
             value = msgspec.convert(value, field.type, str_keys=True)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
-            remedy = field.remedy or str(error)
+            values = [v for kind in kinds_of(field.type) for v in get_args(kind)]
+            only = set(origins) == {Literal}
+            remedy = f"use {' or '.join(map(repr, values))}" if only else str(error)
             raise FieldError(field.name, f"{short(given)} is not allowed", remedy) from error
         msgspec.structs.force_setattr(struct, field.name, value)
+
+
+def kinds_of(annotation: Any) -> list[Any]:
+    """The types of a union without None, or the one type, of what may be annotated."""
+    plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    kinds = get_args(plain) if get_origin(plain) in (UnionType, Union) else (plain,)
+    return [kind for kind in kinds if kind is not NoneType]
 
 
 def require_text(field: str, value: Any) -> None:
@@ -50,27 +62,3 @@ def require_text(field: str, value: Any) -> None:
     elif isinstance(value, list | tuple):
         for at, each in enumerate(value):
             require_text(f"{field}[{at}]", each)
-
-
-class _Field(NamedTuple):
-    name: str
-    type: Any
-    default: Any
-    repeats: bool  # a tuple
-    remedy: str  # names the values of a `Literal`; empty for other types
-
-
-@functools.cache
-def _fields(struct: type[msgspec.Struct]) -> list[_Field]:
-    return [_field(each) for each in msgspec.structs.fields(struct)]
-
-
-def _field(info: msgspec.structs.FieldInfo) -> _Field:
-    plain = get_args(info.type)[0] if get_origin(info.type) is Annotated else info.type
-    kinds = get_args(plain) if get_origin(plain) in (UnionType, Union) else (plain,)
-    origins = {get_origin(each) for each in kinds if each is not NoneType}
-    remedy = ""
-    if origins == {Literal}:
-        values = [value for each in kinds for value in get_args(each)]
-        remedy = f"use {' or '.join(map(repr, values))}"
-    return _Field(info.name, info.type, info.default, tuple in origins, remedy)
