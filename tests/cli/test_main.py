@@ -94,11 +94,11 @@ def test_what_resembles_nothing_is_not_guessed(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.rstrip().endswith("unrecognized arguments: --zzzzzz")
 
 
-def test_a_model_s_name_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("serve", "calibrate"):
-        out = ("--out", "c.json") if command == "calibrate" else ()
-        assert main([command, "smolm2", *out]) == 2
-        assert "smolm2: no such model; did you mean smollm2?" in capsys.readouterr().err
+def test_a_model_s_name_is_guessed(cbatch: Command) -> None:
+    for command in (("serve",), ("calibrate", "--out", "c.json")):
+        run = cbatch(*command, "smolm2")
+        assert run.status == 2
+        assert "smolm2: no such model; did you mean smollm2?" in run.err
 
 
 @pytest.fixture
