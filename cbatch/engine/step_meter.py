@@ -130,22 +130,6 @@ class SlotCounts:
             self.num_tokens[slot] += new
             self.num_uncomputed[slot] += new - moved
 
-    def decodes(self, known: list[int]) -> StepWork:
-        """Composition of the next step, in which as many rows, each with so many known tokens,
-        decode one each."""
-        rows = len(known)
-        work = StepWork(rows, rows, rows, decode_rows=rows)
-        work.decode_pairs = work.context_tokens = _read(work, known)
-        self._count_step(work)
-        return work
-
-    def advance_all(self, slots: list[int], steps: int) -> None:
-        """So many steps, the first of which was asked for, decoded one token of each of `slots`."""
-        self._since_prefill += steps - 1
-        self._idle_s *= IDLE_LEFT ** (steps - 1)
-        for slot in slots:
-            self.num_tokens[slot] += steps
-
     def _count_step(self, work: StepWork) -> None:
         """What the step has of those before it."""
         self._since_prefill = self._since_prefill + 1 if work.decode_rows == work.rows else 0

@@ -39,6 +39,10 @@ class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 problem = f"{getattr(self, name)} is not allowed"
                 raise FieldError(f"host.{name}", problem, "give 0 or more seconds")
 
+    def of_step(self, num_tokens: int) -> float:
+        """Return the seconds for a step that emitted so many tokens: none without tokens."""
+        return self.step_s + num_tokens * self.token_s if num_tokens else 0.0
+
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`crowded`: how many times as long a processor takes while all of them are busy, as those do

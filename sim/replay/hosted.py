@@ -85,19 +85,18 @@ class HostedLoop:
             for arrival in arrivals:
                 if not self._intake.deliver(arrival, replica.scheduler, replica.recorder, now_s):
                     self._load.remove(i, arrival.traced.prompt_tokens)
-            end_s = replica.begin(now_s, now_s)
+            end_s = replica.begin(now_s)
             if end_s is not None:
                 self._processors.start(end_s - now_s, partial(self._step_ended, i), now_s)
 
     def _step_ended(self, i: int, now_s: float) -> None:
-        step, work = self._replicas[i].end(now_s), self._host.server
+        step = self._replicas[i].end(now_s)
         self._free.add(i)
-        work_s = work.step_s + step.num_tokens * work.token_s if step.num_tokens else 0.0
+        work_s = self._host.server.of_step(len(step.commit.tokens))
         self._servers[i].do(work_s, partial(self._give, i, step), now_s)
 
     def _give(self, i: int, step: EndedStep, now_s: float) -> None:
-        work = self._host.client
-        work_s = work.step_s + step.num_tokens * work.token_s if step.num_tokens else 0.0
+        work_s = self._host.client.of_step(len(step.commit.tokens))
         self._client.do(work_s, partial(self._came, i, step), now_s)
 
     def _came(self, i: int, step: EndedStep, now_s: float) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from operator import sub
 
 import msgspec
 import numpy as np
@@ -116,32 +115,19 @@ class MetricsRecorder:
             and counts.count(1) == rows
             and not any(plan.num_drafts.tolist())
         )
-        if one_each:
-            self.skipped(plan.slots, started_s, [end_s])
-            return
         self.running_s += rows * (end_s - started_s)
-        self._settle()
-        self._rows(plan.slots, counts, end_s)
-
-    def skipped(self, slots: np.ndarray, started_s: float, ends_s: list[float]) -> None:
-        """The rows of `slots`, and no others, emitted one token each in steps that ended then."""
-        rows = len(slots)
-        lasted_s = list(map(sub, ends_s, [started_s, *ends_s]))
-        running_s = self.running_s
-        for step_s in lasted_s:
-            running_s += rows * step_s
-        self.running_s = running_s
-        if self._stay_steady(slots):  # a step need not begin where the one before ended
-            lasted_s[0] = ends_s[0] - self._steady_s
+        if not one_each:
+            self._settle()
+            self._rows(plan.slots, counts, end_s)
+            return
+        if self._stay_steady(plan.slots):
+            self._gap_s.append(end_s - self._steady_s)
+            self._gap_chunks.append(rows)
+            self._gap_tokens.append(rows)
+            self.row_steps += rows
         else:
-            self._rows(slots, [1] * rows, ends_s[0])
-            del lasted_s[0]
-        counts = [rows] * len(lasted_s)
-        self._gap_s.fromlist(lasted_s)
-        self._gap_chunks.fromlist(counts)
-        self._gap_tokens.fromlist(counts)
-        self.row_steps += rows * len(counts)
-        self._steady, self._steady_s = slots, ends_s[-1]
+            self._rows(plan.slots, counts, end_s)
+        self._steady, self._steady_s = plan.slots, end_s
 
     def finished(self, name: str, num_tokens: int, now_s: float) -> TraceRequest:
         """It ended with `num_tokens` of output, the last of them now."""

@@ -99,7 +99,7 @@ class _Loop:
                 free |= self._take_in(now_s, free)
             next_s = self._next_s()
             for i in sorted(free):
-                end_s = replicas[i].begin(now_s, now_s if len(free) > 1 else next_s)
+                end_s = replicas[i].begin(now_s)
                 if end_s is not None:
                     heapq.heappush(ends, (end_s, i))
                     next_s = min(next_s, end_s)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
-import numpy as np
 
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.core.scheduler.sequence import Commit, Finished
+from cbatch.core.scheduler.sequence import Commit
 from sim.replay.intake import Arrival
 from sim.replay.metrics import MetricsRecorder
 from sim.report.timeline import Observer, TimelineStep
@@ -18,16 +17,9 @@ from sim.traces.request import TraceRequest
 
 PROGRESS_STEPS = 512  # between two reports of progress, at least
 
-# What steps emit, int32 [steps, rows], the target's seconds in all, and when each ends.
-StepsAhead = tuple[np.ndarray, float, list[float]]
-
 
 class StepExecutor(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
-
-    def run_ahead(self, slots: np.ndarray, most: int, now_s: float, until_s: float) -> StepsAhead:
-        """At most so many of the scheduler's `steps_ahead`, up to the first that does not end
-        before `until_s`; none, if it cannot tell."""
 
     def idle(self, seconds: float) -> None:
         """Nothing has run for so long, before the next step."""
@@ -60,24 +52,15 @@ class ReplayedEngine:
         self.inbox: list[Arrival] = []
         self._executor, self._observers = executor, observers
         self._step: tuple[StepPlan, StepResult, float] | None = None  # and when it began
-        self._ahead: tuple[np.ndarray, float, StepsAhead] | None = None  # or many, of these slots
         self._ended_s = 0.0  # the last step
         self.num_steps = 0  # that have ended
 
     @property
     def is_idle(self) -> bool:
-        return self._step is None and self._ahead is None
+        return self._step is None
 
-    def begin(self, now_s: float, until_s: float) -> float | None:
-        """When the step that begins now will end; None: it has nothing to do. Steps in which
-        nothing can happen are one here, up to the first that does not end before `until_s`."""
-        if now_s == self._ended_s and not self._observers:
-            slots, most = self.scheduler.steps_ahead()
-            if most:
-                ahead = self._executor.run_ahead(slots, most, now_s, until_s)
-                if ahead[2]:
-                    self._ahead = slots, now_s, ahead
-                    return ahead[2][-1]
+    def begin(self, now_s: float) -> float | None:
+        """Begin a step. Return the time at which it will end, or None if no request can run."""
         plan = self.scheduler.plan(now_s)
         if plan is None:
             return None
@@ -88,50 +71,34 @@ class ReplayedEngine:
         return now_s + (result.draft_s + result.target_s + self._executor.host_s)
 
     def end(self, now_s: float) -> EndedStep:
-        """The step is committed; nobody has been told."""
+        """Commit the step. The recorder learns of it by `tell`."""
         self._ended_s = now_s
-        scheduler = self.scheduler
-        if self._ahead is not None:
-            (slots, started_s, (tokens, target_s, ends_s)), self._ahead = self._ahead, None
-            scheduler.skip_steps(tokens, target_s, now_s)
-            self.num_steps += len(ends_s)
-            ended = scheduler.take_finished()
-            return EndedStep(started_s, now_s, ended, tokens.size, slots=slots, ends_s=ends_s)
         assert self._step is not None
         (plan, result, started_s), self._step = self._step, None
         self.num_steps += 1
-        commit = scheduler.commit(result, now_s)
+        commit = self.scheduler.commit(result, now_s)
         for observer in self._observers:
-            observer.step(TimelineStep(started_s, now_s, plan, result, commit, scheduler))
-        count = len(commit.tokens)
-        return EndedStep(started_s, now_s, commit.finished, count, plan=plan, commit=commit)
+            observer.step(TimelineStep(started_s, now_s, plan, result, commit, self.scheduler))
+        return EndedStep(started_s, now_s, plan, commit)
 
     def tell(self, step: EndedStep, now_s: float) -> list[TraceRequest]:
-        """Its tokens have come to who asked. Returns the requests that ended with the step."""
+        """Record that the step's tokens reached the client at `now_s`. Return the requests that
+        ended with the step."""
         recorder, later_s = self.recorder, now_s - step.ended_s
-        if step.plan is not None and step.commit is not None:
-            if step.plan.deltas.new_sequences:
-                recorder.planned(step.plan, step.started_s)
-            recorder.committed(step.plan, step.commit, step.started_s + later_s, now_s)
-        else:
-            assert step.slots is not None
-            ends_s = [end_s + later_s for end_s in step.ends_s] if later_s else step.ends_s
-            recorder.skipped(step.slots, step.started_s + later_s, ends_s)
+        if step.plan.deltas.new_sequences:
+            recorder.planned(step.plan, step.started_s)
+        recorder.committed(step.plan, step.commit, step.started_s + later_s, now_s)
         finished = recorder.finished
-        return [finished(e.request_id, len(e.output), now_s) for e in step.finished]
+        return [finished(e.request_id, len(e.output), now_s) for e in step.commit.finished]
 
 
 class EndedStep(NamedTuple):
-    """What a replica's recorder is to be told of a step, or of some in which nothing happened."""
+    """A committed step, until its tokens have reached the client."""
 
     started_s: float
     ended_s: float
-    finished: Sequence[Finished]
-    num_tokens: int
-    plan: StepPlan | None = None
-    commit: Commit | None = None
-    slots: np.ndarray | None = None
-    ends_s: list[float] = []
+    plan: StepPlan
+    commit: Commit
 
 
 def num_steps(replicas: Sequence[ReplayedEngine]) -> int:

@@ -18,7 +18,7 @@ import pytest
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Added, Committed, Event, Planned
-from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.step_work import StepWork
 from cbatch.steplog import step_log as steplog
@@ -27,16 +27,14 @@ from cbatch.steplog.step_log import read_step_log
 from sim.cost.base import ConstantCost
 from sim.distributions.arrivals import poisson
 from sim.distributions.lengths import fixed, uniform
-from sim.executor.modelled import ModelledExecutor
 from sim.replay.replay import replay
-from sim.replay.replica import Progress, StepsAhead
+from sim.replay.replica import Progress
 from sim.replay.routers import make_router
 from sim.report.report import Objectives, Record, Report, to_json
 from sim.report.timeline import TimelineStep
 from sim.traces.request import TraceRequest
 from sim.workload.generate import Conversations, converse, generate
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
-from tests.checking.cost import LinearCost
 from tests.sim.replays import config_for, executor_for, speculating
 
 ROOT = Path(__file__).parents[2]
@@ -350,34 +348,3 @@ def test_a_policy_is_compared_on_the_same_noise() -> None:
         assert found.speculation is not None and share is not None
         count = found.speculation.drafted_tokens / k
         assert abs(share - expected[k]) < 5 * 0.5 / count**0.5 + 0.02  # ends cut some drafts
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("closed", [False, True])
-def test_steps_in_which_nothing_happens_are_taken_at_once(replicas: int, closed: bool) -> None:
-    """The same records and report as of an executor that has to be asked for every step."""
-
-    class Asked(ModelledExecutor):
-        steps = 0
-
-        def run(self, plan: StepPlan) -> StepResult:
-            Asked.steps += 1
-            return super().run(plan)
-
-    class OneByOne(Asked):
-        def run_ahead(self, slots: np.ndarray, *_: object) -> StepsAhead:
-            return np.zeros((0, len(slots)), np.int32), 0.0, []
-
-    found = []
-    for kind in (Asked, OneByOne):
-        Asked.steps, records = 0, []
-        requests = list(workload(80))
-        source = ClosedLoop(requests, 6) if closed else OpenLoop(requests)
-        config = config_for(num_blocks=120)
-        executors = [kind(max_slots=16, cost=LinearCost()) for _ in range(replicas)]
-        router = make_router("round-robin") if replicas > 1 else None
-        report = replay(source, config, *executors, router=router, on_record=records.append)
-        found.append((to_json(report), records, Asked.steps))
-    (report, records, few), (expected, expected_records, many) = found
-    assert report == expected and records == expected_records
-    assert few < 0.6 * many

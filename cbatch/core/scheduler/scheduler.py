@@ -35,14 +35,12 @@ from cbatch.core.scheduler.events import (
     Planned,
     TextFinished,
 )
-from cbatch.core.scheduler.fast_forward import FastForward
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.planner import Planner
 from cbatch.core.scheduler.recorded_pool import CacheChange, RecordedBlockPool
 from cbatch.core.scheduler.sequence import Commit, Finished, SchedulerStats, Sequence
 from cbatch.core.scheduler.state import SchedulerState
 
-_NO_SLOTS = np.zeros(0, dtype=np.int32)
 MAX_IN_FLIGHT = 2  # the plan being run, and one made meanwhile
 
 
@@ -52,7 +50,6 @@ class Scheduler:
         self._state = SchedulerState(config)
         self._planner = Planner(self._state)
         self._committer = Committer(self._state)
-        self._fast_forward = FastForward(self._state)
         self._log = log
         self._checked: SamplingParams | None = None  # the last, which a call's choices share
         if log:
@@ -115,21 +112,6 @@ class Scheduler:
         if self.config.kv_events:  # those who follow the cache do not wait for a lookup
             self._state.cache_completed_blocks()
         return commit
-
-    def steps_ahead(self) -> tuple[np.ndarray, int]:
-        """For a simulator: the slots of rows, int32, that will decode one token each in as many
-        next steps; if no call comes between, nothing else will happen in these but that rows may
-        end with the last; 0: not known."""
-        return (_NO_SLOTS, 0) if self._log else self._fast_forward.ahead()
-
-    def skip_steps(self, tokens: np.ndarray, target_s: float, now_s: float) -> None:
-        """For a simulator: `plan` and `commit` of the first of `steps_ahead`, at once. `tokens`
-        int32 [steps, rows] were emitted, `target_s` is of all steps, the last ended `now_s`. Blocks
-        that rows took meanwhile are in no plan's deltas: the executor must not need them. Slots
-        that were released are in the next plan's. What ended is with `take_finished`."""
-        self._fast_forward.take(tokens, target_s, now_s)
-        if self.config.kv_events:
-            self._state.cache_completed_blocks()
 
     def executor_reset(self, now_s: float) -> None:
         """The executor lost its state: plans in flight are void, running requests go back to the

@@ -43,14 +43,6 @@ class StepWork(msgspec.Struct, gc=False):
     def decode_context_tokens(self) -> int:
         return self.context_tokens - self.prefill_context_tokens
 
-    def go_on(self) -> None:
-        """One step later: rows that all decode one token read one position more."""
-        self.context_tokens = self.decode_pairs = self.context_tokens + self.rows
-        self.decode_longest_tokens += 1
-        self.decode_shortest_tokens += 1
-        self.steps_since_prefill += 1
-        self.idle_s *= IDLE_LEFT
-
 
 class StepSample(msgspec.Struct, frozen=True):
     """One measured step: seconds of the drafter's passes, of what else the executor measures, and
