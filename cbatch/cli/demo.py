@@ -31,11 +31,7 @@ STOPS = ("\ndef ", "\nclass ", "\n@", "\nif __name__", "\n# ")  # where a functi
 FREQUENCY_PENALTY = 0.4  # so small a model falls into loops without
 RACE_PROMPTS = 6  # of one sequence at a time
 LEAST_GAIN = 1.02
-NO_GAIN = (
-    "with {} at once nothing is gained here: a step takes longer by each token that it verifies, "
-    "and drafts are accepted too rarely to be worth that. With fewer at once, or where memory is "
-    "slower than arithmetic, they are."
-)
+NO_GAIN = "with {} at once nothing is gained here: to verify a draft costs about what it saves"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
