@@ -16,20 +16,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import StructuredOutputs
+from cbatch.grammars.schemas import FIELD, UNIQUE, rewritten
+from cbatch.grammars.unique_items import ForbidRepeats, UniqueItems
 from cbatch.text import TextTokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-FIELD = "structured_outputs"
 MAX_GRAMMAR_CHARS = 65_536
+MAX_GIVEN_CHARS = 2**20  # with titles, descriptions and other annotations
 # Of the thread that compiles: the library takes some 7 KiB for each level that a text nests, and a
 # text that is not too long has no more levels than this holds. Only what is touched costs memory.
 STACK_BYTES = 256 * 2**20
@@ -37,18 +40,25 @@ STACK_BYTES = 256 * 2**20
 _KEPT_S = 0.2
 # Between the parts of JSON: a space, or a line break and an indentation. The library's own default
 # has no end, and small models go on with it for ever.
-_BLANKS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\r?\n(\x20{0,24}|\t{0,8})"}
-_REMEDY = "change the grammar as it says"
+_OPTIONS: JsonCompileOptions = {
+    "whitespace_pattern": r"\x20|\r?\n(\x20{0,24}|\t{0,8})",
+    "coerce_one_of": True,  # the branches of a rewritten schema have no values in common
+    "json_allowed_escapes": 'nrbtf\\"',  # no \u, which can spell a property's name otherwise
+}
+_REMEDY = "change it there"
+_TOO_WIDE = r"\1 optional parts or choices in one place, of which \2 can be followed"
 T = TypeVar("T")
 
 
 class Compiled:
     """A grammar at its beginning. `Grammars` knows it as long as somebody holds it."""
 
-    __slots__ = ("__weakref__", "matcher", "took_s")
+    __slots__ = ("__weakref__", "forbid_repeats", "matcher", "took_s")
 
-    def __init__(self, matcher: LLMatcher, took_s: float) -> None:
-        self.matcher, self.took_s = matcher, took_s
+    def __init__(
+        self, matcher: LLMatcher, took_s: float, forbid_repeats: ForbidRepeats | None
+    ) -> None:
+        self.matcher, self.took_s, self.forbid_repeats = matcher, took_s, forbid_repeats
 
 
 class Grammars:
@@ -87,8 +97,12 @@ class Grammars:
         """At its beginning, and the caller's own. Raises `FieldError`."""
         return self.compiled(asked).matcher.deep_copy()
 
+    def forbid_repeats(self, asked: StructuredOutputs) -> ForbidRepeats | None:
+        """Return `UniqueItems.forbid` for the lists of strings that must be unique, if any."""
+        return self.compiled(asked).forbid_repeats
+
     def plain_token(self, text: bytes) -> int | None:
-        """The longest token that begins `text` and is no added token; None if there is none."""
+        """Return the longest token that `text` begins with, added tokens aside, or None."""
         ids = self._vocabulary.greedy_tokenize(text.decode(errors="ignore"))
         return ids[0] if ids else None
 
@@ -111,11 +125,19 @@ class Grammars:
     def _compile(self, asked: StructuredOutputs) -> Compiled:
         from llguidance import LLMatcher
 
-        text, vocabulary = grammar_text(asked), self._vocabulary
+        asked, vocabulary = read(asked), self._vocabulary
+        text = grammar_text(asked)
         begin_s = time.thread_time()
         matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits())
         _require_right(matcher)
-        return Compiled(matcher, time.thread_time() - begin_s)
+        found = re.finditer(f'"{UNIQUE}": ', f"{asked.json} {asked.grammar} {asked.around}")
+        decode, words = json.JSONDecoder().raw_decode, range(vocabulary.vocab_size)
+        names = [name for each in found for name in decode(each.string, each.end())[0]]
+        unique = (
+            UniqueItems(names, [vocabulary.decode_bytes([i]) for i in words]) if names else None
+        )
+        took_s = time.thread_time() - begin_s
+        return Compiled(matcher, took_s, None if unique is None else unique.forbid)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -182,7 +204,7 @@ def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=500,
+        max_items_in_row=2_000,
         initial_lexer_fuel=500_000,
         step_lexer_fuel=100_000,
         step_max_items=20_000,
@@ -198,70 +220,73 @@ def not_served(field: str = FIELD) -> FieldError:
     return FieldError(field, "is not served here", remedy)
 
 
-def in_lark(asked: StructuredOutputs) -> StructuredOutputs:
-    """What is asked in GBNF, in Lark; anything else as it is. To convert a long one takes a second
-    of Python, which holds up all threads beside. Raises `FieldError`."""
+def read(asked: StructuredOutputs) -> StructuredOutputs:
+    """Return `asked` with GBNF converted to Lark and JSON schemas rewritten for llguidance. A long
+    text takes a second of Python, during which other threads wait; to read the result again takes
+    no time. Raises `FieldError`."""
     from llguidance.gbnf_to_lark import any_to_lark
 
-    if asked.grammar is None:
-        return asked
+    made = asked
     with _reading():
-        lark = any_to_lark(_sized(asked.grammar))
-    return asked if lark == asked.grammar else replace(asked, grammar=_sized(lark))
+        if asked.json is not None:
+            made = replace(
+                made, json=_sized(_schema(json.loads(str(asked.json))))
+            )  # kept as a text
+        if asked.grammar is not None:
+            made = replace(made, grammar=_sized(_with_schemas(any_to_lark(asked.grammar))))
+        if asked.around is not None:
+            made = replace(made, around=_sized(_with_schemas(asked.around)))
+    return asked if made == asked else made
 
 
 def grammar_text(asked: StructuredOutputs) -> str:
-    """As llguidance reads it. Raises `FieldError`."""
+    """Return the grammar of what has been `read`, as llguidance takes it. Raises `FieldError`."""
     text = _answer_text(asked)
     if asked.around is None:
         return text
     with _reading():
         answer = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-    whole = {"lark_grammar": _with_schemas(_sized(asked.around))}
+    whole = {"lark_grammar": asked.around}
     return json.dumps({"grammars": [whole, {**answer, "name": "answer"}]}, ensure_ascii=False)
 
 
 def _answer_text(asked: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
-    asked = in_lark(asked)
-    with _reading():
-        if asked.json is not None:
-            return LLMatcher.grammar_from_json_schema(_schema(json.loads(_sized(str(asked.json)))))
-        if asked.choice is not None:
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
-            return _sized(LLMatcher.grammar_from_lark(f"start: {texts}"))
-        if asked.regex is not None:
-            return _sized(LLMatcher.grammar_from_regex(asked.regex))
-        if asked.grammar is not None:
-            return LLMatcher.grammar_from_lark(_with_schemas(asked.grammar))
-    return LLMatcher.grammar_from_json_schema(_schema({"type": "object"}))
+    if asked.choice is not None:
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
+        return _sized(LLMatcher.grammar_from_lark(f"start: {texts}"))
+    if asked.regex is not None:
+        return LLMatcher.grammar_from_regex(_sized(asked.regex))
+    if asked.grammar is not None:
+        return LLMatcher.grammar_from_lark(asked.grammar)
+    return LLMatcher.grammar_from_json_schema(asked.json or _schema({"type": "object"}))
 
 
-# What a Lark grammar may hold that is no `%json`, and `%json`, which a schema follows.
+# Parts of a Lark grammar that may hold any text, and `%json`, which a schema follows.
 _LARK = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|<[^<>\s]+>|%json\s*')
 
 
 def _with_schemas(lark: str) -> str:
-    """The grammar, its JSON schemas as llguidance is to have them. Raises `FieldError`,
-    ValueError."""
+    """Return a grammar with its JSON schemas rewritten. Raises `FieldError`, ValueError."""
     parts, at = list[str](), 0
     while (found := _LARK.search(lark, at)) is not None:
         parts.append(lark[at : found.end()])
         at = found.end()
         if found[0].startswith("%"):
             schema, at = json.JSONDecoder().raw_decode(lark, at)
-            parts.append(_schema(schema))
+            name = re.search(r"([\w-]+)\s*:\s*%json\s*$", parts[-1])
+            parts.append(_schema(schema, name[1] if name else "%json"))
     return "".join([*parts, lark[at:]])
 
 
-def _schema(schema: Any) -> str:
-    """A JSON schema as llguidance is to have it. Raises `FieldError`, RecursionError."""
-    schema = _clamped({"allOf": [schema]} if isinstance(schema, bool) else schema)
-    if not isinstance(schema, dict):
-        raise FieldError(FIELD, "json: the schema is no JSON object", "give one")
-    options = {**_BLANKS, **schema.pop("x-guidance", {})}
-    return json.dumps({"x-guidance": options, **schema}, ensure_ascii=False)
+def _schema(schema: Any, name: str = "json") -> str:
+    """Return a rewritten JSON schema with our options. Raises `FieldError`, RecursionError."""
+    own = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
+    if own.items() >= _OPTIONS.items():  # the result of an earlier call
+        return json.dumps(schema, ensure_ascii=False)
+    made = {"x-guidance": {**_OPTIONS, **own}, **rewritten(schema, name)}
+    return json.dumps(made, ensure_ascii=False)
 
 
 @contextmanager
@@ -282,51 +307,8 @@ def _sized(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.replace("<non-verbose/>", "").split())
+    """Return an error of llguidance in one line, with places in the schema as it was given."""
+    text = unquote(text.replace("<non-verbose/>", "")).replace("json-schema:///#/$defs/", "#")
+    line = " ".join(text.replace("~1", "/").replace("~0", "~").split())
+    line = re.sub(r"Parser Error: .* (\d+) items; max is (\d+);.*", _TOO_WIDE, line)
     return line if len(line) <= 300 else f"{line[:297]}..."
-
-
-# ---- numbers of JSON schemas that llguidance does not follow as they stand -----------------------
-# It reads every number as a double. An outer bound beyond that is followed a little further in,
-# which no text notices that has to obey it; any other would be followed wrongly, and is refused.
-
-_EXACT = 2**53
-_OUTERMOST = 2**63 - 2**10  # the largest double that is a signed integer of 64 bits
-_UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
-
-
-def _clamped(node: Any) -> Any:
-    if isinstance(node, list):
-        return [_clamped(each) for each in node]
-    if not isinstance(node, dict):
-        return node
-    found = {}
-    for name, value in node.items():
-        if isinstance(value, int | float) and name in (*_UPPER, *_LOWER):
-            sign = 1 if name in _UPPER else -1
-            if -sign * value > _EXACT:
-                raise _out_of_reach(name, value)
-            found[name] = sign * min(sign * value, _OUTERMOST)
-        elif name in ("const", "enum"):
-            _require_exact(name, value)
-            found[name] = value
-        else:
-            found[name] = _clamped(value)
-    return found
-
-
-def _require_exact(name: str, value: Any) -> None:
-    values = value.values() if isinstance(value, dict) else value
-    if isinstance(values, int) and abs(values) > _EXACT:
-        raise _out_of_reach(name, values)
-    if not isinstance(values, int | float | str | None):
-        for each in values:
-            _require_exact(name, each)
-
-
-def _out_of_reach(name: str, value: float) -> FieldError:
-    return FieldError(
-        FIELD,
-        f"json: {name} {str(value)[:80]} is beyond what can be followed",
-        f"use one within {_EXACT}, or a pattern of digits in a string",
-    )

@@ -16,7 +16,8 @@ import msgspec
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import StructuredOutputs
-from cbatch.grammars.compiling import FIELD, MAX_GRAMMAR_CHARS
+from cbatch.grammars.compiling import MAX_GIVEN_CHARS
+from cbatch.grammars.schemas import FIELD
 from cbatch.grammars.trial import LIMITS, MEMORY_BYTES, GrammarVerdict, try_out
 from cbatch.workers import WorkerDiedError, WorkerPool
 
@@ -67,10 +68,7 @@ class GrammarGuard:
         if verdict.begin_s * num_choices > MAX_BEGIN_S:
             problem = f"takes {verdict.begin_s:.2f} s to begin, for each choice"
             raise FieldError(field, problem, f"{_REMEDY}, or ask for fewer choices")
-        quick = asked
-        if verdict.lark is not None:
-            quick = msgspec.structs.replace(asked, grammar=verdict.lark)
-        return TriedGrammar(quick, verdict.compile_s)
+        return TriedGrammar(verdict.quick or asked, verdict.compile_s)
 
     async def close(self) -> None:
         """Nothing may be asked any more."""
@@ -95,10 +93,10 @@ class GrammarGuard:
         del self._asked[key]
         if not done.cancelled() and done.exception() is None:
             self._known[key] = done.result()
-            self._known_chars += len(done.result().lark or "")
+            self._known_chars += done.result().num_chars
             while len(self._known) > _REMEMBERED or self._known_chars > _REMEMBERED_CHARS:
                 _, forgotten = self._known.popitem(last=False)
-                self._known_chars -= len(forgotten.lark or "")
+                self._known_chars -= forgotten.num_chars
 
     async def _find_out(self, asked: StructuredOutputs, owner: str | None) -> GrammarVerdict:
         if owner is None:
@@ -125,8 +123,8 @@ class GrammarGuard:
 def _require_size(asked: StructuredOutputs, field: str) -> None:
     texts = (asked.json, asked.regex, asked.grammar, asked.around, *(asked.choice or ()))
     for text in texts:
-        if isinstance(text, str) and len(text) > MAX_GRAMMAR_CHARS:
-            raise FieldError(field, f"has {len(text)} characters", f"use <= {MAX_GRAMMAR_CHARS}")
+        if isinstance(text, str) and len(text) > MAX_GIVEN_CHARS:
+            raise FieldError(field, f"has {len(text)} characters", f"use <= {MAX_GIVEN_CHARS}")
 
 
 def _cause(error: WorkerDiedError) -> str:

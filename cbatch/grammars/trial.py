@@ -10,7 +10,7 @@ import msgspec
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import StructuredOutputs
-from cbatch.grammars.compiling import STACK_BYTES, Grammars, in_lark, with_stack
+from cbatch.grammars.compiling import STACK_BYTES, Grammars, read, with_stack
 from cbatch.system.cpus import step_aside
 from cbatch.workers import TaskLimits
 
@@ -21,15 +21,20 @@ LIMITS = TaskLimits(2.0, MEMORY_BYTES + STACK_BYTES + _TRIAL_STACK_BYTES)
 
 
 class GrammarVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`problem` and `remedy` of a grammar that cannot be followed. `lark`: what one in GBNF is in
-    Lark. `compile_s`: processor time, from there on. `begin_s`: what the engine takes for each text
-    that begins to follow it, in the thread of its steps."""
+    """`problem` and `remedy` of a grammar that cannot be followed. `quick` is the result of `read`,
+    if it differs. `compile_s`: processor time, from there on. `begin_s`: what the engine takes for
+    each text that begins to follow it, in the thread of its steps."""
 
     problem: str | None = None
     remedy: str = ""
-    lark: str | None = None
+    quick: StructuredOutputs | None = None
     compile_s: float = 0.0
     begin_s: float = 0.0
+
+    @property
+    def num_chars(self) -> int:
+        """Length of `quick`."""
+        return 0 if self.quick is None else len(self.quick.json or self.quick.grammar or "")
 
 
 class TrialState(Protocol):
@@ -45,7 +50,7 @@ def try_out(asked: StructuredOutputs, state: TrialState) -> GrammarVerdict:
 def _try_out(asked: StructuredOutputs, grammars: Grammars) -> GrammarVerdict:
     step_aside()
     try:
-        quick = in_lark(asked)
+        quick = read(asked)
         compile_s = -time.process_time()  # it is compiled in a thread of its own
         compiled = grammars.compiled(quick)
         compile_s += time.process_time()  # by the system's ticks, while a limit runs
@@ -54,5 +59,5 @@ def _try_out(asked: StructuredOutputs, grammars: Grammars) -> GrammarVerdict:
         begin_s += time.thread_time()
     except FieldError as error:
         return GrammarVerdict(error.problem, error.remedy)
-    lark = quick.grammar if quick is not asked else None
-    return GrammarVerdict(lark=lark, compile_s=compile_s, begin_s=begin_s)
+    changed = None if quick is asked else quick
+    return GrammarVerdict(quick=changed, compile_s=compile_s, begin_s=begin_s)

@@ -10,7 +10,7 @@ from cbatch import LLM, FieldError, SamplingParams, StructuredOutputs
 from cbatch.core.request.request import FinishReason
 from cbatch.demo import demo_paths
 from cbatch.grammars import Grammars
-from cbatch.grammars.compiling import in_lark
+from cbatch.grammars.compiling import read
 from cbatch.text import load_tokenizer
 
 TOKENIZER = load_tokenizer(demo_paths()[0])
@@ -39,7 +39,7 @@ def test_the_grammar_holds_after_what_is_free(way: Any, right: str, wrong: str) 
     for before in ("::", "hm {[:] ::", f"{wrong}, or {right}? ::"):
         assert follows(asked, before + right) and follows(asked, f"{before}{right}!")
         assert not follows(asked, before + wrong) and not follows(asked, before)
-    assert in_lark(asked).around == AROUND
+    assert read(asked).around == AROUND
 
 
 def test_it_holds_under_drafts_and_is_compiled_once_for_each_way_around() -> None:

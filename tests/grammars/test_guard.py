@@ -174,6 +174,28 @@ def test_gbnf_is_converted_where_it_holds_up_nobody(monkeypatch: pytest.MonkeyPa
     run(scene())
 
 
+def test_a_schema_is_rewritten_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine gets the result."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("not here")
+
+    monkeypatch.setattr("cbatch.grammars.compiling.rewritten", refuse)
+    schema = '{"oneOf": [{"type": "string"}, {"enum": [1, 2]}], "not": {"const": "a"}}'
+
+    async def scene() -> None:
+        async with guarding() as guard:
+            for asked in (
+                StructuredOutputs(json=schema),
+                StructuredOutputs(grammar=f'start: "a" b\nb: %json {schema}'),
+                StructuredOutputs(regex="a", around=f'start: @answer "a" b\nb: %json {schema}'),
+            ):
+                tried = await guard.check(asked)
+                Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,)).check(tried.asked)
+
+    run(scene())
+
+
 def test_an_owner_keeps_one_worker_busy_and_few_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others do not wait for what it asks."""
     running: list[int] = []

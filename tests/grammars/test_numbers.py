@@ -15,7 +15,8 @@ from cbatch.text import load_tokenizer
 
 TOKENIZER = load_tokenizer(demo_paths()[0])
 GRAMMARS = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,))
-EDGES = [0, 1, 5, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 2**255, 2**256]
+EDGES = [0, 1, 5, 2**53, 2**53 + 1, 2**60, 2**60 + 200, 2**60 + 250, 2**63 - 1, 2**63, 2**64]
+EDGES += [2**255, 2**256]
 NUMBERS = sorted(
     {sign * (each + more) for each in EDGES for more in (-1, 0, 1) for sign in (-1, 1)}
 )
@@ -36,6 +37,8 @@ def follows(schema: Any, text: str) -> bool:
         {"minimum": 0, "exclusiveMaximum": 2**64},
         {"exclusiveMinimum": -(2**200), "maximum": -1},
         {"maximum": 1e300, "minimum": 1},
+        {"minimum": 1, "maximum": 2**60 + 200},  # between two doubles
+        {"exclusiveMinimum": -(2**60) - 199, "maximum": 0},
     ],
 )
 def test_outer_bounds_of_any_size_are_obeyed(kind: str, bounds: dict[str, float]) -> None:
@@ -52,12 +55,26 @@ def test_outer_bounds_of_any_size_are_obeyed(kind: str, bounds: dict[str, float]
         {"minimum": 2**255},
         {"type": "array", "items": {"exclusiveMaximum": -(2**70)}},
         {"const": 2**100},
+        {"$defs": {"id": {"enum": [1, 2**53 + 1]}}, "properties": {"a": {"$ref": "#/$defs/id"}}},
+        {"anyOf": [{"const": [-(2**60)]}]},
         {"properties": {"a": {"enum": ["x", {"deep": [-(2**64)]}]}}},
     ],
 )
 def test_what_would_not_be_obeyed_is_refused(schema: Any) -> None:
-    with pytest.raises(FieldError, match="json: [a-zA-Z]+ -?[0-9]+ is beyond what can be followed"):
+    with pytest.raises(FieldError, match="json: #.*/[a-zA-Z]+: -?[0-9]+ is beyond what is supp"):
         GRAMMARS.matcher(StructuredOutputs(json=schema))
+
+
+def test_a_divisor_that_is_too_large_is_refused() -> None:
+    for divisor in (2**33, 2**53 + 1, 10**30):
+        with pytest.raises(FieldError, match="multipleOf.*too many digits"):
+            GRAMMARS.matcher(StructuredOutputs(json={"type": "integer", "multipleOf": divisor}))
+
+
+def test_bounds_of_an_old_draft_are_obeyed() -> None:
+    """There `exclusiveMaximum` says of `maximum` whether it is allowed itself."""
+    schema = {"type": "integer", "minimum": 1, "maximum": 7, "exclusiveMaximum": True}
+    assert follows(schema, "6") and not follows(schema, "7") and not follows(schema, "0")
 
 
 def test_other_numbers_are_nobodys_business() -> None:

@@ -145,7 +145,12 @@ def test_what_drafts_wear_out_is_made_anew():
         return _Tired(GRAMMARS.matcher(asked), most)
 
     wearing, asked = (
-        SimpleNamespace(eos_ids=(EOS,), matcher=tired, plain_token=GRAMMARS.plain_token),
+        SimpleNamespace(
+            eos_ids=(EOS,),
+            matcher=tired,
+            plain_token=GRAMMARS.plain_token,
+            forbid_repeats=GRAMMARS.forbid_repeats,
+        ),
         StructuredOutputs(choice=CHOICES),
     )
     most, (a, b) = 4, encode("a")[:1] + encode("b")[:1]

@@ -206,9 +206,9 @@ def test_what_cannot_be_followed_is_refused_by_name(
     assert message.startswith(field) and words in message and len(message) < 1000, message
 
 
-def test_members_that_nobody_knows_are_told_of() -> None:
-    """Wherever they stand in a field; null is as good as absent. A `strict` tool whose calls are
-    left to the model is not held to its schema."""
+def test_unknown_members_are_listed() -> None:
+    """At any depth of a field, unless they are null. So is `strict` where calls are left to the
+    model, since they follow no grammar then."""
     format_ = {**FORMAT, "colour": 1, "json_schema": {**FORMAT["json_schema"], "size": {}}}
     function = {"name": "f", "strict": True, "colour": 1, "size": None}
     body = {

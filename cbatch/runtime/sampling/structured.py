@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.core.request.request import StructuredOutputs
+
+ForbidRepeats = Callable[[NDArray[np.bool_], list[int], Callable[[int], bool]], None]
 
 
 class Matcher(Protocol):
@@ -34,7 +37,7 @@ class Matcher(Protocol):
     def is_error(self) -> bool: ...
 
     def compute_ff_bytes(self) -> bytes:
-        """The text that must follow, whatever its tokens."""
+        """Return the text that must follow, whatever its tokens."""
 
 
 class GrammarSource(Protocol):
@@ -45,7 +48,10 @@ class GrammarSource(Protocol):
         """At its beginning, and the caller's own. Raises `FieldError`."""
 
     def plain_token(self, text: bytes) -> int | None:
-        """The longest token that begins `text` and is no added token; None if there is none."""
+        """Return the longest token that `text` begins with, added tokens aside, or None."""
+
+    def forbid_repeats(self, asked: StructuredOutputs) -> ForbidRepeats | None:
+        """Return what keeps lists from repeating an item (`cbatch.grammars.unique_items`)."""
 
 
 class Structured:
@@ -65,6 +71,7 @@ class Structured:
         self._not_eos[list(self._eos_ids)] = False
         self._taken: list[int] = []  # by the matcher
         self._plain_token = grammars.plain_token
+        self._forbid_repeats = grammars.forbid_repeats(asked)
         self._behind = 0  # tokens after those, EOS or the forbidden one first
         self._ended = False  # whether the first of these is EOS after a complete text
 
@@ -75,18 +82,7 @@ class Structured:
             else:
                 row.fill_(-torch.inf)
             return
-        bits = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            self._renew()
-            bits = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            row.fill_(-torch.inf)
-            return
-        packed = np.frombuffer(bits, dtype=np.uint8)
-        allowed = np.unpackbits(packed, count=len(row), bitorder="little").view(np.bool_)
-        if np.count_nonzero(allowed) == 1:
-            self._keep_text_plain(allowed)
-        _forbid(row, ~allowed)
+        _forbid(row, ~self._allowed())
 
     def advance(self, token: int) -> None:
         if self._behind:
@@ -109,6 +105,30 @@ class Structured:
     def num_allowed(self, drafts: list[int]) -> int:
         """How many of `drafts` may follow one another; behind EOS none does."""
         return 0 if self._behind else self._matcher.validate_tokens(drafts)
+
+    def _allowed(self) -> NDArray[np.bool_]:
+        """Return which tokens may follow those that the matcher has taken: bool [V]."""
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            self._renew()
+            bits = self._matcher.compute_bitmask()
+        size = len(self._not_eos)
+        if self._matcher.is_error():
+            return np.zeros(size, dtype=np.bool_)
+        packed = np.frombuffer(bits, dtype=np.uint8)
+        allowed = np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)
+        if np.count_nonzero(allowed) == 1:
+            self._keep_text_plain(allowed)
+        if self._forbid_repeats is not None:
+            self._forbid_repeats(allowed, self._taken, self._leads_on)
+        return allowed
+
+    def _leads_on(self, token: int) -> bool:
+        """Return whether any token may follow `token`."""
+        self.advance(token)
+        found = bool(self._allowed().any())
+        self.rollback(1)
+        return found
 
     def _keep_text_plain(self, allowed: NDArray[np.bool_]) -> None:
         """Correct, in place, a mask that allows one token. llguidance writes text that must follow

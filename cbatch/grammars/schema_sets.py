@@ -1,0 +1,134 @@
+"""JSON schemas as sets of values: whether one is empty, and its complement.
+
+Both answers are cautious. An empty schema may go unnoticed, and a complement may lack values, but
+it never has one that is valid by the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Schema = Any  # a JSON object, true or false
+_NUMBER = frozenset(("fraction", "integer"))
+TYPES = _NUMBER | {"array", "boolean", "null", "object", "string"}
+_NAMES: dict[type, str] = {bool: "boolean", str: "string", list: "array", dict: "object"}
+_DEPTH = 4  # of references and nested schemas that are looked through
+_MOST_PARTS = 50_000  # that are looked at, for all questions together
+
+
+class SchemaSets:
+    """Questions about schemas. `target` returns the schema that a `$ref` names."""
+
+    def __init__(self, target: Callable[[str], Schema]) -> None:
+        self._target = target
+        self._left = _MOST_PARTS
+
+    def _parts(self, schema: Schema, depth: int) -> Iterator[dict[str, Any]]:
+        """Yield schemas that together say the same: itself, and those of `allOf` and `$ref`. False
+        is an empty `enum`, true nothing."""
+        self._left -= 1
+        if isinstance(schema, dict):
+            yield schema
+        elif not schema:
+            yield {"enum": []}
+        if isinstance(schema, dict) and depth < _DEPTH and self._left > 0:
+            for each in schema.get("allOf", ()):
+                yield from self._parts(each, depth + 1)
+            if "$ref" in schema:
+                yield from self._parts(self._target(schema["$ref"]), depth + 1)
+
+    def empty(self, *schemas: Schema, depth: int = 0) -> bool:
+        """Return whether no value is valid by all of them, as far as can be seen."""
+        parts = [part for schema in schemas for part in self._parts(schema, depth)]
+        types = TYPES.intersection(*map(_types, parts))
+        values = [each for each in map(_values, parts) if each is not None]
+        if not types or (values and not any(all(v in each for each in values) for v in values[0])):
+            return True
+        if depth >= _DEPTH or self._left <= 0:
+            return False
+        for part in parts:
+            others = [other for other in parts if other is not part]
+            for choices in _choices(part):
+                if all(self.empty(each, *others, depth=depth + 1) for each in choices):
+                    return True
+        names = dict.fromkeys(name for part in parts for name in part.get("required", ()))
+        return types == {"object"} and any(
+            self.empty(*_property(parts, name), depth=depth + 1) for name in names
+        )
+
+    def outside(self, schema: Schema, depth: int = 0) -> list[Schema]:
+        """Return schemas of values that are not valid by `schema`; none if no way is known."""
+        ways: list[Schema] = []
+        for part in self._parts(schema, depth) if depth < _DEPTH else ():
+            ways += (
+                {"type": "object", "properties": {name: False}} for name in part.get("required", ())
+            )
+            ways += (
+                {"type": "object", "required": [name], "properties": {name: way}}
+                for name, inner in part.get("properties", {}).items()
+                for way in self.outside(inner, depth + 1)
+            )
+            ways += [*_of_types(TYPES - _types(part)), *_other_values(_values(part) or [])]
+            for choices in _choices(part):
+                sides = [self.outside(each, depth + 1) for each in choices]
+                if all(sides):
+                    ways.append({"allOf": [{"anyOf": side} for side in sides]})
+            if "not" in part:
+                ways.append(part["not"])
+        return ways
+
+
+def _choices(part: dict[str, Any]) -> list[list[Schema]]:
+    return [part[keyword] for keyword in ("anyOf", "oneOf") if keyword in part]
+
+
+def _values(part: dict[str, Any]) -> list[Any] | None:
+    return [part["const"]] if "const" in part else part.get("enum")
+
+
+def _type_of(value: Any) -> str:
+    if type(value) in (int, float):
+        return "integer" if value % 1 == 0 else "fraction"
+    return _NAMES.get(type(value), "null")
+
+
+def _types(part: dict[str, Any]) -> frozenset[str]:
+    """Return the types that a value may have; there are two for numbers."""
+    given, values = part.get("type", TYPES), _values(part)
+    types = frozenset([given] if isinstance(given, str) else given)
+    types = types | _NUMBER if "number" in types else types
+    return types if values is None else types & frozenset(map(_type_of, values))
+
+
+def _of_types(types: frozenset[str]) -> list[Schema]:
+    """Return schemas of `types`. Numbers that are no integers have no type of their own."""
+    names = types - _NUMBER | ({"number"} if types >= _NUMBER else types & {"integer"})
+    return [{"type": sorted(names)}] if names else []
+
+
+def _other_values(values: list[Any]) -> list[Schema]:
+    """Return schemas of the strings and booleans that are not among `values`."""
+    texts = [value for value in values if isinstance(value, str)]
+    truths = {value for value in values if isinstance(value, bool)}
+    ways: list[Schema] = [{"const": not truth} for truth in truths if len(truths) == 1]
+    return [*ways, {"type": "string", "pattern": f"^{_other_than(texts)}$"}] if texts else ways
+
+
+def _other_than(texts: list[str]) -> str:
+    """Return a regular expression of all texts but these."""
+    rests: dict[str, list[str]] = {}
+    for text in filter(None, texts):
+        rests.setdefault(f"\\u{{{ord(text[0]):x}}}", []).append(text[1:])
+    ways = [f"[^{''.join(rests)}][\\s\\S]*"] if rests else ["[\\s\\S]+"]
+    ways += [first + _other_than(rest) for first, rest in rests.items()]
+    return f"({'|'.join(ways)}){'' if '' in texts else '?'}"
+
+
+def _property(parts: list[dict[str, Any]], name: str) -> Iterator[Schema]:
+    """Yield the schemas of a property of objects that are valid by all `parts`."""
+    for part in parts:
+        if name in part.get("properties", {}):
+            yield part["properties"][name]
+        elif "patternProperties" not in part:
+            yield part.get("additionalProperties", True)

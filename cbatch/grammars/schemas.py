@@ -1,0 +1,213 @@
+"""JSON schemas, rewritten into the part of JSON Schema that llguidance supports.
+
+Every value that is valid by the rewritten schema is valid by the given one. A keyword that cannot
+be rewritten is refused, with its place. Annotations are removed, also a `format` without a grammar.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import combinations
+from typing import Any
+from urllib.parse import quote, unquote
+
+from cbatch.core.request.errors import FieldError
+from cbatch.grammars.schema_sets import TYPES, Schema, SchemaSets
+
+FIELD = "structured_outputs"
+UNIQUE = "x-cbatch-unique"
+# Keywords that hold schemas by name, a list of schemas, one schema, and those that are copied.
+_MAPS = frozenset(["patternProperties", "properties"])
+_LISTS = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
+_SCHEMAS = frozenset(["additionalItems", "additionalProperties", "items"])
+_KEPT = frozenset(["maxItems", "maxLength", "maxProperties", "minItems", "minLength", "pattern"])
+_KEPT |= {"minProperties", "multipleOf", "required", "type"}
+_REFUSED = {"$dynamicRef", "$recursiveRef", "contains", "unevaluatedItems", "unevaluatedProperties"}
+_FORMATS = frozenset(["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time"])
+_FORMATS |= {"uri", "uuid"}
+_SIGNS = {"maximum": 1, "exclusiveMaximum": 1, "minimum": -1, "exclusiveMinimum": -1}
+_LISTED = re.compile(r"/properties/([^/]*)(?:/(?:allOf|anyOf|oneOf)/[0-9]+)*$")
+_LOOKAROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
+# llguidance reads every number as a double, and supports integers of 64 bits.
+_EXACT = 2**53
+_OUTERMOST = 2**63 - 2**10  # the largest double that is such an integer
+
+
+def rewritten(schema: Schema, name: str = "json") -> dict[str, Any]:
+    """Return `schema` for llguidance, with the properties whose strings must be unique under
+    `UNIQUE`. `name` stands for the schema in errors. Raises `FieldError`, RecursionError."""
+    rewriter = _Rewriter(schema, name)
+    root, definitions = rewriter.rewrite(schema, "#"), dict[str, Schema]()
+    while len(definitions) < len(rewriter.references):
+        reference = list(rewriter.references)[len(definitions)]
+        definitions[reference[1:]] = rewriter.rewrite(rewriter.target(reference), reference)
+    root = root if isinstance(root, dict) else {"allOf": [root]}
+    return {**root, "$defs": definitions, UNIQUE: list(rewriter.unique)}
+
+
+class _Rewriter:
+    def __init__(self, root: Schema, name: str) -> None:
+        self._root, self._name = root, name
+        self.references: dict[str, None] = {}
+        self.unique: dict[str, None] = {}
+        self._sets = SchemaSets(self.target)
+
+    def target(self, reference: str) -> Schema:
+        """Return the schema that a `$ref` names. Raises `FieldError`."""
+        schema: Any = self._root
+        try:
+            start, *steps = unquote(reference).split("/")
+            for step in steps:
+                step = step.replace("~1", "/").replace("~0", "~")
+                schema = schema[int(step) if isinstance(schema, list) else step]
+            if start == "#":
+                return schema
+        except (KeyError, IndexError, TypeError, ValueError):
+            pass
+        remedy = "put it under $defs: #/$defs/NAME"
+        raise self._refusal(f"$ref {reference}", "is not within the schema", remedy)
+
+    def rewrite(self, node: Schema, at: str, within: Schema = True) -> Schema:
+        """Rewrite the schema at place `at`, whose values are also valid by `within`."""
+        if isinstance(node, bool):
+            return node
+        if not isinstance(node, dict):
+            raise self._refusal(at, "is no JSON schema", "give an object, true or false")
+        node = dict(node)
+        clauses = self._replace_keywords(node, at, within)
+        if clauses:
+            node["allOf"] = [*node.get("allOf", ()), *clauses]
+        outer = {name: node[name] for name in ("type", "required") if name in node}
+        result: dict[str, Any] = {}
+        for keyword, value in node.items():
+            place = f"{at}/{keyword}"
+            if keyword in _MAPS and isinstance(value, dict):
+                result[keyword] = {k: self.rewrite(v, f"{place}/{k}") for k, v in value.items()}
+            elif keyword in _LISTS and isinstance(value, list):
+                inner = outer if keyword == "allOf" else True
+                result[keyword] = [
+                    self.rewrite(v, f"{place}/{k}", inner) for k, v in enumerate(value)
+                ]
+            elif keyword in _SCHEMAS:
+                inner = self.rewrite(value, place)
+                if inner not in (True, {}):
+                    result[keyword] = inner
+            elif keyword in _SIGNS:
+                result[keyword] = self._within_reach(value, place, _SIGNS[keyword])
+            elif keyword == "$ref":
+                self.references[value] = None
+                name = str(value)[1:].replace("~", "~0").replace("/", "~1")
+                result[keyword] = f"#/$defs/{quote(name, safe='~')}"
+            elif keyword in ("const", "enum"):
+                result[keyword] = self._exact(value, place)
+            elif keyword == "pattern" and _LOOKAROUND.search(str(value)):
+                raise self._refusal(
+                    place, "has lookaround", "write it without (?=, (?!, (?<=, (?<!"
+                )
+            elif keyword in _KEPT or (keyword == "format" and value in _FORMATS):
+                result[keyword] = value
+            elif keyword in _REFUSED:
+                raise self._refusal(place, "is not supported", "leave it out")
+        return result
+
+    def _refusal(self, place: str, problem: str, remedy: str) -> FieldError:
+        return FieldError(FIELD, f"{self._name}: {place[:200]}: {problem}", remedy)
+
+    # ---- keywords that llguidance does not support ------------------------------------------
+
+    def _replace_keywords(self, node: dict[str, Any], at: str, within: Schema) -> list[Schema]:
+        """Return schemas that say the same as those of `node`, a copy that may be changed."""
+        clauses: list[Schema] = []
+        if "oneOf" in node:
+            node["oneOf"] = self._exclusive(node, f"{at}/oneOf", within)
+        if "not" in node:
+            clauses.append(self._outside(node["not"], f"{at}/not"))
+        if "if" in node and node.keys() & {"then", "else"}:
+            then = {"allOf": [node["if"], node.get("then", True)]}
+            otherwise = [self._outside(node["if"], f"{at}/if"), node.get("else", True)]
+            clauses.append({"anyOf": [then, {"allOf": otherwise}]})
+        for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+            for name, needed in node.get(keyword, {}).items():
+                needed = {"required": needed} if isinstance(needed, list) else needed
+                present = {"required": [name], "allOf": [needed]}
+                clauses.append({"anyOf": [{"properties": {name: False}}, present]})
+        if "propertyNames" in node:
+            self._limit_names(node, f"{at}/propertyNames")
+        if node.get("uniqueItems") is True and node.get("maxItems", 2) > 1:
+            name, items = _LISTED.search(at), node.get("items", True)
+            if name is None or not self._sets.empty(items, {"type": sorted(TYPES - {"string"})}):
+                problem = "is only supported for lists of strings that are properties"
+                raise self._refusal(f"{at}/uniqueItems", problem, "leave it out")
+            self.unique[name[1]] = None
+        return clauses
+
+    def _exclusive(self, node: dict[str, Any], at: str, within: Schema) -> list[Schema]:
+        """Return the branches of `oneOf`, each without the values of the others."""
+        branches, empty = node["oneOf"], self._sets.empty
+        rest = {name: each for name, each in node.items() if name != "oneOf"}
+        results: list[list[Schema]] = [[branch] for branch in branches]
+        for pair in combinations(range(len(branches)), 2):
+            if empty(*(branches[number] for number in pair), rest, within):
+                continue
+            for mine, other in (pair, pair[::-1]):
+                outside = self._sets.outside(branches[other])
+                ways = [way for way in outside if not empty(way, branches[mine], rest, within)]
+                if not ways:
+                    problem = f"values may be valid by both {mine} and {other}"
+                    remedy = "give each a required const of its own, or use anyOf"
+                    raise self._refusal(at, problem, remedy)
+                results[mine].append({"anyOf": ways[: 3 if len(branches) < 5 else 1]})
+        return [{"allOf": each} if each[1:] else each[0] for each in results]
+
+    def _outside(self, schema: Schema, at: str) -> Schema:
+        ways = self._sets.outside(schema)
+        if ways or self.rewrite(schema, at) in (True, {}):
+            return {"anyOf": ways} if ways else False
+        raise self._refusal(at, "its negation is not supported", "say what is valid instead")
+
+    def _limit_names(self, node: dict[str, Any], at: str) -> None:
+        """Replace `propertyNames` by other keywords."""
+        names = node["propertyNames"]
+        if isinstance(names, dict) and "$ref" in names:
+            names = self.target(names["$ref"])
+        names, named = self.rewrite(names, at), node.get("properties", {})
+        if names in (True, {}, {"type": "string"}):
+            return
+        others = node.get("additionalProperties", True)
+        if node.get("patternProperties", {}).keys() == {".*"}:
+            others = node.pop("patternProperties")[".*"]
+        plain = "patternProperties" not in node and (others in (True, False) or not named)
+        if not plain or names.keys() - {"type"} not in ({"enum"}, {"pattern"}):
+            raise self._refusal(at, "is not supported here", "use properties, patternProperties")
+        pattern = names.get("pattern") or f"^({'|'.join(map(re.escape, names['enum']))})$"
+        node["properties"] = {k: v if re.search(pattern, k) else False for k, v in named.items()}
+        if others is not False:
+            node |= {"patternProperties": {pattern: others}, "additionalProperties": False}
+
+    # ---- numbers ----------------------------------------------------------------------------
+
+    def _within_reach(self, bound: Any, place: str, sign: int) -> Any:
+        """Return an outer bound beyond what llguidance supports moved inwards. The numbers that
+        this leaves out are too large to matter."""
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            return bound  # of an old draft, or wrong
+        if -sign * bound > _EXACT:
+            raise self._out_of_reach(bound, place)
+        if sign * bound <= _EXACT:
+            return bound
+        inner = min(sign * bound, _OUTERMOST)
+        double = float(inner)
+        return sign * int(double if double <= inner else math.nextafter(double, 0))
+
+    def _exact(self, value: Any, place: str) -> Any:
+        if isinstance(value, int) and abs(value) > _EXACT:
+            raise self._out_of_reach(value, place)
+        inner = value.values() if isinstance(value, dict) else value
+        for each in inner if isinstance(value, dict | list) else ():
+            self._exact(each, place)
+        return value
+
+    def _out_of_reach(self, value: float, place: str) -> FieldError:
+        remedy = f"use one within {_EXACT}, or a pattern of digits in a string"
+        return self._refusal(place, f"{str(value)[:80]} is beyond what is supported", remedy)

@@ -1,0 +1,61 @@
+"""`uniqueItems` for lists of strings, which no grammar can express."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+ForbidRepeats = Callable[[NDArray[np.bool_], list[int], Callable[[int], bool]], None]
+_STRING = rb'"(?:[^"\\]|\\.)*"'
+_SEPARATORS = b", \t\r\n"
+_WHOLE_ITEM = re.compile(rb',\s*"[^"]*"')
+_FEW = 64  # tokens: so many can be tried one by one
+_MOST_TRIED = 1000
+
+
+class UniqueItems:
+    """`names` are the properties that hold the lists, `words` the text of each token."""
+
+    def __init__(self, names: Sequence[str], words: Sequence[bytes]) -> None:
+        keys = (re.escape(json.dumps(name, ensure_ascii=False).encode()) for name in names)
+        begin = rb"(?:%s)\s*:\s*\[\s*((?:%s\s*,\s*)*)" % (b"|".join(keys), _STRING)
+        self._open_list = re.compile(begin + rb'("(?:[^"\\]|\\.)*\\?"?|)\s*$')
+        self._words = words
+        self._closing = np.array([i for i, word in enumerate(words) if b'"' in word], dtype=int)
+        self._tried: dict[bytes, bool] = {}  # by text, whether a token may follow it
+
+    def forbid(
+        self, allowed: NDArray[np.bool_], taken: list[int], leads_on: Callable[[int], bool]
+    ) -> None:
+        """Remove tokens from `allowed`, which may follow `taken`: those that repeat an item of the
+        list that the text is in, and those that lead to nothing but repeats. The latter are looked
+        for where few are allowed, by `leads_on`: whether any token may follow."""
+        text = b"".join(self._words[token] for token in taken)
+        match = self._open_list.search(text)
+        if match is None:
+            return
+        items, partial = re.findall(_STRING, match[1]), match[2]
+        if re.fullmatch(_STRING, partial):
+            items, partial = [*items, partial], b""
+        rests = tuple(item[len(partial) :] for item in items if item.startswith(partial))
+        few = np.count_nonzero(allowed) <= _FEW
+        tokens = np.flatnonzero(allowed) if few else self._closing[allowed[self._closing]]
+        blanks = [token for token in tokens.tolist() if not self._words[token].strip()]
+        others = [token for token in tokens.tolist() if self._words[token].strip()]
+        for token in others:
+            word = self._words[token] if partial else self._words[token].lstrip(_SEPARATORS)
+            if word.startswith(rests) or _WHOLE_ITEM.search(self._words[token]):
+                allowed[token] = False
+            elif few and (b'"' in word or any(rest.startswith(word) for rest in rests)):
+                longer = text + self._words[token]
+                if longer not in self._tried:
+                    if len(self._tried) > _MOST_TRIED:
+                        self._tried.clear()
+                    self._tried[longer] = leads_on(token)
+                allowed[token] = self._tried[longer]
+        if others and not allowed[others].any():
+            allowed[blanks] = False

@@ -1,0 +1,354 @@
+"""Keywords of JSON schemas that llguidance does not follow: followed all the same, or refused.
+
+The judge is `jsonschema_rs`: what a grammar lets through must be valid by the schema as given.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import StructuredOutputs
+from cbatch.grammars import Grammars, schema_sets
+from cbatch.grammars.schema_sets import SchemaSets
+from cbatch.text import TextTokenizer
+from tests.text.toy_tokenizers import byte_level
+
+TOKENIZER = TextTokenizer(byte_level(), "toy")
+GRAMMARS = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,))
+WORDS = [TOKENIZER.token_bytes(i) for i in range(TOKENIZER.vocab_size)]
+VALUES: list[Any] = [None, True, False, 0, 1, 2, 1.5, "", "a", "b", "ab", "logs", [], ["a"], {}]
+for name, value in (("a", 1), ("a", "x"), ("b", 1), ("b", "x"), ("c", True), ("kind", "a")):
+    VALUES += [{name: value}, {name: value, "a": 1}, {"kind": "b", name: value}]
+    VALUES += [{"a": 1, "b": "x", name: value}, {"kind": "c", "b": 1, name: value}]
+
+
+def follows(asked: StructuredOutputs, text: str) -> bool:
+    matcher, ids = GRAMMARS.matcher(asked), TOKENIZER.encode(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def accepted(schema: Any) -> list[Any]:
+    asked = StructuredOutputs(json=schema)
+    return [each for each in VALUES if follows(asked, json.dumps(each))]
+
+
+def written(schema: Any, rng: random.Random) -> str | None:
+    """A text that follows a schema, with a taste for ends; None for one that has none yet."""
+    matcher, text = GRAMMARS.matcher(StructuredOutputs(json=schema)), b""
+    for length in range(600):
+        if matcher.is_accepting() and rng.random() < 0.7:
+            return text.decode()
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        ids = np.unpackbits(bits, bitorder="little").nonzero()[0].tolist()
+        ids = [i for i in ids if i and WORDS[i].isascii()]
+        if not ids:
+            return text.decode()
+        weights = [30 ** sum(c in b'"}]' for c in WORDS[i][:1]) + length // 200 for i in ids]
+        (token,) = rng.choices(ids, weights)
+        assert matcher.try_consume_tokens([token]) == 1
+        text += WORDS[token]
+    return None
+
+
+def open_object(name: str, **schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: schema}, "required": [name]}
+
+
+def kind(letter: str, name: str) -> dict[str, Any]:
+    made = open_object("kind", const=letter)
+    made["properties"][name] = {"type": "integer"}
+    return made
+
+
+AB = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+# Schemas, and values that their grammars must not lose.
+FOLLOWED: dict[str, tuple[Any, list[Any]]] = {
+    "oneOf of open objects": (
+        {"oneOf": [open_object("a", type="integer"), open_object("b", type="integer")]},
+        [{"a": 1}, {"b": 1}],
+    ),
+    "oneOf of required": (
+        AB | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": 1}, {"b": "x"}],
+    ),
+    "oneOf told apart by a constant behind a reference": (
+        {
+            "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/components/B"}],
+            "$defs": {"A": kind("a", "a")},
+            "components": {"B": {"allOf": [kind("b", "a")]}},
+        },
+        [{"kind": "a", "a": 1}, {"kind": "b", "a": 1}],
+    ),
+    "oneOf told apart by what the object around requires": (
+        {
+            "type": "object",
+            "required": ["kind"],
+            "allOf": [{"oneOf": [{"properties": {"kind": {"const": c}}} for c in "abc"]}],
+        },
+        [{"kind": "a"}, {"kind": "b", "a": 1}],
+    ),
+    "oneOf of types": ({"oneOf": [{"type": "string"}, {"enum": [1, 2]}]}, ["a", 1]),
+    "not of types": ({"not": {"type": ["array", "object", "null"]}}, ["a", 1, True]),
+    "not of a value": ({"type": "string", "not": {"enum": ["logs", "a", ""]}}, ["ab", "b"]),
+    "not of required": (AB | {"not": {"required": ["a", "b"]}}, [{"a": 1}, {"b": "x"}]),
+    "not of either": (
+        AB | {"not": {"anyOf": [{"required": ["a"]}, open_object("b", const="x")]}},
+        [{}],
+    ),
+    "a property that must not be": (AB | {"properties": {"a": {"not": {}}}}, [{}, {"b": "x"}]),
+    "if, then, else": (
+        {
+            **kind("a", "a"),
+            "properties": {"kind": {"enum": ["a", "b"]}, "a": {}, "b": {}},
+            "if": {"properties": {"kind": {"const": "a"}}},
+            "then": {"required": ["a"]},
+            "else": {"required": ["b"]},
+        },
+        [{"kind": "a", "a": 1}, {"kind": "b", "b": "x"}],
+    ),
+    "if of what may be absent": (
+        AB | {"if": open_object("a"), "then": {"required": ["b"]}},
+        [{}, {"a": 1, "b": "x"}],
+    ),
+    "dependencies": (
+        AB | {"dependencies": {"a": ["b"], "b": {"properties": {"a": {"const": 1}}}}},
+        [{}, {"a": 1, "b": "x"}],
+    ),
+    "dependentRequired": (AB | {"dependentRequired": {"a": ["b"]}}, [{}, {"b": "x"}]),
+    "dependentSchemas": (AB | {"dependentSchemas": {"a": {"required": ["b"]}}}, [{}, {"b": "x"}]),
+    "propertyNames, a pattern": (
+        {"type": "object", "propertyNames": {"pattern": "^[a-b]$"}},
+        [{"a": 1}, {"b": "x"}],
+    ),
+    "propertyNames, values": (
+        {
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/N"},
+            "additionalProperties": {"type": "integer"},
+            "$defs": {"N": {"type": "string", "enum": ["a", "c"]}},
+        },
+        [{}, {"a": 1}],
+    ),
+    "an unknown format": (open_object("a", type="string", format="path"), [{"a": "x"}]),
+    "annotations": (
+        {
+            **AB,
+            "deprecated": True,
+            "default": {"not": 3},
+            "examples": [2**80],
+            "x-order": {"if": 1},
+        },
+        [{}, {"a": 1}],
+    ),
+}
+FORMATS = ("path", "password", "binary", "base64", "uri-reference", "regex", "iri", "", "byte")
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_is_let_through_is_valid(name: str) -> None:
+    schema, kept = FOLLOWED[name]
+    valid = jsonschema_rs.validator_for(schema)
+    found = accepted(schema)
+    assert [each for each in found if not valid.is_valid(each)] == []
+    assert all(each in found for each in kept), found
+    rng, whole = random.Random(5), 0
+    for _ in range(25):
+        text = written(schema, rng)
+        if text is not None:
+            whole += 1
+            valid.validate(json.loads(text))
+    assert whole > 5
+
+
+def test_a_judge_that_the_rewriting_must_convince(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a wrong idea of what lies outside of a schema, texts go through that are not valid."""
+    schema, _ = FOLLOWED["oneOf of open objects"]
+    monkeypatch.setattr(SchemaSets, "outside", lambda *_: [True])
+    found = accepted({**schema, "title": "another grammar"})
+    assert not all(jsonschema_rs.is_valid(schema, each) for each in found)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_an_unknown_format_asks_for_nothing(format_: str) -> None:
+    asked = StructuredOutputs(json={"type": "string", "format": format_})
+    assert follows(asked, '"any thing"')
+
+
+def test_many_optional_properties() -> None:
+    properties = {f"p{i}": {"type": "integer"} for i in range(450)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    assert follows(StructuredOutputs(json=schema), '{"p3": 1, "p200": 2, "p449": 3}')
+    assert not follows(StructuredOutputs(json=schema), '{"p3": 1, "p450": 2}')
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(999)}}
+    with pytest.raises(FieldError, match="[0-9]+ optional parts or choices in one place, of which"):
+        GRAMMARS.check(StructuredOutputs(json=schema))
+
+
+def test_a_property_has_one_name() -> None:
+    """No escapes by which another text is the same name."""
+    asked = StructuredOutputs(json={"properties": {"a": {"type": "integer"}}})
+    assert follows(asked, '{"a": 1}') and follows(asked, '{"b": "x"}')
+    assert not follows(asked, '{"\\u0061": "x"}')
+
+
+def place(keyword: str, value: Any) -> dict[str, Any]:
+    return {"properties": {"a": {"items": {keyword: value}}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (place("contains", {}), "#/properties/a/items/contains: is not supported"),
+        (place("unevaluatedProperties", False), "unevaluatedProperties: is not supported"),
+        (place("oneOf", [{"type": "string"}, {"pattern": "a"}]), "items/oneOf: .* both 0 and 1"),
+        (place("not", {"pattern": "a"}), "items/not: its negation"),
+        (place("if", {"pattern": "a"}) | {}, None),
+        (
+            {"if": {"pattern": "a"}, "then": {"maxLength": 3}},
+            "#/if: its negation is not supported",
+        ),
+        (place("propertyNames", {"minLength": 2}), "items/propertyNames: is not supported here"),
+        (
+            place("uniqueItems", True),
+            "items/uniqueItems: is only supported for",
+        ),
+        (place("pattern", "^(?!a)"), "#/properties/a/items/pattern: has lookaround"),
+        (place("maximum", -(2**60)), "items/maximum: -1152921504606846976 is beyond"),
+        (place("$ref", "#/$defs/X"), "#/\\$defs/X: is not within the schema"),
+        (place("$ref", "https://x.y/z.json"), "z.json: is not within the schema; put it under"),
+        ({"$defs": {"X": {"type": "frog"}}, "$ref": "#/$defs/X"}, "frog"),
+        ({"properties": {"a": 3}}, "#/properties/a: is no JSON schema"),
+        ([], "#: is no JSON schema"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_its_place(schema: Any, words: str | None) -> None:
+    asked = StructuredOutputs(json=json.dumps(schema))
+    if words is None:
+        GRAMMARS.check(asked)  # it asks for nothing
+        return
+    with pytest.raises(FieldError, match=words):
+        GRAMMARS.check(asked)
+
+
+def test_descriptions_do_not_count() -> None:
+    schema = {**AB, "description": "x" * 100_000}
+    assert follows(StructuredOutputs(json=schema), '{"a": 1}')
+    with pytest.raises(FieldError, match="has [0-9]+ characters; use <= 65536"):
+        GRAMMARS.check(StructuredOutputs(json={"enum": ["x" * 70_000]}))
+
+
+# ---- schemas within other grammars ------------------------------------------------------------
+
+
+def test_a_schema_within_a_grammar_is_followed_as_well() -> None:
+    """Its blanks have a bound, its keywords and numbers count. What only looks like one is left."""
+    schema = json.dumps(FOLLOWED["oneOf of required"][0])
+    lark = (
+        '// %json { in a comment\nstart: "%json {" /%json \\{/ <[5]>? a # %json {\n'
+        f"a: %json\n  {schema}\n"
+    )
+    asked = StructuredOutputs(grammar=lark)
+    begin = "%json {%json {"
+    assert follows(asked, begin + '{"a": 1}') and follows(asked, begin + '{\n  "b" : "x"}')
+    assert not follows(asked, begin + '{"a": 1, "b": "x"}')
+    assert not follows(asked, begin + '{   "a": 1}')
+    around = StructuredOutputs(regex="[a-c]", around=f"start: @answer a\na: %json {schema}")
+    assert follows(around, 'b{"a": 1}') and not follows(around, 'b{  "a": 1}')
+    for field in ("grammar", "around"):
+        broken = {"regex": "a"} if field == "around" else {}
+        broken[field] = 'start: mine\nmine: %json {"const": 9007199254740993}'
+        with pytest.raises(FieldError, match="mine: #/const: 9007199254740993 is beyond"):
+            GRAMMARS.check(StructuredOutputs(**broken))
+    with pytest.raises(FieldError, match="cannot be read"):
+        GRAMMARS.check(StructuredOutputs(grammar="start: %json {"))
+
+
+# ---- sets of values -----------------------------------------------------------------------------
+
+leaves = st.sampled_from(
+    [True, {"type": "string"}, {"type": "integer"}, {"type": ["number", "null"]}, {"const": "a"}]
+    + [{"enum": ["a", "b", 1]}, {"const": True}, {"type": "object"}, {"required": ["a"]}]
+    + [{"type": "object", "required": ["kind"], "properties": {"kind": {"const": "a"}}}, False]
+    + [{"properties": {"a": {"type": "string"}}}, {"additionalProperties": False}]
+    + [{"$ref": "#/x"}, {"not": {"type": "string"}}, {"patternProperties": {"^a": False}}]
+)
+schemas = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.fixed_dictionaries({"anyOf": st.lists(inner, min_size=1, max_size=3)}),
+        st.fixed_dictionaries({"allOf": st.lists(inner, min_size=1, max_size=3)}),
+        st.fixed_dictionaries({"properties": st.fixed_dictionaries({"b": inner})}),
+        st.fixed_dictionaries({"required": st.just(["b"]), "additionalProperties": inner}),
+    ),
+    max_leaves=6,
+)
+
+
+def check_sets(a: Any, b: Any) -> None:
+    target = {"type": "object", "required": ["kind"], "properties": {"kind": {"const": "b"}}}
+
+    def valid(schema: Any) -> list[Any]:
+        text = json.dumps(schema).replace('"#/x"', '"#/$defs/x"')
+        whole = {"allOf": [json.loads(text)], "$defs": {"x": target}}
+        judge = jsonschema_rs.validator_for(whole)
+        return [each for each in VALUES if judge.is_valid(each)]
+
+    sets = SchemaSets(lambda reference: target)
+    inside = valid(a)
+    for way in sets.outside(a):
+        assert not [each for each in valid(way) if any(each is other for other in inside)]
+    if sets.empty(a, b):
+        assert valid({"allOf": [a, b]}) == []
+
+
+@given(schemas, schemas)
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_what_is_said_of_sets_is_true(a: Any, b: Any) -> None:
+    check_sets(a, b)
+
+
+@given(schemas, schemas)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_also_where_they_are_too_large_to_be_seen_through(a: Any, b: Any) -> None:
+    most, schema_sets._MOST_PARTS = schema_sets._MOST_PARTS, 3
+    try:
+        check_sets(a, b)
+    finally:
+        schema_sets._MOST_PARTS = most
+
+
+def test_branches_are_compared_within_bounds() -> None:
+    """Unions of unions that refer to one another: it takes no more than it may."""
+    definitions = {
+        f"d{i}": {
+            "type": "object",
+            "required": ["x", "y"],
+            "properties": {n: {"oneOf": branches} for n in "xy"},
+        }
+        for i in range(9)
+        for branches in ([{"$ref": f"#/$defs/d{j}"} for j in range(9)],)
+    }
+    schema = {"$defs": definitions, "oneOf": [{"$ref": f"#/$defs/d{i}"} for i in range(9)]}
+    seen: list[int] = []
+    parts = SchemaSets._parts
+
+    def counted(self: SchemaSets, *args: Any) -> Any:
+        seen.append(self._left)
+        return parts(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SchemaSets, "_parts", counted)
+        with pytest.raises(FieldError, match="oneOf: values may be valid by both"):
+            GRAMMARS.check(StructuredOutputs(json=schema))
+    assert len(seen) < 20 * schema_sets._MOST_PARTS
+    assert all(before >= after for before, after in pairwise(seen[:100]))

@@ -1,0 +1,147 @@
+"""Lists of strings that have none twice (`uniqueItems`): the processor, and through the engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import lru_cache
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import torch
+
+from cbatch.core.request.request import FinishReason, StructuredOutputs
+from cbatch.grammars import Grammars
+from cbatch.grammars.unique_items import UniqueItems
+from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.sampling.structured import Structured
+from cbatch.server.protocol.forced_tools import Function, Tool, forced_call
+from cbatch.text import TextTokenizer
+from tests.runtime.engines import Run, make_request, run_engine
+from tests.runtime.pairs import tiny_model
+from tests.text.toy_tokenizers import printable
+
+TOKENIZER = TextTokenizer(printable(), "toy")  # ids are characters and pairs of letters
+VOCAB, EOS = TOKENIZER.vocab_size, 0
+GRAMMARS = Grammars(lambda: TOKENIZER, VOCAB, (EOS,))
+
+
+def tags(**schema: Any) -> dict[str, Any]:
+    array = {"type": "array", "uniqueItems": True, **schema}
+    made = {"type": "object", "properties": {"tags": array}, "required": ["tags"]}
+    return made | {"additionalProperties": False}
+
+
+CITIES = ["abc-1", "abc-2", "ab", "b"]
+LISTS: dict[str, dict[str, Any]] = {
+    "strings": tags(items={"type": "string", "pattern": "^[ab]{1,2}$"}, minItems=4, maxItems=6),
+    "all of them": tags(items={"enum": CITIES}, minItems=4),
+    "some of them": tags(items={"$ref": "#/$defs/city"}) | {"$defs": {"city": {"enum": CITIES}}},
+    "or null": {
+        "type": "object",
+        "properties": {"a": {"anyOf": [tags(items={"enum": ["a", "ab"]}), {"type": "null"}]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    "escapes": tags(items={"enum": ['"', '""', "\\", "a\n"]}, minItems=4),
+}
+
+
+def outputs(schema: Any, seed: int) -> tuple[list[int], Structured]:
+    """By chance among what is allowed, with a taste for ends."""
+    structured, output = Structured(GRAMMARS, StructuredOutputs(json=schema), VOCAB), list[int]()
+    rng = random.Random(seed)
+    while EOS not in output:
+        row = torch.zeros(VOCAB)
+        structured.shape(row)
+        ids = (row == 0).nonzero()[:, 0].tolist()
+        assert ids, f"a dead end after {TOKENIZER.decode(output)}"
+        output.append(rng.choices(ids, [20 if i == EOS else 1 for i in ids])[0])
+        structured.advance(output[-1])
+        assert len(output) < 400
+    return output, structured
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_no_string_is_there_twice_and_no_text_is_stuck(name: str) -> None:
+    validator, texts = jsonschema_rs.validator_for(LISTS[name]), set()
+    for seed in range(25):
+        output, _ = outputs(LISTS[name], seed)
+        value = json.loads(TOKENIZER.decode(output))
+        validator.validate(value)
+        texts.add(str(value))
+    assert len(texts) > 1
+
+
+def test_without_it_strings_would_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UniqueItems, "forbid", lambda *_: None)
+    schema = LISTS["strings"] | {"title": "another"}
+    texts = [TOKENIZER.decode(outputs(schema, seed)[0]) for seed in range(25)]
+    assert not all(jsonschema_rs.is_valid(schema, json.loads(text)) for text in texts)
+
+
+def test_other_lists_may_repeat() -> None:
+    """Those of other properties, and texts that look like such a list."""
+    schema = LISTS["strings"]
+    schema = schema | {"properties": schema["properties"] | {"notes": {}}}
+    asked = StructuredOutputs(json=schema)
+    text = r'{"tags": ["a","b","ab","ba"],"notes": {"x": ["a","a"],"y": "\"tags\": [\"a\",\"a"'
+    structured = Structured(GRAMMARS, asked, VOCAB)
+    for token in TOKENIZER.encode(text):
+        row = torch.zeros(VOCAB)
+        structured.shape(row)
+        assert row[token] == 0
+        structured.advance(token)
+
+
+def tool_call() -> StructuredOutputs:
+    tool = Tool("function", Function("f", parameters=LISTS["all of them"]))
+    forced = forced_call([tool], "required", parallel=False)
+    assert forced is not None
+    return forced.output
+
+
+ASKED = [*(StructuredOutputs(json=schema) for schema in LISTS.values()), tool_call()]
+
+
+@lru_cache
+def draft() -> DraftModel:
+    return DraftModel(tiny_model(vocab_size=VOCAB, noise=0.05, seed=1))
+
+
+def run(*, drafts: bool = False, **options: Any) -> Run:
+    asked = [
+        make_request(
+            f"r{i}",
+            list(range(5, 25)),
+            structured_outputs=each,
+            max_tokens=120,
+            ignore_eos=False,
+            temperature=1.0,
+            verification="coupled",
+        )
+        for i, each in enumerate(ASKED)
+    ]
+    held, model = (draft(), draft().model) if drafts else (None, None)
+    settings = {"held": held, "grammars": GRAMMARS, "eos_ids": (EOS,)}
+    return run_engine(asked, tiny_model(vocab_size=VOCAB), model, **settings, **options)
+
+
+def test_through_the_engine_with_drafts_overlap_and_preemptions() -> None:
+    plain, whole = run(), 0
+    for i, each in enumerate(ASKED):
+        assert plain.reasons[f"r{i}"] is not FinishReason.ERROR, plain.messages
+        if plain.reasons[f"r{i}"] is FinishReason.STOP:
+            whole += 1
+            value = json.loads(TOKENIZER.decode(plain.outputs[f"r{i}"]))
+            if each.json is None:
+                value = value[0]["arguments"]
+            schema = list(LISTS.values())[i] if each.json else LISTS["all of them"]
+            jsonschema_rs.validate(schema, value)
+    assert whole >= 3
+    for depth in (0, 1):
+        drafted = run(drafts=True, lookahead="fixed:4", depth=depth)
+        assert drafted.outputs == plain.outputs and (drafted.accepted >= 1).any()
+    crowded = run(num_blocks=35, step_budget_tokens=64)
+    assert crowded.scheduler.stats.preemptions > 0 and crowded.outputs == plain.outputs
