@@ -35,13 +35,13 @@ from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.build import load_engine
 from cbatch.engine.model_files import tokenizer_of
 from cbatch.engine.options import EngineOptions
-from cbatch.training.eagle_net import EagleNet
-from cbatch.training.export import load_eagle3, load_medusa
-from cbatch.training.lessons import Lesson
-from cbatch.training.medusa_net import MedusaNet
-from cbatch.training.target_parts import TargetParts
-from cbatch.training.train_head import record
 from sim.cost.roofline import ModelShape, Roofline, RooflineConfig, load_gpu, load_shape
+from tools.heads.eagle_net import EagleNet
+from tools.heads.export import load_eagle3, load_medusa
+from tools.heads.lessons import Lesson
+from tools.heads.medusa_net import MedusaNet
+from tools.heads.target_parts import TargetParts
+from tools.heads.train_head import record
 
 WIDTHS, DEPTH = (2, 4, 8), 6  # of EAGLE's trees
 SIBLINGS = 8  # of Medusa's, at most

@@ -17,12 +17,12 @@ from tests.documents import DOCUMENTS, README, ROOT, blocks, commands, prose, re
 
 MOST_README_LINES = 150
 MOST_PICTURE_BYTES = 150_000
-TOPS = "bench|cbatch|deploy|docs|examples|sim|tests|triton_kernels"
+TOPS = "bench|cbatch|deploy|docs|examples|sim|tests|tools|triton_kernels"
 PATH = re.compile(rf"(?<![\w./:-])((?:{TOPS})(?:/[\w-]+)*/[\w.-]*\w)(?![\w*])")
 SAID_TO_BE_IN = re.compile(r"`(\w[\w.]*)(=?)`,?\s(?:in|\(|of)\s?`([\w/]+\.py)`")
 MEMBER = re.compile(r"`(_?[A-Z]\w*)\.(\w+)(?:\([^`]*\))?`")
 CLASS = re.compile(r"`(_?[A-Z][a-z]+[A-Z]\w*)(?:\([^`]*\))?`")
-MODULE = re.compile(r"(?<![\w./-])((?:bench|cbatch|sim|tests|triton_kernels)(?:\.[A-Za-z_]\w*)+)")
+MODULE = re.compile(rf"(?<![\w./-])((?:{TOPS})(?:\.[A-Za-z_]\w*)+)")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 TYPES = {"PolicyName"}  # that are no classes
 by_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -117,7 +117,8 @@ def test_commands_are_understood(path: Path) -> None:
 @by_document
 def test_flags_exist(path: Path) -> None:
     """Of `cbatch`, or of a benchmark."""
-    files = (file for top in ("bench", "triton_kernels") for file in (ROOT / top).rglob("*.py"))
+    tops = ("bench", "tools", "triton_kernels")
+    files = (file for top in tops for file in (ROOT / top).rglob("*.py"))
     known = flags(make_parser()) | set(re.findall(r'"(--[a-z-]+)"', "".join(map(read, files))))
     foreign = {"--benchmark-enable", "--enable-mixed-chunk", "--save-detailed", "--tool"}
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", read(path)))
@@ -206,7 +207,7 @@ def classes(file: Path) -> dict[str, ast.ClassDef]:
 
 @cache
 def all_classes() -> dict[str, ast.ClassDef]:
-    tops = ("cbatch", "sim", "bench", "triton_kernels")
+    tops = ("cbatch", "sim", "bench", "tools", "triton_kernels")
     files = [file for top in tops for file in (ROOT / top).rglob("*.py")]
     return {name: node for file in files for name, node in classes(file).items()}
 

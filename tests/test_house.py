@@ -13,11 +13,10 @@ ROOT = Path(__file__).parents[1]
 # Of each folder, from the top layer to the bottom. A part (a package or a file) may import what is
 # on a line below its own; parts of one line know nothing of each other.
 LAYERS = {
-    ".": ("bench", "sim", "cbatch", "triton_kernels"),
+    ".": ("bench tools", "sim", "cbatch", "triton_kernels"),
     "cbatch": (
         "cli",
         "server",
-        "training",
         "llm process",
         "engine",
         "grammars kv_events",
@@ -36,6 +35,7 @@ LAYERS = {
         "distributions report",
     ),
     "bench/load": ("cli", "run", "client"),
+    "tools": ("heads", "demo_pair"),
     "triton_kernels": (
         "slots",
         "verification",

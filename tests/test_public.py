@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zlib
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,16 @@ def test_every_public_name_is_there() -> None:
     assert set(cbatch.__all__) <= set(dir(cbatch))
     with pytest.raises(AttributeError, match="nonsense"):
         _ = cbatch.nonsense
+
+
+def test_the_wheel_holds_no_training_and_is_light() -> None:
+    """Compressed as a wheel compresses, file by file; a wheel leaves out a little more."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    include = settings["tool"]["setuptools"]["packages"]["find"]["include"]
+    files = [file for top in include for file in (ROOT / top.rstrip("*")).rglob("*")]
+    packed = [file for file in files if file.is_file() and "__pycache__" not in file.parts]
+    assert not [file for file in packed if "tools" in file.parts or "train" in file.name]
+    assert 12e6 < sum(len(zlib.compress(file.read_bytes())) for file in packed) < 16e6
 
 
 @pytest.mark.parametrize(

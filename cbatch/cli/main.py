@@ -7,7 +7,7 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cbatch import __version__
 from cbatch.cli.output import INTERRUPTED, require_place
@@ -20,13 +20,14 @@ COMMANDS = {
     "serve": ("cbatch.cli.serve", "serve completions over HTTP"),
     "bench": ("bench.load.cli.command", "load-test a server of the OpenAI API"),
     "demo": ("cbatch.cli.demo", "watch the shipped models complete functions, and a model chat"),
-    "train-head": ("cbatch.cli.train_head", "train a small head that drafts for a model"),
     "sim": ("sim.cli.replay_command", "replay a trace through the scheduler on a virtual clock"),
     "sim capacity": ("sim.cli.capacity", "the highest rate at which a trace keeps an SLO"),
     "calibrate": ("sim.cli.calibrate", "measure what steps cost here, for cbatch sim --cost"),
     "trace": ("sim.cli.trace", "look at traces of requests, convert, sample and scale them"),
     "report": ("bench.load.cli.report", "compare reports of cbatch bench and cbatch sim"),
 }
+# Commands of earlier versions, and what to run instead.
+MOVED = {"train-head": "run python -m tools.heads in a checkout of cbatch"}
 TWO_WORDS = ("sim capacity",)  # a trace may stand where a command of `sim` would
 FAILED = 2  # exit status for bad input, as argparse's
 # What the system refuses, which is no fault of a command's and needs no traceback.
@@ -52,10 +53,15 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    parser_of: Callable[[str], argparse.ArgumentParser] = make_parser,
+) -> int:
+    """Run one command and return its exit status. `parser_of` makes a parser from the first word;
+    the parser sets `run`, a function of the parsed arguments."""
     try:
         try:
-            return _run(argv)
+            return _run(argv, parser_of)
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -79,12 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 # -- inside
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(argv: Sequence[str] | None, parser_of: Callable[[str], argparse.ArgumentParser]) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if " ".join(words[:2]) in TWO_WORDS:
         words[:2] = [" ".join(words[:2])]
-    args = make_parser(words[0] if words else "").parse_args(words)
     try:
+        if words[:1] and words[0] in MOVED:
+            raise FieldError(words[0], "is no command of cbatch any more", MOVED[words[0]])
+        args = parser_of(words[0] if words else "").parse_args(words)
         require_place("--json", getattr(args, "json", None))
         status: int = args.run(args)
     except ValueError as error:

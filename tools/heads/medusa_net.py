@@ -1,0 +1,51 @@
+"""Medusa heads as they are trained (Cai et al. 2024, arXiv 2401.10774, Medusa-1): blocks on the
+frozen target's last state, before the target's own head."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tools.heads.target_parts import TargetParts
+
+
+class _Block(nn.Module):
+    def __init__(self, size: int, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size) for _ in range(count))
+
+    def forward(self, z: Tensor) -> Tensor:
+        for linear in self.layers:
+            z = z + F.silu(linear(z))
+        return z
+
+
+class MedusaNet(nn.Module):
+    """Named as vLLM names the tensors. Drafts ids of `draft_ids`, ascending."""
+
+    in_turn = False
+    slow = ()
+
+    def __init__(
+        self, parts: TargetParts, draft_ids: Tensor, *, heads: int, num_blocks: int = 1
+    ) -> None:
+        super().__init__()
+        self.parts, self.draft_ids, self.num_blocks = parts, draft_ids, num_blocks
+        self.rows = parts.head[draft_ids]
+        size = parts.config.hidden_size
+        self.blocks = nn.ModuleList(_Block(size, num_blocks) for _ in range(heads))
+        for weight in self.parameters():
+            nn.init.zeros_(weight)  # each begins by saying what the target says next
+
+    def draft(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
+        """Logits [B, L - 1, draft ids] of head j: at t of the token t + 2 + j, by the state at t.
+        tokens [B, L], states [B, L - 1, layers, hidden], of which the last is read."""
+        return [self.logits(carry) for carry in self.carried(tokens, states, steps)]
+
+    def carried(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
+        """What those logits are made of, [B, L - 1, hidden] of each head."""
+        last = self.parts.normed(states[:, :, -1])
+        return [block(last) for block in self.blocks[:steps]]
+
+    def logits(self, carry: Tensor) -> Tensor:
+        return F.linear(carry.float(), self.rows.float())

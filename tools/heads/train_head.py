@@ -1,0 +1,210 @@
+"""From a model and prompts to a head beside it: lessons, training, what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import SamplingParams
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.engine.engine import Engine
+from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.cpu.executor import TorchExecutor
+from cbatch.runtime.model.config import ModelConfig
+from tools.heads.beginning import begin
+from tools.heads.eagle_net import EagleNet, EagleShape
+from tools.heads.export import load_eagle3, save_eagle3, save_medusa
+from tools.heads.head_training import SHARP, Acceptance, HeadTraining
+from tools.heads.lessons import Lesson, Shards, write_lessons
+from tools.heads.medusa_net import MedusaNet
+from tools.heads.recorder import Recorder
+from tools.heads.target_parts import TargetParts
+
+SLOTS, BLOCK_TOKENS, STEP_TOKENS = 48, 16, 1024
+HELD_OUT_EVERY, MOST_HELD_OUT = 12, 64
+LEAST_LESSONS = 24
+REPORT_EVERY_S = 30.0
+CARD = "README.md"
+DRAFT_VOCAB = 4096
+TITLES = {"eagle3": "An EAGLE-3 head", "medusa": "Medusa heads"}
+
+Prompt = tuple[Sequence[int], SamplingParams]
+
+
+def hidden_layers(kind: str, num_layers: int) -> tuple[int, ...]:
+    """Those that an EAGLE-3 head reads, by the paper, and the last, by which all are taught; it is
+    what Medusa reads."""
+    if kind == "medusa":
+        return (num_layers,)
+    if num_layers < 6:
+        raise FieldError("model", f"{num_layers} layers are too few to read three", "take another")
+    return 2, num_layers // 2, num_layers - 3, num_layers
+
+
+def record(
+    model: str | Path,
+    prompts: Sequence[Prompt],
+    folder: Path,
+    seconds: float,
+    kind: str = "eagle3",
+) -> Shards:
+    """Lessons from the model's own answers, or what is there of an earlier run."""
+    shards, done = Shards(folder), folder / "done"
+    if done.exists():
+        return shards
+    target = load_model(model)
+    c = target.config
+    longest = max((len(tokens) + params.max_tokens for tokens, params in prompts), default=1)
+    config = SchedulerConfig(
+        num_blocks=SLOTS * -(-longest // BLOCK_TOKENS),
+        block_size_tokens=BLOCK_TOKENS,
+        max_slots=SLOTS,
+        max_model_tokens=min(longest, c.max_position_tokens),
+        vocab_size=c.vocab_size,
+        step_budget_tokens=STEP_TOKENS,
+        eos_ids=c.eos_token_ids,
+        prefix_cache=False,
+    )
+    recorder = Recorder(hidden_layers(kind, c.num_layers), shards.record)
+    executor = TorchExecutor(
+        target,
+        num_blocks=config.num_blocks,
+        block_size_tokens=BLOCK_TOKENS,
+        max_slots=SLOTS,
+        drafter=recorder,
+    )
+    told = time.monotonic()
+
+    def progress(answered: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > REPORT_EVERY_S:
+            told = time.monotonic()
+            print(f"{answered} of {len(prompts)} answers, {shards.tokens:,} tokens", flush=True)
+
+    # A run that was interrupted goes on behind the prompts whose answers are there.
+    left = prompts[shards.count :]
+    write_lessons(Engine(Scheduler(config), executor), left, recorder, shards, seconds, progress)
+    done.touch()
+    return shards
+
+
+def train_head(
+    model: str | Path,
+    shards: Shards,
+    folder: Path,
+    *,
+    kind: str,
+    name: str,
+    seconds: float,
+    draft_vocab: int | None,
+    intermediate_size: int | None,
+    depth: int,
+    with_head: bool,
+    steps: int | None = None,
+    init: Path | None = None,
+) -> Acceptance:
+    """Trains, or goes on from the checkpoint; writes the head and its card to `folder`. `init` is
+    an EAGLE-3 head to begin at. Raises `FieldError` of `init` where that is none for this model."""
+    lessons = list(shards.read())
+    if len(lessons) < LEAST_LESSONS:
+        problem = f"{len(lessons)} answers are too few to learn from and to be tested on"
+        raise FieldError("lesson_minutes", problem, f"record {LEAST_LESSONS} or more")
+    held_out = lessons[::HELD_OUT_EVERY][:MOST_HELD_OUT]
+    taught = [each for i, each in enumerate(lessons) if i % HELD_OUT_EVERY]
+    parts = TargetParts.of(model)
+    c = parts.config
+    layers = hidden_layers(kind, c.num_layers)
+    if lessons[0].states.shape[1] < len(layers):
+        problem = f"{folder} holds lessons of another kind, without the layers that {kind} reads"
+        raise FieldError("out", problem, "give another folder")
+    most = draft_vocab or (c.vocab_size if kind == "medusa" else DRAFT_VOCAB)
+    ids, coverage = frequent(taught, min(most, c.vocab_size), c.vocab_size)
+    checkpoint = folder / f"training-{kind}.pt"
+    net: EagleNet | MedusaNet
+    if kind == "medusa":
+        net = MedusaNet(parts, ids, heads=depth)
+    elif init is not None:
+        net = _eagle_at(init, parts, ids)
+    else:
+        net = EagleNet(_eagle_shape(c, intermediate_size), parts, ids)
+        if not checkpoint.exists():
+            begin(net, taught)
+    first = 1 if init is None else 2  # drafts that it has learnt already stay learnt
+    training = HeadTraining(net, parts, checkpoint, steps=depth, least_depth=first)
+    training.run(taught, seconds=seconds, max_steps=steps)
+    found = training.acceptance(held_out)
+    if isinstance(net, MedusaNet):
+        save_medusa(net, folder, with_head=with_head)
+    else:
+        save_eagle3(net, layers[:-1], folder, model=name, drafts=depth, with_head=with_head)
+    data = {
+        "answers": len(taught),
+        "tokens": sum(len(each.tokens) for each in taught),
+        "coverage": coverage,
+    }
+    card = _card(TITLES[kind], name, training, found, data, init)
+    (folder / CARD).write_text(card, encoding="utf-8")
+    return found
+
+
+def _eagle_at(init: Path, parts: TargetParts, ids: Tensor) -> EagleNet:
+    try:
+        return load_eagle3(init, parts, ids)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        problem = f"{init} is no EAGLE-3 head for this model ({str(error).splitlines()[0]})"
+        raise FieldError("init", problem, "name one that tools.heads made for it") from None
+
+
+def _eagle_shape(c: ModelConfig, intermediate_size: int | None) -> EagleShape:
+    return EagleShape(
+        hidden_size=c.hidden_size,
+        num_layers_read=3,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        intermediate_size=intermediate_size or c.intermediate_size,
+        rms_norm_eps=c.rms_norm_eps,
+        rope_theta=c.rope.theta,
+    )
+
+
+def frequent(lessons: Sequence[Lesson], count: int, vocab: int) -> tuple[Tensor, float]:
+    """The ids that are said most often, ascending, and their share of what is said. Of those said
+    equally often, or never, the lower ones: tokenizers number what they merge first, which is what
+    is most common anywhere."""
+    said = torch.cat([each.tokens[each.num_given :] for each in lessons]).long()
+    counts = said.bincount(minlength=vocab)
+    ids = counts.argsort(descending=True, stable=True)[:count].sort().values
+    return ids, float(counts[ids].sum() / counts.sum())
+
+
+def _card(
+    title: str,
+    name: str,
+    training: HeadTraining,
+    found: Acceptance,
+    data: dict[str, float],
+    init: Path | None,
+) -> str:
+    begun = "" if init is None else f", beginning at the head {init.name}"
+    depths = ", ".join(f"{rate:.2f}" for rate in found.by_depth)
+    weights = sum(p.numel() for p in training.net.parameters())
+    answers, tokens, ids = data["answers"], data["tokens"], len(training.net.draft_ids)
+    return f"""# {title} for {name}
+
+Made by `python -m tools.heads`{begun}.
+
+- Data: {answers:,} answers of the model itself, {tokens:,} tokens.
+- Drafts {ids:,} ids, {data["coverage"]:.1%} of what is said.
+- {weights / 1e6:.2f} M weights; {training.step:,} steps on {training.tokens:,} tokens,
+  {training.elapsed_s / 60:.0f} minutes. Loss {training.loss:.2f}: cross-entropy to the model's
+  distribution among those ids, sharpened (logits times {SHARP}), {training.steps} drafts deep.
+- Held out, against the model's likeliest token: of drafts number 1, 2, ... that were tried
+  {depths} stood ({found.trials:,} positions): {found.tokens_per_step:.2f} tokens a step.
+"""
