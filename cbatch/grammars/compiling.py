@@ -310,5 +310,6 @@ def _short(text: str) -> str:
     """Return an error of llguidance in one line, with places in the schema as it was given."""
     text = unquote(text.replace("<non-verbose/>", "")).replace("json-schema:///#/$defs/", "#")
     line = " ".join(text.replace("~1", "/").replace("~0", "~").split())
+    line = line.replace("schema too large", "its alternatives have too many combinations")
     line = re.sub(r"Parser Error: .* (\d+) items; max is (\d+);.*", _TOO_WIDE, line)
     return line if len(line) <= 300 else f"{line[:297]}..."

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cached_property
 from itertools import combinations
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urljoin
 
 from cbatch.core.request.errors import FieldError
 from cbatch.grammars.schema_sets import TYPES, Schema, SchemaSets
@@ -41,7 +42,9 @@ def rewritten(schema: Schema, name: str = "json") -> dict[str, Any]:
     root, definitions = rewriter.rewrite(schema, "#"), dict[str, Schema]()
     while len(definitions) < len(rewriter.references):
         reference = list(rewriter.references)[len(definitions)]
-        definitions[reference[1:]] = rewriter.rewrite(rewriter.target(reference), reference)
+        definitions[reference.removeprefix("#")] = rewriter.rewrite(
+            rewriter.target(reference), reference
+        )
     root = root if isinstance(root, dict) else {"allOf": [root]}
     return {**root, "$defs": definitions, UNIQUE: list(rewriter.unique)}
 
@@ -49,24 +52,37 @@ def rewritten(schema: Schema, name: str = "json") -> dict[str, Any]:
 class _Rewriter:
     def __init__(self, root: Schema, name: str) -> None:
         self._root, self._name = root, name
+        self._base = str(root.get("$id", "")).rstrip("#") if isinstance(root, dict) else ""
         self.references: dict[str, None] = {}
         self.unique: dict[str, None] = {}
         self._sets = SchemaSets(self.target)
 
+    @cached_property
+    def _named(self) -> dict[str, Schema]:
+        """Schemas by the references that their `$id` or `$anchor` makes; the root is ``""``."""
+        named, nodes = {"": self._root, self._base: self._root}, [self._root]
+        for node in nodes:  # which grows
+            if isinstance(node, dict) and node is not self._root:
+                for key, sign in (("$id", ""), ("id", ""), ("$anchor", "#")):
+                    if isinstance(node.get(key), str):
+                        named[urljoin(self._base, sign + node[key])] = node
+            nodes += node.values() if isinstance(node, dict) else ()
+            nodes += node if isinstance(node, list) else ()
+        return named
+
     def target(self, reference: str) -> Schema:
         """Return the schema that a `$ref` names. Raises `FieldError`."""
-        schema: Any = self._root
         try:
-            start, *steps = unquote(reference).split("/")
-            for step in steps:
+            base, _, way = unquote(reference).partition("#/")
+            schema = self._named[urljoin(self._base, base) if base.strip("#") else ""]
+            for step in way.split("/") if way else ():
                 step = step.replace("~1", "/").replace("~0", "~")
                 schema = schema[int(step) if isinstance(schema, list) else step]
-            if start == "#":
-                return schema
-        except (KeyError, IndexError, TypeError, ValueError):
-            pass
-        remedy = "put it under $defs: #/$defs/NAME"
-        raise self._refusal(f"$ref {reference}", "is not within the schema", remedy)
+            return schema
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            remedy = "put it under $defs: #/$defs/NAME"
+            problem = "is not within the schema"
+            raise self._refusal(f"$ref {reference}", problem, remedy) from error
 
     def rewrite(self, node: Schema, at: str, within: Schema = True) -> Schema:
         """Rewrite the schema at place `at`, whose values are also valid by `within`."""
@@ -78,7 +94,7 @@ class _Rewriter:
         clauses = self._replace_keywords(node, at, within)
         if clauses:
             node["allOf"] = [*node.get("allOf", ()), *clauses]
-        outer = {name: node[name] for name in ("type", "required") if name in node}
+        outer = {k: node[k] for k in ("type", "required", "properties") if k in node}
         result: dict[str, Any] = {}
         for keyword, value in node.items():
             place = f"{at}/{keyword}"
@@ -97,7 +113,7 @@ class _Rewriter:
                 result[keyword] = self._within_reach(value, place, _SIGNS[keyword])
             elif keyword == "$ref":
                 self.references[value] = None
-                name = str(value)[1:].replace("~", "~0").replace("/", "~1")
+                name = str(value).removeprefix("#").replace("~", "~0").replace("/", "~1")
                 result[keyword] = f"#/$defs/{quote(name, safe='~')}"
             elif keyword in ("const", "enum"):
                 result[keyword] = self._exact(value, place)
@@ -119,13 +135,14 @@ class _Rewriter:
     def _replace_keywords(self, node: dict[str, Any], at: str, within: Schema) -> list[Schema]:
         """Return schemas that say the same as those of `node`, a copy that may be changed."""
         clauses: list[Schema] = []
+        context = [{k: v for k, v in node.items() if k not in ("oneOf", "not", "if")}, within]
         if "oneOf" in node:
-            node["oneOf"] = self._exclusive(node, f"{at}/oneOf", within)
+            node["oneOf"] = self._exclusive(node["oneOf"], f"{at}/oneOf", *context)
         if "not" in node:
-            clauses.append(self._outside(node["not"], f"{at}/not"))
+            clauses.append(self._outside(node["not"], f"{at}/not", *context))
         if "if" in node and node.keys() & {"then", "else"}:
             then = {"allOf": [node["if"], node.get("then", True)]}
-            otherwise = [self._outside(node["if"], f"{at}/if"), node.get("else", True)]
+            otherwise = [self._outside(node["if"], f"{at}/if", *context), node.get("else", True)]
             clauses.append({"anyOf": [then, {"allOf": otherwise}]})
         for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, needed in node.get(keyword, {}).items():
@@ -142,17 +159,15 @@ class _Rewriter:
             self.unique[name[1]] = None
         return clauses
 
-    def _exclusive(self, node: dict[str, Any], at: str, within: Schema) -> list[Schema]:
-        """Return the branches of `oneOf`, each without the values of the others."""
-        branches, empty = node["oneOf"], self._sets.empty
-        rest = {name: each for name, each in node.items() if name != "oneOf"}
+    def _exclusive(self, branches: list[Schema], at: str, *context: Schema) -> list[Schema]:
+        """Return the branches of a `oneOf`, each without the values of the others. Whatever follows
+        them is also valid by `context`."""
         results: list[list[Schema]] = [[branch] for branch in branches]
         for pair in combinations(range(len(branches)), 2):
-            if empty(*(branches[number] for number in pair), rest, within):
+            if self._sets.empty(*(branches[number] for number in pair), *context):
                 continue
             for mine, other in (pair, pair[::-1]):
-                outside = self._sets.outside(branches[other])
-                ways = [way for way in outside if not empty(way, branches[mine], rest, within)]
+                ways = self._ways_out(branches[other], branches[mine], *context)
                 if not ways:
                     problem = f"values may be valid by both {mine} and {other}"
                     remedy = "give each a required const of its own, or use anyOf"
@@ -160,8 +175,13 @@ class _Rewriter:
                 results[mine].append({"anyOf": ways[: 3 if len(branches) < 5 else 1]})
         return [{"allOf": each} if each[1:] else each[0] for each in results]
 
-    def _outside(self, schema: Schema, at: str) -> Schema:
-        ways = self._sets.outside(schema)
+    def _ways_out(self, schema: Schema, *context: Schema) -> list[Schema]:
+        """Return schemas that exclude `schema` and that values valid by `context` may follow."""
+        outside = self._sets.outside(schema)
+        return [way for way in outside if not self._sets.empty(way, *context)]
+
+    def _outside(self, schema: Schema, at: str, *context: Schema) -> Schema:
+        ways = self._ways_out(schema, *context)
         if ways or self.rewrite(schema, at) in (True, {}):
             return {"anyOf": ways} if ways else False
         raise self._refusal(at, "its negation is not supported", "say what is valid instead")

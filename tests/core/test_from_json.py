@@ -74,8 +74,29 @@ def test_values_by_which_other_engines_say_none(none: dict[str, Any], same: dict
 
 
 @pytest.mark.parametrize(
+    ("given", "structured"),
+    [
+        ({"guided_json": {"type": "null"}}, StructuredOutputs(json={"type": "null"})),
+        ({"guided_regex": "a+", "guided_json": None}, StructuredOutputs(regex="a+")),
+        ({"guided_choice": ["a", "b"]}, StructuredOutputs(choice=("a", "b"))),
+        ({"guided_grammar": 'start: "a"'}, StructuredOutputs(grammar='start: "a"')),
+        (
+            {"structured_outputs": {"regex": "a", "json": None, "disable_fallback": False}},
+            StructuredOutputs(regex="a"),
+        ),
+    ],
+)
+def test_other_names_of_structured_outputs(given: Any, structured: StructuredOutputs) -> None:
+    assert sampling_from_json(given).structured_outputs == structured
+    with pytest.raises(FieldError, match="beside another field"):
+        sampling_from_json(given | {"grammar": "root ::= [a]"})
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("guided_choice", []),
+        ("guided_regex", 7),
         ("colour", 1),
         ("top_k", -2),
         ("seed", -2),

@@ -116,6 +116,18 @@ FOLLOWED: dict[str, tuple[Any, list[Any]]] = {
         },
         [{"kind": "a", "a": 1}, {"kind": "b", "b": "x"}],
     ),
+    "an if for each kind": (
+        {
+            "type": "object",
+            "properties": {"kind": {"enum": list("abcdefg")}, "a": {}, "b": {}, "c": {}},
+            "required": ["kind"],
+            "allOf": [
+                {"if": {"properties": {"kind": {"const": k}}}, "then": {"required": ["ab"[n % 2]]}}
+                for n, k in enumerate("abcdefg")
+            ],
+        },
+        [{"kind": "a", "a": 1}, {"kind": "b", "b": "x"}],
+    ),
     "if of what may be absent": (
         AB | {"if": open_object("a"), "then": {"required": ["b"]}},
         [{}, {"a": 1, "b": "x"}],
@@ -245,6 +257,33 @@ def test_descriptions_do_not_count() -> None:
     assert follows(StructuredOutputs(json=schema), '{"a": 1}')
     with pytest.raises(FieldError, match="has [0-9]+ characters; use <= 65536"):
         GRAMMARS.check(StructuredOutputs(json={"enum": ["x" * 70_000]}))
+
+
+ADDRESS = {**open_object("s", type="string"), "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("root", "reference", "address"),
+    [
+        ({}, "#/$defs/x", {}),
+        ({}, "address.json", {"$id": "address.json"}),
+        ({"$id": "https://e.com/root"}, "/schemas/x", {"$id": "https://e.com/schemas/x"}),
+        ({"$id": "https://e.com/root"}, "https://e.com/schemas/x", {"$id": "/schemas/x"}),
+        ({"$id": "https://e.com/root"}, "https://e.com/root#/$defs/x", {}),
+        ({"id": "https://e.com/root#"}, "#x", {"id": "#x"}),
+        ({}, "#x", {"$anchor": "x"}),
+    ],
+)
+def test_references_within_the_schema(root: Any, reference: str, address: Any) -> None:
+    schema = {**root, **open_object("a", **{"$ref": reference}), "$defs": {"x": ADDRESS | address}}
+    assert follows(StructuredOutputs(json=schema), '{"a": {"s": "x"}}')
+    assert not follows(StructuredOutputs(json=schema), '{"a": 1}')
+
+
+def test_a_schema_may_refer_to_itself() -> None:
+    schema = {"type": "object", "properties": {"n": {"$ref": "#"}}, "additionalProperties": False}
+    asked = StructuredOutputs(json=schema)
+    assert follows(asked, '{"n": {"n": {}}}') and not follows(asked, '{"n": {"m": {}}}')
 
 
 # ---- schemas within other grammars ------------------------------------------------------------
