@@ -259,6 +259,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # smaller goes first, under the `priority` queue policy
     cache_salt: CacheSalt | None = None  # prefixes are shared with requests of the same one alone
     compile_s: float = 0.0  # that its structured outputs took where they were tried
+    itl_target_s: float | None = None  # longest gap between its tokens; None: the scheduler's
 
     def prompt_array(self) -> np.ndarray:
         """The prompt as integers of any width: nobody has checked yet that int32 holds them."""

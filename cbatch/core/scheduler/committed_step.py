@@ -82,6 +82,13 @@ class CommittedStep:
         live = ~np.isin(slots, self._flight.void_slots)
         return Shadow(slots[live], found.trials[live], found.hits[live])
 
+    def num_pairs(self) -> int:
+        """Return the (query, key) pairs of its attention, once its tokens are in the table: each
+        row's new tokens attend to all that it then has in KV."""
+        table, rows = self._table, self.rows
+        kv_len = table.num_tokens[rows] - table.num_uncomputed_tokens[rows]
+        return int(kv_len.astype(np.int64) @ self.plan.query_lens)
+
     def sample(self) -> StepSample:
         """What it computed, and how long that took: with what it took besides what the executor
         measured, planning, text, whoever drives the loop. If that is longer than the step itself,

@@ -12,6 +12,7 @@ from cbatch.core.scheduler.plan import RowStatus, StepResult
 from cbatch.core.scheduler.sequence import Commit
 from cbatch.core.scheduler.slot_table import advance
 from cbatch.core.scheduler.state import SchedulerState
+from cbatch.core.scheduler.step_costs import PLAIN_EVERY
 
 _NON_FINITE = int(RowStatus.NON_FINITE)
 _DRAFT_NON_FINITE = int(RowStatus.DRAFT_NON_FINITE)
@@ -38,6 +39,8 @@ class Committer:
         may_end = state.may_end(flight.tokens.total_drafts)
         self._advance(step)
         state.policy.observe(step)
+        if step.has_chunks or not result.step_id % PLAIN_EVERY or flight.itl_target_s is not None:
+            self._observe_costs(step, flight.itl_target_s)
         ended = self._find_ends(step, may_end) if may_end or len(state.stop_union) else []
         if step.has_errors:
             self._forget_drafts(step)
@@ -70,6 +73,13 @@ class Committer:
         ):
             raise ValueError(f"step {result.step_id}: the result's generations are not the plan's")
         return flights.pop(0)
+
+    def _observe_costs(self, step: CommittedStep, itl_target_s: float | None) -> None:
+        costs, sample = self.state.step_costs, step.sample()
+        seconds, tokens = sample.draft_s + sample.target_s, sample.work.target_tokens
+        costs.observe(tokens, step.num_pairs(), seconds, has_prompts=step.has_chunks)
+        if itl_target_s is not None:
+            costs.observe_target(itl_target_s, seconds)
 
     def _advance(self, step: CommittedStep) -> None:
         state, table, rows = self.state, self.state.table, step.rows

@@ -59,11 +59,18 @@ class DecodeBatch(msgspec.Struct, eq=False):
     wants_logits: np.ndarray  # all of them do
     plain: RowTokens  # one token each
     may_draft: bool  # somebody may
+    itl_target_s: float | None = None  # the least of its rows
     limits: DraftLimits | None = None  # None: nobody has asked
     tokens_until_end: int = 0  # at least so many before any row comes near its end
 
     @classmethod
-    def of(cls, table: SlotTable, owners: list[Sequence], slots: list[int]) -> DecodeBatch:
+    def of(
+        cls,
+        table: SlotTable,
+        owners: list[Sequence],
+        slots: list[int],
+        itl_target_s: float | None = None,
+    ) -> DecodeBatch:
         index = np.array(slots, dtype=np.intp)
         count = len(slots)
         adjacent = count > 0 and slots[-1] - slots[0] == count - 1
@@ -79,6 +86,7 @@ class DecodeBatch(msgspec.Struct, eq=False):
             wants_logits=table.trues[:count],
             plain=RowTokens(zeros, table.ones[:count], zeros, 0),
             may_draft=bool(np.count_nonzero(table.max_lookahead[rows])),
+            itl_target_s=itl_target_s,
         )
 
     def draft_limits(self, table: SlotTable) -> DraftLimits:
@@ -113,5 +121,6 @@ class Flight(msgspec.Struct, eq=False):
     owners: list[Sequence]  # by row
     tokens: RowTokens
     overlaps: bool  # it was made while another was in flight
+    itl_target_s: float | None = None  # of its decoding rows
     void_slots: list[int] = []  # ended since: their results are dropped
     held_slots: list[int] = []  # of these, the ones to free when this plan commits

@@ -41,9 +41,17 @@ class DraftableRows:
 
     @cached_property
     def budget_tokens(self) -> int:
-        budget = self._state.config.step_budget_tokens - self.num_rows
-        if self._state.prefilling or self._state.waiting:
+        state, target_s = self._state, self._batch.itl_target_s
+        budget = state.config.step_budget_tokens - self.num_rows
+        has_prompts = bool(state.prefilling or state.waiting)
+        if has_prompts:
             budget //= 2  # speculation does not starve prompts
+        if target_s is not None:
+            pairs, costs = self.room().context_tokens, state.step_costs
+            within = costs.tokens_within(target_s, self.num_rows, pairs, pairs // self.num_rows)
+            if has_prompts:
+                within -= costs.chunk(self.num_rows, pairs, 0, target_s)
+            budget = max(min(budget, within), 0)
         return budget
 
     def room(self) -> StepBudget:

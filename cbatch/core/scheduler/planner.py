@@ -30,10 +30,8 @@ class Planner:
         if state.prefilling or (state.waiting and state.table.num_free):
             left = state.config.step_budget_tokens - len(batch.slots) - tokens.total_drafts
             left -= ceil(tokens.total_catch_up * state.config.catch_up_price)
-            chunks = self._prefill.schedule_chunks(left)
-            left -= sum(chunk.query_len for chunk in chunks)
-            if state.stats.preemptions == num_preemptions and not state.pending_preemption:
-                chunks += self._prefill.admit(left)
+            may_admit = state.stats.preemptions == num_preemptions and not state.pending_preemption
+            chunks = self._prefill.schedule(left, batch, tokens, may_admit=may_admit)
         if not (len(batch.slots) or chunks):
             return None
         return self._build(batch, tokens, chunks)
@@ -210,5 +208,6 @@ class Planner:
             deltas=state.take_deltas(),
         )
         self._next_step_id += 1
-        state.flights.append(Flight(plan, rows, owners, tokens, bool(state.flights)))
+        flight = Flight(plan, rows, owners, tokens, bool(state.flights), batch.itl_target_s)
+        state.flights.append(flight)
         return plan

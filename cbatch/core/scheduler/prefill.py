@@ -1,9 +1,17 @@
-"""Prompts in a step: chunks of those that are being computed, and who is admitted."""
+"""Prompts in a step: how many tokens of them, chunks of which, and who is admitted.
+
+Of the rows that prefill, the one with the fewest remaining tokens is served first, so that a short
+prompt does not wait for the end of a long one. A row is overtaken by at most as many tokens as it
+had to compute itself; then it goes first. Under the `priority` policy no row overtakes one of a
+higher priority. Requests are admitted in service order (see queue.py).
+"""
 
 from __future__ import annotations
 
 import msgspec
 
+from cbatch.core.scheduler.decode_batch import DecodeBatch, RowTokens
+from cbatch.core.scheduler.sequence import Sequence
 from cbatch.core.scheduler.state import SchedulerState
 
 
@@ -15,40 +23,100 @@ class Chunk(msgspec.Struct, frozen=True):
     last: bool
 
 
+class _Row(msgspec.Struct, frozen=True):
+    """A row that prefills."""
+
+    slot: int
+    sequence: Sequence
+    remaining_tokens: int
+
+    @property
+    def is_due(self) -> bool:
+        return self.sequence.overtaken_tokens >= self.sequence.tokens_at_admission
+
+
 class PrefillScheduler:
-    """Asked once a plan each, after the decoding rows have their tokens and blocks."""
+    """Asked once per plan, after the decoding rows have their tokens and blocks."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
 
-    def schedule_chunks(self, budget_tokens: int) -> list[Chunk]:
-        """Of the rows that prefill, in order of admission."""
-        chunks = []
-        for slot in self.state.prefilling:
+    def schedule(
+        self, budget_tokens: int, batch: DecodeBatch, tokens: RowTokens, *, may_admit: bool
+    ) -> list[Chunk]:
+        """Return the chunks of a step in which the rows of `batch` decode `tokens`."""
+        rows = self._rows()
+        budget_tokens = min(budget_tokens, self._most_tokens(rows, batch, tokens))
+        chunks: list[Chunk] = []
+        if may_admit and rows and budget_tokens > 0:
+            chunks += self._admit(budget_tokens, before=rows[0])
+            budget_tokens -= sum(chunk.query_len for chunk in chunks)
+        for row in rows:
             if budget_tokens <= 0:
-                break
-            sequence = self.state.owners[slot]
-            assert sequence is not None
-            if sequence.pending_preemption:
-                continue
-            chunk = self._chunk(slot, budget_tokens)
-            chunks.append(chunk)
-            budget_tokens -= chunk.query_len
+                return chunks
+            chunks.append(self._serve(row, budget_tokens))
+            budget_tokens -= chunks[-1].query_len
+        if may_admit and budget_tokens > 0:
+            chunks += self._admit(budget_tokens)
         return chunks
 
-    def _chunk(self, slot: int, budget_tokens: int) -> Chunk:
+    def _most_tokens(self, rows: list[_Row], batch: DecodeBatch, tokens: RowTokens) -> int:
+        """While rows decode, the prompt tokens that the step is worth (see step_costs.py)."""
+        state, num_rows = self.state, len(batch.slots)
+        if not num_rows:
+            return state.config.step_budget_tokens
+        pairs = int(state.table.num_tokens[batch.rows] @ tokens.query_lens)
+        context = state.table.kv_len(rows[0].slot) if rows else 0
+        target_s = batch.itl_target_s
+        return state.step_costs.chunk(num_rows + tokens.total_drafts, pairs, context, target_s)
+
+    def _rows(self) -> list[_Row]:
+        """Return the rows that prefill, in the order in which they are served."""
+        rows = []
+        for slot in self.state.prefilling:
+            sequence = self.state.owners[slot]
+            assert sequence is not None
+            if not sequence.pending_preemption:
+                rows.append(_Row(slot, sequence, self._remaining(slot)))
+        if len(rows) > 1:
+            rows.sort(key=lambda row: (self._level(row.sequence), self._turn(row)))
+        return rows
+
+    @staticmethod
+    def _turn(row: _Row) -> int:
+        return 0 if row.is_due else row.remaining_tokens
+
+    def _level(self, sequence: Sequence) -> float:
+        """Return what no sequence of a higher value overtakes."""
+        return sequence.rank[0] if self.state.config.queue_policy == "priority" else 0.0
+
+    def _remaining(self, slot: int) -> int:
         left = int(self.state.table.num_uncomputed_tokens[slot])
         for flight in self.state.flights:  # exact, since a prefilling row drafts nothing
             left -= int(flight.plan.query_lens[flight.plan.slots == slot].sum())
-        return Chunk(slot, min(left, budget_tokens), last=left <= budget_tokens)
+        return left
 
-    def admit(self, budget_tokens: int) -> list[Chunk]:
-        """Of the waiting sequences that enter now, in service order (see scheduler.py)."""
+    def _serve(self, row: _Row, budget_tokens: int) -> Chunk:
+        left = row.remaining_tokens
+        chunk = Chunk(row.slot, min(left, budget_tokens), last=left <= budget_tokens)
+        for slot in self.state.prefilling:  # in order of admission
+            if slot == row.slot:
+                break
+            earlier = self.state.owners[slot]
+            assert earlier is not None
+            earlier.overtaken_tokens += chunk.query_len
+        return chunk
+
+    def _admit(self, budget_tokens: int, before: _Row | None = None) -> list[Chunk]:
+        """Admit waiting sequences, in service order (see scheduler.py), and return their chunks;
+        `before`: only those that are served before this row."""
         state, pool = self.state, self.state.pool
         chunks: list[Chunk] = []
         cached = False  # what running sequences have completed
         for sequence in list(state.waiting) if budget_tokens > 0 else ():
             if budget_tokens <= 0 or not state.table.num_free:
+                break
+            if before is not None and not self._overtakes(sequence, before):
                 break
             # The last known token is always computed: its logits are wanted.
             may_hit = state.config.prefix_cache and not sequence.computes_prompt
@@ -64,6 +132,11 @@ class PrefillScheduler:
             if fresh + pool.count_unreferenced(match.blocks) > pool.num_available:
                 break
             slot = state.admit(sequence, match)
-            chunks.append(self._chunk(slot, budget_tokens))
+            chunks.append(self._serve(_Row(slot, sequence, self._remaining(slot)), budget_tokens))
             budget_tokens -= chunks[-1].query_len
         return chunks
+
+    def _overtakes(self, sequence: Sequence, row: _Row) -> bool:
+        level, other = self._level(sequence), self._level(row.sequence)
+        shorter = not row.is_due and len(sequence.tokens) < row.remaining_tokens
+        return level < other or (level == other and shorter)

@@ -29,6 +29,7 @@ class Sequence(msgspec.Struct, eq=False):
     chain_end: Node = ROOT  # in the prefix cache, of its last named block
     chain_blocks: int = 0  # blocks that have been named, promised or ready
     tokens_at_admission: int = 0
+    overtaken_tokens: int = 0  # of later prompts, computed since while this one waited
     preemptions: int = 0
     pending_preemption: bool = False  # chosen as a victim; leaves once its plan in flight commits
 

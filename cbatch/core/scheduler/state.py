@@ -15,6 +15,7 @@ from cbatch.core.scheduler.queue import WaitingQueue, rank_request
 from cbatch.core.scheduler.recorded_pool import RecordedBlockPool
 from cbatch.core.scheduler.sequence import Finished, SchedulerStats, Sequence
 from cbatch.core.scheduler.slot_table import SlotTable
+from cbatch.core.scheduler.step_costs import StepCosts
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policy import PolicyLimits
@@ -49,6 +50,7 @@ class SchedulerState:
             config.lookahead if config.default_chain else LookaheadConfig(),
             PolicyLimits(config.max_slots, config.step_budget_tokens, config.cost_profile),
         )
+        self.step_costs = StepCosts(config.step_budget_tokens)
         # Whether there is a draft's KV to keep count of.
         self.has_draft_kv = self.policy.max_depth > 0 and config.draft_context_tokens is not None
         # A reserve of at least a block makes every sequence gain one between two preemptions.
@@ -169,7 +171,11 @@ class SchedulerState:
         return self.cached_batch
 
     def batch_of(self, slots: list[int]) -> DecodeBatch:
-        return DecodeBatch.of(self.table, self.owners_of(slots), slots)
+        owners, target_s = self.owners_of(slots), self.config.itl_target_s
+        targets = [owner.request.itl_target_s or target_s for owner in owners]
+        return DecodeBatch.of(
+            self.table, owners, slots, min((t for t in targets if t is not None), default=None)
+        )
 
     def owners_of(self, slots: list[int]) -> list[Sequence]:
         return cast("list[Sequence]", [self.owners[slot] for slot in slots])

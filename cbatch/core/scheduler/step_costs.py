@@ -1,0 +1,94 @@
+"""The duration of a step, learned from committed steps, and how many prompt tokens it may hold.
+
+    T(n) + s * pairs
+
+n tokens go through the model in a step, of prompts, decodes and drafts alike; `pairs` counts the
+(query, key) pairs of its attention. Durations are wall time: what the executor measured, and the
+host's part of the turn. While rows decode, a step takes as few prompt tokens as read prompts at
+nearly the best speed, so that the rows' next tokens do not wait for longer than that needs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cbatch.core.speculation.step_curve import StepCurve
+
+SHARE_OF_BEST = 0.95  # of the prompt throughput of the best chunk: what the chosen chunk keeps
+PLAIN_EVERY = 16  # of the steps without prompts one in so many is observed
+_FIRST_CHUNK = 64  # prompt tokens next to decoding rows until a step with prompts was measured
+_LEAST_CHUNK = 8  # prompt tokens that a step takes whatever its target: prompts must go on
+# A step is planned to take this share of its target. The share falls after a step that took longer
+# and rises after each that did not, so that one step of a hundred takes longer.
+_FIRST_MARGIN, _MARGIN_FALL, _MARGIN_RISE = 0.85, 0.04, 0.0004
+_LEAST_MARGIN = 0.4
+
+
+class StepCosts:
+    """Observe steps by `observe`; every method is a function of what was observed."""
+
+    def __init__(self, max_tokens: int) -> None:
+        """`max_tokens`: the most tokens of a step."""
+        self._curve = StepCurve(max_tokens, fits_slope=True)
+        sizes = _LEAST_CHUNK * 2 ** (np.arange(80) / 4)  # four sizes per doubling
+        self._sizes = np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens)
+        self._has_prompts = False
+        self._margin = _FIRST_MARGIN
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any step had a duration."""
+        return bool(self._curve.known)
+
+    def observe(self, tokens: int, pairs: int, seconds: float, *, has_prompts: bool) -> None:
+        """Take in a step. Durations that are not positive were not measured."""
+        if seconds > 0 and tokens > 0:
+            self._curve.observe(tokens, seconds, pairs)
+            self._has_prompts |= has_prompts
+
+    def observe_target(self, target_s: float, seconds: float) -> None:
+        """Take in whether a step with decoding rows kept their target."""
+        change = -_MARGIN_FALL if seconds > target_s else _MARGIN_RISE
+        self._margin = min(max(self._margin + change, _LEAST_MARGIN), 1.0)
+
+    def prompt_tokens(self, most: int) -> int:
+        """Return the fewest prompt tokens of a step, at most `most`, that keep `SHARE_OF_BEST` of
+        the prompt throughput n / T(n) of the best n. Without prices that is `most`."""
+        if not self.is_known:
+            return most
+        if not self._has_prompts:
+            return min(most, _FIRST_CHUNK)
+        speeds = self._sizes / self._curve.over(self._sizes, 0)
+        best = int(np.argmax(speeds >= SHARE_OF_BEST * speeds.max()))
+        return min(int(self._sizes[best]), most)
+
+    def tokens_within(self, target_s: float, rows: int, pairs: int, context_tokens: int) -> int:
+        """Return how many tokens fit a step within `target_s` besides those of `rows` decoding
+        rows with `pairs`; each new one attends to `context_tokens`. Without prices all fit."""
+        if not self.is_known:
+            return int(self._sizes[-1])
+        more_s = self._curve.slope_s * self._sizes * (context_tokens + self._sizes / 2)
+        step_s = self._curve.over(rows + self._sizes, pairs) + more_s
+        fitting = np.count_nonzero(step_s <= self._margin * target_s)
+        return int(self._sizes[fitting - 1]) if fitting else 0
+
+    def chunk(self, rows: int, pairs: int, context_tokens: int, target_s: float | None) -> int:
+        """Return the prompt tokens of a step in which `rows` rows decode, with `pairs`: as
+        `prompt_tokens`, and no more than keep it within `target_s`."""
+        chosen = self.prompt_tokens(int(self._sizes[-1]))
+        if target_s is None:
+            return chosen
+        fitting = self.tokens_within(target_s, rows, pairs, context_tokens)
+        return min(chosen, max(fitting, _LEAST_CHUNK))
+
+    def reading_s(self, prompts: list[int], rows: int, budget_tokens: int) -> float:
+        """Return the estimated seconds until prompts of these many tokens are computed, one after
+        the other, while `rows` rows decode."""
+        if not self.is_known:
+            return 0.0
+        chunk = min(self.chunk(rows, 0, 0, None), budget_tokens) if rows else budget_tokens
+        total = sum(prompts)
+        chunk = max(min(chunk, total), 1)
+        step_s = float(self._curve.over(rows + chunk, 0))
+        pairs = sum(tokens * tokens / 2 for tokens in prompts)
+        return total / chunk * step_s + self._curve.slope_s * pairs
