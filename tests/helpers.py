@@ -139,15 +139,15 @@ def make_request(
     if isinstance(prompt, int):
         rng = np.random.default_rng([ord(c) for c in name])
         prompt = rng.integers(0, VOCAB_SIZE, prompt).tolist()
-    priority, cache_salt = params.pop("priority", 0), params.pop("cache_salt", None)
+    fields = ("priority", "cache_salt", "itl_target_s")
+    named = {field: params.pop(field) for field in fields if field in params}
     return Request(
         request_id=name,
         prompt=tuple(prompt),
         params=SamplingParams(**params),
         seed=seed,
         choice=choice,
-        priority=priority,
-        cache_salt=cache_salt,
+        **named,
     )
 
 
@@ -172,6 +172,7 @@ class World:
         log: Any = None,
         acceptance: Any = None,
         faults: Any = None,
+        cost: Any = None,
     ) -> None:
         self.config = config or make_config()
         self.clock = VirtualClock()
@@ -185,6 +186,7 @@ class World:
             clock=self.clock,
             acceptance=acceptance or ModelledAcceptance(0.7),
             faults=faults,
+            cost=cost,
             draft_context_tokens=self.config.draft_context_tokens,
             drafter=self.config.default_chain,
         )

@@ -373,6 +373,7 @@ class SimExecutor:
             rows=len(rows),
             target_tokens=sum(row.query_len for row in rows),
             context_tokens=sum(row.context_tokens for row in rows),
+            decode_pairs=sum(row.query_len * row.context_tokens for row in rows),
             draft_depth=max((row.num_drafts for row in rows), default=0),
             draft_tokens=sum(row.num_drafts + row.catch_up for row in rows),
         )

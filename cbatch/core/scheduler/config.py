@@ -46,10 +46,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     drafter: tuple[str, ...] | None = None
     lookahead: LookaheadConfig = LookaheadConfig()
     cost_profile: CostProfile | None = None  # of `goodput`; None: prices are learnt on the way
-    # Seconds. The longest gap between tokens of a row that decodes while prompts are read, and the
-    # longest time until a prompt is read, as estimated when its request comes. None: any.
-    itl_target_s: float | None = None
-    ttft_target_s: float | None = None
+    itl_target_s: float | None = None  # longest gap between tokens of a decoding row; None: any
 
     def __post_init__(self) -> None:
         checks = (
@@ -74,12 +71,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 self.ageing_per_s is None or self.ageing_per_s >= 0,
                 "give 0 or more",
             ),
-            *(
-                (name, value is None or value > 0, "give seconds above 0, or leave it out")
-                for name, value in (
-                    ("itl_target_s", self.itl_target_s),
-                    ("ttft_target_s", self.ttft_target_s),
-                )
+            (
+                "itl_target_s",
+                self.itl_target_s is None or self.itl_target_s > 0,
+                "give seconds above 0, or leave it out",
             ),
             (
                 "drafter",

@@ -153,6 +153,18 @@ class Scheduler:
         return len(self._state.flights)
 
     @property
+    def prompt_token_s(self) -> float:
+        """The estimated seconds per prompt token at the present load; 0: not known yet."""
+        state = self._state
+        return state.step_costs.prompt_token_s(len(state.decoding), self.config.step_budget_tokens)
+
+    @property
+    def remaining_prompt_tokens(self) -> int:
+        """Of the rows that prefill, the tokens that no committed step has computed."""
+        state = self._state
+        return int(state.table.num_uncomputed_tokens[state.prefilling].sum())
+
+    @property
     def stats(self) -> SchedulerStats:
         return self._state.stats
 

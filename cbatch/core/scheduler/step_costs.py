@@ -19,8 +19,8 @@ PLAIN_EVERY = 16  # of the steps without prompts one in so many is observed
 _FIRST_CHUNK = 64  # prompt tokens next to decoding rows until a step with prompts was measured
 _LEAST_CHUNK = 8  # prompt tokens that a step takes whatever its target: prompts must go on
 # A step is planned to take this share of its target. The share falls after a step that took longer
-# and rises after each that did not, so that one step of a hundred takes longer.
-_FIRST_MARGIN, _MARGIN_FALL, _MARGIN_RISE = 0.85, 0.04, 0.0004
+# and rises after each that did not, so that one step of two hundred takes longer.
+_FIRST_MARGIN, _MARGIN_FALL, _MARGIN_RISE = 0.85, 0.04, 0.0002
 _LEAST_MARGIN = 0.4
 
 
@@ -81,14 +81,10 @@ class StepCosts:
         fitting = self.tokens_within(target_s, rows, pairs, context_tokens)
         return min(chosen, max(fitting, _LEAST_CHUNK))
 
-    def reading_s(self, prompts: list[int], rows: int, budget_tokens: int) -> float:
-        """Return the estimated seconds until prompts of these many tokens are computed, one after
-        the other, while `rows` rows decode."""
-        if not self.is_known:
+    def prompt_token_s(self, rows: int, budget_tokens: int) -> float:
+        """Return the estimated seconds per prompt token, at the contexts that were usual lately,
+        while `rows` rows decode; 0 without prices."""
+        if not self._has_prompts:
             return 0.0
-        chunk = min(self.chunk(rows, 0, 0, None), budget_tokens) if rows else budget_tokens
-        total = sum(prompts)
-        chunk = max(min(chunk, total), 1)
-        step_s = float(self._curve.over(rows + chunk, 0))
-        pairs = sum(tokens * tokens / 2 for tokens in prompts)
-        return total / chunk * step_s + self._curve.slope_s * pairs
+        chunk = min(self.prompt_tokens(budget_tokens), budget_tokens) if rows else budget_tokens
+        return self._curve.usual_s(min(rows + chunk, int(self._sizes[-1]))) / chunk

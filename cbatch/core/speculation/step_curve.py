@@ -79,6 +79,11 @@ class StepCurve:
         seconds = np.interp(counts, *self._levels(context)) if self.known else 0.0 * counts
         return np.maximum(seconds, _LEAST_S)
 
+    def usual_s(self, count: int) -> float:
+        """Return the seconds of a step of `count` tokens, with the context of steps about it."""
+        nearest = min(self.known, key=lambda at: abs(at - self._nearest(count)))
+        return float(self.over(count, self._points[nearest][2]))
+
     def _levels(self, context: float) -> tuple[list[float], list[float]]:
         """Return counts, ascending to the most there can be, and seconds that never fall."""
         lowest_s, often, counts, levels_s = math.inf, 0.0, [], []

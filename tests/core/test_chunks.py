@@ -1,0 +1,279 @@
+"""Prompt tokens of a step: as few as prompts need while rows decode, shared by the prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.scheduler.plan import StepPlan
+from cbatch.core.scheduler.step_costs import SHARE_OF_BEST, StepCosts
+from cbatch.core.speculation.step_work import StepWork
+from tests.checking.cost import LinearCost
+from tests.helpers import World, make_config, make_request, rows_of
+
+BASE_S, TOKEN_S, PAIR_S = 5e-3, 1e-3, 3e-7
+COST = LinearCost(base_s=BASE_S, token_s=TOKEN_S, context_token_s=0.0, row_s=0.0)
+PROMPT_TOKENS = 1900
+
+
+class Attending(LinearCost, frozen=True):
+    """A step also takes time for each (query, key) pair, and varies by a share `noise`."""
+
+    noise: float = 0.0
+
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
+        draft_s, target_s, host_s = super().step_s(work)
+        target_s += PAIR_S * work.decode_pairs
+        wave = np.sin(1e4 * target_s + 7.3 * work.context_tokens)
+        return draft_s, target_s * (1 + self.noise * float(wave)), host_s
+
+
+def sizes(**more: object) -> dict[str, object]:
+    return {
+        "num_blocks": 4096,
+        "max_model_tokens": 2048,
+        "step_budget_tokens": 1024,
+        "block_size_tokens": 16,
+        **more,
+    }
+
+
+def world_of(cost: LinearCost = COST, *, depth: int = 0, **more: object) -> World:
+    """Four rows that decode, past their prompts."""
+    world = World(make_config(**sizes(**more)), depth=depth, cost=cost)
+    world.add(*(make_request(f"stream {i}", 8, max_tokens=900) for i in range(4)))
+    for _ in range(40):
+        world.step()
+    return world
+
+
+def prompt_tokens(world: World, plan: StepPlan) -> int:
+    rows = rows_of(world, plan)
+    return sum(row["query_len"] for name, row in rows.items() if not name.startswith("stream"))
+
+
+def read_prompts(world: World, *prompts: int) -> tuple[list[int], list[float]]:
+    """Prompt tokens and seconds of each step until prompts of these lengths are read."""
+    for number, tokens in enumerate(prompts):
+        name = f"prompt {number} {world.clock()}"
+        world.add(make_request(name, tokens, max_tokens=1))
+    return steps_until(world, lambda: not world.scheduler.state.prefilling)
+
+
+def steps_until(world: World, done: object) -> tuple[list[int], list[float]]:
+    tokens, seconds = [], []
+    for _ in range(3000):
+        before_s = world.clock()
+        world.step()
+        tokens.append(prompt_tokens(world, world.plans[-1]))
+        seconds.append(world.clock() - before_s)
+        if done():
+            return tokens, seconds
+    raise AssertionError("the prompts were not read")
+
+
+# ---- how many tokens ----------------------------------------------------------------------------
+
+
+def test_the_chosen_chunk_is_the_least_that_keeps_prompts_fast() -> None:
+    costs = StepCosts(1024)
+    for tokens in (8, 16, 32, 64, 128, 256, 512, 1024):
+        costs.observe(tokens, 0, BASE_S + TOKEN_S * tokens, has_prompts=True)
+    best = 1024 / (BASE_S + TOKEN_S * 1024)
+    chosen = costs.prompt_tokens(1024)
+    speed = chosen / (BASE_S + TOKEN_S * chosen)
+    assert speed >= SHARE_OF_BEST * best
+    half = chosen / 2
+    assert half / (BASE_S + TOKEN_S * half) < SHARE_OF_BEST * best
+    assert costs.prompt_tokens(16) == 16
+
+
+def test_where_steps_cost_the_same_the_whole_budget_is_taken() -> None:
+    """A GPU that waits for its weights."""
+    costs = StepCosts(1024)
+    for tokens in (4, 16, 64, 256, 1024):
+        costs.observe(tokens, 0, BASE_S, has_prompts=True)
+    assert costs.prompt_tokens(1024) >= SHARE_OF_BEST * 1024 / 2 ** (1 / 4)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_streams_do_not_wait_for_a_prompt(depth: int) -> None:
+    world = world_of(depth=depth)
+    read_prompts(world, PROMPT_TOKENS)  # prices are learned
+    tokens, seconds = read_prompts(world, PROMPT_TOKENS)
+    best = 1024 / (BASE_S + TOKEN_S * 1024)
+    chunk = int(np.median([count for count in tokens if count]))
+    assert chunk < 256
+    assert chunk / (BASE_S + TOKEN_S * chunk) >= 0.9 * best
+    assert max(seconds) < 0.3  # of the whole budget a step takes 1.03 s
+    assert sum(tokens) >= PROMPT_TOKENS - chunk
+
+
+def test_nothing_decodes_and_the_whole_budget_is_taken() -> None:
+    world = World(make_config(**sizes()), cost=COST)
+    tokens, _ = read_prompts(world, 1000, 1000)
+    assert tokens[0] == 1000 + 24  # the budget
+    world.run()
+    world.assert_reference()
+
+
+def test_without_durations_the_whole_budget_is_taken() -> None:
+    free = LinearCost(base_s=0, token_s=0, context_token_s=0, row_s=0)
+    tokens, _ = read_prompts(world_of(free), PROMPT_TOKENS)
+    assert max(tokens) == 1020
+
+
+def test_a_first_prompt_is_read_in_small_chunks() -> None:
+    _, seconds = read_prompts(world_of(), PROMPT_TOKENS)
+    assert max(seconds) < 0.3
+
+
+# ---- a target -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", ["off", "fixed:4", "goodput:4"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_target_is_kept(lookahead: str, depth: int) -> None:
+    cost = Attending(base_s=BASE_S, token_s=TOKEN_S, context_token_s=0.0, row_s=0.0, noise=0.1)
+    world = world_of(cost, depth=depth, lookahead=lookahead, itl_target_s=0.05)
+    read_prompts(world, *[PROMPT_TOKENS] * 2)
+    tokens, seconds = read_prompts(world, *[PROMPT_TOKENS] * 6)
+    assert np.mean(np.array(seconds) > 0.05) <= 0.01
+    assert np.median(tokens) > 10
+    assert len(set(tokens)) > 3  # contexts grow and chunks shrink
+    untargeted = world_of(cost, depth=depth, lookahead=lookahead)
+    _, longer = read_prompts(untargeted, *[PROMPT_TOKENS] * 2)
+    assert np.mean(np.array(longer) > 0.05) > 0.5
+
+
+def test_drafts_shrink_before_a_target_is_missed() -> None:
+    """Steps of 4 rows with 4 drafts each take 25 ms without a prompt."""
+    drafts = {}
+    for target_s in (None, 0.05, 0.012):
+        world = world_of(lookahead="fixed:4", itl_target_s=target_s, draft_context_tokens=2048)
+        first = len(world.plans)
+        read_prompts(world, PROMPT_TOKENS)
+        for _ in range(40):
+            world.step()
+        plans = world.plans[first:]
+        drafts[target_s] = [int(plan.num_drafts.sum()) for plan in plans]
+        if target_s is not None:
+            durations = np.array([BASE_S + TOKEN_S * plan.query_lens.sum() for plan in plans])
+            assert np.mean(durations[5:] > max(target_s, 0.017)) <= 0.02
+    assert max(drafts[None]) == 16 and max(drafts[0.05]) == 16
+    assert max(drafts[0.012][40:]) < 4
+
+
+def test_a_request_may_bring_a_target_of_its_own() -> None:
+    world = world_of(itl_target_s=None)
+    read_prompts(world, PROMPT_TOKENS)
+    _, usual = read_prompts(world, PROMPT_TOKENS)
+    world.add(make_request("stream of its own", 8, max_tokens=900, itl_target_s=0.03))
+    for _ in range(3):
+        world.step()
+    _, short = read_prompts(world, PROMPT_TOKENS)
+    assert np.median(usual) > 0.06
+    assert np.mean(np.array(short) > 0.03) <= 0.02
+
+
+def test_prompts_go_on_where_no_step_keeps_the_target() -> None:
+    world = world_of(itl_target_s=1e-3)
+    tokens, _ = read_prompts(world, 200)
+    assert min(count for count in tokens[:-1]) >= 8
+
+
+def test_a_target_of_nothing_is_refused() -> None:
+    with pytest.raises(FieldError, match="itl_target_s"):
+        make_config(itl_target_s=0.0)
+
+
+# ---- several prompts ----------------------------------------------------------------------------
+
+
+def order_of_ends(world: World, names: list[str]) -> list[str]:
+    ends: list[str] = []
+    for _ in range(3000):
+        world.step()
+        ends += [name for name in names if name in world.finished and name not in ends]
+        if len(ends) == len(names):
+            return ends
+    raise AssertionError("they did not end")
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_short_prompt_does_not_wait_for_a_long_one(policy: str) -> None:
+    world = world_of(queue_policy=policy)
+    world.add(make_request("long", PROMPT_TOKENS, max_tokens=1))
+    for _ in range(3):
+        world.step()
+    world.add(make_request("short", 60, max_tokens=1))
+    assert order_of_ends(world, ["long", "short"]) == ["short", "long"]
+
+
+def test_a_long_prompt_is_overtaken_by_as_many_tokens_as_it_has_at_most() -> None:
+    world = world_of()
+    world.add(make_request("long", 600, max_tokens=1))
+    overtaken = 0
+    for number in range(3000):
+        if number % 2 == 0:
+            world.add(make_request(f"short {number}", 100, max_tokens=1))
+        world.step()
+        rows = rows_of(world, world.plans[-1])
+        overtaken += sum(r["query_len"] for n, r in rows.items() if n.startswith("short"))
+        if "long" in world.finished:
+            break
+    assert 300 < overtaken <= 600 + 2 * 128
+
+
+def test_no_prompt_overtakes_one_of_a_higher_priority() -> None:
+    world = world_of(queue_policy="priority")
+    world.add(make_request("urgent", PROMPT_TOKENS, max_tokens=1, priority=-1))
+    for _ in range(3):
+        world.step()
+    world.add(make_request("short", 60, max_tokens=1))
+    assert order_of_ends(world, ["urgent", "short"]) == ["urgent", "short"]
+
+
+def test_an_urgent_prompt_overtakes_a_shorter_one() -> None:
+    world = world_of(queue_policy="priority")
+    world.add(make_request("usual", 900, max_tokens=1))
+    for _ in range(3):
+        world.step()
+    world.add(make_request("urgent", PROMPT_TOKENS, max_tokens=1, priority=-1))
+    assert order_of_ends(world, ["usual", "urgent"]) == ["urgent", "usual"]
+
+
+def test_waiting_requests_are_admitted_in_the_order_of_their_arrival() -> None:
+    world = world_of(max_slots=5)
+    for number, tokens in enumerate((900, 700, 60)):
+        world.add(make_request(f"prompt {number}", tokens, max_tokens=1))
+    names = [f"prompt {number}" for number in range(3)]
+    assert order_of_ends(world, names) == names  # one slot is free
+
+
+# ---- chunks decide no token ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_chunk_sizes_move_no_token(lookahead: str, depth: int) -> None:
+    outputs, chunks = [], []
+    for target_s, noise in ((None, 0.0), (0.05, 0.3), (0.03, 0.1)):
+        cost = Attending(base_s=BASE_S, token_s=TOKEN_S, noise=noise)
+        world = World(
+            make_config(**sizes(lookahead=lookahead, itl_target_s=target_s)), depth=depth, cost=cost
+        )
+        for number in range(4):
+            world.add(make_request(f"stream {number}", 9 + number, max_tokens=200, temperature=1.0))
+        for _ in range(5):
+            world.step()
+        world.add(*(make_request(f"p{i}", 300 + 70 * i, max_tokens=20) for i in range(3)))
+        world.run()
+        world.assert_reference()
+        outputs.append({name: world.output(name) for name in world.requests})
+        chunks.append([n for plan in world.plans if (n := int(plan.query_lens.max())) > 6])
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert chunks[0] != chunks[1] != chunks[2]
+    assert all(len(set(of_one)) > 2 for of_one in chunks)
+    assert len({size for of_one in chunks for size in of_one}) > 6
