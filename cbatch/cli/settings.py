@@ -28,6 +28,7 @@ class _Setting:
     def __init__(self, info: msgspec.structs.FieldInfo, mark: Meta) -> None:
         more = mark.extra or {}
         self.field, self.name = info.name, str(more.get("name", info.name))
+        self.aliases: tuple[str, ...] = more.get("aliases", ())
         self.type = more.get("type", info.type)
         self.help, self.group, self.metavar = mark.description or "", more["group"], more["metavar"]
         self._unit, self._negated = more.get("unit"), more.get("negated", False)
@@ -39,6 +40,11 @@ class _Setting:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-") if self.group else self.name.upper()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name by which it may be given, its own first."""
+        return (self.name, *self.aliases)
 
     @property
     def repeats(self) -> bool:
@@ -58,6 +64,9 @@ class _Setting:
         else:
             options["metavar"] = self.metavar or self.name.rpartition("_")[2].upper()
         group.add_argument(self.flag, **options)
+        flags = ["--" + alias.replace("_", "-") for alias in self.aliases]
+        if flags:
+            group.add_argument(*flags, **options | {"help": argparse.SUPPRESS})
 
     def convert(self, value: Any, origin: str, *, strict: bool) -> Any:
         try:
@@ -166,7 +175,8 @@ def settings_of(kind: type[T], found: Mapping[str, Any], where: str) -> Settings
 
 def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]) -> list[str]:
     """Variables that look like ours and are not: most likely misspelt."""
-    known = {PREFIX + name.upper() for name in (*_settings_of(kind), "config", *_READ_ELSEWHERE)}
+    names = [name for setting in _settings_of(kind).values() for name in setting.names]
+    known = {PREFIX + name.upper() for name in (*names, "config", *_READ_ELSEWHERE)}
     found = [name for name in environment if name.startswith(PREFIX) and name not in known]
     return [name for name in found if not name.startswith(_LINKS)]
 
@@ -188,7 +198,8 @@ def _of_flags(args: argparse.Namespace, fields: Mapping[str, _Setting]) -> Layer
 def _of_environment(environment: Mapping[str, str], fields: Mapping[str, _Setting]) -> Layer:
     layer = {}
     for name, field in fields.items():
-        variable = PREFIX + name.upper()
+        variables = [PREFIX + known.upper() for known in field.names]
+        variable = next((known for known in variables if known in environment), variables[0])
         text = environment.get(variable)
         if text is None or text.startswith(_LINK_ADDRESS):
             continue
@@ -210,8 +221,9 @@ def _of_file(path: Path, fields: Mapping[str, _Setting]) -> Layer:
 
 def _of_mapping(found: Mapping[str, Any], fields: Mapping[str, _Setting], where: str) -> Layer:
     layer = {}
-    for name, value in found.items():
-        origin = f"{where}: {name}"
+    own_names = {alias: name for name, field in fields.items() for alias in field.names}
+    for given, value in found.items():
+        origin, name = f"{where}: {given}", own_names.get(given, given)
         if name not in fields:
             problem = f"is not known{did_you_mean(name, fields)}"
             raise FieldError(origin, problem, f"use {', '.join(sorted(fields))}")

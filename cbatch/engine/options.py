@@ -85,8 +85,22 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         None
     )
     step_budget_tokens: Annotated[
-        int, _engine("tokens of a step, at most", "TOKENS", name="step_budget")
+        int,
+        _engine(
+            "tokens of a step, at most",
+            "TOKENS",
+            name="max_num_batched_tokens",
+            aliases=("step_budget",),
+        ),
     ] = 1024
+    itl_target_s: Annotated[
+        float | None,
+        _engine(
+            "longest gap between tokens of an answer while prompts are read, where the machine can",
+            "SECONDS",
+            name="itl_target",
+        ),
+    ] = None
     queue_policy: Annotated[QueuePolicy, _engine("who gets a slot first")] = "fcfs"
     ageing_per_s: Annotated[
         float | None, _engine("what waiting a second is worth", "N", name="ageing")

@@ -87,6 +87,8 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int
     free_blocks: int
     cached_blocks: int  # unreferenced, kept for prefix hits
+    remaining_prompt_tokens: int  # of requests with a slot, not computed yet
+    prompt_token_s: float  # estimated seconds per prompt token at this load; 0: not known
     step_s: float  # in all steps, planning and committing included
     plan_s: float  # of that; beside a running step where steps overlap
     commit_s: float

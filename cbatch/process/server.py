@@ -237,6 +237,8 @@ class EngineServer:
             num_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
+            remaining_prompt_tokens=scheduler.remaining_prompt_tokens,
+            prompt_token_s=scheduler.prompt_token_s,
             step_s=self._step_s,
             plan_s=self._loop.plan_s,
             commit_s=self._loop.commit_s,

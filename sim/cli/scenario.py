@@ -88,6 +88,9 @@ class Scenario(Reading, frozen=True, kw_only=True):
     step_budget: Annotated[
         int | None, _engine(f"tokens of a step, at most (default: {USUAL['step_budget_tokens']})")
     ] = None
+    itl_target: Annotated[
+        float | None, _engine("longest gap between tokens while prompts are read", "SECONDS")
+    ] = None
     block_size: Annotated[
         int | None, _engine(f"tokens of a KV block (default: {USUAL['block_size_tokens']})")
     ] = None

@@ -38,6 +38,7 @@ _SIZES = {
     "max_model_tokens": "max_model_tokens",
     "step_budget": "step_budget_tokens",
     "queue_policy": "queue_policy",
+    "itl_target": "itl_target_s",
 }
 _CHANGES = (
     *("skip_empty", "block_tokens", "time_unit", "spread", "requests", "rate", "concurrency"),

@@ -183,6 +183,20 @@ def test_prompts_go_on_where_no_step_keeps_the_target() -> None:
     assert min(count for count in tokens[:-1]) >= 8
 
 
+@pytest.mark.parametrize("decoding", [0, 4])
+def test_the_price_of_a_prompt_token_is_what_prompts_take(decoding: int) -> None:
+    world = world_of() if decoding else World(make_config(**sizes()), cost=COST)
+    for _ in range(3):
+        read_prompts(world, PROMPT_TOKENS)
+    world.add(make_request("last", PROMPT_TOKENS, max_tokens=1))
+    world.step()
+    estimate_s = world.scheduler.remaining_prompt_tokens * world.scheduler.prompt_token_s
+    began_s = world.clock()
+    while "last" not in world.finished:
+        world.step()
+    assert estimate_s == pytest.approx(world.clock() - began_s, rel=0.15)
+
+
 def test_a_target_of_nothing_is_refused() -> None:
     with pytest.raises(FieldError, match="itl_target_s"):
         make_config(itl_target_s=0.0)

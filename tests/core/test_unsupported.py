@@ -82,5 +82,5 @@ def test_model_files(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_there() -> None:
-    with pytest.raises(ModelError, match="no such directory"):
+    with pytest.raises(FieldError, match="model: /nowhere/at/all: no such model"):
         LLM("/nowhere/at/all")

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from cbatch.core.request.errors import FieldError
@@ -8,9 +11,9 @@ from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
 from tests.checking.clock import VirtualClock
 
 
-def make(**limits: int) -> tuple[AdmissionQueue, VirtualClock]:
+def make(stats: Any = None, **limits: float) -> tuple[AdmissionQueue, VirtualClock]:
     clock = VirtualClock()
-    return AdmissionQueue(Limits(**limits), clock), clock
+    return AdmissionQueue(Limits(**limits), clock, lambda: stats), clock
 
 
 def test_both_bounds_hold_and_come_free_again() -> None:
@@ -73,3 +76,35 @@ def test_the_time_to_come_back_follows_the_pace_of_the_queue() -> None:
 def test_bad_limits_are_named(field: str, value: float) -> None:
     with pytest.raises(FieldError, match=field):
         Limits(**{field: value})
+
+
+def test_a_prompt_that_cannot_be_read_in_time_is_refused() -> None:
+    """At 10 ms a token: 40 tokens with a slot, 30 without one, and those of the call."""
+    stats = SimpleNamespace(remaining_prompt_tokens=40, prompt_token_s=0.01)
+    queue, _ = make(stats, ttft_target_s=1.0)
+    queue.reserve(1, 30)
+    queue.reserve(1, 30).release()
+    queue.require_in_time()
+    last = queue.reserve(1, 250)
+    assert queue.reading_s() == pytest.approx(3.2)
+    with pytest.raises(OverloadedError, match="3.2 s, later than 1 s") as refused:
+        queue.require_in_time()
+    assert refused.value.retry_after_s == 3
+    assert queue.rejections == {"ttft_target": 1}
+    last.release()
+    queue.require_in_time()
+
+
+@pytest.mark.parametrize(
+    "stats", [None, SimpleNamespace(remaining_prompt_tokens=9**9, prompt_token_s=0.0)]
+)
+def test_without_a_price_no_prompt_is_refused(stats: Any) -> None:
+    queue, _ = make(stats, ttft_target_s=1e-3)
+    queue.reserve(1, 10**6)
+    queue.require_in_time()
+
+
+def test_without_a_target_no_prompt_is_refused() -> None:
+    queue, _ = make(SimpleNamespace(remaining_prompt_tokens=10**6, prompt_token_s=1.0))
+    queue.reserve(1, 10**6)
+    queue.require_in_time()

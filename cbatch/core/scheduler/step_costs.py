@@ -16,7 +16,8 @@ from cbatch.core.speculation.step_curve import StepCurve
 
 SHARE_OF_BEST = 0.95  # of the prompt throughput of the best chunk: what the chosen chunk keeps
 PLAIN_EVERY = 16  # of the steps without prompts one in so many is observed
-_FIRST_CHUNK = 64  # prompt tokens next to decoding rows until a step with prompts was measured
+# Prompt tokens next to decoding rows until larger steps were measured: no more than twice those.
+_FIRST_CHUNK, _GROWTH = 64, 2
 _LEAST_CHUNK = 8  # prompt tokens that a step takes whatever its target: prompts must go on
 # A step is planned to take this share of its target. The share falls after a step that took longer
 # and rises after each that did not, so that one step of two hundred takes longer.
@@ -33,6 +34,7 @@ class StepCosts:
         sizes = _LEAST_CHUNK * 2 ** (np.arange(80) / 4)  # four sizes per doubling
         self._sizes = np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens)
         self._has_prompts = False
+        self._most_tokens = 0  # of a step that was observed
         self._margin = _FIRST_MARGIN
 
     @property
@@ -45,6 +47,7 @@ class StepCosts:
         if seconds > 0 and tokens > 0:
             self._curve.observe(tokens, seconds, pairs)
             self._has_prompts |= has_prompts
+            self._most_tokens = max(self._most_tokens, tokens)
 
     def observe_target(self, target_s: float, seconds: float) -> None:
         """Take in whether a step with decoding rows kept their target."""
@@ -56,11 +59,10 @@ class StepCosts:
         the prompt throughput n / T(n) of the best n. Without prices that is `most`."""
         if not self.is_known:
             return most
-        if not self._has_prompts:
-            return min(most, _FIRST_CHUNK)
         speeds = self._sizes / self._curve.over(self._sizes, 0)
         best = int(np.argmax(speeds >= SHARE_OF_BEST * speeds.max()))
-        return min(int(self._sizes[best]), most)
+        measured = max(_GROWTH * self._most_tokens, _FIRST_CHUNK)
+        return min(int(self._sizes[best]), measured, most)
 
     def tokens_within(self, target_s: float, rows: int, pairs: int, context_tokens: int) -> int:
         """Return how many tokens fit a step within `target_s` besides those of `rows` decoding

@@ -55,6 +55,7 @@ DEFAULT_LIMITS = ConnectionLimits()
 # More than this is tokenised, or turned into text, only where a context takes as much.
 LONG_TEXT_CHARS = 2**18
 LOOK = [HttpMethod.GET, HttpMethod.HEAD]
+ITL_TARGET_HEADER = "x-slo-itl-ms"  # longest gap between tokens that the client asks for
 Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
 T = TypeVar("T")
 AnyRequest = Request[Any, Any, Any]
@@ -139,10 +140,11 @@ class Answering:
         stack.callback(meter.close)
         try:
             limit_s = deadline_s(request, call.fields)
+            itl_target_s = _header_s(request, ITL_TARGET_HEADER)
             owner = AsyncExitStack()
 
             async def begin() -> AsyncIterator[bytes] | None:
-                streams = await submit(self._service, answer, limit_s, log.key, stack)
+                streams = await submit(self._service, answer, limit_s, itl_target_s, log.key, stack)
                 if not call.fields.stream:
                     await gather(streams, answer)
                     return None
@@ -249,14 +251,20 @@ def _showing(feed: LiveFeed) -> list[HTTPRouteHandler]:
 
 def deadline_s(request: AnyRequest, fields: CallFields) -> float | None:
     """What the client or the gateway before it leaves for the call. Raises `FieldError`."""
-    told, gateway_s = request.headers.get(DEADLINE_HEADER), 0.0
-    if told is not None:
-        try:
-            gateway_s = msgspec.convert(told, Milliseconds, strict=False) / 1e3
-        except msgspec.ValidationError as error:
-            raise FieldError(DEADLINE_HEADER, "is no number of milliseconds", str(error)) from error
-    given = [each_s for each_s in (fields.timeout, gateway_s or None) if each_s is not None]
-    return min(given, default=None)
+    limits_s = (fields.timeout, _header_s(request, DEADLINE_HEADER))
+    return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
+
+
+def _header_s(request: AnyRequest, name: str) -> float | None:
+    """Return the seconds of a header in milliseconds; None without it, or for 0. Raises
+    `FieldError`."""
+    value = request.headers.get(name)
+    if value is None:
+        return None
+    try:
+        return msgspec.convert(value, Milliseconds, strict=False) / 1e3 or None
+    except msgspec.ValidationError as error:
+        raise FieldError(name, "is no number of milliseconds", str(error)) from error
 
 
 async def read(request: AnyRequest, intake: BodyIntake, parse: Callable[[bytes], T]) -> T:

@@ -22,6 +22,7 @@ async def submit(
     service: EngineService,
     answer: Answer[Any],
     timeout_s: float | None,
+    itl_target_s: float | None,
     owner: str | None,
     stack: AsyncExitStack,
 ) -> list[OutputStream]:
@@ -34,6 +35,7 @@ async def submit(
             request_id=f"{answer.id}-{position}",
             priority=call.fields.priority,
             cache_salt=call.fields.cache_salt,
+            itl_target_s=itl_target_s,
             timeout_s=timeout_s,
             num_prompts=len(call.prompts),
             grammar_field=call.grammar_field,

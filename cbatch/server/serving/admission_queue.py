@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from cbatch.core.request.errors import FieldError
+from cbatch.process.messages import EngineMetrics
 from cbatch.server.protocol.errors import OverloadedError
 from cbatch.system.knobs import knob
 
@@ -24,6 +25,9 @@ _REMEMBERED = 64  # departures from the queue, for its pace
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a server takes on. Raises `FieldError`. A choice is queued until it first has a slot.
+
+    A call whose prompt cannot be read within `ttft_target_s`, at the present price of a prompt
+    token, is refused at once.
 
     An empty queue takes any one call, so that no bound makes a call impossible. A call that is
     still queued after `queue_timeout_s` is refused, one that is not done after `timeout_s` ends
@@ -40,6 +44,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     timeout_s: Annotated[
         float | None, _limits("end what is not done by then", "S", name="timeout")
+    ] = None
+    ttft_target_s: Annotated[
+        float | None,
+        _limits("refuse a prompt that cannot be read by then (503)", "S", name="ttft_target"),
     ] = None
     max_unread_tokens: int = 2048
     prompt_timeout_s: Annotated[
@@ -93,8 +101,14 @@ class QueueTicket:
 class AdmissionQueue:
     """`num_requests` and `num_prompt_tokens` are queued now; `rejections` so far, by reason."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
-        self._limits, self._clock = limits, clock
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float],
+        stats: Callable[[], EngineMetrics | None] = lambda: None,
+    ) -> None:
+        """`stats`: the engine's latest."""
+        self._limits, self._clock, self._stats = limits, clock, stats
         self.num_requests = 0
         self.num_prompt_tokens = 0
         self.rejections: dict[str, int] = {}
@@ -106,6 +120,22 @@ class AdmissionQueue:
         self.num_requests += num_requests
         self.num_prompt_tokens += prompt_tokens
         return QueueTicket(self, num_requests, prompt_tokens)
+
+    def reading_s(self) -> float:
+        """Return the estimated seconds until the prompts that came so far are computed. Their
+        cached prefixes are not counted off; 0 while no price is known."""
+        stats = self._stats()
+        if stats is None:
+            return 0.0
+        return (self.num_prompt_tokens + stats.remaining_prompt_tokens) * stats.prompt_token_s
+
+    def require_in_time(self) -> None:
+        """Raise `OverloadedError` if the prompts that came so far, the last among them, cannot be
+        computed within `ttft_target_s`."""
+        target_s, needed_s = self._limits.ttft_target_s, self.reading_s()
+        if target_s is not None and needed_s > target_s:
+            problem = f"the prompt would be read in {needed_s:.2g} s, later than {target_s:g} s"
+            raise self.overloaded("ttft_target", problem, math.ceil(needed_s - target_s))
 
     def require_room(self) -> None:
         """Raises `OverloadedError` where the shortest call would be refused: no time is to be spent
@@ -128,10 +158,12 @@ class AdmissionQueue:
                     reason = f"queued {unit}".replace(" ", "_")
                     raise self.overloaded(reason, f"the queue is full: {queued} of {most} {unit}")
 
-    def overloaded(self, reason: str, problem: str) -> OverloadedError:
-        """A rejection, counted under `reason`."""
+    def overloaded(
+        self, reason: str, problem: str, retry_after_s: int | None = None
+    ) -> OverloadedError:
+        """Return a rejection, counted under `reason`."""
         self.rejections[reason] = self.rejections.get(reason, 0) + 1
-        retry_after_s = self._retry_after_s()
+        retry_after_s = min(retry_after_s or self._retry_after_s(), LONGEST_RETRY_S)
         return OverloadedError(f"{problem}; try again in {retry_after_s} s", retry_after_s)
 
     def note_departure(self) -> None:

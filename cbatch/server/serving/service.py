@@ -54,7 +54,7 @@ class EngineService:
         """`seed` makes the seeds drawn for requests without one reproducible. What the engines tell
         of their prefix caches goes to `kv_events`; it is closed with the service."""
         self.limits = limits or Limits()
-        self.queue = AdmissionQueue(self.limits, time.monotonic)
+        self.queue = AdmissionQueue(self.limits, time.monotonic, lambda: client.stats)
         self._client, self._tokenizer, self._seeds = client, tokenizer, Seeds(seed)
         self.kv_events = kv_events
         if kv_events is not None:
@@ -187,6 +187,7 @@ class EngineService:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        itl_target_s: float | None = None,
         timeout_s: float | None = None,
         num_prompts: int = 1,
         grammar_field: str = FIELD,
@@ -209,6 +210,8 @@ class EngineService:
             ids = await prompts.ids(prompt)
             params = within(params, prompt, ids)
             requests = self._requests(ids, params, engine, request_id, priority, cache_salt)
+            if itl_target_s is not None:
+                requests = [structs.replace(r, itl_target_s=itl_target_s) for r in requests]
             if params.structured_outputs is not None:
                 tried = await self._tried(params, grammar_field, owner)
                 quick = structs.replace(params, structured_outputs=tried.asked)
@@ -217,6 +220,7 @@ class EngineService:
             if request_id in self._calls:
                 raise FieldError("request_id", f"{request_id!r} is running", "use another")
             ticket.settle(len(ids))
+            self.queue.require_in_time()
             accepted = Accepted(request_id, ids, requests[0].seed, params.n)
             share = self.limits.max_unread_tokens // num_prompts
             most_unread = max(share, LEAST_UNREAD_TOKENS * params.n)
