@@ -50,7 +50,7 @@ def test_the_wheel_holds_no_training_and_is_light() -> None:
             "cbatch.core.scheduler.scheduler",
             ("torch", "tokenizers", "cbatch.engine", "cbatch.text"),
         ),
-        ("cbatch.text", ("torch", "cbatch.core", "cbatch.engine")),
+        ("cbatch.text", ("torch", "cbatch.core.scheduler", "cbatch.engine")),
         ("cbatch.grammars", ("torch", "llguidance", "cbatch.engine")),
         ("cbatch.engine.loop", ("torch", "cbatch.text", "cbatch.runtime")),
         ("cbatch.engine.model_files", ("torch", "cbatch.runtime.cpu")),
