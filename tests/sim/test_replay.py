@@ -278,7 +278,7 @@ def test_closed_loop_keeps_its_concurrency() -> None:
     report = run(ClosedLoop(workload(), 4), config_for(num_blocks=4000, step_budget_tokens=2000))
     assert report.requests == 120
     assert report.mean_running == pytest.approx(4, rel=0.1)
-    assert report.queue_s.max == pytest.approx(0.0, abs=1e-9)
+    assert report.queue_s.max < 0.1  # a slot is free; other prompts may be read first
 
 
 def test_sessions_find_their_history_in_the_prefix_cache() -> None:
