@@ -171,3 +171,17 @@ def test_errors_at_start_say_what_to_do(
     run = cbatch("serve", tmp_path)
     assert "has no config.json; name a Hugging Face model directory" in run.err
     assert not started
+
+
+def test_a_setting_may_have_an_older_name(tmp_path: Path) -> None:
+    for text, variables, flags in (
+        ("step_budget = 99", {}, ()),
+        ("max_num_batched_tokens = 99", {}, ()),
+        ("step_budget = 1", {"CBATCH_STEP_BUDGET": "99"}, ()),
+        ("step_budget = 1", {"CBATCH_MAX_NUM_BATCHED_TOKENS": "99"}, ()),
+        ("", {"CBATCH_STEP_BUDGET": "1"}, ("--step-budget", "99")),
+        ("", {}, ("--max-num-batched-tokens", "99")),
+    ):
+        settings = read(tmp_path, text, variables, *flags)
+        assert settings.values.engine.step_budget_tokens == 99
+    assert not unknown_variables({"CBATCH_STEP_BUDGET": "1"}, ServeSettings)

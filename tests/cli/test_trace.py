@@ -261,7 +261,7 @@ def test_a_step_log_brings_its_engines_settings(cbatch: Command, tmp_path: Path)
     fields = ("num_blocks", "block_size_tokens", "max_slots", "max_model_tokens")
     for field in (*fields, "step_budget_tokens", "queue_policy", "prefix_cache"):
         assert found[field] == getattr(config, field), field
-    assert len(found["as_recorded"]) == 7
+    assert len(found["as_recorded"]) == 8
     changed = settings(*constant, "--max-slots", 2, "--prefix-cache", "--queue-policy", "fcfs")
     assert [changed[f] for f in ("max_slots", "prefix_cache", "queue_policy")] == [2, True, "fcfs"]
     assert "max_slots" not in changed["as_recorded"] and "num_blocks" in changed["as_recorded"]

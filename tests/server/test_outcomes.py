@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.process.client import EngineClient
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.server.serving.prompts import PromptReader
@@ -30,6 +31,7 @@ ENVOY = "x-envoy-expected-rq-timeout-ms"
 class Scene(NamedTuple):
     client: Client
     service: EngineService
+    scheduler: Scheduler
 
 
 @contextlib.contextmanager
@@ -40,13 +42,13 @@ def one_slot(limits: Limits) -> Iterator[Scene]:
     link = EngineClient(partial(EngineThread, parts.scheduler, parts.loop))
     service = EngineService(link, TOKENIZER, limits=limits)
     with serving_service(service, TOKENIZER, chat_template=TEMPLATE) as client:
-        yield Scene(client, service)
+        yield Scene(client, service, parts.scheduler)
 
 
 def test_what_the_queue_refuses_is_counted_by_why() -> None:
     """One request holds the slot, one waits; the bound on prompt tokens comes into play alone."""
     limits = Limits(max_queued_requests=2, max_queued_prompt_tokens=40)
-    with one_slot(limits) as (client, service), client.open(LONG), client.begin(LONG):
+    with one_slot(limits) as (client, service, _), client.open(LONG), client.begin(LONG):
         wait_until(lambda: service.queue.num_requests == 1)
         assert client.post(BODY | {"prompt": [1] * 40})[0] == 503
         with client.begin(LONG):
@@ -67,7 +69,7 @@ def test_no_time_is_spent_on_a_prompt_before_it_has_its_place(
     """Neither template nor tokenizer sees what the queue refuses, chat or cut to its end."""
     made: list[int] = []  # prompt tokens that were reserved meanwhile
     limits = Limits(max_queued_prompt_tokens=100)
-    with one_slot(limits) as (client, service):
+    with one_slot(limits) as (client, service, _):
         run = PromptReader.run
 
         async def watched(*args: Any) -> Any:
@@ -96,7 +98,7 @@ def test_who_gets_no_slot_in_time_is_told_by_a_status() -> None:
         for stream in (False, True)
     ]
     with (
-        one_slot(Limits(queue_timeout_s=1.0)) as (client, _),
+        one_slot(Limits(queue_timeout_s=1.0)) as (client, _, _),
         client.open(LONG) as first,
         ThreadPoolExecutor(len(calls)) as pool,
     ):
@@ -108,7 +110,7 @@ def test_who_gets_no_slot_in_time_is_told_by_a_status() -> None:
 
 def test_the_time_that_a_call_sets_itself() -> None:
     """408 where nothing has come by then; an event where something has. The server's own is 504."""
-    with one_slot(Limits(timeout_s=30)) as (client, service), client.open(LONG) as first:
+    with one_slot(Limits(timeout_s=30)) as (client, service, _), client.open(LONG) as first:
         wait_until(lambda: service.queue.num_requests == 0)
         for body in (BODY | {"stream": stream} for stream in (False, True)):
             status, answer, _ = client.post(body | {"timeout": 0.2})
@@ -130,14 +132,25 @@ def test_the_time_that_a_call_sets_itself() -> None:
         wait_until(lambda: not service.num_requests)
 
 
+def test_a_client_may_ask_for_short_gaps() -> None:
+    with one_slot(Limits()) as (client, service, scheduler):
+        with client.open(LONG, headers={"x-slo-itl-ms": "40"}):
+            (sequence,) = scheduler.state.sequences.values()
+            assert sequence.request.itl_target_s == 0.04
+        wait_until(lambda: not service.num_requests)
+        for wrong in ("soon", "-1", "1.5"):
+            with client.open(BODY, headers={"x-slo-itl-ms": wrong}) as response:
+                assert response.status == 400 and "x-slo-itl-ms" in response.read().decode()
+
+
 def test_the_servers_own_time() -> None:
-    with one_slot(Limits(timeout_s=0.3)) as (client, _):
+    with one_slot(Limits(timeout_s=0.3)) as (client, _, _):
         status, answer, _ = client.post(LONG | {"stream": False, "timeout": 9})
         assert (status, answer["error"]["type"]) == (504, "timeout")
 
 
 def test_a_stopping_server_says_when_its_successor_may_be_there() -> None:
-    with one_slot(Limits()) as (client, service), client.open(LONG) as first:
+    with one_slot(Limits()) as (client, service, _), client.open(LONG) as first:
         draining = client.run(service.drain(7))
         wait_until(lambda: not service.ready)
         for stream in (False, True):
