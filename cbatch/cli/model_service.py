@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
 
 _logger = logging.getLogger("cbatch")
+_PROMPT_SHARE = 0.95  # of the best speed, for prompts that are read while answers stream
 
 
 class ModelParts:
@@ -46,7 +47,12 @@ class ModelParts:
         secrets = [*settings.api_key, *more]
         self.keys = KeyRing(secrets, max_requests_per_key=settings.max_requests_per_key)
         how = settings.generation_config
-        self._options = msgspec.structs.replace(settings.engine, generation_config=how)
+        share = settings.engine.prompt_share
+        self._options = msgspec.structs.replace(
+            settings.engine,
+            generation_config=how,
+            prompt_share=_PROMPT_SHARE if share is None else share,
+        )
         held = gguf_of(self._model)  # so that it is read once for both
         self._chat_template = chat_template_of(self._model, settings.chat_template)
         self._tokenizer = load_tokenizers(self._model, self._draft, self._options)

@@ -241,6 +241,7 @@ def _scheduler_config(
         step_budget_tokens=max(options.step_budget_tokens, options.max_slots),
         vocab_size=target.config.vocab_size,
         eos_ids=eos_ids,
+        prompt_share=1.0 if options.prompt_share is None else options.prompt_share,
         itl_target_s=options.itl_target_s,
         queue_policy=options.queue_policy,
         ageing_per_s=options.ageing_per_s,

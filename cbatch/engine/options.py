@@ -93,6 +93,14 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             aliases=("step_budget",),
         ),
     ] = 1024
+    prompt_share: Annotated[
+        float | None,
+        _engine(
+            "speed at which prompts are read while answers run, of the best; 1: regardless of the "
+            "gaps in these (default: 0.95 for serve, else 1)",
+            "SHARE",
+        ),
+    ] = None
     itl_target_s: Annotated[
         float | None,
         _engine(

@@ -100,7 +100,7 @@ def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
         assert mine.token_id == expected.token_id
         assert abs(mine.logprob - expected.logprob) < 1e-4
     ranks_of(plain).close()
-    scarce = {"max_slots": 8, "step_budget_tokens": 41, "num_blocks": 17, "overlap": 1}
+    scarce = {"max_slots": 8, "step_budget_tokens": 41, "num_blocks": 14, "overlap": 1}
     busy = make(*pair, lookahead="fixed:4", drafter=drafter, **scarce, **drawn)
     assert [c.token_ids for c in busy.generate(PROMPTS, PARAMS)] == tokens
     stats, speculation = busy.engine.scheduler.stats, busy.engine.stats.speculation

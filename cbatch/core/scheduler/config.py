@@ -46,6 +46,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     drafter: tuple[str, ...] | None = None
     lookahead: LookaheadConfig = LookaheadConfig()
     cost_profile: CostProfile | None = None  # of `goodput`; None: prices are learnt on the way
+    # Prompt throughput that a step keeps while rows decode, as a share of the best; 1: a step takes
+    # the whole budget, whatever the rows wait.
+    prompt_share: float = 0.95
     itl_target_s: float | None = None  # longest gap between tokens of a decoding row; None: any
 
     def __post_init__(self) -> None:
@@ -71,6 +74,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 self.ageing_per_s is None or self.ageing_per_s >= 0,
                 "give 0 or more",
             ),
+            ("prompt_share", 0 < self.prompt_share <= 1, "give a share above 0, at most 1"),
             (
                 "itl_target_s",
                 self.itl_target_s is None or self.itl_target_s > 0,

@@ -50,7 +50,7 @@ class SchedulerState:
             config.lookahead if config.default_chain else LookaheadConfig(),
             PolicyLimits(config.max_slots, config.step_budget_tokens, config.cost_profile),
         )
-        self.step_costs = StepCosts(config.step_budget_tokens)
+        self.step_costs = StepCosts(config.step_budget_tokens, config.prompt_share)
         # Whether there is a draft's KV to keep count of.
         self.has_draft_kv = self.policy.max_depth > 0 and config.draft_context_tokens is not None
         # A reserve of at least a block makes every sequence gain one between two preemptions.

@@ -14,7 +14,6 @@ import numpy as np
 
 from cbatch.core.speculation.step_curve import StepCurve
 
-SHARE_OF_BEST = 0.95  # of the prompt throughput of the best chunk: what the chosen chunk keeps
 PLAIN_EVERY = 16  # of the steps without prompts one in so many is observed
 # Prompt tokens next to decoding rows until larger steps were measured: no more than twice those.
 _FIRST_CHUNK, _GROWTH = 64, 2
@@ -28,8 +27,10 @@ _LEAST_MARGIN = 0.4
 class StepCosts:
     """Observe steps by `observe`; every method is a function of what was observed."""
 
-    def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: the most tokens of a step."""
+    def __init__(self, max_tokens: int, prompt_share: float = 0.95) -> None:
+        """`max_tokens`: the most tokens of a step; `prompt_share`: of the prompt throughput of the
+        best chunk, what the chosen one keeps (1: the whole budget is taken)."""
+        self._prompt_share = prompt_share
         self._curve = StepCurve(max_tokens, fits_slope=True)
         sizes = _LEAST_CHUNK * 2 ** (np.arange(80) / 4)  # four sizes per doubling
         self._sizes = np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens)
@@ -55,12 +56,12 @@ class StepCosts:
         self._margin = min(max(self._margin + change, _LEAST_MARGIN), 1.0)
 
     def prompt_tokens(self, most: int) -> int:
-        """Return the fewest prompt tokens of a step, at most `most`, that keep `SHARE_OF_BEST` of
-        the prompt throughput n / T(n) of the best n. Without prices that is `most`."""
-        if not self.is_known:
+        """Return the fewest prompt tokens of a step, at most `most`, that keep the share of the
+        prompt throughput n / T(n) of the best n. Without prices that is `most`."""
+        if self._prompt_share == 1 or not self.is_known:
             return most
         speeds = self._sizes / self._curve.over(self._sizes, 0)
-        best = int(np.argmax(speeds >= SHARE_OF_BEST * speeds.max()))
+        best = int(np.argmax(speeds >= self._prompt_share * speeds.max()))
         measured = max(_GROWTH * self._most_tokens, _FIRST_CHUNK)
         return min(int(self._sizes[best]), measured, most)
 
