@@ -12,6 +12,9 @@ constant.
 `--model smollm2 --drafter ngram` serves a model that chats, with drafters of that name, `--draft`
 with another model or a head: `questions` are of many kinds, `stories` are free text, `renames`
 repeat code of the prompt, and of `both` every other one is of each kind.
+
+`--temperature 0.8` samples instead, each request with a seed of its own; `--verification` says how
+drafts are judged. With `rejection` and `block` policies then emit different texts.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import contextlib
 import gc
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +33,6 @@ import msgspec
 import numpy as np
 from rich.progress import Progress
 
-from bench.chat_prompts import QUESTIONS, RENAMES, STORIES
 from bench.plot import save_lines
 from bench.report import print_report, rounded, student95
 from cbatch import EngineOptions, SamplingParams, load_engine
@@ -41,14 +44,17 @@ from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.text.outputs import Output, Speculation
 
 WORKLOADS = ("fresh", "edit", "mix", "useless")
-CHATS = {"questions": QUESTIONS, "stories": STORIES, "renames": RENAMES}
-CHATS["both"] = tuple(itertools.chain.from_iterable(zip(STORIES, RENAMES, strict=True)))
+CHATS: dict[str, list[str]] = json.loads(
+    (Path(__file__).parent / "data" / "chat_prompts.json").read_text(encoding="utf-8")
+)
+CHATS["both"] = [*itertools.chain(*zip(CHATS["stories"], CHATS["renames"], strict=True))]
 _SPOILT = 0.87  # of the drafts of `useless`: acceptance comes out at about 0.1
 FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "goodput")
 _CONSTANTS = ("off", *FIXED)  # what the best fixed k is chosen from
 _MOST_PROMPT_TOKENS = 256
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+_VERIFICATIONS = ("auto", "rejection", "block", "coupled")
 _TURN_STEPS = 3  # of decoding without drafts, a turn at least
 _WARM_UP_TURNS = 4
 
@@ -80,9 +86,15 @@ class EndlessLoop:
     """
 
     def __init__(
-        self, engine: Engine, prompts: Prompts, concurrency: int, output_tokens: int
+        self,
+        engine: Engine,
+        prompts: Prompts,
+        concurrency: int,
+        output_tokens: int,
+        params: SamplingParams = _GREEDY,
     ) -> None:
-        self.engine, self.concurrency = engine, concurrency
+        self.engine, self.concurrency, self._params = engine, concurrency, params
+        self._seeds = itertools.count()
         self._prompts = itertools.cycle(prompts)
         self._mean_tokens, self._rng = output_tokens, np.random.default_rng(0)
         self._running: set[str] = set()
@@ -125,7 +137,9 @@ class EndlessLoop:
 
     def _add(self, share: float = 1.0) -> None:
         tokens = self._rng.uniform(0.5, 1.5) * self._mean_tokens * share
-        params = msgspec.structs.replace(_GREEDY, max_tokens=max(2, round(tokens)))
+        params = msgspec.structs.replace(
+            self._params, max_tokens=max(2, round(tokens)), seed=next(self._seeds)
+        )
         self._running.add(self.engine.add(next(self._prompts), params).request_id)
 
 
@@ -207,8 +221,11 @@ def measure(
 ) -> dict[str, list[PolicyRun]]:
     """Runs by policy, one a cycle. All loops stay full between their turns, and serve the same
     tokens in each: what differs between two policies in a cycle is their time."""
+    params = msgspec.structs.replace(
+        _GREEDY, temperature=args.temperature, verification=args.verification
+    )
     loops = {
-        policy: EndlessLoop(engine, prompts, concurrency, args.output_tokens)
+        policy: EndlessLoop(engine, prompts, concurrency, args.output_tokens, params)
         for policy, engine in engines.items()
     }
     for loop in loops.values():
@@ -303,6 +320,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turn-tokens", type=int, default=24, help="of a policy, at least")
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--verification", choices=_VERIFICATIONS, default="auto")
     parser.add_argument("--plot", type=Path, default=Path("build/lookahead.png"))
     return parser.parse_args(argv)
 
@@ -356,7 +375,8 @@ def main() -> None:
         highlight="goodput",
     )
     print_report(
-        f"lookahead policies: {args.model or 'demo pair'}, {args.output_tokens} tokens out, greedy",
+        f"lookahead policies: {args.model or 'demo pair'}, {args.output_tokens} tokens out, "
+        f"temperature {args.temperature:g}, verification {args.verification}",
         rows,
         notes=(
             f"{args.cycles} times through all prompts, policies in short turns at the same tokens",

@@ -10,6 +10,7 @@ import argparse
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -21,7 +22,12 @@ from bench.browser import CHROMIUM, Page, browsing
 from bench.plot import pyplot
 from bench.report import print_report, rounded
 from bench.server.started import started
-from bench.simulated import tokens_per_s
+from sim.cli.scenario import Scenario
+from sim.cli.simulation import build
+from sim.distributions.arrivals import poisson
+from sim.distributions.lengths import lognormal
+from sim.traces.reader import write_requests
+from sim.workload.generate import generate
 
 FOLDER = Path("docs/pictures")
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -35,15 +41,26 @@ WIDTH, HEIGHT, SCALE = 1400, 900, 1.4
 
 
 def simulated(policy: str, clients: int) -> float:
-    """Output tokens a second of Llama-3.1-8B with a 1B draft on an H100."""
-    return tokens_per_s(
-        policy,
-        clients,
-        REQUESTS + 6 * clients,
-        draft_model="llama-3.2-1b",
-        acceptance=ACCEPTANCE,
-        max_slots=max(CLIENTS),
-    )
+    """Return output tokens a second of Llama-3.1-8B with a 1B draft on an H100, for requests of
+    some 200 tokens in and out, each client waiting for its answers."""
+    length, count = lognormal(200, 0.5), REQUESTS + 6 * clients
+    requests = generate(lambda rng: poisson(1.0, rng), length, length, requests=count, seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.jsonl"
+        write_requests(trace, requests)
+        scenario = Scenario(
+            trace=str(trace),
+            concurrency=clients,
+            lookahead=policy,
+            max_model_tokens=8192,
+            step_budget=4096,
+            draft_model="llama-3.2-1b",
+            acceptance=ACCEPTANCE,
+            max_slots=max(CLIENTS),
+        )
+        found = build(scenario).run().output_tokens_per_s
+    assert found is not None
+    return found
 
 
 def save_policies(path: Path) -> list[dict[str, Any]]:

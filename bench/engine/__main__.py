@@ -3,9 +3,9 @@ the same run: `python -m bench.engine [MODEL] [--draft MODEL]`.
 
 Without a model it measures the demo pair on its own prompts; `--shape llama-100m` writes a model
 of that shape with random weights and prompts it with random tokens (without a draft: the acceptance
-of a random one means nothing). Every system gets the same prompts, greedy, and generates exactly
-the same number of tokens for each; systems take turns within a repeat, and ratios are taken within
-it.
+of a random one means nothing). `--model-impl own transformers` compares the engine's own modelling
+code with transformers'. Every system gets the same prompts, greedy, and generates exactly the same
+number of tokens for each; systems take turns within a repeat, and ratios are taken within it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine.shapes import SHAPES, write_random_model
+from bench.engine.shapes import MIXTURES, SHAPES, write_random_model
 from bench.engine.systems import (
     EngineRun,
     System,
@@ -56,11 +56,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="a model directory; default: the demo")
     parser.add_argument("--draft", type=Path, help="the draft's directory")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES | MIXTURES), help="random weights of this shape"
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--lookahead", nargs="+", default=["off", "fixed:4", "ema"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--numerics", default="auto", choices=["auto", "invariant", "fast"])
+    parser.add_argument(
+        "--model-impl", nargs="+", default=["auto"], choices=["own", "transformers"]
+    )
     parser.add_argument("--overlap", type=int, default=0, choices=[0, 1])
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
@@ -82,7 +87,11 @@ def main() -> None:
         elif model is None:
             model, draft = demo_paths()
         lookaheads = args.lookahead if draft else ["off"]
-        built = [build_cbatch(model, draft, lookahead, args) for lookahead in lookaheads]
+        built = [
+            build_cbatch(model, draft, lookahead, args, model_impl)
+            for model_impl in args.model_impl
+            for lookahead in lookaheads
+        ]
         systems = [system for system, _ in built]
         if not args.no_peer:
             systems.append(build_transformers(model, args.dtype))

@@ -60,6 +60,29 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Small mixtures of experts, which only transformers' modelling code computes.
+_MIXTURE = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 512,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3-moe": _MIXTURE
+    | {"model_type": "qwen3_moe", "num_experts": 16, "moe_intermediate_size": 192},
+    "gpt-oss": _MIXTURE
+    | {
+        "model_type": "gpt_oss",
+        "num_local_experts": 16,
+        "intermediate_size": 192,
+        "sliding_window": 32,
+    },
+}
+
 
 # Values that are drawn, of which weights are made by repeating them: a billion take a minute each
 # time. It is prime, so that no two rows of a matrix are the same.
@@ -75,7 +98,7 @@ def write_random_model(shape: str, folder: Path, dtype: str) -> Path:
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {"model_type": "llama", "max_position_embeddings": 2048} | SHAPES[shape]
+    fields = {"model_type": "llama", "max_position_embeddings": 2048} | (SHAPES | MIXTURES)[shape]
     config = AutoConfig.for_model(
         **fields,
         bos_token_id=0,

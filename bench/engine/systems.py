@@ -48,7 +48,9 @@ class System(msgspec.Struct):
     run: Callable[[Prompts, int], EngineRun]
 
 
-def build_cbatch(model: Path, draft: Path | None, lookahead: str, args: Any) -> tuple[System, LLM]:
+def build_cbatch(
+    model: Path, draft: Path | None, lookahead: str, args: Any, model_impl: str = "auto"
+) -> tuple[System, LLM]:
     most = max(args.batch)
     llm = LLM(
         model,
@@ -60,6 +62,7 @@ def build_cbatch(model: Path, draft: Path | None, lookahead: str, args: Any) -> 
         max_model_tokens=args.prompt_tokens + args.output_tokens,
         step_budget_tokens=max(1024, most * args.prompt_tokens),
         overlap=args.overlap,
+        model_impl=model_impl,
         prefix_cache=False,  # the same prompts come again in every repeat
         tokenizer="none",
     )
@@ -74,7 +77,8 @@ def build_cbatch(model: Path, draft: Path | None, lookahead: str, args: Any) -> 
             total.merge(completion.speculation)
         return EngineRun(seconds, [list(completion.token_ids) for completion in completions], total)
 
-    return System("cbatch", lookahead, run), llm
+    name = "cbatch, transformers' layers" if model_impl == "transformers" else "cbatch"
+    return System(name, lookahead, run), llm
 
 
 def build_transformers(model: Path, dtype: str) -> System:

@@ -60,7 +60,7 @@ from bench.peers.systems import (
 )
 from bench.report import print_document, print_table
 from cbatch.core.request.errors import FieldError
-from cbatch.engine.model_files import find_model
+from cbatch.engine.model_files import PACKAGED, find_model
 
 MEASURED = ("llama-100m", "demo")
 COMPARED_SEQUENCES = 4
@@ -73,12 +73,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.lookahead[0] != "off":
         parser.error("--lookahead: ratios are to off: name it first")
     for name in args.model:
+        if name not in NAMES and not Path(name).exists():
+            parser.error(f"--model: {name} is none of {_MODELS}")
         try:
-            path = Path(find_model(name))
+            if name in PACKAGED:
+                find_model(name)
         except FieldError as error:
             parser.error(f"--model: {error}")
-        if name not in NAMES and not path.exists():
-            parser.error(f"--model: {name} is none of {_MODELS}")
     if not (args.batch or args.prefill or args.startup or args.perplexity):
         parser.error("--batch: none, and nothing else is asked for")
     if args.limits and not (args.batch or args.prefill):

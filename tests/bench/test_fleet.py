@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.load.run.drive import Part
-from bench.load.run.measure import LoadRun
-from bench.simulator import against_fleet as against
-from bench.simulator import fleet
+from bench.simulator import compare, real, workloads
 from bench.simulator import host as bench_host
+from bench.simulator.foretold import Foretold, Outside, Probes, Run
 from cbatch.demo import demo_paths
 from sim.replay.host import Host, Work
 from sim.replay.routers import ReplicaLoad
@@ -24,6 +23,7 @@ from sim.traces.prompts import TracePrompts
 from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop
 from tests.bench.load.scripted import Exchange, answer_well, scripted
+from tests.bench.test_simulator import rows_of, slower
 from tests.sim.test_calibrated import calibration
 
 SIZES = {
@@ -38,22 +38,22 @@ COST: Any = calibration(engine=SIZES)
 
 
 def test_requests_share_whole_prefixes_and_nothing_else() -> None:
-    requests = fleet.shared_prefixes(10.0, 200, seed=3)
+    requests = workloads.shared_prefixes(10.0, 200, seed=3)
     made = TracePrompts()
-    said = [fleet.spoken(made.prompt(request)) for request in requests]
-    assert requests == fleet.shared_prefixes(10.0, 200, seed=3)
+    said = [workloads.spoken(made.prompt(request)) for request in requests]
+    assert requests == workloads.shared_prefixes(10.0, 200, seed=3)
     assert [len(each) for each in said] == [request.prompt_tokens for request in requests]
     vocab = json.loads((demo_paths()[0] / "config.json").read_text())["vocab_size"]
-    assert min(map(min, said)) >= 1 and max(map(max, said)) < vocab == fleet.VOCAB_SIZE
-    shared = fleet.GROUP_BLOCKS * fleet.BLOCK_TOKENS
+    assert min(map(min, said)) >= 1 and max(map(max, said)) < vocab == workloads.VOCAB_SIZE
+    shared = workloads.GROUP_BLOCKS * workloads.BLOCK_TOKENS
     groups: dict[Any, set[tuple[int, ...]]] = {}
     for request, each in zip(requests, said, strict=True):
         groups.setdefault(request.hash_ids, set()).add(tuple(each[:shared]))
-    assert len(groups) == fleet.GROUPS and all(len(found) == 1 for found in groups.values())
-    heads = {tuple(each[: fleet.BLOCK_TOKENS]) for each in said}
-    assert len(heads) == fleet.GROUPS, "no two groups begin with the same block"
+    assert len(groups) == workloads.GROUPS and all(len(found) == 1 for found in groups.values())
+    heads = {tuple(each[: workloads.BLOCK_TOKENS]) for each in said}
+    assert len(heads) == workloads.GROUPS, "no two groups begin with the same block"
     assert max(request.prompt_tokens + request.output_tokens for request in requests) <= 1024
-    others = {request.hash_ids for request in fleet.shared_prefixes(10.0, 200, seed=4)}
+    others = {request.hash_ids for request in workloads.shared_prefixes(10.0, 200, seed=4)}
     assert not others & set(groups), "a later run finds nothing of an earlier one"
 
 
@@ -90,18 +90,18 @@ def test_real_requests_go_where_the_router_says() -> None:
     with scripted(slow) as first, scripted(quick) as second:
         ports = [first.endpoint.port, second.endpoint.port]
 
-        async def run() -> fleet.RoutedCalls:
-            return await fleet.FleetClient(ports, router).replay(requests)
+        async def run() -> Run:
+            prompts = workloads.prompts_of(requests, ())
+            return await real.FleetClient(ports, router).replay(requests, prompts)
 
         seen = asyncio.run(run())
     assert router.loads == [[0, 0], [1, 0], [1, 0], [1, 0]]
-    assert seen.replicas == {0: 0, 1: 1, 2: 1, 3: 1}
+    assert [record.replica for record in seen.records] == [0, 1, 1, 1]
     sent = [[len(body["prompt"]) for body in each.bodies if body] for each in (first, second)]
     assert sent == [[20], [21, 22, 23]]
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in second.bodies if body)
-    case = against.case_of("least-loaded", requests, seen, fleet.Probes(1.0, 1.0, 1.0, 1.0))
-    assert [record.replica for record in case.records] == [0, 1, 1, 1]
-    assert case.records[0].ttft_s > 0.25 and case.report.output_tokens == 12
+    assert seen.records[0].ttft_s > 0.25
+    assert seen.measures(2)["busiest"] == 0.75
 
 
 def test_a_failed_call_ends_the_comparison() -> None:
@@ -110,44 +110,30 @@ def test_a_failed_call_ends_the_comparison() -> None:
 
     one = [TraceRequest(arrival_s=0.0, prompt_tokens=5, output_tokens=2)]
     with scripted(refuse) as server, pytest.raises(RuntimeError, match="a call failed: status 500"):
-        fleet.replay_real([server.endpoint.port], "round-robin", one)
+        real.serve_by([server.endpoint.port], one)
 
 
 # -- what was measured, foretold
 
 
 HOST = Host(cores=2, switch_s=2e-4, server=Work(2e-3, 1e-4, 3e-5), client=Work(5e-4, 3e-5, 1e-5))
-REPLICAS = fleet.Fleet(COST, 300, 2, msgspec.structs.replace(HOST, switch_s=0.0))
-
-
-def as_measured(router: str, factor: float) -> against.RouterCase:
-    """By a fleet that is the simulated one, but for this factor of all times."""
-    requests = fleet.shared_prefixes(20.0, 60, seed=2)
-    report, found = REPLICAS.simulate(router, OpenLoop(requests))
-    replace = msgspec.structs.replace
-    slower = [
-        replace(r, ttft_s=r.ttft_s * factor, tpot_s=r.tpot_s * factor)
-        for r in found
-        if r.tpot_s is not None
-    ]
-    report = replace(report, duration_s=report.duration_s * factor)
-    return against.RouterCase(router, requests, report, slower, REPLICAS.probes())
+REPLICAS = Foretold(COST, 2, 300, host=msgspec.structs.replace(HOST, switch_s=0.0))
 
 
 @pytest.mark.parametrize(
     "more, switch_s",
     [
-        (fleet.Outside(), 0.0),
-        (fleet.Outside(0.004), 0.0),
-        (fleet.Outside(0.003, 5e-4, 1e-4), 0.0),
-        (fleet.Outside(0.003, -2e-4, 0.0), 0.0),
-        (fleet.Outside(0.003, 5e-4, 5e-5), 2e-4),
+        (Outside(), 0.0),
+        (Outside(0.004), 0.0),
+        (Outside(0.003, 5e-4, 1e-4), 0.0),
+        (Outside(0.003, -2e-4, 0.0), 0.0),
+        (Outside(0.003, 5e-4, 5e-5), 2e-4),
     ],
 )
-def test_what_prices_do_not_hold_is_found_by_probes(more: fleet.Outside, switch_s: float) -> None:
+def test_what_prices_do_not_hold_is_found_by_probes(more: Outside, switch_s: float) -> None:
     """Of replicas that are the simulated ones, and that far away."""
     host = msgspec.structs.replace(HOST, switch_s=switch_s)
-    probes = fleet.Fleet(COST, 300, 2, host, more).probes()
+    probes = Foretold(COST, 2, 300, host=host, outside=more).probes()
     found = REPLICAS.explaining(probes)
     assert found.host is not None and found.host.switch_s == pytest.approx(switch_s, abs=3e-5)
     assert found.outside.request_s == pytest.approx(more.request_s, abs=2e-4)
@@ -156,8 +142,8 @@ def test_what_prices_do_not_hold_is_found_by_probes(more: fleet.Outside, switch_
 
 
 def test_probes_have_a_middle() -> None:
-    several = [fleet.Probes(0.1, 3.0, 1.0, 1.0), fleet.Probes(0.3, 1.0, 2.0, 1.0)]
-    assert fleet.Probes.middle(several) == fleet.Probes(0.2, 2.0, 1.5, 1.0)
+    several = [Probes(0.1, 3.0, 1.0, 1.0), Probes(0.3, 1.0, 2.0, 1.0)]
+    assert Probes.middle(several) == Probes(0.2, 2.0, 1.5, 1.0)
 
 
 def test_what_servers_and_client_compute_is_found_from_runs(
@@ -170,21 +156,20 @@ def test_what_servers_and_client_compute_is_found_from_runs(
 
     def seconds(work: Work, requests: list[TraceRequest]) -> float:
         tokens = sum(r.output_tokens for r in requests)
-        steps = fleet.fleet_steps(COST, requests)
+        steps = bench_host.steps_of(COST, requests)
         return work.request_s * len(requests) + work.step_s * steps + work.token_s * tokens
 
-    def replayed(ports: Any, router: str, requests: list[TraceRequest]) -> fleet.RoutedCalls:
+    def served(ports: Any, requests: list[TraceRequest]) -> tuple[Run, float]:
         last_s = requests[-1].arrival_s + 1
         clock[0] += last_s
         clock[1] += seconds(server, requests) + last_s * idle_share
-        part = Part([], 0, False, seconds(client, requests), last_s, [], 0.0)
-        return fleet.RoutedCalls(LoadRun([part], open_loop=True), {})
+        return Run([]), seconds(client, requests)
 
     def sleep(seconds: float) -> None:
         clock[0] += seconds
         clock[1] += seconds * idle_share
 
-    monkeypatch.setattr(bench_host, "replay_real", replayed)
+    monkeypatch.setattr(bench_host, "serve_by", served)
     monkeypatch.setattr(bench_host, "_servers_s", lambda: clock[1])
     monkeypatch.setattr(
         bench_host, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
@@ -194,45 +179,44 @@ def test_what_servers_and_client_compute_is_found_from_runs(
         assert msgspec.structs.astuple(mine) == pytest.approx(msgspec.structs.astuple(true))
 
 
-def test_what_was_measured_is_foretold_again(
+def test_what_was_measured_is_predicted_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A fleet that served as the simulator says has no error; one twice as slow is out of bounds.
-    The page shows both of each."""
-    cases = [as_measured("round-robin", 1.0), as_measured("prefix-affine", 2.0)]
-    assert REPLICAS.host is not None
-    runs = against.FleetRuns(2, 300, COST, REPLICAS.host, cases)
-    kept, page = tmp_path / "runs.json", tmp_path / "page.html"
-    kept.write_bytes(msgspec.json.encode(runs))
-    against.main(["--runs", str(kept), "--page", str(page)])
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    """A fleet that served as the simulator says has no error; one twice as slow is out of
+    bounds."""
+    found = compare.Comparison("fleet", 2, COST, [[0]], REPLICAS.host, [])
+    for router, factor in (("round-robin", 1.0), ("prefix-affine", 2.0)):
+        case = compare.Case("off", router, 0.4, workloads.shared_prefixes(20.0, 60, seed=2))
+        blocks = compare.KINDS["fleet"].num_blocks
+        world = msgspec.structs.replace(REPLICAS, num_blocks=blocks)
+        _, run = world.replay(OpenLoop(case.requests), "off", router)
+        case.runs, case.probes = [slower(run, factor)], [world.probes()]
+        found.cases.append(case)
+    rows = rows_of(found, tmp_path, capsys)
     assert len(rows) == 2 * 7
     for row in rows:
         if row["bound"] is None:
-            assert row["ratio"] == pytest.approx(1, abs=0.01) and row["within"] is None
+            assert row["error"] == pytest.approx(0, abs=0.01) and row["within"] is None
         elif row["router"] == "round-robin":
-            assert row["within"] and row["ratio"] == pytest.approx(1, abs=0.01)
+            assert row["within"] and row["error"] == pytest.approx(0, abs=0.01)
         else:
-            half = 2.0 if row["measure"] == "tokens_per_s" else 0.5
-            assert not row["within"] and row["ratio"] == pytest.approx(half, rel=0.01)
+            half = 1.0 if row["measure"] == "tokens_per_s" else -0.5
+            assert not row["within"] and row["error"] == pytest.approx(half, rel=0.03)
     hits = {row["router"]: row["simulated"] for row in rows if row["measure"] == "prefix_hits"}
-    assert hits["prefix-affine"] > 1.2 * hits["round-robin"] > 0
-    text = page.read_text(encoding="utf-8")
-    for name in ("round-robin: replicas", "prefix-affine: simulated"):
-        assert name in text
+    assert hits["prefix-affine"] > hits["round-robin"] > 0
 
 
 def test_a_fleet_is_what_the_command_simulates() -> None:
     """Each replica has its own pool and slots, and what lies outside of it takes its time."""
-    requests = fleet.shared_prefixes(20.0, 60, seed=2)
-    plain = fleet.Fleet(COST, 300, 2)
-    near, found = plain.simulate("least-loaded", OpenLoop(requests))
-    assert near.replicas is not None and {record.replica for record in found} == {0, 1}
-    config = fleet.fleet_config(COST, 300)
+    requests = workloads.shared_prefixes(20.0, 60, seed=2)
+    plain = Foretold(COST, 2, 300)
+    near, run = plain.replay(OpenLoop(requests), router="least-loaded")
+    assert near.replicas is not None and {record.replica for record in run.records} == {0, 1}
+    config = plain.config("off")
     assert (config.num_blocks, config.prefix_cache, config.lookahead.policy) == (300, True, "off")
-    away = msgspec.structs.replace(plain, outside=fleet.Outside(0.01))
-    far, _ = away.simulate("least-loaded", OpenLoop(requests))
+    away = msgspec.structs.replace(plain, outside=Outside(0.01))
+    far, _ = away.replay(OpenLoop(requests), router="least-loaded")
     assert far.ttft_s.mean == pytest.approx((near.ttft_s.mean or 0.0) + 0.01, rel=0.05)
-    assert plain.capacity_per_s() > 1.5 * fleet.Fleet(COST, 300, 1).capacity_per_s()
-    crowd = fleet.Fleet(COST, 300, 2, Host(cores=1))
-    assert crowd.capacity_per_s() < 0.6 * plain.capacity_per_s()
+    capacity = partial(Foretold.capacity_per_s, policy="off", make=workloads.shared_prefixes)
+    assert capacity(plain) > 1.5 * capacity(Foretold(COST, 1, 300))
+    assert capacity(Foretold(COST, 2, 300, host=Host(cores=1))) < 0.6 * capacity(plain)

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from bench.chat_prompts import QUESTIONS, RENAMES, STORIES
 from bench.lookahead import (
+    CHATS,
     EndlessLoop,
     PolicyRun,
     make_prompts,
@@ -19,7 +19,7 @@ from bench.lookahead import (
     survival_error,
 )
 from bench.plot import save_lines
-from cbatch import EngineOptions, load_engine
+from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.demo import demo_paths
 from cbatch.text.outputs import Speculation
 
@@ -96,6 +96,31 @@ def test_a_loop_stays_full_and_counts_what_comes_out():
     assert not engine.has_work
 
 
+@pytest.mark.parametrize(("way", "same"), [("coupled", True), ("rejection", False)])
+def test_requests_are_sampled_as_asked_each_with_a_seed_of_its_own(way, same):
+    """Texts of two loops are the same where the noise alone decides them, at any k."""
+    params, found = SamplingParams(temperature=1.0, ignore_eos=True, verification=way), []
+    for lookahead in ("off", "fixed:3"):
+        options = EngineOptions(lookahead=lookahead, max_slots=2, max_model_tokens=128)
+        engine, _ = load_engine(*demo_paths(), options)
+        prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0])[:5]]
+        loop, texts = EndlessLoop(engine, prompts, 2, 12, params), {}
+        step = engine.step
+
+        def noted(step=step, texts=texts):
+            outputs = step()
+            for output in outputs:
+                texts.setdefault(output.request_id, []).extend(output.token_ids)
+            return outputs
+
+        engine.step = noted
+        loop.start()
+        loop.run(60)
+        found.append([texts[f"request-{i}"][:8] for i in range(3)])
+    assert (found[0] == found[1]) == same
+    assert found[0][0] != found[0][1]
+
+
 def test_spoilt_drafts_are_hardly_ever_accepted():
     options = EngineOptions(lookahead="fixed:3", max_slots=2, max_model_tokens=128)
     engine, _ = load_engine(*demo_paths(), options)
@@ -118,8 +143,9 @@ def test_a_plot_is_a_picture(tmp_path):
 
 
 def test_the_questions_for_a_chat_model_name_what_they_ask_for():
-    assert len({*QUESTIONS}) == len({*STORIES}) == len({*RENAMES}) == 24
-    for text in RENAMES:
+    assert {len({*CHATS[kind]}) for kind in ("questions", "stories", "renames")} == {24}
+    assert len({*CHATS["both"]}) == 48
+    for text in CHATS["renames"]:
         _, old, _, new, _ = text.split("`", 4)
         code = text.split("```")[1]
         assert re.search(rf"\b{old}\b", code) and not re.search(rf"\b{new}\b", code), text

