@@ -176,10 +176,15 @@ def depth_for(device: str, overlap: Literal[0, 1] | None) -> int:
     return int(is_gpu(device)) if overlap is None else overlap
 
 
+def block_size_for(target: AnyModel, options: EngineOptions) -> int:
+    """Tokens of a KV block: as given, or on a GPU what attention reads fastest."""
+    return options.block_size_tokens or (64 if is_gpu(str(target.device)) else 16)
+
+
 def refuse_unserved(
     device: str,
     *,
-    block_size_tokens: int,
+    block_size_tokens: int | None,
     kv_cache_dtype: str,
     head: Path | None = None,
     tensor_parallel: int = 1,
@@ -195,7 +200,8 @@ def refuse_unserved(
             problem = f"{kv_cache_dtype!r} is not served on a CPU"
             raise FieldError("kv_cache_dtype", problem, "leave it out, or use --device cuda")
         return
-    if block_size_tokens < 16 or block_size_tokens & (block_size_tokens - 1):
+    size = block_size_tokens
+    if size is not None and (size < 16 or size & (size - 1)):
         raise FieldError(
             "block_size_tokens",
             f"{block_size_tokens!r} is not served on a GPU",
@@ -269,7 +275,7 @@ def gpu_step_bytes(
         max_slots=options.max_slots,
         max_sequence_tokens=max_tokens,
         step_budget_tokens=max(options.step_budget_tokens, options.max_slots),
-        block_size_tokens=options.block_size_tokens,
+        block_size_tokens=block_size_for(target, options),
         max_drafts=drafts if draft is not None or options.drafter is not None else 0,
     )
     return step_memory_bytes(cast("Decoder", target), cast("Decoder | None", draft), limits)

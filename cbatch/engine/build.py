@@ -20,6 +20,7 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.build import policy_class
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import (
+    block_size_for,
     code_of,
     depth_for,
     executor_for,
@@ -224,9 +225,10 @@ def _scheduler_config(
     if options.tokenizer is not None and Path(options.tokenizer).is_dir():
         eos_ids = tuple(dict.fromkeys((*eos_ids, *eos_ids_of(Path(options.tokenizer)))))
     blocks = num_blocks(target, draft, options, max_tokens)
-    if options.max_model_tokens and blocks * options.block_size_tokens < max_tokens:
+    block_tokens = block_size_for(target, options)
+    if options.max_model_tokens and blocks * block_tokens < max_tokens:
         field = "num_blocks" if options.num_blocks is not None else "kv_memory_bytes"
-        least = -(-max_tokens // options.block_size_tokens)
+        least = -(-max_tokens // block_tokens)
         size = block_bytes(target, draft, options)
         raise FieldError(
             field,
@@ -235,7 +237,7 @@ def _scheduler_config(
         )
     return SchedulerConfig(
         num_blocks=blocks,
-        block_size_tokens=options.block_size_tokens,
+        block_size_tokens=block_tokens,
         max_slots=options.max_slots,
         max_model_tokens=max_tokens,
         step_budget_tokens=max(options.step_budget_tokens, options.max_slots),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cbatch.core.request.errors import FieldError
-from cbatch.engine.backends import gpu_step_bytes, kv_dtype_of, num_ranks
+from cbatch.engine.backends import block_size_for, gpu_step_bytes, kv_dtype_of, num_ranks
 from cbatch.engine.info import mib
 from cbatch.engine.options import EngineOptions
 
@@ -29,7 +29,7 @@ def num_blocks(
             remedy = f"give at least {size} bytes ({size / 2**30:.2g} GiB)"
             raise FieldError("kv_memory_bytes", "holds no block", remedy)
         return options.kv_memory_bytes // size
-    wanted = options.max_slots * -(-max_tokens // options.block_size_tokens)
+    wanted = options.max_slots * -(-max_tokens // block_size_for(target, options))
     kv_bytes = memory_for_kv_bytes(target, draft, options, max_tokens)
     return max(1, min(wanted, kv_bytes // size))
 
@@ -38,10 +38,9 @@ def block_bytes(target: AnyModel, draft: AnyModel | None, options: EngineOptions
     """Of KV, in all ranks together."""
     from cbatch.runtime.model.kv_cache import KVCache
 
+    size = block_size_for(target, options)
     return num_ranks(target) * sum(
-        KVCache.block_bytes(
-            model.config, options.block_size_tokens, kv_dtype_of(model, options.kv_cache_dtype)
-        )
+        KVCache.block_bytes(model.config, size, kv_dtype_of(model, options.kv_cache_dtype))
         for model in (target, draft)
         if model is not None
     )

@@ -79,8 +79,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _engine("what keys and values are held in: auto (the model's); fp8 on a GPU that has it"),
     ] = "auto"
     block_size_tokens: Annotated[
-        int, _engine("tokens of a KV block", "TOKENS", name="block_size")
-    ] = 16
+        int | None,
+        _engine(
+            "tokens of a KV block (default: 64 on a GPU, else 16)", "TOKENS", name="block_size"
+        ),
+    ] = None
     max_model_tokens: Annotated[int | None, _engine("context (default: the model's)", "TOKENS")] = (
         None
     )
