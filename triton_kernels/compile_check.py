@@ -78,7 +78,7 @@ class Findings(NamedTuple):
             found.append("no loads through descriptors")
         if case.buffers is not None and self.buffers < case.buffers[0]:
             found.append(f"{self.buffers} tiles in flight, {case.buffers[0]} expected")
-        if case.wide_loads and (self.narrow_loads or not self.wide_loads):
+        if case.wide_loads and (self.narrow_loads > case.most_narrow or not self.wide_loads):
             found.append(f"{self.narrow_loads} loads narrower than 128 bits")
         return found
 

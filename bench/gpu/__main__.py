@@ -37,7 +37,7 @@ _SECTIONS = {
     "engine": Share(50, 100),
     "sweep": Share(30, 60),
 }
-_SHARDED, _WARMED = ("correctness",), ("kernels", "sweep")
+_SHARDED, _WARMED = ("correctness",), ("kernels",)
 _MODULES = {"limits": "ceilings"}
 
 

@@ -16,7 +16,7 @@ import torch
 
 from bench.gpu.cells import Cell, Row
 from bench.gpu.limits import HEADS, workload
-from bench.gpu.steps import Pool, config_of, make_step, pages_of, programs
+from bench.gpu.steps import Pool, make_step, pages_of, tuning_of
 from bench.gpu.verdict import UNMEASURED, check, relative_error
 from bench.gpu.world import Bench
 
@@ -75,10 +75,10 @@ def main() -> int:
     shape, queries = HEADS["llama-8b"], workload(_WORKLOAD)
     pool = Pool.make(pages_of(queries, 16), 16, shape, torch.bfloat16, device)
     step = make_step(queries, shape, pool, torch.bfloat16)
-    config = config_of(shape, 16, device)
-    work = step.work(config)
+    tuning = tuning_of(shape, 16, device)
+    work = step.work(tuning)
     for _ in range(3):
-        found = step.run(work, programs(config, device))
+        found = step.run(work, tuning.num_programs)
     torch.cuda.synchronize()
     error = relative_error(found, step.reference())
     print(f"relative error {error:.2e}")

@@ -12,17 +12,16 @@ from bench.gpu.cells import Cell, Row
 from bench.gpu.limits import HEADS, TINY_HEADS, workload
 from bench.gpu.steps import (
     TINY,
-    Config,
     Pool,
     StepQueries,
-    config_of,
     make_step,
     pages_of,
-    programs,
     same_bits,
+    tuning_of,
 )
 from bench.gpu.verdict import check, none_of, relative_error, within
 from bench.gpu.world import Bench
+from cbatch.runtime.gpu.attention import Tuning
 from triton_kernels.attention import kernel
 
 # Decodes, verifications, chunks that end inside a split and at its end, the shortest there is.
@@ -72,7 +71,7 @@ class _Case(NamedTuple):
     """A step, and how it is launched."""
 
     step: StepQueries
-    config: Config
+    config: Tuning
     programs: int
 
     @classmethod
@@ -91,9 +90,9 @@ class _Case(NamedTuple):
         shape = HEADS[heads] if bench.full else TINY_HEADS
         queries = workload(full if bench.full else tiny)
         pool = Pool.make(pages_of(queries, page) + 3, page, shape, kv_dtype or dtype, bench.device)
-        config = config_of(shape, page, bench.device, dtype, kv_dtype) if bench.full else TINY
+        config = tuning_of(shape, page, bench.device, dtype, kv_dtype) if bench.full else TINY
         step = make_step(queries, shape, pool, dtype)
-        return cls(step, config, programs(config, bench.device))
+        return cls(step, config, config.num_programs)
 
     def run(self, **options: Any) -> Tensor:
         return self.step.run(self.step.work(self.config), self.programs, **options)
@@ -146,7 +145,7 @@ def _descriptors(bench: Bench) -> Row:
     for descriptors in (True, False):
         tile = case.config.tile._replace(descriptors=descriptors)
         config = case.config._replace(tile=tile)
-        many = programs(config, bench.device)
+        many = config.num_programs
         found.append(case._replace(config=config, programs=many).run())
     differ = found[0] != found[1]
     return none_of("elements that differ", int(differ.sum()), differ.numel())
@@ -188,6 +187,6 @@ def _stress(bench: Bench) -> Row:
             launches = launch + 1
             break
     wrong = int(differing) + int(work.partials.arrived.count_nonzero())
-    if not int((work.items[kernel.PARTS.value, : int(work.num_items)] > 1).sum()):
+    if not int((work.items[: int(work.num_items), kernel.PARTS.value] > 1).sum()):
         return none_of("nothing was split", 1, 1)
     return none_of("launches with other bits, counters left", wrong, launches)

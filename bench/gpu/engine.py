@@ -42,7 +42,7 @@ from sim.cost.roofline import ModelShape
 OURS, PEER = "cbatch", "transformers, continuous batching"
 LOOKAHEADS = ("off", "fixed:4", "goodput")
 ACCEPTANCE = 0.7
-_PAGE_TOKENS = 16
+_PAGE_TOKENS = 64
 _MOST_DRAFTS = 8
 _PROFILE_S = 2.0
 _TOKENS_A_STEP = 4  # of a sequence, more than its drafts' chances give on average

@@ -1,11 +1,10 @@
-"""Ragged attention steps on the device: scattered pages of a random pool, planned work, and the
-configurations of attention that are shipped or may be."""
+"""Ragged attention steps on the device: scattered pages of a random pool, and planned work."""
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,28 +13,18 @@ from torch import Tensor
 from bench.gpu.limits import GridHeads, Query
 from bench.gpu.timing import Call
 from bench.gpu.world import Bench
+from cbatch.runtime.gpu.attention import Tuning
 from triton_kernels.attention import (
     Heads,
     Partials,
     Tile,
     WorkList,
-    arch_of,
     attention,
     attention_reference,
     plan,
-    resident_programs,
-    tile_for,
 )
-from triton_kernels.attention.cases import SPLIT_TOKENS
 
 TABLE_MULTIPLE = 16  # entries of a row: a stride that kernels know to be aligned
-
-
-class Config(NamedTuple):
-    """How attention is launched."""
-
-    tile: Tile
-    split_tokens: int
 
 
 class Pool(NamedTuple):
@@ -54,11 +43,13 @@ class Pool(NamedTuple):
         device: torch.device,
         seed: int = 0,
     ) -> Pool:
+        """Laid out as the engine's: a page of a head is one run of memory."""
         generator = torch.Generator(device).manual_seed(seed)
-        pages = (num_pages, page_tokens, shape.kv_heads, 2, shape.head_dim)
+        pages = (shape.kv_heads, num_pages, page_tokens, 2, shape.head_dim)
         wide = dtype if dtype.itemsize > 1 else torch.bfloat16
         values = torch.randn(pages, dtype=wide, device=device, generator=generator).to(dtype)
-        return cls(values[:, :, :, 0], values[:, :, :, 1])
+        k, v = values.permute(3, 1, 2, 0, 4)
+        return cls(k, v)
 
     @property
     def page_tokens(self) -> int:
@@ -82,29 +73,25 @@ class StepQueries(NamedTuple):
 
     def work(
         self,
-        config: Config,
+        tuning: Tuning,
         *,
         most_partials: int | None = None,
         window: int | None = None,
     ) -> WorkList:
         """Planned; memory for partial results holds NaN until it is written."""
         heads, device = Heads(*self.shape), self.q.device
-        wanted = sum(
-            -(-q.query_tokens * self.shape.group // config.tile.rows)
-            * -(-q.context_tokens // config.split_tokens)
-            for q in self.queries
-        )
-        count = max(1, wanted + len(self.queries)) if most_partials is None else most_partials
-        partials = Partials.allocate(count, heads, config.tile, device)
+        count = most_partials or tuning.most_partials
+        partials = Partials.allocate(count, heads, tuning.tile, device)
         partials.sums.fill_(torch.nan)
         partials.stats.fill_(torch.nan)
         work = WorkList.allocate(
             partials,
             heads,
-            config.tile,
+            tuning.tile,
             most_tokens=len(self.q),
             most_sequences=len(self.queries),
-            split_tokens=config.split_tokens,
+            split_tokens=tuning.split_tokens,
+            balanced=tuning.num_programs if tuning.balanced else None,
             window=window,
         )
         plan(self.starts, self.contexts, work)
@@ -222,61 +209,50 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool((a == b).all())
 
 
-TINY = Config(Tile(16, 16, 4, 2), 32)
+TINY = Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=64, split_tokens=32)
 
 
-def config_of(
+def tuning_of(
     shape: GridHeads,
     page_tokens: int,
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
-) -> Config:
-    """The shipped one: a tile for queries of every length, so that bits do not depend on it."""
-    arch = arch_of(device)
-    tile = tile_for(Heads(*shape), dtype, page_tokens, arch=arch, kv_dtype=kv_dtype)
-    return Config(tile, SPLIT_TOKENS)
+    numerics: str = "invariant",
+    query_tokens: int = 1,
+) -> Tuning:
+    """What an executor is given."""
+    return Tuning.of(
+        Heads(*shape),
+        dtype,
+        device,
+        page_tokens,
+        kv_dtype,
+        numerics=numerics,
+        query_tokens=query_tokens,
+    )
 
 
-def programs(config: Config, device: torch.device) -> int:
-    """As many as run at a time."""
-    return resident_programs(config.tile, device) if device.type == "cuda" else 2
-
-
-def launches(bench: Bench, steps: Sequence[StepQueries], config: Config) -> list[Call]:
+def launches(bench: Bench, steps: Sequence[StepQueries], tuning: Tuning) -> list[Call]:
     """Of steps of the same lengths, planned once for all: a plan is made once a step for all
     layers, so its cost is not the kernel's. None where kernels do not run."""
     if not bench.world.runs:
         return []
-    work, many = steps[0].work(config), programs(config, bench.device)
+    step = steps[0]
+    found = tuning.work_lists(
+        Heads(*step.shape), step.q.device, most_tokens=len(step.q), most_sequences=len(step.queries)
+    )
+    works = [
+        (work, programs)
+        for work, programs in found[None]
+        if any(work.queries[0] <= q.query_tokens <= work.queries[1] for q in step.queries)
+    ]
+    for work, _ in works:
+        plan(step.starts, step.contexts, work)
+
+    def run(step: StepQueries, out: Tensor) -> None:
+        for work, programs in works:
+            step.run(work, programs, out)
+
     outs = [step.q.new_empty(len(step.q), step.q[0].numel()) for step in steps]
-    pairs = zip(steps, outs, strict=True)
-    return [functools.partial(step.run, work, many, out=out) for step, out in pairs]
-
-
-def candidates(shape: GridHeads, page_tokens: int) -> Iterator[Config]:
-    """Likeliest first: time that runs out leaves the tail untried. The last two differ in the
-    length of a split only."""
-    for rows, keys, num_warps, num_stages, resident in (
-        (64, 64, 4, 3, 2),
-        (16, 64, 4, 3, 2),
-        (64, 64, 4, 3, 1),
-        (16, 64, 4, 3, 3),
-        (64, 128, 8, 3, 1),
-        (64, 32, 4, 3, 3),
-        (32, 64, 4, 3, 2),
-        (16, 128, 4, 3, 1),
-        (128, 64, 8, 3, 1),
-        (64, 64, 8, 3, 2),
-        (16, 32, 4, 3, 4),
-        (128, 128, 8, 3, 1),
-        (64, 64, 4, 4, 1),
-    ):
-        if rows < shape.group:
-            continue
-        tile = Tile(rows, keys, num_warps, num_stages, resident)
-        if page_tokens % keys == 0:
-            yield Config(tile._replace(descriptors=True), SPLIT_TOKENS)
-        yield Config(tile, SPLIT_TOKENS)
-    for split_tokens in (SPLIT_TOKENS // 2, 2 * SPLIT_TOKENS):
-        yield Config(Tile(64, 64, 4, 3, 2, page_tokens % 64 == 0), split_tokens)
+    return [functools.partial(run, step, out=out) for step, out in zip(steps, outs, strict=True)]

@@ -97,7 +97,10 @@ _COLUMNS = {
         "fraction_of_limit", "tflop_per_s", "method", "beyond_l2", "sm_mhz_low",
         "slowed_by", "status",
     ),
-    "sweep": ("heads", "page_tokens", "tile", "split_tokens", "median_us", "status"),
+    "sweep": (
+        "heads", "page_tokens", "tile", "split_tokens", "median_us", "over_sdpa", "over_limit",
+        "status",
+    ),
     "engine": (
         "model", "batch", "lookahead", "implementation", "tokens_per_s", "tokens_a_row", "step_ms",
         "limit_ms", "over_limit", "sm_mhz_low", "slowed_by", "status",

@@ -1,8 +1,9 @@
-"""Which tile attention should work with: every candidate on a decode, a verification and a chunk,
-and the table that follows, in the format of `triton_kernels/attention/tiles.json`.
+"""Which tiles attention should work with: candidates for each kind of query, and the table that
+follows, in the format of `triton_kernels/attention/tiles.json`.
 
-All queries of a model use one tile, or bits would depend on the length of a query; so an entry is
-the tile that is best over the three workloads together: decodes count most.
+Beside them what has no pages (torch's SDPA), and what each step's bytes and products take at the
+least. A tile of 16 or 32 rows is for decodes and verifications, one of 128 for chunks of prompts;
+one of 64 rows serves queries of every length where a row's bits must be its own.
 """
 
 from __future__ import annotations
@@ -14,118 +15,241 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from bench.gpu import peers
 from bench.gpu.ceilings import load_ceilings
 from bench.gpu.cells import Cell, Row
-from bench.gpu.limits import (
-    CHUNK,
-    DECODE,
-    HEADS,
-    TINY,
-    TINY_HEADS,
-    VERIFY,
-    GridHeads,
-    attention_cost,
-    workload,
-)
-from bench.gpu.steps import TINY as TINY_CONFIG
-from bench.gpu.steps import Config, candidates, launches, make_steps
-from bench.gpu.timing import figures, input_sets, time_calls
+from bench.gpu.limits import HEADS, TINY_HEADS, GridHeads, attention_cost, workload
+from bench.gpu.steps import TINY, StepQueries, launches, make_steps
+from bench.gpu.timing import input_sets, time_calls
+from bench.gpu.verdict import relative_error
 from bench.gpu.world import Bench
-from triton_kernels.attention import arch_of
-from triton_kernels.attention.cases import SPLIT_TOKENS
+from cbatch.runtime.gpu.attention import LEAST_PART_TOKENS, Tuning
+from triton_kernels.attention import Heads, Tile, arch_of, balanced_partials, resident_programs
+from triton_kernels.build import ahead
 
 TABLE = "tiles.json"
-# Of their times, in the geometric mean that is made least.
-WEIGHTS = {DECODE: 0.5, VERIFY: 0.35, CHUNK: 0.15}
-_PAGES = (16, 64)
-_SAMPLE_S = 0.06
+SDPA = "torch SDPA, no pages"
+# Of the time of each, in the geometric mean that is made least.
+DECODES = {"64q1s540": 3.0, "q1s540": 2.0, "64q1s4k": 2.0, "8q1s4k": 1.0, "128q1s540": 1.0}
+VERIFIES = {"64q5s540": 3.0, "64q1s540": 2.0, "q1s540": 1.0, "64q1s4k": 1.0}
+CHUNKS = {"q2k": 2.0, "q2ks8k": 1.0}
+EVERY = {"64q1s4k": 3.0, "64q5s540": 2.0, "64q1s540": 2.0, "q2k": 1.0, "q2ks8k": 1.0}
+_SAMPLE_S = 0.04
+_MOST_ERROR = 2e-2
+
+# rows, keys, num_warps, num_stages, programs; the width of heads that they are for, or any
+_BY_DESCRIPTORS = (
+    (16, 64, 4, 3, 3, None),
+    (16, 32, 4, 4, 4, None),
+    (16, 32, 2, 4, 4, 128),
+    (16, 64, 4, 4, 2, 128),
+    (16, 64, 2, 3, 3, 128),
+    (16, 32, 1, 3, 6, 128),
+    (16, 64, 4, 3, 5, 64),
+    (16, 32, 2, 4, 8, 64),
+    (32, 64, 4, 3, 2, None),
+    (32, 32, 4, 3, 4, None),
+    (32, 32, 2, 4, 3, None),
+    (64, 64, 4, 3, 2, None),
+    (64, 32, 4, 3, 3, None),
+    (128, 64, 8, 3, 1, None),
+    (128, 64, 8, 4, 1, None),
+    (128, 64, 4, 3, 2, 64),
+    (128, 32, 8, 4, 1, 128),
+)
+_BY_POINTERS = (
+    (16, 64, 4, 3, 3, None),
+    (16, 32, 4, 4, 4, None),
+    (32, 32, 4, 4, 3, None),
+    (64, 64, 4, 3, 2, None),
+    (128, 64, 8, 3, 1, None),
+)
+_SMALL_BY_DESCRIPTORS = ((16, 16, 1, 6, 6, None), (16, 16, 2, 6, 4, None), (16, 16, 4, 6, 4, None))
+
+
+def tunings(shape: GridHeads, page_tokens: int, device: torch.device) -> Iterator[Tuning]:
+    """Candidates. Of the first some are tried with other lengths of parts, too."""
+    described = _BY_DESCRIPTORS if page_tokens >= 64 else _SMALL_BY_DESCRIPTORS
+    listed = [(*each, True) for each in described]
+    listed += [(*each, False) for each in _BY_POINTERS[: None if page_tokens < 64 else 1]]
+    for at, (*fields, head_dim, descriptors) in enumerate(listed):
+        if head_dim in (None, shape.head_dim):
+            tile = Tile(*fields, descriptors)
+            parts = (1, 2, 4) if at == 0 and page_tokens >= 64 else (1,)
+            for part_tokens in (LEAST_PART_TOKENS * part for part in parts):
+                yield _tuning(shape, tile, part_tokens, device)
+
+
+def _tuning(shape: GridHeads, tile: Tile, part_tokens: int, device: torch.device) -> Tuning:
+    programs = resident_programs(tile, device) if device.type == "cuda" else 4
+    partials = balanced_partials(programs, Heads(*shape))
+    return Tuning(tile, programs, partials, max(part_tokens, tile.keys), balanced=True)
+
+
+def workloads_of(rows: int) -> Mapping[str, float]:
+    """What tiles of so many rows are compared by."""
+    return {16: DECODES, 32: VERIFIES, 64: EVERY, 128: CHUNKS}[rows]
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
     """Candidates in turn over all heads and pages, so that none goes without when time is short."""
     if not bench.full:
-        yield _cell(bench, "tiny", TINY_HEADS, 16, TINY_CONFIG, TINY[:1])
+        run = functools.partial(_measure, bench, TINY_HEADS, 16, TINY, {"3q1s20": 1.0})
+        yield Cell("tiny", {"heads": "tiny", "page_tokens": 16, "tile": TINY.tile._asdict()}, run)
         return
-    lists = {
-        (name, page): list(candidates(shape, page))
-        for page in _PAGES
-        for name, shape in HEADS.items()
-    }
-    for at in range(max(map(len, lists.values()))):
-        for (name, page), configs in lists.items():
-            if at < len(configs):
-                yield _cell(bench, name, HEADS[name], page, configs[at], tuple(WEIGHTS))
+    lists = []
+    for name, page in (("llama-8b", 64), ("llama-1b", 64), ("llama-8b", 16)):
+        shape = HEADS[name]
+        labels = {"heads": name, **shape._asdict(), "page_tokens": page}
+        found = list(tunings(shape, page, bench.device))
+        lists.append((labels, shape, page, found))
+        if page == 64:
+            run = functools.partial(_measure_sdpa, bench, shape)
+            yield Cell(f"{name} {SDPA}", labels | {"tile": SDPA}, run)
+    yield Cell("compiled", {"heads": "every"}, functools.partial(_compile, bench, lists))
+    for at in range(max(len(found) for *_, found in lists)):
+        for labels, shape, page, found in lists:
+            if at < len(found):
+                yield _cell(bench, labels, shape, page, found[at])
 
 
-def _cell(
-    bench: Bench,
-    name: str,
-    shape: GridHeads,
-    page: int,
-    config: Config,
-    names: tuple[str, ...],
-) -> Cell:
-    labels = {
-        "heads": name,
-        **shape._asdict(),
-        "page_tokens": page,
+def _cell(bench: Bench, labels: Row, shape: GridHeads, page: int, tuning: Tuning) -> Cell:
+    more = {
         "arch": arch_of(bench.device),
-        "tile": config.tile._asdict(),
-        "split_tokens": config.split_tokens,
+        "tile": tuning.tile._asdict(),
+        "split_tokens": tuning.split_tokens,
     }
-    tile = " ".join(str(int(field)) for field in config.tile)
-    key = f"{name} page {page} tile {tile} split {config.split_tokens}"
-    return Cell(key, labels, functools.partial(_measure, bench, shape, page, config, names))
+    tile = " ".join(str(int(field)) for field in tuning.tile)
+    key = f"{labels['heads']} page {page} tile {tile} split {tuning.split_tokens}"
+    names = workloads_of(tuning.tile.rows)
+    run = functools.partial(_measure, bench, shape, page, tuning, names)
+    return Cell(key, labels | more, run)
+
+
+@functools.cache
+def _steps(
+    shape: GridHeads, page: int, name: str, device: torch.device
+) -> tuple[list[StepQueries], Tensor]:
+    """Sets of inputs, and what comes of the first."""
+    queries = workload(name)
+    count = input_sets(attention_cost(queries, shape).num_bytes, device)
+    steps = make_steps(queries, shape, page, device, count)
+    return steps, steps[0].reference()
+
+
+def _compile(bench: Bench, lists: list[tuple[Row, GridHeads, int, list[Tuning]]]) -> Row:
+    """Whatever the other cells launch, by many processes."""
+    with ahead.listed() as found:
+        for _, shape, page, candidates in lists:
+            for tuning in candidates:
+                steps, _ = _steps(shape, page, "q1s540", bench.device)
+                for call in launches(bench, steps[:1], tuning):
+                    call()
+    ahead.compile_all(found)
+    return {"kernels": len(found)}
 
 
 def _measure(
-    bench: Bench, shape: GridHeads, page: int, config: Config, names: tuple[str, ...]
+    bench: Bench, shape: GridHeads, page: int, tuning: Tuning, names: Mapping[str, float]
 ) -> Row:
-    """Median and fraction of the limit of each workload, by its name."""
-    row: Row = {"median_us": {}, "fraction_of_limit": {}}
+    """Median microseconds of each workload, by its name."""
+    found = {}
     for name in names:
-        queries = workload(name)
-        cost = attention_cost(queries, shape)
-        count = 1 if bench.warming else input_sets(cost.num_bytes, bench.device)
-        steps = make_steps(queries, shape, page, bench.device, count)
-        calls = launches(bench, steps, config)
-        found = figures(time_calls(bench, calls, _SAMPLE_S), cost, load_ceilings(bench.out))
-        row["median_us"][name] = found["median_us"]
-        row["fraction_of_limit"][name] = found["fraction_of_limit"]
-        if "status" in found:
-            row["status"] = found["status"]
+        steps, expected = _steps(shape, page, name, bench.device)
+        calls = launches(bench, steps, tuning)
+        if bench.full:
+            out = calls[0].keywords["out"].fill_(torch.nan)
+            calls[0]()
+            error = relative_error(out, expected)
+            if not error < _MOST_ERROR:
+                raise ArithmeticError(f"{name}: relative error {error:.1e}")
+        found[name] = _median_us(bench, calls)
+    return _compared(bench, shape, found)
+
+
+def _measure_sdpa(bench: Bench, shape: GridHeads) -> Row:
+    names = dict.fromkeys((*DECODES, *VERIFIES, *CHUNKS))
+    every = {name: _steps(shape, 64, name, bench.device)[0] for name in names}
+    found = {name: _median_us(bench, peers.sdpa(bench, steps)) for name, steps in every.items()}
+    _SDPA_US[shape] = found
+    return _compared(bench, shape, found)
+
+
+_SDPA_US: dict[GridHeads, dict[str, float | None]] = {}
+
+
+def _median_us(bench: Bench, calls: list[Any]) -> float | None:
+    timing = time_calls(bench, calls, _SAMPLE_S)
+    return None if timing is None else round(timing.median_s * 1e6, 2)
+
+
+def _compared(bench: Bench, shape: GridHeads, median_us: Mapping[str, float | None]) -> Row:
+    """Beside the limit and SDPA."""
+    row: Row = {"median_us": dict(median_us), "over_limit": {}, "over_sdpa": {}}
+    ceilings, sdpa = load_ceilings(bench.out), _SDPA_US.get(shape, {})
+    for name, us in median_us.items():
+        if us is None:
+            row["status"] = "unmeasured"
+        elif ceilings is not None:
+            limit_s = attention_cost(workload(name), shape).limit_s(ceilings)
+            row["over_limit"][name] = round(us * 1e-6 / limit_s, 2)
+        if us is not None and sdpa.get(name) is not None:
+            row["over_sdpa"][name] = round(us / sdpa[name], 2)
     return row
 
 
-def score(median_us: Mapping[str, float]) -> float:
-    """Weighted geometric mean of the times of `WEIGHTS`; infinite if one is missing."""
-    if any(median_us.get(name) is None for name in WEIGHTS):
-        return math.inf
-    return math.exp(sum(w * math.log(median_us[name]) for name, w in WEIGHTS.items()))
+def score(median_us: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
+    """Weighted geometric mean of the times of `weights`; infinite if one is missing."""
+    times = {name: median_us.get(name) or math.inf for name in weights}
+    total = sum(weights.values()) or 1.0
+    return math.exp(sum(w * math.log(times[name]) for name, w in weights.items()) / total)
 
 
-def best_tiles(rows: Mapping[str, Row]) -> list[Row]:
-    """The best candidate of each (heads, page); splits other than the shipped one are not in the
-    table and do not compete."""
-    best: dict[tuple[str, int], Row] = {}
+def best_tiles(rows: Mapping[str, Row]) -> dict[tuple[str, int, int], Row]:
+    """The best candidate by (heads, page, rows of the tile), parts of the usual length. Left out is
+    a tile that decodes slower than one of more rows, or takes prompts slower than one of fewer."""
+    best: dict[tuple[str, int, int], Row] = {}
     for row in rows.values():
-        if row.get("split_tokens") != SPLIT_TOKENS or score(row.get("median_us", {})) == math.inf:
+        if row.get("split_tokens") != LEAST_PART_TOKENS or "median_us" not in row:
             continue
-        key = row["heads"], row["page_tokens"]
-        if key not in best or score(row["median_us"]) < score(best[key]["median_us"]):
+        key = row["heads"], row["page_tokens"], row["tile"]["rows"]
+        weights = workloads_of(key[2])
+        mean = score(row["median_us"], weights)
+        if mean < math.inf and (key not in best or mean < score(best[key]["median_us"], weights)):
             best[key] = row
-    return list(best.values())
+
+    def beaten(row: Row, other: Row) -> bool:
+        kind = DECODES if row["tile"]["rows"] < other["tile"]["rows"] else CHUNKS
+        both = {n: kind[n] for n in kind if n in row["median_us"] and n in other["median_us"]}
+        return score(row["median_us"], both) > score(other["median_us"], both)
+
+    return {
+        key: row
+        for key, row in best.items()
+        if not any(beaten(row, other) for k, other in best.items() if k[:2] == key[:2])
+    }
 
 
 def table_of(rows: Mapping[str, Row], shipped: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """`shipped` with the measured tiles in place of those for the same queries: bf16 and fp16, the
-    same arch, width of heads, group and page. An entry that nothing was measured for stays."""
-    tiles = list(shipped["tiles"])
-    for row in best_tiles(rows):
-        names = ("arch", "head_dim", "group", "page_tokens")
-        key = {name: row[name] for name in names} | {"bits": 16, "kv_bits": 16}
-        tiles = [t for t in tiles if any(t.get(n) != v for n, v in key.items())]
-        tiles.append(key | row["tile"])
+    """`shipped` with the best tiles in place of those for bf16 and fp16 of the same arch, width of
+    heads, page and rows, whatever the group. An entry that nothing was measured for stays."""
+
+    def key_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+        names = ("arch", "head_dim", "page_tokens")
+        return {name: entry[name] for name in names} | {"bits": 16, "kv_bits": 16}
+
+    timed = [r for r in rows.values() if "arch" in r and any(r.get("median_us", {}).values())]
+    measured = [key_of(row) | {"rows": row["tile"]["rows"]} for row in timed]
+    tiles = [t for t in shipped["tiles"] if {n: t[n] for n in measured[0]} not in measured]
+    for row in best_tiles(rows).values():
+        key = key_of(row)
+        same = [t for t in shipped["tiles"] if {n: t[n] for n in key} == key]
+        for group in sorted({t["group"] for t in same} | {row["group"]}):
+            if group <= row["tile"]["rows"]:
+                tiles.append(key | {"group": group} | row["tile"])
     return {"source": f"{source}; the rest: {shipped['source']}", "tiles": tiles}
 
 

@@ -13,7 +13,7 @@ from bench.gpu import combine, preflight, summary, supervise
 from bench.gpu.cells import Row
 from bench.gpu.limits import CHUNK, DECODE, VERIFY
 from bench.gpu.summary import verdicts
-from bench.gpu.sweep import best_tiles, score, table_of, write_table
+from bench.gpu.sweep import DECODES, best_tiles, score, table_of, workloads_of, write_table
 from bench.gpu.world import Bench, World
 
 
@@ -62,7 +62,7 @@ def test_every_cell_of_a_device_can_be_named(tmp_path: Path) -> None:
         json.dumps([cell.labels for cell in cells])
 
 
-SECTIONS = {"limits": 2, "correctness": 45, "kernels": 100, "sweep": 100, "engine": 48}
+SECTIONS = {"limits": 2, "correctness": 45, "kernels": 100, "sweep": 40, "engine": 48}
 
 
 @pytest.mark.slow
@@ -210,35 +210,54 @@ def test_the_sanitizer_is_understood(exit_code: int, text: str, status: str) -> 
     assert combine.judge(exit_code, text)["status"].split(":")[0] == status
 
 
-def swept(heads: str, rows: int, us: tuple[float, float, float] | None, split: int = 1024) -> Row:
-    names = (DECODE, VERIFY, CHUNK)
-    labels = {"heads": heads, "kv_heads": 8, "group": 4, "head_dim": 128, "page_tokens": 16}
-    tile = {"rows": rows, "keys": 64, "num_warps": 4, "num_stages": 3}
-    times = dict.fromkeys(names) if us is None else dict(zip(names, us, strict=True))
-    return labels | {"arch": "sm_90", "tile": tile, "split_tokens": split, "median_us": times}
+def swept(keys: int, rows: int, us: float | None, *, decoded_us: float | None = None) -> Row:
+    """A candidate that takes `us` for each workload; for decodes another time, if given."""
+    labels = {"heads": "x", "kv_heads": 8, "group": 4, "head_dim": 128, "page_tokens": 64}
+    tile = {"rows": rows, "keys": keys, "num_warps": 4, "num_stages": 3}
+    times = {n: decoded_us if decoded_us and n in DECODES else us for n in workloads_of(rows)}
+    return labels | {"arch": "sm_90", "tile": tile, "split_tokens": 64, "median_us": times}
 
 
-def test_the_best_tile_is_best_over_all_workloads(tmp_path: Path) -> None:
-    rows = {
-        "a": swept("x", 16, (380.0, 600.0, 900.0)),
-        "b": swept("x", 64, (400.0, 410.0, 300.0)),
-        "c": swept("x", 128, None),
-        "d": swept("x", 32, (1.0, 1.0, 1.0), split=512),  # would change what is shipped elsewhere
-    }
-    assert [row["tile"]["rows"] for row in best_tiles(rows)] == [64]
-    assert score({DECODE: 8.0, VERIFY: 8.0, CHUNK: 8.0}) == pytest.approx(8.0)
-    other = {"arch": "sm_90", "bits": 16, "kv_bits": 8, "head_dim": 128, "group": 4}
-    other |= {"page_tokens": 16, "rows": 16}
-    old = other | {"kv_bits": 16}
-    shipped = {"source": "compiled, untimed", "tiles": [old, old | {"rows": 64}, other]}
-    table = table_of(rows, shipped, "swept on X")
+ROWS = {
+    "a": swept(64, 16, 50.0),
+    "b": swept(32, 16, 40.0),
+    "longer parts": swept(16, 16, 30.0) | {"split_tokens": 128},
+    "not measured": swept(16, 128, None),
+    "beaten": swept(64, 32, 70.0),
+    "c": swept(64, 64, 60.0),
+    "d": swept(64, 128, 50.0),
+}
+
+
+def test_each_kind_of_query_has_its_best_tile() -> None:
+    """One of few rows that decodes slower than one of more has no use, nor has one of many rows
+    that takes prompts slower than one of fewer."""
+    best = {key[2]: row["tile"]["keys"] for key, row in best_tiles(ROWS).items()}
+    assert best == {16: 32, 64: 64, 128: 64}
+    faster = ROWS | {"c": swept(128, 64, 60.0, decoded_us=35.0)}
+    assert {key[2] for key in best_tiles(faster)} == {64, 128}
+    faster["d"] = swept(64, 128, 130.0)
+    assert {key[2] for key in best_tiles(faster)} == {64}
+    assert score({"a": 2.0, "b": 8.0}, {"a": 1.0, "b": 1.0}) == pytest.approx(4.0)
+    assert score({"a": 2.0, "b": None}, {"a": 1.0, "b": 1.0}) == float("inf")
+
+
+def test_the_table_of_a_sweep(tmp_path: Path) -> None:
+    key = {"arch": "sm_90", "bits": 16, "kv_bits": 16, "head_dim": 128, "page_tokens": 64}
+    others = [
+        key | {"group": 4, "rows": 16, "page_tokens": 16},
+        key | {"group": 4, "kv_bits": 8, "rows": 16},
+    ]
+    old = [key | {"group": group, "rows": rows} for group in (4, 32) for rows in (16, 32, 64)]
+    shipped = {"source": "compiled, untimed", "tiles": old + others}
+    table = table_of(ROWS, shipped, "swept on X")
     assert table["source"] == "swept on X; the rest: compiled, untimed"
-    assert table["tiles"][0] == other and len(table["tiles"]) == 2
-    new = table["tiles"][1]
-    assert (new["rows"], new["group"], new["page_tokens"]) == (64, 4, 16)
-    assert not {"heads", "kv_heads", "median_us"} & set(new)
+    assert table["tiles"][:2] == others
+    new = [(t["rows"], t["group"], t["keys"]) for t in table["tiles"][2:]]
+    assert sorted(new) == [(16, 4, 32), (64, 4, 64), (64, 32, 64), (128, 4, 64), (128, 32, 64)]
+    assert not {"heads", "kv_heads", "median_us"} & set(table["tiles"][-1])
     path = tmp_path / "tiles.json"
     path.write_text(json.dumps(shipped))
-    written = write_table(rows, path, "swept on X", tmp_path / "..")
+    written = write_table(ROWS, path, "swept on X", tmp_path / "..")
     assert written is not None and json.loads(written.read_text()) == table
     assert write_table({}, path, "nothing", tmp_path) is None

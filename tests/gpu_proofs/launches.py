@@ -34,12 +34,13 @@ SIZES = {"first": USUAL[:1], "usual": USUAL, "all": USUAL + MORE}
 
 def launches_of(size: Size, target: str) -> tuple[Launches, Run]:
     """An executor of this size is made and captured, and serves every kind of request: each alone,
-    then all together."""
+    then all together, then few."""
     with recording(TARGETS[target]) as launches:
         run = Run(size, target, launches)
         run.capture()
         for kinds in (*((kind,) for kind in KINDS), tuple(KINDS)):
             run.serve(*kinds)
+        run.serve("greedy", count=4, steps=30)  # steps with prompts that are captured
     return launches, run
 
 

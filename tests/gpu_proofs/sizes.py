@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.gpu import kv_types
+from cbatch.runtime.gpu import attention, kv_types
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.model.config import ModelConfig, parse_config
@@ -19,7 +20,7 @@ from cbatch.runtime.model.gguf_file import GgufTensor
 from cbatch.runtime.model.weight_files import WeightSource
 from tests.gpu_proofs.meta import META
 from tests.runtime.blocks import stored_matrix
-from triton_kernels.attention import Heads, tile_for
+from triton_kernels.attention import Heads
 
 OURS = "invariant"
 PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
@@ -146,13 +147,16 @@ def device_of(arch: str) -> Iterator[None]:
         dtype: torch.dtype,
         device: torch.device,
         page_tokens: int,
-        kv_dtype: torch.dtype | None = None,
+        *more: Any,
+        **given: Any,
     ) -> Tuning:
-        tile = tile_for(heads, dtype, page_tokens, arch=arch, kv_dtype=kv_dtype)
-        return Tuning(tile, tile.programs * PROCESSORS[arch], 2 * PROCESSORS[arch])
+        return real(heads, dtype, torch.device("cuda"), page_tokens, *more, **given)
 
+    real, processors = Tuning.of, SimpleNamespace(multi_processor_count=PROCESSORS[arch])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tuning, "of", of)
+        patch.setattr(attention, "arch_of", lambda device: arch)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
         patch.setattr(kv_types, "arch_of", lambda device: arch)
         yield
 

@@ -52,6 +52,12 @@ class AnyText:
     def matcher(self, asked: StructuredOutputs) -> AnyText:
         return self
 
+    def plain_token(self, text: bytes) -> int | None:
+        return None
+
+    def forbid_repeats(self, asked: StructuredOutputs) -> None:
+        return None
+
     def compute_bitmask(self) -> bytes:
         return self._bits
 
@@ -151,8 +157,9 @@ class Run:
         with self.queued:
             self.executor.capture()
 
-    def serve(self, *kinds: str, steps: int = 14) -> None:
-        """Requests of these kinds, twice as many as there are slots, for so many steps."""
+    def serve(self, *kinds: str, count: int | None = None, steps: int = 14) -> None:
+        """`count` requests of each of these kinds, or twice as many as there are slots, for so many
+        steps."""
         self.launches.phase = " and ".join(kinds)
         size = self.size
         scheduler = Scheduler(
@@ -172,7 +179,8 @@ class Run:
         loop = StepLoop(scheduler, answered, clock=time.monotonic)
         self.executor.reset()
         # In turns: steps have rows of all these kinds.
-        for turn in zip(*(requests(kind, 2 * size.slots, size) for kind in kinds), strict=True):
+        count = count or 2 * size.slots
+        for turn in zip(*(requests(kind, count, size) for kind in kinds), strict=True):
             for request in turn:
                 scheduler.add(request, time.monotonic())
         with self.queued:

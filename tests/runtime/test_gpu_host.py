@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import (
+    block_size_for,
     depth_for,
     executor_for,
     held_drafters,
@@ -141,6 +143,26 @@ def test_heads_without_a_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         Tuning.of(Heads(1, 17, 128), torch.bfloat16, torch.device("cuda"), 16)
 
 
+@pytest.mark.parametrize("query_tokens, rows", [(1, 16), (5, 32), (9, 32)])
+def test_queries_have_tiles_of_their_kind(
+    query_tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes and verifications one, prompts another; where a row's bits are its own, all one."""
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    heads, device = Heads(8, 4, 128), torch.device("cuda")
+    of = partial(Tuning.of, heads, torch.bfloat16, device, 64, query_tokens=query_tokens)
+    fast, invariant = of(numerics="fast"), of(numerics="invariant")
+    assert fast.longer is not None and fast.balanced and fast.longer.balanced
+    assert (fast.tile.rows, fast.longer.tile.rows, fast.longer.longer) == (rows, 128, None)
+    lists = fast.work_lists(heads, torch.device("cpu"), most_tokens=600, most_sequences=9)
+    short, long = (work for work, _ in lists[None])
+    assert short.queries == (1, max(rows // 4, query_tokens))
+    assert long.queries == (short.queries[1] + 1, 600)
+    assert (invariant.tile.rows, invariant.longer, invariant.balanced) == (64, None, False)
+
+
 def test_fp8_is_refused_where_there_is_none() -> None:
     options: dict[str, Any] = {"block_size_tokens": 16}
     with pytest.raises(FieldError, match="^kv_cache_dtype: 'fp8' .* on a CPU; .* --device cuda"):
@@ -168,6 +190,13 @@ def test_the_cpu_keeps_its_executor() -> None:
 def test_a_gpu_is_given_the_next_plan_while_it_runs_one(device: str, usual: int) -> None:
     assert depth_for(device, EngineOptions().overlap) == usual
     assert [depth_for(device, EngineOptions(overlap=depth).overlap) for depth in (0, 1)] == [0, 1]
+
+
+def test_blocks_are_what_attention_reads_fastest() -> None:
+    for device, usual in (("cpu", 16), ("cuda:0", 64)):
+        target: Any = SimpleNamespace(device=device)
+        assert block_size_for(target, EngineOptions()) == usual
+        assert block_size_for(target, EngineOptions(block_size_tokens=32)) == 32
 
 
 def test_a_gpu_says_that_rows_are_not_invariant() -> None:

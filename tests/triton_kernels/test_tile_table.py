@@ -49,7 +49,7 @@ def test_rows_choose_among_tiles() -> None:
         tile_for(LLAMA_8B, torch.bfloat16, 64, arch="sm_90", rows=rows).rows
         for rows in (4, 16, 17, 1000, None)
     ]
-    assert sizes == [16, 16, 64, 64, 64]
+    assert sizes == [16, 16, 32, 128, 128]
 
 
 def test_what_the_table_lacks_is_refused_by_name() -> None:

@@ -18,7 +18,16 @@ from triton_kernels.attention.cases import cases
 from triton_kernels.attention.kernel import attention_kernel
 from triton_kernels.attention.reference import attention_reference
 from triton_kernels.attention.table import arch_of, resident_programs, tile_for
-from triton_kernels.attention.work_items import Heads, Partials, Tile, WorkList, plan
+from triton_kernels.attention.work_items import (
+    Heads,
+    Partials,
+    Tile,
+    WorkList,
+    balanced_partials,
+    block_tokens,
+    plan,
+)
+from triton_kernels.build.hopper import is_hopper, launch_options
 
 __all__ = [
     "Heads",
@@ -28,6 +37,8 @@ __all__ = [
     "arch_of",
     "attention",
     "attention_reference",
+    "balanced_partials",
+    "block_tokens",
     "cases",
     "plan",
     "resident_programs",
@@ -51,6 +62,7 @@ def attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     num_programs: int,
+    early: bool = False,
 ) -> None:
     """Attend with the tokens of a step, whose K and V are in the pool, as `plan` laid them out.
 
@@ -58,24 +70,28 @@ def attention(
     and v_pages [pages, page_tokens, kv_heads, head_dim] of the same strides, all multiples of 16,
     in the type of q or fp8 (then `k_scale` and `v_scale` restore them); block_tables int32
     [B, blocks], entries beyond a context or before its window are not read; out [T, kv_heads *
-    group * head_dim], contiguous rows. Scores are q k `scale`, bounded by `soft_cap` tanh(. /
-    `soft_cap`). `num_programs` run at a time: as many as fit on the device (`resident_programs`).
-    Tiles with descriptors read the whole of a page that holds keys: pools must then be finite
-    there, and give the same bits. Raises ValueError naming the argument that does not fit.
+    group * head_dim], contiguous rows; rows of queries that `work` does not take are left alone.
+    Scores are q k `scale` > 0, bounded by `soft_cap` tanh(. / `soft_cap`). `num_programs` run at a
+    time: as many as fit on the device (`resident_programs`). Tiles with descriptors read the whole
+    of a page that holds keys: pools must then be finite there, and give the same bits. `early` as
+    `launch_options` has it: `work` and `block_tables` are read early. Raises ValueError naming the
+    argument that does not fit.
     """
     _check(q, k_pages, v_pages, block_tables, out, work)
     heads, tile = work.heads, work.tile
     k, v = (_described(p, tile) if tile.descriptors else p for p in (k_pages, v_pages))
-    attention_kernel[(num_programs,)](
+    early = early and is_hopper()
+    attention_kernel[(min(num_programs, len(work.items) * heads.kv_heads),)](
         q, k, v, block_tables, out, work.items, work.num_items,
         work.partials.sums, work.partials.stats, work.partials.arrived,
-        scale * k_scale * _LOG2_E, v_scale, work.items.shape[1],
+        scale * k_scale * _LOG2_E, v_scale,
         q.stride(0), q.stride(1), *k_pages.stride()[:3], block_tables.stride(0), out.stride(0),
         KV_HEADS=heads.kv_heads, GROUP=heads.group, HEAD_DIM=heads.head_dim,
         BLOCK_DIM=triton.next_power_of_2(heads.head_dim), PAGE=k_pages.shape[1],
-        ROWS=tile.rows, KEYS=tile.keys, SPLIT=work.split_tokens, WINDOW=work.window,
-        SOFT_CAP=soft_cap, DESCRIPTORS=tile.descriptors,
+        ROWS=tile.rows, KEYS=tile.keys, SPLIT=work.split_tokens, FOLDS=work.balanced is None,
+        WINDOW=work.window, SOFT_CAP=soft_cap, DESCRIPTORS=tile.descriptors, EARLY=early,
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
+        **launch_options(early),
         # An option of NVIDIA's assembler, which else spills for an occupancy without a use.
         **({} if torch.version.hip else {"maxnreg": tile.most_registers}),
     )  # fmt: skip

@@ -12,6 +12,8 @@ from triton_kernels.attention.work_items import Tile, plan_kernel
 from triton_kernels.build.case import CaseLimits, KernelCase, case_of
 
 SPLIT_TOKENS = 1024
+INVARIANT_ROWS = 64  # of the tile for queries of every length
+_STATISTICS = 24  # loads of maxima and sums of parts, in the stages of a pipeline
 _MEMORY_KIB = {"sm_80": 164, "sm_90": 228, "sm_100": 228, "gfx942": 64}  # a multiprocessor shares
 _AMD_REGISTERS = 512  # of a lane, for the waves that share a SIMD
 _TYPES = {16: "bf16", 32: "fp32", 8: "fp8e4nv"}
@@ -47,7 +49,7 @@ def _case(
     signature = {f"{name}_ptr": "*i32" for name in _POINTERS}
     signature |= {"q_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "k_pages": pool, "v_pages": pool}
     signature |= {"sums_ptr": "*fp32", "stats_ptr": "*fp32"}
-    signature |= {"scale": "fp32", "v_scale": "fp32", "item_capacity": "i32"}
+    signature |= {"scale": "fp32", "v_scale": "fp32"}
     signature |= {f"stride_{name}": "i32" for name in _STRIDES}
     constexprs: dict[str, Any] = {
         "KV_HEADS": 8,
@@ -58,9 +60,11 @@ def _case(
         "ROWS": tile.rows,
         "KEYS": tile.keys,
         "SPLIT": SPLIT_TOKENS,
+        "FOLDS": key.rows == INVARIANT_ROWS or key.bits == 32,
         "WINDOW": window,
         "SOFT_CAP": soft_cap,
         "DESCRIPTORS": tile.descriptors,
+        "EARLY": key.arch in ("sm_90", "sm_100"),
     }
     extras = f"{' window cap' if window else ''}{' tma' if tile.descriptors else ''}"
     return KernelCase(
@@ -76,6 +80,7 @@ def _case(
         limits={key.arch: _limits(key.arch, tile)},
         wgmma=tile.rows >= 64,
         wide_loads=True,
+        most_narrow=_STATISTICS,
         tma=tile.descriptors,
         buffers=(tile.num_stages - 1, tile.keys, block_dim),
         maxnreg=tile.most_registers,
@@ -92,13 +97,6 @@ def _limits(arch: str, tile: Tile) -> CaseLimits:
 
 
 def _plan_case() -> KernelCase:
-    constexprs = {
-        "BLOCK_SEQUENCES": 256,
-        "BLOCK_TOKENS": 4,
-        "SPLIT": SPLIT_TOKENS,
-        "WINDOW": None,
-        "MOST_BLOCKS": 8,
-        "LANES": 128,
-    }
+    constexprs = {"BALANCED": True, "BLOCK_SEQUENCES": 256, "LANES": 128}
     limits = CaseLimits(registers=128, shared_bytes=4096)
     return case_of("attention_plan", "256 sequences", plan_kernel, constexprs, limits, num_warps=4)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from triton_kernels.build.jit import jit
 
-# Fields of a work item; `items` is int32 [ITEM_FIELDS, capacity].
+# Fields of a work item; `items` is int32 [capacity, ITEM_FIELDS].
 SEQUENCE = tl.constexpr(0)  # row of the block tables
 ROW = tl.constexpr(1)  # flat row of its first token
 TOKENS = tl.constexpr(2)
@@ -16,7 +17,7 @@ STOP_SPLIT = tl.constexpr(5)
 SLOT = tl.constexpr(6)  # where its partial result goes
 PART = tl.constexpr(7)  # 0 .. parts - 1; slots of the parts of one result follow one another
 PARTS = tl.constexpr(8)  # 1: the result is written directly
-ITEM_FIELDS = 9
+ITEM_FIELDS = tl.constexpr(9)
 
 
 @jit
@@ -34,43 +35,65 @@ def _fold(peak, mass, acc, more_peak, more_mass, more_acc):
 
 
 @jit
-def _attend_split(
-    q, pool, table_ptr, positions, first_key, start, stop, scale, HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+def _attend_keys(
+    q, pool, table_ptr, position, first_key, start, stop, scale, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Running maximum (log 2 units), sum and weighted V over the keys [start, stop)."""
     ROWS: tl.constexpr = q.shape[0]
-    BLOCK_DIM: tl.constexpr = q.shape[1]
-    lanes = tl.arange(0, KEYS)
+    positions = position + tl.arange(0, ROWS) // GROUP
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    acc = tl.zeros([ROWS, q.shape[1]], tl.float32)
     # Page ids are fetched one tile ahead, so that loads of K and V depend on nothing in flight.
     page = _page_ids(table_ptr, start, first_key, stop, PAGE, KEYS)
-    for tile in range(start, stop, KEYS):
-        keys, here = tile + lanes, page
-        page = _page_ids(table_ptr, tile + KEYS, first_key, stop, PAGE, KEYS)
-        if DESCRIPTORS:
-            k, v = _load_whole(pool, here, tile % PAGE, KEYS, BLOCK_DIM)
-        else:
-            held = (keys >= first_key) & (keys < stop)
-            k, v = _load_held(pool, here, keys % PAGE, held, HEAD_DIM, BLOCK_DIM)
-        x = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-        if SOFT_CAP is not None:
-            x = _capped(x, SOFT_CAP)
+    masked = start
+    if ROWS >= 128 and WINDOW is None:  # the queries of a prompt see most of their keys whole
+        masked = tl.minimum(tl.maximum((position + 1) // KEYS * KEYS, start), stop)
+        for tile in range(start, masked, KEYS):
+            peak, mass, acc, page = _attend_tile(
+                q, pool, table_ptr, positions, first_key, tile, stop, scale, peak, mass, acc, page,
+                HEAD_DIM, PAGE, KEYS, WINDOW, SOFT_CAP, DESCRIPTORS, False,
+            )  # fmt: skip
+    for tile in range(masked, stop, KEYS):
+        peak, mass, acc, page = _attend_tile(
+            q, pool, table_ptr, positions, first_key, tile, stop, scale, peak, mass, acc, page,
+            HEAD_DIM, PAGE, KEYS, WINDOW, SOFT_CAP, DESCRIPTORS, True,
+        )  # fmt: skip
+    return peak, mass, acc
+
+
+@jit
+def _attend_tile(
+    q, pool, table_ptr, positions, first_key, tile, stop, scale, peak, mass, acc, page,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The same with KEYS more keys, in `page`; the page of the next. Without MASKED every row sees
+    all of them."""
+    keys = tile + tl.arange(0, KEYS)
+    following = _page_ids(table_ptr, tile + KEYS, first_key, stop, PAGE, KEYS)
+    if DESCRIPTORS:
+        k, v = _load_whole(pool, page, tile % PAGE, KEYS, q.shape[1])
+    else:
+        held = (keys >= first_key) & (keys < stop)
+        k, v = _load_held(pool, page, keys % PAGE, held, HEAD_DIM, q.shape[1])
+    x = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    if SOFT_CAP is not None:
+        x, scale = _capped(x * scale, SOFT_CAP), 1.0
+    if MASKED:
         visible = keys[None, :] <= positions[:, None]
         if WINDOW is not None:
             visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
         x = tl.where(visible, x, float("-inf"))
-        top = tl.maximum(peak, tl.max(x, 1))
-        base = tl.where(top == float("-inf"), 0.0, top)
-        p = tl.exp2(x - base[:, None])
-        old = tl.exp2(peak - base)
-        mass = tl.fma(mass, old, tl.sum(p, 1))
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * old[:, None], input_precision="ieee")
-        peak = top
-    return peak, mass, acc
+    top = tl.maximum(peak, tl.max(x, 1) * scale)
+    base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
+    p = tl.exp2(x * scale - base[:, None])
+    old = tl.exp2(peak - base)
+    mass = tl.fma(mass, old, tl.sum(p, 1))
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * old[:, None], input_precision="ieee")
+    return top, mass, acc, following
 
 
 @jit
@@ -146,7 +169,7 @@ def _combine(
         peak, mass, acc = _load_partial(
             stats_ptr, sums_ptr, first, rows, held, HEAD_DIM, BLOCK_DIM, ROWS
         )
-        for i in range(1, count):
+        for i in tl.range(1, count, num_stages=4):  # several are fetched at a time
             next_peak, next_mass, next_acc = _load_partial(
                 stats_ptr, sums_ptr, first + i * step, rows, held, HEAD_DIM, BLOCK_DIM, ROWS
             )
@@ -184,75 +207,78 @@ def _store_result(
 
 
 @jit
-def _load_item(item_ptr, capacity):
+def _load_item(item_ptr):
     return (
-        tl.load(item_ptr + SEQUENCE * capacity),
-        tl.load(item_ptr + ROW * capacity),
-        tl.load(item_ptr + TOKENS * capacity),
-        tl.load(item_ptr + POSITION * capacity),
-        (tl.load(item_ptr + FIRST_SPLIT * capacity), tl.load(item_ptr + STOP_SPLIT * capacity)),
-        tl.load(item_ptr + SLOT * capacity),
-        (tl.load(item_ptr + PART * capacity), tl.load(item_ptr + PARTS * capacity)),
+        tl.load(item_ptr + SEQUENCE),
+        tl.load(item_ptr + ROW),
+        tl.load(item_ptr + TOKENS),
+        tl.load(item_ptr + POSITION),
+        tl.load(item_ptr + FIRST_SPLIT),
+        tl.load(item_ptr + STOP_SPLIT),
+        tl.load(item_ptr + SLOT),
+        tl.load(item_ptr + PART),
+        tl.load(item_ptr + PARTS),
     )
 
 
 @jit
 def _attend(
-    q, pool, table_ptr, position, tokens, splits, scale, GROUP: tl.constexpr,
+    q, pool, table_ptr, position, tokens, first_split, stop_split, scale, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    FOLDS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum and weighted V over the splits of an item, folded in order."""
+    """Maximum, sum and weighted V over the splits of an item, with FOLDS each alone and then folded
+    in order."""
     ROWS: tl.constexpr = q.shape[0]
-    positions = position + tl.arange(0, ROWS) // GROUP
     end = position + tokens
     first_key = 0
     if WINDOW is not None:
         first_key = tl.maximum(position - WINDOW + 1, 0)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, q.shape[1]], tl.float32)
-    for split in tl.range(splits[0], splits[1], disable_licm=True):
-        more_peak, more_mass, more_acc = _attend_split(
-            q,
-            pool,
-            table_ptr,
-            positions,
-            first_key,
-            tl.maximum(split * SPLIT, first_key // KEYS * KEYS),
-            tl.minimum((split + 1) * SPLIT, end),
-            scale,
-            HEAD_DIM,
-            PAGE,
-            KEYS,
-            WINDOW,
-            SOFT_CAP,
-            DESCRIPTORS,
-        )
-        peak, mass, acc = _fold(peak, mass, acc, more_peak, more_mass, more_acc)
+    start = tl.maximum(first_split * SPLIT, first_key // KEYS * KEYS)
+    if FOLDS:
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, q.shape[1]], tl.float32)
+        for split in tl.range(first_split, stop_split, disable_licm=True):
+            more_peak, more_mass, more_acc = _attend_keys(
+                q, pool, table_ptr, position, first_key, tl.maximum(split * SPLIT, start),
+                tl.minimum((split + 1) * SPLIT, end), scale, GROUP, HEAD_DIM, PAGE, KEYS, WINDOW,
+                SOFT_CAP, DESCRIPTORS,
+            )  # fmt: skip
+            peak, mass, acc = _fold(peak, mass, acc, more_peak, more_mass, more_acc)
+    else:
+        peak, mass, acc = _attend_keys(
+            q, pool, table_ptr, position, first_key, start, tl.minimum(stop_split * SPLIT, end),
+            scale, GROUP, HEAD_DIM, PAGE, KEYS, WINDOW, SOFT_CAP, DESCRIPTORS,
+        )  # fmt: skip
     return peak, mass, acc
 
 
 @jit
 def attention_kernel(
     q_ptr, k_pages, v_pages, tables_ptr, out_ptr, items_ptr, num_items_ptr, sums_ptr, stats_ptr,
-    arrived_ptr, scale, v_scale, item_capacity, stride_q_token, stride_q_head, stride_page,
-    stride_slot, stride_kv_head, stride_table, stride_out_token, KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    arrived_ptr, scale, v_scale, stride_q_token, stride_q_head, stride_page, stride_slot,
+    stride_kv_head, stride_table, stride_out_token, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, FOLDS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row of a tile is (token, head of the group): K and V are read once for all of them.
 
     k_pages and v_pages are pointers to pools or, with DESCRIPTORS, descriptors of [pages, kv_heads,
-    page_tokens, head_dim]; the strides are then not looked at."""
+    page_tokens, head_dim]; the strides are then not looked at. Work items and block tables are
+    those of a step, and may be read EARLY: before the kernel before this one has ended."""
     row_ids, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
     num_work = tl.load(num_items_ptr) * KV_HEADS
+    # Fields of an item are fetched while the one before is worked on; there is memory of the first.
+    item = _load_item(items_ptr + tl.program_id(0) // KV_HEADS * ITEM_FIELDS)
+    if EARLY:
+        gdc_wait()
     for work in tl.range(tl.program_id(0), num_work, tl.num_programs(0), disable_licm=True):
         kv_head = work % KV_HEADS
-        sequence, row, tokens, position, splits, slot, share = _load_item(
-            items_ptr + work // KV_HEADS, item_capacity
-        )
+        sequence, row, tokens, position, first_split, stop_split, slot, part, parts = item
+        following = tl.minimum(work + tl.num_programs(0), num_work - 1) // KV_HEADS
+        item = _load_item(items_ptr + following * ITEM_FIELDS)
         inside = (row_ids // GROUP < tokens)[:, None] & (dims < HEAD_DIM)[None, :]
         q_at = (row_ids // GROUP) * stride_q_token + (row_ids % GROUP) * HEAD_DIM
         q_base = q_ptr + row.to(tl.int64) * stride_q_token + kv_head.to(tl.int64) * stride_q_head
@@ -263,27 +289,28 @@ def attention_kernel(
             tables_ptr + sequence.to(tl.int64) * stride_table,
             position,
             tokens,
-            splits,
+            first_split,
+            stop_split,
             scale,
             GROUP,
             HEAD_DIM,
             PAGE,
             KEYS,
             SPLIT,
+            FOLDS,
             WINDOW,
             SOFT_CAP,
             DESCRIPTORS,
         )
         to_ptr = out_ptr + row.to(tl.int64) * stride_out_token + kv_head * (GROUP * HEAD_DIM)
-        if share[1] > 1:
+        if parts > 1:
             place = slot.to(tl.int64) * KV_HEADS + kv_head
             _store_partial(stats_ptr, sums_ptr, place, tokens, peak, mass, acc, GROUP, HEAD_DIM)
-            first = place - share[0].to(tl.int64) * KV_HEADS
-            if _is_last(arrived_ptr + first, share[1]):
-                parts = (stats_ptr, sums_ptr, first, share[1], KV_HEADS)
+            first = place - part.to(tl.int64) * KV_HEADS
+            if _is_last(arrived_ptr + first, parts):
                 _combine(
-                    parts, to_ptr, stride_out_token, tokens, v_scale, GROUP, HEAD_DIM, BLOCK_DIM,
-                    ROWS,
+                    (stats_ptr, sums_ptr, first, parts, KV_HEADS), to_ptr, stride_out_token, tokens,
+                    v_scale, GROUP, HEAD_DIM, BLOCK_DIM, ROWS,
                 )  # fmt: skip
         else:
             _store_result(

@@ -1,15 +1,18 @@
 """Which program attends to what: the work of a step, laid out on the device from its lengths.
 
 The tokens of a sequence are cut into blocks that fill a tile with (token, head) rows, and its keys
-into splits of `split_tokens` at absolute positions. Softmax over a split is computed alone and the
-splits are folded in order, so the bits of a row depend on neither the batch nor who computes what:
+into splits of `split_tokens` at absolute positions. A block is *whole*, one item, or *split* into
+parts, an item each: the program that finishes last folds their partial results.
 
-- a *split* block has an item for each split; whoever finishes last folds their partial results;
-- a *whole* block is one item, whose program folds its splits one after the other.
+- With fixed parts softmax over a split is computed alone, and the splits are folded in order, also
+  by the program of a whole block. So the bits of a row depend on neither the batch nor who computes
+  what. A part is one split; short queries are split while memory for partial results lasts.
+- With balanced parts a part has as many splits as give every program about one part: bits follow
+  the load of the step. An item is one run over its keys.
 
-Short queries over several splits are split while memory for partial results lasts; everything else
-is whole. Running out costs time and never changes a bit. Items are ordered longest first, and their
-number stays on the device: nothing waits for the host, and a captured graph serves any mix.
+Running out of memory for partial results costs time and never changes the kind of a result. Items
+are ordered roughly longest first. Their number stays on the device: nothing waits for the host, and
+a captured graph serves any mix.
 """
 
 from __future__ import annotations
@@ -37,7 +40,11 @@ from triton_kernels.build.check import check_tensor
 from triton_kernels.build.jit import jit
 
 _MOST_SPLIT_BLOCKS = 8  # with more blocks a query keeps the device busy by itself
+_ANY = (1 << 30) - 1  # a number beyond all
 _LANES = 128
+# Of one kernel for every list of work.
+_NUMBERS = ("most_partials", "num_sequences", "least_query", "most_query", "block_tokens", "split",
+            "window", "programs", "most_blocks")  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -88,11 +95,13 @@ class Partials(NamedTuple):
 class WorkList(NamedTuple):
     """The work of a step for layers of one window; `plan` fills it, the kernel reads it."""
 
-    items: Tensor  # int32 [ITEM_FIELDS, capacity]
+    items: Tensor  # int32 [capacity, ITEM_FIELDS]
     num_items: Tensor  # int32 [1]
     heads: Heads
     tile: Tile
     split_tokens: int
+    balanced: int | None  # over so many programs; None: parts are fixed
+    queries: tuple[int, int]  # the fewest and the most tokens of a query that is taken
     window: int | None  # in tokens, the token itself included
     partials: Partials
     most_tokens: int
@@ -108,17 +117,19 @@ class WorkList(NamedTuple):
         most_tokens: int,
         most_sequences: int,
         split_tokens: int,
+        balanced: int | None = None,
+        queries: tuple[int, int] = (1, _ANY),
         window: int | None = None,
     ) -> WorkList:
         """Room for any step of up to `most_tokens` tokens in `most_sequences` sequences."""
-        tokens = _block_tokens(heads, tile)
+        tokens = block_tokens(heads, tile)
         if split_tokens % tile.keys:
             raise ValueError(f"split_tokens: give a multiple of the tile's {tile.keys} keys")
         if partials.sums.shape[1:] != (heads.kv_heads, tile.rows, heads.head_dim):
             raise ValueError("partials: allocate them for the same heads and tile")
         capacity = len(partials.arrived) + most_sequences + -(-most_tokens // tokens)
         device = partials.sums.device
-        items = torch.zeros(ITEM_FIELDS, capacity, dtype=torch.int32, device=device)
+        items = torch.zeros(capacity, ITEM_FIELDS.value, dtype=torch.int32, device=device)
         num_items = torch.zeros(1, dtype=torch.int32, device=device)
         return cls(
             items,
@@ -126,6 +137,8 @@ class WorkList(NamedTuple):
             heads,
             tile,
             split_tokens,
+            balanced,
+            queries,
             window,
             partials,
             most_tokens,
@@ -133,11 +146,18 @@ class WorkList(NamedTuple):
         )
 
 
-def _block_tokens(heads: Heads, tile: Tile) -> int:
+def block_tokens(heads: Heads, tile: Tile) -> int:
+    """Tokens of a query that a tile holds."""
     tokens = tile.rows // heads.group
     if tokens < 1:
         raise ValueError(f"tile.rows: {tile.rows} cannot hold a group of {heads.group} heads")
     return tokens
+
+
+def balanced_partials(programs: int, heads: Heads) -> int:
+    """The most (block, part) pairs of a step that is balanced over so many programs: a block is
+    split that has work for one and a half, so parts are at most a third more than programs."""
+    return -(-4 * programs // (3 * heads.kv_heads)) + 1
 
 
 def plan(query_starts: Tensor, context_lens: Tensor, work: WorkList) -> None:
@@ -152,31 +172,33 @@ def plan(query_starts: Tensor, context_lens: Tensor, work: WorkList) -> None:
     check_tensor("query_starts", query_starts, torch.int32, (count + 1,))
     if count > work.most_sequences:
         raise ValueError(f"context_lens: {count} sequences, work for {work.most_sequences}")
+    balanced = work.balanced is not None
     plan_kernel[(count,)](
-        query_starts, context_lens, work.items, work.num_items, work.items.shape[1],
-        len(work.partials.arrived), count, BLOCK_SEQUENCES=max(16, triton.next_power_of_2(count)),
-        BLOCK_TOKENS=_block_tokens(work.heads, work.tile), SPLIT=work.split_tokens,
-        WINDOW=work.window, MOST_BLOCKS=_MOST_SPLIT_BLOCKS, LANES=_LANES, num_warps=4, num_stages=1,
-        enable_fp_fusion=True,
+        query_starts, context_lens, work.items, work.num_items, len(work.partials.arrived), count,
+        *work.queries, block_tokens(work.heads, work.tile), work.split_tokens, work.window or _ANY,
+        max(1, (work.balanced or 0) // work.heads.kv_heads),
+        _ANY if balanced else _MOST_SPLIT_BLOCKS, BALANCED=balanced,
+        BLOCK_SEQUENCES=max(16, triton.next_power_of_2(count)), LANES=_LANES, num_warps=4,
+        num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @jit
-def _first_split(position, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
+def _first_split(position, split, window):
     """The split of the first key that a token at `position` sees."""
-    return position * 0 if WINDOW is None else tl.maximum(position - WINDOW + 1, 0) // SPLIT
+    return tl.maximum(position - window + 1, 0) // split
 
 
-@jit
+@jit(do_not_specialize=_NUMBERS)
 def plan_kernel(
-    query_starts_ptr, context_lens_ptr, items_ptr, num_items_ptr, capacity, most_partials,
-    num_sequences, BLOCK_SEQUENCES: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, MOST_BLOCKS: tl.constexpr, LANES: tl.constexpr,
+    query_starts_ptr, context_lens_ptr, items_ptr, num_items_ptr, most_partials, num_sequences,
+    least_query, most_query, block_tokens, split, window, programs, most_blocks,
+    BALANCED: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """A program writes the items of one sequence; where they start, it counts for itself.
 
-    Three sections: whole blocks of several splits, then full splits, then the last split of every
-    block and blocks of a single one.
+    Three sections: whole blocks of several splits, then all parts but the last, then the last part
+    of every block and blocks of a single split.
     """
     mine = tl.program_id(0)
     every = tl.arange(0, BLOCK_SEQUENCES)
@@ -184,14 +206,19 @@ def plan_kernel(
     starts = tl.load(query_starts_ptr + every, mask=some, other=0)
     queries = tl.load(query_starts_ptr + every + 1, mask=some, other=0) - starts
     contexts = tl.load(context_lens_ptr + every, mask=some, other=0)
-    blocks = (queries + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    first_splits = _first_split(contexts - queries, SPLIT, WINDOW)
-    splits = (contexts + SPLIT - 1) // SPLIT - first_splits
-    wanted = tl.where((splits > 1) & (blocks <= MOST_BLOCKS), blocks * splits, 0)
+    taken = (queries >= least_query) & (queries <= most_query)
+    blocks = tl.where(taken, (queries + block_tokens - 1) // block_tokens, 0)
+    first_splits = _first_split(contexts - queries, split, window)
+    splits = (contexts + split - 1) // split - first_splits
+    parts = splits
+    if BALANCED:
+        share = tl.maximum((tl.sum(blocks * splits, 0) + programs - 1) // programs, 1)
+        parts = (2 * splits + share) // (2 * share)
+    wanted = tl.where((parts > 1) & (blocks <= most_blocks), blocks * parts, 0)
     ends = tl.cumsum(wanted, 0)
     is_split = (wanted > 0) & (ends <= most_partials)
     whole = tl.where((splits > 1) & (is_split == 0), blocks, 0)
-    full = tl.where(is_split, blocks * (splits - 1), 0)
+    full = tl.where(is_split, blocks * (parts - 1), 0)
     last = blocks - whole
     total_whole, total_full = tl.sum(whole, 0), tl.sum(full, 0)
     if mine == 0:
@@ -213,42 +240,38 @@ def plan_kernel(
         tl.sum(tl.where(me, blocks, 0), 0),
         tl.sum(tl.where(me, splits, 0), 0),
         tl.sum(tl.where(me, first_splits, 0), 0),
-        tl.sum(tl.where(me & is_split, 1, 0), 0) > 0,
+        tl.maximum(tl.sum(tl.where(me & is_split, parts, 0), 0), 1),
     )
-    _write_items(items_ptr, capacity, sequence, places, BLOCK_TOKENS, SPLIT, WINDOW, LANES)
+    _write_items(items_ptr, sequence, places, block_tokens, split, window, LANES)
 
 
 @jit
-def _write_items(
-    items_ptr, capacity, of_sequence, places, BLOCK_TOKENS: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """The items of one sequence. `places`: where its whole blocks, its full splits and the rest
-    begin, and its slots."""
-    sequence, row, query, position, num_blocks, splits, first_split, is_split = of_sequence
+def _write_items(items_ptr, of_sequence, places, block_tokens, split, window, LANES: tl.constexpr):
+    """The items of one sequence. `places`: where its whole blocks, its parts but the last, and the
+    rest begin, and its slots."""
+    sequence, row, query, position, num_blocks, splits, first_split, parts = of_sequence
     at_whole, at_full, at_last, slots = places
-    parts = tl.where(is_split, splits, 1)
     for start in range(0, num_blocks * parts, LANES):
         lane = start + tl.arange(0, LANES)
         block, part = lane // parts, lane % parts
-        skipped = block * BLOCK_TOKENS
-        tokens = tl.minimum(query - skipped, BLOCK_TOKENS)
+        skipped = block * block_tokens
+        tokens = tl.minimum(query - skipped, block_tokens)
         # A whole block passes over splits that none of its tokens sees; those would change nothing.
-        whole_first = _first_split(position + skipped, SPLIT, WINDOW)
-        whole_stop = (position + skipped + tokens + SPLIT - 1) // SPLIT
-        first = tl.where(is_split, first_split + part, whole_first)
-        stop = tl.where(is_split, first_split + part + 1, whole_stop)
+        whole_first = _first_split(position + skipped, split, window)
+        whole_stop = (position + skipped + tokens + split - 1) // split
+        first = tl.where(parts > 1, first_split + part * splits // parts, whole_first)
+        stop = tl.where(parts > 1, first_split + (part + 1) * splits // parts, whole_stop)
         # Of the whole blocks the last sees the most keys and goes first.
         place = tl.where(splits > 1, at_whole + num_blocks - 1 - block, at_last + block)
         shared = tl.where(part == parts - 1, at_last + block, at_full + lane - block)
-        item = items_ptr + tl.where(is_split, shared, place)
+        item = items_ptr + tl.where(parts > 1, shared, place) * ITEM_FIELDS
         held = block < num_blocks
-        tl.store(item + SEQUENCE * capacity, sequence, mask=held)
-        tl.store(item + ROW * capacity, row + skipped, mask=held)
-        tl.store(item + TOKENS * capacity, tokens, mask=held)
-        tl.store(item + POSITION * capacity, position + skipped, mask=held)
-        tl.store(item + FIRST_SPLIT * capacity, first, mask=held)
-        tl.store(item + STOP_SPLIT * capacity, stop, mask=held)
-        tl.store(item + SLOT * capacity, slots + lane, mask=held)
-        tl.store(item + PART * capacity, part, mask=held)
-        tl.store(item + PARTS * capacity, parts, mask=held)
+        tl.store(item + SEQUENCE, sequence, mask=held)
+        tl.store(item + ROW, row + skipped, mask=held)
+        tl.store(item + TOKENS, tokens, mask=held)
+        tl.store(item + POSITION, position + skipped, mask=held)
+        tl.store(item + FIRST_SPLIT, first, mask=held)
+        tl.store(item + STOP_SPLIT, stop, mask=held)
+        tl.store(item + SLOT, slots + lane, mask=held)
+        tl.store(item + PART, part, mask=held)
+        tl.store(item + PARTS, parts, mask=held)

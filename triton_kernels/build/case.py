@@ -29,6 +29,7 @@ class KernelCase(NamedTuple):
     limits: Mapping[str, CaseLimits]
     wgmma: bool = False  # sm_90 must multiply with it: products of 64 rows and more
     wide_loads: bool = False  # memory must be read 128 bits at a time
+    most_narrow: int = 0  # but for so many loads
     tma: bool = False  # sm_90 and later must load through descriptors
     # So many tiles at least, of so many rows and columns, must be in flight in shared memory.
     buffers: tuple[int, int, int] | None = None

@@ -7,8 +7,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from triton_kernels.build.case import CaseLimits, KernelCase, case_of
+from triton_kernels.build.hopper import is_hopper, launch_options
 from triton_kernels.build.jit import jit
 
 BLOCK = 2048
@@ -16,7 +18,9 @@ NUM_WARPS = 4
 
 
 @jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -27,9 +31,10 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr):
     tl.store(out_ptr + row * width + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, *, early: bool = False) -> Tensor:
     """silu(gate) * up of [T, gate | up] fp32, bf16 or fp16: [T, n], computed in fp32 and rounded
-    once. Rows may lie apart. Raises ValueError naming the argument."""
+    once. Rows may lie apart. `early` (see `build.hopper`): nothing is read early. Raises ValueError
+    naming the argument."""
     known = gate_up.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1 or not known:
         raise ValueError(
@@ -39,10 +44,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        grid = (rows, triton.cdiv(width, BLOCK))
+        grid, early = (rows, triton.cdiv(width, BLOCK)), early and is_hopper()
         _silu_mul_kernel[grid](
-            gate_up, out, width, gate_up.stride(0), BLOCK=BLOCK, num_warps=NUM_WARPS, num_stages=1,
-            enable_fp_fusion=True,
+            gate_up, out, width, gate_up.stride(0), BLOCK=BLOCK, EARLY=early,
+            num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True, **launch_options(early),
         )  # fmt: skip
     return out
 
@@ -59,7 +64,7 @@ def cases() -> list[KernelCase]:
             "silu_mul",
             f"block={BLOCK}",
             _silu_mul_kernel,
-            {"BLOCK": BLOCK},
+            {"BLOCK": BLOCK, "EARLY": False},
             CaseLimits(48, 1 << 10),
             num_warps=NUM_WARPS,
             types={"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},

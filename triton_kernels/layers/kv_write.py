@@ -13,9 +13,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from triton_kernels.build.case import TARGETS, CaseLimits, KernelCase, case_of
 from triton_kernels.build.check import check_tensor
+from triton_kernels.build.hopper import is_hopper, launch_options
 from triton_kernels.build.jit import jit
 
 _MOST_FP8 = {
@@ -29,41 +31,44 @@ def kv_write_kernel(
     fused_ptr, k_ptr, v_ptr, positions_ptr, slots_ptr, cos_sin_ptr, weight_ptr, eps, k_scale,
     v_scale, stride_token, stride_page, stride_slot, stride_kv_head, GROUP: tl.constexpr,
     ROLES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr,
-    MOST: tl.constexpr,
+    MOST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a (token, KV head); `ROLES` is group + 2 rounded up to a power of two."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    roles, dims = tl.arange(0, ROLES)[:, None], tl.arange(0, BLOCK_DIM)[None, :]
+    inside, rotated = dims < HEAD_DIM, roles <= GROUP
     slot = tl.load(slots_ptr + token)
-    if slot >= 0:  # a token of the padding goes nowhere
-        roles, dims = tl.arange(0, ROLES)[:, None], tl.arange(0, BLOCK_DIM)[None, :]
-        inside = dims < HEAD_DIM
-        row_ptr = fused_ptr + token * stride_token + kv_head * ((GROUP + 2) * HEAD_DIM)
-        held = inside & (roles < GROUP + 2)
-        x = tl.load(row_ptr + roles * HEAD_DIM + dims, mask=held, other=0.0).to(tl.float32)
-        rotated = roles <= GROUP
-        if weight_ptr is not None:
-            mean = tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM
-            weight_at = weight_ptr + roles * HEAD_DIM + dims
-            weight = tl.load(weight_at, mask=inside & rotated, other=1.0)
-            x = tl.where(rotated, x * (1.0 / tl.sqrt_rn(mean + eps)) * weight, x)
-        position = tl.load(positions_ptr + token)
-        rotation_at = cos_sin_ptr + position * HEAD_DIM + dims
-        rotation = tl.broadcast_to(tl.load(rotation_at, mask=inside, other=0.0), [ROLES, BLOCK_DIM])
-        cos, sin = tl.split(tl.reshape(rotation, [ROLES, BLOCK_DIM // 2, 2]))
-        a, b = tl.split(tl.reshape(x, [ROLES, BLOCK_DIM // 2, 2]))
-        real, imaginary = a * cos - b * sin, a * sin + b * cos
-        x = tl.where(rotated, tl.reshape(tl.join(real, imaginary), [ROLES, BLOCK_DIM]), x)
+    position = tl.load(positions_ptr + token)
+    rotation = tl.load(cos_sin_ptr + position * HEAD_DIM + dims, mask=inside, other=0.0)
+    if weight_ptr is not None:
+        weight_at = weight_ptr + roles * HEAD_DIM + dims
+        weight = tl.load(weight_at, mask=inside & rotated, other=1.0)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    row_ptr = fused_ptr + token * stride_token + kv_head * ((GROUP + 2) * HEAD_DIM)
+    held = inside & (roles < GROUP + 2)
+    x = tl.load(row_ptr + roles * HEAD_DIM + dims, mask=held, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        mean = tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM
+        x = tl.where(rotated, x * (1.0 / tl.sqrt_rn(mean + eps)) * weight, x)
+    rotation = tl.broadcast_to(rotation, [ROLES, BLOCK_DIM])
+    cos, sin = tl.split(tl.reshape(rotation, [ROLES, BLOCK_DIM // 2, 2]))
+    a, b = tl.split(tl.reshape(x, [ROLES, BLOCK_DIM // 2, 2]))
+    real, imaginary = a * cos - b * sin, a * sin + b * cos
+    x = tl.where(rotated, tl.reshape(tl.join(real, imaginary), [ROLES, BLOCK_DIM]), x)
 
-        narrow = x.to(fused_ptr.dtype.element_ty)
-        tl.store(row_ptr + roles * HEAD_DIM + dims, narrow, mask=inside & (roles < GROUP))
-        if MOST is not None:
-            x = tl.where(roles == GROUP, x / k_scale, x / v_scale)
-            x = tl.minimum(tl.maximum(x, -MOST), MOST)
-        at = (slot // PAGE).to(tl.int64) * stride_page + (slot % PAGE) * stride_slot
-        at += kv_head * stride_kv_head
-        stored = x.to(k_ptr.dtype.element_ty)
-        tl.store(k_ptr + at + roles * 0 + dims, stored, mask=inside & (roles == GROUP))
-        tl.store(v_ptr + at + roles * 0 + dims, stored, mask=inside & (roles == GROUP + 1))
+    narrow = x.to(fused_ptr.dtype.element_ty)
+    inside = inside & (slot >= 0)  # a token of the padding goes nowhere
+    tl.store(row_ptr + roles * HEAD_DIM + dims, narrow, mask=inside & (roles < GROUP))
+    if MOST is not None:
+        x = tl.where(roles == GROUP, x / k_scale, x / v_scale)
+        x = tl.minimum(tl.maximum(x, -MOST), MOST)
+    at = (slot // PAGE).to(tl.int64) * stride_page + (slot % PAGE) * stride_slot
+    at += kv_head * stride_kv_head
+    stored = x.to(k_ptr.dtype.element_ty)
+    tl.store(k_ptr + at + roles * 0 + dims, stored, mask=inside & (roles == GROUP))
+    tl.store(v_ptr + at + roles * 0 + dims, stored, mask=inside & (roles == GROUP + 1))
 
 
 def kv_write(
@@ -78,6 +83,7 @@ def kv_write(
     eps: float = 1e-6,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    early: bool = False,
 ) -> None:
     """Rotate the queries of `fused` in place; write its K and V to the pool.
 
@@ -86,9 +92,11 @@ def kv_write(
     [positions, head_dim / 2, 2] by position (`RotaryTable.cos_sin`); k_pages and v_pages
     [pages, page_tokens, kv_heads, head_dim] of the same strides, in the type of `fused` or fp8,
     which holds K / `k_scale` and V / `v_scale`, bounded by its largest number. qk_weight fp32
-    [group + 1, head_dim]: RMSNorm of each query head and K before they are rotated. Raises
-    ValueError naming the argument that does not fit.
+    [group + 1, head_dim]: RMSNorm of each query head and K before they are rotated. `early` (see
+    `build.hopper`): all but `fused` is read early, and the next kernel may begin. Raises ValueError
+    naming the argument that does not fit.
     """
+    early = early and is_hopper()
     _check(fused, positions, slots, cos_sin, k_pages, v_pages, qk_weight)
     num_tokens, kv_heads, roles, head_dim = fused.shape
     kv_write_kernel[(num_tokens, kv_heads)](
@@ -96,7 +104,8 @@ def kv_write(
         fused.stride(0), k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), GROUP=roles - 2,
         ROLES=triton.next_power_of_2(roles), HEAD_DIM=head_dim,
         BLOCK_DIM=triton.next_power_of_2(head_dim), PAGE=k_pages.shape[1],
-        MOST=_MOST_FP8.get(k_pages.dtype), num_warps=2, num_stages=1, enable_fp_fusion=True,
+        MOST=_MOST_FP8.get(k_pages.dtype), EARLY=early, num_warps=2, num_stages=1,
+        enable_fp_fusion=True, **launch_options(early),
     )  # fmt: skip
 
 
@@ -181,7 +190,7 @@ def _case(dtype: str, kv: str | None, norm: bool, targets: tuple[str, ...]) -> K
         "kv_write",
         f"{dtype}{f'/{kv}' if kv else ''} d128 g4{' norm' if norm else ''}",
         kv_write_kernel,
-        constexprs | {"MOST": 448.0 if kv else None},
+        constexprs | {"MOST": 448.0 if kv else None, "EARLY": False},
         CaseLimits(registers=128, shared_bytes=16 << 10),
         num_warps=2,
         types=types | dict.fromkeys(("eps", "k_scale", "v_scale"), "fp32"),

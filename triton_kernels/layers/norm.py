@@ -7,8 +7,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from triton_kernels.build.case import CaseLimits, KernelCase, case_of
+from triton_kernels.build.hopper import is_hopper, launch_options
 from triton_kernels.build.jit import jit
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -17,11 +19,14 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 @jit
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, x_stride, residual_stride,
-    ADDS: tl.constexpr, BLOCK: tl.constexpr,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
     x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         residual = residual_ptr + row * residual_stride + at
@@ -31,26 +36,29 @@ def _norm_kernel(
         tl.store(residual, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
-    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     y = (x * scale * weight).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + at, y, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, early: bool = False
+) -> Tensor:
     """x / rms(x) * weight of [T, n]; with a `residual` [T, n], x is added to it in place first.
 
     fp32, bf16 or fp16, each tensor its own; computed in fp32 and rounded once, to the type of `x`.
-    Rows may lie apart, their elements may not. Raises ValueError naming the argument.
+    Rows may lie apart, their elements may not. `early` (see `build.hopper`): the weight is read
+    early. Raises ValueError naming the argument.
     """
     _check(x, weight, residual)
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        block = triton.next_power_of_2(width)
+        block, early = triton.next_power_of_2(width), early and is_hopper()
         _norm_kernel[(rows,)](
             x, residual, weight, out, width, eps, x.stride(0),
             0 if residual is None else residual.stride(0), ADDS=residual is not None, BLOCK=block,
-            num_warps=num_warps(block), num_stages=1, enable_fp_fusion=True,
+            EARLY=early, num_warps=num_warps(block), num_stages=1, enable_fp_fusion=True,
+            **launch_options(early),
         )  # fmt: skip
     return out
 
@@ -101,8 +109,8 @@ def _case(width: int, adds: bool) -> KernelCase:
         "rms_norm",
         f"n={width}{' add' if adds else ''}",
         _norm_kernel,
-        {"ADDS": adds, "BLOCK": width},
-        CaseLimits(40, 1 << 10),
+        {"ADDS": adds, "BLOCK": width, "EARLY": False},
+        CaseLimits(56, 1 << 10),
         num_warps=num_warps(width),
         types=dict.fromkeys(pointers, "*bf16") | {"eps": "fp32"},
         divisible=("width", "x_stride", "residual_stride"),

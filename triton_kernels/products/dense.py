@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.build.case import TARGETS, CaseLimits, KernelCase, case_of
+from triton_kernels.build.hopper import is_hopper
 from triton_kernels.build.jit import jit
 
 
@@ -31,9 +33,13 @@ class ProductTile(NamedTuple):
     columns: int  # of x, a step of the sum
     num_warps: int
     num_stages: int
+    programs: int = 0  # share a multiprocessor and read through descriptors; 0: through pointers
+    flatten: bool = True  # programs load for the next tile while they end one
 
 
+MANY_ROWS = 256
 _STAGES, _STAGES_OF_AMD = 4, 2
+_BAND = 16  # blocks of rows
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -67,19 +73,54 @@ def dense_kernel(
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=row_held & out_held)
 
 
-def tile_of(dtype: torch.dtype, num_outs: int) -> ProductTile:
-    """By the weight alone. Narrow ones have narrow tiles: as many programs as may be read it."""
-    stages = _STAGES_OF_AMD if torch.version.hip else _STAGES
+@jit(do_not_specialize=["num_rows"])
+def described_kernel(
+    x, weight, bias_ptr, out_ptr, num_rows, num_outs, num_columns, stride_out, ROWS: tl.constexpr,
+    OUTS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Programs that take tile after tile, in bands of BAND blocks of rows, whose weights are then
+    found in the cache; `x` and `weight` are descriptors, which read zeros beyond the edges."""
+    row_blocks, out_blocks = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outs, OUTS)
+    for tile in tl.range(
+        tl.program_id(0), row_blocks * out_blocks, tl.num_programs(0), flatten=FLATTEN
+    ):
+        band = tile // (BAND * out_blocks)
+        height = tl.minimum(row_blocks - band * BAND, BAND)
+        at = tile % (BAND * out_blocks)
+        row = (band * BAND + at % height) * ROWS
+        first = at // height * OUTS
+        acc = tl.zeros([ROWS, OUTS], tl.float32)
+        for start in range(0, num_columns, COLUMNS):
+            acc = tl.dot(x.load([row, start]), weight.load([first, start]).T, acc)
+        rows, outs = row + tl.arange(0, ROWS), first + tl.arange(0, OUTS)
+        held = (rows < num_rows)[:, None] & (outs < num_outs)[None, :]
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + outs, mask=outs < num_outs, other=0.0)
+            acc += bias.to(tl.float32)[None, :]
+        out_at = out_ptr + rows[:, None].to(tl.int64) * stride_out + outs[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=held)
+
+
+def tile_of(dtype: torch.dtype, num_outs: int, *, described: bool, num_rows: int) -> ProductTile:
+    """By the weight, and with descriptors by the number of rows. Narrow weights have narrow tiles:
+    as many programs as may be read them."""
     if dtype == torch.float32:
         return ProductTile(32, 32, 32, 4, 2)
+    if described and num_rows >= MANY_ROWS:
+        return ProductTile(128, 256, 64, 8, 3, 1)
     outs = next(outs for least, outs in ((32768, 128), (8192, 64), (0, 32)) if num_outs >= least)
+    if described:
+        return ProductTile(64, outs, 64, 4, *{128: (4, 2), 64: (4, 3), 32: (8, 2)}[outs])
+    stages = _STAGES_OF_AMD if torch.version.hip else _STAGES
     return ProductTile(64, outs, 64, 8 if outs == 128 else 4, stages)
 
 
-def dense(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def dense(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: ProductTile | None = None
+) -> None:
     """`out` [T, N] = x [T, K] @ weight [N, K].T + bias [N], summed in fp32 and rounded once; all of
-    one type. Rows of `x` and of `out` may lie apart. Raises ValueError naming the argument that
-    does not fit."""
+    one type. Rows of `x` and of `out` may lie apart. `tile` is chosen unless it is given. Raises
+    ValueError naming the argument that does not fit."""
     num_rows, num_columns = x.shape
     num_outs = weight.shape[0]
     if not weight.is_contiguous() or tuple(weight.shape) != (num_outs, num_columns):
@@ -91,9 +132,26 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
             raise ValueError(f"{name}: {tensor.dtype}; give {weight.dtype}, elements side by side")
     if not num_rows:
         return
-    tile = tile_of(weight.dtype, num_outs)
-    programs = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outs, tile.outs)
-    dense_kernel[(programs,)](
+    if tile is None:
+        aligned = not any(n * x.itemsize % 16 for n in (num_columns, x.stride(0)))
+        described = aligned and x.data_ptr() % 16 == 0 and is_hopper()
+        tile = tile_of(weight.dtype, num_outs, described=described, num_rows=num_rows)
+    tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outs, tile.outs)
+    if tile.programs:
+        processors = 1
+        if x.is_cuda:
+            processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        blocks = [tile.rows, tile.columns], [tile.outs, tile.columns]
+        pair = (
+            TensorDescriptor.from_tensor(*each) for each in zip((x, weight), blocks, strict=True)
+        )
+        described_kernel[(min(tiles, tile.programs * processors),)](
+            *pair, bias, out, num_rows, num_outs, num_columns, out.stride(0), ROWS=tile.rows,
+            OUTS=tile.outs, COLUMNS=tile.columns, BAND=_BAND, FLATTEN=tile.flatten,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
+        )  # fmt: skip
+        return
+    dense_kernel[(tiles,)](
         x, weight, bias, out, num_rows, num_outs, num_columns, x.stride(0), out.stride(0),
         ROWS=tile.rows, OUTS=tile.outs, COLUMNS=tile.columns,
         EVEN=num_columns % tile.columns == 0, num_warps=tile.num_warps,
@@ -109,7 +167,7 @@ def dense_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def keeps_bits(product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Whether rows of a product keep their bits on this device: alone, among others, elsewhere in a
-    tile and in another one. `x` has more than two tiles of rows."""
+    tile, in another one, and by the tile of many rows. `x` has more than these."""
     whole = product(x)
     parts = [slice(0, 1), slice(0, 17), slice(0, 64), slice(5, 6), slice(61, 70), slice(3, None)]
     return all(torch.equal(product(x[part]), whole[part]) for part in parts)
@@ -119,25 +177,34 @@ def cases() -> list[KernelCase]:
     """What the table has of 16 bits, with and without bias; fp32 has no use for tensor cores."""
     found = []
     for num_outs, biased in itertools.product((4096, 8192, 32768), (False, True)):
-        tile = tile_of(torch.bfloat16, num_outs)
-        made = {"ROWS": tile.rows, "OUTS": tile.outs, "COLUMNS": tile.columns, "EVEN": True}
-        made |= {} if biased else {"bias_ptr": None}
-        pointers = [f"{name}_ptr" for name in ("x", "weight", "bias", "out")]
         for targets, stages in ((TARGETS[:3], _STAGES), (TARGETS[3:], _STAGES_OF_AMD)):
-            found.append(
-                case_of(
-                    "dense",
-                    f"bf16 {tile.rows}x{tile.outs}{' bias' if biased else ''}",
-                    dense_kernel,
-                    made,
-                    CaseLimits(registers=200, shared_bytes=160 << 10),
-                    num_warps=tile.num_warps,
-                    num_stages=stages,
-                    types=dict.fromkeys(pointers, "*bf16"),
-                    divisible=("num_outs", "num_columns", "stride_x", "stride_out"),
-                    targets=targets,
-                    wgmma=True,
-                    wide_loads=not biased,  # a bias is a vector
-                )
-            )
-    return found
+            tile = tile_of(torch.bfloat16, num_outs, described=False, num_rows=1)
+            found.append(_case(tile._replace(num_stages=stages), biased, targets))
+        for num_rows in (1, MANY_ROWS):
+            tile = tile_of(torch.bfloat16, num_outs, described=True, num_rows=num_rows)
+            found.append(_case(tile, biased, ("sm_90", "sm_100")))
+    return list({(case.config, *case.limits): case for case in found}.values())
+
+
+def _case(tile: ProductTile, biased: bool, targets: tuple[str, ...]) -> KernelCase:
+    made: dict[str, Any] = {"ROWS": tile.rows, "OUTS": tile.outs, "COLUMNS": tile.columns}
+    made |= {"BAND": _BAND, "FLATTEN": tile.flatten} if tile.programs else {"EVEN": True}
+    made |= {} if biased else {"bias_ptr": None}
+    types = {f"{name}_ptr": "*bf16" for name in ("x", "weight", "bias", "out")}
+    types |= {"x": f"tensordesc<bf16[{tile.rows},{tile.columns}]>"}
+    types |= {"weight": f"tensordesc<bf16[{tile.outs},{tile.columns}]>"}
+    return case_of(
+        "dense",
+        f"bf16 {tile.rows}x{tile.outs}{' bias' if biased else ''}{' tma' * (tile.programs > 0)}",
+        described_kernel if tile.programs else dense_kernel,
+        made,
+        CaseLimits(registers=216, shared_bytes=(227 << 10) // max(tile.programs, 1) - 1024),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        types=types,
+        divisible=("num_outs", "num_columns", "stride_x", "stride_out"),
+        targets=targets,
+        wgmma=True,
+        wide_loads=not biased,  # a bias is a vector
+        tma=tile.programs > 0,
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,20 +14,35 @@ from torch import Tensor
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.kv_cache import KVCache
-from triton_kernels.attention import Heads, Partials, Tile, WorkList, attention, plan
-from triton_kernels.attention.cases import SPLIT_TOKENS
-from triton_kernels.attention.table import arch_of, resident_programs, tile_for
+from triton_kernels.attention import (
+    Heads,
+    Partials,
+    Tile,
+    WorkList,
+    attention,
+    balanced_partials,
+    block_tokens,
+    plan,
+)
+from triton_kernels.attention.cases import INVARIANT_ROWS, SPLIT_TOKENS
+from triton_kernels.attention.table import arch_of, tile_for
 
 _INTERPRETED = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
+_MOST_BLOCK_TOKENS = 8  # what verifies more has a tile more
+LEAST_PART_TOKENS = 64  # of keys, where parts are balanced
 
 
 class Tuning(NamedTuple):
-    """One tile for queries of every length: the bits of a row do not depend on its neighbours."""
+    """How queries are attended that fit `tile` or have `query_tokens`, and `longer` ones, which are
+    attended alike if that is None."""
 
     tile: Tile
     num_programs: int  # as many as fit on the device at a time
-    most_partials: int  # (block of queries, split of keys) pairs whose results may wait
+    most_partials: int  # (block of queries, part of keys) pairs whose results may wait
     split_tokens: int = SPLIT_TOKENS
+    balanced: bool = False  # else bits of a row are its own
+    longer: Tuning | None = None
+    query_tokens: int = 1
 
     @classmethod
     def of(
@@ -36,25 +52,85 @@ class Tuning(NamedTuple):
         device: torch.device,
         page_tokens: int,
         kv_dtype: torch.dtype | None = None,
+        *,
+        numerics: str = "fast",
+        query_tokens: int = 1,
     ) -> Tuning:
-        """From the static table, as `bench.gpu` tests and times it: the tile that serves prefill,
-        for a verification reads as much with it. Raises FieldError if nothing there serves."""
+        """From the static table. With `numerics` "invariant" one tile serves queries of every
+        length; with "fast" there is one for queries of up to `query_tokens`, which decode or
+        verify, and one for chunks of prompts. Raises FieldError if nothing there serves."""
         if device.type != "cuda":
             rows = max(_INTERPRETED.rows, triton.next_power_of_2(heads.group))
-            return cls(_INTERPRETED._replace(rows=rows), num_programs=4, most_partials=16)
-        arch = arch_of(device)
-        try:
-            tile = tile_for(heads, dtype, page_tokens, arch=arch, kv_dtype=kv_dtype)
-        except ValueError as error:
-            problem = f"{heads} of {dtype} are not served on a GPU ({arch})"
-            raise FieldError("model", problem, "use --device cpu") from error
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        return cls(tile, resident_programs(tile, device), 2 * processors)
+            tiles, processors = [_INTERPRETED._replace(rows=rows)], 4
+            if numerics == "fast":
+                tiles.append(_INTERPRETED._replace(rows=2 * rows))
+        else:
+            find = partial(tile_for, heads, dtype, page_tokens, kv_dtype=kv_dtype)
+            arch = arch_of(device)
+            few = heads.group * min(query_tokens, _MOST_BLOCK_TOKENS)
+            few = few if numerics == "fast" else INVARIANT_ROWS
+            try:
+                tiles = [find(arch=arch, rows=min(few, INVARIANT_ROWS)), find(arch=arch)]
+            except ValueError as error:
+                problem = f"{heads} of {dtype} are not served on a GPU ({arch})"
+                raise FieldError("model", problem, "use --device cpu") from error
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+        if numerics != "fast":
+            tile = tiles[0]
+            return cls(tile, tile.programs * processors, 2 * processors)
+        chosen: Tuning | None = None
+        for tile in dict.fromkeys(reversed(tiles)):
+            programs = tile.programs * processors
+            partials = balanced_partials(programs, heads)
+            split_tokens = max(LEAST_PART_TOKENS, tile.keys)
+            chosen = cls(tile, programs, partials, split_tokens, True, chosen, query_tokens)
+        assert chosen is not None
+        return chosen
+
+    def partial_bytes(self, heads: Heads) -> int:
+        """Of memory for partial results."""
+        held = self.most_partials * heads.kv_heads * self.tile.rows * (heads.head_dim + 2) * 4
+        return held + (self.longer.partial_bytes(heads) if self.longer is not None else 0)
+
+    def work_lists(
+        self,
+        heads: Heads,
+        device: torch.device,
+        *,
+        most_tokens: int,
+        most_sequences: int,
+        windows: Iterable[int | None] = (None,),
+    ) -> dict[int | None, list[tuple[WorkList, int]]]:
+        """By window, of queries that fit the tile, and of longer ones: work, and how many programs
+        do it."""
+        short = most_tokens
+        if self.longer is not None:
+            short = max(block_tokens(heads, self.tile), self.query_tokens)
+        found: dict[int | None, list[tuple[WorkList, int]]] = {w: [] for w in windows}
+        for each, queries in ((self, (1, short)), (self.longer, (short + 1, most_tokens))):
+            if each is None:
+                continue
+            partials = Partials.allocate(each.most_partials, heads, each.tile, device)
+            for window, works in found.items():
+                work = WorkList.allocate(
+                    partials,
+                    heads,
+                    each.tile,
+                    most_tokens=most_tokens,
+                    most_sequences=most_sequences,
+                    split_tokens=each.split_tokens,
+                    balanced=each.num_programs if each.balanced else None,
+                    queries=queries,
+                    window=window,
+                )
+                works.append((work, each.num_programs))
+        return found
 
 
 class PagedAttention:
     """Of passes with up to `most_tokens` tokens. `tables` int32 [S, n]: the blocks of each slot.
-    `scales`, by layer: K and V are held divided by them; None: as they are."""
+    `scales`, by layer: K and V are held divided by them; None: as they are. A query of more than
+    `short_tokens` is long, and pays for a launch of its own."""
 
     def __init__(
         self,
@@ -66,28 +142,32 @@ class PagedAttention:
         scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         self.scales = scales or [(1.0, 1.0)] * config.num_layers
-        self._kv, self._tables, self._tuning = kv, tables, tuning
+        self._kv, self._tables = kv, tables
         self._scale = 1.0 / math.sqrt(config.head_dim)
-        heads = heads_of(config)
-        device = tables.device
-        partials = Partials.allocate(tuning.most_partials, heads, tuning.tile, device)
-        self._work = {
-            window: WorkList.allocate(
-                partials,
-                heads,
-                tuning.tile,
-                most_tokens=most_tokens,
-                most_sequences=len(tables),
-                split_tokens=tuning.split_tokens,
-                window=window,
-            )
-            for window in dict.fromkeys(config.sliding_window)
-        }
+        self._work = tuning.work_lists(
+            heads_of(config),
+            tables.device,
+            most_tokens=most_tokens,
+            most_sequences=len(tables),
+            windows=dict.fromkeys(config.sliding_window),
+        )
+        works = next(iter(self._work.values()))
+        self.short_tokens = works[0][0].queries[1]
+        self._launched = slice(None)
 
-    def plan(self, query_starts: Tensor, contexts: Tensor) -> None:
-        """For all layers of the next pass; arguments as those of `attention.plan`, by slot."""
-        for work in self._work.values():
-            plan(query_starts, contexts, work)
+    @property
+    def lengths(self) -> list[int]:
+        """A length of each kind of query."""
+        return [1, self.short_tokens + 1][: len(next(iter(self._work.values())))]
+
+    def plan(self, query_starts: Tensor, contexts: Tensor, longest: int | None = None) -> None:
+        """For all layers of the next pass; arguments as those of `attention.plan`, by slot. No
+        query has more tokens than `longest`."""
+        long = longest is None or longest > self.short_tokens
+        self._launched = slice(None if long else 1)
+        for works in self._work.values():
+            for work, _ in works[self._launched]:
+                plan(query_starts, contexts, work)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer, [blocks, block_size, kv_heads, head_dim] each."""
@@ -108,19 +188,21 @@ class PagedAttention:
         out = torch.empty(len(q), q[0].numel(), dtype=q.dtype, device=q.device)
         k_pages, v_pages = self.pages(layer)
         k_scale, v_scale = self.scales[layer]
-        attention(
-            q,
-            k_pages,
-            v_pages,
-            self._tables,
-            out,
-            self._work[window],
-            scale=self._scale if scale is None else scale,
-            soft_cap=soft_cap,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            num_programs=self._tuning.num_programs,
-        )
+        for work, num_programs in self._work[window][self._launched]:
+            attention(
+                q,
+                k_pages,
+                v_pages,
+                self._tables,
+                out,
+                work,
+                scale=self._scale if scale is None else scale,
+                soft_cap=soft_cap,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                num_programs=num_programs,
+                early=True,  # planned before the product that made `q`
+            )
         return out
 
 

@@ -20,10 +20,10 @@ from cbatch.runtime.model.weight_files import WeightSource
 from triton_kernels.layers.activation import silu_mul
 from triton_kernels.layers.kv_write import kv_write
 from triton_kernels.layers.norm import rms_norm
-from triton_kernels.products.dense import dense, keeps_bits
+from triton_kernels.products.dense import MANY_ROWS, dense, keeps_bits
 from triton_kernels.products.quantised import Packed, pack, quantised
 
-_PROBED_ROWS = 131  # more than two tiles
+_PROBED_ROWS = MANY_ROWS + 44  # few of them go by another tile
 
 
 class Dense(NamedTuple):
@@ -224,12 +224,11 @@ class Decoder:
         """All layers over `flat`, as `attention` was planned; fills the first rows of `hidden`."""
         c, count = self.config, len(flat.tokens)
         residual = hidden.residual[:count]
+        residual.zero_()  # every layer adds what the one before made, the first the embedding
         x = F.embedding(flat.tokens, self.embedding)
-        residual.copy_(x)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            added = residual if index else None
-            normed = rms_norm(x, layer.qkv.norm, c.rms_norm_eps, added)
+            normed = rms_norm(x, layer.qkv.norm, c.rms_norm_eps, residual, early=True)
             fused = layer.qkv(normed).view(count, c.num_kv_heads, c.group_size + 2, c.head_dim)
             k_pages, v_pages = attention.pages(index)
             k_scale, v_scale = attention.scales[index]
@@ -244,10 +243,11 @@ class Decoder:
                 eps=c.rms_norm_eps,
                 k_scale=k_scale,
                 v_scale=v_scale,
+                early=True,
             )
             x = layer.out(attention.run(index, layer.window, fused[:, :, : c.group_size]))
-            gate_up = layer.gate_up(rms_norm(x, layer.gate_up.norm, c.rms_norm_eps, residual))
-            x = silu_mul(gate_up)
+            normed = rms_norm(x, layer.gate_up.norm, c.rms_norm_eps, residual, early=True)
+            x = silu_mul(layer.gate_up(normed), early=True)
             if index < last:
                 x = layer.down(x)
         self.layers[last].down.into(x, hidden.last[:count])
@@ -256,7 +256,7 @@ class Decoder:
         """Logits of the flat rows `rows` int32 [N], to `out` [N, vocab] (rows may lie apart)."""
         residual = hidden.residual.index_select(0, rows)
         x = hidden.last.index_select(0, rows)
-        normed = rms_norm(x, self.head.norm, self.config.rms_norm_eps, residual)
+        normed = rms_norm(x, self.head.norm, self.config.rms_norm_eps, residual, early=True)
         self.head.into(normed, out)
 
 

@@ -47,7 +47,7 @@ class DraftPasses:
         vocab: int,
     ) -> None:
         slots, device = len(state.num_tokens), decoder.device
-        self._decoder, self._state, self._attention = decoder, state, attention
+        self._decoder, self._state, self.attention = decoder, state, attention
         self._block_size, self._most_drafts, self._vocab = kv.block_size, most_drafts, vocab
         self._cos_sin = decoder.cos_sin(most_positions)
         self._hidden = Hidden.allocate(most_tokens, decoder)
@@ -63,19 +63,22 @@ class DraftPasses:
         self._depths = depths[:, None].repeat(1, aligned(rows))
         self._no_drafts = torch.zeros(slots, dtype=torch.int32, device=device)
 
-    def run(self, device: Device, most_tokens: int, rows: int, depth: int, shaped: bool) -> None:
-        """Up to `most_tokens` tokens to catch up with, `rows` rows that draft, buckets of what the
-        plan asks; the deepest drafts `depth`."""
-        self.ingest(device, most_tokens)
+    def run(
+        self, device: Device, most_tokens: int, longest: int, rows: int, depth: int, shaped: bool
+    ) -> None:
+        """Up to `most_tokens` tokens to catch up with, `longest` of a row, `rows` rows that draft,
+        buckets of what the plan asks; the deepest drafts `depth`."""
+        self.ingest(device, most_tokens, longest)
         for j in range(depth if rows else 0):
             self.draft(device, rows, j, shaped)
 
-    def ingest(self, device: Device, most_tokens: int) -> None:
-        ingest = partial(self._ingest, most_tokens)
+    def ingest(self, device: Device, most_tokens: int, longest: int) -> None:
+        key = "ingest", most_tokens, longest > self.attention.short_tokens
+        ingest = partial(self._ingest, most_tokens, longest)
         if most_tokens > MOST_CAPTURED_TOKENS:
             ingest()
         else:
-            device.run(("ingest", most_tokens), ingest)
+            device.run(key, ingest)
 
     def draft(self, device: Device, rows: int, depth: int, shaped: bool) -> None:
         """Draft number `depth`, from 0, of every row that goes so deep."""
@@ -92,7 +95,7 @@ class DraftPasses:
         logits = self._logits.flatten(0, 1)[:count, : self._vocab]
         return Proposals(logits, owners, self._state.asked[Asked().looked_up])
 
-    def _ingest(self, most_tokens: int) -> None:
+    def _ingest(self, most_tokens: int, longest: int) -> None:
         layout = self.layout
         layout.draft_slots.fill_(len(self._state.num_tokens) - 1)
         flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(most_tokens)
@@ -104,16 +107,16 @@ class DraftPasses:
             most_token=self._decoder.config.vocab_size - 1,
             context_tokens=self._decoder.config.max_position_tokens,
         )
-        self._attention.plan(layout.query_starts, layout.contexts)
-        self._decoder.forward(flat, self._attention, self._cos_sin, self._hidden)
+        self.attention.plan(layout.query_starts, layout.contexts, longest)
+        self._decoder.forward(flat, self.attention, self._cos_sin, self._hidden)
 
     def _draft(self, rows: int, depth: int, shaped: bool) -> None:
         layout = self.layout
         last = layout.row_tokens[:rows]
         if depth:
             flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(rows)
-            self._attention.plan(layout.row_starts, layout.row_contexts)
-            self._decoder.forward(flat, self._attention, self._cos_sin, self._hidden)
+            self.attention.plan(layout.row_starts, layout.row_contexts, 1)
+            self._decoder.forward(flat, self.attention, self._cos_sin, self._hidden)
             last = self._rows[:rows]
         own = self._logits[:rows, depth, : self._decoder.config.vocab_size]
         self._decoder.logits(self._hidden, last, own)

@@ -31,6 +31,7 @@ from cbatch.runtime.gpu.slots import Bounds, HostSlots
 from cbatch.runtime.gpu.target_pass import BY_LOOKUPS, PLAIN, WEIGHING, Deciding
 from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.sampling.structured import GrammarSource
+from triton_kernels.products.dense import MANY_ROWS
 from triton_kernels.slots import advance as fields
 from triton_kernels.slots.draft_batch import DraftLayout
 from triton_kernels.slots.guesses import take_guesses
@@ -153,8 +154,9 @@ class GpuExecutor:
         message = SlotUpdate(self._arena.places)
         message.put_all("asked", np.zeros(self.state.asked.shape, dtype=np.int32))
         self._send(message, self._buffers[0])
-        for count in sizes(self._budget_tokens):
-            self._target.compute(device, count)
+        lengths = self._target.attention.lengths
+        for count, longest in product(sizes(self._budget_tokens), lengths):
+            self._target.compute(device, count, longest)
         ways = WEIGHING[:1]
         if self._host.chains is not None:
             ways = BY_LOOKUPS
@@ -162,8 +164,9 @@ class GpuExecutor:
                 self._take_guesses(device, alone=alone)
         if self._drafting is not None:
             ways = WEIGHING
-            for count in sizes(self._most_catch_up):
-                self._drafting.ingest(device, count)
+            lengths = self._drafting.attention.lengths
+            for count, longest in product(sizes(self._most_catch_up), lengths):
+                self._drafting.ingest(device, count, longest)
             drafts = product(sizes(self._max_slots), range(self._max_drafts), (False, True))
             for count, depth, shaped in drafts:
                 self._drafting.draft(device, count, depth, shaped)
@@ -242,7 +245,8 @@ class GpuExecutor:
                 assert self._layout is not None
                 self._masking.fetch_drafts(self._layout, buffers)
             step.drafts = begun, self._queue.mark()
-        self._target.compute(self._queue, bucket(bounds.tokens, self._budget_tokens))
+        tokens = bucket(bounds.tokens, self._budget_tokens)
+        self._target.compute(self._queue, tokens, bounds.longest)
         return step
 
     def _draft(self, bounds: Bounds) -> None:
@@ -250,7 +254,8 @@ class GpuExecutor:
             assert self._drafting is not None
             rows = bucket(bounds.draft_rows, self._max_slots)
             catch_up = bucket(bounds.catch_up, self._most_catch_up)
-            self._drafting.run(self._queue, catch_up, rows, bounds.depth, bounds.shaped)
+            longest = bounds.longest_catch_up
+            self._drafting.run(self._queue, catch_up, longest, rows, bounds.depth, bounds.shaped)
         if bounds.looked_up:
             self._take_guesses(self._queue, alone=not bounds.drafting)
 
@@ -355,5 +360,5 @@ class GpuExecutor:
 
 
 def _smallest(most: int) -> list[int]:
-    """One of a kind: kernels are the same for any number of rows."""
-    return [min(2, most)]
+    """One of a kind: kernels are the same for any number of rows, but for products of many."""
+    return [min(count, most) for count in (2, MANY_ROWS)]

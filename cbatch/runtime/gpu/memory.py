@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from cbatch.runtime.gpu.attention import Tuning, heads_of
 from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.decoder import Decoder
@@ -39,6 +41,19 @@ class StepLimits(NamedTuple):
     def most_logits(self) -> int:
         """No more rows of logits than tokens, and of each slot its drafts and one more."""
         return min(self.step_budget_tokens, self.max_slots * (1 + self.max_drafts))
+
+    def tuning_of(self, decoder: Decoder, kv_dtype: torch.dtype | None = None) -> Tuning:
+        """Of attention over keys and values of `kv_dtype`, the decoder's unless given."""
+        heads, page_tokens = heads_of(decoder.config), self.block_size_tokens
+        return Tuning.of(
+            heads,
+            decoder.dtype,
+            decoder.device,
+            page_tokens,
+            kv_dtype,
+            numerics=decoder.numerics,
+            query_tokens=1 + self.max_drafts,
+        )
 
     def arena_of(self, config: ModelConfig) -> ArenaSizes:
         """One slot more stands for rows of padding."""
@@ -79,11 +94,10 @@ def step_memory_bytes(target: Decoder, draft: Decoder | None, limits: StepLimits
 def _held_bytes(decoder: Decoder, tokens: int, limits: StepLimits) -> int:
     """The residual stream, partial results of attention, the table of rotary factors."""
     config, heads = decoder.config, heads_of(decoder.config)
-    tuning = Tuning.of(heads, decoder.dtype, decoder.device, limits.block_size_tokens)
-    partial = heads.kv_heads * tuning.tile.rows * (heads.head_dim + 2) * _FP32_BYTES
+    tuning = limits.tuning_of(decoder)
     stream = tokens * config.hidden_size * (_FP32_BYTES + decoder.dtype.itemsize)
     rotary = 2 * limits.max_sequence_tokens * heads.head_dim * _FP32_BYTES
-    return stream + tuning.most_partials * partial + rotary
+    return stream + tuning.partial_bytes(heads) + rotary
 
 
 def _decision_bytes(decoder: Decoder, rows: int, arena: ArenaSizes, slots: int) -> int:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
+from cbatch.runtime.gpu.attention import PagedAttention, Tuning
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.draft_pass import DraftPasses
 from cbatch.runtime.gpu.kv_types import kv_scales
@@ -69,6 +69,6 @@ class PassBuilder(NamedTuple):
         held, tuning = self.kv_dtype or decoder.dtype, self.tuning
         kv = KVCache(config, self.num_blocks, page_tokens, held, decoder.device)
         if tuning is None:
-            tuning = Tuning.of(heads_of(config), decoder.dtype, decoder.device, page_tokens, held)
+            tuning = self.limits.tuning_of(decoder, held)
         scales = kv_scales(decoder, held)
         return kv, PagedAttention(config, kv, self.state.blocks, most_tokens, tuning, scales)

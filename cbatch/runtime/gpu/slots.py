@@ -23,8 +23,10 @@ class Bounds(NamedTuple):
     """The most that a step can bring: the device knows what it does."""
 
     tokens: int
+    longest: int  # tokens of a row
     logits: int  # rows of logits
     catch_up: int  # tokens that the draft model takes in before it drafts
+    longest_catch_up: int
     draft_rows: int  # of the model
     depth: int  # drafts of a row of the model
     drafting: bool  # the model
@@ -87,8 +89,10 @@ class HostSlots:
         blocks = bool((modes[drafts > 0] == BLOCK).any())
         return Bounds(
             tokens=int((new + drafts).sum()),
+            longest=int((new + drafts).max(initial=0)),
             logits=int(((1 + drafts) * plan.wants_logits).sum()),
             catch_up=int((asks.catch_up + deep).sum()),
+            longest_catch_up=int((asks.catch_up + deep).max(initial=0)),
             draft_rows=int(deep.sum()),
             depth=int(asks.model.max(initial=0)),
             drafting=bool((asks.model | asks.catch_up).any()),

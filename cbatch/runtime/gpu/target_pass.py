@@ -54,7 +54,7 @@ class TargetPass:
         most_drafts: int,
     ) -> None:
         slots, device = len(state.num_tokens), decoder.device
-        self._decoder, self._state, self._attention = decoder, state, attention
+        self._decoder, self._state, self.attention = decoder, state, attention
         self._drafts, self._drafting, self._block_size = drafts, drafting, kv.block_size
         self._cos_sin = decoder.cos_sin(most_positions)
         self.hidden = Hidden.allocate(most_tokens, decoder)
@@ -68,12 +68,14 @@ class TargetPass:
         self.result = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(slots, dtype=torch.int32, device=device)
 
-    def compute(self, device: Device, tokens: int) -> None:
-        forward = partial(self._forward, tokens)
+    def compute(self, device: Device, tokens: int, longest: int) -> None:
+        """Up to `tokens` tokens, up to `longest` of a row."""
+        key = "target", tokens, longest > self.attention.short_tokens
+        forward = partial(self._forward, tokens, longest)
         if tokens > MOST_CAPTURED_TOKENS:
             forward()
         else:
-            device.run(("target", tokens), forward)
+            device.run(key, forward)
 
     def find_logits(self, device: Device, count: int) -> None:
         """Up to `count` rows of them; behind `compute`."""
@@ -90,7 +92,7 @@ class TargetPass:
         """Of logits, by slot: int32 [slots]."""
         return (self.layout.states == RUNS.value).int() * (self.layout.num_drafted + 1)
 
-    def _forward(self, tokens: int) -> None:
+    def _forward(self, tokens: int, longest: int) -> None:
         layout, drafts = self.layout, self._drafts
         flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(tokens)
         make_target_batch(
@@ -100,8 +102,8 @@ class TargetPass:
             block_size=self._block_size,
             most_token=self._decoder.config.vocab_size - 1,
         )
-        self._attention.plan(layout.query_starts, layout.contexts)
-        self._decoder.forward(flat, self._attention, self._cos_sin, self.hidden)
+        self.attention.plan(layout.query_starts, layout.contexts, longest)
+        self._decoder.forward(flat, self.attention, self._cos_sin, self.hidden)
 
     def _find_logits(self, count: int) -> None:
         rows = self.layout.logit_tokens[:count]

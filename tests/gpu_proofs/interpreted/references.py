@@ -24,7 +24,7 @@ def _nothing(*_: object, **__: object) -> None:
     return None
 
 
-def _halves(gate_up: Tensor) -> Tensor:
+def _halves(gate_up: Tensor, **_: object) -> Tensor:
     return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
 
 
@@ -51,7 +51,7 @@ def use_noted_references(
         (attend, "attention", _nothing),
         (decoder, "kv_write", _nothing),
         (modelling, "kv_write", _nothing),
-        (decoder, "rms_norm", lambda x, *_: torch.empty_like(x)),
+        (decoder, "rms_norm", lambda x, *_, **__: torch.empty_like(x)),
         (decoder, "silu_mul", _halves),
         (drafting, "reduce_tiles", _reduced),
         (verifying, "verify_logits", _verdict),

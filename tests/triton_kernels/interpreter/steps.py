@@ -92,7 +92,7 @@ class Step(NamedTuple):
         tile: Tile | None = None,
         split_tokens: int = 32,
         most_partials: int = 64,
-        window: int | None = None,
+        **options: Any,
     ) -> WorkList:
         """Planned, with memory that holds NaN until it is written."""
         tile = tile or TILES[self.q.dtype]
@@ -106,7 +106,7 @@ class Step(NamedTuple):
             most_tokens=len(self.q),
             most_sequences=len(self.contexts),
             split_tokens=split_tokens,
-            window=window,
+            **options,
         )
         work.items.fill_(-(1 << 30))
         plan(self.starts, self.contexts, work)

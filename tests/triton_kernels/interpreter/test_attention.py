@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from tests.triton_kernels.interpreter.steps import Step
-from triton_kernels.attention import Heads, Partials, Tile, WorkList, kernel, plan
+from triton_kernels.attention import (
+    Heads,
+    Partials,
+    Tile,
+    WorkList,
+    attention,
+    balanced_partials,
+    kernel,
+    plan,
+)
 
 SMALL = Heads(kv_heads=1, group=2, head_dim=16)
 # Decodes, verifications of different k, a chunk, one that ends at a split, a row without tokens.
@@ -76,8 +85,72 @@ def test_bits_do_not_depend_on_who_computes_what(most_partials: int, num_program
     expected = step.run(step.work())
     work = step.work(most_partials=most_partials)
     assert torch.equal(step.run(work, num_programs=num_programs), expected)
-    parts = work.items[kernel.PARTS.value, : int(work.num_items)]
+    parts = work.items[: int(work.num_items), kernel.PARTS.value]
     assert bool((parts > 1).any()) == (most_partials > 1)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("programs", [1, 12, 40])
+def test_balanced_parts(programs: int, window: int | None) -> None:
+    """A step is split into about as many parts as there are programs, and no more than fit."""
+    tile = Tile(32, 16, 4, 2)
+    step = Step.make(MIXED, SMALL)
+    most = balanced_partials(programs, SMALL)
+    work = step.work(
+        tile=tile, split_tokens=16, most_partials=most, balanced=programs, window=window
+    )
+    assert error(step.run(work), step.reference(window=window)) < TOLERANCE[torch.float32]
+    parts = work.items[: int(work.num_items), kernel.PARTS.value]
+    assert bool((parts > 1).any()) == (programs > 1)
+    assert len(parts) <= max(len(MIXED), 4 * programs // 3 + len(MIXED))
+
+
+def test_balanced_parts_never_want_for_memory() -> None:
+    """Of any lengths: whatever would be split has a place for its partial results."""
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(30):
+        count = int(torch.randint(1, 9, (), generator=generator))
+        contexts = torch.randint(1, 4000, (count,), generator=generator).int()
+        programs = int(torch.randint(1, 60, (), generator=generator))
+        tile, most = Tile(16, 16, 4, 2), balanced_partials(programs, SMALL)
+        roomy, exact = (
+            WorkList.allocate(
+                Partials.allocate(places, SMALL, tile, "cpu"),
+                SMALL,
+                tile,
+                most_tokens=count,
+                most_sequences=count,
+                split_tokens=64,
+                balanced=programs,
+            )
+            for places in (4000, most)
+        )
+        for work in (roomy, exact):
+            plan(torch.arange(count + 1).int(), contexts, work)
+        items = [w.items[: int(w.num_items), kernel.PARTS.value].tolist() for w in (roomy, exact)]
+        assert items[0] == items[1]
+
+
+def test_queries_of_other_lengths_are_left_to_another_list() -> None:
+    """Each list takes its own; together they are the step."""
+    step = Step.make(MIXED, SMALL)
+    out = torch.full((len(step.q), step.q[0].numel()), float("nan"))
+    for queries in ((1, 3), (4, 50)):
+        work = step.work(queries=queries)
+        attention(
+            step.q, step.k_pages, step.v_pages, step.tables, out, work, scale=step.scale,
+            num_programs=3,
+        )  # fmt: skip
+        taken = [n for n in step.starts.diff().tolist() if queries[0] <= n <= queries[1]]
+        assert int(work.items[: int(work.num_items), kernel.TOKENS.value].sum()) >= sum(taken)
+    assert torch.equal(out.view(step.q.shape), step.run(step.work()))
+
+
+@pytest.mark.parametrize("query", [(64, 64), (40, 100), (33, 47)])
+def test_tiles_of_prompts_look_at_no_mask_where_every_key_is_seen(query: tuple[int, int]) -> None:
+    step = Step.make([query, (2, 5)], SMALL, page_tokens=64)
+    work = step.work(tile=Tile(128, 16, 8, 3), split_tokens=64, balanced=4)
+    assert error(step.run(work), step.reference()) < TOLERANCE[torch.float32]
 
 
 def test_a_work_list_serves_every_layer() -> None:
@@ -138,7 +211,7 @@ def test_descriptors_give_the_bits_of_pointers() -> None:
     work = step.work(tile=POINTERS, split_tokens=32)
     expected = step.run(work)
     assert torch.equal(bounded(step).run(work._replace(tile=DESCRIPTORS)), expected)
-    assert int(work.items[kernel.PARTS.value, : int(work.num_items)].max()) > 2
+    assert int(work.items[: int(work.num_items), kernel.PARTS.value].max()) > 2
 
 
 def test_descriptors_want_whole_tiles_in_a_page() -> None:

@@ -19,7 +19,7 @@ from tests.triton_kernels.interpreter.light import (
 )
 from tests.triton_kernels.interpreter.twins import Pair, run_twins
 from triton_kernels.products import dense as module
-from triton_kernels.products.dense import dense, dense_reference, keeps_bits
+from triton_kernels.products.dense import ProductTile, dense, dense_reference, keeps_bits
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +46,19 @@ def test_products_are_those_of_torch(
     rounding = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-6}[dtype]
     torch.testing.assert_close(out[:, :outs], expected, rtol=rounding, atol=rounding * 8)
     assert (out[:, outs:] == 7).all()
+
+
+@pytest.mark.parametrize("rows, outs, columns", [(1, 70, 96), (67, 33, 200), (130, 64, 64)])
+def test_tiles_through_descriptors_give_the_same_bits(rows: int, outs: int, columns: int) -> None:
+    """Of any size, whatever program takes them: the sum over columns has one order."""
+    x, weight = operands(rows, outs, columns, torch.bfloat16)
+    bias = weight[:, 0].contiguous() if rows == 67 else None
+    expected = torch.empty(rows, outs, dtype=torch.bfloat16)
+    dense(x, weight, bias, expected)
+    for sizes in ((64, 32), (128, 64)):
+        out = torch.full_like(expected, 7.0)
+        dense(x, weight, bias, out, ProductTile(*sizes, 64, 4, 3, programs=2))
+        assert torch.equal(out, expected)
 
 
 def product(weight: Tensor) -> Callable[[Tensor], Tensor]:

@@ -96,11 +96,13 @@ def test_steps_take_what_was_counted(drafts: bool) -> None:
         logits = executor._target.most_logits
         rows = limits.max_slots if drafts else 0
         how = Deciding(shaped=True, weighs=drafts, blocks=drafts)
-        executor._target.compute(executor._queue, limits.step_budget_tokens)
+        tokens = limits.step_budget_tokens
+        executor._target.compute(executor._queue, tokens, tokens)
         executor._target.find_logits(executor._queue, logits)
         executor._target.decide(executor._queue, logits, how)
         if executor._drafting is not None:
-            executor._drafting.run(executor._queue, limits.most_catch_up, rows, 2, True)
+            tokens = limits.most_catch_up
+            executor._drafting.run(executor._queue, tokens, tokens, rows, 2, True)
         peak = live.most - before
     counted = step_memory_bytes(target.decoder, None if draft is None else draft.decoder, limits)
     assert held + peak <= counted < 1.6 * (held + peak), (held, peak, counted)
