@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class RecordingExecutor(TorchExecutor):
         self.drafted: list[np.ndarray] = []  # of the rows that decoded, each step
         self.accepted: list[np.ndarray] = []
         self.chunk_steps: list[tuple[int, int]] = []  # rows without and with logits, each step
+        self.chunk_tokens: list[int] = []  # of each row without logits, all steps
         self.row_of_request: dict[str, list[tuple[int, int, int]]] = {}  # slot, drafted, accepted
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -51,6 +52,7 @@ class RecordingExecutor(TorchExecutor):
         self.accepted.append(result.num_accepted[plan.wants_logits])
         wanting = int(plan.wants_logits.sum())
         self.chunk_steps.append((plan.num_rows - wanting, wanting))
+        self.chunk_tokens += plan.query_lens[~plan.wants_logits].tolist()
         for i, slot in enumerate(plan.slots.tolist()):
             row = (slot, int(result.num_drafted[i]), int(result.num_accepted[i]))
             self.row_of_request.setdefault(self.owner[slot], []).append(row)
@@ -133,6 +135,7 @@ def run_engine(
     executor: RecordingExecutor | None = None,
     num_faults: int = 0,
     check: bool = True,
+    clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> Run:
     """Run `requests` to their ends; request i enters before step `arrivals[i]` (default: 0).
@@ -157,12 +160,12 @@ def run_engine(
         sizes = {"block_size_tokens": block_size_tokens, "max_slots": max_slots}
         executor = kind(target, drafter=held, grammars=grammars, num_blocks=num_blocks, **sizes)
     threaded = ThreadedExecutor(executor)
-    loop = StepLoop(scheduler, threaded if depth else executor, clock=time.monotonic, depth=depth)
+    loop = StepLoop(scheduler, threaded if depth else executor, clock=clock, depth=depth)
     run, step = Run(scheduler, executor), 0
     due = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda x: x[0])
     while due or scheduler.has_work:
         while due and due[0][0] <= step:
-            scheduler.add(due.pop(0)[1], time.monotonic())
+            scheduler.add(due.pop(0)[1], clock())
         commit = loop.step()
         if check:
             scheduler.check()

@@ -8,15 +8,18 @@ prompts, no cache), and asserts that what it varies did happen.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from cbatch.core.request.request import Request
-from tests.runtime.engines import Run, make_request, run_engine
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from tests.runtime.engines import PricedExecutor, Run, make_request, run_engine
 from tests.runtime.pairs import VOCAB, tiny_model
 
 NOISE = 0.08  # moves the draft's weights so far that about half of its tokens are accepted
@@ -49,7 +52,16 @@ def requests(verification: str | None = None) -> tuple[Request, ...]:
     )
 
 
-def run(kind: str, **settings: Any) -> Run:
+class UnsteadyExecutor(PricedExecutor):
+    """Every third step takes half as long again."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        slower = 1.5 if len(self.chunk_steps) % 3 == 0 else 1.0
+        return structs.replace(result, target_s=slower * result.target_s)
+
+
+def run(kind: str, /, **settings: Any) -> Run:
     noise, dtype = settings.pop("noise", NOISE), DTYPES[kind]
     speculates = settings.get("lookahead", "off") != "off"
     draft = tiny_model(noise=noise, dtype=dtype) if speculates else None
@@ -102,6 +114,16 @@ VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
         lambda r: mixed_steps(r) >= 4,
     ),
     "chunks": ({"lookahead": "fixed:2", "step_budget_tokens": 40}, lambda r: mixed_steps(r) >= 1),
+    "chunks by price": (  # the target leaves room for 8 to 32 tokens
+        {
+            "lookahead": "fixed:3",
+            "itl_target_s": 1e-2,
+            "kind": UnsteadyExecutor,
+            "clock": itertools.count(0.0, 1e-5).__next__,  # the made-up durations count
+            "arrivals": [0, 0, 4, 4, 8, 8, 12, 12],
+        },
+        lambda r: mixed_steps(r) >= 4 and len(set(r.executor.chunk_tokens)) >= 4,
+    ),
     "prefix hits": (
         {"lookahead": "fixed:3", "max_slots": 4},
         lambda r: r.scheduler.stats.prefix_hit_tokens >= 60,
