@@ -11,9 +11,6 @@ from cbatch.core.scheduler.slot_table import SlotTable
 from cbatch.core.speculation.policy import Shadow
 from cbatch.core.speculation.step_work import StepSample, StepWork
 
-# Of a step's turn besides what the executor measures; of long steps it may be more.
-_USUAL_HOST_S = 2e-3
-
 
 class CommittedStep:
     """What a lookahead policy sees of it is `policy.DraftedStep`."""
@@ -90,12 +87,13 @@ class CommittedStep:
         return int(kv_len.astype(np.int64) @ self.plan.query_lens)
 
     def sample(self) -> StepSample:
-        """What it computed, and how long that took: with what it took besides what the executor
-        measured, planning, text, whoever drives the loop. If that is longer than the step itself,
-        and long, the caller was doing something else."""
+        """Return what the step computed, and its wall time: all of it since the previous commit,
+        for a small model on a fast device waits for planning, launches and text. Without a previous
+        commit, what the executor measured."""
         plan, result = self.plan, self.result
-        measured_s = result.draft_s + result.target_s
-        host_s = 0.0 if self._elapsed_s is None else self._elapsed_s - measured_s
+        target_s = result.target_s
+        if self._elapsed_s is not None:
+            target_s = max(self._elapsed_s - result.draft_s, target_s)
         rows = len(self.slots)
         work = StepWork(
             rows=rows,
@@ -110,8 +108,7 @@ class CommittedStep:
             work.draft_depth = int(np.maximum.reduce(self.num_drafted, initial=0))
             work.draft_tokens = self.total_drafted
             work.ingested_tokens = int(np.add.reduce(plan.catch_up))
-        host_s = host_s if 0.0 < host_s < max(measured_s, _USUAL_HOST_S) else 0.0
-        return StepSample(work, result.draft_s, result.target_s + host_s)
+        return StepSample(work, result.draft_s, target_s)
 
 
 def _rows(column: np.ndarray | None, live: np.ndarray) -> np.ndarray | None:

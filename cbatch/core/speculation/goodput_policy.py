@@ -187,7 +187,7 @@ class GoodputPolicy(LearningPolicy):
         sample = step.sample()
         self._spent_s += sample.draft_s + sample.target_s - self._plain_s
         if self._steps == self._probe_until - 1:
-            self._probe_s += (self._spent_s - self._probe_s) / LEAST_STEPS
+            self._probe_s += (self._spent_s - self._probe_s) / 2
         self._act_soon(float(np.add.reduce(step.num_accepted)), step.total_drafted)
 
     def _act_soon(self, gained: float, tried: float) -> None:

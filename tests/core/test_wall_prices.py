@@ -1,0 +1,104 @@
+"""The price of a step is its wall time, where the host or the device may be what one waits for.
+
+The host plans a step while the device runs another: a step takes whichever is longer. An executor
+measures the device alone. With drafts the host has more to do, so that small models on a fast
+device are better served without them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from cbatch.core.scheduler.committed_step import CommittedStep
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.speculation.step_work import StepSample
+from cbatch.engine.loop import StepLoop
+from sim.executor.acceptance import PositionAcceptance
+from sim.executor.modelled import ModelledExecutor
+from tests.checking.clock import VirtualClock
+from tests.checking.cost import LinearCost
+from tests.helpers import make_config, make_request
+
+HOST_BASE_S, HOST_ROW_S = 0.5e-3, 1e-5
+HOST_DRAFTS_S, HOST_DRAFT_S = 2.5e-3, 2e-5  # besides: in a step with drafts, and for each of them
+WARM_STEPS, STEPS, DEPTH = 400, 1200, 4
+MAX_TOKENS = (1 + DEPTH) * (WARM_STEPS + STEPS)
+ROWS = (1, 8, 32, 128)
+SCALES = (1.0, 4.0, 20.0)  # of the device's time: the host is slower, sometimes, never
+
+
+class HostAndDevice(ModelledExecutor):
+    """Moves the clock by the longer of the host's time and the device's."""
+
+    def __init__(self, clock: VirtualClock, rows: int, scale: float) -> None:
+        cost = LinearCost(
+            base_s=4e-4 * scale,
+            token_s=2e-6 * scale,
+            context_token_s=0.0,
+            row_s=0.0,
+            draft_pass_s=4e-5 * scale,
+            draft_token_s=1e-7 * scale,
+        )
+        acceptance = PositionAcceptance([0.7], max_slots=rows)
+        super().__init__(max_slots=rows, cost=cost, acceptance=acceptance)
+        self._clock, self.steps_with_drafts = clock, 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result, drafts = super().run(plan), int(plan.num_drafts.sum())
+        self.steps_with_drafts += drafts > 0
+        host_s = HOST_BASE_S + HOST_ROW_S * plan.num_rows
+        host_s += (drafts > 0) * HOST_DRAFTS_S + HOST_DRAFT_S * drafts
+        self._clock.advance(max(host_s, result.draft_s + result.target_s))
+        return result
+
+    def reset(self) -> None:
+        raise AssertionError("a step failed")
+
+
+def speed(lookahead: str, rows: int, scale: float) -> tuple[float, float]:
+    """Return tokens a second of `rows` streams, and the share of steps with drafts."""
+    config = make_config(
+        lookahead=f"{lookahead}:{DEPTH}",
+        num_blocks=rows * (MAX_TOKENS // 64 + 2),
+        block_size_tokens=64,
+        max_slots=rows,
+        max_model_tokens=MAX_TOKENS + 64,
+        draft_context_tokens=MAX_TOKENS + 64,
+        step_budget_tokens=1024,
+    )
+    clock, scheduler = VirtualClock(), Scheduler(config)
+    for number in range(rows):
+        scheduler.add(make_request(f"{number}", 8, max_tokens=MAX_TOKENS), clock())
+    executor = HostAndDevice(clock, rows, scale)
+    loop = StepLoop(scheduler, executor, clock=clock)
+    for _ in range(WARM_STEPS):
+        loop.step()
+    start_s, with_drafts, tokens = clock(), executor.steps_with_drafts, 0
+    for _ in range(STEPS):
+        commit = loop.step()
+        assert commit is not None
+        tokens += sum(len(row.tokens) for row in commit.updates())
+    share = (executor.steps_with_drafts - with_drafts) / STEPS
+    return tokens / (clock() - start_s), share
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_faster_way_is_found(rows: int, scale: float) -> None:
+    off, fixed = speed("off", rows, scale)[0], speed("fixed", rows, scale)[0]
+    adaptive, share = speed("goodput", rows, scale)
+    assert adaptive >= 0.98 * off
+    assert share > 0.8 if fixed > 1.02 * off else share < 0.05 or adaptive > off
+    assert (fixed < 0.5 * off) if scale == 1.0 else (rows > 8 or fixed > 1.1 * off)
+
+
+def test_by_the_time_of_the_device_alone_drafts_look_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(step: CommittedStep) -> StepSample:
+        step._elapsed_s = None
+        return of_wall(step)
+
+    of_wall = CommittedStep.sample
+    monkeypatch.setattr(CommittedStep, "sample", measured)
+    adaptive, share = speed("goodput", 8, 1.0)
+    assert adaptive < 0.6 * speed("off", 8, 1.0)[0] and share > 0.9
