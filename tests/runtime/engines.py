@@ -148,7 +148,7 @@ def run_engine(
         vocab_size=target.config.vocab_size,
         draft_context_tokens=None if draft is None else draft.config.max_position_tokens,
         lookahead=parse_lookahead(lookahead),
-        **({"step_budget_tokens": 256, "decode_reserve_tokens": 4} | settings),
+        **({"step_budget_tokens": 256, "decode_reserve_tokens": 4, "prompt_share": 1.0} | settings),
     )
     scheduler = Scheduler(config)
     if executor is None:
