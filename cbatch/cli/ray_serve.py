@@ -106,7 +106,7 @@ class ServerReplica:
         self._ending = asyncio.create_task(self._tell_at_the_end())
         freeze_heap()
         give_back_large_blocks()
-        return create_app(
+        app = create_app(
             self._service,
             served,
             keys=parts.keys,
@@ -115,6 +115,8 @@ class ServerReplica:
             metrics=self._metrics,
             metrics_page=self._page_of_all,
         )
+        await self._service.warm()
+        return app
 
     async def check_health(self) -> None:
         """Raises where nothing but another replica helps: an engine that died is started again by

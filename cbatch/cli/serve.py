@@ -110,6 +110,7 @@ async def _serve(settings: ServeSettings, limits: ConnectionLimits) -> None:
             def announce(port: int) -> None:
                 _logger.info(f"serving {served.name} on http://{host}:{port}/v1")
 
+            await service.warm(steps=settings.record is None)  # a recording is of clients' alone
             server = DrainingServer(config, service, grace_s=settings.grace, on_listening=announce)
             await server.serve([listener])
         finally:

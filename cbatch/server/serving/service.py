@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import Request, SamplingParams
+from cbatch.core.request.request import Request, SamplingParams, StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.recorded_pool import CacheCleared
 from cbatch.grammars import FIELD, GrammarGuard, GrammarsBusyError, TriedGrammar, not_served
 from cbatch.kv_events.wire import encode_changes
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import EngineMetrics, Ready, Snapshot, Stepped
-from cbatch.server.protocol.errors import ServiceDownError
+from cbatch.server.protocol.errors import ServiceDownError, ServiceError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, most_tokens
 from cbatch.server.serving.admission_queue import LONGEST_RETRY_S, AdmissionQueue, Limits
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 LEAST_UNREAD_TOKENS = 64  # for each choice, so that one long step is no slow reader
 READING_S = 2.0  # from a stop signal on, for prompts that are being read
+_WARM_S = 60.0
 _STOPPING = "the server is stopping"
 
 
@@ -148,6 +149,19 @@ class EngineService:
             self._grammars = GrammarGuard(self._workers)
         self._prompts = PromptReader(model, self._workers, self.limits, self.queue)
         return self._prompts
+
+    async def warm(self, *, steps: bool = True) -> None:
+        """Start what the first call would wait for: workers and, with `steps`, a request's way
+        through the engine."""
+        if self._workers is not None and self._tokenizer is not None:
+            await self._workers.warm()
+        if not steps:
+            return
+        output = None if self._grammars is None else StructuredOutputs(regex="[a-z]+")
+        params = SamplingParams(max_tokens=2, seed=0, structured_outputs=output)
+        with suppress(FieldError, ServiceError):  # clients are told what is wrong
+            async for _ in await self.submit((0,), params, request_id="", timeout_s=_WARM_S):
+                pass
 
     async def drain(self, grace_s: float) -> None:
         """Accepts nothing more; what was accepted has `grace_s` to finish, the rest is ended and
