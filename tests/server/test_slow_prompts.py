@@ -5,23 +5,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
+from cbatch.core.request.request import StructuredOutputs
+from cbatch.grammars.trial import try_out
 from cbatch.server.protocol.errors import ServiceDownError
+from cbatch.server.protocol.requests import parse_chat, text_ids
+from cbatch.server.protocol.texts import detokenize, tokenize
 from cbatch.server.serving import prompts as prompts_module
 from cbatch.server.serving import service as service_module
 from cbatch.server.serving.admission_queue import Limits
+from cbatch.server.serving.prompts import WorkerState, on_model
 from cbatch.text import ChatTemplate, TextTokenizer
+from cbatch.workers import TaskLimits, WorkerPool
 from tests.server import test_service
 from tests.server.http_client import CHAT, COMPLETIONS, Client, sample, serving, toy_model
 from tests.server.raw_calls import beside_honest, exchange, post, run, statuses
 from tests.toy_engine import TOKENIZER, make_engine
+from tests.workers.imports import imports_of
 
 LIMITS = Limits(prompt_timeout_s=0.5, prompt_memory_bytes=2**26)
 QUICK = "{{ messages[0].content[:8] }}"
@@ -38,6 +47,7 @@ TEMPLATES = {
     "deep": "{% macro f(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}",
 }
 MESSAGES = [{"role": "user", "content": "ab" * 6000}]
+MODEL = toy_model("{{ messages[0].content }}", max_model_tokens=10**6)
 CONVERSATION = {"messages": MESSAGES, "chat_template_kwargs": {"n": 99999}, "max_tokens": 2}
 
 
@@ -83,6 +93,32 @@ def test_a_template_that_takes_too_much(name: str) -> None:
         if name != "deep":
             tokenising = {k: v for k, v in CONVERSATION.items() if k != "max_tokens"}
             refused(client, tokenising, "/tokenize", "prompt")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        partial(on_model, parse_chat(json.dumps(CONVERSATION).encode(), MODEL).prompts[0].make),
+        partial(on_model, partial(text_ids, "ab")),
+        partial(on_model, partial(tokenize, b'{"prompt": "ab"}')),
+        partial(on_model, partial(detokenize, b'{"tokens": [5]}')),
+        partial(try_out, StructuredOutputs(regex="[a-z]+")),
+        partial(try_out, StructuredOutputs(json={"type": "object"})),
+        partial(try_out, StructuredOutputs(grammar='root ::= "a"')),
+    ],
+)
+def test_a_worker_has_imported_all_that_it_needs(task: Any) -> None:
+    """An import takes more time than the task, in each worker anew."""
+
+    async def scene() -> list[str]:
+        pool = WorkerPool(partial(WorkerState, MODEL, TOKENIZER.vocab_size, (0,)))
+        limits = TaskLimits(60, 2**30)
+        try:
+            return await pool.run(partial(imports_of, pickle.dumps(task)), limits)
+        finally:
+            await pool.close()
+
+    assert not asyncio.run(asyncio.wait_for(scene(), 60))
 
 
 def test_a_slow_template_is_quick_for_others() -> None:
@@ -135,7 +171,8 @@ def test_a_stop_signal_does_not_wait_for_a_slow_prompt(monkeypatch: pytest.Monke
         async with test_service.service(Limits(prompt_timeout_s=600)) as made:
             model = toy_model(FOREVER, max_model_tokens=10**6)
             made.open(model)
-            slow = made.submit(slow_chat(), test_service.LONG, request_id="r")
+            (prompt,) = parse_chat(json.dumps(CONVERSATION).encode(), model).prompts
+            slow = made.submit(prompt, test_service.LONG, request_id="r")
             task = asyncio.create_task(slow)
             await asyncio.sleep(0.5)
             await made.drain(600)
@@ -143,12 +180,6 @@ def test_a_stop_signal_does_not_wait_for_a_slow_prompt(monkeypatch: pytest.Monke
                 await task
 
     asyncio.run(asyncio.wait_for(scene(), 60))
-
-
-def slow_chat() -> Any:
-    from cbatch.server.protocol.requests import parse_chat
-
-    return parse_chat(json.dumps(CONVERSATION).encode(), toy_model(FOREVER)).prompts[0]
 
 
 def test_a_client_that_leaves_ends_its_slow_prompt() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
@@ -26,20 +25,14 @@ from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.http.middleware import METRICS_PATH, CallLog, CallMiddleware, call_log
 from cbatch.server.http.pages import page_routes
 from cbatch.server.http.streaming import events, gather, or_disconnect, submit
-from cbatch.server.protocol.messages import conversation, template_variables
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.openapi import document
 from cbatch.server.protocol.requests import (
     Call,
     CallFields,
-    DetokenizeFields,
-    TokenizeFields,
-    decode_object,
     parse_chat,
     parse_completion,
-    take_fields,
 )
-from cbatch.server.protocol.responses import Detokenized, Tokenized
 from cbatch.server.serving.answer import CompletionAnswer, encode
 from cbatch.server.serving.chat_answer import ChatAnswer
 from cbatch.server.serving.live_feed import LiveFeed
@@ -52,8 +45,6 @@ DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # what Envoy tells whom it p
 # Reading a long body (JSON, template, tokens) would hold up every stream: a thread does it.
 LONG_BODY_BYTES = 32 * 2**10
 DEFAULT_LIMITS = ConnectionLimits()
-# More than this is tokenised, or turned into text, only where a context takes as much.
-LONG_TEXT_CHARS = 2**18
 LOOK = [HttpMethod.GET, HttpMethod.HEAD]
 ITL_TARGET_HEADER = "x-slo-itl-ms"  # longest gap between tokens that the client asks for
 Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
@@ -182,12 +173,11 @@ def _describing(
     model: ServedModel, intake: BodyIntake, prompts: PromptReader
 ) -> list[HTTPRouteHandler]:
     async def in_worker(
-        request: AnyRequest, task: Callable[[bytes, ServedModel], bytes], field: str
+        request: AnyRequest, task: Callable[[bytes], Awaitable[bytes]]
     ) -> HttpResponse[bytes]:
         require_json(request)
         async with intake.body(request) as body:
-            answer = await prompts.run(partial(task, body), len(body), field)
-        return HttpResponse(answer, media_type=MediaType.JSON)
+            return HttpResponse(await task(body), media_type=MediaType.JSON)
 
     @get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -200,11 +190,11 @@ def _describing(
 
     @post("/tokenize", status_code=200)
     async def tokenize(request: AnyRequest) -> HttpResponse[bytes]:
-        return await in_worker(request, _tokenize, "prompt")
+        return await in_worker(request, prompts.tokenize)
 
     @post("/detokenize", status_code=200)
     async def detokenize(request: AnyRequest) -> HttpResponse[bytes]:
-        return await in_worker(request, _detokenize, "tokens")
+        return await in_worker(request, prompts.detokenize)
 
     @get("/openapi.json")
     async def openapi() -> HttpResponse[bytes]:
@@ -287,40 +277,3 @@ def json_response(
     value: msgspec.Struct | dict[str, Any], headers: dict[str, str] | None = None
 ) -> HttpResponse[bytes]:
     return HttpResponse(encode(value), media_type=MediaType.JSON, headers=headers)
-
-
-def _tokenize(body: bytes, model: ServedModel) -> bytes:
-    fields = take_fields(decode_object(body), TokenizeFields)
-    model.require(fields.model)
-    if (fields.prompt is None) == (fields.messages is None):
-        raise FieldError("prompt", "and `messages` exclude each other", "send one of them")
-    text, special = fields.prompt, fields.prompt is not None
-    to_ids = model.tokenizer.encode
-    if text is None:
-        to_ids = model.tokenizer.control_tokens.encode
-        text = model.render(
-            conversation(fields.messages),
-            add_generation_prompt=fields.add_generation_prompt,
-            variables=template_variables(fields.chat_template_kwargs),
-        )
-    if fields.add_special_tokens is not None:
-        special = fields.add_special_tokens
-    if len(text) > LONG_TEXT_CHARS:
-        model.require_length("prompt", text)
-    ids = to_ids(text, add_special_tokens=special)
-    shown = None
-    if fields.return_token_strs:
-        shown = [model.tokenizer.raw.id_to_token(i) or "" for i in ids]
-    return encode(Tokenized(len(ids), model.max_model_tokens, ids, shown))
-
-
-def _detokenize(body: bytes, model: ServedModel) -> bytes:
-    fields = take_fields(decode_object(body), DetokenizeFields)
-    model.require(fields.model)
-    most = max(model.max_model_tokens, LONG_TEXT_CHARS)
-    if len(fields.tokens) > most:
-        raise FieldError("tokens", f"are {len(fields.tokens)}", f"send <= {most}")
-    size = model.tokenizer.vocab_size
-    if not all(0 <= i < size for i in fields.tokens):
-        raise FieldError("tokens", "hold an id out of range", f"use ids in [0, {size})")
-    return encode(Detokenized(model.tokenizer.decode(fields.tokens, skip_special_tokens=False)))

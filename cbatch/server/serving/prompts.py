@@ -17,6 +17,7 @@ from cbatch.grammars.compiling import with_stack
 from cbatch.server.protocol.errors import ServiceDownError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, text_ids
+from cbatch.server.protocol.texts import detokenize, tokenize
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
 from cbatch.system.cpus import step_aside
 from cbatch.text.output_processor import token_ids
@@ -67,6 +68,14 @@ class PromptReader:
             return await self.run(prompt.make, prompt.num_bytes, prompt.field)
         return token_ids(prompt, None)
 
+    async def tokenize(self, body: bytes) -> bytes:
+        """Return the answer to a call's body. Raises as `run` does."""
+        return await self.run(partial(tokenize, body), len(body), "prompt")
+
+    async def detokenize(self, body: bytes) -> bytes:
+        """Return the answer to a call's body. Raises as `run` does."""
+        return await self.run(partial(detokenize, body), len(body), "tokens")
+
     async def run(self, task: Callable[[ServedModel], T], num_bytes: int, field: str) -> T:
         """Return what `task` makes of the model in a worker; `num_bytes` and `field` are of the
         text that it reads. Raises what it raises, `FieldError` where it takes more time or memory
@@ -76,7 +85,7 @@ class PromptReader:
                 quick = self._limits._replace(cpu_s=min(QUICK_S, self._limits.cpu_s))
                 async with self._quick:
                     with suppress(WorkerDiedError):
-                        return await self._workers.run(partial(_on_model, task), quick)
+                        return await self._workers.run(partial(on_model, task), quick)
             await self._acquire_slow()
             try:
                 return await self._workers.run(partial(_aside, task), self._limits)
@@ -110,7 +119,7 @@ class PromptReader:
         return found
 
 
-def _on_model(task: Callable[[ServedModel], T], state: WorkerState) -> T:
+def on_model(task: Callable[[ServedModel], T], state: WorkerState) -> T:
     return task(state.model)
 
 

@@ -1,0 +1,60 @@
+"""Texts to token ids and back: tasks for workers, from the body of a call to that of its answer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cbatch.core.request.errors import FieldError
+from cbatch.server.protocol.messages import conversation, template_variables
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.requests import (
+    DetokenizeFields,
+    TokenizeFields,
+    decode_object,
+    take_fields,
+)
+from cbatch.server.protocol.responses import Detokenized, Tokenized
+
+# More than this is tokenised, or turned into text, only where a context takes as much.
+LONG_TEXT_CHARS = 2**18
+
+
+def tokenize(body: bytes, model: ServedModel) -> bytes:
+    """Raises `FieldError`."""
+    fields = take_fields(decode_object(body), TokenizeFields)
+    model.require(fields.model)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise FieldError("prompt", "and `messages` exclude each other", "send one of them")
+    text, special = fields.prompt, fields.prompt is not None
+    to_ids = model.tokenizer.encode
+    if text is None:
+        to_ids = model.tokenizer.control_tokens.encode
+        text = model.render(
+            conversation(fields.messages),
+            add_generation_prompt=fields.add_generation_prompt,
+            variables=template_variables(fields.chat_template_kwargs),
+        )
+    if fields.add_special_tokens is not None:
+        special = fields.add_special_tokens
+    if len(text) > LONG_TEXT_CHARS:
+        model.require_length("prompt", text)
+    ids = to_ids(text, add_special_tokens=special)
+    shown = None
+    if fields.return_token_strs:
+        shown = [model.tokenizer.raw.id_to_token(i) or "" for i in ids]
+    return msgspec.json.encode(Tokenized(len(ids), model.max_model_tokens, ids, shown))
+
+
+def detokenize(body: bytes, model: ServedModel) -> bytes:
+    """Raises `FieldError`."""
+    fields = take_fields(decode_object(body), DetokenizeFields)
+    model.require(fields.model)
+    most = max(model.max_model_tokens, LONG_TEXT_CHARS)
+    if len(fields.tokens) > most:
+        raise FieldError("tokens", f"are {len(fields.tokens)}", f"send <= {most}")
+    size = model.tokenizer.vocab_size
+    if not all(0 <= i < size for i in fields.tokens):
+        raise FieldError("tokens", "hold an id out of range", f"use ids in [0, {size})")
+    return msgspec.json.encode(
+        Detokenized(model.tokenizer.decode(fields.tokens, skip_special_tokens=False))
+    )
