@@ -11,13 +11,12 @@ import msgspec
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import StructuredOutputs
 from cbatch.grammars.compiling import STACK_BYTES, Grammars, read, with_stack
-from cbatch.system.cpus import step_aside
 from cbatch.workers import TaskLimits
 
 MEMORY_BYTES = 128 * 2**20  # for one grammar, besides the stacks of the threads that compile it
 # The engine follows grammars in a thread of 8 MiB, and what one asks for grows with its text.
 _TRIAL_STACK_BYTES = 4 * 2**20
-LIMITS = TaskLimits(2.0, MEMORY_BYTES + STACK_BYTES + _TRIAL_STACK_BYTES)
+LIMITS = TaskLimits(2.0, MEMORY_BYTES + STACK_BYTES + _TRIAL_STACK_BYTES, aside=True)
 
 
 class GrammarVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,7 +47,6 @@ def try_out(asked: StructuredOutputs, state: TrialState) -> GrammarVerdict:
 
 
 def _try_out(asked: StructuredOutputs, grammars: Grammars) -> GrammarVerdict:
-    step_aside()
     try:
         quick = read(asked)
         compile_s = -time.process_time()  # it is compiled in a thread of its own

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.grammars import Compiled, Grammars, not_served
-from cbatch.system.cpus import step_aside
 
 MAX_HELD = 32  # grammars at once: one may take tens of MiB
 QUICK_S = 0.05  # of processor time; an ordinary schema takes 1 ms
+_NICE = 10  # steps go first
 
 
 class Waiting(NamedTuple):
@@ -36,7 +38,7 @@ class GrammarDesk:
         self._users: Counter[StructuredOutputs] = Counter()
         self._compiled: dict[StructuredOutputs, Future[Compiled]] = {}
         self._quick = ThreadPoolExecutor(1, "cbatch-grammars")
-        self._slow = ThreadPoolExecutor(1, "cbatch-slow-grammars", step_aside)
+        self._slow = ThreadPoolExecutor(1, "cbatch-slow-grammars", _step_aside)
 
     @property
     def waiting(self) -> bool:
@@ -91,3 +93,8 @@ class GrammarDesk:
             with self._lock:
                 del self._compiling[request_id]
                 self._note(self._compiling)
+
+
+def _step_aside() -> None:
+    with suppress(OSError, AttributeError):  # where threads have no priorities of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -1,13 +1,10 @@
-"""How much of the machine's processors this process is given, and what gives way to others."""
+"""How much of the machine's processors this process is given."""
 
 from __future__ import annotations
 
 import os
-import threading
-from contextlib import suppress
 from pathlib import Path
 
-_NICE = 10
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -17,12 +14,6 @@ def given_cpus(cgroup: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) 
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quotas = [_quota(folder) for folder in _folders(cgroup, root)]
     return max(1, int(min([float(allowed or 1), *(q for q in quotas if q is not None)])))
-
-
-def step_aside() -> None:
-    """Let the threads of other processes go before the calling thread: steps do not wait for it."""
-    with suppress(OSError, AttributeError):  # where threads have no priorities of their own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _folders(cgroup: Path, root: Path) -> list[Path]:

@@ -30,6 +30,7 @@ _ENVIRONMENT = {
 MOST_IDLE = 2
 # A worker whose task took longer is not used again, and gives all its memory back.
 _QUICK_S = 0.5
+_AT_ONCE_S = 0.02
 _WALL = 10  # times the processor time of a task, on a machine where that takes as long
 _START_S = 120.0
 T = TypeVar("T")
@@ -55,18 +56,18 @@ class WorkerPool:
     def __init__(self, setup: Callable[[], Any]) -> None:
         self._setup = setup
         self._server: asyncio.Task[_ForkServer] | None = None
-        self._idle: list[_Worker] = []
+        self._idle: dict[bool, list[_Worker]] = {False: [], True: []}  # by `TaskLimits.aside`
         self._closed = False
 
     async def warm(self) -> None:
         """Start the fork server, and a worker, so that no task waits for them later."""
-        self._idle.append(await self._fork())
+        self._idle[False].append(await self._fork())
 
     async def run(self, task: Callable[[Any], T], limits: TaskLimits) -> T:
         """Return what `task` makes of what `setup` made. Raises what it raises, `WorkerDiedError`,
         and `PoolClosedError`."""
-        content = pickle.dumps((limits, task))
-        worker = self._idle.pop() if self._idle else await self._fork()
+        content, idle = pickle.dumps((limits, task)), self._idle[limits.aside]
+        worker = idle.pop() if idle else await self._fork()
         begin_s, kind, value = time.monotonic(), None, None
         try:
             async with asyncio.timeout(limits.cpu_s * _WALL):
@@ -76,10 +77,10 @@ class WorkerPool:
         except TimeoutError:
             value = -signal.SIGPROF
         finally:
-            quick = time.monotonic() - begin_s < _QUICK_S
-            has_room = len(self._idle) < MOST_IDLE and not self._closed
-            if kind in (DONE, RAISED) and quick and has_room:
-                self._idle.append(worker)
+            took_s = time.monotonic() - begin_s
+            has_room = len(idle) < MOST_IDLE and not self._closed
+            if kind in (DONE, RAISED) and took_s < _QUICK_S and has_room:
+                idle.append(worker)
             else:
                 if kind is None:  # nobody waits for its task any longer
                     worker.kill()
@@ -90,16 +91,15 @@ class WorkerPool:
             raise value
         if self._closed:
             raise PoolClosedError
-        died = WorkerDiedError(value)
-        if worker.num_tasks > 1 and not died.overran:  # of the tasks before, it may be
+        if worker.num_tasks > 1 and took_s < _AT_ONCE_S:  # it had died before
             return await self.run(task, limits)
-        raise died
+        raise WorkerDiedError(value)
 
     async def close(self) -> None:
         """End all processes, and the tasks that run."""
         server, self._server, self._closed = self._server, None, True
-        while self._idle:
-            self._idle.pop().close()
+        for worker in sum(self._idle.values(), []):
+            worker.close()
         if server is not None:
             server.cancel()
             await _end(server)
@@ -151,7 +151,6 @@ class _ForkServer:
                 stderr=asyncio.subprocess.DEVNULL,  # a status tells how a worker dies
                 env=os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # signals of a terminal are not for it
             )
             undo.pop_all()
         server = cls(process, ours)
@@ -162,6 +161,8 @@ class _ForkServer:
             async with asyncio.timeout(_START_S):
                 await process.stdout.readexactly(1)
         except BaseException:
+            with suppress(ProcessLookupError):
+                process.kill()
             await server.end()
             raise
         return server
@@ -185,8 +186,6 @@ class _ForkServer:
             self._control.send(PID.pack(pid))
 
     async def end(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
         self._control.close()
         await self._process.communicate()  # to the end of what it has open
 

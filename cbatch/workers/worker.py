@@ -23,18 +23,22 @@ from typing import Any, BinaryIO, NamedTuple
 LENGTH, PID = struct.Struct("<I"), struct.Struct("<i")
 DONE, RAISED, DIED = range(3)  # what an answer tells: a result, an exception, an exit status
 _OUT_OF_MEMORY = 1  # exit status
+_NICE = 10
 
 
 class TaskLimits(NamedTuple):
-    """Of one task: seconds of processor time, and bytes beyond those the worker has before."""
+    """Of one task: seconds of processor time, and bytes beyond those the worker has before. A task
+    `aside` lets the engine's steps go first."""
 
     cpu_s: float
     memory_bytes: int
+    aside: bool = False
 
 
 def main() -> None:
     """Fork a worker for every socket that comes over the control socket, whose number is the
     argument; kill the worker whose id comes without one; end all at its end."""
+    os.setpgid(0, 0)  # signals of a terminal are not for it
     control = socket.socket(fileno=int(sys.argv[1]))
     state = pickle.load(sys.stdin.buffer)()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -46,7 +50,7 @@ def main() -> None:
     while True:
         message, files, *_ = socket.recv_fds(control, PID.size, 1)
         if not message:
-            os.killpg(0, signal.SIGKILL)
+            break
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         if files:
             connection = socket.socket(fileno=files[0])
@@ -59,6 +63,9 @@ def main() -> None:
         elif PID.unpack(message)[0] in workers:
             os.kill(PID.unpack(message)[0], signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _reap(workers: dict[int, socket.socket]) -> None:
@@ -83,6 +90,9 @@ def _work(connection: socket.socket, state: Any) -> None:
             _send(answers, pickle.dumps((DONE, os.getpid())))
             while head := tasks.read(LENGTH.size):
                 limits, task = pickle.loads(tasks.read(LENGTH.unpack(head)[0]))
+                if limits.aside and os.getsid(0) != os.getpid():
+                    os.setsid()  # Linux shares processors out by session, and then by `nice`
+                    os.nice(_NICE)
                 _limit_memory(limits.memory_bytes)
                 signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)  # the signal ends the process
                 answer = _answer(task, state)

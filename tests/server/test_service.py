@@ -81,9 +81,9 @@ def test_draining_waits_for_a_prompt_that_is_being_tokenised(
 def test_a_warm_service_has_its_first_worker_and_its_first_steps_behind_it(steps: bool) -> None:
     async def scene() -> None:
         async with service() as made:
-            assert made._workers is not None and not made._workers._idle
+            assert made._workers is not None and not made._workers._idle[False]
             await made.warm(steps=steps)
-            assert made._workers._idle and not made.num_open
+            assert made._workers._idle[False] and not made.num_open
             await idle(made)
             assert made.stats is not None and bool(made.stats.totals.steps) == steps
             assert not made.queue.rejections

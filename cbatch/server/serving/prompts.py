@@ -13,13 +13,11 @@ from typing import TypeVar
 
 from cbatch.core.request.errors import FieldError
 from cbatch.grammars import Grammars
-from cbatch.grammars.compiling import with_stack
 from cbatch.server.protocol.errors import ServiceDownError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, text_ids
 from cbatch.server.protocol.texts import detokenize, tokenize
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
-from cbatch.system.cpus import step_aside
 from cbatch.text.output_processor import token_ids
 from cbatch.workers import PoolClosedError, TaskLimits, WorkerDiedError, WorkerPool
 
@@ -27,7 +25,6 @@ SHORT_BYTES = 10_000  # more than this is tokenised by a worker, and takes a pla
 QUICK_S = 0.25  # of processor time: a short task that takes longer begins again among the slow
 MOST_QUICK = MOST_SLOW = 2  # workers at once
 WAIT_S = 30.0  # for a place among the slow
-_STACK_BYTES = 2**23
 T = TypeVar("T")
 _logger = logging.getLogger("cbatch")
 
@@ -54,7 +51,7 @@ class PromptReader:
         self, model: ServedModel, workers: WorkerPool, limits: Limits, queue: AdmissionQueue
     ) -> None:
         self._model, self._workers, self._queue = model, workers, queue
-        self._limits = TaskLimits(limits.prompt_timeout_s, limits.prompt_memory_bytes)
+        self._limits = TaskLimits(limits.prompt_timeout_s, limits.prompt_memory_bytes, aside=True)
         self._quick, self._slow = asyncio.Semaphore(MOST_QUICK), asyncio.Semaphore(MOST_SLOW)
 
     async def ids(self, prompt: AnyPrompt) -> tuple[int, ...]:
@@ -82,13 +79,14 @@ class PromptReader:
         than it may, and `ServiceError`."""
         try:
             if num_bytes <= SHORT_BYTES:
-                quick = self._limits._replace(cpu_s=min(QUICK_S, self._limits.cpu_s))
+                cpu_s = min(QUICK_S, self._limits.cpu_s)
+                quick = self._limits._replace(cpu_s=cpu_s, aside=False)
                 async with self._quick:
                     with suppress(WorkerDiedError):
                         return await self._workers.run(partial(on_model, task), quick)
             await self._acquire_slow()
             try:
-                return await self._workers.run(partial(_aside, task), self._limits)
+                return await self._workers.run(partial(on_model, task), self._limits)
             finally:
                 self._slow.release()
         except WorkerDiedError as error:
@@ -121,13 +119,3 @@ class PromptReader:
 
 def on_model(task: Callable[[ServedModel], T], state: WorkerState) -> T:
     return task(state.model)
-
-
-def _aside(task: Callable[[ServedModel], T], state: WorkerState) -> T:
-    """In a thread that lets the engine's steps go first."""
-
-    def run() -> T:
-        step_aside()
-        return task(state.model)
-
-    return with_stack(_STACK_BYTES, run)
