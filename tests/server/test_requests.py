@@ -9,7 +9,7 @@ import pytest
 
 from cbatch import FieldError, SamplingParams
 from cbatch.server.protocol.openapi import document
-from cbatch.server.protocol.requests import parse_chat, parse_completion
+from cbatch.server.protocol.requests import chat_ids, parse_chat, parse_completion
 from tests.server.http_client import toy_model
 
 OWN = {"temperature": 0.6, "top_k": 20, "max_tokens": 40}
@@ -69,4 +69,6 @@ def test_the_document_tells_them() -> None:
 def test_what_is_no_list_is_not_called_empty(field: str, value: Any, problem: str) -> None:
     if (field, value) != ("prompt", "hi"):
         with pytest.raises(FieldError, match=f"^{field}: {problem}; send "):
+            if field == "messages":  # read where they are rendered
+                chat_ids(json.dumps({field: value}).encode(), toy_model())
             params_of({field: value})

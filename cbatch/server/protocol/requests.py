@@ -250,21 +250,11 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
         strict = (at for at, tool in enumerate(tools) if tool.function.strict)
         rest = (*rest, *(f"tools[{at}].function.strict" for at in strict))
     params, grammar_field = _structured(sampling, fields, forced)
-    messages = conversation(fields.messages)
-    variables = template_variables(fields.chat_template_kwargs)
     _check_size(params, 1)
-
-    make = partial(
-        _chat_ids,
-        messages,
-        tools=msgspec.to_builtins(tools) if tools and choice != "none" else None,
-        add_generation_prompt=fields.add_generation_prompt,
-        variables=variables,
-        add_special_tokens=fields.add_special_tokens,
-        last=fields.truncate_prompt_tokens,
-    )
     return Call(
-        prompts=(PendingPrompt(len(body), make, "messages", model.around_answer),),
+        prompts=(
+            PendingPrompt(len(body), partial(chat_ids, body), "messages", model.around_answer),
+        ),
         params=params,
         fields=fields,
         ignored=rest,
@@ -420,19 +410,18 @@ def text_ids(
     return _truncated(tuple(ids), last)
 
 
-def _chat_ids(
-    messages: list[dict[str, Any]],
-    model: ServedModel,
-    *,
-    add_special_tokens: bool,
-    last: int | None,
-    **options: Any,
-) -> tuple[int, ...]:
-    """Of the conversation as `ServedModel.render` writes it with these options. Raises
-    `FieldError`."""
-    text = model.render(messages, **options)
-    ids = model.encode("messages", text, add_special_tokens=add_special_tokens)
-    return _truncated(ids, last)
+def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
+    """Token ids of a chat, of whose body only what says them is read. Raises `FieldError`."""
+    fields = take_fields(decode_object(body), ChatFields)
+    tools = list(fields.tools) if fields.tool_choice != "none" else []
+    text = model.render(
+        conversation(fields.messages),
+        tools=msgspec.to_builtins(tools) or None,
+        add_generation_prompt=fields.add_generation_prompt,
+        variables=template_variables(fields.chat_template_kwargs),
+    )
+    ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
+    return _truncated(ids, fields.truncate_prompt_tokens)
 
 
 def _truncated(ids: tuple[int, ...], last: int | None) -> tuple[int, ...]:
