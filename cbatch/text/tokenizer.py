@@ -13,8 +13,8 @@ from cbatch.text.control_tokens import ControlTokens, no_panics
 
 FILE_NAME = "tokenizer.json"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of sentencepiece, where no word fits
-# Characters or ids. Over one text the library keeps the interpreter from all other threads, seconds
-# where it is long; over a batch, though of one, it does not.
+# Ids. Over one list the library keeps the interpreter from all other threads; over a batch of one
+# list it does not.
 _LONG = 4096
 
 
@@ -81,8 +81,6 @@ class TextTokenizer:
         the text brings its own (a chat template's does). Raises `FieldError` where the tokenizer
         gives up, as on a text over which a regular expression takes too many steps."""
         with no_panics():
-            if len(text) <= _LONG:
-                return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
             return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -38,7 +38,8 @@ class TaskLimits(NamedTuple):
 def main() -> None:
     """Fork a worker for every socket that comes over the control socket, whose number is the
     argument; kill the worker whose id comes without one; end all at its end."""
-    os.setpgid(0, 0)  # signals of a terminal are not for it
+    for each in (signal.SIGINT, signal.SIGTERM):  # of a terminal, or a service manager
+        signal.signal(each, signal.SIG_IGN)  # the server ends it, once its tasks are done
     control = socket.socket(fileno=int(sys.argv[1]))
     state = pickle.load(sys.stdin.buffer)()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -45,6 +45,11 @@ def sleep(state: Any) -> None:
     time.sleep(600)
 
 
+def nap(state: Any) -> str:
+    time.sleep(0.5)
+    return "slept"
+
+
 def eat(state: Any) -> int:
     return len("a" * 10**9)
 
@@ -193,6 +198,21 @@ def test_a_task_that_waits_for_the_first_process_ends_with_the_pool() -> None:
             await waiting
 
     asyncio.run(asyncio.wait_for(scene(), 120))
+
+
+def test_a_stop_signal_for_all_processes_ends_no_task() -> None:
+    """As of a terminal, or of systemd: the server that has the tasks ends the others."""
+
+    async def scene(workers: WorkerPool) -> None:
+        pids = [await workers.run(task, LIMITS) for task in (own_pid, partial(get, "pid"))]
+        busy = asyncio.create_task(workers.run(nap, LIMITS._replace(cpu_s=60)))
+        await asyncio.sleep(0.1)
+        for pid in pids:
+            for each in (signal.SIGINT, signal.SIGTERM):
+                os.kill(pid, each)
+        assert await busy == "slept"
+
+    run(scene)
 
 
 def test_many_tasks_at_once_have_workers_of_their_own() -> None:
