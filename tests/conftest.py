@@ -30,8 +30,6 @@ HERE = Path(__file__).parent
 CACHE = "cbatch-tests-"
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-# The suite is that of the CPU, and of kernels in the interpreter, on a machine with a GPU too.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Step costs measured while other tests run are not for the user's engines. Compiled kernels
 # are keyed by their source, so test runs share those of the user. A process that a test starts
 # shares the cache of its parent.
@@ -56,6 +54,17 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("cbatch")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "cuda: run the tests of kernels that take `device`, compiled, and no others"
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help=help)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without `--device cuda` the suite is that of the CPU, on a machine with a GPU too."""
+    if config.getoption("device") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -125,8 +134,18 @@ _BESIDE = pytest.StashKey[dict[str, Beside]]()
 _KERNELS, _COMPILING = "interpreted kernels", "compiling"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("device") == "cuda":
+        chosen = [item for item in items if _runs_on_a_device(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     items.sort(key=lambda item: item.name in INTERPRETED or item.nodeid in APART)
+
+
+def _runs_on_a_device(item: pytest.Item) -> bool:
+    """A compiled kernel does not see what a test patches."""
+    fixtures = getattr(item, "fixturenames", ())
+    return "device" in fixtures and "monkeypatch" not in fixtures
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,19 +1,75 @@
-"""Tests that run kernels in Triton's interpreter.
+"""Tests that run kernels: in Triton's interpreter, or compiled on a device.
 
 Whether a kernel is interpreted is settled when triton is imported, for the whole process, and the
 rest of the suite needs it compiled. So this folder runs in a process of its own: that of
-`tests/triton_kernels/test_interpreter.py`, or
+`tests/triton_kernels/test_interpreter.py`, or one of
 
     TRITON_INTERPRET=1 python -m pytest tests/triton_kernels/interpreter
+    python -m pytest tests/triton_kernels --device cuda
+
+On a device those tests run that take the fixture `device` and patch nothing.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from tests.triton_kernels.interpreter.light import without_overflow_checks
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
     from triton_kernels.build import interpreter
 
     interpreter.repair()
-else:
-    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    runs = INTERPRETED or config.getoption("device") == "cuda"
+    return None if runs or not collection_path.name.startswith("test_") else True
+
+
+class OnDevice(TorchFunctionMode):
+    """Creates tensors on the device. Values are drawn on the host, so that they equal those of an
+    interpreted run; conversions to numpy copy to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self._makers = _device_constructors()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("numpy", "__array__"):
+            args = (args[0].cpu(), *args[1:])
+        made = func(*args, **(kwargs or {}))
+        return made.to(self.device) if func in self._makers else made
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The device of the kernels; a test that takes it creates its tensors there."""
+    chosen = torch.device(request.config.getoption("device"))
+    if chosen.type == "cpu":
+        yield chosen
+        return
+    real = torch.from_numpy  # which no mode sees
+    with OnDevice(chosen), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "from_numpy", lambda array: real(array).to(chosen))
+        yield chosen
+
+
+@pytest.fixture(scope="module")
+def unchecked_sums() -> Iterator[None]:
+    """Sums are not checked for overflow, which takes a third of an interpreted test."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_overflow_checks(patch)
+        yield

@@ -18,6 +18,11 @@ from triton_kernels.attention import (
     plan,
 )
 
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+
 SMALL = Heads(kv_heads=1, group=2, head_dim=16)
 # Decodes, verifications of different k, a chunk, one that ends at a split, a row without tokens.
 MIXED = [(1, 70), (3, 40), (2, 32), (0, 7), (12, 45), (1, 1), (5, 5), (1, 64)]
@@ -177,8 +182,6 @@ TYPES = {
     (torch.bfloat16, torch.float8_e4m3fn): 4e-2,
     (torch.float16, torch.float8_e5m2): 4e-2,
 }
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 POINTERS, DESCRIPTORS = (Tile(16, 32, 4, 3, 1, descriptors) for descriptors in (False, True))
 
 

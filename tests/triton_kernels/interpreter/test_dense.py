@@ -15,16 +15,12 @@ from tests.triton_kernels.interpreter import twins as twins_module
 from tests.triton_kernels.interpreter.light import (
     use_reference_verdicts,
     use_references,
-    without_overflow_checks,
 )
 from tests.triton_kernels.interpreter.twins import Pair, run_twins
 from triton_kernels.products import dense as module
 from triton_kernels.products.dense import ProductTile, dense, dense_reference, keeps_bits
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_overflow_checks(monkeypatch)
+pytestmark = pytest.mark.usefixtures("device", "unchecked_sums")
 
 
 def operands(rows: int, outs: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,8 @@ from cbatch.runtime.model.config import RopeConfig
 from cbatch.runtime.model.rope import RotaryTable
 from triton_kernels.layers.kv_write import kv_write, kv_write_reference
 
+pytestmark = pytest.mark.usefixtures("device")
+
 TOKENS, KV_HEADS, NUM_PAGES, LONGEST = 7, 2, 4, 600
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
 
@@ -43,7 +45,7 @@ class Write(NamedTuple):
         k_pages, v_pages = pool.to(kv_dtype or dtype).permute(3, 1, 2, 0, 4)
         fused = torch.randn(TOKENS, KV_HEADS, group + 2, head_dim, generator=gen) * 3
         positions = torch.randint(LONGEST, (TOKENS,), generator=gen).int()
-        table = RotaryTable(RopeConfig(), head_dim, KV_HEADS, group, torch.device("cpu"))
+        table = RotaryTable(RopeConfig(), head_dim, KV_HEADS, group, fused.device)
         return cls(fused.to(dtype), positions, slots, table.cos_sin(LONGEST), k_pages, v_pages)
 
     def both(self, **options: Any) -> tuple[Write, Write]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from cbatch.core.request import noise as specification
 from triton_kernels.noise import device as noise_device
+
+pytestmark = pytest.mark.usefixtures("device")
 
 ROWS, BLOCK = 16, 128
 # Edges of the exponential: both ends, and where its branches meet.

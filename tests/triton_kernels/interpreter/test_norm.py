@@ -9,6 +9,8 @@ from torch import Tensor
 from triton_kernels.layers.activation import silu_mul, silu_mul_reference
 from triton_kernels.layers.norm import rms_norm, rms_norm_reference
 
+pytestmark = pytest.mark.usefixtures("device")
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -12,7 +12,6 @@ from cbatch.runtime.gpu.decoder import QuantisedDense
 from cbatch.runtime.model.gguf_file import GgufTensor
 from tests.runtime.blocks import stored, stored_matrix
 from tests.runtime.pairs import NoisyWeights, tiny_config
-from tests.triton_kernels.interpreter.light import without_overflow_checks
 from triton_kernels.products.dense import keeps_bits
 from triton_kernels.products.quantised import (
     Packed,
@@ -22,10 +21,7 @@ from triton_kernels.products.quantised import (
     restored,
 )
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_overflow_checks(monkeypatch)
+pytestmark = pytest.mark.usefixtures("device", "unchecked_sums")
 
 
 def packed(kind: str, out: int, columns: int) -> tuple[Packed, GgufTensor]:

@@ -22,7 +22,10 @@ from triton_kernels.verification.reference import NoiseRows, draw
 SMALL = Tiling(256, 16, 16, 2, 64)
 TILING = Tiling(256, 64, 64, 1, 64)
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
 
 
 def reference_tokens(batch: LogitsBatch) -> Tensor:

@@ -35,7 +35,10 @@ from triton_kernels.verification.kernel import VerifyOutput
 from triton_kernels.verification.kernel import verify_logits as verify
 from triton_kernels.verification.reference_of_logits import verify_reference
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
 
 
 FEW_ROWS = Tiling(256, 32, 32, 2, 32)
