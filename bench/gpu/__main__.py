@@ -1,167 +1,174 @@
-"""`python -m bench.gpu --out DIR`: see the package."""
+"""The command `python -m bench.gpu --out DIR`: the parts of a run, and the process of a part."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
-import json
+import logging
+import os
+import signal
 import sys
-from collections import Counter
+import tarfile
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NoReturn
 
-from bench.gpu import clocks, preflight, summary, supervise
-from bench.gpu.cells import Cell, Journal, TimeBudget, run_cells, shard
-from bench.gpu.sweep import write_table
-from bench.gpu.world import Bench, World, describe, device_of, find_world
+from bench.gpu import clocks, report
+from bench.gpu.cells import Cell, Journal, Row, run_cells
+from bench.gpu.limits import SMALLER
+from bench.gpu.run import GpuRun, Rows, RunPart
+from bench.gpu.turns import DeviceTurns
 
-_SHIPPED_TABLE = Path(__file__).parents[2] / "triton_kernels" / "attention" / "tiles.json"
-_MINUTES = 9.0
-_TABLES_S = 5.0  # at the end, of the whole run
-
-
-class Share(NamedTuple):
-    """Of a section: the seconds without which it is not begun, and how it shares what is over."""
-
-    least_s: float
-    weight: float
+_TILES = Path(__file__).parents[2] / "triton_kernels" / "attention" / "tiles.json"
+_MINUTES = 5.0
+_LAST_S, _PACKING_S = 3.0, 12.0  # of the whole run, for the tables and for Triton's cache
+CACHE = "triton_cache.txz"
 
 
-# What is asked first comes first: whether it is right; what is fast; what an engine makes of it.
-_SECTIONS = {
-    "correctness": Share(18, 105),
-    "limits": Share(12, 5),
-    "kernels": Share(20, 115),
-    "engine": Share(50, 100),
-    "sweep": Share(30, 60),
-}
-_SHARDED, _WARMED = ("correctness",), ("kernels",)
-_MODULES = {"limits": "ceilings"}
+def parts(out: Path, peers: Path | None, asked: Sequence[str]) -> list[RunPart]:
+    """Return the parts of a run. The engine, vLLM and the ceilings begin at once; vLLM's turn comes
+    after the engine's steps."""
+
+    def part(
+        name: str, least_s: float, most_s: float, *after: str, needed: bool = False
+    ) -> RunPart:
+        words = ("-m", "bench.gpu", "--child", name, "--out", str(out))
+        words += ("--peers", str(peers)) if peers is not None else ()
+        return RunPart(name, (sys.executable, *words), least_s, most_s, after, needed)
+
+    found = [
+        part("ceilings", 8, 40),
+        part("engine", 25, 240),
+        part("vllm", 45, 300),
+        part("correctness", 20, 150, "engine", needed=True),
+        part("kernels", 20, 150, "correctness", "vllm", needed=True),
+        part("demo", 20, 120, "kernels"),
+        part("engine-1b", 25, 150, "demo"),
+        part("sweep", 40, 600, "engine-1b"),
+    ]
+    return [p for p in found if p.name in asked and (p.name != "vllm" or peers is not None)]
+
+
+SECTIONS = (
+    "ceilings", "engine", "vllm", "correctness", "kernels", "demo", "engine-1b", "sweep",
+)  # fmt: skip
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for tables, JSON")
-    parser.add_argument("--section", choices=_SECTIONS, action="append", help="default: all")
-    parser.add_argument("--peers", type=Path, help="folder with vllm/")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu",
+        description="Measure engine, kernels and correctness on a GPU; without one, a dry run.",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for results and tables")
+    parser.add_argument("--section", choices=SECTIONS, action="append", help="default: all")
+    parser.add_argument("--peers", type=Path, help="folder with vllm/, or vllm.txz and wheels/")
     parser.add_argument(
         "--minutes", type=float, default=_MINUTES, help=f"of the whole run; default {_MINUTES:g}"
     )
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)  # of a child
+    parser.add_argument(
+        "--triton-cache",
+        type=Path,
+        metavar="FILE",
+        help=f"unpacked before the run if it exists; DIR/{CACHE} is written after it",
+    )
     parser.add_argument("--commit", help="of the code, where git cannot tell")
-    parser.add_argument("--child", help=argparse.SUPPRESS)  # index/count of a section's processes
-    parser.add_argument("--warming", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    parser.add_argument("--child", choices=SECTIONS, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.peers is not None and not any((args.peers / n).exists() for n in ("vllm", "vllm.txz")):
+        parser.error(f"--peers: {args.peers} holds neither vllm/ nor vllm.txz")
+    return args
 
 
-def seconds_of(sections: Iterable[str], whole_s: float) -> dict[str, float]:
-    """The whole time, shared out among the sections asked for, and the limits that the others need;
-    from the first on which does not fit, none."""
-    asked, chosen, left_s = {"limits", *sections}, [], whole_s - _TABLES_S
-    for name, share in _SECTIONS.items():
-        if name not in asked:
-            continue
-        if share.least_s > left_s:
-            break
-        chosen.append(name)
-        left_s -= share.least_s
-    total = sum(_SECTIONS[name].weight for name in chosen)
-    return {
-        name: _SECTIONS[name].least_s + left_s * _SECTIONS[name].weight / total for name in chosen
-    }
+# --- the process of a part ------------------------------------------------------------------------
 
 
-def cells_of(section: str) -> Callable[[Bench], Iterable[Cell]]:
-    module = importlib.import_module(f"bench.gpu.{_MODULES.get(section, section)}")
-    found: Callable[[Bench], Iterable[Cell]] = module.cells
-    return found
+def cells_of(section: str) -> Callable[..., Iterable[Cell]]:
+    """`cells(bench)` of the section's module."""
+    module, _, model = section.partition("-")
+    name = {"demo": "demo_pair", "vllm": "vllm_engine"}.get(module, module)
+    found: Callable[..., Iterable[Cell]] = importlib.import_module(f"bench.gpu.{name}").cells
+    return functools.partial(found, model=SMALLER) if model else found
 
 
-def run_child(args: argparse.Namespace) -> None:
-    """One process of one section."""
-    world, budget = find_world(), TimeBudget(args.seconds)
-    section, (index, count) = args.section[0], map(int, args.child.split("/"))
-    bench = Bench(world, device_of(world), args.out, args.peers, budget.left_s, args.warming)
-    cells = shard(cells_of(section)(bench), index, count)
-    journal = Journal(supervise.Shard(index, count, args.warming).journal(args.out, section))
-    run_cells(cells, journal, budget.left_s)
+def run_child(section: str, out: Path, peers: Path | None) -> int:
+    from bench.gpu.world import Bench, describe, device_of, find_world
+
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s %(message)s")
+    world, journal = find_world(), Journal(out / f"{section}.jsonl")
+    journal.write(about=describe(world))
+    if section == "correctness":
+        return importlib.import_module("bench.gpu.correctness").run(out)
+    bench = Bench(world, device_of(world), out, peers)
+    run_cells(cells_of(section)(bench), journal, DeviceTurns(out))
+    return 0
 
 
-def run_here(section: str, bench: Bench) -> None:
-    """In this process: nothing can crash or hang where nothing is launched on a device."""
-    run_cells(cells_of(section)(bench), Journal(bench.out / f"{section}.jsonl"), bench.left_s)
+# --- the run --------------------------------------------------------------------------------------
 
 
-def run_on_device(section: str, seconds: float, bench: Bench) -> None:
-    shards = supervise.SHARDS if section in _SHARDED else 1
-    # What does not end by itself is ended within the section's time, too.
-    seconds = max(seconds - supervise.GRACE_S, 0.0)
-    plan = supervise.SectionPlan(section, seconds, shards, section in _WARMED)
-    supervise.run_section(plan, bench.out, supervise.child_command(bench.out, bench.peers))
-    missing = Journal(bench.out / f"{section}.missing.jsonl")
-    missing.rows |= supervise.rows_of(bench.out, section)
-    run_cells(cells_of(section)(bench), missing, lambda: 0.0)  # names what no process came to
+def run(args: argparse.Namespace) -> Rows:
+    """The rows of all parts, by cell. A signal that ends the run leaves what was measured."""
+    out: Path = args.out
+    out.mkdir(parents=True, exist_ok=True)
+    cache = _cache_folder()
+    if args.triton_cache is not None and args.triton_cache.exists():
+        with tarfile.open(args.triton_cache) as packed:
+            packed.extractall(cache, filter="data")
+    spare_s = _LAST_S + (_PACKING_S if args.triton_cache is not None else 0.0)
+    signal.signal(signal.SIGTERM, _interrupt)
+    with tempfile.TemporaryDirectory(prefix="cbatch-gpu-") as folder, clocks.recorded() as samples:
+
+        def write(rows: Rows, about: Row) -> None:
+            known = about | ({"commit": args.commit} if args.commit else {})
+            flat = [
+                {"section": name, **row, **clocks.during(samples, *row.get("at_s", (0, 0)))}
+                for name, of_section in rows.items()
+                for row in of_section.values()
+            ]
+            report.write(out, known | {"minutes": args.minutes}, flat)
+
+        made = GpuRun(Path(folder), 60 * args.minutes - spare_s, write)
+        try:
+            made.go(parts(Path(folder), args.peers, args.section or SECTIONS))
+        finally:
+            (out / "log.txt").write_text(made.log, encoding="utf-8")
+            _write_tiles(made, out)
+    if args.triton_cache is not None:
+        _pack(cache, out / CACHE)
+    return made.rows
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    world = find_world()
-    about = describe(world)
-    about["commit"] = args.commit or about["commit"]
-    args.out.mkdir(parents=True, exist_ok=True)
-    asked = args.section or list(_SECTIONS)
-    sections = seconds_of(asked, 60 * args.minutes)
-    about["left_out"] = [name for name in _SECTIONS if name in asked and name not in sections]
-    if about["left_out"]:
-        told = ", ".join(about["left_out"])
-        print(f"left out, for {args.minutes:g} minutes do not hold them: {told}", flush=True)
-    for old in (old for section in _SECTIONS for old in args.out.glob(f"**/{section}*.jsonl")):
-        old.unlink()
-    on_device = world is World.DEVICE
-    with clocks.recorded(args.out) if on_device else nullcontext():
-        found = run_sections(sections, Bench(world, device_of(world), args.out, args.peers), about)
-    if "sweep" in found:
-        source = f"swept on {summary.where(about)}, {about['date']}, commit {about['commit']}"
-        write_table(found["sweep"], _SHIPPED_TABLE, source, args.out)
-    summary.print_sections(found, about)
-    return summary.document(found, about)
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
-def run_sections(sections: dict[str, float], bench: Bench, about: dict[str, Any]) -> dict[str, Any]:
-    """One after the other; the document on disk has all that is known after each."""
-    found: dict[str, Any] = {}
-    for section, seconds in sections.items():
-        print(f"{section}: {seconds:.0f} s", flush=True)
-        bench = bench._replace(left_s=TimeBudget(seconds).left_s)
-        if bench.full:
-            run_on_device(section, seconds, bench)
-        else:
-            run_here(section, bench)
-        sampled = clocks.samples(bench.out) if bench.full else []
-        rows = supervise.rows_of(bench.out, section)
-        found[section] = {key: clocks.beside(row, sampled) for key, row in rows.items()}
-        about["clocks"] = clocks.during(sampled)
-        summary.write_document(bench.out, summary.document(found, about))
-        states = Counter(str(row.get("status")).partition(":")[0] for row in rows.values())
-        print(f"{section}: " + ", ".join(f"{n} {state}" for state, n in states.items()), flush=True)
-    return found
+def _cache_folder() -> Path:
+    return Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+
+
+def _pack(cache: Path, to: Path) -> None:
+    with tarfile.open(to, "w:xz", preset=1) as packed:
+        for path in sorted(cache.iterdir()) if cache.exists() else ():
+            packed.add(path, path.name)
+
+
+def _write_tiles(made: GpuRun, out: Path) -> None:
+    """Write the table that a sweep leads to."""
+    if made.rows.get("sweep"):
+        device, date, commit = (made.about.get(name) for name in ("device", "date", "commit"))
+        source = f"swept on {device}, {date}, commit {commit}"
+        sweep = importlib.import_module("bench.gpu.sweep")
+        sweep.write_table(made.rows["sweep"], _TILES, source, out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.child:
-        run_child(args)
-        return 0
-    if find_world() is World.DEVICE:
-        problem = preflight.needs()
-        if problem is not None:
-            print(f"bench.gpu: {problem}", file=sys.stderr)
-            return 2
-        print(preflight.line(preflight.lacks(args.peers)), flush=True)
-    else:
-        print("no GPU is used: a dry run, every figure is null", flush=True)
-    print(json.dumps(run(args)), flush=True)
+        return run_child(args.child, args.out, args.peers)
+    run(args)
+    print((args.out / report.TABLE).read_text(encoding="utf-8"), flush=True)
     return 0
 
 

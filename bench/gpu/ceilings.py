@@ -1,52 +1,114 @@
-"""What the device can do, measured in the run that uses it: a large copy and a large product."""
+"""Rates of the device, measured in the run that uses them: reading, copying, multiplying.
+
+A ceiling is the best of several kernels over buffers far larger than any cache.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+import triton.language as tl
+from torch import Tensor
 
 from bench.gpu.cells import Cell, Journal, Row
 from bench.gpu.limits import Ceilings
-from bench.gpu.timing import Timing, time_calls
+from bench.gpu.timing import Call, time_calls
 from bench.gpu.world import Bench
+from triton_kernels.build.jit import jit
 
-SECTION = "limits"
-_COPY_BYTES, _EDGE = 2 << 30, 8192  # copied; of the square matrices
+SECTION = "ceilings"
+_BYTES, _EDGE = 4 << 30, 8192  # of a buffer; of the square matrices
+_WARM_S = 0.5  # of work before the first sample: an idle device has low clocks
+_TILES = ((4096, 4), (8192, 8), (16384, 8))  # words at a time, warps
+_PROGRAMS = 132 * 8
+
+
+@jit
+def read_kernel(source_ptr, sums_ptr, num_words, TILE: tl.constexpr):
+    """A word for each program, of tiles as far apart as there are programs."""
+    lanes = tl.arange(0, TILE)
+    total = tl.zeros([TILE], tl.int32)
+    for first in range(tl.program_id(0) * TILE, num_words, tl.num_programs(0) * TILE):
+        total ^= tl.load(source_ptr + first + lanes)
+    tl.store(sums_ptr + tl.program_id(0), tl.max(total, axis=0))
+
+
+@jit
+def copy_kernel(source_ptr, target_ptr, num_words, TILE: tl.constexpr):
+    lanes = tl.arange(0, TILE)
+    for first in range(tl.program_id(0) * TILE, num_words, tl.num_programs(0) * TILE):
+        tl.store(target_ptr + first + lanes, tl.load(source_ptr + first + lanes))
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
-    for name, run in (("copy", _copy), ("matmul", _matmul)):
-        yield Cell(name, {"ceiling": name}, lambda run=run: run(bench))
+    for name, run in (("read", _read), ("copy", _copy), ("matmul", _matmul)):
+        yield Cell(name, {"ceiling": name}, functools.partial(run, bench))
 
 
 def load_ceilings(out: Path) -> Ceilings | None:
-    """As measured in this run; None if they were not."""
+    """Return the rates measured in this run; None if they were not."""
     rows = Journal(out / f"{SECTION}.jsonl").rows
-    rates = [rows.get(name, {}).get("per_s") for name in ("copy", "matmul")]
-    if not all(rates):
-        return None
-    return Ceilings(*rates)
+    rates = [rows.get(name, {}).get("per_s") for name in ("read", "matmul")]
+    return Ceilings(*rates) if all(rates) else None
+
+
+def _words(bench: Bench) -> Tensor:
+    """Random, int32; a multiple of the largest tile."""
+    count = _BYTES // 4 if bench.full else 1 << 14
+    return torch.randint(-(1 << 31), 1 << 31, (count,), dtype=torch.int32, device=bench.device)
+
+
+def _tiled(bench: Bench, function: Any, source: Tensor, target: Tensor) -> dict[str, Call]:
+    """The kernel with tiles of several sizes, where kernels run."""
+    launch = functools.partial(
+        function[(_PROGRAMS if bench.full else 2,)], source, target, len(source)
+    )
+    return {
+        f"Triton, {tile} words": functools.partial(launch, TILE=tile, num_warps=warps)
+        for tile, warps in _TILES
+        if bench.world.runs
+    }
+
+
+def _read(bench: Bench) -> Row:
+    source = _words(bench)
+    sums = source.new_empty(_PROGRAMS if bench.full else 2)
+    ways: dict[str, Call] = {"torch sum": lambda: torch.sum(source.view(torch.float32))}
+    return _best(
+        bench, "bytes read", source.nbytes, ways | _tiled(bench, read_kernel, source, sums)
+    )
 
 
 def _copy(bench: Bench) -> Row:
-    count = _COPY_BYTES if bench.full else 1 << 12
-    source = torch.randint(0, 256, (count,), dtype=torch.uint8, device=bench.device)
+    source = _words(bench)
     target = torch.empty_like(source)
-    timing = time_calls(bench, [lambda: target.copy_(source)])
-    return _row("bytes, read and written", 2 * count, timing)
+    ways: dict[str, Call] = {"memcpy": lambda: target.copy_(source)}
+    ways |= _tiled(bench, copy_kernel, source, target)
+    return _best(bench, "bytes, read and written", 2 * source.nbytes, ways)
 
 
 def _matmul(bench: Bench) -> Row:
     edge = _EDGE if bench.full else 16
     a, b = (torch.randn(edge, edge, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    timing = time_calls(bench, [lambda: torch.mm(a, b, out=out)])
-    return _row(f"flop, bf16 {_EDGE}^3, random data", 2 * edge**3, timing)
+    ways: dict[str, Call] = {
+        "rows by columns": lambda: torch.mm(a, b, out=out),
+        "rows by rows": lambda: torch.mm(a, b.t(), out=out),
+    }
+    return _best(bench, f"flop, bf16 {_EDGE}^3, random data", 2 * edge**3, ways)
 
 
-def _row(unit: str, work: int, timing: Timing | None) -> Row:
-    if timing is None:
-        return {"unit": unit, "per_s": None, "samples": None, "status": "unmeasured"}
-    return {"unit": unit, "per_s": work / timing.median_s, "samples": timing.samples}
+def _best(bench: Bench, unit: str, work: int, ways: dict[str, Call]) -> Row:
+    """The highest rate, and that of every way."""
+    if bench.full:
+        time_calls(bench, list(ways.values()), _WARM_S)
+    timings = {name: time_calls(bench, [call]) for name, call in ways.items()}
+    rates = {name: work / t.median_s for name, t in timings.items() if t is not None}
+    if not rates:
+        return {"unit": unit, "per_s": None, "status": "unmeasured"}
+    best = max(rates, key=lambda name: rates[name])
+    return {"unit": unit, "per_s": rates[best], "best": best, "rates": rates}

@@ -1,8 +1,4 @@
-"""A section is a list of cells; a cell leaves one row, written down before the next begins.
-
-The journal of a section is a file of JSON lines: a cell's beginning, then its row. Whoever reads it
-after a crash knows what was measured and what the crash befell.
-"""
+"""Cells: measurements that follow one another, each with a row on disk before the next begins."""
 
 from __future__ import annotations
 
@@ -12,101 +8,88 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.gpu.world import is_fault
+from bench.gpu.turns import DeviceTurns
 
 Row = dict[str, Any]
-FAULT_EXIT = 70  # the device is lost to the process; another one may go on
+FAULT_EXIT = 70  # the device is lost to this process; another one may go on
+NOT_REACHED, NOT_FINISHED = "not reached", "not finished: its process ended"
+_FAULTS = ("CUDA error", "Triton Error [CUDA]", "misaligned address", "AcceleratorError")
 
 
 class Absent(Exception):  # noqa: N818 - a fact, not a fault
-    """What a cell would measure cannot be had here, or not for its inputs."""
+    """The subject of a cell is not available here, or not for its inputs."""
 
 
 class Cell(NamedTuple):
-    """`labels` say what is measured; `run` measures and returns the figures."""
+    """`labels` say what is measured; `run` measures and returns the figures. `timed` cells have the
+    device to themselves."""
 
     key: str
     labels: Row
     run: Callable[[], Row]
-
-
-class TimeBudget:
-    """Seconds of a section. Counted from its making."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds, self._clock, self._start_s = seconds, clock, clock()
-
-    def left_s(self) -> float:
-        return self.seconds - (self._clock() - self._start_s)
+    timed: bool = True
 
 
 class Journal:
-    """Rows of a section, on disk as soon as they are known."""
+    """Rows of a section by cell, in a file of JSON lines. A later row of a cell replaces an earlier
+    one: every cell has one from the beginning, which says that it was not reached."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: dict[str, Row] = {}
-        self.begun: Row | None = None  # the cell that has begun and left no row
-        for line in path.read_text().splitlines() if path.exists() else ():
-            self._take(line)
+        self.about: Row = {}  # the machine, if the section says so
+        self._read_bytes = 0
+        self.read()
 
-    def _take(self, line: str) -> None:
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:  # the last line of a process that was killed
+    def read(self) -> None:
+        """Take in what was written since, by whichever process."""
+        if not self.path.exists():
             return
-        if "begins" in entry:
-            self.begun = entry
-        else:
-            self.rows[entry["key"]] = entry["row"]
-            self.begun = None
+        with self.path.open("rb") as file:
+            file.seek(self._read_bytes)
+            whole = file.read().rpartition(b"\n")[0]
+        self._read_bytes += len(whole) + bool(whole)
+        for line in whole.splitlines():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:  # cut off when its process was killed
+                continue
+            self.about |= entry.get("about", {})
+            self.rows |= entry.get("rows", {})
 
-    def begin(self, cell: Cell) -> None:
-        self._write({"begins": cell.key, "labels": cell.labels})
-
-    def end(self, key: str, row: Row) -> None:
-        self._write({"key": key, "row": row})
-
-    def abandon(self, status: str) -> bool:
-        """Give the cell that has begun a row of that status; False if there is none."""
-        if self.begun is None:
-            return False
-        self.end(self.begun["begins"], self.begun["labels"] | {"status": status})
-        return True
-
-    def _write(self, entry: Row) -> None:
-        line = json.dumps(entry)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+    def write(self, *, rows: dict[str, Row] | None = None, about: Row | None = None) -> None:
+        entry = json.dumps({"rows": rows or {}, "about": about or {}}, default=str)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-        self._take(line)
+            file.write(f"\n{entry}\n")  # what was cut off stays a line of its own
+        self.read()
 
 
-def run_cells(cells: Iterable[Cell], journal: Journal, left_s: Callable[[], float]) -> None:
-    """Run what the journal has no row of. A cell that fails says so in its row; what the time does
-    not reach is named, too. Raises SystemExit(FAULT_EXIT) once the device is lost."""
+def run_cells(cells: Iterable[Cell], journal: Journal, turns: DeviceTurns) -> None:
+    """Run the cells that no process has begun. A cell that fails says so in its row. Raises
+    SystemExit(FAULT_EXIT) once the device is lost."""
+    cells = list(cells)
+    new = {c.key: c.labels | {"status": NOT_REACHED} for c in cells if c.key not in journal.rows}
+    journal.write(rows=new)
     for cell in cells:
-        if cell.key in journal.rows:
+        if journal.rows[cell.key]["status"] != NOT_REACHED:
             continue
-        if left_s() <= 0:
-            journal.end(cell.key, cell.labels | {"status": "skipped: the section's time was up"})
-            continue
-        journal.begin(cell)
-        began_s = time.time()
+        turns.take() if cell.timed else turns.give()
+        journal.write(rows={cell.key: cell.labels | {"status": NOT_FINISHED}})
+        began_s, lost = time.time(), False
         try:
-            row = cell.labels | cell.run()
+            row = {"status": "ok"} | cell.run() | {"at_s": [began_s, time.time()]}
         except Absent as absent:
-            journal.end(cell.key, cell.labels | {"status": f"skipped: {absent}"})
-            continue
+            row = {"status": f"skipped: {absent}"}
         except Exception as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            journal.end(cell.key, cell.labels | {"status": f"failed: {text}"})
-            if is_fault(error):
-                raise SystemExit(FAULT_EXIT) from error
-            continue
-        journal.end(cell.key, {"status": "ok"} | row | {"at_s": [began_s, time.time()]})
+            row, lost = {"status": f"failed: {text}"}, is_fault(text)
+        journal.write(rows={cell.key: cell.labels | row})
+        if lost:
+            raise SystemExit(FAULT_EXIT)
+    turns.give()
 
 
-def shard(cells: Iterable[Cell], index: int, count: int) -> list[Cell]:
-    """Every `count`-th cell from `index` on."""
-    return [cell for i, cell in enumerate(cells) if i % count == index]
+def is_fault(text: str) -> bool:
+    """Return True for an error after which its process cannot use the device. A lack of memory is
+    not one."""
+    return "out of memory" not in text and any(sign in text for sign in _FAULTS)

@@ -1,10 +1,11 @@
-"""Every kernel as a fraction of its own limit, beside the peers that can be had."""
+"""Every kernel as a fraction of its own limit, and the peers that can be had."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from contextlib import suppress
+from functools import partial
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -13,44 +14,37 @@ from torch import Tensor
 from bench.gpu import peers
 from bench.gpu.batches import VerifyCase, make_case
 from bench.gpu.ceilings import load_ceilings
-from bench.gpu.cells import Cell, Row
-from bench.gpu.correct_sampling import tiling_of
+from bench.gpu.cells import Absent, Cell, Row
 from bench.gpu.limits import (
     ATTENTION,
     CHUNK,
     DECODE,
     FEW_LONG,
     LLAMA_8B_HEADS,
-    TINY,
     TINY_HEADS,
     VERIFY,
     VOCAB,
     Cost,
     GridHeads,
     attention_cost,
-    kv_write_cost,
     product_cost,
-    rms_norm_cost,
     sampling_cost,
-    silu_mul_cost,
     workload,
 )
+from bench.gpu.limits import TINY as TINY_ATTENTION
 from bench.gpu.steps import TINY as TINY_TUNING
-from bench.gpu.steps import Pool, StepQueries, launches, make_steps, tuning_of
+from bench.gpu.steps import StepQueries, launches, make_steps, relative_error, tuning_of
 from bench.gpu.timing import Call, figures, input_sets, time_calls
-from bench.gpu.verdict import relative_error
 from bench.gpu.world import Bench, l2_bytes
-from triton_kernels.layers.activation import silu_mul, silu_mul_reference
-from triton_kernels.layers.kv_write import kv_write
-from triton_kernels.layers.norm import rms_norm, rms_norm_reference
+from triton_kernels.build import ahead
 from triton_kernels.noise import host as noise
 from triton_kernels.products.dense import dense
-from triton_kernels.sampling import COUPLED, REJECTION, sample
+from triton_kernels.sampling import COUPLED, REJECTION, TILING, Tiling, sample
 from triton_kernels.verification.kernel import verify_logits
 
-OURS, INDUCTOR, LIBRARY = "cbatch", "torch inductor", "torch"
-PAGE_TOKENS, _SHORT_PAGE_TOKENS = 64, 16  # ours by default; vLLM's
-_TOKENS = (64, 512, 2048)  # of the kernels that work token by token
+OURS = "cbatch"
+PAGE_TOKENS, _SHORT_PAGE_TOKENS = 64, 16  # by default; the least
+_TOKENS = (1, 64, 512, 2048)  # of products
 _MOST_ERROR = 2e-2
 _MOST_VERIFIED = 8
 _FIRST = 6
@@ -69,26 +63,44 @@ class Subject(NamedTuple):
     build: Callable[[int], Sequence[Call]]
 
 
-def cells(bench: Bench) -> Iterator[Cell]:
-    """The workloads with a target, the other kernels, and then the rest of attention."""
-    names = ATTENTION if bench.full else TINY
-    first, rest = names[:_FIRST], names[_FIRST:]
-    for subject in chain(
-        attention(bench, first),
+def subjects(bench: Bench) -> Iterator[Subject]:
+    """Attention as it is most, sampling, the other kernels, and then the rest of attention."""
+    names = ATTENTION if bench.full else TINY_ATTENTION
+    return chain(
+        attention(bench, names[:_FIRST]),
         sampling(bench),
-        by_token(bench),
         products(bench),
-        attention(bench, rest),
-    ):
+        attention(bench, names[_FIRST:]),
+    )
+
+
+def cells(bench: Bench) -> Iterator[Cell]:
+    """Yield the compilation of all kernels by many processes, then a cell for each subject."""
+    yield Cell("compiled", {"kernel": "every"}, partial(_compile, bench), timed=False)
+    for subject in subjects(bench):
         labels = dict(zip(("kernel", "workload", "implementation"), subject, strict=False))
-        yield Cell(" ".join(subject[:3]), labels, functools.partial(measure, bench, subject))
+        yield Cell(" ".join(subject[:3]), labels, partial(measure, bench, subject))
+
+
+def _compile(bench: Bench) -> Row:
+    if not bench.full:
+        return {"status": "unmeasured"}
+    with ahead.listed() as found:
+        for subject in subjects(bench._replace(warming=True)):
+            if subject.implementation.startswith(OURS):
+                for call in subject.build(1):
+                    call()
+    ahead.compile_all(found)
+    with suppress(Absent):
+        peers.load_vllm(bench)
+    return {"kernels": len(found)}
 
 
 def measure(bench: Bench, subject: Subject) -> Row:
     timing, sets = None, 1
     if bench.full or subject.implementation in (OURS, *peers.ANYWHERE):
         sets = input_sets(subject.cost.num_bytes, bench.device)
-        timing = time_calls(bench, subject.build(1 if bench.warming else sets))
+        timing = time_calls(bench, subject.build(sets))
     around = sets * subject.cost.num_bytes > l2_bytes(bench.device)
     row = figures(timing, subject.cost, load_ceilings(bench.out))
     return row | {"input_sets": sets, "beyond_l2": around if bench.full else None}
@@ -106,12 +118,12 @@ def attention(bench: Bench, names: Sequence[str]) -> Iterator[Subject]:
     builds: dict[str, Callable[..., Sequence[Call]]] = {OURS: ours} | peers.ATTENTION
     for name in names:
         cost = attention_cost(workload(name), shape)
-        subject = functools.partial(Subject, "attention", name)
+        subject = partial(Subject, "attention", name)
         for implementation, build in builds.items():
-            checked = functools.partial(_checked, bench, name, build)
-            short = functools.partial(checked, page_tokens=_SHORT_PAGE_TOKENS)
-            yield subject(implementation, cost, checked if implementation == OURS else short)
+            checked = partial(_checked, bench, name, build)
+            yield subject(implementation, cost, checked)
             if implementation == OURS and name in _SHORT_PAGES:
+                short = partial(checked, page_tokens=_SHORT_PAGE_TOKENS)
                 yield subject(f"{OURS}, pages of {_SHORT_PAGE_TOKENS}", cost, short)
 
 
@@ -156,29 +168,31 @@ def _checked(
 
 
 def sampling(bench: Bench) -> Iterator[Subject]:
-    """Verification of k + 1 rows a request over a whole vocabulary, and plain draws."""
-    vocab = VOCAB if bench.full else 96
-    every = ((64, 0), (13, 4), (64, 4), (64, 7), (8, 4), (1, 4))
-    for requests, k in every if bench.full else ((6, 2),):
-        rows = requests * (k + 1)
-        for kernel, mode, proposed, filters in (
-            ("verify coupled", COUPLED, False, False),
-            ("verify rejection", REJECTION, True, False),
-            ("verify coupled, filters", COUPLED, False, True),
-            ("verify rejection, filters", REJECTION, True, True),
-        ):
-            if (not k and kernel != "verify coupled") or (filters and not bench.full):
-                continue
-            cost = sampling_cost(rows, requests * k if proposed else 0, vocab)
-            compared = peers.VERIFICATION if proposed and not filters else {}
-            kinds = {"mode": mode, "proposed": proposed, "filters": filters}
-            for implementation, build in ({OURS: verifications} | compared).items():
-                made = functools.partial(_over_cases, bench, build, [k] * requests, vocab, kinds)
-                yield Subject(kernel, f"{requests} requests k {k}", implementation, cost, made)
-    rows, cost = 64 if bench.full else 3, sampling_cost(64, 0, vocab)
-    for implementation, build in ({OURS: draws} | peers.SAMPLING).items():
-        made = functools.partial(_over_cases, bench, build, [0] * rows, vocab, {"mode": REJECTION})
-        yield Subject("sample", "64 rows", implementation, cost, made)
+    """Verification of k + 1 rows a request over a whole vocabulary, and plain draws; of recorded
+    logits and of random ones."""
+    vocab = VOCAB if bench.full else 2048
+    for logits, (requests, k) in product(("recorded", "random"), _STEPS if bench.full else _TINY):
+        for kernel, mode, proposed, filters in _VERDICTS if k else _DRAWS:
+            cost = sampling_cost(requests * (k + 1), requests * k if proposed else 0, vocab)
+            kinds = {"mode": mode, "proposed": proposed, "filters": filters, "logits": logits}
+            builds = {OURS: verifications if k else draws}
+            builds |= peers.VERIFICATION if proposed and not filters else {}
+            for implementation, build in builds.items():
+                given = bench, build, [k] * requests, vocab, kinds
+                label = f"{requests} requests k {k}, {logits} logits"
+                yield Subject(kernel, label, implementation, cost, partial(_over_cases, *given))
+
+
+_STEPS = ((64, 4), (8, 4), (1, 4), (64, 0), (64, 7), (13, 4))  # requests, drafts of each
+_TINY = ((2, 1), (2, 0))
+_VERDICTS = (
+    ("verify rejection", REJECTION, True, False),
+    ("verify rejection, filters", REJECTION, True, True),
+    ("verify coupled", COUPLED, False, False),
+    ("verify coupled, filters", COUPLED, False, True),
+)
+_DRAWS = (("sample", REJECTION, False, False), ("sample, filters", REJECTION, False, True))
+_TINY_TILING = Tiling(64, 2048, 1024, 1, 64)
 
 
 def _over_cases(
@@ -189,99 +203,47 @@ def _over_cases(
     kinds: dict[str, Any],
     count: int,
 ) -> Sequence[Call]:
-    cases = [
-        make_case(drafts, vocab, device=bench.device, seed=seed, **kinds) for seed in range(count)
-    ]
+    seeds = range(count)
+    cases = [make_case(drafts, vocab, device=bench.device, seed=seed, **kinds) for seed in seeds]
     return build(bench, cases)
 
 
 def verifications(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:
-    verify = functools.partial(verify_logits, blocks=False)
-    return [functools.partial(verify, *case, tiling_of(bench)) for case in cases]
+    tiling = TILING if bench.full else _TINY_TILING
+    return [partial(verify_logits, *case, tiling, blocks=False) for case in cases]
 
 
 def draws(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:
-    return [functools.partial(sample, c.batch, noise.BONUS, tiling_of(bench)) for c in cases]
+    tiling = TILING if bench.full else _TINY_TILING
+    return [partial(sample, case.batch, noise.BONUS, tiling) for case in cases]
 
 
-# --- token by token -------------------------------------------------------------------------------
-
-
-def by_token(bench: Bench) -> Iterator[Subject]:
-    width, inner = (_WIDTH, _INTERMEDIATE) if bench.full else (32, 48)
-    for tokens in _TOKENS if bench.full else (3,):
-        norm = {"x": (tokens, width), "weight": (width,)}
-        adding = norm | {"residual": norm["x"]}
-        for kernel, cost, functions, shapes in (
-            ("rms_norm", rms_norm_cost(tokens, width, adds=False), _NORM, norm),
-            ("rms_norm add", rms_norm_cost(tokens, width, adds=True), _NORM, adding),
-            ("silu_mul", silu_mul_cost(tokens, inner), _SILU, {"gate_up": (tokens, 2 * inner)}),
-        ):
-            for implementation, function in functions.items():
-                made = functools.partial(_over_inputs, bench, function, shapes)
-                yield Subject(kernel, f"{tokens} tokens", implementation, cost, made)
-        cost = kv_write_cost(tokens, _heads(bench))
-        made = functools.partial(_writes, bench, tokens)
-        yield Subject("kv_write", f"{tokens} tokens", OURS, cost, made)
+# --- products -------------------------------------------------------------------------------------
 
 
 def products(bench: Bench) -> Iterator[Subject]:
-    """By fixed tiles, beside the library's: what invariant numerics cost."""
+    """Yield products by fixed tiles and by the library: the cost of invariant numerics."""
     width, inner = (_WIDTH, _INTERMEDIATE) if bench.full else (32, 48)
-    for tokens in (1, *_TOKENS) if bench.full else (3,):
+    for tokens in _TOKENS if bench.full else (3,):
         for outs, columns in ((2 * inner, width), (width, inner)):
             cost = product_cost(tokens, outs, columns)
-            shapes = {"x": (tokens, columns), "weight": (outs, columns)}
             for implementation, function in _PRODUCTS.items():
-                made = functools.partial(_over_inputs, bench, function, shapes)
+                made = partial(_over_matrices, bench, function, (tokens, columns), (outs, columns))
                 label = f"{tokens} tokens, {outs} x {columns}"
                 yield Subject("product", label, implementation, cost, made)
 
 
-def _dense(x: Tensor, weight: Tensor) -> Tensor:
-    out = x.new_empty(len(x), len(weight))
-    dense(x, weight, None, out)
-    return out
+def _dense(x: Tensor, weight: Tensor) -> None:
+    dense(x, weight, None, x.new_empty(len(x), len(weight)))
 
 
-_PRODUCTS: dict[str, Callable[..., Any]] = {OURS: _dense, LIBRARY: torch.nn.functional.linear}
+_PRODUCTS: dict[str, Callable[..., Any]] = {OURS: _dense, "torch": torch.nn.functional.linear}
 
 
-def _over_inputs(
-    bench: Bench, function: Callable[..., Any], shapes: dict[str, tuple[int, ...]], count: int
+def _over_matrices(
+    bench: Bench, function: Callable[..., Any], x: tuple[int, ...], w: tuple[int, ...], count: int
 ) -> list[Call]:
-    """`function` is called by the names of its tensors."""
+    def random(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
 
-    def call() -> Call:
-        tensors = {
-            name: torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
-            for name, shape in shapes.items()
-        }
-        return functools.partial(function, **tensors)
-
-    return [call() for _ in range(count)]
-
-
-_NORM: dict[str, Callable[..., Any]] = {
-    OURS: functools.partial(rms_norm, eps=1e-6),
-    INDUCTOR: lambda **given: peers.inductor(rms_norm_reference)(eps=1e-6, **given),
-}
-_SILU: dict[str, Callable[..., Any]] = {
-    OURS: silu_mul,
-    INDUCTOR: lambda **given: peers.inductor(silu_mul_reference)(**given),
-}
-
-
-def _writes(bench: Bench, tokens: int, count: int) -> list[Call]:
-    def call() -> Call:
-        shape, device = _heads(bench), bench.device
-        pages = -(-tokens // PAGE_TOKENS)
-        turns = torch.randn(4096, shape.head_dim // 2, 2, device=device)
-        pool = Pool.make(pages, PAGE_TOKENS, shape, torch.bfloat16, device)
-        roles = (tokens, shape.kv_heads, shape.group + 2, shape.head_dim)
-        fused = torch.randn(roles, device=device, dtype=torch.bfloat16)
-        positions = torch.randint(4096, (tokens,), device=device, dtype=torch.int32)
-        slots = torch.randperm(pages * PAGE_TOKENS, device=device)[:tokens].int()
-        return functools.partial(kv_write, fused, positions, slots, turns, *pool)
-
-    return [call() for _ in range(count)]
+    return [partial(function, random(x), random(w)) for _ in range(count)]

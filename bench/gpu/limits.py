@@ -1,5 +1,5 @@
-"""What is measured, and how fast it could be: bytes that must move and products that must be made,
-each counted once, over what the device was measured to do. Pure arithmetic.
+"""Subjects of the measurements, and lower limits of their time: bytes that must move and products
+that must be made, each counted once, over the measured rates of the device. Pure arithmetic.
 
 Names of workloads follow vLLM's grammar of batches: `2q2k_32q1s4k` is 2 prefills of 2048 tokens and
 32 decodes over 4096."""
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from msgspec.structs import replace
+from msgspec.structs import asdict
 
 from sim.cost.roofline import ModelShape, load_shape
 
@@ -78,26 +78,35 @@ HEADS = {
 TINY_HEADS = GridHeads(kv_heads=1, group=2, head_dim=16)
 
 MODELS = {name: load_shape(name) for name in ("llama-3.1-8b", "llama-3.2-1b")}
-MODELS["qwen3-0.6b"] = ModelShape(
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=151_936,
-    tie_word_embeddings=True,
-)
-# Drafts have two layers of the target's own width, as trained draft heads do.
-DRAFTS = {name: replace(shape, num_hidden_layers=2) for name, shape in MODELS.items()}
-BATCHES = (64, 8, 256, 1)
-VOCAB = 151_936
+MODEL, SMALLER = MODELS  # the one that is measured first; if there is time
+BATCHES = (64, 8, 1, 128)
+PROMPT_TOKENS = 512
+# Of logits that random weights give: a nucleus of top_p holds 1 to some 300 tokens.
+LOGIT_STD = 4.0
+SAMPLING = {"greedy": {"temperature": 0.0}, "top_p": {"temperature": 0.8, "top_p": 0.9}}
+VOCAB = 128_256
+
+
+def config_of(shape: ModelShape) -> dict[str, Any]:
+    """The fields of a config.json."""
+    return asdict(shape) | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "head_dim": shape.head_size,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": shape.vocab_size - 1,
+    }
 
 
 class Ceilings(NamedTuple):
-    """Measured in the same run as whatever is held against them."""
+    """Rates measured in the same run as the figures that are compared with them."""
 
-    copy_bytes_per_s: float  # read and written bytes of a large device-to-device copy
+    read_bytes_per_s: float
     matmul_flop_per_s: float  # of an 8192^3 product in bf16
 
 
@@ -108,17 +117,14 @@ class Cost(NamedTuple):
     flop: int = 0
 
     def limit_s(self, ceilings: Ceilings) -> float:
-        """The longer of the two times; no version runs much faster."""
+        """The longer of the two times, all bytes at the rate of reading; no version is faster."""
         return max(
-            self.num_bytes / ceilings.copy_bytes_per_s, self.flop / ceilings.matmul_flop_per_s
+            self.num_bytes / ceilings.read_bytes_per_s, self.flop / ceilings.matmul_flop_per_s
         )
 
     def bound(self, ceilings: Ceilings) -> str:
-        memory_s = self.num_bytes / ceilings.copy_bytes_per_s
+        memory_s = self.num_bytes / ceilings.read_bytes_per_s
         return "memory" if memory_s >= self.flop / ceilings.matmul_flop_per_s else "matmul"
-
-    def plus(self, other: Cost) -> Cost:
-        return Cost(self.num_bytes + other.num_bytes, self.flop + other.flop)
 
 
 def attention_cost(
@@ -142,21 +148,6 @@ def visible_pairs(queries: Sequence[Query]) -> int:
         + q.query_tokens * (q.query_tokens + 1) // 2
         for q in queries
     )
-
-
-def kv_write_cost(tokens: int, shape: GridHeads, *, element_bytes: int = 2) -> Cost:
-    """Queries, K and V of the fused projection, read and written."""
-    roles = shape.kv_heads * (shape.group + 2)
-    return Cost(2 * tokens * roles * shape.head_dim * element_bytes)
-
-
-def rms_norm_cost(tokens: int, width: int, *, adds: bool, element_bytes: int = 2) -> Cost:
-    """x read, y written; with an addition the residual too."""
-    return Cost((4 if adds else 2) * tokens * width * element_bytes)
-
-
-def silu_mul_cost(tokens: int, width: int, *, element_bytes: int = 2) -> Cost:
-    return Cost(3 * tokens * width * element_bytes)
 
 
 def product_cost(tokens: int, outs: int, columns: int, *, element_bytes: int = 2) -> Cost:

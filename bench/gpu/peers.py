@@ -1,12 +1,11 @@
-"""Other people's kernels over the same inputs, each called as its own users call it.
-
-torch is always there. vLLM's Triton kernels come from the folder `--peers`: `vllm/` (see
-`vllm_peer.FILES`). What cannot be had says why.
-"""
+"""Other kernels over the same inputs, each called as its own users call it: torch's, and vLLM's
+Triton kernels where `--peers` holds vLLM. What cannot be had says why."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,24 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu import vllm_peer
 from bench.gpu.batches import VerifyCase
 from bench.gpu.cells import Absent
 from bench.gpu.steps import StepQueries
 from bench.gpu.timing import Call
+from bench.gpu.vllm_engine import unpack
 from bench.gpu.world import Bench
 
-# As vLLM's backend sets them for graphs of decodes.
-_SEGMENTS, _GRID_2D, _MOST_3D_QUERY = 16, 128, 8
+_REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
 
 
-def _vllm(bench: Bench) -> Any:
+@functools.cache
+def load_vllm(bench: Bench) -> Callable[..., Any]:
+    """vLLM's rejection sampler. Importing it takes seconds; raises `Absent` where it is not."""
     if bench.peers is None:
-        raise Absent("vllm's files are not supplied (--peers)")
-    try:
-        return vllm_peer.load(bench.peers)
-    except FileNotFoundError as error:
-        raise Absent(str(error)) from None
+        raise Absent("vLLM is not supplied (--peers)")
+    sys.path.append(str(unpack(bench.peers, bench.out / "peers")))
+    found: Callable[..., Any] = importlib.import_module(_REJECTION).rejection_sample
+    return found
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -67,52 +66,12 @@ def sdpa(bench: Bench, steps: Sequence[StepQueries]) -> list[Call]:
     return [functools.partial(attend, *_dense(step)) for step in steps]
 
 
-def vllm_attention(bench: Bench, steps: Sequence[StepQueries]) -> list[Call]:
-    unified = _vllm(bench).unified_attention
-    shape, queries, device = steps[0].shape, steps[0].queries, bench.device
-    heads = shape.kv_heads * shape.group
-    threshold = _GRID_2D // shape.kv_heads
-    segments = (threshold * _MOST_3D_QUERY, heads, _SEGMENTS)
-    descale = torch.ones(1, device=device).expand(len(queries), shape.kv_heads)
-    common = {
-        "max_seqlen_q": max(q.query_tokens for q in queries),
-        "max_seqlen_k": max(q.context_tokens for q in queries),
-        "softmax_scale": steps[0].scale,
-        "causal": True,
-        "window_size": (-1, -1),
-        "softcap": 0.0,
-        "q_descale": None,
-        "k_descale": descale,
-        "v_descale": descale,
-        "seq_threshold_3D": threshold,
-        "num_par_softmax_segments": _SEGMENTS,
-        "softmax_segm_output": torch.empty(*segments, shape.head_dim, device=device),
-        "softmax_segm_max": torch.empty(segments, device=device),
-        "softmax_segm_expsum": torch.empty(segments, device=device),
-    }
-    return [
-        functools.partial(
-            unified,
-            q=q,
-            k=step.pool.k_pages,
-            v=step.pool.v_pages,
-            out=torch.empty_like(q),
-            cu_seqlens_q=step.starts,
-            seqused_k=step.contexts,
-            block_table=step.tables,
-            **common,
-        )
-        for step in steps
-        for q in [step.q.reshape(len(step.q), heads, shape.head_dim)]
-    ]
-
-
 # --- sampling and verification --------------------------------------------------------------------
 
 
 def vllm_verification(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:
     """The rejection sampler of vLLM's second model runner: from logits, no probabilities."""
-    reject = _vllm(bench).rejection_sample
+    reject = load_vllm(bench)
     return [functools.partial(reject, **_of_verification(case)) for case in cases]
 
 
@@ -143,34 +102,8 @@ def _of_verification(case: VerifyCase) -> dict[str, Any]:
     }
 
 
-def torch_sample(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:
-    """Softmax and an exponential race, as the plain sampler of most engines."""
-
-    def draw(logits: Tensor, temperatures: Tensor) -> Tensor:
-        probabilities = (logits.float() / temperatures[:, None]).softmax(dim=-1)
-        return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(dim=-1)
-
-    return [
-        functools.partial(draw, case.batch.logits, case.batch.requests.temperatures)
-        for case in cases
-    ]
-
-
-# --- token by token -------------------------------------------------------------------------------
-
-
-@functools.cache
-def inductor(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch's compiler makes of a kernel's plain version."""
-    return torch.compile(plain, dynamic=False)
-
-
 Build = Callable[..., Any]
-ATTENTION: dict[str, Build] = {
-    "vllm triton": vllm_attention,
-    "torch sdpa, no pages": sdpa,
-}
-VERIFICATION: dict[str, Build] = {"vllm triton v2": vllm_verification}
-SAMPLING: dict[str, Build] = {"torch": torch_sample}
-# What also runs without a GPU: the others compile for one, or are compiled for it.
-ANYWHERE = frozenset(("torch", "torch sdpa, no pages", "vllm triton"))
+ATTENTION: dict[str, Build] = {"torch sdpa, no pages": sdpa}
+VERIFICATION: dict[str, Build] = {"vllm": vllm_verification}
+# What also runs without a GPU.
+ANYWHERE = frozenset(ATTENTION)

@@ -132,20 +132,6 @@ class StepQueries(NamedTuple):
         )
         return found.flatten(1)
 
-    def only(self, sequence: int, first: int, last: int) -> StepQueries:
-        """The tokens `first`..`last` (rows of the sequence's query) as a step of their own."""
-        query, row = self.queries[sequence], int(self.starts[sequence])
-        context = query.context_tokens - query.query_tokens + last + 1
-        count = last + 1 - first
-        device = self.q.device
-        return self._replace(
-            queries=(Query(count, context),),
-            q=self.q[row + first : row + last + 1],
-            tables=self.tables[sequence : sequence + 1],
-            starts=torch.tensor([0, count], dtype=torch.int32, device=device),
-            contexts=torch.tensor([context], dtype=torch.int32, device=device),
-        )
-
 
 def make_step(
     queries: Sequence[Query], shape: GridHeads, pool: Pool, dtype: torch.dtype, seed: int = 0
@@ -193,7 +179,7 @@ def make_step(
 def make_steps(
     queries: Sequence[Query], shape: GridHeads, page_tokens: int, device: torch.device, count: int
 ) -> list[StepQueries]:
-    """So many in bf16 over parts of one pool, which share nothing."""
+    """Return `count` steps in bf16 over separate parts of one pool."""
     pages = pages_of(queries, page_tokens)
     pool = Pool.make(count * pages, page_tokens, shape, torch.bfloat16, device)
     parts = (Pool(*(half[i * pages : (i + 1) * pages] for half in pool)) for i in range(count))
@@ -204,9 +190,10 @@ def pages_of(queries: Sequence[Query], page_tokens: int) -> int:
     return sum(-(-q.context_tokens // page_tokens) for q in queries)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN is never the same."""
-    return bool((a == b).all())
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over that of the reference; NaN where anything is."""
+    wide = expected.float()
+    return float((found.float() - wide).norm() / wide.norm())
 
 
 TINY = Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=64, split_tokens=32)
@@ -221,7 +208,7 @@ def tuning_of(
     numerics: str = "invariant",
     query_tokens: int = 1,
 ) -> Tuning:
-    """What an executor is given."""
+    """Return the tuning that an executor would use."""
     return Tuning.of(
         Heads(*shape),
         dtype,
@@ -234,8 +221,8 @@ def tuning_of(
 
 
 def launches(bench: Bench, steps: Sequence[StepQueries], tuning: Tuning) -> list[Call]:
-    """Of steps of the same lengths, planned once for all: a plan is made once a step for all
-    layers, so its cost is not the kernel's. None where kernels do not run."""
+    """Return a launch for each of the steps, which have the same lengths and one plan: a plan is
+    made once a step for all layers, so its cost is not the kernel's. Empty where no kernel runs."""
     if not bench.world.runs:
         return []
     step = steps[0]

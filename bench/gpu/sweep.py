@@ -1,9 +1,9 @@
-"""Which tiles attention should work with: candidates for each kind of query, and the table that
+"""The search for the tiles of attention: candidates for each kind of query, and the table that
 follows, in the format of `triton_kernels/attention/tiles.json`.
 
-Beside them what has no pages (torch's SDPA), and what each step's bytes and products take at the
-least. A tile of 16 or 32 rows is for decodes and verifications, one of 128 for chunks of prompts;
-one of 64 rows serves queries of every length where a row's bits must be its own.
+For comparison: torch's SDPA, which has no pages, and the least time of each step's bytes and
+products. A tile of 16 or 32 rows is for decodes and verifications, one of 128 for chunks of
+prompts; one of 64 rows serves queries of every length where a row's bits must be its own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from bench.gpu import peers
 from bench.gpu.ceilings import load_ceilings
 from bench.gpu.cells import Cell, Row
 from bench.gpu.limits import HEADS, TINY_HEADS, GridHeads, attention_cost, workload
-from bench.gpu.steps import TINY, StepQueries, launches, make_steps
+from bench.gpu.steps import TINY, StepQueries, launches, make_steps, relative_error
 from bench.gpu.timing import input_sets, time_calls
-from bench.gpu.verdict import relative_error
 from bench.gpu.world import Bench
 from cbatch.runtime.gpu.attention import LEAST_PART_TOKENS, Tuning
 from triton_kernels.attention import Heads, Tile, arch_of, balanced_partials, resident_programs
@@ -90,7 +89,7 @@ def _tuning(shape: GridHeads, tile: Tile, part_tokens: int, device: torch.device
 
 
 def workloads_of(rows: int) -> Mapping[str, float]:
-    """What tiles of so many rows are compared by."""
+    """Return the workloads, with weights, that tiles of so many rows are compared by."""
     return {16: DECODES, 32: VERIFIES, 64: EVERY, 128: CHUNKS}[rows]
 
 
@@ -109,7 +108,8 @@ def cells(bench: Bench) -> Iterator[Cell]:
         if page == 64:
             run = functools.partial(_measure_sdpa, bench, shape)
             yield Cell(f"{name} {SDPA}", labels | {"tile": SDPA}, run)
-    yield Cell("compiled", {"heads": "every"}, functools.partial(_compile, bench, lists))
+    compiled = functools.partial(_compile, bench, lists)
+    yield Cell("compiled", {"heads": "every"}, compiled, timed=False)
     for at in range(max(len(found) for *_, found in lists)):
         for labels, shape, page, found in lists:
             if at < len(found):
@@ -141,7 +141,7 @@ def _steps(
 
 
 def _compile(bench: Bench, lists: list[tuple[Row, GridHeads, int, list[Tuning]]]) -> Row:
-    """Whatever the other cells launch, by many processes."""
+    """Compile all that the other cells launch, by many processes."""
     with ahead.listed() as found:
         for _, shape, page, candidates in lists:
             for tuning in candidates:
@@ -187,7 +187,7 @@ def _median_us(bench: Bench, calls: list[Any]) -> float | None:
 
 
 def _compared(bench: Bench, shape: GridHeads, median_us: Mapping[str, float | None]) -> Row:
-    """Beside the limit and SDPA."""
+    """Return the medians with their ratios to the limit and to SDPA."""
     row: Row = {"median_us": dict(median_us), "over_limit": {}, "over_sdpa": {}}
     ceilings, sdpa = load_ceilings(bench.out), _SDPA_US.get(shape, {})
     for name, us in median_us.items():
@@ -235,7 +235,7 @@ def best_tiles(rows: Mapping[str, Row]) -> dict[tuple[str, int, int], Row]:
 
 def table_of(rows: Mapping[str, Row], shipped: Mapping[str, Any], source: str) -> dict[str, Any]:
     """`shipped` with the best tiles in place of those for bf16 and fp16 of the same arch, width of
-    heads, page and rows, whatever the group. An entry that nothing was measured for stays."""
+    heads, page and rows, for every group. An entry that nothing was measured for stays."""
 
     def key_of(entry: Mapping[str, Any]) -> dict[str, Any]:
         names = ("arch", "head_dim", "page_tokens")

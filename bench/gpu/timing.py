@@ -14,7 +14,7 @@ from bench.gpu.world import Bench, World, l2_bytes
 Call = Callable[[], Any]
 MOST_SAMPLES, FEWEST_SAMPLES = 40, 5
 _SAMPLE_S = 4e-3  # a sample lasts at least about this long
-CELL_S = 0.25  # of sampling, while the section has time for it
+CELL_S = 0.2  # of sampling
 _MOST_SETS = 256  # of a small kernel, 0.5 MB each or more
 
 
@@ -25,69 +25,46 @@ class Timing(NamedTuple):
     low_s: float
     high_s: float
     samples: int
-    method: str  # "graph", or "eager" where the launches could not be captured
 
 
 def input_sets(num_bytes: int, device: torch.device) -> int:
-    """How many sets of inputs of that size to go round, so that none is found in the cache."""
+    """Return the number of input sets of that size that keeps each out of the cache in turn."""
     return max(1, min(_MOST_SETS, -(-4 * l2_bytes(device) // max(num_bytes, 1))))
 
 
 def time_calls(bench: Bench, calls: Sequence[Call], seconds: float = CELL_S) -> Timing | None:
-    """Of one call on average, `calls` following one another; None where nothing is timed.
+    """Time one call on average, `calls` following one another; None where nothing is timed.
 
-    Everything is called once before, which compiles. Interpreted, that is all. `seconds` of samples
-    are taken, and fewer of what is slow or when little time is left.
+    Everything is called once before, which compiles. Interpreted, that is all. Samples are taken
+    for `seconds`, fewer of what is slow.
     """
     if bench.world.runs:
         for call in calls if bench.full else calls[:1]:
             call()
-    if bench.world is not World.DEVICE or bench.warming:
+    if bench.world is not World.DEVICE:
         return None
     torch.cuda.synchronize()
-    replay, method = _captured(calls), "graph"
-    if replay is None:
-        replay, method = _in_turn(calls), "eager"
-    return _sample(replay, len(calls), method, min(seconds, max(bench.left_s() / 4, 0.02)))
+    replay = _captured(calls)
+    once = max(_elapsed_s(replay, 1), _elapsed_s(replay, 1), 1e-6)
+    repeats = max(1, round(_SAMPLE_S / once))
+    samples = max(FEWEST_SAMPLES, min(MOST_SAMPLES, int(seconds / (repeats * once))))
+    return summarize([_elapsed_s(replay, repeats) / (repeats * len(calls)) for _ in range(samples)])
 
 
-def _captured(calls: Sequence[Call]) -> Call | None:
-    """The calls as one graph; None if they cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
-    side = torch.cuda.Stream()
+def _captured(calls: Sequence[Call]) -> Call:
+    """The calls as one graph, each of the first two done before on another stream."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for call in calls[:2]:
             call()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    try:
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-    except RuntimeError as error:
-        if "captur" not in str(error).lower():
-            raise
-        torch.cuda.synchronize()
-        return None
-    return graph.replay
-
-
-def _in_turn(calls: Sequence[Call]) -> Call:
-    def run() -> None:
+    with torch.cuda.graph(graph):
         for call in calls:
             call()
-
-    return run
-
-
-def _sample(replay: Call, calls: int, method: str, seconds: float) -> Timing:
-    once = max(_elapsed_s(replay, 1), _elapsed_s(replay, 1), 1e-6)
-    repeats = max(1, round(_SAMPLE_S / once))
-    wanted = int(seconds / (repeats * once))
-    samples = max(FEWEST_SAMPLES, min(MOST_SAMPLES, wanted))
-    found = sorted(_elapsed_s(replay, repeats) / (repeats * calls) for _ in range(samples))
-    return summarize(found, method)
+    replay: Call = graph.replay
+    return replay
 
 
 def _elapsed_s(replay: Call, repeats: int) -> float:
@@ -100,11 +77,11 @@ def _elapsed_s(replay: Call, repeats: int) -> float:
     return float(start.elapsed_time(end)) * 1e-3
 
 
-def summarize(seconds: Sequence[float], method: str) -> Timing:
+def summarize(seconds: Sequence[float]) -> Timing:
     ordered = sorted(seconds)
     last = len(ordered) - 1
     low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
-    return Timing(statistics.median(ordered), low, high, len(ordered), method)
+    return Timing(statistics.median(ordered), low, high, len(ordered))
 
 
 def figures(timing: Timing | None, cost: Cost, ceilings: Ceilings | None) -> dict[str, Any]:
@@ -118,7 +95,6 @@ def figures(timing: Timing | None, cost: Cost, ceilings: Ceilings | None) -> dic
         "low_us": timing.low_s * 1e6,
         "high_us": timing.high_s * 1e6,
         "samples": timing.samples,
-        "method": timing.method,
         "tflop_per_s": cost.flop / timing.median_s / 1e12,
     }
     if ceilings is not None:
@@ -131,6 +107,6 @@ def figures(timing: Timing | None, cost: Cost, ceilings: Ceilings | None) -> dic
 
 
 FIGURES = (
-    "median_us", "low_us", "high_us", "samples", "method", "mbytes", "gflop", "bound", "limit_us",
+    "median_us", "low_us", "high_us", "samples", "mbytes", "gflop", "bound", "limit_us",
     "fraction_of_limit", "tflop_per_s",
 )  # fmt: skip

@@ -1,11 +1,10 @@
-"""Where a run takes place: on a GPU, interpreted on a CPU, or nowhere (cases are only built)."""
+"""The place of a run: a GPU, the interpreter on a CPU, or none (inputs are only made)."""
 
 from __future__ import annotations
 
 import enum
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,29 +13,26 @@ from triton import knobs
 
 from cbatch.system.machine import describe_machine, describe_versions
 
-_FAULTS = ("CUDA error", "Triton Error [CUDA]", "misaligned address")
-
 
 class World(enum.Enum):
     DEVICE = "device"  # compiled, full size, timed
     INTERPRETED = "interpreted"  # TRITON_INTERPRET=1: tiny, run once, not timed
-    LISTED = "listed"  # neither: tiny inputs are built, no kernel of Triton's is launched
+    LISTED = "listed"  # neither: tiny inputs are made, no kernel of Triton's is launched
 
     @property
     def runs(self) -> bool:
-        """Whether kernels run at all."""
+        """True where kernels run, timed or not."""
         return self is not World.LISTED
 
 
 class Bench(NamedTuple):
-    """What a section works with."""
+    """The context that every section is given."""
 
     world: World
     device: torch.device
-    out: Path
-    peers: Path | None  # folder with files of peers that the machine does not have
-    left_s: Callable[[], float] = lambda: 0.0  # what is left of the section's time
-    warming: bool = False  # only compile: everything is called once, nothing is timed
+    out: Path  # folder with the journals of all parts
+    peers: Path | None = None  # folder with the package vllm, unpacked
+    warming: bool = False  # launches are only listed, to be compiled
 
     @property
     def full(self) -> bool:
@@ -87,16 +83,6 @@ def l2_bytes(device: torch.device) -> int:
     return (
         0 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).L2_cache_size)
     )
-
-
-def is_fault(error: BaseException) -> bool:
-    """Whether the device is lost to this process: every later call would fail as well. Triton's
-    launcher raises what the driver says as a RuntimeError of its own wording; want of memory,
-    which neither words so, passes."""
-    name, text = type(error).__name__, str(error)
-    if "out of memory" in text:
-        return False
-    return "AcceleratorError" in name or any(sign in text for sign in _FAULTS)
 
 
 def _output(*command: str) -> str | None:

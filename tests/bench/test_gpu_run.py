@@ -1,68 +1,63 @@
-"""The one command without a GPU, the verdicts, and the table that a sweep leaves."""
+"""The one command without a GPU, its tables, vLLM as a peer, and the table that a sweep leaves."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tarfile
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bench.gpu import __main__ as command
-from bench.gpu import combine, preflight, summary, supervise
-from bench.gpu.cells import Row
-from bench.gpu.limits import CHUNK, DECODE, VERIFY
-from bench.gpu.summary import verdicts
+from bench.gpu import correctness, report, vllm_engine
+from bench.gpu.cells import Journal, Row, run_cells
 from bench.gpu.sweep import DECODES, best_tiles, score, table_of, workloads_of, write_table
+from bench.gpu.turns import DeviceTurns
 from bench.gpu.world import Bench, World
 
 
 def test_the_dry_run_ends_with_a_document_of_nulls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "find_world", lambda: World.LISTED)
-    assert command.main(["--out", str(tmp_path)]) == 0
+    """Sections in processes of their own, as on a device."""
+    sections = ("ceilings", "engine", "kernels")
+    words = [word for name in sections for word in ("--section", name)]
+    cache = tmp_path / "none.txz"
+    assert command.main(["--out", str(tmp_path), *words, "--triton-cache", str(cache)]) == 0
     printed = capsys.readouterr().out
-    found = json.loads(printed.splitlines()[-1])
-    assert found == json.loads((tmp_path / summary.RESULTS).read_text())
-    assert "unmeasured" in printed
-    assert found["about"]["world"] == "listed" and found["about"]["device"] is None
-    assert found["about"]["commit"] and found["about"]["versions"]["torch"]
-    for section in ("limits", "correctness", "kernels", "sweep", "engine"):
-        states = [row["status"] for row in found[section]]
+    assert "every figure is null" in printed
+    files = {"results.json", "table.txt", "log.txt", command.CACHE}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    assert printed == (tmp_path / report.TABLE).read_text() + "\n"
+    found = json.loads((tmp_path / report.RESULTS).read_text())
+    about, rows = found["about"], found["rows"]
+    assert about["world"] == "listed" and about["device"] is None
+    assert about["commit"] and about["versions"]["torch"]
+    for section in sections:
+        states = [row["status"] for row in rows if row["section"] == section]
         assert states and all(s == "unmeasured" or s.startswith("skipped: ") for s in states)
-    assert all(row.get("median_us") is None for row in found["kernels"])
-    assert all(row["mbytes_a_step"] > 0 and row["step_ms"] is None for row in found["engine"])
-    assert {target["met"] for target in found["targets"]} == {None}
-
-
-def test_a_section_runs_in_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a device; the process itself finds none, and says so in its rows."""
-    monkeypatch.setattr(command, "find_world", lambda: World.DEVICE)
-    monkeypatch.setattr(command, "device_of", lambda world: torch.device("cpu"))
-    monkeypatch.setattr(command, "describe", lambda world: dict(ABOUT))
-    args = command.parse(["--out", str(tmp_path), "--section", "limits", "--minutes", "9"])
-    found = command.run(args)
-    assert [row["ceiling"] for row in found["limits"]] == ["copy", "matmul"]
-    assert {row["status"] for row in found["limits"]} == {"unmeasured"}
-    assert (tmp_path / "limits.log").read_text() == ""
-
-
-ABOUT = {"device": "a device", "versions": {"torch": "2.11.0"}, "date": "today", "commit": "c"}
+    figures = ("median_us", "step_ms", "per_s")
+    assert not any(row.get(name) for row in rows for name in figures)
 
 
 def test_every_cell_of_a_device_can_be_named(tmp_path: Path) -> None:
     """Nothing runs: each section lists what it would, under keys of their own."""
-    bench = Bench(World.DEVICE, torch.device("cpu"), tmp_path, None, lambda: 0.0)
+    bench = Bench(World.DEVICE, torch.device("cpu"), tmp_path)
     for section, least in SECTIONS.items():
         cells = list(command.cells_of(section)(bench))
         assert len({cell.key for cell in cells}) == len(cells) >= least, section
         json.dumps([cell.labels for cell in cells])
 
 
-SECTIONS = {"limits": 2, "correctness": 45, "kernels": 100, "sweep": 40, "engine": 48}
+SECTIONS = {
+    "ceilings": 3, "kernels": 90, "sweep": 40, "engine": 30, "engine-1b": 30, "demo": 9,
+    "vllm": 14,
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -72,142 +67,149 @@ def test_sections_with_interpreted_kernels(interpreted: tuple[int, str]) -> None
     assert " passed" in output and "skipped" not in output
 
 
-def test_time_is_shared_out_among_the_sections_asked_for() -> None:
-    shares = command.seconds_of(["kernels", "sweep"], 245.0)
-    assert list(shares) == ["limits", "kernels", "sweep"]
-    assert sum(shares.values()) == pytest.approx(240.0)
-    assert shares["kernels"] == pytest.approx(20 + (240 - 12 - 20 - 30) * 115 / (5 + 115 + 60))
+def test_parts_follow_one_another(tmp_path: Path) -> None:
+    """The engine's steps before vLLM's, and both before what takes long."""
+    parts = {p.name: p for p in command.parts(tmp_path, tmp_path, command.SECTIONS)}
+    assert list(parts) == list(command.SECTIONS) and not parts["engine"].after
+    assert not parts["vllm"].after and parts["vllm"].most_s >= 150
+    assert parts["kernels"].after == ("correctness", "vllm")
+    assert "vllm" not in {p.name for p in command.parts(tmp_path, None, command.SECTIONS)}
+    assert sum(p.least_s for p in parts.values() if p.needed) < 60
 
 
-@pytest.mark.parametrize(
-    ("minutes", "fits"),
-    [
-        (0.2, []),
-        (0.5, ["correctness"]),
-        (1, ["correctness", "limits", "kernels"]),
-        (2, ["correctness", "limits", "kernels", "engine"]),
-        (9, ["correctness", "limits", "kernels", "engine", "sweep"]),
-    ],
-)
-def test_no_more_is_begun_than_the_minutes_hold(minutes: float, fits: list[str]) -> None:
-    shares = command.seconds_of(["sweep", "correctness", "kernels", "engine"], 60 * minutes)
-    assert list(shares) == fits
-    assert sum(shares.values()) <= 60 * minutes
-    assert all(seconds > supervise.GRACE_S for seconds in shares.values())
-
-
-def test_what_the_minutes_do_not_hold_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_peers_that_are_none_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "find_world", lambda: World.LISTED)
-    assert command.main(["--out", str(tmp_path), "--minutes", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "left out, for 1 minutes do not hold them: engine, sweep" in printed
-    found = json.loads((tmp_path / summary.RESULTS).read_text())
-    assert found["about"]["left_out"] == ["engine", "sweep"] and "sweep" not in found
+    with pytest.raises(SystemExit):
+        command.parse(["--out", str(tmp_path), "--peers", str(tmp_path)])
+    assert "holds neither vllm/ nor vllm.txz" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "told"),
-    [
-        ("torch.cuda.is_available", lambda: False, "torch sees no GPU"),
-        ("torch.cuda.get_device_capability", lambda: (7, 5), "compute capability is 7.5"),
-        ("bench.gpu.preflight.shutil.which", lambda *_, **__: None, "needs a C compiler"),
-        (
-            "bench.gpu.preflight.sysconfig.get_paths",
-            lambda: {"include": "/nowhere"},
-            "needs Python.h",
-        ),
-    ],
-)
-def test_what_nothing_runs_without_is_told_in_a_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    value: object,
-    told: str,
-) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(command, "find_world", lambda: World.DEVICE)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(name, value)
-    assert command.main(["--out", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("bench.gpu: ") and told in line
-    assert not any(tmp_path.iterdir())
+# --- correctness ----------------------------------------------------------------------------------
+
+TESTS = """
+import os
+import pytest
+
+def test_right(): pass
+def test_wrong(): assert 1 == 2, "not equal"
+@pytest.fixture
+def broken(): raise ValueError("no fixture")
+def test_without(broken): pass
+def test_fault(): raise RuntimeError("CUDA error: an illegal memory access")
+"""
 
 
-def test_what_is_skipped_for_want_of_something_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight, "find_spec", lambda _: None)
-    monkeypatch.setattr(preflight.shutil, "which", lambda *_, **__: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 80 << 30))
-    missing = [each.what for each in preflight.lacks(None)]
-    assert missing == [
-        "compute-sanitizer", "nvidia-smi", "transformers", "--peers DIR with vllm/",
-        "40 GiB of free memory",
-    ]  # fmt: skip
-    assert len(preflight.line(preflight.lacks(None)).splitlines()) == 1
-    (tmp_path / "vllm").mkdir()
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
-    monkeypatch.setattr(preflight.shutil, "which", lambda name, **_: name)
-    assert preflight.line(preflight.lacks(tmp_path)) == "nothing is missing"
+def test_each_test_leaves_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_it.py").write_text(TESTS)
+    monkeypatch.setattr(correctness, "TESTS", str(tmp_path / "test_it.py"))
+    monkeypatch.setenv("CBATCH_TEST_JOURNAL", str(tmp_path / "rows.jsonl"))
+    words = [*correctness.command(processes=0), "--rootdir", str(tmp_path)]
+    subprocess.run(words, check=False, capture_output=True)
+    rows = Journal(tmp_path / "rows.jsonl").rows
+    assert {key.split("::")[1]: row["status"] for key, row in rows.items()} == {
+        "test_right": "ok",
+        "test_wrong": "failed: AssertionError: not equal assert 1 == 2",
+        "test_without": "failed: ValueError: no fixture",
+        "test_fault": "failed: RuntimeError: CUDA error: an illegal memory access",
+    }
 
 
-def attention(workload: str, implementation: str, us: float, **more: float) -> dict[str, Row]:
-    key = f"attention {workload} {implementation}"
-    row = {"kernel": "attention", "workload": workload, "implementation": implementation}
-    return {key: row | {"median_us": us} | more}
+# --- vLLM -----------------------------------------------------------------------------------------
+
+# It says what it is asked, and that a token takes a millisecond.
+VLLM = """
+from types import SimpleNamespace as Some
+import sibling, time
+__version__ = "9"
+class SamplingParams:
+    def __init__(self, **fields): self.__dict__.update(fields)
+class LLM:
+    def __init__(self, **fields): self.llm_engine, self.fields = Engine(), fields
+    def apply_model(self, function): raise AttributeError("lm_head")
+    def generate(self, prompts, params, use_tqdm):
+        time.sleep(params.max_tokens * 1e-3)
+        return [Some(outputs=[Some(token_ids=[0] * params.max_tokens)]) for _ in prompts]
+class Engine:
+    names = []
+    def add_request(self, name, prompt, params): self.names.append(name)
+    def step(self): return [Some(request_id=name) for name in self.names]
+    def has_unfinished_requests(self): return bool(self.names and self.names.pop())
+"""
 
 
-def test_verdicts() -> None:
-    kernels = attention(DECODE, "cbatch", 400.0, fraction_of_limit=0.895)
-    kernels |= attention(VERIFY, "cbatch", 440.0, fraction_of_limit=0.8)
-    kernels |= attention(CHUNK, "cbatch", 300.0, tflop_per_s=450.0)
-    kernels |= attention(DECODE, "vllm triton", 800.0) | attention(VERIFY, "vllm triton", 430.0)
-    right = {"a": {"status": "ok"}, "b": {"status": "ok"}}
-    engine = {"llama-3.1-8b batch 64 off cbatch": {"over_limit": 1.2}}
-    found = {v.target: (v.found, v.met) for v in verdicts(right, kernels, engine)}
-    assert found["decode attention, of copy bandwidth"] == (0.895, True)
-    assert found["verify (k = 7), of copy bandwidth"] == (0.8, False)
-    assert found["verify (k = 7) over decode"] == (1.1, False)
-    assert found["few long sequences, of copy bandwidth"] == (None, None)
-    assert found["prefill chunk of 2048, TFLOP/s"] == (450.0, True)
-    assert found["vLLM's Triton attention over ours, worst row"] == (430 / 440, False)
-    assert found["engine step over its limit, 8B, batch 64"] == (1.2, False)
-    assert found["correctness cells that are wrong"] == (0, True)
+def test_packed_vllm_is_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers, source = tmp_path / "peers", tmp_path / "source"
+    (peers / "wheels").mkdir(parents=True)
+    (source / "vllm").mkdir(parents=True)
+    (source / "vllm" / "__init__.py").write_text(VLLM)
+    with tarfile.open(peers / "vllm.txz", "w:xz") as packed:
+        packed.add(source / "vllm", "vllm")
+    with zipfile.ZipFile(peers / "wheels" / "sibling-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("sibling.py", "")
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(vllm_engine.os, "environ", {})
+    monkeypatch.setattr(vllm_engine, "step_kernels", lambda step, steps: [{"kernel": "k"}])
+    turns = DeviceTurns(out)
+    turns.announce("engine")
+    journal = Journal(out / "vllm.jsonl")
+    bench = Bench(World.DEVICE, torch.device("cpu"), out, peers)
+    run_cells(vllm_engine.cells(bench), journal, turns)
+    rows = journal.rows
+    assert {row["status"] for row in rows.values()} == {"ok"}, rows
+    note = rows["start"]["note"]
+    assert "flashinfer is missing" in note and "logits are flat: AttributeError: lm_head" in note
+    assert rows["steps, greedy 64"]["step_ms"] == pytest.approx(1.0, rel=0.5)
+    assert rows["steps, top_p 8"]["note"] == note
+    assert rows["kernels of a step, top_p 1"]["kernels"] == [{"kernel": "k"}]
+    assert vllm_engine.os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
 
 
-def test_what_is_left_out_is_not_called_right() -> None:
-    def met(*states: str) -> bool | None:
-        rows = {str(i): {"status": state} for i, state in enumerate(states)}
-        return verdicts(rows, {}, {})[0].met
-
-    assert met("ok", "skipped: no time") is None
-    assert met("unmeasured") is None and met() is None
-    assert met("ok", "wrong") is False and met("ok", "crashed: SIGABRT") is False
-    ahead = attention(DECODE, "vllm triton", 800.0) | attention(DECODE, "cbatch", 400.0)
-    ahead |= attention(VERIFY, "vllm triton", 800.0)
-    assert verdicts({}, ahead, {})[-2].met is None, "one row was not measured"
+# --- tables ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "text", "status"),
-    [
-        (0, "relative error 1e-3\n========= ERROR SUMMARY: 0 errors", "ok"),
-        (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "ok"),
-        (9, "========= Invalid __global__ read\n========= ERROR SUMMARY: 3 errors", "wrong"),
-        (1, "========= Error: Device not supported", "skipped"),
-        (0, "nothing was said", "skipped"),
-    ],
-)
-def test_the_sanitizer_is_understood(exit_code: int, text: str, status: str) -> None:
-    assert combine.judge(exit_code, text)["status"].split(":")[0] == status
+def steps(batch: int, lookahead: str, who: str, ms: float, **more: Any) -> Row:
+    row = {"section": "engine", "what": "steps", "model": "m", "sampling": "greedy"}
+    row |= {"batch": batch, "lookahead": lookahead, "implementation": who, "status": "ok"}
+    return row | {"step_ms": ms, "tokens_per_s": batch / ms * 1e3} | more
+
+
+def test_tables_compare_what_was_measured(tmp_path: Path) -> None:
+    kernels = [{"kernel": "gemm", "calls": 32.0, "us": 5000.0}]
+    of_step = {"what": "kernels of a step", "kernels": kernels}
+    timed = {"section": "kernels", "kernel": "verify", "workload": "64", "status": "ok"}
+    rows = [
+        steps(64, "off", "cbatch", 6.0, over_limit=1.2),
+        steps(64, "off", "vllm", 5.0),
+        steps(64, "fixed:4", "cbatch", 12.0, tokens_per_s=16000.0),
+        steps(8, "off", "cbatch", 5.0),
+        steps(64, "off", "cbatch", 6.0) | of_step,
+        steps(64, "off", "vllm", 6.0) | of_step,
+        timed | {"implementation": "cbatch", "median_us": 300.0},
+        timed | {"implementation": "vllm", "median_us": 150.0},
+        {"section": "correctness", "test": "t", "status": "failed: wrong"},
+        {"section": "correctness", "test": "u", "status": "ok"},
+        {"section": "demo", "status": "not reached"},
+    ]
+    report.write(tmp_path, {"device": "X", "commit": "c"}, rows)
+    assert json.loads((tmp_path / report.RESULTS).read_text())["rows"] == rows
+    text = (tmp_path / report.TABLE).read_text()
+    lines = [line.split() for line in text.splitlines()]
+    assert text.startswith("X, commit c")
+    names = next(line for line in lines if line[:3] == ["model", "sampling", "rows"])
+    assert next(x for x in lines if x[:3] == ["m", "greedy", "64"])[:5] == [
+        "m",
+        "greedy",
+        "64",
+        "6",
+        "1.2",
+    ]
+    (line,) = [x for x in lines if x[:3] == ["m", "greedy", "64"]]
+    assert "1.2" in line and "1.5" in line and names
+    assert ["verify", "64", "vllm", "150", "-", "-", "-", "0.5"] in lines
+    assert ["failed:", "wrong", "t"] in lines and ["demo", "not", "reached", "1"] in lines
+    assert text.count("32 x gemm") == 2
 
 
 def swept(keys: int, rows: int, us: float | None, *, decoded_us: float | None = None) -> Row:

@@ -24,7 +24,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplayingDevice]:
     light.use_reference_verdicts(monkeypatch)
     found = ReplayingDevice()
     monkeypatch.setattr(executor_module, "device_for", lambda _: found)
-    monkeypatch.setattr(engine, "_loaded", engine._Loaded())
     engine.script_verdicts.cache_clear()
     yield found
     engine.script_verdicts.cache_clear()
@@ -34,7 +33,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplayingDevice]:
 def bench(tmp_path: Path) -> Bench:
     assert find_world() is World.INTERPRETED
     torch.set_num_threads(1)
-    return Bench(World.INTERPRETED, torch.device("cpu"), tmp_path, None, lambda: 1.0)
+    return Bench(World.INTERPRETED, torch.device("cpu"), tmp_path)
 
 
 def test_every_policy_is_measured_and_no_capture_is_priced(
@@ -49,10 +48,14 @@ def test_every_policy_is_measured_and_no_capture_is_priced(
         return prices
 
     monkeypatch.setattr(engine, "profile_costs", watched)
-    for lookahead in engine.LOOKAHEADS:
-        row = engine.measure(bench, "tiny", 2, lookahead)
-        assert row["status"] == "unmeasured", "by the clock; it ran"
-        if lookahead != "goodput":  # which the clock tells what to do
-            assert (row["drafts_a_row"] > 0) == (lookahead != "off")
+    rows = [cell.run() for cell in engine.cells(bench)]
+    assert {row["status"] for row in rows} == {"unmeasured"}, "by the clock; it ran"
+    drafting = {
+        cell.labels["lookahead"]: row["drafts_a_row"] > 0
+        for cell, row in zip(engine.cells(bench), rows, strict=True)
+        if cell.labels["what"] == engine.STEPS
+    }
+    drafting.pop("goodput")  # the clock tells it what to do
+    assert drafting == {"off": False, "fixed:4": True}
     ((prices, captured, new),) = priced
     assert captured > 20 and not new and prices.target_s

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import structs
@@ -39,8 +38,7 @@ def shrink() -> None:
         limits.HEADS[name] = GridHeads(1, heads.group, 32)
     limits.LLAMA_8B_HEADS = limits.HEADS["llama-8b"]
     limits.MODELS = {name: structs.replace(shape, **_TINY) for name, shape in limits.MODELS.items()}
-    limits.DRAFTS = limits.MODELS
-    limits.BATCHES, limits.VOCAB = (2, 1), 700
+    limits.BATCHES, limits.VOCAB = (2, 1), 2100
     for module, values in _VALUES.items():
         found = importlib.import_module(f"bench.gpu.{module}")
         for name, value in values.items():
@@ -49,47 +47,44 @@ def shrink() -> None:
 
 
 def _few(module: Any) -> Callable[..., Any]:
-    real = module.candidates
+    real = module.tunings
     return lambda *given: itertools.islice(real(*given), _CANDIDATES)
 
 
-def _plain(_: Any) -> Callable[..., Any]:
-    """Nothing is compiled for a device that is not there."""
-    return lambda function: function
-
-
 def _started(module: Any) -> Callable[..., Any]:
-    real = module.child_command
+    """Its parts are on the same machine."""
+    real = module.parts
 
-    def child_command(out: Path, peers: Path | None) -> Callable[..., Sequence[str]]:
-        command = real(out, peers)
+    def parts(*given: Any) -> list[Any]:
+        found = []
+        for part in real(*given):
+            at = part.command.index("bench.gpu")
+            words = (*part.command[:at], "tests.gpu_proofs.pretence.job", *part.command[at:])
+            found.append(part._replace(command=words, most_s=3600.0))
+        return found
 
-        def words(*given: Any) -> list[str]:
-            said = list(command(*given))
-            at = said.index("bench.gpu")
-            return [*said[:at], "tests.gpu_proofs.pretence.job", *said[at:]]
-
-        return words
-
-    return child_command
-
-
-def _case(module: Any) -> Callable[..., Any]:
-    real = module._case
-
-    def case(bench: Any, *, vocab: int, requests: int, **kinds: bool) -> Any:
-        return real(bench, vocab=min(vocab, 300), requests=min(requests, 8), **kinds)
-
-    return case
+    return parts
 
 
-def _tiling(module: Any) -> Any:
-    return module.TINY_TILING._replace(block=512, reduce_block=512)  # fewer programs to interpret
+def _nothing(_: Any) -> Callable[..., dict[str, int]]:
+    """Kernels are interpreted."""
+    return lambda *_: {"kernels": 0}
 
 
-def _made(module: Any) -> Callable[..., Any]:
-    real = module.make_case
-    return lambda drafts, *given, **kinds: real(drafts[:3], *given, **kinds)
+def _unprofiled(_: Any) -> Callable[..., list[dict[str, Any]]]:
+    """A torch without CUDA has no profiler of kernels."""
+
+    def step_kernels(step: Callable[[], Any], steps: int) -> list[dict[str, Any]]:
+        for _ in range(steps):
+            step()
+        return []
+
+    return step_kernels
+
+
+def _few_tests(module: Any) -> Callable[..., list[str]]:
+    real, plugin = module.command, ("-p", "tests.gpu_proofs.pretence.plugin")
+    return lambda *more, **_: real(*more, *plugin, "-k", "test_rows", processes=0)
 
 
 def _sizes(module: Any) -> Any:
@@ -106,15 +101,13 @@ def _device(module: Any) -> Any:
 _VALUES: dict[str, dict[str, Any]] = {
     "world": {"find_world": _device},
     "timing": {"MOST_SAMPLES": 1, "FEWEST_SAMPLES": 1, "_SAMPLE_S": 1e-3, "_MOST_SETS": 2},
-    "ceilings": {"_COPY_BYTES": 1 << 12, "_EDGE": 16},
-    "correct_attention": {"_STRESS_LAUNCHES": 3},
-    "correct_sampling": {"_case": _case, "TILING": _tiling},
-    "correct_laws": {
-        "_COUNT": 64, "_WIDE_COUNT": 32, "_GROUP": 32, "_WIDE_VOCAB": 300, "_LIKELIEST": 8,
-    },
-    "supervise": {"child_command": _started, "SHARDS": 2, "_CELL_S": 900.0},
-    "kernels": {"make_case": _made, "_TOKENS": (3, 9), "_WIDTH": 64, "_INTERMEDIATE": 96},
-    "peers": {"inductor": _plain},
-    "sweep": {"candidates": _few},
-    "engine": {"FULL": _sizes, "_PROFILE_S": 0.0, "_SHORT_TOKENS": 2, "_LONG_TOKENS": 4},
+    "ceilings": {"_BYTES": 1 << 16, "_EDGE": 16, "_PROGRAMS": 2},
+    "correctness": {"command": _few_tests},
+    "__main__": {"parts": _started},
+    "kernels": {"_STEPS": ((3, 2), (2, 0), (1, 3)), "TILING": lambda found: found._TINY_TILING,
+                "_TOKENS": (3, 9), "_WIDTH": 64, "_INTERMEDIATE": 96, "_compile": _nothing},
+    "sweep": {"tunings": _few, "_compile": _nothing},
+    "engine": {"FULL": _sizes, "_PROFILE_S": 0.0, "_PROFILED": {("off", "greedy"): (2,)},
+               "step_kernels": _unprofiled},
+    "demo_pair": {"_STREAMS": 2, "_TOKENS": 4, "_RUNS": 2},
 }  # fmt: skip

@@ -1,0 +1,150 @@
+"""The parts of a run as processes: each with its own time limit, rows on disk as they come.
+
+A part starts when the parts it follows have ended. Parts run concurrently, and `turns` keeps their
+measurements apart. A process that dies costs its current cell: another continues after that cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.gpu.cells import NOT_REACHED, Journal, Row
+from bench.gpu.turns import DeviceTurns
+
+_POLL_S, _WRITE_S = 0.2, 2.0
+_SLACK_S = 2.0  # between a part and the next
+_MOST_RESTARTS = 4
+_TAIL_BYTES = 20_000  # of a log that is kept
+
+Rows = dict[str, dict[str, Row]]  # by part and cell
+Write = Callable[[Rows, Row], None]  # of all rows, and what is known of the machine
+
+
+class RunPart(NamedTuple):
+    """Cells of one process. It is not begun with less than `least_s` left; earlier parts leave that
+    much for a `needed` one."""
+
+    name: str
+    command: tuple[str, ...]
+    least_s: float
+    most_s: float
+    after: tuple[str, ...] = ()
+    needed: bool = False
+
+
+class _Running:
+    def __init__(self, part: RunPart, folder: Path, turns: DeviceTurns, until_s: float) -> None:
+        self.part, self.turns, self.until_s = part, turns, until_s
+        self.journal = Journal(folder / f"{part.name}.jsonl")
+        self.log = folder / f"{part.name}.log"
+        self._restarts = self._reached = 0
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                self.part.command, stdout=log, stderr=log, start_new_session=True
+            )
+        self.turns.begin(process.pid)
+        return process
+
+    def goes_on(self) -> bool:
+        """Return True while the part runs. A part past its time is ended; a process that died is
+        started again if it made progress."""
+        self.journal.read()
+        code = self.process.poll()
+        if code is None and time.monotonic() < self.until_s:
+            return True
+        self.end()
+        if not code:
+            return False
+        states = [row["status"] for row in self.journal.rows.values()]
+        before, self._reached = self._reached, sum(state != NOT_REACHED for state in states)
+        self._restarts += 1
+        late = time.monotonic() + self.part.least_s > self.until_s
+        if self._reached > before and self._restarts <= _MOST_RESTARTS and not late:
+            self.process = self._start()
+            return True
+        if not states:
+            said = " ".join(self.tail().splitlines()[-1:])[:200]
+            self.journal.write(rows={self.part.name: {"status": f"failed: exit {code}: {said}"}})
+        return False
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # with its children
+        self.process.wait()
+        self.turns.end(self.process.pid)
+        self.journal.read()
+
+    def tail(self) -> str:
+        return self.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+
+
+class GpuRun:
+    """Runs parts. `write` is called with all rows every two seconds, and at the end."""
+
+    def __init__(self, folder: Path, seconds: float, write: Write) -> None:
+        self.folder, self.turns, self._write = folder, DeviceTurns(folder), write
+        self._until_s = time.monotonic() + seconds
+        self._ran: dict[str, _Running] = {}
+        self._left_out: list[str] = []
+
+    @property
+    def rows(self) -> Rows:
+        missing = {"status": "left out: the minutes do not hold it"}
+        return {name: ran.journal.rows for name, ran in self._ran.items()} | {
+            name: {name: missing} for name in self._left_out
+        }
+
+    @property
+    def about(self) -> Row:
+        """The machine, as the parts know it."""
+        found: Row = {}
+        for ran in self._ran.values():
+            found = ran.journal.about | found
+        return found
+
+    @property
+    def log(self) -> str:
+        return "\n".join(f"##### {name}\n{ran.tail()}" for name, ran in self._ran.items())
+
+    def go(self, parts: Sequence[RunPart]) -> None:
+        waiting, running = {part.name: part for part in parts}, set[str]()
+        written_s = time.monotonic()
+        try:
+            while waiting or running:
+                for part in list(waiting.values()):
+                    # What begins while another part measures would not be stopped for it.
+                    if not {*part.after} & (waiting.keys() | running) and self.turns.is_free():
+                        del waiting[part.name]
+                        self._begin(part, waiting, running)
+                time.sleep(_POLL_S)
+                for name in [name for name in running if not self._ran[name].goes_on()]:
+                    running.remove(name)
+                    self.turns.announce(name)
+                if time.monotonic() > written_s + _WRITE_S:
+                    self._write(self.rows, self.about)
+                    written_s = time.monotonic()
+        finally:
+            for name in running:
+                self._ran[name].end()
+            self._write(self.rows, self.about)
+
+    def _begin(self, part: RunPart, waiting: dict[str, RunPart], running: set[str]) -> None:
+        now_s = time.monotonic()
+        reserved_s = sum(p.least_s + _SLACK_S for p in waiting.values() if p.needed)
+        until_s = min(now_s + part.most_s, self._until_s - reserved_s)
+        if until_s < now_s + part.least_s:
+            self._left_out.append(part.name)
+            self.turns.announce(part.name)
+        else:
+            self._ran[part.name] = _Running(part, self.folder, self.turns, until_s)
+            running.add(part.name)

@@ -1,0 +1,168 @@
+"""Whole vLLM on the same shape with random weights, in a process of its own.
+
+The folder of peers holds its package unpacked (`vllm/`) or packed (`vllm.txz`), and wheels of what
+it needs that is not installed (`wheels/`). A step's time is the time of 128 more tokens of each
+sequence over 128, so that prompts cancel. The engine runs in the calling process, as ours does
+here: only then can its kernels be listed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import importlib.util
+import json
+import os
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.gpu.cells import Absent, Cell, Row
+from bench.gpu.limits import BATCHES, LOGIT_STD, MODEL, MODELS, PROMPT_TOKENS, SAMPLING, config_of
+from bench.gpu.profiled import STEP_KERNELS, STEPS, step_kernels
+from bench.gpu.turns import DeviceTurns
+from bench.gpu.world import Bench
+
+THEIRS = "vllm"
+_ROOT = Path(__file__).parents[2]
+_PROFILED, _PROFILED_STEPS = (64, 1), 6
+_SHORT_TOKENS, _LONG_TOKENS = 8, 136  # of output
+_KV_BYTES, _MEMORY_SHARE, _CONTEXT_TOKENS = 13 << 30, 0.40, 2048
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def unpack(peers: Path, to: Path) -> Path:
+    """The folder with the package `vllm` and what it needs; unpacked into `to` unless `peers` has
+    it so."""
+    if (peers / "vllm").is_dir():
+        return peers
+    with to.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several parts of a run ask for it
+        if (to / "vllm").is_dir():
+            return to
+        part = to.with_suffix(".part")
+        with tarfile.open(peers / "vllm.txz") as packed:
+            packed.extractall(part, filter="tar")
+        for wheel in (peers / "wheels").glob("*.whl"):
+            with zipfile.ZipFile(wheel) as file:
+                file.extractall(part)
+        part.rename(to)
+    return to
+
+
+class Peer:
+    """vLLM, once it has started."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.llm: Any = None
+        self._note = ""
+
+    def start(self) -> Row:
+        if not self.bench.full or self.bench.peers is None:
+            raise Absent("no GPU, or no --peers")
+        began_s, out = time.perf_counter(), self.bench.out
+        folder = unpack(self.bench.peers, out / "peers")
+        # Without the checkout: vLLM looks for a package `triton_kernels`, too.
+        sys.path[:] = [str(folder), *(p for p in sys.path if Path(p or ".").resolve() != _ROOT)]
+        os.environ |= _ENVIRONMENT
+        if importlib.util.find_spec("flashinfer") is None:
+            os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+            self._note = "flashinfer is missing: vLLM samples by its own kernels"
+        import vllm
+
+        model = out / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps(config_of(MODELS[MODEL])))
+        self.llm = vllm.LLM(
+            model=str(model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=_CONTEXT_TOKENS,
+            max_num_seqs=max(BATCHES),
+            gpu_memory_utilization=_MEMORY_SHARE,
+            kv_cache_memory_bytes=_KV_BYTES,
+            enable_prefix_caching=False,
+            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
+        )
+        try:
+            self.llm.apply_model(_peaked)
+        except Exception as error:
+            self._note += f"; logits are flat: {type(error).__name__}: {error}"[:200]
+        seconds = time.perf_counter() - began_s
+        return {"version": vllm.__version__, "seconds": seconds, "note": self._note}
+
+    def _requests(self, batch: int, sampling: str, tokens: int) -> tuple[list[Any], Any]:
+        if self.llm is None:
+            raise Absent("vLLM did not start")
+        from vllm import SamplingParams
+
+        rng, vocab = np.random.default_rng(0), MODELS[MODEL].vocab_size
+        prompts = [rng.integers(1, vocab - 1, PROMPT_TOKENS).tolist() for _ in range(batch)]
+        options: dict[str, Any] = {"ignore_eos": True, "detokenize": False, **SAMPLING[sampling]}
+        params = SamplingParams(max_tokens=tokens, **options)
+        return [{"prompt_token_ids": prompt} for prompt in prompts], params
+
+    def _seconds(self, batch: int, sampling: str, tokens: int) -> float:
+        requests = self._requests(batch, sampling, tokens)
+        began_s = time.perf_counter()
+        found = self.llm.generate(*requests, use_tqdm=False)
+        seconds = time.perf_counter() - began_s
+        if sum(len(each.outputs[0].token_ids) for each in found) != batch * tokens:
+            raise RuntimeError("not every token came")
+        return seconds
+
+    def measure(self, batch: int, sampling: str) -> Row:
+        short_s = min(self._seconds(batch, sampling, _SHORT_TOKENS) for _ in range(2))
+        more_s = self._seconds(batch, sampling, _LONG_TOKENS) - short_s
+        step_s = more_s / (_LONG_TOKENS - _SHORT_TOKENS)
+        return {"step_ms": step_s * 1e3, "tokens_per_s": batch / step_s, "note": self._note}
+
+    def profile_step(self, batch: int, sampling: str) -> Row:
+        prompts, params = self._requests(batch, sampling, 64)
+        engine = self.llm.llm_engine
+        for at, prompt in enumerate(prompts):
+            engine.add_request(f"{sampling} {batch} {at}", prompt, params)
+        decoding: set[str] = set()
+        while len(decoding) < batch:
+            decoding |= {output.request_id for output in engine.step()}
+        found = step_kernels(engine.step, _PROFILED_STEPS)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return {"kernels": found}
+
+
+def _peaked(model: Any) -> None:
+    """Logits as those of our random weights, in place of equal ones."""
+    model.model.norm.weight.data.fill_(1.0)
+    weight = model.lm_head.weight.data
+    weight.normal_(0.0, LOGIT_STD / weight.shape[1] ** 0.5)
+
+
+def cells(bench: Bench) -> Iterator[Cell]:
+    """Yield the start, which overlaps that of our engine, and measurements after our engine's."""
+    peer, labels = Peer(bench), {"model": MODEL, "implementation": THEIRS}
+    yield Cell("start", labels | {"what": "start"}, peer.start, timed=False)
+    turns = DeviceTurns(bench.out)
+    yield Cell("turn", labels | {"what": "turn"}, lambda: turns.wait_for("engine"), timed=False)
+    for sampling in SAMPLING:
+        for what, function, batches in (
+            (STEPS, peer.measure, BATCHES),
+            (STEP_KERNELS, peer.profile_step, _PROFILED),
+        ):
+            for batch in batches:
+                way = {"batch": batch, "lookahead": "off", "sampling": sampling, "what": what}
+                run = functools.partial(function, batch, sampling)
+                yield Cell(f"{what}, {sampling} {batch}", labels | way, run)
