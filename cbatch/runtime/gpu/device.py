@@ -1,7 +1,4 @@
-"""What differs between a CUDA device and CPU tensors: graphs, pinned memory, events.
-
-The CUDA half has never run: there was no device to run it on.
-"""
+"""What differs between a CUDA device and CPU tensors: graphs, pinned memory, events."""
 
 from __future__ import annotations
 
