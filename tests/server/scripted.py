@@ -65,7 +65,7 @@ class ScriptedService:
         whole: bool = True,
         **_: Any,
     ) -> OutputStream:
-        ids = prompt.make(self.model)
+        ids = prompt.make()
         self.params = within(params, prompt, ids)
         stream = OutputStream(Accepted(request_id, ids, 1, params.n), lambda: None)
         for index in range(params.n):

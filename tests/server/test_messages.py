@@ -35,7 +35,7 @@ def prompt_ids(template: str, *messages: dict[str, Any], **fields: Any) -> list[
     body = {"messages": messages} | fields
     (pending,) = parse_chat(json.dumps(body).encode(), model).prompts
     assert isinstance(pending, PendingPrompt)
-    return list(pending.make(model))
+    return list(pending.make())
 
 
 def prompt(template: str, *messages: dict[str, Any], **fields: Any) -> str:

@@ -98,7 +98,7 @@ def test_a_template_that_takes_too_much(name: str) -> None:
 @pytest.mark.parametrize(
     "task",
     [
-        partial(on_model, parse_chat(json.dumps(CONVERSATION).encode(), MODEL).prompts[0].make),
+        partial(on_model, parse_chat(json.dumps(CONVERSATION).encode(), MODEL).prompts[0].task),
         partial(on_model, partial(text_ids, "ab")),
         partial(on_model, partial(tokenize, b'{"prompt": "ab"}')),
         partial(on_model, partial(detokenize, b'{"tokens": [5]}')),

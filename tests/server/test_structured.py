@@ -346,7 +346,7 @@ def test_templates_get_tools_and_earlier_calls() -> None:
         body = json.dumps({"messages": messages, "tools": TOOLS, "tool_choice": NAMED} | change)
         (pending,) = parse_chat(body.encode(), model).prompts
         assert isinstance(pending, PendingPrompt)
-        return TOKENIZER.decode(list(pending.make(model)))
+        return TOKENIZER.decode(list(pending.make()))
 
     assert prompt() == f"<weather><now>[{PROMPT}][]weather=Rome[warm]"
     assert prompt(tool_choice="none") == f"[{PROMPT}][]weather=Rome[warm]"

@@ -246,7 +246,7 @@ def prompt(model: Any, **body: Any) -> str:
     call = parse_chat(json.dumps({"messages": MESSAGES} | body).encode(), model)
     (pending,) = call.prompts
     assert isinstance(pending, PendingPrompt)
-    return model.tokenizer.decode(list(pending.make(model)), skip_special_tokens=False)
+    return model.tokenizer.decode(list(pending.make()), skip_special_tokens=False)
 
 
 def test_earlier_thoughts_go_back_by_either_name() -> None:

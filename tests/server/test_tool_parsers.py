@@ -206,7 +206,7 @@ def test_the_template_is_given_the_tools() -> None:
         model = toy_model(template, tool_parser=parser)
         (pending,) = parse_chat(json.dumps(BODY | change).encode(), model).prompts
         assert isinstance(pending, PendingPrompt)
-        return TOKENIZER.decode(list(pending.make(model)))
+        return TOKENIZER.decode(list(pending.make()))
 
     assert prompt("hermes") == prompt("llama3_json", tool_choice="auto") == "<weather><now>"
     assert prompt("hermes", tool_choice="none") == ""

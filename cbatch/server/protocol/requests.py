@@ -49,15 +49,20 @@ Fields = TypeVar("Fields", bound="CallFields")
 
 
 class PendingPrompt(NamedTuple):
-    """To be made once it has its ticket of the queue. `num_bytes` is about the most tokens
-    that it can have; `make` gives their ids, in another process, and raises `FieldError`: about
-    `field`, which the prompt came as. `around` returns the grammar around a structured output that
-    follows the ids."""
+    """A prompt whose ids are made once it has its ticket of the queue. `num_bytes` is about the
+    most tokens that the prompt can have. `task` returns their ids, in a worker, and raises
+    `FieldError` about `field`, which the prompt came as. `around` returns the grammar around a
+    structured output that follows the ids."""
 
     num_bytes: int
-    make: Callable[[ServedModel], tuple[int, ...]]
+    model: ServedModel
+    task: Callable[[ServedModel], tuple[int, ...]]
     field: str = "prompt"
     around: Callable[[Sequence[int]], str | None] | None = None
+
+    def make(self) -> tuple[int, ...]:
+        """Run the task here."""
+        return self.task(self.model)
 
 
 ReadPrompt = str | tuple[int, ...] | PendingPrompt
@@ -251,10 +256,9 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
         rest = (*rest, *(f"tools[{at}].function.strict" for at in strict))
     params, grammar_field = _structured(sampling, fields, forced)
     _check_size(params, 1)
+    ids = partial(chat_ids, body)
     return Call(
-        prompts=(
-            PendingPrompt(len(body), partial(chat_ids, body), "messages", model.around_answer),
-        ),
+        prompts=(PendingPrompt(len(body), model, ids, "messages", model.around_answer),),
         params=params,
         fields=fields,
         ignored=rest,
@@ -399,8 +403,8 @@ def _read_prompt(
     model.require_length("prompt", prompt)
     if last is None and special:
         return prompt
-    make = partial(text_ids, prompt, add_special_tokens=special, last=last)
-    return PendingPrompt(len(prompt.encode()), make)
+    ids = partial(text_ids, prompt, add_special_tokens=special, last=last)
+    return PendingPrompt(len(prompt.encode()), model, ids)
 
 
 def text_ids(

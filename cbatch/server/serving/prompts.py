@@ -60,9 +60,9 @@ class PromptReader:
             tokenizer = self._model.tokenizer
             if len(prompt) <= SHORT_BYTES and not tokenizer.has_patterns:
                 return token_ids(prompt, tokenizer)
-            prompt = PendingPrompt(len(prompt), partial(text_ids, prompt), "prompt")
+            return await self.run(partial(text_ids, prompt), len(prompt), "prompt")
         if isinstance(prompt, PendingPrompt):
-            return await self.run(prompt.make, prompt.num_bytes, prompt.field)
+            return await self.run(prompt.task, prompt.num_bytes, prompt.field)
         return token_ids(prompt, None)
 
     async def tokenize(self, body: bytes) -> bytes:
