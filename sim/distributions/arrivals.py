@@ -16,6 +16,8 @@ import numpy as np
 from cbatch.core.request.errors import FieldError
 
 CHUNK = 4096
+EXTREME = 1e9  # times as large, or as small, as a second or a share
+_MOST_IN_A_PHASE = 1e7  # arrivals, on average
 Law = Literal["gamma", "weibull"]
 
 
@@ -52,6 +54,8 @@ def on_off(
     for field, value in (("rate_per_s", rate_per_s), ("on_s", on_s), ("off_s", off_s)):
         require_positive(field, value)
     busy_rate_per_s = rate_per_s * (on_s + off_s) / on_s
+    if busy_rate_per_s * on_s > _MOST_IN_A_PHASE:
+        raise FieldError("on_s", "makes more than 1e7 requests in a phase", "give shorter phases")
     start_s = 0.0
     while True:
         length_s = rng.exponential(on_s)
@@ -118,5 +122,6 @@ def _renewal(
 
 
 def require_positive(field: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise FieldError(field, f"{value} is not allowed", "give a positive number")
+    """Raise `FieldError` for what is not positive, or so extreme that float64 overflows later."""
+    if not 1 / EXTREME <= value <= EXTREME:
+        raise FieldError(field, f"{value} is not allowed", "give a number from 1e-9 to 1e9")

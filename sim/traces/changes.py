@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from cbatch.core.request.errors import FieldError
 from sim.distributions.arrivals import require_positive
+from sim.distributions.lengths import MAX_TOKENS
 from sim.traces.request import TraceRequest
 
 
@@ -44,8 +45,8 @@ def scale(
     output: float = 1.0,
 ) -> Iterator[TraceRequest]:
     """`rate` times as many requests a second (a session's thinking stays as it is); lengths times
-    `prompt` and `output`, but no less than a token. Raises `FieldError` where prompts
-    have named blocks and `prompt` is not 1."""
+    `prompt` and `output`, but no less than a token. Raises `FieldError` where prompts have named
+    blocks and `prompt` is not 1, and for lengths beyond `MAX_TOKENS`."""
     for field, value in (("--rate", rate), ("--prompt", prompt), ("--output", output)):
         require_positive(field, value)
     for request in requests:
@@ -56,9 +57,16 @@ def scale(
         yield replace(
             request,
             arrival_s=request.arrival_s / rate,
-            prompt_tokens=max(1, round(request.prompt_tokens * prompt)),
-            output_tokens=max(1, round(request.output_tokens * output)),
+            prompt_tokens=_scaled("--prompt", request.prompt_tokens, prompt),
+            output_tokens=_scaled("--output", request.output_tokens, output),
         )
+
+
+def _scaled(field: str, tokens: int, factor: float) -> int:
+    scaled = max(1, round(tokens * factor))
+    if scaled > MAX_TOKENS:
+        raise FieldError(field, f"makes {scaled} tokens of {tokens}", f"keep to {MAX_TOKENS}")
+    return scaled
 
 
 def sample(

@@ -99,6 +99,8 @@ def test_scaling() -> None:
     for field in ("rate", "prompt", "output"):
         with pytest.raises(FieldError, match=field):
             list(scale(trace, **{field: 0.0}))
+        with pytest.raises(FieldError, match=f"--{field}: (makes|1e)"):
+            list(scale(trace, **{field: 1e8 if field != "rate" else 1e300}))
 
 
 def test_samples_are_windows_shares_and_heads() -> None:
