@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.browser import CHROMIUM, Page, browsing
+from bench.browser import MISSING, browsing, until
 from bench.plot import pyplot
 from bench.report import print_report, rounded
 from bench.server.started import started
@@ -111,11 +111,10 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
 
 def save_live_page(path: Path) -> None:
     # One thread: others wait by spinning, and browser and load want a core, too.
-    with started(SERVER.split(), {"OMP_NUM_THREADS": "1"}) as port, browsing() as page:
+    with started(SERVER.split(), {"OMP_NUM_THREADS": "1"}) as port, browsing(SCALE) as (page, _):
         url = f"http://127.0.0.1:{port}"
-        page.look(WIDTH, HEIGHT, scale=SCALE)
-        page.call("Emulation.setScrollbarsHidden", hidden=True)
-        page.open(f"{url}/")
+        page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
+        page.goto(f"{url}/")
         for clients, tokens in PHASES:
             with _loaded(url, clients):
                 _wait_for(url, tokens)
@@ -154,11 +153,12 @@ def _generated(url: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-def _shoot(page: Page, path: Path) -> None:
-    page.look(WIDTH, page.value("document.documentElement.scrollHeight"), scale=SCALE)
-    page.value("document.getElementById('prompt-form').requestSubmit()")
-    page.until("document.getElementById('answer').textContent.split('\\n').length > 5")
-    page.screenshot(path)
+def _shoot(page: Any, path: Path) -> None:
+    height = page.evaluate("document.documentElement.scrollHeight")
+    page.set_viewport_size({"width": WIDTH, "height": height})
+    page.evaluate("document.getElementById('prompt-form').requestSubmit()")
+    until(page, "document.getElementById('answer').textContent.split('\\n').length > 5")
+    page.screenshot(path=path)
 
 
 def _shrink(path: Path) -> None:
@@ -179,8 +179,8 @@ def main() -> None:
     if args.only != "live-page":
         rows = save_policies(args.out / "policies.png")
     if args.only != "policies":
-        if CHROMIUM is None:
-            print("live-page.png: left out, there is no `chromium` here", file=sys.stderr)
+        if MISSING is not None:
+            print(f"live-page.png: left out, {MISSING}", file=sys.stderr)
         else:
             save_live_page(args.out / "live-page.png")
     if rows:

@@ -195,7 +195,7 @@ class Stub:
 
 
 def snapshot(num_steps: int) -> Snapshot:
-    stats = EngineMetrics(1, 0, 8, 4, 2, 0.0, 0.0, 0.0, make_engine().scheduler.stats, None)
+    stats = EngineMetrics(1, 0, 8, 4, 2, 0, 0.0, 0.0, 0.0, 0.0, make_engine().scheduler.stats, None)
     return Snapshot((), (), num_steps, BlockMap(1, [0] * 8, [0] * 8), stats)
 
 
@@ -238,3 +238,13 @@ def test_the_feed_goes_on_when_the_engine_is_killed() -> None:
                 if frame["restarts"]:
                     break
         assert seen[:2] == [0, 0] and seen[-1] == 1
+
+
+def test_the_page_reads_the_engine_s_metrics_at_their_places() -> None:
+    """They come as an array, in the order of the fields."""
+    page = Path(cbatch.server.http.__file__).parent / "page" / "page.js"
+    (pattern,) = re.findall(r"const \[([^\]]*)\] =\s*frame\.look\.stats", page.read_text("utf-8"))
+    names = [re.sub(r"[A-Z]", lambda m: f"_{m[0].lower()}", n.strip()) for n in pattern.split(",")]
+    fields = EngineMetrics.__struct_fields__
+    assert len(names) == len(fields)
+    assert all(name in field for name, field in zip(names, fields, strict=True))

@@ -156,7 +156,7 @@ function onFrame(frame) {
 
 function onLook(frame, now, says) {
   const { slots, steps, num_steps, blocks } = frame.look;
-  const [running, , numBlocks, free, cached, stepS, planS, commitS, totals, outlook] =
+  const [running, , numBlocks, free, cached, , , stepS, planS, commitS, totals, outlook] =
     frame.look.stats;
   lastLook = frame;
   const look = { at_s: frame.at_s, stepS, planS, commitS, ...totals };
