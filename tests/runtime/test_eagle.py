@@ -252,7 +252,7 @@ def test_drafts_end_where_their_numbers_break(tmp_path):
     assert found.num_drafted.tolist() == [0, 3] and found.non_finite.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("params", [{}, {"top_k": 12, "min_p": 0.01}])
+@pytest.mark.parametrize("params", [{"seed": 9}, {"top_k": 12, "min_p": 0.01, "seed": 8}])
 def test_seeded_text_does_not_depend_on_the_head(params, tmp_path, monkeypatch):
     coupled = {"temperature": 0.9, "verification": "coupled", **params}
     requests, settings = hard_life(monkeypatch, **coupled)
