@@ -9,6 +9,7 @@ finds it there, or compiles it.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -50,10 +51,12 @@ def bounds_program(compiler: Compiler, name: str, of: Build, more: tuple[str, ..
 
 
 def _once(name: str, make: Callable[[str], object]) -> Path:
-    """A file of the cache, made unless it is there."""
+    """Return a file of the cache, made unless it is there from the same sources."""
     folder = cache_folder("compiled")
     assert folder is not None
-    path = folder / name
+    sources = sorted(build._SOURCE.parent.glob("*.[ch]"))
+    text = b"".join(file.read_bytes() for file in (*sources, TILES, BOUNDS))
+    path = folder / f"{hashlib.sha256(text).hexdigest()[:16]}-{name}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
