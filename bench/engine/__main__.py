@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine.shapes import MIXTURES, SHAPES, write_random_model
+from bench.engine.shapes import FLAGGED, SHAPES, write_random_model
 from bench.engine.systems import (
     EngineRun,
     System,
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", nargs="?", type=Path, help="a model directory; default: the demo")
     parser.add_argument("--draft", type=Path, help="the draft's directory")
     parser.add_argument(
-        "--shape", choices=sorted(SHAPES | MIXTURES), help="random weights of this shape"
+        "--shape", choices=sorted(SHAPES | FLAGGED), help="random weights of this shape"
     )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--lookahead", nargs="+", default=["off", "fixed:4", "ema"])

@@ -60,18 +60,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Small mixtures of experts, which only transformers' modelling code computes.
-_MIXTURE = {
+# Small models of families that differ from Llama by flags of the decoder.
+_SMALL = {
     "vocab_size": 4096,
     "hidden_size": 256,
     "num_hidden_layers": 6,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "num_experts_per_tok": 4,
     "max_position_embeddings": 512,
 }
-MIXTURES: dict[str, dict[str, Any]] = {
+_WIDE = _SMALL | {"intermediate_size": 768}
+_MIXTURE = _SMALL | {"num_experts_per_tok": 4}
+FLAGGED: dict[str, dict[str, Any]] = {
+    "gemma-3": _WIDE | {"model_type": "gemma3_text", "sliding_window": 32},
+    "phi": _WIDE | {"model_type": "phi"},
     "qwen3-moe": _MIXTURE
     | {"model_type": "qwen3_moe", "num_experts": 16, "moe_intermediate_size": 192},
     "gpt-oss": _MIXTURE
@@ -95,10 +98,9 @@ def write_random_model(shape: str, folder: Path, dtype: str) -> Path:
     The end-of-sequence id is the last of the vocabulary, which benchmarks ignore.
     """
     import torch
-    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {"model_type": "llama", "max_position_embeddings": 2048} | (SHAPES | MIXTURES)[shape]
+    fields = {"model_type": "llama", "max_position_embeddings": 2048} | (SHAPES | FLAGGED)[shape]
     config = AutoConfig.for_model(
         **fields,
         bos_token_id=0,
@@ -121,9 +123,8 @@ def write_random_model(shape: str, folder: Path, dtype: str) -> Path:
         repeated = drawn.repeat(-(-(start + count) // _DRAWN))[start : start + count]
         weights[name] = repeated.clone().view(parameter.shape)
         start = (start + count) % _DRAWN
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
     path = folder / shape
-    path.mkdir()
-    config.architectures, config.dtype = [type(model).__name__], served
-    config.save_pretrained(path)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    model.save_pretrained(path)  # with tensors named as published checkpoints have them
     return path

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bench.engine import __main__ as engine
-from bench.engine.shapes import MIXTURES
+from bench.engine.shapes import FLAGGED
 
 SMALL = ["--no-peer", "--batch", "2", "--repeats", "1", "--prompts", "2"]
 SHORT = ["--prompt-tokens", "8", "--output-tokens", "4"]
@@ -16,7 +16,7 @@ SHORT = ["--prompt-tokens", "8", "--output-tokens", "4"]
 @pytest.mark.parametrize(
     ("shape", "words", "systems"),
     [
-        *((shape, [], ["cbatch"]) for shape in MIXTURES),
+        *((shape, [], ["cbatch"]) for shape in FLAGGED),
         (
             "llama-1m",
             ["--model-impl", "own", "transformers"],
