@@ -42,6 +42,21 @@ def test_the_wheel_holds_no_training_and_is_light() -> None:
     assert 12e6 < sum(len(zlib.compress(file.read_bytes())) for file in packed) < 16e6
 
 
+@pytest.mark.parametrize("top", ["cbatch", "sim", "triton_kernels"])
+def test_data_files_ship_with_their_package(top: str) -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    data = settings["tool"]["setuptools"]["package-data"]
+    packed = {
+        file
+        for package, patterns in data.items()
+        for pattern in patterns
+        for file in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    files = {file for file in (ROOT / top).rglob("*.*") if file.is_file()}
+    code = {file for file in files if file.suffix == ".py" or "__pycache__" in file.parts}
+    assert files - code - packed == set()
+
+
 @pytest.mark.parametrize(
     ("module", "absent"),
     [

@@ -33,7 +33,7 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.options import parse_lookahead
 from cbatch.engine.step_profile import profile_costs
 from cbatch.runtime.gpu import Decoder, GpuExecutor, target_pass
-from cbatch.runtime.model.config import parse_config
+from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.weight_files import WeightSource
 from cbatch.text.outputs import Output
 from sim.cost.roofline import ModelShape

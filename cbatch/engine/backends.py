@@ -11,7 +11,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, LOOKUPS
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import policy_class
-from cbatch.engine.model_impl import Impl, refuse_beside_transformers
+from cbatch.engine.model_impl import Impl, refuse_beside
 from cbatch.engine.options import EngineOptions, parse_lookahead
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def usual_device(*, numerics: str, **asked: Any) -> str:
     problem = problem_of_gpu()
     if problem is None and numerics == "invariant":
         problem = "numerics: 'invariant' was never tried on one; --device cuda does"
-    if problem is None and asked.get("impl") == "transformers":
-        problem = "transformers' modelling code was never tried on one; --device cuda does"
+    if problem is None and asked.get("impl", "own") != "own":
+        problem = "this model's code was never tried on one; --device cuda does"
     if problem is None:
         try:
             refuse_unserved("cuda", **asked)
@@ -191,8 +191,7 @@ def refuse_unserved(
     impl: Impl = "own",
 ) -> None:
     """Options that only the executor of another device can serve. Raises `FieldError`."""
-    if impl == "transformers":
-        refuse_beside_transformers(head=head)
+    refuse_beside(impl, head=head)
     if tensor_parallel > 1:
         _refuse_unshared(device, tensor_parallel)
     if not is_gpu(device):

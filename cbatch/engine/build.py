@@ -35,7 +35,7 @@ from cbatch.engine.loading import load_models
 from cbatch.engine.memory import block_bytes, num_blocks, weight_bytes
 from cbatch.engine.model_files import find_model, gguf_of, load_tokenizers, tokenizer_of
 from cbatch.engine.model_impl import Impl, checked_impl, choose_impl
-from cbatch.engine.options import EngineOptions, ModelImpl, lookahead_name, parse_lookahead
+from cbatch.engine.options import EngineOptions, lookahead_name, parse_lookahead
 from cbatch.engine.ranks.executor import RankedExecutor
 from cbatch.engine.ranks.messages import Probe, Serve
 from cbatch.grammars import Grammars
@@ -176,34 +176,31 @@ class _Files(NamedTuple):
 def _checked_files(
     model: str | Path, draft: str | Path | None, options: EngineOptions
 ) -> tuple[_Files, _Files | None]:
-    target = _checked(model, "model", options.model_impl)
-    if draft is None:
-        return target, None
-    # A draft is what it is, whatever the model is asked to be.
-    asked: ModelImpl = "own" if options.model_impl == "own" else "auto"
-    return target, _checked_draft(draft, target, asked)
+    target = _checked(model, "model", options)
+    return target, None if draft is None else _checked_draft(draft, target, options)
 
 
-def _checked(model: str | Path, field: str, asked: ModelImpl) -> _Files:
+def _checked(model: str | Path, field: str, options: EngineOptions) -> _Files:
     """Once its configuration can be served: before anything large loads."""
     local = Path(model).expanduser()
     refuse_model_files(local, field)
     if (local / "config.json").is_file():
-        choose_impl(local, asked)  # before torch is imported: who is refused need not wait
+        # Before torch is imported: who is refused need not wait.
+        choose_impl(local, options, draft=field == "draft")
     from cbatch.runtime.model.checkpoint import resolve_directory
 
     path = resolve_directory(model, weights=False)
     gguf = gguf_of(path)
-    return _Files(path, gguf, checked_impl(path, asked))
+    return _Files(path, gguf, checked_impl(path, options, draft=field == "draft"))
 
 
-def _checked_draft(draft: str | Path, target: _Files, asked: ModelImpl) -> _Files:
+def _checked_draft(draft: str | Path, target: _Files, options: EngineOptions) -> _Files:
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
     from cbatch.runtime.model.head_config import read_head
 
     path = resolve_directory(draft, weights=True)
     if not is_head(path):
-        return _checked(draft, "draft", asked)
+        return _checked(draft, "draft", options)
     if target.impl == "own":
         read_head(path, read_config(target.path))
     return _Files(path, None, "own")

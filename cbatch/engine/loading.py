@@ -46,7 +46,8 @@ def load_models(
         for name in ("block_size_tokens", "kv_cache_dtype", "tensor_parallel")
     }
     head = draft_path if draft_path is not None and is_head(draft_path) else None
-    asked |= {"head": head, "impl": "transformers" if "transformers" in impls else "own"}
+    others = [impl for impl in impls if impl != "own"]
+    asked |= {"head": head, "impl": others[0] if others else "own"}
     device = options.device
     if device == "auto":
         device = usual_device(numerics=options.numerics, **asked)

@@ -40,11 +40,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     plans a step while one runs, as it is on a GPU by default. `seed` makes the seeds drawn for
     requests without one reproducible. `device` "auto" is a GPU where torch sees one that serves all
     other options, else the CPU. `model_impl` says whose modelling code computes: our own, which
-    knows four families, or that of transformers, which needs the extra `models` and runs on a CPU;
-    "auto" is our own for what it knows. On a CPU `threads` compute: as many as the process is
-    given, by its affinity and quota, unless a number says how many. `tokenizer` is where the
-    tokenizer lies, if not with the model; "none" does without text. `generation_config` "none"
-    leaves out the model's own defaults of sampling parameters.
+    knows four families, and 30 more on a CPU, or that of transformers, which needs the extra
+    `models`; "auto" is our own for what it computes on the device. On a CPU `threads` compute: as
+    many as the process is given, by its affinity and quota, unless a number says how many.
+    `tokenizer` is where the tokenizer lies, if not with the model; "none" does without text.
+    `generation_config` "none" leaves out the model's own defaults of sampling parameters.
     """
 
     tokenizer: Annotated[str | None, _engine("tokenizer, if not with the model", "MODEL")] = None

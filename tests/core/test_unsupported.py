@@ -15,7 +15,8 @@ from cbatch.core.request.unsupported import (
     refuse_model_files,
     without_neutral_fields,
 )
-from cbatch.runtime.model.config import ModelError, parse_config
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.config_json import parse_config
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 LLAMA = {

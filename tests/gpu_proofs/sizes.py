@@ -15,7 +15,8 @@ from torch import Tensor
 from cbatch.runtime.gpu import attention, kv_types
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.model.config import ModelConfig, parse_config
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.gguf_file import GgufTensor
 from cbatch.runtime.model.weight_files import WeightSource
 from tests.gpu_proofs.meta import META

@@ -99,14 +99,48 @@ static void lookups(void) {
     }
 }
 
+#define EXPERTS 4
 typedef struct {
     decoder model;
     layer layers[2];
-    void *held[8];
+    linear up[EXPERTS], down[EXPERTS];
+    mixture experts;
+    void *held[16];
     long num_held;
 } made;
 
 static float *held(made *m, long count) { return m->held[m->num_held++] = floats(count); }
+
+// The last layer gets experts in place of its feed-forward.
+static void mix_last(made *m, int type, const float *norm) {
+    const long hidden = m->model.hidden, width = m->model.inner, shared = below(2);
+    layer *l = m->layers + 1;
+    for (long e = 0; e < EXPERTS; e++) {
+        m->up[e] = linear_of(type, 2 * width, hidden, 0, 0);
+        m->down[e] = linear_of(type, hidden, width, 0, 0);
+    }
+    m->experts = (mixture){m->up, m->down, EXPERTS - shared, 1 + below(EXPERTS - shared), shared,
+                           below(2), below(3), 1.5f, 1.7f};
+    let_go(&l->gate_up), let_go(&l->down);
+    l->gate_up = linear_of(F32, EXPERTS, hidden, 0, norm), l->down = (linear){0};
+    l->experts = &m->experts;
+}
+
+// Whatever a decoder may compute besides what a Llama does.
+static void vary(made *m, int type, const float *norm) {
+    decoder *d = &m->model;
+    d->centred = below(2), d->plain = below(2), d->whole_heads = below(2), d->parallel = !below(3);
+    d->gating = below(2) ? RELU_SQUARED : below(3), d->scale = 0.3f, d->cap = below(2) ? 2 : 0;
+    d->logit_cap = below(2) ? 2 : 0, d->embedding_scale = 3, d->adds_later = !d->parallel;
+    if (d->parallel) return;
+    d->residual_scale = 0.5f;
+    for (long i = 0; i < 2; i++) {
+        m->layers[i].after_attention = below(2) ? norm : 0;
+        m->layers[i].after_forward = below(2) ? norm : 0;
+        m->layers[i].sinks = below(2) ? held(m, d->kv_heads * d->group) : 0;
+    }
+    if (below(2)) mix_last(m, type, norm);
+}
 
 // A decoder of one type, whose sizes fill no vector where they need not.
 static void make(made *m, int type, long dim, long positions) {
@@ -115,28 +149,33 @@ static void make(made *m, int type, long dim, long positions) {
     *m = (made){.num_held = 0};
     m->model = (decoder){.num_layers = 2, .hidden = hidden, .kv_heads = heads, .group = group,
                          .dim = dim, .inner = width, .vocab = 3 * LANES + 1, .choices = 3 * LANES + 1,
-                         .kept = below(2) ? 1 : -1, .eps = 1e-5f};
+                         .kept = below(2) ? 1 : -1, .gated = below(3), .eps = 1e-5f, .scale = 0.3f,
+                         .embedding_scale = 1, .residual_scale = 1};
+    m->model.gated = m->model.gated > 0;
     float *norm = held(m, hidden), *bias = held(m, queries + 2 * heads * dim);
-    float *qk = held(m, (group + 1) * dim);
+    float *qk = held(m, heads * (group + 1) * dim), *cos_sin = held(m, positions * dim);
     for (long i = 0; i < 2; i++)
-        m->layers[i] = (layer){linear_of(type, queries + 2 * heads * dim, hidden, bias, norm),
-                               linear_of(type, hidden, queries, 0, 0),
-                               linear_of(type, 2 * width, hidden, 0, norm),
-                               linear_of(type, hidden, width, 0, 0), i ? qk : 0, i ? 5 : positions,
-                               i - 1};
+        m->layers[i] = (layer){.qkv = linear_of(type, queries + 2 * heads * dim, hidden, bias, norm),
+                               .out = linear_of(type, hidden, queries, 0, 0),
+                               .gate_up = linear_of(type, (1 + m->model.gated) * width, hidden, 0, norm),
+                               .down = linear_of(type, hidden, width, 0, 0), .qk_weight = qk,
+                               .cos_sin = cos_sin, .window = i ? 5 : positions, .kept = i - 1};
     m->model.layers = m->layers;
+    if (below(3)) vary(m, type, norm);
+    else m->layers[0].qk_weight = 0;
     m->model.head = linear_of(type, m->model.vocab, hidden, 0, norm);
     m->model.embedding_type = type;
     m->model.embedding = in_blocks(type) ? m->model.head.parts->panels
                                          : bits(m->model.vocab * hidden * (type == BF16 ? 2 : 4));
-    m->model.cos_sin = held(m, positions * dim);
 }
 
 static void unmake(made *m) {
     if (!in_blocks((int)m->model.embedding_type)) free((void *)m->model.embedding);
     for (long i = 0; i < 2; i++) {
         layer *l = m->layers + i;
-        let_go(&l->qkv), let_go(&l->out), let_go(&l->gate_up), let_go(&l->down);
+        let_go(&l->qkv), let_go(&l->out), let_go(&l->gate_up);
+        if (!l->experts) let_go(&l->down);
+        for (long e = 0; l->experts && e < EXPERTS; e++) let_go(m->up + e), let_go(m->down + e);
     }
     let_go(&m->model.head);
     for (long i = 0; i < m->num_held; i++) free(m->held[i]);
@@ -214,57 +253,6 @@ static void layers(void) {
     }
 }
 
-static row_norm norm_of_width(long width) {
-    return below(3) ? (row_norm){floats(width), 1e-5f, (float)below(2), width} : (row_norm){0};
-}
-
-// Whole layers of one sequence, with whatever they may have or not.
-static void whole_layers(void) {
-    const long dims[] = {128, 6, 40, 64};
-    for (long i = 0; i < 3 * TYPES; i++) {
-        const int type = types[i % TYPES], blocky = in_blocks(type);
-        const long dim = blocky ? 128 : dims[below(4)], kv_heads = blocky ? 2 : 1 + below(2), group = 1 + below(3);
-        const long value_dim = blocky ? 128 : 1 + below(40), heads = kv_heads * group;
-        const long hidden = blocky ? 256 : 5 + below(60), inner = blocky ? 512 : 3 + below(60);
-        const long rows = 1 + below(below(3) ? 5 : 60), context = rows + below(90), size = 1 + below(20);
-        const long width = (context + size - 1) / size, threads = 1 + below(3), half = below(2);
-        const long turned = 2 * below(dim / 2 + 1);
-        int32_t lens = (int32_t)rows, contexts = (int32_t)context, *tables = room(width * 4);
-        for (long k = 0; k < width; k++) tables[k] = (int32_t)(width - 1 - k);
-        const long floats_of_one = attention_floats(group, dim, value_dim);
-        const attention_step s = {{&lens, &contexts, tables, rows, 1, width, width, size},
-                                  room(rows * 8), room(rows * 8), room(rows * sizeof(piece)),
-                                  room(threads * floats_of_one * 4), 0, floats_of_one, threads};
-        attention_layer l = {.blocks = bits(kv_heads * width * size * (dim + value_dim) * (half ? 2 : 4)),
-                             .sinks = below(2) ? floats(heads) : 0, .kv_heads = kv_heads, .group = group,
-                             .dim = dim, .value_dim = value_dim, .window = 1 + below(200), .half = half,
-                             .pairs = below(2), .scale = 0.3f, .cap = below(2) ? 2.0f : 0};
-        const long made = (heads + kv_heads) * dim + kv_heads * value_dim;
-        const fused_layer of = {linear_of(type, made, hidden, 0, 0),
-                                linear_of(type, hidden, heads * value_dim, 0, 0),
-                                linear_of(type, 2 * inner, hidden, 0, 0),
-                                linear_of(type, hidden, inner, 0, 0),
-                                norm_of_width(hidden), norm_of_width(hidden), norm_of_width(hidden),
-                                norm_of_width(hidden), norm_of_width(below(2) ? dim : heads * dim),
-                                norm_of_width(below(2) ? dim : kv_heads * dim), hidden,
-                                below(3) ? inner : 0, below(2), below(2) ? 1 : 0.3f};
-        const fused_step with = {floats(rows * hidden), floats(rows * turned), floats(rows * turned),
-                                 room(rows * hidden * 4), of.inner ? 0 : room(rows * hidden * 4),
-                                 room(fused_bytes(&of, &l, rows)), turned, threads};
-        if (begin_attention(&s)) abort();
-        run_fused(&s, &l, &of, &with);
-        end_attention(), rest();
-        const row_norm *norms[] = {&of.before, &of.behind, &of.before_forward, &of.behind_forward,
-                                   &of.query, &of.key};
-        const linear *products[] = {&of.qkv, &of.out, &of.gate_up, &of.down};
-        for (long k = 0; k < 6; k++) free((void *)norms[k]->weight);
-        for (long k = 0; k < 4; k++) let_go((linear *)products[k]);
-        free(tables), free(s.sequences), free(s.positions), free(s.pieces), free(s.scratches);
-        free(l.blocks), free((void *)l.sinks), free((void *)with.x), free((void *)with.cos);
-        free((void *)with.sin), free(with.y), free(with.normed), free(with.memory);
-    }
-}
-
 static void mixtures(void) {
     for (long i = 0; i < 3 * TYPES; i++) {
         const int type = types[i % TYPES];
@@ -279,7 +267,7 @@ static void mixtures(void) {
         for (long k = 0; k < pairs; k++) chosen[k] = below(experts + 1);
         expert_step s = {up, down, floats(rows * in), floats(pairs), floats(pairs * inner), chosen,
                          floats(pairs * stride), room(rows * out * 4), 0, experts, rows, choices,
-                         stride, out, below(4), 3, 1 + below(3), 1.5f, 1.7f};
+                         in, stride, out, below(4), 3, 1 + below(3), 1.5f, 1.7f};
         s.memory = room(experts_bytes(&s));
         if (s.gating == GIVEN) s.parts = 1 + below(2);
         if (run_experts(&s) < 0) abort();
@@ -301,7 +289,6 @@ int main(int count, char **words) {
     lookups();
     decoders();
     layers();
-    whole_layers();
     mixtures();
     puts("fine");
     return 0;

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cbatch.runtime.model.config import ModelError, load_config
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.config_json import load_config
 from tests.runtime.hf_models import FAMILY, ROPE, build, use_old_rope_spelling
 
 LLAMA: dict[str, Any] = {
@@ -133,7 +134,7 @@ SLIDING = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, ["architectures", "MixtralForCausalLM"]),
+        ({"architectures": ["FalconForCausalLM"]}, ["architectures", "FalconForCausalLM"]),
         ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "Qwen3"]),
         ({"num_local_experts": 8}, ["num_experts", "mixtures of experts"]),
         (
@@ -167,7 +168,7 @@ SLIDING = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             ["rope_scaling.rope_type", "dynamic", "llama3"],
         ),
-        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.rope_type", "longrope"]),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.short_factor", "4 positive"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor", "missing"]),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}},

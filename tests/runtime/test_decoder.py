@@ -16,7 +16,7 @@ from cbatch.runtime.cpu.compiled import product as product_module
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch, load_model
 from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.runtime.cpu.numerics import Numerics
-from cbatch.runtime.model.config import load_config
+from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.model.weight_files import Safetensors
 from tests.runtime.hf_models import build as build_model

@@ -12,7 +12,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
 from cbatch import LLM, SamplingParams
-from cbatch.runtime.model.config import ModelError, load_config
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.config_json import load_config
 from tests.chained_model import byte_tokens, write_chained
 
 TEXT = "hi<|im_end|>xyz"

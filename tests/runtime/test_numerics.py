@@ -18,7 +18,7 @@ from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.runtime.cpu.linear import NO_PADDING, Linear, Machine, ProductPlan
 from cbatch.runtime.cpu.numerics import resolve_numerics
 from cbatch.runtime.cpu.products import Kind, packing_available
-from cbatch.runtime.model.config import load_config
+from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime.hf_models import build, paged, run_all, step, tokens_of
 from tests.runtime.marks import needs_compiler

@@ -20,9 +20,13 @@ from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime.hf_models import build, paged, run_all, tokens_of
+from tests.runtime.marks import needs_compiler
+from tests.runtime.test_families import make
 
 GROUP, BLOCK = 32, (48, 40)
 UP = "model.layers.1.mlp.up_proj"
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 199}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 class Format(NamedTuple):
@@ -90,10 +94,15 @@ def written(
     return {name: tensor.contiguous() for name, tensor in found.items()}, torch.from_numpy(values)
 
 
-def directory(folder: Path, kind: Format) -> tuple[Path, Path, dict[str, Tensor]]:
+def directory(
+    folder: Path, kind: Format, family: str = "llama"
+) -> tuple[Path, Path, dict[str, Tensor]]:
     """A model with quantised matrices; the same with what they stand for; and that, by name."""
     full, folder = folder / "full", folder / "quantised"
-    build(full, "llama", num_hidden_layers=2, tie_word_embeddings=False)
+    if family == "llama":
+        build(full, "llama", num_hidden_layers=2, tie_word_embeddings=False)
+    else:
+        make(family, full, **SHAPE)
     tensors, rng = load_file(full / "model.safetensors"), np.random.default_rng(3)
     small, wide, values = dict(tensors), dict(tensors), {}
     for name, tensor in tensors.items():
@@ -148,6 +157,17 @@ def test_a_model_answers_as_with_full_weights(name: str, tmp_path: Path) -> None
     # Columns in another order are no blocks, and without kernels nothing is.
     widened = FORMATS[name].sorted or not compiles(torch.float32)
     assert torch.equal(found, logits_of(folder, "float32")) == widened
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["arcee", "cohere2", "gemma3_text"])
+def test_a_family_that_differs_by_flags_may_be_quantised(family: str, tmp_path: Path) -> None:
+    folder, full, _ = directory(tmp_path, FORMATS["gptq"], family)
+    wanted = logits_of(full, "float32")
+    torch.testing.assert_close(logits_of(folder, "float32"), wanted, rtol=1e-4, atol=1e-4)
+    found = logits_of(folder, "auto")
+    assert torch.cosine_similarity(found, wanted).min() > 0.995
+    assert not torch.equal(found, wanted)  # as blocks
 
 
 @pytest.mark.parametrize("kind", ["blocks", "rows", "one"])

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from cbatch.runtime.model.config import RopeConfig, load_config
+from cbatch.runtime.model.config import RopeConfig
+from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.rope import RotaryTable, interleave_halves, inverse_frequencies
 from tests.runtime.hf_models import ROPE, build
 
@@ -62,4 +63,9 @@ def test_scalings_differ(tmp_path: Path) -> None:
 
 def test_interleaving_pairs_what_transformers_rotates_together() -> None:
     weight = torch.arange(2 * 6).float()[:, None].expand(-1, 3)
-    assert interleave_halves(weight, 6)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    for rope, order in (
+        (RopeConfig(), [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]),
+        (RopeConfig(share=0.7), [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]),  # 4 of 6
+        (RopeConfig(interleaved=True), list(range(12))),
+    ):
+        assert interleave_halves(weight, rope, 6)[:, 0].tolist() == order

@@ -13,6 +13,7 @@ import torch
 
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.engine.model_impl import choose_impl
+from cbatch.engine.options import EngineOptions
 from cbatch.runtime.cpu.compiled import compiles
 from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.runtime.model.config import ModelError
@@ -23,6 +24,7 @@ pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`
 from cbatch.runtime.cpu.transformers_backend import attention
 from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
 from cbatch.runtime.cpu.transformers_backend.step import HELD
+from cbatch.runtime.gpu.modelling import load_modelling_decoder
 from tests.runtime.hf_models import paged, run_all
 from tests.runtime.tiny_architectures import EVERY, SEVERAL, make_tiny, tiny_config
 
@@ -127,13 +129,14 @@ def test_a_draft_may_be_of_transformers_too(tmp_path: Path) -> None:
 
 def test_auto_is_our_own_pass_where_it_knows_the_family(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path / "llama")
-    make_tiny("phi3", tmp_path / "phi3")
+    make_tiny("gpt_neox", tmp_path / "gpt_neox")
     codes = {}
-    for kind in ("llama", "phi3"):
+    for kind in ("llama", "gpt_neox"):
         asked = SCARCE | {"model_impl": "auto"}
         codes[kind] = LLM(tmp_path / kind, **asked).info.lines()[1]
     assert codes["llama"] == "code: our own (llama)"
-    assert codes["phi3"].startswith("code: transformers ") and "Phi3ForCausalLM" in codes["phi3"]
+    other = codes["gpt_neox"]
+    assert other.startswith("code: transformers ") and "GPTNeoXForCausalLM" in other
 
 
 def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,17 +210,14 @@ def test_what_cannot_be_served_is_refused_by_name_at_once(
     for asked in ("auto", "transformers"):
         began = time.monotonic()
         with pytest.raises(ModelError, match=said):
-            choose_impl(tmp_path, asked)
+            choose_impl(tmp_path, EngineOptions(model_impl=asked))
         assert time.monotonic() - began < 1
 
 
 def test_what_the_code_does_not_serve_is_refused_by_name(tmp_path: Path) -> None:
-    make_tiny("phi3", tmp_path)
-    for asked, field in (
-        ({"device": "cuda", "block_size_tokens": 16, "numerics": "invariant"}, "numerics"),
-    ):
-        with pytest.raises(FieldError) as told:
-            LLM(tmp_path, **SCARCE | asked)
-        assert told.value.field == field
-    with pytest.raises(ModelError, match="Phi3ForCausalLM is not supported"):
+    make_tiny("gpt_neox", tmp_path)
+    with pytest.raises(FieldError) as told:
+        load_modelling_decoder(tmp_path, device="cpu", numerics="invariant")
+    assert told.value.field == "numerics"
+    with pytest.raises(ModelError, match="GPTNeoXForCausalLM is not supported"):
         LLM(tmp_path, **SCARCE | {"model_impl": "own"})

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.cpu.compiled.build import library
+from cbatch.runtime.cpu.compiled.experts import Gating, MixtureStruct
 from cbatch.runtime.cpu.compiled.product import TYPES, CompiledProduct, LinearStruct
 from cbatch.runtime.cpu.compiled.structs import fields
 from cbatch.runtime.model.config import ModelConfig
@@ -39,7 +40,8 @@ WRONG = {
 class _Layer(ctypes.Structure):
     _fields_ = [
         *fields(LinearStruct, "qkv out gate_up down"),
-        ("qk_weight", c_void_p),
+        *fields(c_void_p, "qk_weight after_attention after_forward sinks cos_sin"),
+        ("experts", POINTER(MixtureStruct)),
         *fields(c_long, "window kept"),
     ]
 
@@ -56,11 +58,12 @@ class DecoderStruct(ctypes.Structure):
     _fields_ = [
         ("layers", POINTER(_Layer)),
         ("head", LinearStruct),
-        *fields(c_void_p, "embedding cos_sin"),
+        ("embedding", c_void_p),
         ("reader", POINTER(_Reader)),
         *fields(c_long, "num_layers hidden kv_heads group dim inner vocab embedding_type"),
         *fields(c_long, "choices first kept"),
-        ("eps", c_float),
+        *fields(c_long, "centred plain parallel whole_heads gating gated adds_later"),
+        *fields(c_float, "eps scale cap logit_cap embedding_scale residual_scale"),
     ]
 
 
@@ -99,14 +102,13 @@ class CompiledDecoder:
         embedding: Tensor | CompiledProduct,
         layers: Sequence[Layer],
         head: Linear,
-        rotary: RotaryTable,
         ranks: RankGroup | None = None,
     ) -> CompiledDecoder | None:
         """None where other products than compiled ones take part."""
         products = [linear for layer in layers for linear in layer.products()]
         if any(linear.compiled is None for linear in (*products, head)):
             return None
-        return cls(config, embedding, layers, head, rotary, ranks=ranks)
+        return cls(config, embedding, layers, head, ranks=ranks)
 
     def __init__(
         self,
@@ -114,7 +116,6 @@ class CompiledDecoder:
         embedding: Tensor | CompiledProduct,
         layers: Sequence[Layer],
         head: Linear,
-        rotary: RotaryTable,
         reading: StateReading | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
@@ -125,7 +126,10 @@ class CompiledDecoder:
         self._decode.argtypes = [POINTER(DecoderStruct), POINTER(StepStruct)]
         self._memory_bytes.argtypes = [POINTER(DecoderStruct), c_long, c_long]
         self._memory_bytes.restype = c_long
-        self._config, self._rotary, self._ranks = config, rotary, ranks
+        self._config, self._ranks = config, ranks
+        shape = config.head_dim, config.num_kv_heads, config.group_size, torch.device("cpu")
+        self._ropes = config.arithmetic.layer_ropes or (config.rope,) * len(layers)
+        self._rotary = {rope: RotaryTable(rope, *shape) for rope in self._ropes}
         self.hidden_size = config.hidden_size
         self._reader = None if reading is None else _reader(reading)
         self._held = embedding, layers, head, reading  # the structs below hold addresses
@@ -139,7 +143,6 @@ class CompiledDecoder:
             self._layers,
             _struct(head),
             rows.data_ptr(),
-            None,
             None if self._reader is None else ctypes.pointer(self._reader),
             len(layers),
             config.hidden_size,
@@ -152,7 +155,7 @@ class CompiledDecoder:
             head.shape[0],
             int(reading is not None),
             self.num_kept - 1,
-            config.rms_norm_eps,
+            *_flags(config, rows.dtype),
         )
         weakref.finalize(self, _let_go, kernel, self.struct, self._held)
         self._positions = 0
@@ -160,6 +163,9 @@ class CompiledDecoder:
         products = [linear for layer in layers for linear in layer.products()]
         products += [linear for linear in parts if linear is not None]
         weights = sum(out * columns for out, columns in (p.shape for p in (*products, head)))
+        if (experts := config.arithmetic.experts) is not None:
+            each = 3 * config.hidden_size * experts.width
+            weights += len(layers) * (experts.chosen + experts.shared) * each
         self._alone_rows = _ALONE_BELOW // weights
         self._room_for = 0, 0  # rows and threads
         self._logits_memory = np.empty(0, np.float32)
@@ -263,9 +269,10 @@ class CompiledDecoder:
     def _reach(self, positions: int) -> None:
         """The factors of so many positions."""
         if positions > self._positions:
-            self._cos_sin = self._rotary.cos_sin(1 << (positions - 1).bit_length())
-            self.struct.cos_sin = self._cos_sin.data_ptr()
-            self._positions = len(self._cos_sin)
+            self._positions = 1 << (positions - 1).bit_length()
+            self._cos_sin = {r: t.cos_sin(self._positions) for r, t in self._rotary.items()}
+            for layer, rope in zip(self._layers, self._ropes, strict=True):
+                layer.cos_sin = self._cos_sin[rope].data_ptr()
 
     def _logits(self, rows: int) -> Tensor:
         """[rows, vocab]. The same memory again once nobody has a tensor in it: a large one that is
@@ -298,11 +305,45 @@ def _ints(array: NDArray[np.integer]) -> NDArray[np.int32]:
 
 
 def _layer(layer: Layer, config: ModelConfig) -> _Layer:
-    products = map(_struct, (layer.qkv, layer.out, layer.gate_up, layer.down))
-    weight = layer.qk_weight
+    down = LinearStruct() if layer.down is None else _struct(layer.down)
+    weights = layer.qk_weight, layer.after_attention, layer.after_forward, layer.sinks
+    addresses = [None if weight is None else weight.data_ptr() for weight in weights]
     # A window as wide as the model's context is none.
     window = config.max_position_tokens if layer.window is None else layer.window
-    return _Layer(*products, None if weight is None else weight.data_ptr(), window, -1)
+    found = _Layer(*map(_struct, (layer.qkv, layer.out, layer.gate_up)), down, *addresses)
+    found.window, found.kept = window, -1
+    if layer.experts is not None:
+        assert config.arithmetic.experts is not None
+        found.experts = ctypes.pointer(layer.experts.mixture(config.arithmetic.experts))
+        norm = layer.router_norm
+        found.gate_up.scale = None if norm is None else norm.data_ptr()
+    return found
+
+
+def _flags(config: ModelConfig, dtype: torch.dtype) -> tuple[float, ...]:
+    """The fields of `decoder` from `centred` on; embeddings of `dtype`, where that is a float, are
+    scaled by a number of that type."""
+    a = config.arithmetic
+    embedding_scale = torch.tensor(a.embedding_scale)
+    if dtype.is_floating_point:
+        embedding_scale = embedding_scale.to(dtype)
+    scale = config.head_dim**-0.5 if a.attention_scale is None else a.attention_scale
+    later = bool(a.norms[1] or a.norms[3] or a.residual_scale != 1 or a.experts)
+    return (
+        a.layer_norm,
+        a.norms[0] is None,
+        a.parallel,
+        a.whole_qk_norm,
+        Gating[a.activation.upper()],
+        a.gated,
+        later,
+        config.rms_norm_eps,
+        scale,
+        a.attention_softcap,
+        a.logit_softcap,
+        embedding_scale.item(),
+        a.residual_scale,
+    )
 
 
 def _reader(reading: StateReading) -> _Reader:

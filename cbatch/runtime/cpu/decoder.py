@@ -22,7 +22,7 @@ from cbatch.runtime.cpu.linear import Linear, RowPadding
 from cbatch.runtime.cpu.numerics import Numerics, resolve_numerics
 from cbatch.runtime.cpu.rank_group import RankGroup
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
-from cbatch.runtime.model.config import ModelConfig, ModelError
+from cbatch.runtime.model.config import ModelConfig, ModelError, UnsupportedModelError
 from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.model.rope import RotaryTable
 from cbatch.runtime.model.sharding import ShardedWeights, head_rows, shard_config
@@ -111,9 +111,11 @@ class Model:
                 self.device,
             )
         self._padding = self._common_padding()
-        self._compiled = CompiledDecoder.of(
-            config, self.embedding, self.layers, self.head, self._rotary, ranks
-        )
+        self._compiled = CompiledDecoder.of(config, self.embedding, self.layers, self.head, ranks)
+        if self._compiled is None and not config.plain:
+            problem = f"{config.family} needs kernels of our own in {dtype}"
+            remedy = "install a C compiler (gcc), or use model_impl transformers"
+            raise UnsupportedModelError(f"model: {problem}; {remedy}")
 
     @property
     def block_bytes(self) -> int | None:

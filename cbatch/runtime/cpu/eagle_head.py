@@ -23,7 +23,6 @@ from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
 from cbatch.runtime.model.kv_cache import KVCache
-from cbatch.runtime.model.rope import RotaryTable
 
 
 class EagleHead(Head):
@@ -53,8 +52,7 @@ class EagleHead(Head):
         products = [p for p in (*layer.products(), lm_head, fc, *reading[:2]) if p]
         if any(linear.compiled is None for linear in products):
             raise ModelError("draft: heads need the project's kernels: install a C compiler (gcc)")
-        rotary = RotaryTable(c.rope, c.head_dim, c.num_kv_heads, c.group_size, self.device)
-        self._decoder = CompiledDecoder(c, embedding, [layer], lm_head, rotary, reading)
+        self._decoder = CompiledDecoder(c, embedding, [layer], lm_head, reading)
         size = (c.hidden_size,)
         self._norm = weights.get("norm.weight", size).float() if head.norm_output else None
         self.block_bytes = sum(p.compiled.num_bytes for p in products if p.compiled is not None)
@@ -105,7 +103,7 @@ class _Weights(HeadBuilder):
         hidden, inner, width = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim
         attention, mlp = "layers.0.self_attn", "layers.0.mlp"
         wide = 2 * hidden if eagle3 else hidden
-        norm = self._norm("layers.0.post_attention_layernorm.weight")
+        norm = self._norm("layers.0.post_attention_layernorm")
         layer = Layer(
             window=None,
             qkv=self._projected(attention, "qkv", wide),
@@ -125,8 +123,8 @@ class _Weights(HeadBuilder):
         reading = StateReading(
             front=None,
             only_kv=self._projected(attention, "kv", wide),
-            token_norm=self._norm("layers.0.input_layernorm.weight"),
-            state_norm=self._norm("layers.0.hidden_norm.weight"),
+            token_norm=self._norm("layers.0.input_layernorm"),
+            state_norm=self._norm("layers.0.hidden_norm"),
             normed_residual=self.head.norm_before_residual,
         )
         return layer, reading
@@ -142,7 +140,7 @@ class _Weights(HeadBuilder):
             rows = self._get(name, self.head.draft_vocab_size, hidden)
         else:
             rows = (target_head if vocabulary is None else target_head[vocabulary]).to(self.dtype)
-        norm = self._norm("norm.weight") if self.head.kind == "eagle3" else None
+        norm = self._norm("norm") if self.head.kind == "eagle3" else None
         return self._linear(rows.contiguous(), None, norm)
 
     def embedding(self, target: Model) -> Tensor | CompiledProduct:
@@ -168,10 +166,10 @@ class _Weights(HeadBuilder):
         bias = self._heads(attention, letters, "bias") if self.config.attention_bias else None
         return self._linear(weight, bias, None)
 
-    def _norm(self, name: str) -> Tensor:
+    def _norm(self, module: str) -> Tensor:
         """Not rounded to what products have: a head may keep its norms in fp32."""
         size = self.config.hidden_size
-        return self.source.get(name, (size,)).float() * size**0.5
+        return self.source.get(f"{module}.weight", (size,)).float() * size**0.5
 
 
 def _vocabulary(head: HeadConfig, weights: HeadWeights) -> Tensor | None:

@@ -4,30 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cbatch.runtime.cpu.compiled import MOST_LANES, Blocks, CompiledProduct, Run, compiles_blocks
+from cbatch.runtime.cpu.compiled.experts import CompiledExperts, Gate, Gating
 from cbatch.runtime.cpu.linear import Linear, ProductPlan, make_plan
 from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.cpu.products import Kind
-from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.config import Experts, ModelConfig
 from cbatch.runtime.model.rope import interleave_halves
 from cbatch.runtime.model.weight_files import WeightSource
 
 
 @dataclass
 class Layer:
+    """One decoder layer.
+
+    `qk_weight` [group + 1, head_dim], q rows then k, or [kv_heads, group + 1, head_dim] where all
+    heads are normed together. Weights of norms are fp32, times sqrt(n). With `experts`, `gate_up`
+    is their router, and `router_norm` the norm before both.
+    """
+
     window: int | None
     qkv: Linear
-    qk_weight: Tensor | None  # [group + 1, head_dim], q rows then k, where the family norms them
+    qk_weight: Tensor | None
     out: Linear
     gate_up: Linear
-    down: Linear
+    down: Linear | None
+    after_attention: Tensor | None = None
+    after_forward: Tensor | None = None
+    sinks: Tensor | None = None
+    experts: CompiledExperts | None = None
+    router_norm: Tensor | None = None
 
     def products(self) -> tuple[Linear, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+        found = self.qkv, self.out, self.gate_up
+        return found if self.down is None else (*found, self.down)
 
 
 class LayerBuilder:
@@ -53,12 +68,16 @@ class LayerBuilder:
         """Embedding (a product if of blocks: the head's, where they are tied), layers, head."""
         c, name = self.config, "model.embed_tokens.weight"
         layers = [self._layer(i) for i in range(c.num_layers)]
-        norm, shape = self._norm("model.norm.weight"), (c.vocab_size, c.hidden_size)
+        norm, shape = self._norm("model.norm"), (c.vocab_size, c.hidden_size)
+        if c.arithmetic.logit_scale != 1.0:
+            norm = norm * c.arithmetic.logit_scale
+        bias = self._get("lm_head.bias", c.vocab_size) if c.arithmetic.head_bias else None
         blocks = self._blocks([name])
         if blocks is None:
             embedding = self._get(name, *shape)
             if c.tie_embeddings:
-                return embedding, layers, self._linear(embedding, None, norm)
+                bias = self._shifted(embedding, bias, "model.norm")
+                return embedding, layers, self._linear(embedding, bias, norm)
         else:
             packed = CompiledProduct.of_blocks(
                 _stacked(blocks), None, norm if c.tie_embeddings else None
@@ -66,12 +85,12 @@ class LayerBuilder:
             if c.tie_embeddings:
                 return packed, layers, Linear.of(packed)
         shape = self._num_logits, c.hidden_size
-        head = self._below(["lm_head.weight"], shape, None, norm)
+        head = self._below(["lm_head.weight"], shape, bias, norm, "model.norm")
         return (embedding if blocks is None else packed), layers, head
 
     def final_norm(self) -> Tensor:
-        """The weight of the norm before the head, fp32, for who reads what it makes."""
-        return self._get("model.norm.weight", self.config.hidden_size).float()
+        """Return the weight of the norm before the head, fp32, for heads that read its output."""
+        return self._norm_weight("model.norm")
 
     def _blocks(self, names: list[str]) -> list[Blocks] | None:
         """Tensors as they are stored, where our kernels take them all."""
@@ -85,14 +104,22 @@ class LayerBuilder:
         shape: tuple[int, int],
         bias: Tensor | None,
         in_scale: Tensor | None,
+        norm: str | None = None,
     ) -> Linear:
-        """Of tensors of one shape, below one another."""
+        """Return one product of tensors of one shape, stacked; `norm` names the norm before it."""
         stored = self._as_stored(names, bias, in_scale)
         if stored is not None:
             return stored
         weights = [self._get(name, *shape) for name in names]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return self._linear(weight, bias, in_scale)
+        return self._linear(weight, self._shifted(weight, bias, norm), in_scale)
+
+    def _shifted(self, weight: Tensor, bias: Tensor | None, norm: str | None) -> Tensor | None:
+        """Return the bias plus the norm's bias multiplied by the weight."""
+        if norm is None or not self.config.arithmetic.norm_bias:
+            return bias
+        shift = weight.float() @ self._get(f"{norm}.bias", weight.shape[1]).float()
+        return shift if bias is None else shift + bias.float()
 
     def _as_stored(
         self, names: list[str], bias: Tensor | None, in_scale: Tensor | None
@@ -107,60 +134,108 @@ class LayerBuilder:
         return Linear(weight, bias, in_scale, self._plan(*weight.shape))
 
     def _plan(self, out: int, columns: int) -> ProductPlan:
-        invariant, may_pack = self.numerics.mode == "invariant", self.numerics.may_pack
+        # A model that is not plain needs our kernels, whatever is faster.
+        invariant = self.numerics.mode == "invariant" or not self.config.plain
+        may_pack = self.numerics.may_pack
         return make_plan((out, columns), self.dtype, invariant=invariant, may_pack=may_pack)
 
     def _get(self, name: str, *shape: int) -> Tensor:
         return self.source.get(name, shape).to(self.device, self.dtype)
 
-    def _norm(self, name: str) -> Tensor:
+    def _norm(self, module: str) -> Tensor:
         """Weight of a norm times sqrt(n), fp32 (see `_normed`)."""
-        size = self.config.hidden_size
-        return self._get(name, size).float() * size**0.5
+        return self._norm_weight(module) * self.config.hidden_size**0.5
+
+    def _norm_weight(self, module: str) -> Tensor:
+        size, a = self.config.hidden_size, self.config.arithmetic
+        weight = self._get(f"{module}.weight", size).float() if a.norm_weights else torch.ones(size)
+        return weight + a.norm_offset if a.norm_offset else weight
 
     def _layer(self, index: int) -> Layer:
-        c, name = self.config, f"model.layers.{index}"
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-        width = c.num_heads * c.head_dim
-        out_bias = down_bias = gate_up_bias = None
+        c, a, name = self.config, self.config.arithmetic, f"model.layers.{index}"
+        attention, width = f"{name}.self_attn", c.num_heads * c.head_dim
+        names = [norm and f"{name}.{norm}" for norm in a.norms]
+        norms = [None if norm is None else self._norm(norm) for norm in names]
+        sinks = self._get(f"{attention}.sinks", c.num_heads).float() if a.sinks else None
+        out_bias = None
         if c.attention_out_bias:
             out_bias = self._get(f"{attention}.o_proj.bias", c.hidden_size)
-        halves = ("gate_proj", "up_proj")
-        if c.mlp_bias:
-            biases = [self._get(f"{mlp}.{n}.bias", c.intermediate_size) for n in halves]
-            gate_up_bias = torch.cat(biases)
-            down_bias = self._get(f"{mlp}.down_proj.bias", c.hidden_size)
+        qkv = self._qkv(attention, norms[0], names[0])
+        out = self._below([f"{attention}.o_proj.weight"], (c.hidden_size, width), out_bias, None)
+        if a.experts is not None and index not in a.experts.dense_layers:
+            second = self._mix(f"{name}.mlp", a.experts, norms[2])
+        else:
+            second = self._feed_forward(f"{name}.mlp", norms[2], names[2])
         return Layer(
             window=c.sliding_window[index],
-            qkv=self._qkv(attention, self._norm(f"{name}.input_layernorm.weight")),
+            qkv=qkv,
             qk_weight=self._qk_weight(attention) if c.qk_norm else None,
-            out=self._below([f"{attention}.o_proj.weight"], (c.hidden_size, width), out_bias, None),
-            gate_up=self._below(
-                [f"{mlp}.{half}.weight" for half in halves],
-                (c.intermediate_size, c.hidden_size),
-                gate_up_bias,
-                self._norm(f"{name}.post_attention_layernorm.weight"),
-            ),
-            down=self._below(
-                [f"{mlp}.down_proj.weight"],
-                (c.hidden_size, c.intermediate_size),
-                down_bias,
-                None,
-            ),
+            out=out,
+            after_attention=norms[1],
+            after_forward=norms[3],
+            sinks=sinks,
+            **second,
         )
 
-    def _qkv(self, attention: str, norm: Tensor) -> Linear:
-        """Rows [kv_heads, group + 2, head_dim]: see `HeadShape`."""
+    def _feed_forward(self, mlp: str, in_scale: Tensor | None, norm: str | None) -> dict[str, Any]:
+        """Return the fields of a layer for its feed-forward; `norm` names the norm before it."""
+        c = self.config
+        hidden, inner = c.hidden_size, c.intermediate_size
+        halves = [f"{mlp}.{half}" for half in ("gate_proj", "up_proj")[1 - c.arithmetic.gated :]]
+        bias = down_bias = None
+        if c.mlp_bias:
+            bias = torch.cat([self._get(f"{half}.bias", inner) for half in halves])
+            down_bias = self._get(f"{mlp}.down_proj.bias", hidden)
+        weights = [f"{half}.weight" for half in halves]
+        gate_up = self._below(weights, (inner, hidden), bias, in_scale, norm)
+        down = self._below([f"{mlp}.down_proj.weight"], (hidden, inner), down_bias, None)
+        return {"gate_up": gate_up, "down": down}
+
+    def _mix(self, mlp: str, experts: Experts, norm: Tensor | None) -> dict[str, Any]:
+        """Return the fields of a layer for its experts, with their router in fp32."""
+        count, hidden, inner = experts.count, self.config.hidden_size, experts.width
+        biased = self.config.arithmetic.activation == "clamped"
+        wide = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+        parts = [[*self._get(f"{mlp}.experts.{n}", count, *shape)] for n, shape in wide.items()]
+        biases = [
+            self._get(f"{mlp}.experts.{n}_bias", count, shape[0]) if biased else None
+            for n, shape in wide.items()
+        ]
+        rows = self._get(f"{mlp}.gate.weight", count, hidden)
+        bias = self._get(f"{mlp}.gate.bias", count).float() if biased else None
+        if experts.shared:  # split into experts of the usual width
+            shared, all_inner = f"{mlp}.shared_expert", experts.shared * inner
+            gate, up = (
+                self._get(f"{shared}.{n}_proj.weight", all_inner, hidden) for n in ("gate", "up")
+            )
+            down = self._get(f"{shared}.down_proj.weight", hidden, all_inner)
+            halves = zip(gate.split(inner), up.split(inner), strict=True)
+            parts[0] += [torch.cat(both) for both in halves]
+            parts[1] += down.split(inner, dim=1)
+            rows = torch.cat([rows, self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)])
+        gating = Gating[self.config.arithmetic.activation.upper()]
+        gate_of = Gate(gating, experts.limit, experts.alpha)
+        plan = make_plan(tuple(rows.shape), torch.float32, invariant=True, may_pack=False)
+        return {
+            "gate_up": Linear(rows.float(), bias, None, plan),
+            "down": None,
+            "experts": CompiledExperts.of(*parts, gate_of, *biases),
+            "router_norm": norm,
+        }
+
+    def _qkv(self, attention: str, norm: Tensor | None, name: str | None = None) -> Linear:
+        """Return rows [kv_heads, group + 2, head_dim] (see `HeadShape`); `name` is the norm's."""
         c = self.config
         bias = self._fuse(attention, "bias") if c.attention_bias else None
         blocks = self._blocks([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
         if blocks is None or c.head_dim % MOST_LANES:
-            return self._linear(self._fuse(attention, "weight", c.hidden_size), bias, norm)
+            weight = self._fuse(attention, "weight", c.hidden_size)
+            return self._linear(weight, self._shifted(weight, bias, name), norm)
         dim, pitch, at = c.head_dim, (c.group_size + 2) * c.head_dim, 0
         parts = []
         for letter, part in zip("qkv", blocks, strict=True):
             if letter != "v":
-                rows = interleave_halves(torch.from_numpy(part.rows), dim).numpy()
+                rows = interleave_halves(torch.from_numpy(part.rows), c.rope, dim).numpy()
                 part = part._replace(rows=rows)
             run = c.group_size * dim if letter == "q" else dim
             parts.append((part, Run(run, pitch, at)))
@@ -178,17 +253,25 @@ class LayerBuilder:
             heads = c.num_heads if letter == "q" else c.num_kv_heads
             part = self._get(f"{attention}.{letter}_proj.{kind}", heads * c.head_dim, *columns)
             if letter != "v":
-                part = interleave_halves(part, c.head_dim)
+                part = interleave_halves(part, c.rope, c.head_dim)
             parts.append(part.view(c.num_kv_heads, -1, c.head_dim, *columns))
         return torch.cat(parts, dim=1).flatten(0, 2)
 
     def _qk_weight(self, attention: str) -> Tensor:
-        c = self.config
+        c, offset = self.config, self.config.arithmetic.norm_offset
+        whole = c.num_kv_heads if c.arithmetic.whole_qk_norm else 0
+        heads = {"q": whole * c.group_size or 1, "k": whole or 1}
         q, k = (
-            interleave_halves(self._get(f"{attention}.{n}_norm.weight", c.head_dim), c.head_dim)
-            for n in "qk"
+            interleave_halves(
+                self._get(f"{attention}.{n}_norm.weight", count * c.head_dim), c.rope, c.head_dim
+            ).float()
+            + offset
+            for n, count in heads.items()
         )
-        return torch.stack([q] * c.group_size + [k]).float()
+        if not whole:
+            return torch.stack([q] * c.group_size + [k])
+        each = q.view(whole, -1, c.head_dim), k.view(whole, 1, c.head_dim)
+        return torch.cat(each, dim=1).contiguous()
 
 
 def _stacked(blocks: Sequence[Blocks]) -> list[tuple[Blocks, Run]]:

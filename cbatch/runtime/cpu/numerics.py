@@ -45,8 +45,14 @@ def weight_shapes(config: ModelConfig) -> Counter[tuple[int, int]]:
     shapes: Counter[tuple[int, int]] = Counter()
     shapes[queries + 2 * c.num_kv_heads * c.head_dim, hidden] += c.num_layers
     shapes[hidden, queries] += c.num_layers
-    shapes[2 * c.intermediate_size, hidden] += c.num_layers
-    shapes[hidden, c.intermediate_size] += c.num_layers
+    experts, dense = c.arithmetic.experts, c.num_layers
+    if experts is not None:
+        dense = len(experts.dense_layers)
+        count = (c.num_layers - dense) * (experts.count + experts.shared)
+        shapes[2 * experts.width, hidden] += count
+        shapes[hidden, experts.width] += count
+    shapes[(1 + c.arithmetic.gated) * c.intermediate_size, hidden] += dense
+    shapes[hidden, c.intermediate_size] += dense
     shapes[c.vocab_size, hidden] += 1
     return shapes
 

@@ -14,7 +14,7 @@ from cbatch.runtime.cpu.layers import Layer, LayerBuilder
 from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
-from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.config import ModelConfig, UnsupportedModelError
 from cbatch.runtime.model.rope import RotaryTable, interleave_halves
 from cbatch.runtime.model.weight_files import WeightSource
 from triton_kernels.layers.activation import silu_mul
@@ -110,23 +110,23 @@ class _Builder(LayerBuilder):
         parts = self._packed(names)
         return None if parts is None else self._quantised(parts, torch.cat, bias, in_scale)
 
-    def _qkv(self, attention: str, norm: Tensor) -> Any:
+    def _qkv(self, attention: str, norm: Tensor | None, name: str | None = None) -> Any:
         c = self.config
         parts = self._packed([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
         if parts is None:
-            return super()._qkv(attention, norm)
+            return super()._qkv(attention, norm, name)
 
         def fuse(found: list[Tensor]) -> Tensor:
             q, k, v = found
-            turned = (interleave_halves(q, c.head_dim), interleave_halves(k, c.head_dim), v)
+            turned = (*(interleave_halves(part, c.rope, c.head_dim) for part in (q, k)), v)
             heads = [part.view(c.num_kv_heads, -1, c.head_dim, part.shape[1]) for part in turned]
             return torch.cat(heads, dim=1).flatten(0, 2)
 
         bias = self._fuse(attention, "bias") if c.attention_bias else None
         return self._quantised(parts, fuse, bias, norm)
 
-    def _norm(self, name: str) -> Tensor:
-        return self._get(name, self.config.hidden_size).float()
+    def _norm(self, module: str) -> Tensor:
+        return self._norm_weight(module)
 
 
 class Flat(NamedTuple):
@@ -280,6 +280,9 @@ def load_decoder(
 ) -> Decoder:
     """A model from a directory, GGUF file or hub name, as `open_checkpoint`."""
     config, source, served = open_checkpoint(path_or_name, dtype, random_weights_seed)
+    if not config.plain:
+        problem = f"{path_or_name}: {config.family} is not computed by our own pass on a GPU"
+        raise UnsupportedModelError(f"{problem}; use model_impl transformers, or device cpu")
     mode = "invariant" if numerics == "invariant" else "fast"
     decoder = Decoder(config, source, served, torch.device(device), mode)
     warn_unread(path_or_name, source.unread())

@@ -14,7 +14,9 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from cbatch.runtime.model.config import ModelConfig, ModelError, is_hub_name, load_config
+from cbatch.runtime.model.config import ModelConfig, ModelError, is_hub_name
+from cbatch.runtime.model.config_json import load_config
+from cbatch.runtime.model.family_weights import FamilyWeights
 from cbatch.runtime.model.gguf_file import is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import GgufWeights, config_of
 from cbatch.runtime.model.quantised import QuantisedWeights
@@ -93,6 +95,7 @@ def open_checkpoint(
             if config.quantisation is not None:
                 how = config.quantisation
                 source = QuantisedWeights(files, how, config, served, as_stored=as_stored)
+            source = FamilyWeights(source, config)
     return Checkpoint(config, source, served)
 
 

@@ -1,5 +1,4 @@
-"""What a checkpoint's `config.json` says, checked and in one spelling for every family. Of its
-`generation_config.json` the EOS ids count beside."""
+"""A model's shape and arithmetic, in one form for every family; checked reading of JSON files."""
 
 from __future__ import annotations
 
@@ -12,24 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cbatch.runtime.model.end_tokens import tokenizer_end_ids
-from cbatch.runtime.model.quantisation import Quantisation, parse_quantisation
+from cbatch.runtime.model.quantisation import Quantisation
 
 GENERATION_FILE = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-_FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# What transformers assumes where an older config.json is silent.
-_DEFAULT_KV_HEADS = {"mistral": 8}
-_DEFAULT_HEAD_DIM = {"qwen3": 128}
-_DEFAULT_SLIDING_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096}
-_DEFAULT_NORM_EPS = 1e-6
-_DEFAULT_ROPE_THETA = 10000.0
-_DEFAULT_MAX_WINDOW_LAYERS = 28
 # More than any model has: who says so is damaged, or wants memory for nothing. Kernels count in 32
 # bits, and keep a head on their stack.
 _MOST = 1 << 30
@@ -40,9 +25,11 @@ _MOST_OF = {
     "hidden_size": 1 << 18,
     "intermediate_size": 1 << 18,
     "vocab_size": 1 << 20,
+    "num_experts": 1 << 12,
+    "num_local_experts": 1 << 12,
+    "moe_intermediate_size": 1 << 18,
+    "shared_expert_intermediate_size": 1 << 18,
 }
-_MOST_NORM_EPS = 1.0
-_LEAST_CONTEXT = 2  # tokens: a prompt's and one behind it
 _LARGEST = float(2**127)  # of fp32
 
 
@@ -51,18 +38,20 @@ class ModelError(ValueError):
 
 
 class UnsupportedModelError(ModelError):
-    """For what is whole, but nothing that our own pass computes."""
+    """A valid checkpoint that our own pass does not compute."""
 
 
 class RopeConfig(msgspec.Struct, frozen=True):
-    """Rotary embedding; fields beyond `theta` count only for the types that use them.
+    """Rotary embedding; a type ignores the fields that it does not use.
 
-    `attention_factor` multiplies cos and sin (yarn); 1.0 elsewhere. `divisors` are what frequencies
-    are divided by beside, one for each pair of dimensions, where a file has them.
+    `attention_factor` multiplies cos and sin (yarn, longrope); 1.0 elsewhere. `divisors`, one for
+    each pair of dimensions, divide the frequencies. The first `share` of a head's dimensions
+    rotate. The pair of dimension i is i + 1 with `interleaved`; otherwise it is half of the rotated
+    dimensions away.
     """
 
     type: str = "default"
-    theta: float = _DEFAULT_ROPE_THETA
+    theta: float = 10000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -72,6 +61,12 @@ class RopeConfig(msgspec.Struct, frozen=True):
     beta_slow: float = 1.0
     truncate: bool = True
     divisors: tuple[float, ...] = ()
+    share: float = 1.0
+    interleaved: bool = False
+
+    def rotated(self, head_dim: int) -> int:
+        """Return the number of a head's dimensions that rotate."""
+        return int(head_dim * self.share)
 
 
 class KVShape(NamedTuple):
@@ -84,6 +79,60 @@ class KVShape(NamedTuple):
     @property
     def values(self) -> int:
         return self.heads * (self.key_dim + self.value_dim)
+
+
+class Experts(msgspec.Struct, frozen=True):
+    """A mixture of `count` experts of inner width `width`.
+
+    A token uses the `chosen` most likely ones; with `normalized` their weights sum to 1. Every
+    token also uses `shared` experts of the same width, weighted by a gate. `dense_layers` have a
+    feed-forward without experts. `limit` and `alpha` are of the clamped activation.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    normalized: bool = True
+    shared: int = 0
+    dense_layers: tuple[int, ...] = ()
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+class Arithmetic(msgspec.Struct, frozen=True):
+    """Differences from Llama's arithmetic; only the compiled pass on CPUs computes them.
+
+    norms: names of a layer's norms before and after attention, before and after the
+        feed-forward; None where there is none.
+    layer_norm, norm_bias, norm_offset: norms subtract the mean, add a bias, add this to the weight.
+    parallel: attention and feed-forward have the same input.
+    gated: the feed-forward has a gate and an up projection; without it, only the latter.
+    whole_qk_norm: all query heads of a token are normed together, and all its key heads.
+    attention_scale: factor of scores; None is head_dim ** -0.5.
+    attention_softcap, logit_softcap: x becomes cap * tanh(x / cap); 0 is no cap.
+    residual_scale: factor of what attention and feed-forward add to the residual stream.
+    layer_ropes: rotary embedding of each layer, where layers differ.
+    """
+
+    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
+    layer_norm: bool = False
+    norm_weights: bool = True
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    parallel: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    whole_qk_norm: bool = False
+    sinks: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    logit_scale: float = 1.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    head_bias: bool = False
+    layer_ropes: tuple[RopeConfig, ...] = ()
+    experts: Experts | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -113,6 +162,12 @@ class ModelConfig(msgspec.Struct, frozen=True):
     torch_dtype: str | None = None
     quantisation: Quantisation | None = None
     kv_shapes: tuple[KVShape, ...] = ()
+    arithmetic: Arithmetic = Arithmetic()
+
+    @property
+    def plain(self) -> bool:
+        """True if our own pass computes the model on every device."""
+        return self.arithmetic == Arithmetic()
 
     @property
     def group_size(self) -> int:
@@ -120,8 +175,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return self.num_heads // self.num_kv_heads
 
 
-class _Fields:
-    """A JSON object whose every complaint names the file and the field, as `names` has it."""
+class Fields:
+    """A JSON object; errors name the file and the field, the latter as `names` spells it."""
 
     def __init__(
         self,
@@ -175,28 +230,12 @@ def is_hub_name(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
-def load_config(path: str | Path) -> ModelConfig:
-    """Read `config.json` (a file, or the directory that holds it).
-
-    Raises ModelError, naming file and field, for what is missing, malformed or not supported.
-    """
-    file = Path(path)
-    if file.is_dir():
-        file = file / "config.json"
-    if not file.exists():
-        raise ModelError(
-            f"{file}: not found; give a Hugging Face model directory (config.json, *.safetensors)"
-        )
-    config = parse_config(read_json_object(file), file)
-    return msgspec.structs.replace(config, eos_token_ids=eos_ids_of(file.parent))
-
-
 def eos_ids_of(directory: Path) -> tuple[int, ...]:
     """By config, generation config and the tokenizer's files, each once. Raises ModelError for what
     is no token id."""
     found: list[int] = []
     for file in (directory / "config.json", directory / GENERATION_FILE):
-        found += _token_ids(_Fields(file, read_optional(file)), "eos_token_id")
+        found += token_ids(Fields(file, read_optional(file)), "eos_token_id")
     configs = [read_optional(directory / name) for name in _TOKENIZER_FILES]
     named = tokenizer_end_ids(configs, directory / "tokenizer.json", guess=not found)
     found += [token_id for token_id in named if 0 <= token_id <= _MOST]
@@ -226,190 +265,9 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return values
 
 
-def parse_config(
-    values: Mapping[str, Any], path: Path, names: Mapping[str, str] | None = None
-) -> ModelConfig:
-    """`load_config` on values already read; `path` is for messages only, and so is `names`: what
-    the fields are called in a file of another format."""
-    f = _Fields(path, values, names=names)
-    family = _family(f)
-    _refuse_unsupported(f)
-    hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
-    kv_heads = f.integer("num_key_value_heads", _default_kv_heads(f, family, heads))
-    if heads % kv_heads:
-        raise f.error("num_key_value_heads", f"{kv_heads} does not divide {heads} heads")
-    head_dim = f.integer("head_dim", _DEFAULT_HEAD_DIM.get(family, hidden // heads))
-    if head_dim % 2:
-        raise f.error("head_dim", f"must be even for rotary embeddings, got {head_dim}")
-    layers, position_tokens = f.integer("num_hidden_layers"), f.integer("max_position_embeddings")
-    rope = _rope(f, position_tokens)
-    attention_bias = f.flag("attention_bias", False) and family in ("llama", "qwen3")
-    return ModelConfig(
-        family=family,
-        vocab_size=f.integer("vocab_size"),
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=f.integer("intermediate_size"),
-        max_position_tokens=_context_tokens(f, rope, position_tokens),
-        rms_norm_eps=f.number("rms_norm_eps", _DEFAULT_NORM_EPS, _MOST_NORM_EPS),
-        rope=rope,
-        sliding_window=_sliding_window(f, family, layers),
-        tie_embeddings=f.flag("tie_word_embeddings", False),
-        attention_bias=attention_bias or family == "qwen2",
-        attention_out_bias=attention_bias,
-        mlp_bias=f.flag("mlp_bias", False) and family == "llama",
-        qk_norm=family == "qwen3",
-        eos_token_ids=_token_ids(f, "eos_token_id"),
-        bos_token_id=next(iter(_token_ids(f, "bos_token_id")), None),
-        torch_dtype=_dtype(f),
-        quantisation=parse_quantisation(f.get("quantization_config"), f.error),
-    )
-
-
-def _dtype(f: _Fields) -> str | None:
-    field = "torch_dtype" if f.get("dtype") is None else "dtype"
-    value = f.get(field)
-    if value is not None and not isinstance(value, str):
-        raise f.error(field, f"must be the name of a type, got {value!r:.40}")
-    return value
-
-
-def _default_kv_heads(f: _Fields, family: str, heads: int) -> int:
-    absent = "num_key_value_heads" not in f.values
-    return _DEFAULT_KV_HEADS.get(family, heads) if absent else heads
-
-
-def _family(f: _Fields) -> str:
-    names = f.get("architectures", [])
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise f.error("architectures", f"must be a list of names, got {names!r:.80}")
-    model_type = f.get("model_type")
-    if not names and model_type in _FAMILIES.values():
-        return str(model_type)
-    for name in names:
-        if name in _FAMILIES:
-            return _FAMILIES[name]
-    got = ", ".join(names) or f"model_type {model_type!r}"
-    problem = f"{got:.80} is not supported; supported: {', '.join(_FAMILIES)}"
-    raise f.error("architectures", problem, UnsupportedModelError)
-
-
-def _refuse_unsupported(f: _Fields) -> None:
-    experts = f.get("num_experts", f.get("num_local_experts"))
-    if experts is not None:
-        problem = "mixtures of experts are not supported; use a dense model"
-        raise f.error("num_experts", problem, UnsupportedModelError)
-    act = f.get("hidden_act", "silu")
-    if act not in ("silu", "swish"):
-        problem = f"{act!r:.40} is not supported; supported: silu"
-        raise f.error("hidden_act", problem, UnsupportedModelError)
-
-
-def _sliding_window(f: _Fields, family: str, layers: int) -> tuple[int | None, ...]:
-    """Window of each layer, by the rules of the family's transformers class."""
-    if family == "llama":
-        return (None,) * layers
-    if family == "mistral":
-        absent = "sliding_window" not in f.values
-        if not absent and f.values["sliding_window"] is None:
-            return (None,) * layers
-        return (f.integer("sliding_window", _DEFAULT_SLIDING_WINDOW["mistral"]),) * layers
-    if not f.flag("use_sliding_window", False):
-        return (None,) * layers
-    window = f.integer("sliding_window", _DEFAULT_SLIDING_WINDOW[family])
-    types = f.get("layer_types")
-    if types is None:
-        first = f.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, least=0)
-        return tuple(window if i >= first else None for i in range(layers))
-    names = {"sliding_attention": window, "full_attention": None}
-    named = isinstance(types, list) and all(isinstance(t, str) and t in names for t in types)
-    if not named or len(types) != layers:
-        known = ", ".join(names)
-        problem = f"must name {layers} layers, each one of {known}; got {types!r:.80}"
-        raise f.error("layer_types", problem)
-    return tuple(names[t] for t in types)
-
-
-def _token_ids(f: _Fields, field: str) -> tuple[int, ...]:
+def token_ids(f: Fields, field: str) -> tuple[int, ...]:
     value = f.get(field)
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= _MOST for i in ids):
         raise f.error(field, f"must be a token id or a list of them, got {value!r:.40}")
     return ids
-
-
-def _context_tokens(f: _Fields, rope: RopeConfig, position_tokens: int) -> int:
-    """Configurations disagree whether `max_position_embeddings` is the length before or after it is
-    stretched. As vLLM: yarn says itself what is stretched, with linear it is taken for the one
-    before, with llama3 for the one after."""
-    if rope.type == "yarn":
-        position_tokens = rope.original_max_position_tokens
-    found = position_tokens * (rope.factor if rope.type in ("linear", "yarn") else 1)
-    if not _LEAST_CONTEXT <= found <= _MOST:
-        problem = f"a context of {found:.6g} tokens; {_LEAST_CONTEXT} to {_MOST} are supported"
-        raise f.error("max_position_embeddings", problem)
-    return round(found)
-
-
-def _rope(f: _Fields, context_tokens: int) -> RopeConfig:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling`."""
-    field = "rope_scaling" if f.get("rope_scaling") else "rope_parameters"
-    raw = f.get(field, {})
-    if not isinstance(raw, dict):
-        raise f.error(field, f"must be an object, got {raw!r:.40}")
-    r = _Fields(f.path, raw, f"{field}.", f.names)
-    kind = r.get("rope_type", r.get("type", "default"))
-    if kind not in _ROPE_TYPES:
-        problem = f"{kind!r:.40} is not supported; supported: {', '.join(_ROPE_TYPES)}"
-        raise r.error("rope_type", problem, UnsupportedModelError)
-    if r.get("partial_rotary_factor", f.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise r.error("partial_rotary_factor", "only 1.0 is supported", UnsupportedModelError)
-    theta = r.number("rope_theta", f.number("rope_theta", _DEFAULT_ROPE_THETA))
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "yarn" and theta == 1:
-        raise f.error("rope_theta", "must not be 1 where yarn stretches it")
-    original = r.get("original_max_position_embeddings")
-    if original is None:
-        original = f.integer("original_max_position_embeddings", context_tokens)
-    else:
-        original = r.integer("original_max_position_embeddings")
-    default_factor = context_tokens / original if kind == "yarn" else None
-    factor = r.number("factor", default_factor)
-    if kind == "linear":
-        return RopeConfig(type=kind, theta=theta, factor=factor)
-    if kind == "llama3":
-        return RopeConfig(
-            type=kind,
-            theta=theta,
-            factor=factor,
-            low_freq_factor=r.number("low_freq_factor"),
-            high_freq_factor=r.number("high_freq_factor"),
-            original_max_position_tokens=original,
-        )
-    return RopeConfig(
-        type=kind,
-        theta=theta,
-        factor=factor,
-        original_max_position_tokens=original,
-        attention_factor=_yarn_attention_factor(r, factor),
-        beta_fast=r.number("beta_fast", 32.0),
-        beta_slow=r.number("beta_slow", 1.0),
-        truncate=r.flag("truncate", True),
-    )
-
-
-def _yarn_attention_factor(r: _Fields, factor: float) -> float:
-    """Given, or 0.1 mscale ln(factor) + 1 (YaRN, eq. 22, arXiv:2309.00071)."""
-
-    def scale(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if r.get("attention_factor") is not None:
-        return r.number("attention_factor")
-    if r.get("mscale") and r.get("mscale_all_dim"):
-        return scale(r.number("mscale")) / scale(r.number("mscale_all_dim"))
-    return scale(1.0)

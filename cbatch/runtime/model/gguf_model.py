@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.runtime.model.config import ModelConfig, RopeConfig, parse_config
+from cbatch.runtime.model.config import ModelConfig, RopeConfig
+from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.end_tokens import END_TOKENS
 from cbatch.runtime.model.gguf_file import Gguf, GgufTensor
 from cbatch.runtime.model.weight_files import WeightSource
@@ -157,6 +158,9 @@ def _rope_scaling(file: Gguf, arch: str, values: dict[str, Any]) -> dict[str, An
     kind = scaling["rope_type"] = scaling["rope_type"] or "linear"
     if kind == "none" or (kind == "linear" and not factor):
         return None
+    if kind == "longrope":
+        problem = f"{kind!r} is not supported; supported: linear, yarn"
+        raise file.error(f"{arch}.rope.scaling.type", problem)
     given = scaling["attention_factor"] or 1.0
     numbers = all(isinstance(each, int | float) for each in (factor, given))
     if kind == "yarn" and numbers and factor > 1:

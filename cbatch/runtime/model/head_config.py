@@ -16,13 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from cbatch.runtime.model.config import (
-    ModelConfig,
-    ModelError,
-    _Fields,
-    parse_config,
-    read_json_object,
-)
+from cbatch.runtime.model.config import Fields, ModelConfig, ModelError, read_json_object
+from cbatch.runtime.model.config_json import parse_config
 
 if TYPE_CHECKING:
     from cbatch.runtime.model.head_weights import HeadWeights
@@ -101,7 +96,7 @@ def read_head(path: Path, target: ModelConfig) -> list[HeadConfig]:
 
     file = path / "config.json"
     values = read_json_object(file)
-    f = _Fields(file, values)
+    f = Fields(file, values)
     algorithm = values.get("speculators_model_type")
     if algorithm in _OTHERS:
         problem = f"{algorithm} heads are not supported; use EAGLE-1 to 3 or Medusa"
@@ -139,7 +134,7 @@ def _fc_norms(names: frozenset[str]) -> bool:
 
 
 def _layer(
-    f: _Fields, inner: Mapping[str, Any], target: ModelConfig, weights: HeadWeights
+    f: Fields, inner: Mapping[str, Any], target: ModelConfig, weights: HeadWeights
 ) -> ModelConfig:
     """Sizes that files get wrong are those of the tensors."""
     values = dict(inner)
@@ -160,6 +155,9 @@ def _layer(
     if isinstance(heads, int) and heads > 0 and rows and rows[0] % heads == 0:
         values["head_dim"] = rows[0] // heads
     layer = parse_config(values, f.path)
+    if not layer.plain:
+        problem = f"{layer.arithmetic.activation} is not supported; supported: silu"
+        raise f.error("hidden_act", problem)
     norms = "layers.0.self_attn.q_norm.weight" in weights.names
     biased = "layers.0.self_attn.q_proj.bias" in weights.names
     context = min(layer.max_position_tokens, target.max_position_tokens)
@@ -174,7 +172,7 @@ def _layer(
     )
 
 
-def _medusa(f: _Fields, weights: HeadWeights, target: ModelConfig) -> HeadConfig:
+def _medusa(f: Fields, weights: HeadWeights, target: ModelConfig) -> HeadConfig:
     """Files hold more heads than their configuration tells: those that are there count. Where it is
     that of a whole model, the number of layers is the model's."""
     own = f.get("model_type") == "medusa"
@@ -206,7 +204,7 @@ def _medusa(f: _Fields, weights: HeadWeights, target: ModelConfig) -> HeadConfig
     )
 
 
-def _draft_vocab(f: _Fields, target: ModelConfig, field: str = "draft_vocab_size") -> int:
+def _draft_vocab(f: Fields, target: ModelConfig, field: str = "draft_vocab_size") -> int:
     size = f.integer(field, target.vocab_size)
     if size > target.vocab_size:
         problem = f"{size} is more than the target's vocabulary of {target.vocab_size}"
@@ -214,7 +212,7 @@ def _draft_vocab(f: _Fields, target: ModelConfig, field: str = "draft_vocab_size
     return size
 
 
-def _readings(config: HeadConfig, f: _Fields, target: ModelConfig) -> list[HeadConfig]:
+def _readings(config: HeadConfig, f: Fields, target: ModelConfig) -> list[HeadConfig]:
     """Ids are of the state before a layer, as vLLM and speculators have them, or of the one behind
     it, as SGLang has. `norm_before_residual` defaults to one in vLLM, to the other elsewhere."""
     count = target.num_layers

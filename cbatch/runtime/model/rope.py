@@ -15,20 +15,24 @@ ROW_GAP = 8  # complex numbers between rows: 64 bytes, to keep them aligned
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """fp32 [head_dim / 2], in radians per token.
+    """fp32 [head_dim / 2], in radians per token; 0 where dimensions do not rotate.
 
     Computed in fp32 in the order transformers does: at far positions the rounding of a frequency
     is a visible angle, and checkpoints were trained with that rounding.
     """
-    scaled = _scaled_frequencies(rope, head_dim)
-    return scaled / torch.tensor(rope.divisors) if rope.divisors else scaled
+    rotated = rope.rotated(head_dim)
+    found = torch.zeros(head_dim // 2)
+    if rotated:
+        found[: rotated // 2] = _scaled_frequencies(rope, rotated)
+    return found
 
 
 def has_angles(config: ModelConfig) -> bool:
     """Whether each position of the context has finite ones: fields may each be a number, and their
     quotients and logarithms none."""
     try:
-        fastest = inverse_frequencies(config.rope, config.head_dim).max().item()
+        ropes = {config.rope, *config.arithmetic.layer_ropes}
+        fastest = max(inverse_frequencies(r, config.head_dim).max().item() for r in ropes)
     except (ArithmeticError, ValueError):
         return False
     return fastest * config.max_position_tokens < torch.finfo(torch.float32).max
@@ -37,13 +41,16 @@ def has_angles(config: ModelConfig) -> bool:
 def _scaled_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base = rope.theta**exponents
+    if rope.type == "longrope":
+        return 1.0 / (torch.tensor(rope.divisors) * base)
+    found = 1.0 / base
     if rope.type == "linear":
-        return (1.0 / base) / rope.factor
-    if rope.type == "llama3":
-        return _llama3(rope, 1.0 / base)
-    if rope.type == "yarn":
-        return _yarn(rope, base, head_dim)
-    return 1.0 / base
+        found = found / rope.factor
+    elif rope.type == "llama3":
+        found = _llama3(rope, found)
+    elif rope.type == "yarn":
+        found = _yarn(rope, base, head_dim)
+    return found / torch.tensor(rope.divisors) if rope.divisors else found
 
 
 def _llama3(rope: RopeConfig, freq: Tensor) -> Tensor:
@@ -94,7 +101,8 @@ class RotaryTable:
         device: torch.device,
     ) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim).numpy()
-        self._attention_factor = np.float32(rope.attention_factor)
+        rotates = np.arange(head_dim // 2) < rope.rotated(head_dim) // 2
+        self._attention_factor = np.where(rotates, np.float32(rope.attention_factor), np.float32(1))
         self._device = device
         self._score_scale = head_dim**-0.5
         self._kv_heads, self._group = kv_heads, group
@@ -145,11 +153,15 @@ class RotaryTable:
         return found
 
 
-def interleave_halves(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of each head from (x_0.., y_0..) to (x_0, y_0, x_1, y_1, ..).
+def interleave_halves(weight: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """Reorder the rotated rows of each head from (x_0.., y_0..) to (x_0, y_0, x_1, y_1, ..).
 
-    Checkpoints rotate pairs that lie half a head apart. With pairs side by side the rotation is one
-    complex product; scores do not change, since queries and keys are reordered alike.
+    Unless the rope is `interleaved`, a checkpoint's pairs are half of the rotated dimensions apart.
+    With pairs side by side the rotation is one complex product. Scores do not change, since queries
+    and keys have the same order.
     """
-    pairs = weight.unflatten(0, (-1, 2, head_dim // 2))
-    return pairs.transpose(1, 2).reshape(weight.shape)
+    if rope.interleaved:
+        return weight
+    heads, rotated = weight.unflatten(0, (-1, head_dim)), rope.rotated(head_dim)
+    pairs = heads[:, :rotated].unflatten(1, (2, rotated // 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([pairs, heads[:, rotated:]], dim=1).reshape(weight.shape)

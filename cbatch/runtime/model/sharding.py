@@ -26,6 +26,9 @@ _BY_COLUMNS = ("o_proj", "down_proj")
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     """What a rank of `size` computes. Vocabulary and hidden size are the whole model's, and its
     head is a matrix of its own. Raises `FieldError` where heads or columns cannot be shared out."""
+    if not config.plain:
+        problem = f"our own pass does not share {config.family} out"
+        raise FieldError(FIELD, problem, "leave it out, or use model_impl transformers")
     for name, count in (
         ("num_key_value_heads", config.num_kv_heads),
         ("num_attention_heads", config.num_heads),

@@ -9,8 +9,7 @@ everything goes without them.
 - `library.c` and what it includes: the kernels, and the threads that share their loops (`team.h`);
   `build` compiles them, as one of `builds`.
 - `product`: one product as the runtime calls it.
-- `layer_attention`, `experts`, `rows`, `fused_layer`: parts of a pass, for who computes the rest
-  otherwise.
+- `layer_attention`, `experts`: parts of a pass, for models whose other parts are not ours.
 - `cbatch.runtime.cpu.compiled_pass` calls the pass.
 """
 

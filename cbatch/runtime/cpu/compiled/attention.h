@@ -250,10 +250,13 @@ INLINE void take_queries(const attending *of, const scratch *s, long dim, enum s
     }
 }
 
-// Scores of a query with the chunk's first `count` keys.
-static void bend(float *scores, long count, float cap) {
-    for (long k = 0; k < count; k += LANES)
-        store(scores + k, tangent(load(scores + k) * (1 / cap)) * cap);
+// x [count] to cap * tanh(x / cap).
+static void bend(float *x, long count, float cap) {
+    long k = 0;
+    for (; k + LANES <= count; k += LANES) store(x + k, tangent(load(x + k) * (1 / cap)) * cap);
+    if (k == count) return;
+    const vec last = tangent(part((const char *)(x + k), count - k, 0) * (1 / cap)) * cap;
+    memcpy(x + k, &last, (count - k) * 4);
 }
 
 INLINE void attend_to(const attending *of, const paged *kv, const scratch *s,

@@ -23,8 +23,7 @@ _SYMBOLS = ("decode", "memory_bytes", "product", "lanes", "rest", "pack", "bytes
 _SYMBOLS += ("look_up", "score_drafts", "choose")
 _SYMBOLS += ("fuse", "ingest", "draft", "head_bytes")
 _SYMBOLS += ("begin_attention", "end_attention", "attend_layer", "attention_floats")
-_SYMBOLS += ("run_experts", "experts_bytes", "norm_rows", "rotate_rows")
-_SYMBOLS += ("run_fused", "fused_bytes")
+_SYMBOLS += ("run_experts", "experts_bytes")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _logger = logging.getLogger("cbatch")
 

@@ -4,6 +4,8 @@
 #include "attention.h"
 #include "step.h"
 
+#define BENT 4096  // logits at a time
+
 static float squares(const float *x, long count) {
     vec sum = {0};
     long i = 0;
@@ -29,8 +31,12 @@ static void embed_row(const decoder *m, long token, float *to) {
 }
 
 static void embed(pass *p) {
-    EACH_TAKEN(&p->me, p->rows, r)
-        embed_row(p->model, p->step->tokens[r], p->residual + r * p->hidden_stride);
+    const float scale = p->model->embedding_scale;
+    EACH_TAKEN(&p->me, p->rows, r) {
+        float *to = p->residual + r * p->hidden_stride;
+        embed_row(p->model, p->step->tokens[r], to);
+        for (long k = 0; scale != 1 && k < p->model->hidden; k++) to[k] *= scale;
+    }
 }
 
 // A row that is ready, as the product takes it.
@@ -38,10 +44,34 @@ static void give(const pass *p, const linear *to, const float *x, long row) {
     hand_over(takes_of(to), x, to->in, p->taken + row * p->taken_stride);
 }
 
-// x / sqrt(sum(x^2) + n eps) * scale: RMSNorm, whose weight times sqrt(n) is the scale.
+static float mean(const float *x, long count) {
+    vec sum = {0};
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) sum += load(x + i);
+    float found = total(sum);
+    for (; i < count; i++) found += x[i];
+    return found / count;
+}
+
+// x / sqrt(sum(x^2) + n eps) * scale: RMSNorm, whose weight times sqrt(n) is the scale; centred,
+// LayerNorm. `to` may be x.
 static void norm(const decoder *m, const float *x, const float *scale, float *to) {
+    const float less = m->centred ? mean(x, m->hidden) : 0;
+    if (m->centred)
+        for (long k = 0; k < m->hidden; k++) to[k] = x[k] - less;
+    x = m->centred ? to : x;
     const float by = 1 / __builtin_sqrtf(squares(x, m->hidden) + m->hidden * m->eps);
     for (long k = 0; k < m->hidden; k++) to[k] = scale ? x[k] * by * scale[k] : x[k] * by;
+}
+
+// Adds to a row of the residual stream what it still lacks.
+static void settle(const pass *p, long row) {
+    const long hidden = p->model->hidden;
+    if (!p->owes) return;
+    float *x = p->residual + row * p->hidden_stride, *made = p->partial + row * hidden;
+    const float *sums = p->sums + row * hidden;
+    if (p->after) norm(p->model, sums, p->after, made), sums = made;
+    for (long k = 0; k < hidden; k++) x[k] += p->model->residual_scale * sums[k];
 }
 
 static void keep(const pass *p, long kept, long row, const float *x) {
@@ -56,11 +86,13 @@ static void normalize(pass *p, const linear *to, int plain, long kept) {
     EACH_TAKEN(&p->me, p->rows, r) {
         const float *x = p->residual + r * p->hidden_stride;
         float *normed = p->normed + (takes_of(to) == FLOATS ? r : p->me.thread) * p->hidden_stride;
+        settle(p, r);
         keep(p, kept, r, x);
         if (plain) memcpy(normed, x, p->model->hidden * 4);
         else norm(p->model, x, to->scale, normed);
         give(p, to, normed, r);
     }
+    p->owes = 0;
 }
 
 // The rows of a drafter: tokens and states.
@@ -97,19 +129,35 @@ static void place(const pass *p, const layer *l, long queries, float *heads, con
                   char *block, long at) {
     const decoder *m = p->model;
     const long dim = m->dim, size = p->step->block_size, half = p->step->kv_half;
-    const float scale = 1 / __builtin_sqrtf(dim);
     float rotated[dim];
     for (long g = 0; g <= queries; g++) {
         float *x = heads + g * dim;
-        if (l->qk_weight) {
+        if (l->qk_weight && !m->whole_heads) {
             const float *weight = l->qk_weight + (g < queries ? g : m->group) * dim;
             const float by = 1 / __builtin_sqrtf(squares(x, dim) / dim + m->eps);
             for (long d = 0; d < dim; d++) x[d] = x[d] * by * weight[d];
         }
-        rotate(x, cos_sin, g < queries ? scale : 1, dim, rotated);
+        rotate(x, cos_sin, g < queries ? m->scale : 1, dim, rotated);
         if (g < queries) memcpy(x, rotated, dim * 4);
     }
     store_kv(rotated, heads + (queries + 1) * dim, dim, dim, size, at, block, half);
+}
+
+// Norms all queries of a row together, and all its keys.
+static void norm_whole(const decoder *m, const layer *l, float *heads) {
+    const long queries = m->group * m->dim, normed = queries + m->dim, width = normed + m->dim;
+    float sums[2] = {0};
+    for (long head = 0; head < m->kv_heads; head++) {
+        sums[0] += squares(heads + head * width, queries);
+        sums[1] += squares(heads + head * width + queries, m->dim);
+    }
+    const float by[2] = {1 / __builtin_sqrtf(sums[0] / (m->kv_heads * queries) + m->eps),
+                         1 / __builtin_sqrtf(sums[1] / (m->kv_heads * m->dim) + m->eps)};
+    for (long head = 0; head < m->kv_heads; head++) {
+        float *x = heads + head * width;
+        const float *weight = l->qk_weight + head * normed;
+        for (long d = 0; d < normed; d++) x[d] = x[d] * by[d >= queries] * weight[d];
+    }
 }
 
 // By pairs where the products are, too: else bits are those of every processor.
@@ -135,10 +183,12 @@ static void place_all(pass *p, long index, long queries) {
     EACH_TAKEN(&p->me, p->rows, r) {
         const long position = p->positions[r], which = position / s->block_size;
         const long block = s->tables[p->sequences[r] * s->table_width + which];
+        const layer *l = m->layers + index;
+        float *heads = p->fused + r * p->fused_stride;
+        if (m->whole_heads) norm_whole(m, l, heads);
         for (long head = 0; head < m->kv_heads; head++)
-            place(p, m->layers + index, queries,
-                  p->fused + r * p->fused_stride + head * (queries + 2) * m->dim,
-                  m->cos_sin + position * m->dim, blocks_of(p, index, head) + block * bytes,
+            place(p, l, queries, heads + head * (queries + 2) * m->dim,
+                  l->cos_sin + position * m->dim, blocks_of(p, index, head) + block * bytes,
                   position - which * s->block_size);
     }
 }
@@ -151,25 +201,28 @@ static void attend_all(pass *p, long index) {
     for (long i; (i = take(&p->me, p->num_pieces * m->kv_heads)) >= 0;) {
         const piece *of = p->pieces + i / m->kv_heads;
         const long head = i % m->kv_heads;
+        const layer *l = m->layers + index;
         const paged kv = {blocks_of(p, index, head), s->tables + of->sequence * s->table_width,
-                          s->block_size, m->dim, m->dim, m->layers[index].window, m->first,
-                          scoring_of(p)};
+                          s->block_size, m->dim, m->dim, l->window, m->first, scoring_of(p)};
         const attending queries = {
             p->fused + of->row * p->fused_stride + head * (m->group + 2) * m->dim,
             p->attended + of->row * p->attended_stride + head * m->group * m->dim,
-            of->rows, m->group, of->position, p->fused_stride, m->dim, p->attended_stride, 1, 0, 0};
+            of->rows, m->group, of->position, p->fused_stride, m->dim, p->attended_stride, 1, m->cap,
+            l->sinks ? l->sinks + head * m->group : 0};
         attend(&queries, &kv, &mine);
     }
 }
 
-// inner = silu(gate) * up of gate_up [gate | up].
+// inner = silu(gate) * up of gate_up [gate | up], or another activation.
 static void activate(pass *p, const linear *to) {
-    const long inner = p->model->inner;
+    const decoder *m = p->model;
     EACH_TAKEN(&p->me, p->rows, r) {
-        const float *gate = p->gate_up + r * p->gate_up_stride, *up = gate + inner;
+        const float *gate = p->gate_up + r * p->gate_up_stride, *up = gate + to->in;
         float *found = p->inner + r * p->inner_stride;
-        for (long k = 0; k < inner; k += LANES)
-            store(found + k, silu(load(gate + k)) * load(up + k));
+        for (long k = 0; k < to->in; k += LANES) {
+            const vec by = m->gated ? load(up + k) : all(1);
+            store(found + k, gated(m->gating, load(gate + k), by, 0, 0));
+        }
         give(p, to, found, r);
     }
 }
@@ -205,26 +258,28 @@ static void multiply(pass *p, const linear *by, const float *x, long x_stride, f
     product_of(&of, p->rows, &p->me);
 }
 
-// Where the sums of `out` and `down` go.
+// Where the sums of `out` and `down` go, which `after` norms.
 static float *sums_of(const pass *p) { return p->partial ? p->partial : p->residual; }
 static long sums_stride(const pass *p) {
     return p->partial ? p->model->hidden : p->hidden_stride;
 }
 
-// residual += what all ranks' products came to.
-static void add_sums(pass *p) {
-    if (!p->partial) return;
-    const long hidden = p->model->hidden;
-    for (long r; (r = take(&p->me, p->rows)) >= 0;) {
-        float *x = p->residual + r * p->hidden_stride;
-        const float *sums = p->sums + r * hidden;
-        for (long k = 0; k < hidden; k++) x[k] += sums[k];
-    }
-}
+// Notes that half of a layer left its sums to be added to the residual stream.
+static void owe(pass *p, const float *after) { p->owes = p->partial != 0, p->after = after; }
 
-// residual += down(silu(gate) * up) of what is normed.
+// residual += down(silu(gate) * up) of the normed rows, or the output of their experts.
 static void feed_forward(pass *p, const layer *l) {
-    if (gated_by_product(l)) {
+    owe(p, l->after_forward);
+    if (l->experts) {
+        multiply(p, &l->gate_up, p->normed, p->hidden_stride, p->gate_up, p->gate_up_stride, 0);
+        expert_job job = {.me = p->me};
+        carve_mixture(&job, l->experts, p->rows, p->model->hidden, p->expert_memory);
+        job.step.x = p->normed, job.step.x_stride = p->hidden_stride, job.step.y = p->partial;
+        mix(&job, l->experts, p->gate_up, p->gate_up_stride);
+        p->me = job.me;
+        return;
+    }
+    if (gated_by_product(p->model, l)) {
         const problem up = {.by = &l->gate_up, .x = p->taken, .x_stride = p->taken_stride,
                             .gated = p->gated, .gated_stride = p->gated_stride};
         product_of(&up, p->rows, &p->me);
@@ -240,8 +295,11 @@ static void feed_forward(pass *p, const layer *l) {
 }
 
 static void keep_all(pass *p) {
-    EACH_TAKEN(&p->me, p->rows, r)
+    EACH_TAKEN(&p->me, p->rows, r) {
+        settle(p, r);
         keep(p, p->model->kept, r, p->residual + r * p->hidden_stride);
+    }
+    p->owes = 0;
 }
 
 // Rows into the first layer of a drafter. Nonzero where its qkv takes pairs.
@@ -264,7 +322,7 @@ static void project(pass *p, long index, int pairs) {
     const linear *qkv = alone ? &by->only_kv : &l->qkv;
     if (pairs) multiply(p, qkv, p->pairs, p->pair_stride, p->fused, p->fused_stride, 0);
     else {
-        normalize(p, qkv, by && by->plain_in, l->kept);
+        normalize(p, qkv, m->plain || (by && by->plain_in), l->kept);
         multiply(p, qkv, p->normed, p->hidden_stride, p->fused, p->fused_stride, 0);
     }
     place_all(p, index, alone ? 0 : m->group);
@@ -282,30 +340,37 @@ static void finish(pass *p) {
     }
     normalize(p, &m->head, m->reader && m->reader->plain_out, m->reader ? m->kept : -1);
     multiply(p, &m->head, p->normed, p->hidden_stride, p->logits, m->choices, 0);
+    if (!m->logit_cap) return;
+    const long pieces = (m->choices + BENT - 1) / BENT;
+    EACH_TAKEN(&p->me, p->rows * pieces, i) {
+        const long first = i % pieces * BENT, count = least(m->choices - first, BENT);
+        bend(p->logits + i / pieces * m->choices + first, count, m->logit_cap);
+    }
 }
 
 // Up to what `out` makes of a layer. 0: nothing more is wanted.
 static int first_half(pass *p, long i) {
     const decoder *m = p->model;
     const long last = m->num_layers - 1;
+    const layer *l = m->layers + i;
     int pairs = 0;
-    if (i) add_sums(p);
-    else if (m->reader) pairs = read_states(p);
-    else embed(p);
+    if (!i && m->reader) pairs = read_states(p);
+    else if (!i) embed(p);
     project(p, i, pairs);
     if (i == last && !p->num_wanted && !keeps_all(p)) return 0;
+    if (m->parallel) normalize(p, &l->gate_up, 0, -1), feed_forward(p, l);
     attend_all(p, i);
     if (i == last && !keeps_all(p)) select_wanted(p);
-    const linear *out = &m->layers[i].out;
-    give_attended(p, out);
-    multiply(p, out, p->attended, p->attended_stride, sums_of(p), sums_stride(p), !p->partial);
+    give_attended(p, &l->out);
+    multiply(p, &l->out, p->attended, p->attended_stride, sums_of(p), sums_stride(p), !p->partial);
+    owe(p, l->after_attention);
     return 1;
 }
 
 // From there to what `down` makes.
 static void second_half(pass *p, const layer *l) {
-    add_sums(p);
-    normalize(p, &l->gate_up, 0, -1);
+    if (p->model->parallel) return;
+    normalize(p, &l->gate_up, p->model->plain, -1);
     feed_forward(p, l);
 }
 
@@ -314,7 +379,7 @@ static void second_half(pass *p, const layer *l) {
 static void decode_all(void *job) {
     pass p = *(const pass *)job;
     const decoder *m = p.model;
-    if (!p.partial) {
+    if (!p.split) {
         for (long i = 0; i < m->num_layers; i++) {
             if (!first_half(&p, i)) return;
             second_half(&p, m->layers + i);
@@ -324,7 +389,7 @@ static void decode_all(void *job) {
     }
     const long layer = p.part / 2, end = 2 * m->num_layers;
     if (p.part >= end - 1 && !keeps_all(&p)) look_at_wanted(&p);
-    if (p.part == end) add_sums(&p), finish(&p);
+    if (p.part == end) finish(&p);
     else if (p.part % 2) second_half(&p, m->layers + layer);
     else first_half(&p, layer);
 }
@@ -334,8 +399,13 @@ static void decode_all(void *job) {
 int decode(const decoder *model, const step *step) {
     pass p = {.me.progress = step->progress, .model = model, .step = step};
     p.rows = step->rows, p.num_wanted = step->num_wanted, p.logits = step->logits;
-    p.partial = step->partial, p.sums = step->sums, p.part = step->part;
     carve(&p, step->memory, most(step->rows, step->num_wanted), step->threads);
+    if (!model->adds_later) p.partial = 0;
+    p.sums = p.partial;
+    if (step->partial) {
+        p.partial = step->partial, p.sums = step->sums, p.part = step->part;
+        p.split = 1, p.owes = step->part > 0;
+    }
     const int wrong = plan(&p);
     if (wrong) return wrong;
     together(decode_all, &p, sizeof p, step->threads,

@@ -5,24 +5,40 @@
 // has alone.
 
 #pragma once
-#include "step.h"
+#include "product.h"
 
-// What `gate` and `up`, the halves of a row of gate_up, come to: silu(gate) * up; gelu(gate) * up by
-// tanh; with both clamped, gate * sigmoid(alpha * gate) * (up + 1). GIVEN: another's work.
-enum gating { SILU, GELU_TANH, CLAMPED, GIVEN };
+#define GAP LANES  // floats behind a row, which keep rows out of the same cache sets
 
-// gate_up, down [experts], all of one shape and type, without scale; x [rows, gate_up->in]; chosen
-// and weights [rows, choices], of which a number that is `experts` chooses none; between [rows *
-// choices, between_stride] of floats, a multiple of 16 and at least 16 more than gate_up makes; y
-// [rows, columns]. `memory` has `experts_bytes`. `parts`: 1 up to gate_up, 2 from `inner` [pairs,
-// down->in] on, in the order of `between`; 3 both, but for GIVEN.
+#define TAKE(to, count, type) \
+    (to) = (type *)(memory + used), used += rounded((count) * (long)sizeof(type), 64)
+
+// Activation of `gate` and `up`, the halves of a row of gate_up: silu(gate) * up; gelu(gate) * up
+// with the tanh form; both clamped, gate * sigmoid(alpha * gate) * (up + 1); GIVEN, the caller's own;
+// relu(gate)^2 * up.
+enum gating { SILU, GELU_TANH, CLAMPED, GIVEN, RELU_SQUARED };
+
+// A layer's experts: gate_up and down [experts + shared], each of one shape and type, without a
+// scale. A row uses the `choices` experts that its router scores highest, weighted by the softmax
+// over all scores or, with `normalized`, over theirs. It also uses the `shared` ones, weighted by the
+// sigmoid of one more output of the router.
+typedef struct {
+    const linear *gate_up, *down;
+    long experts, choices, shared, normalized, gating;
+    float limit, alpha;
+} mixture;
+
+// gate_up, down [experts], all of one shape and type, without scale; x [rows, gate_up->in], rows
+// x_stride floats apart; chosen and weights [rows, choices], of which a number that is `experts`
+// chooses none; between [rows * choices, between_stride] of floats, a multiple of 16 and at least 16
+// more than gate_up makes; y [rows, columns]. `memory` has `experts_bytes`. `parts`: 1 up to gate_up,
+// 2 from `inner` [pairs, down->in] on, in the order of `between`; 3 both, but for GIVEN.
 typedef struct {
     const linear *gate_up, *down;
     const float *x, *weights, *inner;
     const int64_t *chosen;
     float *between, *y;
     char *memory;
-    long experts, rows, choices, between_stride, columns, gating, parts, threads;
+    long experts, rows, choices, x_stride, between_stride, columns, gating, parts, threads;
     float limit, alpha;
 } expert_step;
 
@@ -32,15 +48,17 @@ typedef struct {
 } share;
 
 // Of [pairs]: the row of each, the number of its choice, what the products take it as and what comes
-// of it. Of [rows]: how many experts each has, and [rows, choices] where among the pairs.
+// of it. Of [rows]: how many experts each has, and [rows, choices] where among the pairs. There are
+// `num_shares` at most; the last ones may have no rows.
 typedef struct {
     member me;
     expert_step step;
     long *row_of, *choice_of, *count, *places, *starts;
+    int64_t *chosen;
     share *shares;
     char *taken;
-    float *made;
-    long pairs, num_shares, taken_stride, made_stride, bands[2], width[2];
+    float *made, *weights;
+    long pairs, num_shares, taken_stride, made_stride;
 } expert_job;
 
 _Static_assert(sizeof(expert_job) <= MOST_JOB_BYTES, "experts are handed over whole");
@@ -59,7 +77,8 @@ static long carve_experts(expert_job *p) {
     TAKE(p->places, pairs, long);
     TAKE(p->count, s->rows, long);
     TAKE(p->starts, s->experts + 1, long);
-    TAKE(p->shares, s->experts + pairs / CHUNK + 1, share);
+    p->pairs = pairs, p->num_shares = least(s->experts, pairs) + pairs / CHUNK;
+    TAKE(p->shares, p->num_shares, share);
     p->taken_stride = most(bytes_taken(s->gate_up), bytes_taken(s->down));
     TAKE(p->taken, pairs * p->taken_stride, char);
     p->made_stride = rounded(s->columns, LANES) + GAP;
@@ -67,57 +86,53 @@ static long carve_experts(expert_job *p) {
     return used;
 }
 
-// Sorts what is chosen by expert, and a row's pairs in that order. Nonzero where there is no such
-// expert.
-static int sort_pairs(expert_job *p) {
+// Sorts pairs by expert, and a row's pairs in that order. Returns the number of pairs, or -1 if a
+// chosen number is no expert.
+static long sort_pairs(const expert_job *p) {
     const expert_step *s = &p->step;
     const long wanted = s->rows * s->choices;
     memset(p->starts, 0, (s->experts + 1) * sizeof *p->starts);
     memset(p->count, 0, s->rows * sizeof *p->count);
     for (long i = 0; i < wanted; i++) {
-        if (s->chosen[i] < 0 || s->chosen[i] > s->experts) return 1;
+        if (s->chosen[i] < 0 || s->chosen[i] > s->experts) return -1;
         if (s->chosen[i] < s->experts) p->starts[s->chosen[i] + 1]++;
     }
-    p->num_shares = 0;
+    long shares = 0;
     for (long e = 0; e < s->experts; e++) {
         const long first = p->starts[e], end = first + p->starts[e + 1];
         p->starts[e + 1] = end;
         for (long row = first; row < end; row += CHUNK)
-            p->shares[p->num_shares++] = (share){e, row, least(CHUNK, end - row)};
+            p->shares[shares++] = (share){e, row, least(CHUNK, end - row)};
     }
-    p->pairs = p->starts[s->experts];
+    while (shares < p->num_shares) p->shares[shares++].rows = 0;
+    const long pairs = p->starts[s->experts];
     for (long i = 0; i < wanted; i++)
         if (s->chosen[i] < s->experts) {
             const long at = p->starts[s->chosen[i]]++;
             p->row_of[at] = i / s->choices, p->choice_of[at] = i;
         }
-    for (long at = 0; at < p->pairs; at++) {
+    for (long at = 0; at < pairs; at++) {
         const long row = p->row_of[at];
         p->places[row * s->choices + p->count[row]++] = at;
     }
-    return 0;
-}
-
-// How a product of any expert is cut, by its caller: who is late may not look at it.
-static void cut_bands(expert_job *p, int which, const linear *by) {
-    long panels = 0;
-    for (long i = 0; i < by->num_parts; i++) panels += panels_of(by->parts + i);
-    p->width[which] = panels * p->num_shares < 4 * WIDE * p->step.threads ? FULL : WIDE;
-    p->bands[which] = 0;
-    for (long i = 0; i < by->num_parts; i++)
-        p->bands[which] += (panels_of(by->parts + i) + p->width[which] - 1) / p->width[which];
+    return pairs;
 }
 
 // Each share by its expert, all of them one loop. The taken rows lie `stride` bytes apart.
-static void multiply_shares(expert_job *p, int which, const linear *experts, float *y, long y_stride) {
-    const long width = p->width[which];
-    for (long i; (i = take(&p->me, p->bands[which] * p->num_shares)) >= 0;) {
-        const share *of = p->shares + i / p->bands[which];
+static void multiply_shares(expert_job *p, const linear *experts, float *y, long y_stride) {
+    long panels = 0, bands = 0;
+    for (long i = 0; i < experts->num_parts; i++) panels += panels_of(experts->parts + i);
+    const long width = panels * p->num_shares < 4 * WIDE * p->me.threads ? FULL : WIDE;
+    for (long i = 0; i < experts->num_parts; i++)
+        bands += (panels_of(experts->parts + i) + width - 1) / width;
+    for (long i; (i = take(&p->me, bands * p->num_shares)) >= 0;) {
+        const share *of = p->shares + i / bands;
+        if (!of->rows) continue;
         const problem here = {.by = experts + of->expert, .x = p->taken + of->row * p->taken_stride,
                               .y = y + of->row * y_stride, .x_stride = p->taken_stride,
                               .y_stride = y_stride};
         const segment *part = here.by->parts;
-        long band = i % p->bands[which];
+        long band = i % bands;
         for (long count; band >= (count = (panels_of(part) + width - 1) / width); part++)
             band -= count;
         const long first = band * width, last = least(first + width, panels_of(part));
@@ -133,6 +148,7 @@ static void give_pair(const expert_job *p, const linear *to, const float *x, lon
 
 INLINE vec gated(long gating, vec gate, vec up, float limit, float alpha) {
     if (gating == SILU) return silu(gate) * up;
+    if (gating == RELU_SQUARED) return larger(gate, all(0)) * larger(gate, all(0)) * up;
     if (gating == GELU_TANH) {
         const vec bent = tangent((gate * gate * gate * 0.044715f + gate) * 0.7978845608f);
         return gate * 0.5f * (bent + 1) * up;
@@ -169,14 +185,60 @@ static void experts_all(void *job) {
     const expert_step *s = &p->step;
     if (s->parts & 1) {
         EACH_TAKEN(&p->me, p->pairs, at)
-            give_pair(p, s->gate_up, s->x + p->row_of[at] * s->gate_up->in, at);
-        multiply_shares(p, 0, s->gate_up, s->between, s->between_stride);
+            give_pair(p, s->gate_up, s->x + p->row_of[at] * s->x_stride, at);
+        multiply_shares(p, s->gate_up, s->between, s->between_stride);
     }
     if (s->parts & 2) {
         EACH_TAKEN(&p->me, p->pairs, at)
             if (s->gating == GIVEN) give_pair(p, s->down, s->inner + at * s->down->in, at);
             else gate_row(p, at);
-        multiply_shares(p, 1, s->down, p->made, p->made_stride);
+        multiply_shares(p, s->down, p->made, p->made_stride);
         EACH_TAKEN(&p->me, s->rows, row) sum_row(p, row);
     }
+}
+
+// Chooses a row's experts and their weights by its router's scores; the first of equal scores wins.
+static void route(const mixture *m, const float *scores, int64_t *chosen, float *weights) {
+    const float none = -__builtin_inff();
+    float left[m->experts], sum = 0, top = 0;
+    memcpy(left, scores, sizeof left);
+    for (long i = 0; i < m->choices; i++) {
+        long best = 0;
+        for (long e = 1; e < m->experts; e++)
+            if (left[e] > left[best]) best = e;
+        if (!i) top = scores[best];
+        chosen[i] = best, left[best] = none;
+        weights[i] = exponential(all(scores[best] - top))[0], sum += weights[i];
+    }
+    for (long e = 0; e < m->experts && !m->normalized; e++)
+        if (left[e] > none) sum += exponential(all(left[e] - top))[0];
+    for (long i = 0; i < m->choices; i++) weights[i] /= sum;
+    for (long i = m->choices; i < m->choices + m->shared; i++) {
+        chosen[i] = m->experts + i - m->choices;
+        weights[i] = 1 / (exponential(all(-scores[m->experts]))[0] + 1);
+    }
+}
+
+// Lays out the experts of a pass over `rows` in `memory`; returns the bytes that takes.
+static long carve_mixture(expert_job *p, const mixture *m, long rows, long columns, char *memory) {
+    const long choices = m->choices + m->shared, stride = rounded(2 * m->down->in, LANES) + GAP;
+    long used = 0;
+    p->step = (expert_step){.gate_up = m->gate_up, .down = m->down, .gating = m->gating,
+                            .experts = m->experts + m->shared, .rows = rows, .choices = choices,
+                            .between_stride = stride, .columns = columns, .parts = 3,
+                            .limit = m->limit, .alpha = m->alpha};
+    TAKE(p->chosen, rows * choices, int64_t);
+    TAKE(p->weights, rows * choices, float);
+    TAKE(p->step.between, rows * choices * stride, float);
+    p->step.chosen = p->chosen, p->step.weights = p->weights, p->step.memory = memory + used;
+    return used + carve_experts(p);
+}
+
+// Computes the experts of rows with these router scores, rows `stride` apart.
+static void mix(expert_job *p, const mixture *m, const float *scores, long stride) {
+    const expert_step *s = &p->step;
+    EACH_TAKEN(&p->me, s->rows, r)
+        route(m, scores + r * stride, p->chosen + r * s->choices, p->weights + r * s->choices);
+    for (long i; (i = take(&p->me, 1)) >= 0;) sort_pairs(p);
+    experts_all(p);
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import POINTER, c_float, c_long, c_void_p
 from typing import NamedTuple
 
@@ -15,24 +15,26 @@ from cbatch.runtime.cpu.compiled.build import library
 from cbatch.runtime.cpu.compiled.product import MOST_LANES, CompiledProduct, LinearStruct
 from cbatch.runtime.cpu.compiled.structs import fields
 from cbatch.runtime.cpu.compiled.threads import num_threads
+from cbatch.runtime.model.config import Experts
 
 _ALIGNMENT_BYTES = 64
 _ALONE_BELOW = 1 << 18  # multiplications, as of one product
 
 
 class Gating(enum.IntEnum):
-    """What becomes of gate and up: silu(gate) * up; gelu(gate) * up by tanh; both clamped, gate *
-    sigmoid(alpha * gate) * (up + 1); or whatever the caller makes of them."""
+    """Activation of gate and up: silu(gate) * up; gelu(gate) * up with the tanh form; both
+    clamped, gate * sigmoid(alpha * gate) * (up + 1); the caller's own; relu(gate)^2 * up."""
 
     SILU = 0
     GELU_TANH = 1
     CLAMPED = 2
     GIVEN = 3
+    RELU_SQUARED = 4
 
 
 class Gate(NamedTuple):
-    """`limit` and `alpha` are of CLAMPED; `function`, [pairs, outputs of gate_up] -> [pairs, inputs
-    of down], of GIVEN: bits of rows are its own affair."""
+    """`limit` and `alpha` belong to CLAMPED. `function` belongs to GIVEN and maps [pairs, outputs
+    of gate_up] to [pairs, inputs of down]; it has to be row invariant by itself."""
 
     gating: Gating
     limit: float = 0.0
@@ -46,7 +48,18 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *fields(POINTER(LinearStruct), "gate_up down"),
         *fields(c_void_p, "x weights inner chosen between y memory"),
-        *fields(c_long, "experts rows choices between_stride columns gating parts threads"),
+        *fields(c_long, "experts rows choices x_stride between_stride columns gating"),
+        *fields(c_long, "parts threads"),
+        *fields(c_float, "limit alpha"),
+    ]
+
+
+class MixtureStruct(ctypes.Structure):
+    """`mixture` of experts.h."""
+
+    _fields_ = [
+        *fields(POINTER(LinearStruct), "gate_up down"),
+        *fields(c_long, "experts choices shared normalized gating"),
         *fields(c_float, "limit alpha"),
     ]
 
@@ -77,18 +90,18 @@ class CompiledExperts:
     @classmethod
     def of(
         cls,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Iterable[Tensor],
+        down: Iterable[Tensor],
         gate: Gate,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> CompiledExperts:
-        """Weights [experts, outputs, inputs] of fp32 or bf16, biases [experts, outputs]. Raises
-        ValueError where there is no kernel for them."""
+        """Weights [outputs, inputs] of each expert, of fp32 or bf16, biases [experts, outputs].
+        Raises ValueError where there is no kernel for them."""
         parts = [
             [
                 CompiledProduct(each.contiguous(), None if bias is None else bias[i], None)
-                for i, each in enumerate(weight.detach())
+                for i, each in enumerate(weight)
             ]
             for weight, bias in ((gate_up, gate_up_bias), (down, down_bias))
         ]
@@ -98,6 +111,12 @@ class CompiledExperts:
     def products(self) -> list[CompiledProduct]:
         gate_up, down = self._held
         return [*gate_up, *down]
+
+    def mixture(self, experts: Experts) -> MixtureStruct:
+        """Return the struct for a whole pass; those after the first `experts.count` are shared."""
+        shared = self.num_experts - experts.count
+        numbers = experts.count, experts.chosen, shared, experts.normalized
+        return MixtureStruct(self._gate_up, self._down, *numbers, *self.gate[:3])
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """fp32 [T, outputs of down] of x fp32 [T, inputs of gate_up], chosen int64 [T, k] and
@@ -125,6 +144,7 @@ class CompiledExperts:
             self.num_experts,
             rows,
             choices,
+            self._columns,
             stride,
             self._out,
             self.gate.gating,

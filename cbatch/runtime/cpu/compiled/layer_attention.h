@@ -8,13 +8,12 @@
 #define ALONE_BELOW (1 << 16)  // multiplications that one thread does sooner than several
 
 // What the layers of a step share: sequences, positions and pieces [rows], filled by us; scratches
-// [threads, scratch_size] floats. `progress` as that of `step`.
+// [threads, scratch_size] floats.
 typedef struct {
     ragged rows;
     long *sequences, *positions;
     piece *pieces;
     float *scratches;
-    int64_t *progress;
     long scratch_size, threads;
 } attention_step;
 

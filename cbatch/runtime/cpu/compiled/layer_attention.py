@@ -28,7 +28,7 @@ class AttendedStepStruct(ctypes.Structure):
     _fields_ = [
         *fields(c_void_p, "query_lens context_lens tables"),
         *fields(c_long, "rows sequences table_width blocks block_size"),
-        *fields(c_void_p, "row_sequences row_positions pieces scratches progress"),
+        *fields(c_void_p, "row_sequences row_positions pieces scratches"),
         *fields(c_long, "scratch_size threads"),
     ]
 
@@ -120,7 +120,7 @@ class CompiledAttention:
         kernel.attend_layer.argtypes = [POINTER(AttendedStepStruct), POINTER(LayerStruct)]
         kernel.attend_layer.restype = None
         self._numbers = np.empty(0, np.int64)
-        self._scratch, self._memory = torch.empty(0), torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0)
 
     def step(
         self,
@@ -130,12 +130,11 @@ class CompiledAttention:
         *,
         num_blocks: int,
         block_size: int,
-        progress: NDArray[np.int64] | None = None,
     ) -> AttentionStep:
         """A ragged batch: `query_lens` [B] rows of each sequence, whose last stands at position
         `context_lens` [B] - 1, and `block_tables` [B, W] of blocks below `num_blocks`, of
-        `block_size` positions. `progress` goes up as a layer is worked on. Raises IndexError where
-        tables do not hold the context."""
+        `block_size` positions. Raises IndexError where tables do not hold the
+        context."""
         rows, threads = int(query_lens.sum()), num_threads()
         arrays = [np.ascontiguousarray(x, np.int32) for x in (query_lens, context_lens)]
         tables = np.ascontiguousarray(block_tables, np.int32)
@@ -155,24 +154,16 @@ class CompiledAttention:
             numbers + 8 * rows,
             numbers + 16 * rows,
             None,
-            None if progress is None else progress.ctypes.data,
             0,
             threads,
         )
-        return AttentionStep(self, struct, (*arrays, tables, progress))
+        return AttentionStep(self, struct, (*arrays, tables))
 
     def scratch(self, floats: int, threads: int) -> int:
         """Address of so many for each thread."""
         if self._scratch.numel() < floats * threads + _ALIGNMENT_BYTES:
             self._scratch = torch.empty(floats * threads + _ALIGNMENT_BYTES)
         address = self._scratch.data_ptr()
-        return address + -address % _ALIGNMENT_BYTES
-
-    def memory(self, num_bytes: int) -> int:
-        """Address of so many, for one call at a time."""
-        if self._memory.numel() < num_bytes + _ALIGNMENT_BYTES:
-            self._memory = torch.empty(2 * num_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
-        address = self._memory.data_ptr()
         return address + -address % _ALIGNMENT_BYTES
 
 
@@ -215,7 +206,7 @@ class AttentionStep:
         where shapes differ.
         """
         shape, struct, step = layer.shape, layer.struct, self.struct
-        self.point(layer, blocks)
+        self._point(layer, blocks)
         queries = _rows(queries, "queries", (shape.heads, step.rows, shape.key_dim))
         struct.query_head, struct.query_row, _ = queries.stride()
         struct.queries, struct.keys = queries.data_ptr(), None
@@ -230,9 +221,9 @@ class AttentionStep:
         self._of.kernel.attend_layer(step, struct)
         return out
 
-    def point(self, layer: LayerAttention, blocks: Tensor) -> None:
-        """The layer's struct to its blocks, as `attend` has them, and the step to working memory
-        for it. Raises ValueError where blocks are others."""
+    def _point(self, layer: LayerAttention, blocks: Tensor) -> None:
+        """Set the addresses of the layer's blocks and of the step's working memory. Raises
+        ValueError where blocks are others."""
         shape, step = layer.shape, self.struct
         width = shape.key_dim + shape.value_dim
         size = shape.kv_heads * step.blocks * step.block_size * width
@@ -242,10 +233,6 @@ class AttentionStep:
         if layer.scratch_floats > step.scratch_size:
             step.scratches = self._of.scratch(layer.scratch_floats, step.threads)
             step.scratch_size = layer.scratch_floats
-
-    def memory(self, num_bytes: int) -> int:
-        """Address of so many, until the next call."""
-        return self._of.memory(num_bytes)
 
 
 def _rows(x: Tensor, name: str, shape: tuple[int, int, int]) -> Tensor:

@@ -1,13 +1,10 @@
 // What is called from outside: a decoder's whole pass; single products; the greedy choice; lookups.
 
 #include "decoder.h"
-#include "experts.h"
-#include "fused_layer.h"
 #include "greedy.h"
 #include "heads.h"
 #include "layer_attention.h"
 #include "lookup.h"
-#include "rows.h"
 
 // Before the layers of a step: 2, as `decode`, where the step does not fit. Until `end_attention` the
 // threads stay awake between calls.
@@ -20,7 +17,7 @@ int begin_attention(const attention_step *of) {
 void end_attention(void) { expect_jobs(0); }
 
 void attend_layer(const attention_step *of, const attention_layer *layer) {
-    layer_job p = {.me.progress = of->progress, .step = *of, .layer = *layer};
+    layer_job p = {.step = *of, .layer = *layer};
     p.num_pieces = cut(&of->rows, layer->group, of->pieces);
     together(attend_layer_all, &p, sizeof p, threads_of(&p), 2);
 }
@@ -41,45 +38,9 @@ long experts_bytes(const expert_step *of) {
 long run_experts(const expert_step *of) {
     expert_job p = {.step = *of};
     carve_experts(&p);
-    if (sort_pairs(&p)) return -1;
-    cut_bands(&p, 0, of->gate_up), cut_bands(&p, 1, of->down);
-    together(experts_all, &p, sizeof p, of->threads, 5);
+    p.pairs = sort_pairs(&p);
+    if (p.pairs >= 0) together(experts_all, &p, sizeof p, of->threads, 5);
     return p.pairs;
-}
-
-void norm_rows(const float *x, const float *weight, float *y, long rows, long width, long stride,
-               float eps, float offset, long threads) {
-    norming p = {.x = x, .weight = weight, .y = y, .rows = rows, .width = width, .stride = stride,
-                 .eps = eps, .offset = offset};
-    together(norm_all, &p, sizeof p, threads, 1);
-}
-
-void rotate_rows(const rotated *queries, const rotated *keys, const float *cos, const float *sin,
-                 long rows, long turned, long threads) {
-    rotating p = {.of = {*queries, *keys}, .cos = cos, .sin = sin, .rows = rows, .turned = turned};
-    together(rotate_all, &p, sizeof p, threads, 1);
-}
-
-// Bytes that a layer needs for so many rows; aligned to 64.
-long fused_bytes(const fused_layer *of, const attention_layer *layer, long rows) {
-    fused_job p = {.at.layer = *layer, .of = of};
-    return carve_fused(&p, 0, rows);
-}
-
-// Between `begin_attention` and `end_attention`, as `attend_layer`; of `layer` queries, keys, values
-// and what they attend to are ours.
-void run_fused(const attention_step *step, const attention_layer *layer, const fused_layer *of,
-               const fused_step *with) {
-    fused_job p = {.at = {.me.progress = step->progress, .step = *step, .layer = *layer},
-                   .step = *with, .of = of};
-    attention_layer *a = &p.at.layer;
-    carve_fused(&p, with->memory, step->rows.rows);
-    a->queries = p.qkv, a->query_row = a->key_row = a->value_row = p.qkv_stride;
-    a->keys = p.qkv + a->kv_heads * a->group * a->dim, a->values = a->keys + a->kv_heads * a->dim;
-    a->query_head = a->key_head = a->dim, a->value_head = a->value_dim;
-    a->out = p.attended;
-    p.at.num_pieces = cut(&step->rows, a->group, step->pieces);
-    together(fused_layer_all, &p, sizeof p, with->threads, LOOPS_OF_A_FUSED_LAYER);
 }
 
 int lanes(void) { return LANES; }

@@ -111,33 +111,6 @@ class CompiledProduct:
         product._hold((out, columns), held, segments, bias, in_scale, block_types=types)
         return product
 
-    @classmethod
-    def beside(cls, products: Sequence[CompiledProduct]) -> CompiledProduct:
-        """One product of several with the same inputs, whose outputs lie side by side; the panels
-        are theirs. Raises ValueError where rows would be given to them in different ways, or one
-        has an `in_scale`."""
-        columns, kinds = {each.shape[1] for each in products}, {_taken(each) for each in products}
-        if len(columns) != 1 or len(kinds) != 1 or any(p._scale is not None for p in products):
-            raise ValueError(f"products: of {sorted(columns)} columns, taken as {sorted(kinds)}")
-        segments, biases, at = [], [], 0
-        for each in products:
-            for segment in each._segments:
-                numbers = segment.out, segment.run, segment.pitch, segment.first + at, segment.type
-                segments.append(Segment(segment.panels, *numbers))
-            biases.append(torch.zeros(each.shape[0]) if each._bias is None else each._bias)
-            at += each.shape[0]
-        found = cls.__new__(cls)
-        biased = any(each._bias is not None for each in products)
-        found._hold(
-            (at, columns.pop()),
-            [panels for each in products for panels in each.panels],
-            segments,
-            torch.cat(biases) if biased else None,
-            None,
-            block_types=tuple(sorted({name for each in products for name in each.block_types})),
-        )
-        return found
-
     def _hold(
         self,
         shape: tuple[int, int],
@@ -176,10 +149,6 @@ class CompiledProduct:
         return tuple((segment.type, segment.out) for segment in self._segments)
 
     @property
-    def scaled(self) -> bool:
-        return self._scale is not None
-
-    @property
     def num_bytes(self) -> int:
         return sum(panels.nbytes for panels in self.panels)
 
@@ -200,11 +169,6 @@ def compiles(dtype: torch.dtype) -> bool:
 def compiles_blocks(blocks: Blocks) -> bool:
     """So for a matrix of blocks."""
     return blocks.type in BLOCK_TYPES and library() is not None
-
-
-def _taken(product: CompiledProduct) -> str:
-    """How rows are given to it: see `takes` of problem.h."""
-    return "cells" if product.block_types else str(sorted(product.types))
 
 
 def _packed(kernel: ctypes.CDLL, blocks: Blocks) -> Tensor:

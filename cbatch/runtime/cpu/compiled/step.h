@@ -1,17 +1,19 @@
 // A decoder and a step of it, as they come from outside; and its working memory.
 
 #pragma once
-#include "product.h"
+#include "experts.h"
 #include "ragged.h"
 
-#define GAP LANES        // floats behind a row, which keep rows out of the same cache sets
-
 // qkv makes rows [kv_heads, group + 2, dim]: the queries of each KV head, then its K, then its V.
-// `qk_weight` [group + 1, dim] may be null. A row sees the last `window` positions. What comes into
-// the layer is wanted as state number `kept`, or not if that is below 0.
+// May be null: `qk_weight` [group + 1, dim], or [kv_heads, group + 1, dim] where a row's heads are
+// normed together; `after_attention` and `after_forward`, norms of what each half of the layer adds
+// (weights times sqrt(hidden)); `sinks` [kv_heads * group]; and `experts`, whose router `gate_up`
+// then is, without a `down`. cos_sin [positions, dim / 2, 2]. A row sees the last `window` positions.
+// The input of the layer is kept as state number `kept`, or not if that is below 0.
 typedef struct {
     linear qkv, out, gate_up, down;
-    const float *qk_weight;
+    const float *qk_weight, *after_attention, *after_forward, *sinks, *cos_sin;
+    const mixture *experts;
     long window, kept;
 } layer;
 
@@ -27,18 +29,24 @@ typedef struct {
     long normed_residual, plain_in, plain_out;
 } reader;
 
-// embedding [vocab, hidden]: rows of fp32 or bf16, of block types panels; cos_sin [positions,
-// dim / 2, 2]. The head makes `choices` logits. `reader` is null but for drafters. Positions before
-// `first` are nobody's. `kept`: as that of a layer, of what the last one makes: for all rows, of a
-// drafter for those wanted.
+// embedding [vocab, hidden]: rows of fp32 or bf16, of block types panels. The head makes `choices`
+// logits. `reader` is null but for drafters. Positions before `first` are in no sequence. `kept` is
+// that of the last layer's output: for all rows, or for those wanted with a drafter.
+//
+// `centred` norms subtract the mean. With `plain`, layers have no norms before their products; with
+// `parallel`, both halves of a layer have the same input; with `whole_heads`, all queries of a row are
+// normed together, and all its keys. Without `gated` there is a gate and no `up`. Scores are
+// multiplied by `scale` and become cap * tanh(score / cap), logits likewise with `logit_cap`, unless
+// the cap is 0. With `adds_later` what a half of a layer adds is normed or scaled first, or is a sum of
+// experts.
 typedef struct {
     const layer *layers;
     linear head;
     const char *embedding;
-    const float *cos_sin;
     const reader *reader;
     long num_layers, hidden, kv_heads, group, dim, inner, vocab, embedding_type, choices, first, kept;
-    float eps;
+    long centred, plain, parallel, whole_heads, gating, gated, adds_later;
+    float eps, scale, cap, logit_cap, embedding_scale, residual_scale;
 } decoder;
 
 // tokens [rows]; query_lens and context_lens [sequences]; tables [sequences, table_width]; wanted
@@ -65,7 +73,9 @@ typedef struct {
 } step;
 
 // A pass as each thread sees it. Working memory: rows of floats, a stride apart, and as the next
-// product takes them.
+// product takes them. `partial`, unless null, receives what half of a layer adds to the residual
+// stream. While the pass `owes`, the stream still lacks `sums` (of all ranks, or `partial` itself),
+// normed by `after` unless that is null. `split`: this is part `part` of a pass.
 typedef struct {
     member me;
     const decoder *model;
@@ -73,30 +83,30 @@ typedef struct {
     char *taken, *gated;
     float *residual, *normed, *fused, *attended, *gate_up, *inner, *some_residual, *some_attended;
     float *pairs;
-    float *logits, *partial;
-    const float *sums;
-    float *scratches;
+    float *logits, *partial, *scratches;
+    const float *sums, *after;
+    char *expert_memory;
     long pair_stride, hidden_stride, fused_stride, attended_stride, gate_up_stride, inner_stride;
-    long taken_stride, gated_stride, scratch_size, queries, num_pieces, rows, num_wanted, part;
+    long taken_stride, gated_stride, scratch_size, queries, num_pieces, rows, num_wanted;
+    long part, split, owes;
     piece *pieces;
     long *positions, *sequences;
 } pass;
 
 _Static_assert(sizeof(pass) <= MOST_JOB_BYTES, "a pass is handed over whole");
 
-#define LOOPS_OF_A_LAYER 10
-#define OTHER_LOOPS 7
+#define LOOPS_OF_A_LAYER 20
+#define OTHER_LOOPS 8
 
-static int gated_by_product(const layer *l) {
-    return gates(&l->gate_up) && takes_of(&l->down) == PAIRS;
+static int gated_by_product(const decoder *m, const layer *l) {
+    return m->gating == SILU && m->gated && !l->experts && gates(&l->gate_up) &&
+           takes_of(&l->down) == PAIRS;
 }
 
 static long carve(pass *p, char *memory, long rows, long threads) {
     const decoder *m = p->model;
     const long heads = m->kv_heads * m->group * m->dim, width = heads + 2 * m->kv_heads * m->dim;
     long used = 0;
-#define TAKE(to, count, type) \
-    (to) = (type *)(memory + used), used += rounded((count) * (long)sizeof(type), 64)
 #define ROWS_OF(to, stride, width) \
     p->stride = rounded(width, LANES) + GAP, TAKE(p->to, rows *p->stride, float)
     ROWS_OF(residual, hidden_stride, m->hidden);
@@ -105,10 +115,17 @@ static long carve(pass *p, char *memory, long rows, long threads) {
     ROWS_OF(fused, fused_stride, width);
     ROWS_OF(attended, attended_stride, heads);
     ROWS_OF(some_attended, attended_stride, heads);
-    long gated = 0, apart = 0;  // layers of either kind there are
-    for (long i = 0; i < m->num_layers; i++) *(gated_by_product(m->layers + i) ? &gated : &apart) = 1;
-    ROWS_OF(gate_up, gate_up_stride, apart * 2 * m->inner);
+    long gated = 0, apart = 0, scores = 0, bytes = 0;  // layers of each kind there are, and experts'
+    for (long i = 0; i < m->num_layers; i++) {
+        const mixture *e = m->layers[i].experts;
+        expert_job job;
+        if (!e) *(gated_by_product(m, m->layers + i) ? &gated : &apart) = 1;
+        else scores = e->experts + 1, bytes = carve_mixture(&job, e, rows, m->hidden, 0);
+    }
+    ROWS_OF(gate_up, gate_up_stride, most(scores, apart * (1 + m->gated) * m->inner));
     ROWS_OF(inner, inner_stride, apart * m->inner);
+    TAKE(p->expert_memory, bytes, char);
+    TAKE(p->partial, m->adds_later ? rows * m->hidden : 0, float);
     p->gated_stride = taken_bytes(gated * m->inner) + 4 * GAP;
     TAKE(p->gated, rows *p->gated_stride, char);
     ROWS_OF(pairs, pair_stride, m->reader ? 2 * m->hidden : 0);

@@ -18,12 +18,8 @@ from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.cpu.rank_group import RankGroup
 from cbatch.runtime.cpu.transformers_backend import attention, experts
-from cbatch.runtime.cpu.transformers_backend.beside import join_projections
 from cbatch.runtime.cpu.transformers_backend.config import bridge
-from cbatch.runtime.cpu.transformers_backend.fused import fuse
-from cbatch.runtime.cpu.transformers_backend.layers import fuse_layers
 from cbatch.runtime.cpu.transformers_backend.products import Products, widen
-from cbatch.runtime.cpu.transformers_backend.rotary import replace_rotary
 from cbatch.runtime.cpu.transformers_backend.sharing import Shares
 from cbatch.runtime.cpu.transformers_backend.step import Pass
 from cbatch.runtime.model.config import ModelError
@@ -62,9 +58,6 @@ class TransformersModel:
             self._products = Products(numerics)
             self._products.replace(net)
             widen(net)
-            fuse(net)
-            replace_rotary(net)
-            join_projections(net)
             if shares is not None:
                 shares.complete(net)
         net.set_attn_implementation(attention.NAME)
@@ -74,8 +67,6 @@ class TransformersModel:
         layers, vocab_size = self._probe()
         attention.prepare(self._pass)
         self.config = bridge(net.config, path, layers, vocab_size)
-        alone = ranks is None  # else layers stop for sums
-        self.fused_layers = fuse_layers(net, self._pass, self.config, self.forward) if alone else 0
 
     @property
     def code(self) -> str:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.cpu.rank_group import RankGroup
-from cbatch.runtime.cpu.transformers_backend.fused import FeedForward
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.sharding import FIELD, columns_per_rank
 
@@ -156,9 +155,6 @@ class Shares:
         for at in self._joins:
             parent, _, name = at.path.rpartition(".")
             owner = modules[parent]
-            if isinstance(owner, FeedForward):  # a sum of ranks as its last product is
-                parent, _, name = parent.rpartition(".")
-                owner = modules[parent]
             held = getattr(owner, name, None)
             if isinstance(held, Joined):
                 continue

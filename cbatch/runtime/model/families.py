@@ -1,0 +1,86 @@
+"""Model families of our own pass: how the `config.json` of each differs from Llama's."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+_FILE = Path(__file__).with_suffix(".toml")
+
+
+class ExpertFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a family's config has its experts.
+
+    `width` names the field with the inner width of an expert, `shared` the one with the inner width
+    of the experts that every token uses. `normalized`: the weights of a token's experts always sum
+    to 1; without it the field `norm_topk_prob` decides. `clamped`: the activation is gpt-oss's.
+    """
+
+    width: str
+    shared: str = ""
+    normalized: bool = False
+    clamped: bool = False
+
+
+class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One architecture, as an entry of families.toml describes it.
+
+    name: `model_type` of the config.
+    names: where a checkpoint's tensor names differ: ends of our module names, and theirs.
+    fused: matrices that the checkpoint stores as one.
+    stacked: a layer's experts are one tensor, outputs or inputs first; "" is a tensor an expert.
+    defaults: what transformers assumes for fields that are absent.
+    qkv_bias, out_bias, mlp_bias: present, absent, or the name of the field that says so.
+    windows: which layers have the sliding window: `all`; those that `layer_types` calls sliding
+        (`typed`; without that list, all but every `full_every`th); those from `max_window_layers`
+        on (`late`).
+    ropes: `one` for all layers; one for each of `layer_types` (`typed`); only on layers with a
+        window (`windowed`); only on layers where `no_rope_layers` has a 1 (`listed`).
+    interleaved: rotary pairs are neighbours.
+    eps: the field with the epsilon of norms.
+    flags: fields of `Arithmetic`.
+    numbers: fields of `Arithmetic` that are a field of the config to a power.
+    unsupported: fields that must be absent, null or false.
+    """
+
+    name: str
+    names: dict[str, str] = {}
+    fused: tuple[str, ...] = ()
+    stacked: Literal["", "outputs", "inputs"] = ""
+    defaults: dict[str, Any] = {}
+    qkv_bias: bool | str = "attention_bias"
+    out_bias: bool | str = "attention_bias"
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    windows: Literal["none", "all", "typed", "late"] = "none"
+    full_every: int = 0
+    ropes: Literal["one", "typed", "windowed", "listed"] = "one"
+    interleaved: bool = False
+    eps: str = "rms_norm_eps"
+    flags: dict[str, Any] = {}
+    numbers: dict[str, tuple[str, float]] = {}
+    experts: ExpertFields | None = None
+    unsupported: tuple[str, ...] = ()
+
+
+@functools.lru_cache(maxsize=1)
+def families() -> dict[str, Family]:
+    """Return every family by the name of its architecture."""
+    entries = msgspec.toml.decode(_FILE.read_bytes())
+    return {name: msgspec.convert(_merged(name, entries), Family) for name in entries}
+
+
+def family_named(name: str) -> Family:
+    """Return the family whose `model_type` is `name`."""
+    return next(family for family in families().values() if family.name == name)
+
+
+def _merged(name: str, entries: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry over the one that its `like` names; tables are merged."""
+    own = dict(entries[name])
+    base = _merged(own.pop("like"), entries) if "like" in own else {}
+    tables = [key for key in own if isinstance(own[key], dict) and key in base]
+    return base | own | {key: base[key] | own[key] for key in tables}

@@ -1,0 +1,75 @@
+"""Tensors of a checkpoint under the names that our own pass asks for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.families import family_named
+from cbatch.runtime.model.gguf_file import GgufTensor
+from cbatch.runtime.model.weight_files import WeightSource
+
+_EXPERTS = "mlp.experts"
+
+
+class FamilyWeights(WeightSource):
+    """Checkpoint tensors in one form for every family.
+
+    A matrix that the checkpoint fuses with others is returned alone. The experts of a layer are
+    stacked, as `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` [experts, outputs, inputs];
+    their biases have the suffix `_bias` [experts, outputs].
+    """
+
+    def __init__(self, files: WeightSource, config: ModelConfig) -> None:
+        self._files, self._family = files, family_named(config.family)
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._fused = {
+            "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
+        }
+
+    def scalar(self, name: str) -> float | None:
+        return self._files.scalar(name)
+
+    def unread(self) -> set[str]:
+        return self._files.unread()
+
+    def blocks(self, name: str) -> GgufTensor | None:
+        return self._files.blocks(name)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if _EXPERTS in name:
+            return self._experts(name, shape)
+        module, _, kind = name.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        for fused in self._family.fused:
+            rows = self._fused[fused]
+            if last in rows:
+                all_rows = sum(rows.values()), *shape[1:]
+                matrix = self._files.get(f"{parent}.{fused}.{kind}", all_rows)
+                return dict(zip(rows, matrix.split(list(rows.values())), strict=True))[last]
+        return self._files.get(f"{self._named(module)}.{kind}", shape)
+
+    def _named(self, module: str) -> str:
+        for ours, theirs in self._family.names.items():
+            if module.endswith(ours):
+                return module.removesuffix(ours) + theirs
+        return module
+
+    def _experts(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if self._family.stacked == "outputs":
+            return self._files.get(self._named(name), shape)
+        gates = "gate_up_proj" in name
+        if self._family.stacked == "inputs":  # outputs alternate between gate and up
+            tensor = self._files.get(name, (shape[0], *shape[:0:-1]))
+            tensor = tensor.transpose(1, -1) if tensor.dim() == 3 else tensor
+            return torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1) if gates else tensor
+        experts = self._named(name.partition(_EXPERTS)[0] + _EXPERTS)
+        parts = ("gate_proj", "up_proj") if gates else ("down_proj",)
+        part_shape = shape[1] // len(parts), shape[2]
+        matrices = []
+        for expert in range(shape[0]):
+            names = [f"{experts}.{expert}.{self._named(part)}.weight" for part in parts]
+            matrices.append(torch.cat([self._files.get(n, part_shape) for n in names]))
+        return torch.stack(matrices)

@@ -1,0 +1,332 @@
+"""Families that our own pass computes by flags: logits and text equal those of transformers' eager
+pass, and configurations mean what they mean to transformers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch import LLM, FieldError, SamplingParams
+from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
+from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.gpu.decoder import load_decoder
+from cbatch.runtime.model.config import ModelConfig, ModelError, UnsupportedModelError
+from cbatch.runtime.model.config_json import load_config, parse_config
+from cbatch.runtime.model.families import families
+from cbatch.runtime.model.kv_cache import KVCache
+from tests.runtime.hf_models import paged, run_all
+from tests.runtime.marks import needs_compiler
+from tests.runtime.test_transformers_backend import SCARCE, eager_text, sequences
+from tests.runtime.tiny_architectures import tiny_config
+
+pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+BOUND = 1e-4  # of the standard deviation of the logits
+BOTH = ["sliding_attention", "full_attention"] * 2
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 3.0,
+}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0],
+    "long_factor": [9.0] * 6,
+    "partial_rotary_factor": 0.75,
+    "rope_theta": 10000.0,
+}
+# Changes that make a family use its flags where its defaults do not, by `model_type`.
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "arcee": [{"mlp_bias": True, "attention_bias": True}],
+    "ernie4_5": [{"use_bias": True}],
+    "exaone4": [{}, {"sliding_window": None, "layer_types": ["full_attention"] * 4}],
+    "flex_olmo": [{"norm_topk_prob": True}],
+    "gemma2": [CAPS],
+    "gemma3_text": [{"layer_types": BOTH, "final_logit_softcapping": 5.0}],
+    "gpt_oss": [
+        {
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 10000.0,
+                "truncate": False,
+            },
+        }
+    ],
+    "granite": [GRANITE | {"attention_bias": True, "mlp_bias": True}],
+    "granitemoe": [GRANITE],
+    "ministral": [{"sliding_window": 8}],
+    "mixtral": [{"sliding_window": 8}],
+    "nemotron": [{"mlp_bias": True}],
+    "phi": [{"vocab_size": 131}],
+    "phi3": [
+        {"sliding_window": 9},
+        {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+        | {"rope_parameters": LONG},
+    ],
+    "qwen2_moe": [{"shared_expert_intermediate_size": 192, "mlp_only_layers": [1]}],
+    "qwen3_moe": [{"norm_topk_prob": True, "decoder_sparse_step": 2}],
+    "seed_oss": [{"attention_out_bias": True, "mlp_bias": True}],
+    "smollm3": [{"use_sliding_window": True, "sliding_window": 8, "layer_types": BOTH}],
+    "stablelm": [{"use_qkv_bias": True}],
+    "starcoder2": [{"sliding_window": 8}],
+    "vaultgemma": [CAPS | {"sliding_window": 8, "query_pre_attn_scalar": 16}],
+}
+OLDER = ("llama", "mistral", "qwen2", "qwen3")  # compared in test_model.py
+KINDS = [family.name for family in families().values() if family.name not in OLDER]
+CASES = [(kind, changes) for kind in KINDS for changes in CHANGES.get(kind, [{}])]
+
+
+def make(kind: str, folder: Path, **changes: Any) -> Any:
+    """Write a tiny model of `model_type` with every tensor drawn, and return it as transformers
+    reads it."""
+    from transformers import AutoModelForCausalLM
+
+    values = tiny_config(kind).to_dict() | changes
+    config = type(tiny_config(kind))(**values)
+    config.architectures = None
+    net = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.add_(0.2 * noise)  # of a mean of 1, or where they lack that, 0
+            else:
+                parameter.copy_((0.15 if parameter.dim() < 2 else 0.1) * noise)
+    net.save_pretrained(folder)
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "changes"), CASES)
+def test_logits_are_those_of_the_eager_pass(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """With chunks and decodes in one step, contexts longer than windows, and row invariance."""
+    net = make(kind, tmp_path, **changes)
+    rows = sequences((40, 11, 29))
+    with torch.no_grad():
+        wanted = torch.cat(
+            [net(torch.from_numpy(r)[None], use_cache=False).logits[0] for r in rows]
+        )
+    model = load_model(tmp_path)
+    kv = KVCache(model.config, 30, 4, torch.float32, "cpu")
+    found = run_all(model, kv, paged(kv, rows), [1, 5, 2, 7], firsts=[9, 4, 1])
+    assert (found - wanted).abs().max() < BOUND * wanted.std()
+    assert probe_row_invariance(model).row_invariant
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "kind",
+    ["cohere2", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "mixtral", "olmo2", "phi"]
+    + ["phi3", "qwen2_moe", "qwen3_moe", "starcoder2"],
+)
+def test_text_is_that_of_the_eager_pass(kind: str, tmp_path: Path) -> None:
+    """In a pool that is too small, with hits of the prefix cache, with and without drafts."""
+    net = make(kind, tmp_path, **CHANGES.get(kind, [{}])[0])
+    same, *rest = (s.tolist() for s in sequences((18, 5, 9, 3, 12)))
+    prompts = [same + tail for tail in rest] + [same + rest[0], same]
+    wanted = [eager_text(net, prompt, 24) for prompt in prompts]
+    for lookahead in ("off", "fixed:4"):
+        settings = SCARCE | {"model_impl": "auto", "lookahead": lookahead, "num_blocks": 15}
+        llm = LLM(tmp_path, drafter=("ngram",), **settings)
+        params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        done = llm.generate(prompts, params)
+        assert [list(each.token_ids) for each in done] == wanted, lookahead
+        stats = llm.engine.scheduler.stats
+        assert stats.preemptions and stats.prefix_hit_tokens
+        assert bool(stats.drafted_tokens) == (lookahead != "off")
+        assert llm.info.code == f"our own ({kind})"
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "phi", "qwen2_moe"])
+def test_half_precision_and_threads_leave_a_row_its_bits(kind: str, tmp_path: Path) -> None:
+    make(kind, tmp_path, **CHANGES.get(kind, [{}])[0])
+    model = load_model(tmp_path, dtype="bfloat16", numerics="fast")  # it has but one way
+    assert probe_row_invariance(model).row_invariant
+    rows, bits = sequences((23, 14)), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        kv = KVCache(model.config, 20, 4, torch.bfloat16, "cpu")
+        bits.append(run_all(model, kv, paged(kv, rows), [3 * threads]))
+    assert torch.equal(*bits)
+
+
+def read(values: dict[str, Any]) -> ModelConfig | None:
+    """None where a field is missing."""
+    try:
+        return parse_config(values, Path("config.json"))
+    except ModelError as error:
+        assert "missing" in str(error), error
+        return None
+
+
+@pytest.mark.parametrize("architecture", families())
+def test_absent_fields_mean_what_transformers_takes_them_for(architecture: str) -> None:
+    from transformers import AutoConfig
+
+    kind = AutoConfig.for_model(families()[architecture].name)
+    names = {"architectures": [architecture]}
+    whole = kind.to_dict() | names
+    assert read(whole) is not None
+    for field in set(whole) - {"architectures", "model_type", "bos_token_id", "eos_token_id"}:
+        less = {name: value for name, value in whole.items() if name != field}
+        found = read(less)
+        if found is not None:
+            del less["architectures"]
+            assert found == read(type(kind)(**less).to_dict() | names), field
+
+
+SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 8, "head_dim": 16}
+SHAPE |= {
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 8192,
+}
+OLD_LONG = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [9.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values"),
+    [
+        ("GemmaForCausalLM", {"hidden_act": "gelu"}),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": 3, "rope_local_base_freq": 5000}),
+        (
+            "Gemma3ForCausalLM",
+            {"rope_theta": 7e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        ),
+        ("Cohere2ForCausalLM", {"sliding_window_pattern": 2, "rope_theta": 5e4}),
+        (
+            "Olmo3ForCausalLM",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.2}},
+        ),
+        ("Phi3ForCausalLM", {"rope_scaling": OLD_LONG, "rope_theta": 2e4}),
+        ("PhiForCausalLM", {"partial_rotary_factor": 0.25}),
+        ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 3}),
+    ],
+)
+def test_older_spellings_mean_the_same(architecture: str, values: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    names = {"architectures": [architecture], "bos_token_id": 1, "eos_token_id": 2}
+    given = copy.deepcopy(SHAPE | values)
+    newer = AutoConfig.for_model(families()[architecture].name, **given).to_dict()
+    assert read(SHAPE | values | names) == read(newer | names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm: True is not supported"),
+        ("olmo", {"clip_qkv": 8.0}, "clip_qkv: 8.0 is not supported"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 33}, "33 is no multiple of the 64"),
+        ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation: 'tanh' is not supported"),
+        (
+            "phi3",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantization_config",
+        ),
+        (
+            "mixtral",
+            {"quantization_config": {"quant_method": "awq", "bits": 4}},
+            "quantization_config",
+        ),
+    ],
+)
+def test_what_the_flags_do_not_say_is_left_to_others(
+    kind: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UnsupportedModelError, match=said):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok: 5 of 4 experts"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: must name 4 layers"),
+        ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor: must be a positive"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: must have 4 numbers"),
+        ("gemma3_text", {"rope_parameters": [1]}, "rope_parameters: must be an object"),
+        ("granite", {"residual_multiplier": "a"}, "residual_multiplier: must be a positive"),
+        ("mixtral", {"num_local_experts": 1 << 20}, "num_local_experts: must be at most 4096"),
+        ("qwen3_moe", {"num_experts": 1 << 20}, "num_experts: must be at most 4096"),
+        ("qwen3_moe", {"moe_intermediate_size": 1 << 20}, "moe_intermediate_size: must be at most"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(
+    kind: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    values = json.loads(json.dumps(tiny_config(kind).to_dict()))
+    if "partial_rotary_factor" in changes:
+        del values["rope_parameters"]
+    names = {"architectures": [n for n, f in families().items() if f.name == kind]}
+    with pytest.raises(ModelError, match=said):
+        parse_config(values | names | changes, Path("config.json"))
+
+
+def test_where_our_pass_is_not_compiled_transformers_code_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("granite", tmp_path)
+    settings = SCARCE | {"model_impl": "auto"}
+    assert LLM(tmp_path, dtype="float16", **settings).info.code.startswith("transformers ")
+    with pytest.raises(UnsupportedModelError, match="granite needs a C compiler"):
+        LLM(tmp_path, dtype="float16", **settings | {"model_impl": "own"})
+    with pytest.raises(UnsupportedModelError, match="granite is not computed on a GPU"):
+        LLM(tmp_path, device="cuda", **settings | {"model_impl": "own"})
+    with pytest.raises(UnsupportedModelError, match="granite is not computed by our own pass on a"):
+        load_decoder(tmp_path, device="cpu")
+    monkeypatch.setattr(CompiledDecoder, "of", lambda *parts: None)
+    with pytest.raises(UnsupportedModelError, match="granite needs kernels of our own"):
+        load_model(tmp_path)
+
+
+@needs_compiler
+def test_a_head_beside_such_a_model_is_refused(tmp_path: Path) -> None:
+    make("granite", tmp_path / "model")
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text(json.dumps({"model_type": "medusa"}))
+    with pytest.raises(FieldError) as told:
+        LLM(tmp_path / "model", tmp_path / "head", **SCARCE | {"model_impl": "auto"})
+    assert told.value.field == "draft"
+
+
+@needs_compiler
+def test_such_a_model_drafts_for_another(tmp_path: Path) -> None:
+    net = make("olmo2", tmp_path)
+    prompt = sequences((9,))[0].tolist()
+    llm = LLM(tmp_path, tmp_path, lookahead="fixed:3", **SCARCE | {"model_impl": "auto"})
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    (done,) = llm.generate(prompt, params)
+    assert list(done.token_ids) == eager_text(net, prompt, 12)
+    assert done.speculation.mean_accepted_tokens > 2
+
+
+@needs_compiler
+def test_random_weights_are_drawn(tmp_path: Path) -> None:
+    for kind in ("gpt_oss", "phi", "phi3", "qwen2_moe"):
+        tiny_config(kind).save_pretrained(tmp_path)
+        model = load_model(tmp_path, random_weights_seed=0, dtype="float32")
+        kv = KVCache(model.config, 4, 4, torch.float32, "cpu")
+        assert run_all(model, kv, paged(kv, [np.arange(9)]), [9]).isfinite().all()
