@@ -35,6 +35,7 @@ _PROFILED, _PROFILED_STEPS = (64, 1), 6
 _SHORT_TOKENS, _LONG_TOKENS = 8, 136  # of output
 _KV_BYTES, _MEMORY_SHARE, _CONTEXT_TOKENS = 13 << 30, 0.40, 2048
 _ENVIRONMENT = {
+    "PYTHONSAFEPATH": "1",  # its processes do not look into the checkout
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -76,7 +77,7 @@ class Peer:
         folder = unpack(self.bench.peers, out / "peers")
         # Without the checkout: vLLM looks for a package `triton_kernels`, too.
         sys.path[:] = [str(folder), *(p for p in sys.path if Path(p or ".").resolve() != _ROOT)]
-        os.environ |= _ENVIRONMENT
+        os.environ |= _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)}
         if importlib.util.find_spec("flashinfer") is None:
             os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
             self._note = "flashinfer is missing: vLLM samples by its own kernels"

@@ -9,7 +9,7 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, RefusedError
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.output import Ending, OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
@@ -65,11 +65,11 @@ def token_ids(
 
 
 def require_length(field: str, text: str, tokenizer: TextTokenizer, max_tokens: int) -> None:
-    """Raises `FieldError` for a text that is too long whatever its tokens are, which takes no time
+    """Raise `RefusedError` for a text that is too long whatever its tokens are, which takes no time
     to find out."""
     if len(text) > max_tokens * tokenizer.longest_token_chars:
         problem = f"{len(text)} characters cannot fit"
-        raise FieldError(field, problem, f"the context takes {max_tokens} tokens")
+        raise RefusedError(field, problem, f"the context takes {max_tokens} tokens")
 
 
 def token_texts(

@@ -47,6 +47,17 @@ def test_another_model_is_not_found(client: Client, path: str) -> None:
     assert f"use '{MODEL}'" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+@pytest.mark.parametrize("words", [200, 100_000])
+def test_clients_know_a_prompt_that_is_too_long_by_its_code(
+    client: Client, path: str, words: int
+) -> None:
+    text = "abc " * words
+    body = {"prompt": text} if path != CHAT else {"messages": [{"role": "user", "content": text}]}
+    status, answer, _ = client.post(body, path)
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+
+
 def test_texts_to_tokens_and_back(client: Client) -> None:
     ids = TOKENIZER.encode(PROMPT)
     body = {"prompt": PROMPT, "add_special_tokens": False, "return_token_strs": True}

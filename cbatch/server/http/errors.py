@@ -10,7 +10,7 @@ from litestar import Request
 from litestar import Response as HttpResponse
 from litestar.exceptions import HTTPException, MethodNotAllowedException
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, RefusedError
 from cbatch.server.protocol.errors import (
     BodyTimeoutError,
     GenerationError,
@@ -59,6 +59,7 @@ def handlers(reject: Callable[[str], None]) -> dict[int | type[Exception], Handl
 
     return {
         FieldError: refused(400, "invalid"),
+        RefusedError: refused(400, "invalid", "context_length_exceeded"),
         UnknownModelError: refused(404, "unknown_model", "model_not_found"),
         BodyTooLongError: refused(413, "body_too_long"),
         MediaTypeError: refused(415, "media_type"),

@@ -71,7 +71,10 @@ def mapped() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     words = np.random.default_rng(1).integers(0, 2**32, 1 << 16)
     words[: len(EDGES)] = EDGES
     uniforms, exponentials = torch.zeros(2, len(words))
-    map_kernel[(16,)](torch.from_numpy(words), uniforms, exponentials, BLOCK=len(words) // 16)
+    map_kernel[(16,)](
+        torch.from_numpy(words), uniforms, exponentials, BLOCK=len(words) // 16,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     return words.astype(np.uint32), uniforms.numpy(), exponentials.numpy()
 
 
