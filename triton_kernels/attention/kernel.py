@@ -235,6 +235,9 @@ def _attend(
     if WINDOW is not None:
         first_key = tl.maximum(position - WINDOW + 1, 0)
     start = tl.maximum(first_split * SPLIT, first_key // KEYS * KEYS)
+    # Not only a bound of the loop below: Triton before 3.9 takes a value that a loop carries, and
+    # that only bounds a loop inside, for the one before the first turn.
+    end = tl.minimum(stop_split * SPLIT, end)
     if FOLDS:
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         mass = tl.zeros([ROWS], tl.float32)
@@ -248,8 +251,8 @@ def _attend(
             peak, mass, acc = _fold(peak, mass, acc, more_peak, more_mass, more_acc)
     else:
         peak, mass, acc = _attend_keys(
-            q, pool, table_ptr, position, first_key, start, tl.minimum(stop_split * SPLIT, end),
-            scale, GROUP, HEAD_DIM, PAGE, KEYS, WINDOW, SOFT_CAP, DESCRIPTORS,
+            q, pool, table_ptr, position, first_key, start, end, scale, GROUP, HEAD_DIM, PAGE, KEYS,
+            WINDOW, SOFT_CAP, DESCRIPTORS,
         )  # fmt: skip
     return peak, mass, acc
 
