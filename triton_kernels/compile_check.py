@@ -2,9 +2,10 @@
 
     python -m triton_kernels.compile_check [--target sm_90] [--kernel attention]
 
-Fails on register spills, on more registers or shared memory than a case allows, on products that
-miss wgmma, on loads that are narrow or miss the descriptors they should go through, and on fewer
-tiles in flight than a pipeline has stages for. Prints a table, then one JSON line.
+Fails on register spills, on more registers or shared memory than a case allows, on code that an
+instruction cache does not hold, on products that miss wgmma, on loads that are narrow or miss the
+descriptors they should go through, and on fewer tiles in flight than a pipeline has stages for.
+Prints a table, then one JSON line. Seconds are those of one core, 0 where Triton's cache had it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import importlib
 import inspect
 import json
 import re
+import resource
+import struct
 import subprocess
 import sys
 import tempfile
@@ -46,6 +49,7 @@ FAMILIES = {  # and where each has its `cases`
     "slots": "slots",
     "verify_logits": "verification.kernel",
 }
+MOST_CODE_BYTES = 128 << 10  # of one kernel: an H100's instruction cache
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -62,6 +66,8 @@ class Findings(NamedTuple):
     wide_loads: int
     narrow_loads: int
     buffers: int
+    code_bytes: int
+    seconds: float
 
     def faults(self) -> list[str]:
         case, limits = self.case, self.case.limits[self.target]
@@ -72,6 +78,8 @@ class Findings(NamedTuple):
             found.append(f"{self.registers} registers, {limits.registers} allowed")
         if self.shared_bytes > limits.shared_bytes:
             found.append(f"{self.shared_bytes} bytes shared, {limits.shared_bytes} allowed")
+        if self.code_bytes > MOST_CODE_BYTES:
+            found.append(f"{self.code_bytes} bytes of code")
         if case.wgmma and self.target == "sm_90" and not self.wgmmas:
             found.append("no wgmma")
         if case.tma and not self.descriptor_loads:
@@ -98,11 +106,32 @@ def check(case: KernelCase, target: str) -> Findings:
         "enable_fp_fusion": case.fp_fusion,
     }
     gpu = TARGETS[target]
-    if gpu.backend == "cuda" and case.maxnreg is not None:
+    if gpu.backend == "cuda" and gpu.arch >= 90 and case.maxnreg is not None:
         options["maxnreg"] = case.maxnreg
+    began = _processor_seconds()
     compiled = triton.compile(_source(case), target=gpu, options=options)
+    seconds = _processor_seconds() - began
     buffers = _buffers(compiled.asm["ttgir"], case.buffers)
-    return Findings(case, target, buffers=buffers, **figures_of(compiled, gpu))
+    figures = figures_of(compiled, gpu) | {"buffers": buffers, "seconds": seconds}
+    return Findings(case, target, code_bytes=code_bytes(compiled), **figures)
+
+
+def _processor_seconds() -> float:
+    """Return what this process used, and those that it has waited for, such as the assembler."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def code_bytes(compiled: Any) -> int:
+    """Return the size of the machine code of a compiled kernel: the executable sections of an ELF
+    file."""
+    file = compiled.asm["cubin"] if "cubin" in compiled.asm else compiled.asm["hsaco"]
+    table, (size, count) = (
+        struct.unpack_from("<Q", file, 40)[0],
+        struct.unpack_from("<2H", file, 58),
+    )
+    sections = (struct.unpack_from("<2I4Q", file, table + i * size) for i in range(count))
+    return sum(length for _, _, flags, _, _, length in sections if flags & 4)
 
 
 def figures_of(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
@@ -243,14 +272,15 @@ def _row(findings: Findings) -> str:
     case, verdict = findings.case, "; ".join(findings.faults()) or "ok"
     return (
         f"{case.name:<16} {case.config:<30} {findings.target:<7} {findings.registers:>5} "
-        f"{findings.spill_bytes:>6} {findings.shared_bytes:>7}  {verdict}"
+        f"{findings.spill_bytes:>6} {findings.shared_bytes:>7} {findings.code_bytes >> 10:>5} "
+        f"{findings.seconds:>5.1f}  {verdict}"
     )
 
 
 def _entry(findings: Findings) -> dict[str, object]:
-    told = ("target", "registers", "spill_bytes", "shared_bytes")
+    figures = ("target", "registers", "spill_bytes", "shared_bytes", "code_bytes", "seconds")
     named = {"name": findings.case.name, "config": findings.case.config}
-    return named | {name: getattr(findings, name) for name in told}
+    return named | {name: getattr(findings, name) for name in figures}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -259,7 +289,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kernel", choices=FAMILIES, action="append", help="default: all")
     options = parser.parse_args(arguments)
     targets = options.target or list(TARGETS)
-    print(f"{'kernel':<16} {'configuration':<30} {'target':<7}  regs spills  shared  verdict")
+    head = f"{'kernel':<16} {'configuration':<30} {'target':<7}  regs spills  shared   KiB     s"
+    print(f"{head}  verdict")
     every = []
     for case in all_cases(options.kernel or FAMILIES):
         for target in targets:

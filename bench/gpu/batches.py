@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.recorded_logits import recorded_logits
+from triton_kernels.noise import host as noise
 from triton_kernels.sampling import (
     DraftTokens,
     LogitsBatch,
@@ -16,6 +17,7 @@ from triton_kernels.sampling import (
     Proposals,
     Requests,
     Rows,
+    draw,
     rows_of,
 )
 
@@ -42,7 +44,7 @@ def make_case(
     seed: int = 0,
 ) -> VerifyCase:
     """Requests of one mode with so many drafts each, at temperature 0.8, with `filters` top_p 0.9.
-    Logits are random or recorded, bf16, drafts likely; with `proposed` the drafts' own logits are
+    Logits are random or recorded, bf16, drafts likely; with `proposed` they are drawn from logits
     near the target's."""
     generator = torch.Generator(device).manual_seed(seed)
     counts = torch.tensor(num_drafts, device=device)
@@ -76,5 +78,7 @@ def make_case(
     if proposed:
         near = values[drafted] + normal(len(tokens), vocab).bfloat16()
         of_drafts = Rows(*(field[drafted].contiguous() for field in rows))
-        proposals = Proposals(near, of_drafts, whole * 0)
+        laws = draw(batch._replace(logits=near, rows=of_drafts), noise.DRAFT)
+        drawn = batch.drafts._replace(tokens=laws.tokens[:, 0].contiguous())
+        batch, proposals = batch._replace(drafts=drawn), Proposals(near, None, laws, whole * 0)
     return VerifyCase(batch, starts, proposals)

@@ -39,7 +39,7 @@ from bench.gpu.world import Bench, l2_bytes
 from triton_kernels.build import ahead
 from triton_kernels.noise import host as noise
 from triton_kernels.products.dense import dense
-from triton_kernels.sampling import COUPLED, REJECTION, TILING, Tiling, sample
+from triton_kernels.sampling import COUPLED, REJECTION, sample
 from triton_kernels.verification.kernel import verify_logits
 
 OURS = "cbatch"
@@ -173,9 +173,10 @@ def sampling(bench: Bench) -> Iterator[Subject]:
     vocab = VOCAB if bench.full else 2048
     for logits, (requests, k) in product(("recorded", "random"), _STEPS if bench.full else _TINY):
         for kernel, mode, proposed, filters in _VERDICTS if k else _DRAWS:
-            cost = sampling_cost(requests * (k + 1), requests * k if proposed else 0, vocab)
+            cost = sampling_cost(requests * (k + 1), vocab)
             kinds = {"mode": mode, "proposed": proposed, "filters": filters, "logits": logits}
-            builds = {OURS: verifications if k else draws}
+            verify = partial(verifications, filtered=filters)
+            builds: dict[str, Callable[..., Sequence[Call]]] = {OURS: verify if k else draws}
             builds |= peers.VERIFICATION if proposed and not filters else {}
             for implementation, build in builds.items():
                 given = bench, build, [k] * requests, vocab, kinds
@@ -192,7 +193,6 @@ _VERDICTS = (
     ("verify coupled, filters", COUPLED, False, True),
 )
 _DRAWS = (("sample", REJECTION, False, False), ("sample, filters", REJECTION, False, True))
-_TINY_TILING = Tiling(64, 2048, 1024, 1, 64)
 
 
 def _over_cases(
@@ -208,14 +208,12 @@ def _over_cases(
     return build(bench, cases)
 
 
-def verifications(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:
-    tiling = TILING if bench.full else _TINY_TILING
-    return [partial(verify_logits, *case, tiling, blocks=False) for case in cases]
+def verifications(bench: Bench, cases: Sequence[VerifyCase], *, filtered: bool) -> list[Call]:
+    return [partial(verify_logits, *case, filtered=filtered, blocks=False) for case in cases]
 
 
 def draws(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:
-    tiling = TILING if bench.full else _TINY_TILING
-    return [partial(sample, case.batch, noise.BONUS, tiling) for case in cases]
+    return [partial(sample, case.batch, noise.BONUS) for case in cases]
 
 
 # --- products -------------------------------------------------------------------------------------

@@ -156,9 +156,9 @@ def product_cost(tokens: int, outs: int, columns: int, *, element_bytes: int = 2
     return Cost(num_bytes, 2 * tokens * outs * columns)
 
 
-def sampling_cost(target_rows: int, draft_rows: int, vocab: int, *, element_bytes: int = 2) -> Cost:
-    """One read of the target's logits, and of the draft's where drafts were drawn from a law."""
-    return Cost((target_rows + draft_rows) * vocab * element_bytes)
+def sampling_cost(rows: int, vocab: int, *, element_bytes: int = 2) -> Cost:
+    """Return the cost of one read of the target's logits."""
+    return Cost(rows * vocab * element_bytes)
 
 
 def step_cost(

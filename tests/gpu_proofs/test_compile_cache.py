@@ -50,7 +50,7 @@ def test_launches_find_what_was_compiled_ahead(tmp_path: Path) -> None:
 
 def test_keys_that_depend_on_their_order_are_caught(tmp_path: Path) -> None:
     (start,) = started(tmp_path, "--size", _FIRST, "--unsettled")
-    assert sum(start["missing"].values()) > 5
+    assert sum(start["missing"].values()) > 2
 
 
 @pytest.mark.gpu_proofs

@@ -41,7 +41,7 @@ def kinds_of(keys: Iterable[Any]) -> set[Any]:
 def check(size: Size, target: str) -> None:
     launches, run = launches_of(size, target)
     assert late(launches) == []
-    assert len(launches.first_met_in("captured")) > 20
+    assert len(launches.first_met_in("captured")) > 12
     check_kernels(size, launches)
     assert run.device.replayed.total() > 100
     # Steps asked for every kind of graph. One row alone does not draft in two ways at once.
@@ -98,7 +98,8 @@ def test_on_every_target(size: Size, target: str) -> None:
 def test_what_is_compiled_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "WEIGHING", executor_module.WEIGHING[:1])
     launches, run = launches_of(SIZE, "sm_90")
-    assert len(late(launches)) > 10 and run.device.missed
+    names = {each.split(":")[0] for each in late(launches)}
+    assert names >= {"residual_kernel", "finish_kernel", "coins_kernel"} and run.device.missed
 
 
 def reading(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None:

@@ -78,8 +78,10 @@ def test_lists_hold_what_a_request_asks_for() -> None:
     assert plain == [i for i in range(70) if i not in (1, 2, 5, 6, 7, 8, 9)]
     assert not shapes_logits(admission())
     assert (neutral(70).plain == -1).all()
-    with pytest.raises(FieldError, match="logit_bias: .*lists 5 tokens; .* or use --device cpu"):
-        sparse_of(a, vocab_size=70, most_listed=4)
+    # The seven tokens that it may still emit are listed, too.
+    assert len(sparse_of(a, vocab_size=70, most_listed=12).listed) == 5
+    with pytest.raises(FieldError, match="logit_bias: .*up to 12 tokens; .* or use --device cpu"):
+        sparse_of(a, vocab_size=70, most_listed=11)
 
 
 def decoder() -> Decoder:

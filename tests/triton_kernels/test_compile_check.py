@@ -69,8 +69,8 @@ def test_a_stride_of_any_size_makes_loads_narrow() -> None:
 def test_a_sum_too_large_for_its_threads_spills() -> None:
     limits = {"sm_90": CaseLimits(255, 64 << 10)}
     case = product(rows=256, num_warps=1)._replace(limits=limits, wgmma=False)
-    (fault,) = check(case, "sm_90").faults()
-    assert fault.startswith("spills")
+    spills, code = check(case, "sm_90").faults()
+    assert spills.startswith("spills") and code.endswith("bytes of code")
 
 
 def test_loads_through_pointers_are_none_through_descriptors() -> None:
@@ -83,6 +83,11 @@ def test_a_shorter_pipeline_is_seen() -> None:
     assert check(case, "sm_90").buffers >= 2
     shallow = check(case._replace(num_stages=1), "sm_90").faults()
     assert any("tiles in flight, 2 expected" in fault for fault in shallow)
+
+
+def test_code_beyond_an_instruction_cache_is_a_fault() -> None:
+    found = small_product()._replace(code_bytes=129 << 10)
+    assert found.faults() == ["132096 bytes of code"]
 
 
 def test_limits_hold() -> None:
@@ -101,6 +106,8 @@ def test_the_command_ends_with_one_line_of_json(
     monkeypatch.setattr(compile_check, "check", lambda *_: small_product()._replace(case=case))
     assert main([]) == status
     (kernel,) = json.loads(capsys.readouterr().out.splitlines()[-1])["kernels"]
-    assert list(kernel) == ["name", "config", "target", "registers", "spill_bytes", "shared_bytes"]
+    assert list(kernel)[:5] == ["name", "config", "target", "registers", "spill_bytes"]
+    assert list(kernel)[5:] == ["shared_bytes", "code_bytes", "seconds"]
+    assert 0 < kernel["code_bytes"] < 16 << 10
     assert kernel["name"] == "product"
     assert kernel["target"] == "sm_90"  # the others have no limits: not shipped there

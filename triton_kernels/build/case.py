@@ -34,7 +34,7 @@ class KernelCase(NamedTuple):
     # So many tiles at least, of so many rows and columns, must be in flight in shared memory.
     buffers: tuple[int, int, int] | None = None
     fp_fusion: bool = True
-    maxnreg: int | None = None  # NVIDIA: registers a thread that the assembler may use
+    maxnreg: int | None = None  # from sm_90 on: registers a thread that the assembler may use
 
 
 def case_of(

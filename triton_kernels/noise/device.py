@@ -1,7 +1,8 @@
 """The noise of `cbatch/core/request/noise.py` as Triton device functions, bit for bit.
 
 Kernels that call these are compiled with `enable_fp_fusion=False`: the specification rounds after
-every operation, and a fused multiply-add would not.
+every operation, and a fused multiply-add would not. The caller broadcasts the arguments of a draw
+against its tokens.
 """
 
 from __future__ import annotations
@@ -27,18 +28,17 @@ def load_seeds(keys_ptr, requests):
 
 
 @jit
-def tile_words(seeds, first, positions, choices, purposes, BLOCK: tl.constexpr):
-    """Words of the tokens first .. first + BLOCK - 1 (`first` a multiple of 4): uint32 [R, BLOCK]
-    for R draws, the others [R]. All four words of a counter are used."""
-    groups = first // 4 + tl.arange(0, BLOCK // 4)[None, :]
-    a, b, c, d = _four_words(seeds[:, None], groups, positions, choices, purposes)
-    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+def run_words(seed, groups, position, choice, purpose, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return words of runs of tokens, uint32 [ROWS, WIDTH], for `groups` int32 [ROWS, WIDTH / 4] of
+    four tokens each. All four words of a counter are used."""
+    a, b, c, d = _four_words(seed, groups, position, choice, purpose)
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, WIDTH])
 
 
 @jit
-def words_of(seeds, ids, positions, choices, purposes):
-    """Words of the tokens `ids`, int32 [R, W]: uint32 [R, W]."""
-    a, b, c, d = _four_words(seeds[:, None], ids // 4, positions, choices, purposes)
+def words_of(seed, ids, position, choice, purpose):
+    """Return words of the tokens `ids`, int32 of any shape."""
+    a, b, c, d = _four_words(seed, ids // 4, position, choice, purpose)
     lane = ids % 4
     return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
 
@@ -46,25 +46,19 @@ def words_of(seeds, ids, positions, choices, purposes):
 @jit
 def scalar_words(seeds, positions, choices, purposes):
     """One word a draw (that of token 0): uint32 [R]."""
-    zeros = (positions * 0).to(tl.uint32)
-    return tl.philox(
-        seeds,
-        zeros,
-        positions.to(tl.uint32),
-        choices.to(tl.uint32),
-        zeros + purposes.to(tl.uint32),
-        ROUNDS,
-    )[0]
+    return _four_words(seeds, positions * 0, positions, choices, purposes)[0]
 
 
 @jit
-def _four_words(seeds, groups, positions, choices, purposes):
+def _four_words(seed, groups, position, choice, purpose):
+    groups = groups.to(tl.uint32)
+    zeros = groups * 0
     return tl.philox(
-        seeds,
-        groups.to(tl.uint32),
-        positions[:, None].to(tl.uint32),
-        choices[:, None].to(tl.uint32),
-        purposes[:, None].to(tl.uint32),
+        seed,
+        groups,
+        zeros + position.to(tl.uint32),
+        zeros + choice.to(tl.uint32),
+        zeros + purpose.to(tl.uint32),
         ROUNDS,
     )
 
@@ -78,14 +72,15 @@ def uniform(words):
 
 @jit
 def exponential(words):
-    """E = -ln(1 - u) > 0, fp32; see the specification for the form."""
+    """E = -ln(1 - u) > 0, fp32; see the specification for the form. The exponent of a small draw is
+    0 without a case of its own."""
     rest = tl.maximum(0xFFFFFFFF - words, 1).to(tl.float32)
     bits = rest.to(tl.int32, bitcast=True)
     exponent = (bits - THREE_QUARTERS_BITS) >> 23
     fraction = (bits - (exponent << 23)).to(tl.float32, bitcast=True)
-    small = words < SMALL_DRAW
-    r = tl.where(small, -uniform(words), fraction - 1.0)
-    e = tl.where(small, 0, 32 - exponent).to(tl.float32)
+    small = (words + 1).to(tl.float32) * -2.3283064365386963e-10
+    r = tl.where(words < SMALL_DRAW, small, fraction - 1.0)
+    e = (32 - exponent).to(tl.float32)
     poly = r * COEFFICIENTS[DEGREE]
     for i in tl.static_range(1, DEGREE):
         poly = (poly + COEFFICIENTS[DEGREE - i]) * r

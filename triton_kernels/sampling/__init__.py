@@ -1,8 +1,10 @@
 """Tokens from logits, without sorting and without a tensor of probabilities.
 
-`inputs` says what a caller hands over. `tile_stats` reads every logit once; `reduce` makes winners,
-masses and cuts (`cut`) of what it leaves; both look at logits through `tiles`. `launch` runs them,
-and `reference` does the same in plain torch. `mask` forbids tokens before all of these.
+`scan` reads the logits of a step once, with a program for each tile of a row. Before it, where
+requests shape their logits, `shape` writes the listed tokens of each row to an overlay. After it,
+where requests have filters, `laws` finds the cut of each row and rereads only the pieces of the row
+that can hold it. `launch` runs these kernels on the `inputs`; `order` holds device functions that
+they share. `reference` computes the same in plain torch. `mask` forbids tokens before all of these.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from triton_kernels.sampling.inputs import (
     GREEDY,
     REJECTION,
     DraftTokens,
+    Laws,
     LogitsBatch,
     LogitsShaping,
     Noise,
@@ -23,7 +26,7 @@ from triton_kernels.sampling.inputs import (
     Rows,
     rows_of,
 )
-from triton_kernels.sampling.launch import TILING, Tiling, sample
+from triton_kernels.sampling.launch import TILING, Tiling, draw, sample
 
 __all__ = [
     "BLOCK",
@@ -31,8 +34,9 @@ __all__ = [
     "GREEDY",
     "REJECTION",
     "TILING",
-    "LogitsBatch",
     "DraftTokens",
+    "Laws",
+    "LogitsBatch",
     "Noise",
     "Proposals",
     "Requests",
@@ -40,6 +44,7 @@ __all__ = [
     "LogitsShaping",
     "Tiling",
     "cases",
+    "draw",
     "rows_of",
     "sample",
 ]

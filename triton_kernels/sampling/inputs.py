@@ -1,4 +1,4 @@
-"""What the sampling kernels are told: of requests, of rows of logits, and of what shapes them."""
+"""Inputs and outputs of the sampling kernels: requests, rows of logits, shaping, laws."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-# How a request's tokens are decided; see `triton_kernels/verification/reference.py`, and for blocks
-# `block_reference.py` beside it.
+# How a request's tokens are decided: see `triton_kernels/verification/reference.py`, and for blocks
+# `block_reference.py` there.
 GREEDY: Final = 0
 COUPLED: Final = 1
 REJECTION: Final = 2
 BLOCK: Final = 3
+
+# In place of a purpose: each row of a verification has the purpose of what it decides.
+VERIFY: Final = -1
 
 # Marks of a listed token.
 IN_PROMPT: Final = 1
@@ -30,7 +33,7 @@ class Requests(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Where B requests draw their noise; as `triton_kernels.verification.reference.NoiseRows`."""
+    """Counters of the noise of B requests; as `triton_kernels.verification.reference.NoiseRows`."""
 
     keys: Tensor  # int64 [B, 2]
     choices: Tensor  # int64 [B]
@@ -46,7 +49,7 @@ class Rows(NamedTuple):
 
 
 class DraftTokens(NamedTuple):
-    """Drafts of B requests: those of request b lie from `starts[b]` on."""
+    """Drafts of B requests: those of request b begin at `starts[b]`."""
 
     tokens: Tensor  # int32 [any]
     starts: Tensor  # int32 [B]
@@ -54,11 +57,12 @@ class DraftTokens(NamedTuple):
 
 
 class LogitsShaping(NamedTuple):
-    """What changes the logits of B requests before temperature and filters.
+    """Changes to the logits of B requests before temperature and filters.
 
-    A token is *plain* (its logit counts as it is), *listed* (it has an entry) or forbidden. Listed
-    are: banned, biased and stop tokens, and, where a request has penalties, every token of its
-    prompt (repetition only) and output. Drafts need not be. Entries are in no order.
+    A token is *plain* (its logit is used as it is), *listed* (it has an entry) or forbidden. Stop
+    tokens and those with a bias are listed; with penalties also every token of the output, and with
+    a repetition penalty of the prompt. Drafts need no entry, but the lists have room for them after
+    the entries. Entries are in no order.
     """
 
     plain: Tensor  # int32 [B, ceil(V / 32)]: bit i % 32 of word i // 32 says whether i is plain
@@ -68,11 +72,11 @@ class LogitsShaping(NamedTuple):
     counts: Tensor  # int32 [B, L]: times in the output
     marks: Tensor  # int32 [B, L]: IN_PROMPT | IS_STOP
     penalties: Tensor  # fp32 [B, 3]: repetition (1: none), presence, frequency
-    min_tokens: Tensor  # int32 [B]: stop tokens are forbidden for so many more
+    min_tokens: Tensor  # int32 [B]: stop tokens are forbidden for this many more tokens
 
 
 class LogitsBatch(NamedTuple):
-    """What the kernels that read logits have in common."""
+    """Common inputs of the kernels that read logits."""
 
     logits: Tensor  # bf16, fp16 or fp32 [N, V]; rows may lie apart
     rows: Rows
@@ -82,12 +86,44 @@ class LogitsBatch(NamedTuple):
     shaping: LogitsShaping | None  # None: no request changes its logits
 
 
-class Proposals(NamedTuple):
-    """What drafts were drawn from. Row drafts.starts[b] + j holds the logits behind draft j."""
+class Laws(NamedTuple):
+    """Distributions of N rows after temperature and filters. A token before the cut has the
+    probability exp(-y) / mass, with y = (maximum - logit) / temperature; others have 0."""
 
-    logits: Tensor  # bf16, fp16 or fp32 [M, V], as the draft gave them; rows may lie apart
-    rows: Rows  # [M]
-    certain: Tensor  # int32 [B]: 1 where drafts were chosen with certainty, whatever its rows say
+    floats: Tensor  # fp32 [N, 3]: maximum, mass, probability of the token drawn
+    cuts: Tensor  # int64 [N]: codes, see `order`
+    tokens: Tensor  # int32 [N, 2]: the token drawn, and 1 if every logit was finite
+
+    @classmethod
+    def allocate(cls, num_rows: int, device: torch.device) -> Laws:
+        return cls(
+            torch.empty((num_rows, 3), dtype=torch.float32, device=device),
+            torch.empty(num_rows, dtype=torch.int64, device=device),
+            torch.empty((num_rows, 2), dtype=torch.int32, device=device),
+        )
+
+
+class Overlay(NamedTuple):
+    """Shaped logits of the listed tokens of N rows (see `shape`)."""
+
+    ids: Tensor  # int32 [N, L]
+    logits: Tensor  # fp32 [N, L]; rows may lie apart
+
+    @classmethod
+    def allocate(cls, num_rows: int, width: int, device: torch.device) -> Overlay:
+        shape = (num_rows, width)
+        ids = torch.empty(shape, dtype=torch.int32, device=device)
+        return cls(ids, torch.empty(shape, dtype=torch.float32, device=device))
+
+
+class Proposals(NamedTuple):
+    """Distributions that drafts were drawn from. Row `drafts.starts[b] + j` belongs to draft j of
+    request b."""
+
+    logits: Tensor  # bf16, fp16 or fp32 [M, V], as `draw` left them; rows may lie apart
+    listed: Tensor | None  # fp32 [M, L]: logits of their overlays, where logits are shaped
+    laws: Laws  # [M]
+    certain: Tensor  # int32 [B]: 1 where drafts were chosen with certainty; its rows are not read
 
 
 def rows_of(num_drafts: Tensor, num_rows: int) -> tuple[Rows, Tensor]:

@@ -1,4 +1,4 @@
-"""Launches of the sampling kernels, with checks of what they are given."""
+"""Launches of the sampling kernels, with checks of their inputs."""
 
 from __future__ import annotations
 
@@ -11,171 +11,196 @@ from torch import Tensor
 from triton_kernels.build import case as build_case
 from triton_kernels.build.case import CaseLimits, KernelCase
 from triton_kernels.build.check import check_fields
-from triton_kernels.noise import host as noise
+from triton_kernels.build.hopper import is_hopper
 from triton_kernels.sampling import inputs as r
-from triton_kernels.sampling.inputs import LogitsBatch
-from triton_kernels.sampling.reduce import reduce_kernel
-from triton_kernels.sampling.shortlist import ENDS, shortlist_kernel
-from triton_kernels.sampling.tile_stats import stats_kernel
+from triton_kernels.sampling import scan
+from triton_kernels.sampling.inputs import Laws, LogitsBatch, Overlay
+from triton_kernels.sampling.laws import laws_kernel
+from triton_kernels.sampling.scan import scan_kernel
+from triton_kernels.sampling.shape import shape_kernel
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
-NUM_WARPS = 8
-# Left to itself the assembler spills a few registers of the long kernels for an occupancy that they
-# have no use for.
-ALL_REGISTERS = 255
-NUM_STAGES = 2
-LIMITS = {
-    "sample_stats": CaseLimits(184, 16 << 10),
-    "sample_measure": CaseLimits(168, 16 << 10),
-    "sample_gather": CaseLimits(168, 16 << 10),
-    "sample_reduce": CaseLimits(200, 8 << 10),
-    "sample_walk": CaseLimits(176, 8 << 10),
-    "verify_replace": CaseLimits(184, 16 << 10),
-    "verify_finish": CaseLimits(32, 1 << 10),
-    "verify_accept": CaseLimits(64, 1 << 10),
-    "verify_ratios": CaseLimits(64, 1 << 10),
-    "verify_masses": CaseLimits(184, 16 << 10),
-    "verify_blocks": CaseLimits(96, 1 << 10),
-}
+_SPARE = 8  # kernels are compiled for tiles of the vocabulary and an eighth more, of listed tokens
+
+
+class CompileOptions(NamedTuple):
+    """Options of a kernel's compilation. A limit of registers, from sm_90 on, lets more programs
+    share a multiprocessor; on sm_80 the code would spill."""
+
+    num_warps: int
+    registers: int | None = None
 
 
 class Tiling(NamedTuple):
-    """[rows, block] logits at a time, [rows, reduce_block] in later passes. Noise does not depend
-    on it; sums and comparisons across tiles do, by rounding: one tiling, one result."""
+    """Sizes of the parts of a row, powers of two. Tokens depend on them by rounding only."""
 
-    rows: int = 1
-    block: int = 4096
-    reduce_block: int = 2048  # less, for more is held of each logit
-    shares: int = 16  # programs that make the shortlist of a row, a power of two
-    list_tokens: int = 4096  # that a shortlist holds at most
+    pieces: int = 32  # of a tile
+    piece: int = 128  # tokens
+    chunk: int = 16  # pieces that `laws` reads at once
+    list_tokens: int = 4096  # more than `laws` lists, and at most 4096
+    scan: CompileOptions = CompileOptions(8, 64)
+    shape: CompileOptions = CompileOptions(16)
+    laws: CompileOptions = CompileOptions(16)
+    residual: CompileOptions = CompileOptions(16, 64)
+
+    @property
+    def tile(self) -> int:
+        return self.pieces * self.piece
+
+    def num_tiles(self, tokens: int) -> int:
+        return triton.cdiv(tokens, self.tile)
 
 
 TILING = Tiling()
 
 
-class Reduced(NamedTuple):
-    """Of each row of logits."""
+class Scanned(NamedTuple):
+    """Results of the scan of N rows of T tiles."""
 
-    floats: Tensor  # fp32 [N, 2]: maximum, kept mass relative to it
-    ids: Tensor  # int32 [N, 4]: winner, cut (key, id), whether every logit was finite
-    drafted_logits: Tensor  # fp32 [N]: shaped, of the draft that the row decides on
+    tiles: Tensor  # fp32 [N, T, 4]: fields, see `scan`
+    winners: Tensor  # int64 [N, T]: race keys, see `order.race_key`
+    piece_tops: Tensor  # fp32 [N, T, pieces]: maxima, of filtered rows
+    piece_masses: Tensor  # fp32 [N, T, pieces]: relative to the maximum of the tile
+
+
+class Scratch(NamedTuple):
+    """Memory of `laws` for N rows."""
+
+    pieces: Tensor  # int32 [N, T, pieces]
+    codes: Tensor  # int64 [N, list_tokens]
+
+
+def draw(
+    batch: LogitsBatch,
+    purpose: int,
+    tiling: Tiling = TILING,
+    *,
+    laws: Laws | None = None,
+    first: int = 0,
+    step: int = 1,
+    listed: Tensor | None = None,
+) -> Laws:
+    """Draw a token of each row, and return the laws that they come from.
+
+    Greedy requests get the likeliest token; others a draw from the law, with COUPLED noise for
+    coupled requests and that of `purpose` for the rest. Ties go to the lowest id. Masses and cuts
+    are exact where the purpose is DRAFT and the request's drafts are weighed.
+
+    The law of row i is stored at place `first + i * step` of `laws` if they are given, and the
+    shaped logits of listed tokens in `listed` fp32 [N, L]. Where logits are shaped, forbidden
+    tokens are marked in `batch.logits`. Raises ValueError naming the argument that does not fit."""
+    values = scan_rows(batch, purpose, None, tiling, listed)
+    laws = Laws.allocate(len(batch.logits), batch.logits.device) if laws is None else laws
+    find_laws(values, laws, first, step)
+    return laws
 
 
 def sample(batch: LogitsBatch, purpose: int, tiling: Tiling = TILING) -> Tensor:
-    """A token for each row, int32 [N]: the likeliest for greedy requests, else a draw from what
-    temperature and filters leave, with COUPLED noise for coupled requests and that of `purpose` for
-    the rest. Ties go to the lowest id. Raises ValueError naming the argument that does not fit."""
-    return reduce_tiles(batch, purpose, tiling).ids[:, 0]
+    """Return the tokens of `draw`, int32 [N]."""
+    return draw(batch, purpose, tiling).tokens[:, 0]
 
 
-def reduce_tiles(
-    batch: LogitsBatch, purpose: int | None, tiling: Tiling = TILING, *, of_drafts: bool = False
-) -> Reduced:
-    """Winners, maxima, masses and cuts; without a `purpose` requests whose drafts are weighed do
-    not race, and have their cut and kept mass found instead. `of_drafts`: nothing else is asked."""
+def scan_rows(
+    batch: LogitsBatch,
+    purpose: int,
+    certain: Tensor | None,
+    tiling: Tiling = TILING,
+    listed: Tensor | None = None,
+) -> dict[str, Any]:
+    """Read all logits. Return arguments of the kernels that follow, by name."""
     check(batch)
-    num_rows, device = len(batch.logits), batch.logits.device
-    num_tiles = num_tiles_of(batch, tiling)
-    floats = torch.empty((num_rows, num_tiles, 4), dtype=torch.float32, device=device)
-    ids = torch.empty((num_rows, num_tiles, 2), dtype=torch.int32, device=device)
-    reduced = Reduced(
-        torch.empty((num_rows, 2), dtype=torch.float32, device=device),
-        torch.empty((num_rows, 4), dtype=torch.int32, device=device),
-        torch.full((num_rows,), -torch.inf, device=device),
+    values = _arguments(batch, purpose, certain, tiling, listed)
+    num_rows, dense = len(batch.logits), values["num_dense"]
+    if num_rows:
+        if batch.shaping is not None:
+            grid = num_rows, values["num_tiles"] - dense
+            launch(shape_kernel, grid, values, tiling.shape)
+        launch(scan_kernel, (num_rows, dense), values, tiling.scan)
+    return values
+
+
+def find_laws(values: dict[str, Any], laws: Laws, first: int = 0, step: int = 1) -> None:
+    """Find the law of each row from the `values` of `scan_rows`; see `draw` for their places."""
+    scanned, tiling = values["scanned"], values["tiling"]
+    num_rows, num_pieces = len(scanned.tiles), values["num_tiles"] * tiling.pieces
+    if num_rows:
+        pieces, codes = (num_rows, num_pieces), (num_rows, tiling.list_tokens)
+        scratch = Scratch(
+            torch.empty(pieces, dtype=torch.int32, device=scanned.tiles.device),
+            torch.empty(codes, dtype=torch.int64, device=scanned.tiles.device),
+        )
+        given = {"scratch": scratch, "laws": laws, "first_out": first, "out_step": step}
+        launch(laws_kernel, (num_rows,), values | given, tiling.laws)
+
+
+def _arguments(
+    batch: LogitsBatch, purpose: int, certain: Tensor | None, tiling: Tiling, listed: Tensor | None
+) -> dict[str, Any]:
+    """Return arguments of all kernels. An absent tensor is replaced by another of its type, so that
+    nothing is compiled for its absence."""
+    (num_rows, vocab), shaping = batch.logits.shape, batch.shaping
+    width = 0 if shaping is None else shaping.listed.shape[1]
+    dense = tiling.num_tiles(vocab)
+    num_tiles, most_tiles = dense + tiling.num_tiles(width), dense + triton.cdiv(dense, _SPARE)
+    tiles, device = (num_rows, num_tiles), batch.logits.device
+    scanned = Scanned(
+        torch.empty((*tiles, scan.TILE_FIELDS.value), dtype=torch.float32, device=device),
+        torch.empty(tiles, dtype=torch.int64, device=device),
+        *(
+            torch.empty((*tiles, tiling.pieces), dtype=torch.float32, device=device)
+            for _ in range(2)
+        ),
     )
-    if not num_rows:
-        return reduced
-    common = {
-        **arguments(batch),
-        "tile_floats_ptr": floats,
-        "tile_ids_ptr": ids,
-        "reduced": reduced,
-        "num_rows": num_rows,
-        "num_tiles": num_tiles,
-        "PURPOSE": purpose,
-        "OF_DRAFTS": of_drafts,
-        **shape(batch, tiling),
-    }
-    launch(stats_kernel, (triton.cdiv(num_rows, tiling.rows), num_tiles), common)
-    _reduce_rows(common, tiling)
-    return reduced
-
-
-def _reduce_rows(common: dict[str, Any], tiling: Tiling) -> None:
-    """The rest, of what tiles left: shortlists, then rows that have one, then those without."""
-    num_rows, device = common["num_rows"], common["tile_ids_ptr"].device
-    blocks = triton.cdiv(num_rows, tiling.rows)
-    i32, lists = torch.int32, (num_rows, tiling.list_tokens)
-    measured = (num_rows, tiling.shares, 2, ENDS.value)
-    common = common | {
-        "short_keys_ptr": torch.empty(lists, dtype=i32, device=device),
-        "short_ids_ptr": torch.empty(lists, dtype=i32, device=device),
-        "short_lens_ptr": torch.zeros(num_rows, dtype=i32, device=device),
-        "measured_ptr": torch.empty(measured, dtype=torch.float32, device=device),
-        "STATS_BLOCK": tiling.block,
-        "BLOCK": tiling.reduce_block,
-        "TILES": triton.next_power_of_2(common["num_tiles"]),
-        "SHARES": tiling.shares,
-        "LIST": tiling.list_tokens,
-    }
-    for gathers in (False, True):
-        launch(shortlist_kernel, (blocks, tiling.shares), common | {"GATHERS": gathers})
-    for listed in (True, False):
-        launch(reduce_kernel, (blocks,), common | {"LISTED": listed} | without_spills())
-
-
-def launch(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
-    """With what the kernel takes of `values`."""
-    names = {*kernel.arg_names, "num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
-    kernel[grid](**{name: value for name, value in values.items() if name in names})
-
-
-def num_tiles_of(batch: LogitsBatch, tiling: Tiling) -> int:
-    """Dense tiles of the vocabulary, and sparse ones of the longest list that there may be."""
-    listed = 0 if batch.shaping is None else batch.shaping.listed.shape[1]
-    return num_tiles(batch.logits.shape[1], listed, tiling)
-
-
-def num_tiles(vocab: int, listed: int, tiling: Tiling = TILING) -> int:
-    return triton.cdiv(vocab, tiling.block) + triton.cdiv(listed, tiling.block)
-
-
-def bytes_a_row(tiles: int, tiling: Tiling = TILING) -> int:
-    """What is allocated for each row of logits that is drawn from or verified, at most: tiles of
-    statistics, of masses and scores, the shortlist, and what is left of both."""
-    of_tiles, of_list = 12 * tiles, 2 * tiling.list_tokens + 2 * tiling.shares * ENDS.value
-    return 4 * (of_tiles + of_list + 32)
-
-
-def arguments(batch: LogitsBatch) -> dict[str, Any]:
-    """Arguments of a kernel, by name."""
+    overlay = Overlay(batch.rows.requests, scanned.tiles)
+    if shaping is not None:
+        overlay = Overlay.allocate(num_rows, width, device)
+        overlay = overlay if listed is None else overlay._replace(logits=listed)
+    power = triton.next_power_of_2(max(num_tiles, most_tiles))
     return {
-        "batch": batch,
-        "vocab": batch.logits.shape[1],
+        "batch": batch._replace(shaping=None),
+        "shaping": shaping,
+        "certain_ptr": batch.requests.modes if certain is None else certain,
+        "plain_ptr": batch.rows.requests if shaping is None else shaping.plain,
+        "overlay": overlay,
+        "scanned": scanned,
+        "tiling": tiling,
+        "vocab": vocab,
         "stride": batch.logits.stride(0),
-        "list_width": 0 if batch.shaping is None else batch.shaping.listed.shape[1],
+        "list_width": width,
+        "logits_step": 0 if shaping is None else overlay.logits.stride(0),
+        "num_tiles": num_tiles,
+        "num_dense": dense,
+        "purpose": purpose,
+        "drawn": int(certain is not None),
+        "shaped": int(shaping is not None),
+        "PIECES": tiling.pieces,
+        "PIECE": tiling.piece,
+        "CHUNK": tiling.chunk,
+        "LIST": tiling.list_tokens,
+        "TILES": power,
+        "ALL_PIECES": power * tiling.pieces,
     }
 
 
-def shape(batch: LogitsBatch, tiling: Tiling) -> dict[str, Any]:
-    """How a kernel is built. Fused multiply-adds would not give the specified noise."""
-    return {
-        "SHAPED": batch.shaping is not None,
-        "ROWS": tiling.rows,
-        "BLOCK": tiling.block,
-        "num_warps": NUM_WARPS,
-        "num_stages": NUM_STAGES,
-        "enable_fp_fusion": False,
-    }
+def launch(
+    kernel: Any, grid: tuple[int, ...], values: dict[str, Any], build: CompileOptions
+) -> None:
+    """Launch a kernel with those of `values` that it takes."""
+    given = {name: value for name, value in values.items() if name in kernel.arg_names}
+    if build.registers is not None and is_hopper():
+        given["maxnreg"] = build.registers
+    # Fused operations would not compute the specified noise.
+    kernel[grid](**given, num_warps=build.num_warps, num_stages=1, enable_fp_fusion=False)
 
 
-def without_spills() -> dict[str, int]:
-    """An option of NVIDIA's assembler; AMD's has none."""
-    return {} if torch.version.hip else {"maxnreg": ALL_REGISTERS}
+def bytes_a_row(vocab: int, listed: int, tiling: Tiling = TILING) -> int:
+    """Return the most that is allocated for each row of logits that is drawn from or verified."""
+    tiles = tiling.num_tiles(vocab) + tiling.num_tiles(listed)
+    return tiles * (12 * tiling.pieces + 40) + 8 * (listed + tiling.list_tokens) + 64
 
 
 def check(batch: LogitsBatch) -> None:
-    """Raises ValueError naming the argument that does not fit."""
+    """Raise ValueError naming the argument that does not fit."""
     logits, rows, requests, where, drafts, shaping = batch
     if logits.dim() != 2 or logits.dtype not in LOGITS or logits.stride(1) != 1:
         raise ValueError(
@@ -203,53 +228,58 @@ def check(batch: LogitsBatch) -> None:
 
 
 def cases() -> list[KernelCase]:
-    """bf16 logits, with and without shaping: tokens drawn, a step verified, its drafts' logits."""
-    uses = {"draw": (noise.DRAFT, False), "verify": (None, False), "drafts": (None, True)}
-    found = []
-    for shaped in (True, False):
-        tile = {"SHAPED": shaped, "ROWS": 1, "BLOCK": TILING.block}
-        later = tile | {"STATS_BLOCK": TILING.block, "BLOCK": TILING.reduce_block, "TILES": 64}
-        later |= {"SHARES": TILING.shares, "LIST": TILING.list_tokens}
-        config = "shaped" if shaped else "plain"
-        for name, gathers in (("sample_measure", False), ("sample_gather", True)):
-            made = later | {"OF_DRAFTS": False, "GATHERS": gathers}
-            found.append(case_of(name, config, shortlist_kernel, made))
-        for use, (purpose, of_drafts) in uses.items():
-            made = {"PURPOSE": purpose, "OF_DRAFTS": of_drafts}
-            found.append(case_of("sample_stats", f"{config} {use}", stats_kernel, tile | made))
-            for name, listed in (("sample_reduce", True), ("sample_walk", False)):
-                constexprs = {n: v for n, v in (later | made).items() if n != "SHARES"}
-                constexprs["LISTED"] = listed
-                case = case_of(name, f"{config} {use}", reduce_kernel, constexprs)
-                found.append(case._replace(maxnreg=ALL_REGISTERS))
-    return found
+    """bf16 logits."""
+    tile = {"PIECES": TILING.pieces, "PIECE": TILING.piece}
+    row = tile | {"TILES": 64, "ALL_PIECES": 64 * TILING.pieces}
+    row |= {"CHUNK": TILING.chunk, "LIST": TILING.list_tokens}
+    return [
+        case_of("sample_shape", "listed tokens", shape_kernel, tile, TILING.shape),
+        case_of("sample_scan", "tiles", scan_kernel, tile, TILING.scan),
+        case_of("sample_laws", "rows", laws_kernel, row, TILING.laws),
+    ]
 
 
 def case_of(
-    name: str, config: str, kernel: Any, constexprs: dict[str, Any], **types: Any
+    name: str,
+    config: str,
+    kernel: Any,
+    constexprs: dict[str, Any],
+    build: CompileOptions,
+    **types: Any,
 ) -> KernelCase:
-    """`types` of arguments that are no part of a batch."""
-    shaping = _SHAPING if constexprs.get("SHAPED") else None
-    types |= {n: "*fp32" for n in ("tile_floats_ptr", "tile_scores_ptr", "measured_ptr")}
-    types |= {"batch": _BATCH._replace(shaping=shaping), "reduced": REDUCED}
+    """Return a case of a kernel. `types`: of arguments that are not part of a batch."""
     return build_case.case_of(
         name,
         config,
         kernel,
         constexprs,
         LIMITS[name],
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
-        types=types,
-        divisible=("vocab", "stride", "q_stride"),
+        num_warps=build.num_warps,
+        types=_TYPES | types,
+        divisible=("vocab", "stride", "q_stride", "list_width", "logits_step", "q_step"),
         fp_fusion=False,
+        maxnreg=build.registers,
     )
 
 
+LIMITS = {
+    "sample_shape": CaseLimits(128, 32 << 10),
+    "sample_scan": CaseLimits(112, 4 << 10),
+    "sample_laws": CaseLimits(128, 24 << 10),
+    "verify_decide": CaseLimits(184, 4 << 10),
+    "verify_residual": CaseLimits(104, 4 << 10),
+    "verify_coins": CaseLimits(64, 1 << 10),
+    "verify_finish": CaseLimits(32, 1 << 10),
+}
 _ROWS = r.Rows("*i32", "*i32")
-_SHAPING = r.LogitsShaping(*["*i32"] * 8)._replace(bias="*fp32", penalties="*fp32")
 _REQUESTS = r.Requests("*i32", "*fp32", "*i32", "*fp32", "*fp32")
 _NOISE, _DRAFTS = r.Noise(*["*i64"] * 3), r.DraftTokens(*["*i32"] * 3)
-_BATCH = LogitsBatch("*bf16", _ROWS, _REQUESTS, _NOISE, _DRAFTS, None)
-REDUCED = Reduced("*fp32", "*i32", "*fp32")
-PROPOSALS = r.Proposals("*bf16", _ROWS, "*i32")
+LAWS = Laws("*fp32", "*i64", "*i32")
+_TYPES: dict[str, Any] = {
+    "batch": LogitsBatch("*bf16", _ROWS, _REQUESTS, _NOISE, _DRAFTS, None),
+    "shaping": r.LogitsShaping(*["*i32"] * 8)._replace(bias="*fp32", penalties="*fp32"),
+    "overlay": Overlay("*i32", "*fp32"),
+    "scanned": Scanned("*fp32", "*i64", "*fp32", "*fp32"),
+    "scratch": Scratch("*i32", "*i64"),
+    "laws": LAWS,
+}

@@ -1,7 +1,7 @@
 """Logits of tokens that may not follow, by bits that come from the host with the rows' places.
 
-In memory a forbidden token has the least finite number of its type; `tiles` reads that as minus
-infinity. What is not finite stays as it is, and is found out.
+A forbidden token gets the least finite number of its type. Values that are not finite stay as they
+are, and are found by the scan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from triton_kernels.build.case import CaseLimits, KernelCase, case_of
 from triton_kernels.build.jit import jit
-from triton_kernels.sampling.tiles import lowest_of
+from triton_kernels.sampling.order import lowest_of
 
 HEAD_WORDS = 2  # slot, and number of drafts before the row
 _HEAD = tl.constexpr(HEAD_WORDS)

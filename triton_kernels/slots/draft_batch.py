@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.build.case import KernelCase, case_of
+from triton_kernels.build.check import check_tensor
 from triton_kernels.build.jit import jit
 from triton_kernels.slots.state import (
     CATCH_UP,
@@ -47,8 +48,6 @@ class DraftLayout(NamedTuple):
     next_kv: Tensor  # int32 [S]: valid positions in the draft's KV afterwards
     noise_positions: Tensor  # int64 [S]: number of known tokens
     drafts: Tensor  # int32 [R K + S K]
-    draft_slots: Tensor  # int32 [R K]: whose they are; the last slot where there is none
-    draft_depths: Tensor  # int32 [R K]
 
     @classmethod
     def allocate(
@@ -69,7 +68,6 @@ class DraftLayout(NamedTuple):
             *(zeros(slots) for _ in range(4)),
             zeros(slots, dtype=torch.int64),
             zeros((rows + slots) * most_drafts),
-            *(zeros(rows * most_drafts) for _ in range(2)),
         )
 
 
@@ -159,7 +157,7 @@ def make_draft_batch(
 
 @jit(do_not_specialize=["num_rows", "depth", "most_token"])
 def take_drafts_kernel(
-    reduced_ptr, state, layout, num_rows, num_slots, depth, token_width, block_width, most_drafts,
+    drawn_ptr, state, layout, num_rows, num_slots, depth, token_width, block_width, most_drafts,
     most_token, PAGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -167,18 +165,16 @@ def take_drafts_kernel(
     slot = tl.load(layout.row_slots + row, mask=live, other=num_slots - 1)
     deep = tl.load(layout.depths + slot, mask=slot < num_slots - 1, other=0)
     known = tl.load(state.num_tokens + slot)
-    token = tl.load(reduced_ptr + 4 * row, mask=live, other=0)
-    sound = tl.load(reduced_ptr + 4 * row + 3, mask=live, other=1) != 0
+    draft = row * most_drafts + depth
+    token = tl.load(drawn_ptr + 2 * draft, mask=live, other=0)
+    sound = tl.load(drawn_ptr + 2 * draft + 1, mask=live, other=1) != 0
     decides = depth < deep
     breaks = decides & (sound == 0)
     # What was drawn before stands: dropped for what it led to, it would move the law.
     tl.store(layout.broken + slot, row * 0 + 1, mask=breaks)
     tl.store(layout.depths + slot, row * 0 + depth, mask=breaks)
     stands = decides & sound
-    draft = row * most_drafts + depth
     tl.store(layout.drafts + draft, token, mask=live)
-    tl.store(layout.draft_slots + draft, tl.where(stands, slot, num_slots - 1), mask=live)
-    tl.store(layout.draft_depths + draft, row * 0 + depth, mask=live)
     position = known + depth
     slot = slot.to(tl.int64)
     tl.store(state.tokens + slot * token_width + position, token, mask=stands)
@@ -196,24 +192,23 @@ def take_drafts_kernel(
 def take_drafts(
     state: SlotState,
     layout: DraftLayout,
-    reduced_ids: Tensor,
+    drawn: Tensor,
+    num_rows: int,
     depth: int,
     *,
     block_size: int,
     most_drafts: int,
     most_token: int,
 ) -> None:
-    """Draft number `depth` (from 0) of the first `len(reduced_ids)` rows, int32 [N, 4]: winner,
-    .., .., whether its logits were finite. Lays out the pass behind it."""
-    num_rows, slots = len(reduced_ids), len(state.num_tokens)
-    if reduced_ids.dtype != torch.int32 or reduced_ids.shape[1:] != (4,):
-        raise ValueError(
-            f"reduced_ids: {reduced_ids.dtype} {list(reduced_ids.shape)}; give int32 [N, 4]"
-        )
+    """Draft number `depth` (from 0) of the first `num_rows` rows. `drawn` int32 [R * K, 2] holds at
+    `row * K + depth` the token, and whether its logits were finite. Lays out the next pass. Raises
+    ValueError if the layout is for fewer rows."""
+    slots = len(state.num_tokens)
+    check_tensor("drawn", drawn, torch.int32, (len(layout.row_slots) * most_drafts, 2))
     if num_rows > len(layout.row_slots):
-        raise ValueError(f"reduced_ids: {num_rows} rows, layout for {len(layout.row_slots)}")
+        raise ValueError(f"num_rows: {num_rows}, layout for {len(layout.row_slots)}")
     take_drafts_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        reduced_ids, state, layout, num_rows, slots, depth, state.tokens.shape[1],
+        drawn, state, layout, num_rows, slots, depth, state.tokens.shape[1],
         state.blocks.shape[1], most_drafts, most_token, PAGE=block_size, ROWS=_ROWS,
         num_warps=_TAKE_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip

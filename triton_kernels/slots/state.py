@@ -33,6 +33,7 @@ class ArenaSizes(NamedTuple):
     blocks: int
     vocab: int
     listed: int  # entries of the list that shapes logits
+    drafts: int = 0  # and room behind them for the drafts of a step
     guess: int = 0  # words of what the host looked up for the slot
 
     @property
@@ -40,12 +41,13 @@ class ArenaSizes(NamedTuple):
         """Type of every field, and its shape for one slot."""
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
         scalars = ("num_tokens", "kv_len", "draft_kv_len", "max_total", "failed", "modes", "top_k")
-        lists = {name: (i32, (self.listed,)) for name in ("listed", "counts", "marks")}
+        entries = (self.listed + self.drafts,)
+        lists = {name: (i32, entries) for name in ("listed", "counts", "marks")}
         return {
             **{name: (i32, ()) for name in (*scalars, "num_listed", "min_tokens")},
             **{name: (f32, ()) for name in ("temperatures", "top_p", "min_p")},
             **lists,
-            "bias": (f32, (self.listed,)),
+            "bias": (f32, entries),
             "plain": (i32, (-(-self.vocab // 32),)),
             "penalties": (f32, (3,)),
             "keys": (i64, (2,)),

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_kernels.sampling.inputs import BLOCK, COUPLED, GREEDY, REJECTION, LogitsBatch, Proposals
+from triton_kernels.sampling.inputs import (
+    BLOCK,
+    COUPLED,
+    GREEDY,
+    REJECTION,
+    LogitsBatch,
+    Proposals,
+    Rows,
+)
 from triton_kernels.sampling.reference import shaped_logits, weights_of
 from triton_kernels.verification import reference as verify
 from triton_kernels.verification.block_reference import block_verify
@@ -16,14 +24,16 @@ def verify_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`triton_kernels.verification.kernel.verify_logits` by way of
     `triton_kernels.verification.reference`: number of accepted drafts, next token, and whether
-    every logit was finite, int32 [B] each. No padding."""
+    every logit was finite, int64 [B] each. No padding, and drafts lie one after the other."""
     logits, rows, requests, where, drafts, shaping = batch
     x = shaped_logits(logits, rows, drafts, shaping)
     p, q = normalised(weights_of(x, rows, requests)), None
     if proposals is not None:
-        x_q = shaped_logits(proposals.logits, proposals.rows, drafts, shaping)
-        q = normalised(weights_of(x_q, proposals.rows, requests))
-        sure = proposals.certain[proposals.rows.requests.long()] > 0
+        drafted = rows.depths < drafts.counts[rows.requests.long()]
+        drawn_from = Rows(rows.requests[drafted], rows.depths[drafted])
+        x_q = _proposed_logits(batch, proposals, drawn_from)
+        q = normalised(weights_of(x_q, drawn_from, requests))
+        sure = proposals.certain[drawn_from.requests.long()] > 0
         q[sure] = torch.nn.functional.one_hot(drafts.tokens.long(), q.shape[1]).float()[sure]
     of, counts = rows.requests.long(), drafts.counts.long()
     greedy = torch.nn.functional.one_hot(x.argmax(dim=-1), x.shape[1]).float()
@@ -38,6 +48,24 @@ def verify_reference(
         0, of, logits.isfinite().all(dim=-1).long(), "amin"
     )
     return accepted, following, finite
+
+
+def _proposed_logits(batch: LogitsBatch, proposals: Proposals, rows: Rows) -> Tensor:
+    """Return the logits of drafts after shaping, fp32 [M, V], minus infinity where forbidden."""
+    x = proposals.logits.float()
+    x[proposals.logits == torch.finfo(proposals.logits.dtype).min] = -torch.inf
+    shaping, drafts = batch.shaping, batch.drafts
+    if shaping is not None:
+        assert proposals.listed is not None
+        for row, listed, b, depth in zip(
+            x, proposals.listed, *torch.stack(rows).tolist(), strict=True
+        ):
+            count, start = int(shaping.num_listed[b]), int(drafts.starts[b])
+            ids = torch.cat((shaping.listed[b, :count], drafts.tokens[start : start + depth]))
+            values = listed[: len(ids)]
+            there = values > torch.finfo(torch.float32).min
+            row[ids[there].long()] = values[there]
+    return x
 
 
 def _verdict(

@@ -15,19 +15,20 @@ from cbatch.runtime.model.kv_cache import KVCache
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
     DraftTokens,
+    Laws,
     LogitsBatch,
     Noise,
     Proposals,
     Requests,
     Rows,
 )
-from triton_kernels.sampling.launch import reduce_tiles
+from triton_kernels.sampling.launch import draw
 from triton_kernels.slots.draft_batch import DraftLayout, make_draft_batch, take_drafts
 from triton_kernels.slots.state import Asked, SlotState
 
 
 class DraftPasses:
-    """Drafts of a row, and the logits they were drawn from, lie at `layout.starts` of its slot.
+    """Drafts of a row, and the laws they were drawn from, lie at `layout.starts` of its slot.
 
     `most_drafts` is the most of a row. Its vocabulary may differ from the target's in size: ids are
     cut to what it knows, and what it does not know is never drafted.
@@ -52,12 +53,14 @@ class DraftPasses:
         self._cos_sin = decoder.cos_sin(most_positions)
         self._hidden = Hidden.allocate(most_tokens, decoder)
         self.layout = layout
-        self.layout.draft_slots.fill_(slots - 1)
         rows, own = slots - 1, decoder.config.vocab_size
         shape = (rows, most_drafts, aligned(max(own, vocab)))
         # What it does not know is finite, so that its rows are, and as good as impossible.
         lowest = torch.finfo(decoder.dtype).min
         self._logits = torch.full(shape, lowest, dtype=decoder.dtype, device=device)
+        self._laws = Laws.allocate(rows * most_drafts, device)
+        width = state.listed.shape[1]
+        self._listed = torch.zeros(rows, most_drafts, width, dtype=torch.float32, device=device)
         self._rows = torch.arange(rows, dtype=torch.int32, device=device)
         depths = torch.arange(most_drafts, dtype=torch.int32, device=device)
         self._depths = depths[:, None].repeat(1, aligned(rows))
@@ -88,16 +91,14 @@ class DraftPasses:
         """Of the slots; their number is not in it."""
         return DraftTokens(self.layout.drafts, self.layout.starts, self._no_drafts)
 
-    def proposals(self, rows: int) -> Proposals:
-        """What the drafts of the first `rows` rows were drawn from."""
-        layout, count = self.layout, rows * self._most_drafts
-        owners = Rows(layout.draft_slots[:count], layout.draft_depths[:count])
-        logits = self._logits.flatten(0, 1)[:count, : self._vocab]
-        return Proposals(logits, owners, self._state.asked[Asked().looked_up])
+    def proposals(self, shaped: bool) -> Proposals:
+        """What the drafts were drawn from."""
+        logits = self._logits.flatten(0, 1)[:, : self._vocab]
+        listed = self._listed.flatten(0, 1) if shaped else None
+        return Proposals(logits, listed, self._laws, self._state.asked[Asked().looked_up])
 
     def _ingest(self, most_tokens: int, longest: int) -> None:
         layout = self.layout
-        layout.draft_slots.fill_(len(self._state.num_tokens) - 1)
         flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(most_tokens)
         make_draft_batch(
             self._state,
@@ -120,11 +121,19 @@ class DraftPasses:
             last = self._rows[:rows]
         own = self._logits[:rows, depth, : self._decoder.config.vocab_size]
         self._decoder.logits(self._hidden, last, own)
-        reduced = reduce_tiles(self._batch(rows, depth, shaped), noise.DRAFT)
+        draw(
+            self._batch(rows, depth, shaped),
+            noise.DRAFT,
+            laws=self._laws,
+            first=depth,
+            step=self._most_drafts,
+            listed=self._listed[:rows, depth] if shaped else None,
+        )
         take_drafts(
             self._state,
             layout,
-            reduced.ids,
+            self._laws.tokens,
+            rows,
             depth,
             block_size=self._block_size,
             most_drafts=self._most_drafts,

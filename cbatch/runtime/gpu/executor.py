@@ -175,10 +175,11 @@ class GpuExecutor:
         self._target.decide(device, 0, PLAIN)
         for count in sizes(self._target.most_logits):
             self._target.find_logits(device, count)
-            for how, shaped in product(ways, (False, True)):
+            for how, shaped, filtered in product(ways, (False, True), (False, True)):
                 if count > 1 or not how.blocks and not how.weighs:
                     # A draft has a row of logits, and one behind it.
-                    self._target.decide(device, count, how._replace(shaped=shaped))
+                    how = how._replace(shaped=shaped, filtered=filtered)
+                    self._target.decide(device, count, how)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
@@ -264,8 +265,6 @@ class GpuExecutor:
         assert layout is not None
 
         def take() -> None:
-            if alone:
-                layout.draft_slots.fill_(self._max_slots)
             take_guesses(self.state, layout, most_drafts=self._max_drafts, alone=alone)
 
         device.run(("guesses", alone), take)
@@ -276,15 +275,17 @@ class GpuExecutor:
         rows = bucket(bounds.logits, self._target.most_logits)
         self._target.find_logits(self._queue, rows)
         masked = self._host.masked(plan)
+        shaped = plan.slots[plan.wants_logits & self._slots.shaped[plan.slots]]
+        self._logprobs.keep(plan, np.union1d(masked, shaped))
         if len(masked):
-            self._logprobs.keep(plan, masked)
             assert self._host.known is not None
             drafts = step.drafts is not None
             if step.drafts is not None:
                 step.drafts[1].wait()
             known = self._host.known
             step.dead_ends = self._masking.mask(known, masked, step.buffers, drafts=drafts)
-        how = Deciding(bounds.shaped, bounds.weighs and self._drafting is not None, bounds.blocks)
+        weighs = bounds.weighs and self._drafting is not None
+        how = Deciding(bounds.shaped, bounds.filtered, weighs, bounds.blocks)
         self._target.decide(self._queue, rows, how)
         self._fetch(step.buffers)
         step.logprobs = self._logprobs.queue(plan, self._queue)

@@ -70,10 +70,13 @@ def sparse_of(a: NewSequence, vocab_size: int, most_listed: int) -> Sparse:
             marks[prompt] |= IN_PROMPT
         has_entry |= (counts > 0) | (marks != 0)
     listed = np.flatnonzero(has_entry & allowed)
-    if len(listed) > most_listed:
+    # With penalties whatever the sequence emits is listed, too.
+    grows = a.max_total_tokens - len(a.tokens) if _has_penalties(a) else 0
+    most = min(len(listed) + grows, vocab_size)
+    if most > most_listed:
         raise FieldError(
             "logit_bias",
-            f"with penalties and stop ids it lists {len(listed)} tokens",
+            f"with penalties and stop ids it lists up to {most} tokens",
             f"list at most {most_listed}, or use --device cpu",
         )
     return Sparse(

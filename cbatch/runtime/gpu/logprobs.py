@@ -79,7 +79,7 @@ class LogprobsReader:
             self._admit(admission)
 
     def keep(self, plan: StepPlan, slots: NDArray[np.int32]) -> None:
-        """Logits of these slots are about to be masked."""
+        """Tokens are about to be forbidden in the logits of these slots."""
         counts = dict(zip(plan.slots.tolist(), plan.num_drafts.tolist(), strict=True))
         for slot in slots.tolist():
             if slot in self._asks.outputs:

@@ -11,7 +11,7 @@ from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.logprobs import PROMPT_ROWS
 from cbatch.runtime.model.config import ModelConfig
-from triton_kernels.sampling.launch import bytes_a_row, num_tiles
+from triton_kernels.sampling.launch import bytes_a_row
 from triton_kernels.sampling.mask import words_of
 from triton_kernels.slots.guesses import HEAD_WORDS
 from triton_kernels.slots.state import ArenaSizes
@@ -64,6 +64,7 @@ class StepLimits(NamedTuple):
             blocks=aligned(-(-tokens // self.block_size_tokens)),
             vocab=vocab,
             listed=aligned(min(vocab, tokens + _SPARE_ENTRIES)),
+            drafts=aligned(self.max_drafts),
             # What the step under way may emit, and drafts behind that.
             guess=HEAD_WORDS + 2 * self.max_drafts + 1 if self.max_drafts else 0,
         )
@@ -81,13 +82,14 @@ def step_memory_bytes(target: Decoder, draft: Decoder | None, limits: StepLimits
     if draft is not None and limits.max_drafts:
         rows = limits.max_slots * limits.max_drafts
         used += rows * aligned(max(vocab, draft.config.vocab_size)) * draft.dtype.itemsize
+        used += rows * (arena.listed + arena.drafts) * _FP32_BYTES  # of listed tokens
         models.append((draft, limits.most_catch_up, rows))
     eager = captured = 0
     for decoder, tokens, rows in models:
         used += _held_bytes(decoder, tokens, limits)
         eager = max(eager, decoder.pass_bytes(tokens))
         passes = decoder.pass_bytes(min(tokens, MOST_CAPTURED_TOKENS))
-        captured = max(captured, passes, _decision_bytes(decoder, rows, arena, limits.max_slots))
+        captured = max(captured, passes, _decision_bytes(decoder, rows, arena))
     return used + eager + captured
 
 
@@ -100,8 +102,7 @@ def _held_bytes(decoder: Decoder, tokens: int, limits: StepLimits) -> int:
     return stream + tuning.partial_bytes(heads) + rotary
 
 
-def _decision_bytes(decoder: Decoder, rows: int, arena: ArenaSizes, slots: int) -> int:
+def _decision_bytes(decoder: Decoder, rows: int, arena: ArenaSizes) -> int:
     """Of so many rows of logits: what they are made of, and what is drawn and verified."""
     hidden = decoder.config.hidden_size * (_FP32_BYTES + 2 * decoder.dtype.itemsize)
-    tiles = num_tiles(arena.vocab, arena.listed)
-    return rows * (hidden + bytes_a_row(tiles)) + slots * tiles * 4 * _FP32_BYTES
+    return rows * (hidden + bytes_a_row(arena.vocab, arena.listed + arena.drafts))

@@ -34,6 +34,7 @@ class Bounds(NamedTuple):
     weighs: bool  # some drafts are drawn, and verified by rejection
     blocks: bool  # some of them as blocks
     shaped: bool  # some row shapes its logits
+    filtered: bool  # some row that is not greedy has a filter
 
 
 class HostSlots:
@@ -45,6 +46,7 @@ class HostSlots:
         self.generation = np.zeros(count, dtype=np.int32)
         self.mode = np.full(count, GREEDY, dtype=np.int32)
         self.shaped: Flags = np.zeros(count, dtype=np.bool_)
+        self._filtered: Flags = np.zeros(count, dtype=np.bool_)
         self._lists: Flags = np.zeros(count, dtype=np.bool_)  # the device's lists are not neutral
         self.clear()
 
@@ -100,6 +102,7 @@ class HostSlots:
             weighs=blocks or bool((modes[deep] == REJECTION).any()),
             blocks=blocks,
             shaped=bool(self.shaped[plan.slots].any()),
+            filtered=bool(self._filtered[plan.slots].any()),
         )
 
     def _admit(self, a: NewSequence, message: SlotUpdate) -> None:
@@ -146,6 +149,9 @@ class HostSlots:
         top_k = self._sizes.vocab if params.top_k is None else min(params.top_k, self._sizes.vocab)
         # 1 keeps every token; a sum that rounds to 1 early must not cut the tail.
         top_p = params.top_p if params.top_p < 1 else np.inf
+        self._filtered[slot] = mode != GREEDY and bool(
+            top_k < self._sizes.vocab or top_p < np.inf or params.min_p
+        )
         for name, values, dtype in (
             ("modes", [mode], np.int32),
             ("top_k", [top_k], np.int32),

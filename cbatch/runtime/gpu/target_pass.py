@@ -26,6 +26,7 @@ class Deciding(NamedTuple):
     """What the rows of a step ask of its verdict."""
 
     shaped: bool = False  # some row shapes its logits
+    filtered: bool = False  # some row that is not greedy has a filter
     weighs: bool = False  # some drafts were drawn, and are weighed
     blocks: bool = False  # some of these as blocks
 
@@ -116,12 +117,12 @@ class TargetPass:
             proposals = None
             if how.weighs:
                 assert self._drafting is not None
-                # A row that drafts has two rows of logits, and more.
-                most_rows = min(-(-num_logits // 2), len(self._zeros) - 1)
-                proposals = self._drafting.proposals(most_rows)
+                proposals = self._drafting.proposals(how.shaped)
             batch = self._batch(logits, how.shaped)
             starts = self.layout.logit_starts
-            decision = verify_logits(batch, starts, proposals, blocks=how.blocks)
+            decision = verify_logits(
+                batch, starts, proposals, filtered=how.filtered, blocks=how.blocks
+            )
         drafts = self._drafts
         advance(
             self._state,

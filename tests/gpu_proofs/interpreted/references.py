@@ -16,7 +16,6 @@ from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import target_pass as verifying
 from tests.gpu_proofs.interpreted.stream import Stream, noted
 from tests.triton_kernels.interpreter.light import use_reference_verdicts, use_references
-from triton_kernels.sampling.launch import Reduced
 from triton_kernels.verification.kernel import VerifyOutput
 
 
@@ -26,11 +25,6 @@ def _nothing(*_: object, **__: object) -> None:
 
 def _halves(gate_up: Tensor, **_: object) -> Tensor:
     return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-
-
-def _reduced(batch: Any, purpose: int) -> Reduced:
-    ids = batch.logits.new_empty(len(batch.logits), 4, dtype=torch.int32)
-    return Reduced(torch.empty(0), ids, torch.empty(0))
 
 
 def _verdict(batch: Any, starts: Tensor, *_: object, **__: object) -> VerifyOutput:
@@ -53,7 +47,7 @@ def use_noted_references(
         (modelling, "kv_write", _nothing),
         (decoder, "rms_norm", lambda x, *_, **__: torch.empty_like(x)),
         (decoder, "silu_mul", _halves),
-        (drafting, "reduce_tiles", _reduced),
+        (drafting, "draw", _nothing),
         (verifying, "verify_logits", _verdict),
     ):
         patch.setattr(module, name, checked(noted(stream, getattr(module, name), result)))

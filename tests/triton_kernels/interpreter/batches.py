@@ -18,6 +18,7 @@ from triton_kernels.sampling.inputs import (
     IS_STOP,
     REJECTION,
     DraftTokens,
+    Laws,
     LogitsBatch,
     LogitsShaping,
     Noise,
@@ -26,10 +27,11 @@ from triton_kernels.sampling.inputs import (
     Rows,
     rows_of,
 )
-from triton_kernels.sampling.launch import Reduced, Tiling
-from triton_kernels.sampling.reference import sample_reference
+from triton_kernels.sampling.launch import Tiling
+from triton_kernels.sampling.reference import sample_reference, shaped_logits, weights_of
 
-MANY_ROWS = Tiling(1024, 64, 64, 1, 64)
+SMALL = Tiling(pieces=4, piece=32, chunk=4, list_tokens=128)  # one tile of a row, in most tests
+MOST_DRAFTS = 5
 
 
 class Asked(NamedTuple):
@@ -84,7 +86,7 @@ def random_request(rng: np.random.Generator, vocab: int, *, filters: bool, shape
 def shaping_of(asked: list[Asked], vocab: int) -> LogitsShaping:
     """The device state of `asked`, as an executor keeps it."""
     entries = [_entries(each, vocab) for each in asked]
-    width = max(1, *(len(e) for e in entries))
+    width = max(len(e) for e in entries) + MOST_DRAFTS
     listed, counts, marks = (torch.zeros(len(asked), width, dtype=torch.int32) for _ in range(3))
     bias = torch.zeros(len(asked), width)
     plain = np.zeros((len(asked), -(-vocab // 32) * 32), dtype=bool)
@@ -161,7 +163,7 @@ def random_batch(
     *,
     filters: bool = True,
     shaped: bool = True,
-    most_drafts: int = 5,
+    most_drafts: int = MOST_DRAFTS,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[LogitsBatch, list[Asked]]:
     """`count` requests of ragged k in 0..most_drafts. Logits have ties, and so have filters' edges.
@@ -201,12 +203,58 @@ def proposals_for(rng: np.random.Generator, batch: LogitsBatch) -> tuple[LogitsB
         here = (rows.depths == depth) & (certain[rows.requests.long()] == 0)
         tokens = torch.where(here, drawn, tokens)
     batch = batch._replace(drafts=batch.drafts._replace(tokens=tokens))
-    return batch, Proposals(logits, rows, certain)
+    return batch, proposals_of(batch, logits, rows, certain)
 
 
-def kept_by(result: Reduced, batch: LogitsBatch, x: Tensor) -> tuple[Tensor, Tensor]:
-    """y of shaped logits `x`, and what the cuts of `result` keep, bool; both [N, V]."""
-    inverse = (1.0 / batch.requests.temperatures)[batch.rows.requests.long()]
-    y = (x.amax(dim=-1, keepdim=True) - x) * inverse[:, None]
-    keys, cut_key, cut_id = y.view(torch.int32), result.ids[:, 1:2], result.ids[:, 2:3]
-    return y, (keys < cut_key) | ((keys == cut_key) & (torch.arange(x.shape[1]) < cut_id))
+def proposals_of(batch: LogitsBatch, logits: Tensor, rows: Rows, certain: Tensor) -> Proposals:
+    """With the laws of the reference."""
+    x = shaped_logits(logits, rows, batch.drafts, batch.shaping)
+    weights = weights_of(x, rows, batch.requests)
+    maxima, masses = x.amax(dim=-1), weights.sum(dim=-1)
+    chances = weights.gather(1, batch.drafts.tokens.long()[:, None]).squeeze(1) / masses
+    codes = codes_of(x, maxima, rows, batch.requests)
+    cuts = torch.where(weights > 0, codes, -1).amax(dim=-1) + 1
+    tokens = torch.stack((batch.drafts.tokens, torch.ones_like(batch.drafts.tokens)), dim=1)
+    listed = None
+    if batch.shaping is not None:
+        logits, listed = overlaid(batch, logits, rows, x)
+    laws = Laws(torch.stack((maxima, masses, chances), dim=1), cuts, tokens)
+    return Proposals(logits, listed, laws, certain)
+
+
+def codes_of(x: Tensor, maxima: Tensor, rows: Rows, requests: Requests) -> Tensor:
+    """int64 [N, V], see `triton_kernels.sampling.order`."""
+    inverse = (1.0 / requests.temperatures)[rows.requests.long()]
+    y = (maxima[:, None] - x) * inverse[:, None]
+    return (y.view(torch.int32).long() << 32) | torch.arange(x.shape[1])
+
+
+def overlaid(batch: LogitsBatch, logits: Tensor, rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits with marks, and those of the listed tokens, as a draw leaves them."""
+    shaping, drafts = batch.shaping, batch.drafts
+    assert shaping is not None
+    lowest = torch.finfo(logits.dtype).min
+    logits = logits.clone()
+    listed = torch.full((len(logits), shaping.listed.shape[1]), torch.finfo(torch.float32).min)
+    words = shaping.plain[rows.requests.long()].repeat_interleave(32, dim=1)[:, : x.shape[1]]
+    plain = (words >> (torch.arange(x.shape[1]) % 32)) & 1 > 0
+    for i, (b, depth) in enumerate(zip(*torch.stack(rows).tolist(), strict=True)):
+        count, start = int(shaping.num_listed[b]), int(drafts.starts[b])
+        ids = shaping.listed[b, :count].tolist()
+        if shaping.penalties[b].tolist() != [1, 0, 0]:
+            ids += drafts.tokens[start : start + depth].tolist()
+        for place, token in enumerate(ids):
+            own = place < count or (plain[i, token] and token not in ids[:place])
+            if own and x[i, token] > -torch.inf:
+                listed[i, place] = x[i, token]
+            if own and place >= count:
+                plain[i, token] = False
+        logits[i, ~plain[i]] = lowest
+    return logits, listed
+
+
+def kept_by(laws: Laws, batch: LogitsBatch, x: Tensor) -> tuple[Tensor, Tensor]:
+    """y of shaped logits `x`, and what the cuts of `laws` keep, bool; both [N, V]."""
+    codes = codes_of(x, x.amax(dim=-1), batch.rows, batch.requests)
+    kept = (codes < laws.cuts[:, None]) & (x > -torch.inf)
+    return (codes >> 32).int().view(torch.float32), kept

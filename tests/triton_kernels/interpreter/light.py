@@ -17,13 +17,21 @@ from cbatch.runtime.gpu import attention as attend
 from cbatch.runtime.gpu import decoder, modelling
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import target_pass as verifying
+from tests.triton_kernels.interpreter.batches import overlaid
 from triton_kernels.attention import WorkList, attention_reference
 from triton_kernels.layers.activation import silu_mul_reference
 from triton_kernels.layers.kv_write import kv_write_reference
 from triton_kernels.layers.norm import rms_norm_reference
-from triton_kernels.sampling.inputs import BLOCK, DraftTokens, LogitsBatch, Proposals, Rows
-from triton_kernels.sampling.launch import Reduced
-from triton_kernels.sampling.reference import sample_reference
+from triton_kernels.sampling.inputs import (
+    BLOCK,
+    GREEDY,
+    DraftTokens,
+    Laws,
+    LogitsBatch,
+    Proposals,
+    Rows,
+)
+from triton_kernels.sampling.reference import sample_reference, shaped_logits
 from triton_kernels.verification.kernel import VerifyOutput
 from triton_kernels.verification.reference_of_logits import verify_reference
 
@@ -85,24 +93,37 @@ def _launched(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 def use_reference_verdicts(patch: pytest.MonkeyPatch) -> None:
     """The same for the kernels that draw and verify."""
-    patch.setattr(drafting, "reduce_tiles", _reduce)
+    patch.setattr(drafting, "draw", _draw)
     patch.setattr(verifying, "verify_logits", _verify)
 
 
-def _reduce(batch: LogitsBatch, purpose: int) -> Reduced:
-    ids = torch.zeros(len(batch.logits), 4, dtype=torch.int32)
-    ids[:, 0] = sample_reference(*batch, purpose)
-    ids[:, 3] = batch.logits.isfinite().all(dim=-1)
-    empty = torch.zeros(0)
-    return Reduced(empty, ids, empty)
+def _draw(
+    batch: LogitsBatch,
+    purpose: int,
+    *,
+    laws: Laws,
+    first: int,
+    step: int,
+    listed: Tensor | None,
+) -> None:
+    at = first + step * torch.arange(len(batch.logits))
+    laws.tokens[at, 0] = sample_reference(*batch, purpose)
+    laws.tokens[at, 1] = batch.logits.isfinite().all(dim=-1).int()
+    if listed is not None:
+        x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
+        logits, shaped = overlaid(batch, batch.logits, batch.rows, x)
+        batch.logits.copy_(torch.where(batch.logits.isfinite(), logits, batch.logits))
+        listed.copy_(shaped)
 
 
 def _verify(
-    batch: LogitsBatch, starts: Tensor, proposals: Proposals | None, *, blocks: bool
+    batch: LogitsBatch, starts: Tensor, proposals: Proposals | None, *, filtered: bool, blocks: bool
 ) -> VerifyOutput:
     """`verify_reference` knows neither slots without logits nor rows of padding."""
-    in_blocks = (batch.requests.modes == BLOCK) & (batch.drafts.counts > 0)
-    assert blocks >= bool(in_blocks.any())
+    modes, asked = batch.requests.modes, batch.requests
+    assert blocks >= bool(((modes == BLOCK) & (batch.drafts.counts > 0)).any())
+    filters = (asked.top_k < batch.logits.shape[1]) | (asked.top_p < torch.inf) | (asked.min_p > 0)
+    assert filtered >= bool((filters & (modes != GREEDY)).any())
     deciding = torch.unique(batch.rows.requests[: _num_rows(batch)]).long()
     decision = VerifyOutput(*(torch.zeros(len(starts), dtype=torch.int32) for _ in range(3)))
     if not len(deciding):
@@ -135,10 +156,10 @@ def _verify(
     if proposals is not None:
         # What was looked up lies behind what was drawn, and was drawn from nothing.
         where = where.clamp(max=len(proposals.logits) - 1)
-        owners = renumbered[proposals.rows.requests[where].long()]
         drawn = Proposals(
             proposals.logits[where],
-            Rows(owners, proposals.rows.depths[where]),
+            None if proposals.listed is None else proposals.listed[where],
+            Laws(*(field[where] for field in proposals.laws)),
             proposals.certain[deciding],
         )
     for field, values in zip(decision, verify_reference(compact, drawn), strict=True):

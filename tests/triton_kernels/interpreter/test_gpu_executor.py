@@ -316,10 +316,10 @@ def nothing_counted(real: Any, *arguments: Any, shaped: bool) -> None:
     real(*arguments, shaped=False)
 
 
-def noise_of_its_own(real: Any, batch: LogitsBatch, purpose: int) -> Any:
+def noise_of_its_own(real: Any, batch: LogitsBatch, purpose: int, **more: Any) -> None:
     """Coupled requests draft with another noise than that with which they are verified."""
     modes = torch.where(batch.requests.modes == COUPLED, REJECTION, batch.requests.modes)
-    return real(batch._replace(requests=batch.requests._replace(modes=modes)), purpose)
+    real(batch._replace(requests=batch.requests._replace(modes=modes)), purpose, **more)
 
 
 def one_more_in_kv(real: Any, state: Any, layout: Any, **settings: Any) -> None:
@@ -334,7 +334,7 @@ def one_more_in_kv(real: Any, state: Any, layout: Any, **settings: Any) -> None:
     [
         (verifying, "advance", all_accepted),
         (verifying, "advance", nothing_counted),
-        (drafting, "reduce_tiles", noise_of_its_own),
+        (drafting, "draw", noise_of_its_own),
         (drafting, "make_draft_batch", one_more_in_kv),
     ],
 )

@@ -29,11 +29,15 @@ def draw_kernel(
     positions, choices = tl.load(positions_ptr + row), tl.load(choices_ptr + row)
     purposes = tl.load(purposes_ptr + row)
     out = row[:, None] * 2 * BLOCK + tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-    words = noise_device.tile_words(seeds, tile * BLOCK, positions, choices, purposes, BLOCK)
+    of_rows = (positions[:, None], choices[:, None], purposes[:, None])
+    groups = tile * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :] + row[:, None] * 0
+    words = noise_device.run_words(
+        seeds[:, None], groups, of_rows[0], of_rows[1], of_rows[2], ROWS, BLOCK
+    )
     tl.store(words_ptr + out, words.to(tl.int64))
     # Any ids, in no order.
     ids = (tile * BLOCK + tl.arange(0, BLOCK)[None, :]) * 7 % (2 * BLOCK) + row[:, None] * 0
-    some = noise_device.words_of(seeds, ids, positions, choices, purposes)
+    some = noise_device.words_of(seeds[:, None], ids, of_rows[0], of_rows[1], of_rows[2])
     tl.store(some_ptr + row[:, None] * 2 * BLOCK + ids, some.to(tl.int64))
     first = noise_device.scalar_words(seeds, positions, choices, purposes)
     tl.store(first_ptr + row, first.to(tl.int64), mask=tile + row * 0 == 0)

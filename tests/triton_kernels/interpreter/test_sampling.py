@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -11,19 +13,19 @@ from torch import Tensor
 
 from cbatch.runtime.cpu.filters import Filters, filtered_probs
 from cbatch.runtime.sampling.logits_processors import processors_of
-from tests.triton_kernels.interpreter.batches import Asked, kept_by, random_batch
+from tests.triton_kernels.interpreter.batches import SMALL, Asked, kept_by, random_batch
+from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
-from triton_kernels.sampling import reduce, tiles
-from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION, LogitsBatch
-from triton_kernels.sampling.launch import Tiling, reduce_tiles, sample
+from triton_kernels.sampling import launch, order, shape
+from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION, Laws, LogitsBatch
+from triton_kernels.sampling.launch import Tiling
 from triton_kernels.sampling.reference import sample_reference, shaped_logits
 from triton_kernels.verification.reference import NoiseRows, draw
 
-SMALL = Tiling(256, 16, 16, 2, 64)
-TILING = Tiling(256, 64, 64, 1, 64)
+PIECEMEAL = Tiling(pieces=1, piece=32, chunk=1, list_tokens=64)  # rows of two tiles and more
 
 pytestmark = [
-    pytest.mark.usefixtures("device"),
+    pytest.mark.usefixtures("device", "unchecked_sums"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
 
@@ -31,6 +33,15 @@ pytestmark = [
 def reference_tokens(batch: LogitsBatch) -> Tensor:
     logits, rows, requests, where, drafts, shaping = batch
     return sample_reference(logits, rows, requests, where, drafts, shaping, noise.BONUS)
+
+
+def drawn(batch: LogitsBatch, purpose: int = noise.BONUS, tiling: Tiling = SMALL) -> Laws:
+    """Without a change of the logits."""
+    return launch.draw(batch._replace(logits=batch.logits.clone()), purpose, tiling)
+
+
+def sample(batch: LogitsBatch, tiling: Tiling = SMALL) -> Tensor:
+    return drawn(batch, tiling=tiling).tokens[:, 0]
 
 
 def runtime_tokens(batch: LogitsBatch, asked: list[Asked], vocab: int) -> tuple[Tensor, Tensor]:
@@ -61,17 +72,17 @@ def runtime_tokens(batch: LogitsBatch, asked: list[Asked], vocab: int) -> tuple[
 @pytest.mark.parametrize("shaped", [False, True])
 def test_unfiltered_tokens_are_those_of_the_cpu_runtime(dtype: torch.dtype, shaped: bool) -> None:
     rng = np.random.default_rng(3)
-    batch, asked = random_batch(rng, 60, 97, filters=False, shaped=shaped, dtype=dtype)
-    found = sample(batch, noise.BONUS, TILING)
+    batch, asked = random_batch(rng, 24, 97, filters=False, shaped=shaped, dtype=dtype)
+    found = sample(batch)
     assert torch.equal(found, reference_tokens(batch))
     assert torch.equal(found, runtime_tokens(batch, asked, 97)[0])
 
 
 @pytest.fixture(scope="module")
 def everything() -> tuple[LogitsBatch, list[Asked]]:
-    """Every parameter in use, tiles of 16 tokens, lists longer than a tile."""
-    batch, asked = random_batch(np.random.default_rng(3), 40, 36)
-    assert int(batch.shaping.num_listed.max()) > SMALL.block
+    """Every parameter in use; rows and lists longer than a tile."""
+    batch, asked = random_batch(np.random.default_rng(3), 30, 42)
+    assert int(batch.shaping.num_listed.max()) > PIECEMEAL.tile / 2
     modes = batch.requests.modes[batch.rows.requests.long()]
     assert all((modes == mode).sum() > 5 for mode in (GREEDY, COUPLED, REJECTION))
     return batch, asked
@@ -81,12 +92,12 @@ def test_filtered_tokens_are_those_of_the_cpu_runtime(
     everything: tuple[LogitsBatch, list[Asked]],
 ) -> None:
     batch, asked = everything
-    found = sample(batch, noise.BONUS, SMALL)
+    found = sample(batch, PIECEMEAL)
     assert torch.equal(found, reference_tokens(batch))
-    assert torch.equal(found, runtime_tokens(batch, asked, 36)[0])
+    assert torch.equal(found, runtime_tokens(batch, asked, 42)[0])
     # The filters mattered: without them other tokens would come.
     free = batch.requests._replace(
-        top_k=torch.full_like(batch.requests.top_k, 36),
+        top_k=torch.full_like(batch.requests.top_k, 42),
         top_p=torch.full_like(batch.requests.top_p, torch.inf),
         min_p=torch.zeros_like(batch.requests.min_p),
     )
@@ -98,8 +109,11 @@ def test_cuts_and_masses_are_those_of_the_cpu_runtime(
 ) -> None:
     """What rows of the ratio test keep, ties at the edge included; the mass within 1e-6."""
     batch, asked = everything
-    _, probs = runtime_tokens(batch, asked, 36)
-    y, kept, mass = cuts_of(batch, Tiling(256, 32, 32, 2, 64))
+    _, probs = runtime_tokens(batch, asked, 42)
+    x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
+    found = drawn(batch, noise.DRAFT)
+    y, kept = kept_by(found, batch, x)
+    mass = found.floats[:, 1]
     ratio = batch.requests.modes[batch.rows.requests.long()] == REJECTION
     assert torch.equal(kept[ratio], (probs > 0)[ratio])
     assert ((y == y.gather(1, (y * kept).argmax(1, keepdim=True))) & ~kept)[ratio].any()
@@ -107,26 +121,19 @@ def test_cuts_and_masses_are_those_of_the_cpu_runtime(
     torch.testing.assert_close(mass[ratio], wanted[ratio], rtol=1e-6, atol=0)
 
 
-def cuts_of(batch: LogitsBatch, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
-    """y of every token and whether it is kept, [N, V], and the kept mass of each row."""
-    x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
-    result = reduce_tiles(batch, None, tiling)
-    return (*kept_by(result, batch, x), result.floats[:, 1])
-
-
 def test_a_row_depends_on_itself_and_not_on_the_tiling() -> None:
     """Alone, in another order, and in other tiles: the same token."""
     batch, _ = random_batch(np.random.default_rng(5), 12, 40, shaped=False)
-    together = sample(batch, noise.BONUS, Tiling(64, 64, 64, 2, 64))
-    assert torch.equal(together, sample(batch, noise.BONUS, Tiling(64, 16, 16, 4, 64)))
+    together = sample(batch)
+    assert torch.equal(together, sample(batch, PIECEMEAL))
     order = torch.randperm(len(together), generator=torch.Generator().manual_seed(0))
     rows = type(batch.rows)(*(field[order].contiguous() for field in batch.rows))
     shuffled = batch._replace(logits=batch.logits[order], rows=rows)
-    assert torch.equal(sample(shuffled, noise.BONUS, Tiling(64, 64, 64, 2, 64)), together[order])
+    assert torch.equal(sample(shuffled), together[order])
     one = batch._replace(
         logits=batch.logits[3:4], rows=type(rows)(*(field[3:4] for field in batch.rows))
     )
-    assert torch.equal(sample(one, noise.BONUS, Tiling(1, 64, 64, 2, 64)), together[3:4])
+    assert torch.equal(sample(one), together[3:4])
 
 
 def test_ties_go_to_the_lowest_id_also_across_tiles() -> None:
@@ -136,83 +143,109 @@ def test_ties_go_to_the_lowest_id_also_across_tiles() -> None:
         logits=torch.zeros_like(batch.logits), requests=batch.requests._replace(modes=modes)
     )
     flat.logits[:, 40] = flat.logits[:, 21] = 1.0
-    assert (sample(flat, noise.BONUS, SMALL) == 21).all()
+    assert (sample(flat, PIECEMEAL) == 21).all()
 
 
-def test_rows_that_are_not_finite_are_reported_and_harm_nobody() -> None:
-    batch, _ = random_batch(np.random.default_rng(7), 30, 40, shaped=False)
-    before = reduce_tiles(batch, noise.BONUS, TILING)
+def test_a_listed_token_ties_with_a_dense_one() -> None:
+    """The lower id wins, wherever it is."""
+    batch, _ = random_batch(np.random.default_rng(6), 20, 40, filters=False)
+    modes = torch.full_like(batch.requests.modes, GREEDY)
+    batch = batch._replace(requests=batch.requests._replace(modes=modes))
+    x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
+    best = x.amax(dim=-1, keepdim=True)
+    raised = torch.where(batch.logits == x, best, batch.logits)  # what is dense ties with the best
+    tied = batch._replace(logits=raised.to(batch.logits.dtype))
+    assert torch.equal(sample(tied), reference_tokens(tied))
+
+
+def test_rows_that_are_not_finite_are_reported_and_change_no_other() -> None:
+    batch, _ = random_batch(np.random.default_rng(7), 12, 40, shaped=False)
+    before = drawn(batch)
     broken = batch._replace(logits=batch.logits.clone())
     broken.logits[0, 3] = torch.nan
     broken.logits[2, :] = torch.nan
     broken.logits[5, 39] = torch.inf
     broken.logits[7, 0] = -torch.inf
-    after = reduce_tiles(broken, noise.BONUS, TILING)
+    after = drawn(broken)
     bad = torch.tensor([0, 2, 5, 7])
-    finite = torch.ones_like(after.ids[:, 3])
+    finite = torch.ones_like(after.tokens[:, 1])
     finite[bad] = 0
-    assert torch.equal(after.ids[:, 3], finite) and (before.ids[:, 3] == 1).all()
+    assert torch.equal(after.tokens[:, 1], finite) and (before.tokens[:, 1] == 1).all()
     good = finite > 0
-    assert torch.equal(after.ids[good], before.ids[good])
-    assert ((after.ids[:, 0] >= 0) & (after.ids[:, 0] < 40)).all()
+    assert torch.equal(after.tokens[good], before.tokens[good])
+    assert ((after.tokens[:, 0] >= 0) & (after.tokens[:, 0] < 40)).all()
+
+
+def test_forbidden_tokens_are_marked_and_a_finite_row_stays_so() -> None:
+    """By the scan what is not plain, by the shaping drafts that are penalised; nothing else."""
+    batch, _ = random_batch(np.random.default_rng(11), 12, 40)
+    left = batch._replace(logits=batch.logits.clone())
+    assert (launch.draw(left, noise.BONUS, SMALL).tokens[:, 1] == 1).all()
+    marked = left.logits == torch.finfo(left.logits.dtype).min
+    assert torch.equal(left.logits[~marked], batch.logits[~marked])
+    words = batch.shaping.plain[batch.rows.requests.long()].repeat_interleave(32, dim=1)[:, :40]
+    plain = (words >> (torch.arange(40) % 32)) & 1 > 0
+    assert marked[~plain].all()
+    drafted = marked & plain
+    assert drafted.any() and (drafted.sum(dim=1) <= batch.rows.depths).all()
+
+
+right_words = noise_device.run_words
 
 
 @triton.jit
-def without_ties(keys, ids, cut_keys, cut_ids):
-    return keys < cut_keys[:, None]
+def noise_by_row(
+    seed, groups, position, choice, purpose, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    return right_words(seed, groups, tl.program_id(0), choice, purpose, ROWS, WIDTH)
 
 
 @triton.jit
-def noise_by_row(source, ids, tile, num_dense, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
-    seeds, positions, choices, purposes = source
-    rows = tl.arange(0, seeds.shape[0])
-    words = tiles.noise_device.tile_words(seeds, tile * BLOCK, rows, choices, purposes, BLOCK)
-    return tiles.noise_device.exponential(words)
-
-
-@triton.jit
-def unfiltered(
-    passes, source, asks, winner, winner_key, limits, BLOCK: tl.constexpr, SHAPED: tl.constexpr
-):
-    return winner
+def unfiltered(requests, request, vocab):
+    return vocab < 0
 
 
 @pytest.mark.parametrize(
     ("module", "name", "broken"),
     [
-        (tiles, "before", without_ties),
-        (tiles, "exponentials", noise_by_row),
-        (reduce, "_race_until_kept", unfiltered),
+        (noise_device, "run_words", noise_by_row),
+        (order, "is_filtered", unfiltered),
     ],
 )
 def test_broken_draws_are_caught(
     monkeypatch: pytest.MonkeyPatch, module: object, name: str, broken: object
 ) -> None:
-    batch, _ = random_batch(np.random.default_rng(8), 60, 40, shaped=False)
-    assert torch.equal(sample(batch, noise.BONUS, TILING), reference_tokens(batch))
+    batch, _ = random_batch(np.random.default_rng(8), 24, 40, shaped=False)
+    assert torch.equal(sample(batch), reference_tokens(batch))
     monkeypatch.setattr(module, name, broken)
-    assert not torch.equal(sample(batch, noise.BONUS, TILING), reference_tokens(batch))
+    assert not torch.equal(sample(batch), reference_tokens(batch))
+
+
+def dense_ones_stay(patch: pytest.MonkeyPatch) -> None:
+    """Listed tokens count twice, and forbidden ones as well."""
+    real = launch._arguments
+    patch.setattr(launch, "_arguments", lambda *given: real(*given) | {"shaped": 0})
 
 
 @triton.jit
-def always_plain(view, shaping, ids, x):
-    return x
+def none_before(penalties, depth):
+    return depth * 0
 
 
-@triton.jit
-def drafts_unseen(view, shaping, ids):
-    return ids * 0
+def drafts_unseen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(shape, "_drafts_before", none_before)
 
 
-@pytest.mark.parametrize(
-    ("name", "broken"), [("_shape_dense", always_plain), ("_times_drafted", drafts_unseen)]
-)
+@pytest.mark.parametrize("plant", [dense_ones_stay, drafts_unseen])
 def test_broken_shaping_is_caught(
-    monkeypatch: pytest.MonkeyPatch, name: str, broken: object
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    batch, _ = random_batch(np.random.default_rng(9), 60, 40, filters=False)
-    monkeypatch.setattr(tiles, name, broken)
-    assert not torch.equal(sample(batch, noise.BONUS, TILING), reference_tokens(batch))
+    batch, _ = random_batch(np.random.default_rng(9), 24, 40, filters=False)
+    assert batch.shaping is not None
+    batch.shaping.penalties[:] = torch.tensor([1.0, 30.0, 0.0])  # what was emitted never comes
+    assert torch.equal(sample(batch), reference_tokens(batch))
+    plant(monkeypatch)
+    assert not torch.equal(sample(batch), reference_tokens(batch))
 
 
 def test_fields_are_checked_by_name() -> None:
@@ -233,4 +266,4 @@ def test_fields_are_checked_by_name() -> None:
     }
     for name, bad in wrong.items():
         with pytest.raises(ValueError, match=name):
-            sample(bad, noise.BONUS)
+            sample(bad)

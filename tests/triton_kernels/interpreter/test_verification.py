@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.triton_kernels.interpreter.batches import MANY_ROWS, proposals_for, random_batch
+from tests.triton_kernels.interpreter.batches import (
+    SMALL,
+    proposals_for,
+    proposals_of,
+    random_batch,
+)
 from tests.triton_kernels.worlds import World, exact, joint, random_laws
 from triton_kernels.noise import device as noise_device
-from triton_kernels.sampling import filters, tiles
+from triton_kernels.noise import host as noise
+from triton_kernels.sampling import launch, order
 from triton_kernels.sampling.inputs import (
     BLOCK,
     COUPLED,
@@ -28,45 +36,48 @@ from triton_kernels.sampling.inputs import (
     Rows,
     rows_of,
 )
-from triton_kernels.sampling.launch import Tiling
-from triton_kernels.verification import block_kernel
+from triton_kernels.sampling.launch import CompileOptions, Tiling
+from triton_kernels.verification import block_kernel, residual
 from triton_kernels.verification import kernel as verify_logits
 from triton_kernels.verification.kernel import VerifyOutput
 from triton_kernels.verification.kernel import verify_logits as verify
 from triton_kernels.verification.reference_of_logits import verify_reference
 
 pytestmark = [
-    pytest.mark.usefixtures("device"),
+    pytest.mark.usefixtures("device", "unchecked_sums"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
 
 
-FEW_ROWS = Tiling(256, 32, 32, 2, 32)
-
-
 def decide(
-    batch: LogitsBatch, proposals: Proposals | None, tiling: Tiling = FEW_ROWS
+    batch: LogitsBatch, proposals: Proposals | None, tiling: Tiling = SMALL, *, blocks: bool = True
 ) -> VerifyOutput:
+    """Without a change of the logits."""
+    batch = batch._replace(logits=batch.logits.clone())
     starts = rows_of(batch.drafts.counts.long(), len(batch.logits))[1]
-    return verify(batch, starts, proposals, tiling, blocks=True)
+    return verify(batch, starts, proposals, tiling, filtered=True, blocks=blocks)
 
 
 def differing(batch: LogitsBatch, proposals: Proposals | None) -> int:
-    """Requests whose verdict is not that of the reference."""
-    pairs = zip(decide(batch, proposals), verify_reference(batch, proposals), strict=True)
-    return int(torch.stack([found != wanted for found, wanted in pairs]).any(dim=0).sum())
+    """Return the number of requests whose verdict is not that of the reference."""
+    return _differing(decide(batch, proposals), verify_reference(batch, proposals))
+
+
+def _differing(verdict: Iterable[Tensor], reference: Iterable[Tensor]) -> int:
+    pairs = zip(verdict, reference, strict=True)
+    return int(torch.stack([mine != theirs for mine, theirs in pairs]).any(dim=0).sum())
 
 
 # --- the reference --------------------------------------------------------------------------------
 
 
-def test_two_thousand_filtered_rows_are_those_of_the_reference() -> None:
+def test_hundreds_of_filtered_rows_are_those_of_the_reference() -> None:
     """The same noise, tokens equal to the last; every way that a verdict can go occurs."""
-    rng = np.random.default_rng(26)
-    batch, _ = random_batch(rng, 600, 45, shaped=False)
+    rng = np.random.default_rng(43)
+    batch, _ = random_batch(rng, 200, 45, shaped=False)
     batch, proposals = proposals_for(rng, batch)
-    assert len(batch.logits) >= 2000
-    found = decide(batch, proposals, MANY_ROWS)
+    assert len(batch.logits) >= 600
+    found = decide(batch, proposals)
     for mine, reference in zip(found, verify_reference(batch, proposals), strict=True):
         assert torch.equal(mine.long(), reference)
     counts, accepted = batch.drafts.counts, found.num_accepted
@@ -81,7 +92,7 @@ def test_two_thousand_filtered_rows_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("proposed", [True, False])
 def test_shaped_rows_are_those_of_the_reference(proposed: bool) -> None:
     rng = np.random.default_rng(21)
-    batch, _ = random_batch(rng, 40, 30, dtype=torch.bfloat16)
+    batch, _ = random_batch(rng, 24, 30, dtype=torch.bfloat16)
     batch, proposals = proposals_for(rng, batch)
     assert differing(batch, proposals if proposed else None) == 0
 
@@ -108,7 +119,8 @@ def test_rows_of_padding_change_nothing() -> None:
     count = len(batch.logits)
     rows, starts = rows_of(batch.drafts.counts.long(), count + 5)
     padded = torch.cat((batch.logits, torch.full((5, 30), torch.nan)))
-    found = verify(batch._replace(logits=padded, rows=rows), starts, None, FEW_ROWS, blocks=True)
+    padded_batch = batch._replace(logits=padded, rows=rows)
+    found = verify(padded_batch, starts, None, SMALL, filtered=False, blocks=True)
     for mine, wanted in zip(found, decide(batch, None), strict=True):
         assert torch.equal(mine, wanted)
 
@@ -119,15 +131,17 @@ def test_equal_laws_leave_no_residual_and_still_a_token(monkeypatch: pytest.Monk
     batch, _ = random_batch(rng, 60, 30, filters=False, shaped=False)
     batch, proposals = proposals_for(rng, batch)
     drafted = batch.rows.depths < batch.drafts.counts[batch.rows.requests.long()]
-    proposals = proposals._replace(logits=batch.logits[drafted])
+    rows = Rows(*(field[drafted] for field in batch.rows))
+    laws = launch.draw(batch._replace(logits=batch.logits[drafted], rows=rows), noise.DRAFT, SMALL)
+    proposals = Proposals(batch.logits[drafted], None, laws, proposals.certain)
     monkeypatch.setattr(verify_logits, "_accepts", never)
     ratio = (batch.requests.modes == REJECTION) & (batch.drafts.counts > 0)
     ratio &= proposals.certain == 0
-    tokens = decide(batch, proposals).next_tokens[ratio]
+    tokens = decide(batch, proposals, blocks=False).next_tokens[ratio]
     plain = batch._replace(drafts=batch.drafts._replace(counts=0 * batch.drafts.counts))
-    monkeypatch.setattr(verify_logits, "BONUS", verify_logits.RESIDUAL)
+    monkeypatch.setattr(order, "BONUS", order.RESIDUAL)
     starts = rows_of(batch.drafts.counts.long(), len(batch.logits))[1]
-    drawn = verify(plain, starts, None, FEW_ROWS, blocks=False).next_tokens
+    drawn = verify(plain, starts, None, SMALL, filtered=False, blocks=False).next_tokens
     assert torch.equal(tokens, drawn[ratio])
     assert ratio.sum() > 5
 
@@ -151,8 +165,8 @@ def no_residual(p, q):
 
 
 @triton.jit
-def no_filter(limits):
-    return limits[0] < 0
+def no_filter(requests, request, vocab):
+    return vocab < 0
 
 
 @triton.jit
@@ -165,26 +179,58 @@ def of_this_draft_alone(weight, q):
     return 1.0
 
 
+right_race_of = order.race_of
+
+
+@triton.jit
+def every_row_races(batch, certain_ptr, request, depth, purpose, drawn):
+    """A draft that was certain, and rejected, may come again."""
+    raced, stream, excluded = right_race_of(batch, certain_ptr, request, depth, purpose, drawn)
+    return raced, stream, excluded * 0 - 1
+
+
 BROKEN = [
     (block_kernel, "_says_so", by_the_ratio_alone),
-    (block_kernel, "_joint_ratio", of_this_draft_alone),
+    (verify_logits, "joint_ratio", of_this_draft_alone),
     (block_kernel, "DEPTH_STEP", tl.constexpr(0)),
-    (verify_logits, "_residual", no_residual),
-    (verify_logits, "RESIDUAL", verify_logits.ACCEPT),
-    (verify_logits, "ACCEPT", verify_logits.BONUS),
-    (filters, "any_filter", no_filter),
+    (residual, "residual_of", no_residual),
+    (residual, "RESIDUAL", verify_logits.ACCEPT),
+    (order, "RESIDUAL", verify_logits.ACCEPT),
+    (verify_logits, "ACCEPT", order.BONUS),
+    (order, "is_filtered", no_filter),
 ]
+
+
+@functools.cache
+def weighed() -> tuple[LogitsBatch, Proposals, tuple[Tensor, ...]]:
+    """Return requests by rejection and in blocks, in turn, and the verdict of the reference."""
+    rng = np.random.default_rng(24)
+    batch, _ = random_batch(rng, 44, 24, shaped=False)
+    modes = torch.tensor([REJECTION, BLOCK], dtype=torch.int32).repeat(22)
+    batch = batch._replace(requests=batch.requests._replace(modes=modes))
+    batch, proposals = proposals_for(rng, batch)
+    return batch, proposals, verify_reference(batch, proposals)
+
+
+def test_unbroken_verification_is_right() -> None:
+    batch, proposals, reference = weighed()
+    assert _differing(decide(batch, proposals), reference) == 0
 
 
 @pytest.mark.parametrize(("module", "name", "broken"), BROKEN)
 def test_broken_verification_is_caught(
     monkeypatch: pytest.MonkeyPatch, module: object, name: str, broken: object
 ) -> None:
-    rng = np.random.default_rng(24)
-    batch, _ = random_batch(rng, 50, 30, shaped=False)
-    batch, proposals = proposals_for(rng, batch)
+    batch, proposals, reference = weighed()
     monkeypatch.setattr(module, name, broken)
-    assert differing(batch, proposals) > 0
+    assert _differing(decide(batch, proposals), reference) > 0
+
+
+def test_a_rejected_draft_that_may_come_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, _ = random_batch(np.random.default_rng(27), 40, 12, filters=False, shaped=False)
+    assert differing(batch, None) == 0
+    monkeypatch.setattr(order, "race_of", every_row_races)
+    assert differing(batch, None) > 0
 
 
 def test_a_forbidden_draft_is_refused_whatever_its_own_chance(
@@ -193,7 +239,8 @@ def test_a_forbidden_draft_is_refused_whatever_its_own_chance(
     """p = 0, and q * u that rounds to 0 as well."""
     logits = torch.tensor([[0.0, 300.0], [0.0, 0.0]])
     batch = plain_batch(logits, torch.tensor([0]), torch.tensor([1]), torch.zeros(1, 2).long())
-    proposals = Proposals(logits[:1], row_zero(1), torch.zeros(1, dtype=torch.int32))
+    zeros = torch.zeros(1, dtype=torch.int32)
+    proposals = proposals_of(batch, logits[:1], Rows(zeros, zeros), zeros)
     assert decide(batch, proposals).num_accepted.tolist() == [0]
     monkeypatch.setattr(verify_logits, "_accepts", accepts_forbidden)
     assert decide(batch, proposals).num_accepted.tolist() == [1]
@@ -202,10 +249,6 @@ def test_a_forbidden_draft_is_refused_whatever_its_own_chance(
 # --- T0 -------------------------------------------------------------------------------------------
 
 VOCAB, LENGTH = 3, 3
-
-
-def row_zero(count: int) -> Rows:
-    return Rows(torch.zeros(count, dtype=torch.int32), torch.arange(count, dtype=torch.int32))
 
 
 def plain_batch(
@@ -237,9 +280,18 @@ def given_words(seeds, positions, choices, purposes):
 
 
 @triton.jit
-def one_token(source, ids, tile, num_dense, BLOCK: tl.constexpr, SHAPED: tl.constexpr):
-    """Only the token that the seed names may win, with its own weight for a score."""
-    return tl.where(ids.to(tl.int64) == source[0][:, None], 1.0, float("inf"))
+def named_token(
+    seed, groups, position, choice, purpose, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """1 of the token that the seed names."""
+    ids = tl.reshape(groups[:, :, None] * 4 + tl.arange(0, 4)[None, None, :], [ROWS, WIDTH])
+    return (ids == (seed & 0xFFFFFFFF)).to(tl.int32)
+
+
+@triton.jit
+def only_that(words):
+    """Only the token that was named may win, with its own weight for a score."""
+    return tl.where(words == 1, 1.0, float("inf"))
 
 
 def make_world(kind: str) -> World:
@@ -276,9 +328,10 @@ def accept_chances(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool)
     )
     proposals = None
     if not certain:
-        rows = Rows(torch.arange(len(each), dtype=torch.int32), 0 * each.to(torch.int32))
-        proposals = Proposals(logits_of(world.draft)[each], rows, 0 * each.to(torch.int32))
-    accepted = decide(batch, proposals, SMALL).num_accepted.reshape(2, states, VOCAB).numpy()
+        zeros = 0 * each.to(torch.int32)
+        rows = Rows(torch.arange(len(each), dtype=torch.int32), zeros)
+        proposals = proposals_of(batch, logits_of(world.draft)[each], rows, zeros)
+    accepted = decide(batch, proposals, TINY).num_accepted.reshape(2, states, VOCAB).numpy()
     monkeypatch.undo()
     drafted = q > 0
     assert (accepted[0] == (wanted > 4e-6))[drafted].all()
@@ -286,7 +339,7 @@ def accept_chances(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool)
     return wanted
 
 
-SMALL = Tiling(512, 4, 4, 1, 4)
+TINY = Tiling(pieces=1, piece=32, chunk=1, list_tokens=32)
 Branch = tuple[tuple[int, ...], int]  # drafts, and how many of them are accepted
 
 
@@ -294,15 +347,13 @@ def branch_laws(
     monkeypatch: pytest.MonkeyPatch, world: World, branches: list[Branch], certain: bool
 ) -> np.ndarray:
     """Law of the token after each branch, all in one ragged batch: [branches, VOCAB]."""
-    scores: list[Tensor] = []
+    weights: list[Tensor] = []
+    original = launch.launch
 
-    class Finish:
-        """Takes the weights of the tiles in place of the kernel that picks a winner."""
-
-        arg_names = ("tile_scores_ptr",)
-
-        def __getitem__(self, grid: object) -> Any:
-            return lambda **given: scores.append(given["tile_scores_ptr"])
+    def spy(kernel: Any, grid: Any, values: dict[str, Any], build: CompileOptions) -> None:
+        original(kernel, grid, values, build)
+        if kernel is verify_logits.decide_kernel:
+            seen.append(values)
 
     p, q, x = [], [], []
     for drafts, _ in branches:
@@ -311,7 +362,6 @@ def branch_laws(
         p += [world.target[s] for s in states for _ in range(1)]
         q += [world.draft[s] for s in states[:-1]]
         x += drafts
-    laws = []
     counts = torch.tensor([len(drafts) for drafts, _ in branches])
     stops = torch.tensor([accepted + 1 for _, accepted in branches])
     for token in range(VOCAB):
@@ -320,20 +370,31 @@ def branch_laws(
         batch = batch._replace(noise=batch.noise._replace(choices=stops))
         of, depths = batch.rows
         drafted = depths < counts[of.long()]
-        rows = Rows(of[drafted], depths[drafted])
-        proposals = Proposals(logits_of(torch.stack(q)), rows, 0 * counts.to(torch.int32))
+        rows, zeros = Rows(of[drafted], depths[drafted]), 0 * counts.to(torch.int32)
+        drawn_from = proposals_of(batch, logits_of(torch.stack(q)), rows, zeros)
+        seen: list[dict[str, Any]] = []
         with monkeypatch.context() as patch:
             patch.setattr(noise_device, "scalar_words", given_words)
-            patch.setattr(tiles, "exponentials", one_token)
-            patch.setattr(verify_logits, "_finish_kernel", Finish())
-            found = decide(batch, None if certain else proposals, SMALL)
-        residual, own = scores.pop()[:, 0].unbind(dim=1)
-        laws.append((found.num_accepted, residual, own))
-    accepted, residual, own = (torch.stack(part, dim=1) for part in zip(*laws, strict=True))
-    weights = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, own)
+            patch.setattr(noise_device, "run_words", named_token)
+            patch.setattr(noise_device, "exponential", only_that)
+            patch.setattr(launch, "launch", spy)
+            accepted = decide(batch, None if certain else drawn_from, TINY).num_accepted
+        scores = 1 / bits_of(seen[0]["scanned"].winners[:, 0] >> 32)[starts_of(counts) + accepted]
+        if not certain:
+            replaced = bits_of(seen[0]["keys_ptr"][:, 0] >> 31 & 0x7FFFFFFF)
+            scores = torch.where(accepted < counts, replaced, scores)
+        weights.append(scores)
     # A draft whose chance is 1 cannot be refused: that branch has no mass.
-    reached = accepted[:, 0] == stops - 1
-    return exact(weights) * reached[:, None].numpy()
+    reached = accepted == stops - 1
+    return exact(torch.stack(weights, dim=1)) * reached[:, None].numpy()
+
+
+def bits_of(words: Tensor) -> Tensor:
+    return words.int().view(torch.float32)
+
+
+def starts_of(counts: Tensor) -> Tensor:
+    return (counts + 1).cumsum(0) - counts - 1
 
 
 @pytest.mark.parametrize("kind", ["dense", "zeros", "equal", "certain"])
@@ -347,7 +408,7 @@ def test_every_draft_and_branch_sum_to_the_joint_law(
 
 def test_the_joint_law_shows_a_missing_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world("dense")
-    monkeypatch.setattr(verify_logits, "_residual", no_residual)
+    monkeypatch.setattr(residual, "residual_of", no_residual)
     laws = joint_laws(pytest.MonkeyPatch(), world, certain=False)
     assert np.abs(laws - joint(world, LENGTH)).max() > 1e-3
 
@@ -385,9 +446,7 @@ def test_no_draft_moves_a_coupled_token() -> None:
     seen = set()
     for seed in range(6):
         keys = torch.tensor([[seed, 1]]).repeat(len(drafts), 1)
-        found = decide(
-            plain_batch(logits, torch.tensor(tokens), counts, keys, COUPLED), None, SMALL
-        )
+        found = decide(plain_batch(logits, torch.tensor(tokens), counts, keys, COUPLED), None, TINY)
         pairs = list(zip(*(field.tolist() for field in found[:2]), strict=True))
         plain: tuple[int, ...] = ()
         for _ in range(LENGTH):  # the drafts that agree with all that is known so far

@@ -1,0 +1,206 @@
+"""What filters keep: through lists that hold it and lists that overflow, of flat rows and peaked
+ones, whatever end is guessed first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tests.triton_kernels.interpreter.batches import SMALL, kept_by, noise_of, random_batch
+from triton_kernels.noise import host as noise
+from triton_kernels.sampling import launch, laws, order
+from triton_kernels.sampling.inputs import (
+    BLOCK,
+    COUPLED,
+    GREEDY,
+    REJECTION,
+    DraftTokens,
+    Laws,
+    LogitsBatch,
+    Requests,
+    Rows,
+)
+from triton_kernels.sampling.launch import Tiling
+from triton_kernels.sampling.reference import sample_reference, shaped_logits, weights_of
+
+VOCAB = 90
+SHORT = SMALL._replace(list_tokens=16, chunk=2)
+MARGIN = 1 << 14  # elements
+
+pytestmark = [
+    pytest.mark.usefixtures("device", "unchecked_sums"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+
+
+def drawn(batch: LogitsBatch, tiling: Tiling = SMALL) -> Laws:
+    """Draw drafts: masses are exact where drafts are weighed."""
+    return launch.draw(batch, noise.DRAFT, tiling)
+
+
+@pytest.fixture(scope="module")
+def batch() -> LogitsBatch:
+    return random_batch(np.random.default_rng(12), 10, VOCAB, shaped=False)[0]
+
+
+@pytest.fixture(scope="module")
+def found(batch: LogitsBatch) -> Laws:
+    return drawn(batch)
+
+
+def differ(mine: Laws, theirs: Laws, batch: LogitsBatch) -> int:
+    """Return the number of rows that differ in the token or, where weighed, in the law."""
+    weighed = batch.requests.modes[batch.rows.requests.long()] >= REJECTION
+    rows = mine.tokens[:, 0] != theirs.tokens[:, 0]
+    rows |= weighed & ((mine.cuts != theirs.cuts) | (mine.floats != theirs.floats).any(dim=1))
+    return int(rows.sum())
+
+
+def test_laws_are_those_of_the_reference(batch: LogitsBatch, found: Laws) -> None:
+    x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
+    weights = weights_of(x, batch.rows, batch.requests)
+    weighed = batch.requests.modes[batch.rows.requests.long()] >= REJECTION
+    assert torch.equal(kept_by(found, batch, x)[1][weighed], (weights > 0)[weighed])
+    torch.testing.assert_close(
+        found.floats[weighed, 1], weights.sum(dim=1)[weighed], rtol=1e-6, atol=0
+    )
+    assert torch.equal(found.tokens[:, 0], sample_reference(*batch, noise.DRAFT))
+    of_token = weights.gather(1, found.tokens[:, :1].long()).squeeze(1) / weights.sum(dim=1)
+    torch.testing.assert_close(found.floats[weighed, 2], of_token[weighed], rtol=1e-5, atol=0)
+
+
+def test_lists_that_overflow_change_no_bit(batch: LogitsBatch, found: Laws) -> None:
+    assert differ(drawn(batch, SHORT), found, batch) == 0
+
+
+@triton.jit
+def next_to_nothing(pieces, wanted, by_count, PIECE):
+    return order.key_of(laws.tl.max(pieces[1], axis=0) * 1e-3) << 32
+
+
+@triton.jit
+def far_too_far(pieces, wanted, by_count, PIECE):
+    return order.key_of(laws.tl.max(pieces[1], axis=0) * 90.0) << 32
+
+
+@pytest.mark.parametrize("tiling", [SMALL, SHORT])
+@pytest.mark.parametrize("guess", [next_to_nothing, far_too_far])
+def test_a_wrong_guess_changes_no_bit(
+    batch: LogitsBatch, found: Laws, guess: object, tiling: Tiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = batch._replace(logits=batch.logits[:10], rows=Rows(*(field[:10] for field in batch.rows)))
+    monkeypatch.setattr(laws, "_guess", guess)
+    assert differ(drawn(few, tiling), Laws(*(field[:10] for field in found)), few) == 0
+
+
+right_choice = laws._choose
+
+
+@triton.jit
+def all_but_the_farthest(nearest, end, pieces_ptr):
+    return right_choice(nearest, end, pieces_ptr) - 1
+
+
+@triton.jit
+def not_far_enough(codes_ptr, length, stage, before, limit, low, last, LANES):
+    return last * 0 + low + 1, last * 0 + 1
+
+
+right_search = laws._search
+
+
+@triton.jit
+def without_ties(codes_ptr, length, stage, before, limit, low, last, LANES: tl.constexpr):
+    cut, mass = right_search(codes_ptr, length, stage, before, limit, low, last, LANES)
+    return ((cut - 1 >> 32) + 1) << 32, mass
+
+
+@pytest.mark.parametrize(
+    "name, broken",
+    [
+        ("_choose", all_but_the_farthest),
+        ("_search", not_far_enough),
+        ("_search", without_ties),
+    ],
+)
+def test_broken_laws_are_seen(
+    batch: LogitsBatch, found: Laws, name: str, broken: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(laws, name, broken)
+    assert differ(drawn(batch), found, batch) > 0
+
+
+def test_memory_holds_poison_before_and_margins_stay(
+    batch: LogitsBatch, found: Laws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers = []
+
+    def poisoned(size: tuple[int, ...] | int, *, dtype: torch.dtype, device: object) -> Tensor:
+        poison = torch.nan if dtype.is_floating_point else -(1 << 30)
+        count = int(np.prod(size))
+        buffers.append(torch.full((count + 2 * MARGIN,), poison, dtype=dtype))
+        return buffers[-1][MARGIN:-MARGIN].view(size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.torch, "empty", poisoned)
+        assert differ(drawn(batch, SHORT), found, batch) == 0
+    margins = torch.cat([torch.cat((b[:MARGIN], b[-MARGIN:])).double() for b in buffers])
+    assert len(buffers) > 8 and (margins.isnan() | (margins == -(1 << 30))).all()
+
+
+def rows_with(logits: Tensor, mode: int, top_k: int, top_p: float, min_p: float) -> LogitsBatch:
+    """Return a request for each row of logits, at temperature 1."""
+    count = len(logits)
+    one, zeros = torch.ones(count), torch.zeros(count, dtype=torch.int32)
+    requests = Requests(zeros + mode, one, zeros + top_k, one * top_p, one * min_p)
+    rows = Rows(torch.arange(count, dtype=torch.int32), zeros)
+    where = noise_of(np.random.default_rng(3), count)
+    return LogitsBatch(logits, rows, requests, where, DraftTokens(zeros, zeros, zeros), None)
+
+
+@pytest.mark.parametrize("tiling", [SMALL, SHORT])
+@pytest.mark.parametrize("mode", [COUPLED, REJECTION, BLOCK])
+def test_ties_of_a_flat_row_stay_up_to_an_id(mode: int, tiling: Tiling) -> None:
+    """The filters: half of the mass, a number of tokens, both, and tokens as likely as the best."""
+    wanted = {
+        (200, 0.5, 0.0): 100,
+        (7, torch.inf, 0.0): 7,
+        (80, 0.25, 0.1): 20,
+        (200, 1.5, 1.0): 200,
+    }
+    for (top_k, top_p, min_p), kept in wanted.items():
+        batch = rows_with(torch.full((2, 200), 3.0), mode, top_k, top_p, min_p)
+        result = drawn(batch, tiling)
+        assert (result.tokens[:, 0] < kept).all()
+        assert torch.equal(result.tokens[:, 0], sample_reference(*batch, noise.DRAFT))
+        if mode != COUPLED:
+            assert (result.floats[:, 1] == kept).all()
+
+
+def test_a_flat_row_that_would_fill_the_list() -> None:
+    """The mass of so many likeliest tokens, in units of the list, would add one to their count."""
+    most = launch.TILING.list_tokens
+    result = drawn(rows_with(torch.zeros(1, most), REJECTION, most, 0.5, 0.0), launch.TILING)
+    assert result.floats[0, 1] == most // 2
+    assert result.cuts[0] == most // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_vocabulary_of_eighteen_bits(dtype: torch.dtype) -> None:
+    """The last token can win, be kept and be cut."""
+    vocab = 1 << 18
+    logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[0, vocab - 1] = 12.0
+    greedy = drawn(rows_with(logits, GREEDY, vocab, torch.inf, 0.0), launch.TILING)
+    assert greedy.tokens[0, 0] == vocab - 1
+    batch = rows_with(logits, REJECTION, vocab, 0.4, 0.0)
+    result = drawn(batch, launch.TILING)
+    weights = weights_of(logits.float(), batch.rows, batch.requests)
+    kept = kept_by(result, batch, logits.float())[1]
+    assert 1 < int(kept[0].sum()) < int(kept[1].sum())
+    assert kept[0, vocab - 1] and ((kept != (weights > 0)).sum(dim=1) <= 1).all()
+    torch.testing.assert_close(result.floats[:, 1], weights.sum(dim=1), rtol=1e-5, atol=0)

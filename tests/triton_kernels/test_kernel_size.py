@@ -1,0 +1,61 @@
+"""All kernels of a start, as an H100 gets them: how many they are, and how much code each is. What
+they take to compile is in the table of `python -m triton_kernels.compile_check`."""
+
+from __future__ import annotations
+
+import pytest
+import triton
+from triton.compiler import ASTSource
+
+from cbatch.demo import demo_paths
+from cbatch.runtime.model.checkpoint import open_checkpoint
+from tests.gpu_proofs.driver import Specialisation, recording
+from tests.gpu_proofs.sizes import LLAMA_1B, LLAMA_8B, Size
+from tests.gpu_proofs.steps import Run
+from triton_kernels.compile_check import MOST_CODE_BYTES, TARGETS, code_bytes
+
+MOST_KERNELS = 40
+
+
+def size(name: str) -> Size:
+    if name == "demo pair":
+        target, draft = (open_checkpoint(path)[0] for path in demo_paths())
+        return Size(name, target, draft, 32, 64, 4)
+    drafts = {"8B with a draft": (LLAMA_1B, 4), "8B with lookups": (None, 4), "8B": (None, 0)}
+    draft, depth = drafts[name]
+    return Size(name, LLAMA_8B, draft, 32, 64, depth)
+
+
+def launched(name: str) -> list[Specialisation]:
+    """Whatever an executor compiles before it serves: every kind of step there is."""
+    with recording(TARGETS["sm_90"]) as launches:
+        Run(size(name), "sm_90", launches).capture()
+    return [each for _, each in launches.found.values()]
+
+
+_built: dict[str, int] = {}
+
+
+def built(each: Specialisation) -> int:
+    """Bytes of code; what two shapes have in common is compiled once."""
+    if each.key not in _built:
+        source = ASTSource(each.kernel, each.signature, each.constexprs, each.attributes)
+        compiled = triton.compile(source, target=TARGETS["sm_90"], options=each.options)
+        _built[each.key] = code_bytes(compiled)
+    return _built[each.key]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["8B with a draft", "8B with lookups", "8B", "demo pair"])
+def test_a_start_has_few_kernels_and_none_is_large(name: str) -> None:
+    found = launched(name)
+    assert 10 < len(found) <= MOST_KERNELS
+    large = {each.name: built(each) for each in found if built(each) > MOST_CODE_BYTES}
+    assert large == {}
+
+
+def test_one_specialisation_of_each_kernel_that_samples() -> None:
+    """Whatever a step asks for: shaped, filtered, drawn, in blocks, of one row or of many."""
+    names = [each.name for each in launched("8B with a draft")]
+    for kernel in ("shape", "scan", "laws", "decide", "residual", "coins", "finish"):
+        assert names.count(f"{kernel}_kernel") == 1

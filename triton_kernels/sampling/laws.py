@@ -1,0 +1,376 @@
+"""The kernel that finds the distribution of a row after temperature and filters, without a sort.
+One program handles a row, after the scan.
+
+The cut of a filter is the least code with enough before it: top_k tokens, or the mass of the
+nucleus (Holtzman et al. 2020, "The curious case of neural text degeneration", section 3.1). The
+maximum and mass of each piece, which the scan stored, give an estimate of where the cut lies: the
+*end*. Only pieces with tokens before the end are read again, mostly few. These tokens are summed
+and listed, and the cut is found in the list by bisection. If the list would overflow, or the cut
+lies after the end, another end is chosen from the sums so far.
+
+Masses are integers in units of 2**-38 of the likeliest token, so sums do not depend on their order.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from triton_kernels.build.jit import jit
+from triton_kernels.noise import device as noise_device
+from triton_kernels.sampling import order, scan
+from triton_kernels.sampling.order import LAST, LOWEST
+
+UNIT = tl.constexpr(float(1 << 38))
+ONE = tl.constexpr(1 << 50)  # a token of a list, above its mass: fewer than 4096 of them have less
+ENDLESS = tl.constexpr((1 << 63) - 1)  # a limit that no row reaches
+# The first end is chosen among distances GUESS_STEP apart, by GUESSES bisections.
+GUESS_STEP = tl.constexpr(1.0 / 16)
+FARTHEST_GUESS = tl.constexpr(512)
+GUESSES = tl.constexpr(10)
+# Share of a piece's other tokens that a guess assumes to be as likely as a token at the end.
+REST = tl.constexpr(0.1)
+NEAR = tl.constexpr(0.125)  # tokens so near before an end give the density there
+MOST_GUESSES = tl.constexpr(8)  # ends by density; later ones halve the interval
+
+# Fields of a row.
+LAW_TOP = tl.constexpr(0)
+LAW_MASS = tl.constexpr(1)
+LAW_CHANCE = tl.constexpr(2)
+LAW_FIELDS = tl.constexpr(3)
+
+
+@jit
+def combined(scanned, rows, live, num_tiles, inverse, greedy, raced, TILES: tl.constexpr):
+    """Return, of rows [R] from their tiles: maximum, mass, whether all is finite, the race key of
+    the winner (see `order.race_key`) and its logit."""
+    tile = tl.arange(0, TILES)[None, :]
+    there = live[:, None] & (tile < num_tiles)
+    at = rows[:, None].to(tl.int64) * num_tiles + tile
+    tiles = scanned.tiles + at * scan.TILE_FIELDS
+    tops = tl.load(tiles + scan.TILE_TOP, mask=there, other=LOWEST)
+    masses = tl.load(tiles + scan.TILE_MASS, mask=there, other=0.0)
+    top = tl.max(tops, axis=1)
+    behind = (top[:, None] - tops) * inverse
+    sound = masses == masses
+    mass = tl.sum(tl.where(sound, masses, 0.0) * order.weight_of(behind), axis=1)
+    there = there & (greedy | raced)[:, None]
+    keys = tl.load(scanned.winners + at, mask=there, other=order.NEVER)
+    scores = order.distance_of(keys)
+    raced_scores = scores * tl.exp2(tl.minimum(behind * order.LOG2_E, 126.0))
+    scores = tl.where(greedy[:, None], scores + behind, raced_scores)
+    keys = tl.where(there, order.code_of(scores, keys & order.ID), order.NEVER)
+    best = tl.min(keys, axis=1)
+    won = tl.load(tiles + scan.TILE_WINNER_LOGIT, mask=there, other=LOWEST)
+    logit = tl.max(tl.where(keys == best[:, None], won, LOWEST), axis=1)
+    finite = tl.min(sound.to(tl.int32), axis=1)
+    return top, tl.where(top > LOWEST, mass, 0.0), finite, best, logit
+
+
+@jit
+def store_laws(laws, out, top, mass, chance, cut, token, finite, mask):
+    tl.store(laws.floats + out * LAW_FIELDS + LAW_TOP, top, mask=mask)
+    tl.store(laws.floats + out * LAW_FIELDS + LAW_MASS, mass, mask=mask)
+    tl.store(laws.floats + out * LAW_FIELDS + LAW_CHANCE, chance, mask=mask)
+    tl.store(laws.cuts + out, cut, mask=mask)
+    tl.store(laws.tokens + 2 * out, token, mask=mask)
+    tl.store(laws.tokens + 2 * out + 1, finite, mask=mask)
+
+
+@jit
+def load_laws(laws, rows, mask):
+    """Return maximum, mass, cut, token drawn and whether all was finite, of rows [R]."""
+    floats = laws.floats + rows * LAW_FIELDS
+    return (
+        tl.load(floats + LAW_TOP, mask=mask, other=0.0),
+        tl.load(floats + LAW_MASS, mask=mask, other=1.0),
+        tl.load(laws.cuts + rows, mask=mask, other=0),
+        tl.load(laws.tokens + 2 * rows, mask=mask, other=0),
+        tl.load(laws.tokens + 2 * rows + 1, mask=mask, other=1),
+    )
+
+
+@jit
+def chance_of(x, ids, top, mass, cut, inverse):
+    """Return the probabilities of tokens from their logits."""
+    y = (top - x) * inverse
+    kept = order.code_of(y, ids) < cut
+    return tl.where(kept, order.weight_of(y) / tl.where(mass > 0.0, mass, 1.0), 0.0)
+
+
+@jit(
+    do_not_specialize=["num_tiles", "num_dense", "purpose", "drawn", "first_out", "out_step"],
+    do_not_specialize_on_alignment=["certain_ptr"],
+)
+def laws_kernel(
+    batch, certain_ptr, overlay, scanned, scratch, laws, vocab, stride, list_width, logits_step,
+    num_tiles, num_dense, purpose, drawn, first_out, out_step, TILES: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr, ALL_PIECES: tl.constexpr, CHUNK: tl.constexpr,
+    LIST: tl.constexpr,
+):  # fmt: skip
+    """Store the law of row i at place `first_out + i * out_step`. Tiles from `num_dense` on hold
+    listed tokens."""
+    row = tl.program_id(0)
+    request = tl.load(batch.rows.requests + row)
+    depth = tl.load(batch.rows.depths + row)
+    mode = tl.load(batch.requests.modes + request)
+    inverse = order.inverse_of(batch.requests, request)
+    raced, stream, excluded = order.race_of(batch, certain_ptr, request, depth, purpose, drawn)
+    one = tl.zeros([1], tl.int32)
+    tops, masses, finites, bests, logits = combined(
+        scanned, row + one, one == 0, num_tiles, inverse, mode + one == order.GREEDY,
+        raced & (one == 0), TILES,
+    )  # fmt: skip
+    top, mass, finite = tl.max(tops, 0), tl.max(masses, 0), tl.max(finites, 0)
+    token = tl.max(bests, 0) & order.ID
+    winner = order.code_of((top - tl.max(logits, 0)) * inverse, token)
+    cut = winner * 0 + LAST
+    if order.is_filtered(batch.requests, request, vocab) & (mass > 0.0) & (finite != 0):
+        view = (
+            batch.logits + row.to(tl.int64) * stride, vocab, num_dense * PIECES,
+            overlay.ids + row.to(tl.int64) * list_width,
+            overlay.logits + row.to(tl.int64) * logits_step, list_width, top, inverse,
+        )  # fmt: skip
+        pieces = _pieces(scanned, row, num_tiles, top, inverse, PIECES, ALL_PIECES)
+        # Drafts are weighed against the law: its mass is needed, and not the winner alone.
+        drafted = depth < tl.load(batch.drafts.counts + request)
+        weighed = (purpose == order.DRAFT) | ((purpose == order.VERIFY) & drafted)
+        weighed = weighed & (mode >= order.REJECTION)
+        memory = (
+            scratch.pieces + row.to(tl.int64) * num_tiles * PIECES,
+            scratch.codes + row.to(tl.int64) * LIST,
+        )
+        race = (raced, order.draw_of(batch.noise, request, depth), stream, excluded)
+        limits = _limits(batch.requests, request, vocab)
+        cut, mass, winner = _filtered(
+            view, pieces, memory, limits, race, weighed, winner, mass, PIECE, CHUNK, LIST
+        )
+    chance = order.weight_of(order.distance_of(winner)) / tl.where(mass > 0.0, mass, 1.0)
+    out = first_out + row.to(tl.int64) * out_step
+    store_laws(laws, out, top, mass, chance, cut, (winner & order.ID).to(tl.int32), finite, True)
+
+
+@jit
+def _pieces(scanned, row, num_tiles, top, inverse, PIECES: tl.constexpr, ALL: tl.constexpr):
+    """Return, of each piece of a row, fp32 [ALL]: the distance of its likeliest token, the weight
+    of that token, and the weight of all."""
+    piece = tl.arange(0, ALL)
+    there = piece < num_tiles * PIECES
+    first = row.to(tl.int64) * num_tiles
+    tops = tl.load(scanned.piece_tops + first * PIECES + piece, mask=there, other=LOWEST)
+    masses = tl.load(scanned.piece_masses + first * PIECES + piece, mask=there, other=0.0)
+    tiles = scanned.tiles + (first + piece // PIECES) * scan.TILE_FIELDS + scan.TILE_TOP
+    of_tile = tl.load(tiles, mask=there, other=LOWEST)
+    masses = masses * order.weight_of((top - of_tile) * inverse)
+    nearest = tl.where(there, (top - tops) * inverse, float("inf"))
+    return nearest, order.weight_of(nearest), masses
+
+
+@jit
+def _limits(requests, request, vocab):
+    """Return top_k, whether there is one, top_p (infinite: none), and the cut of min_p."""
+    top_k = tl.load(requests.top_k + request)
+    min_p = tl.load(requests.min_p + request)
+    farthest = 0.0 - tl.log(tl.where(min_p > 0.0, min_p, 1.0))  # never minus zero
+    cut = tl.where(min_p > 0.0, (order.key_of(farthest) + 1) << 32, LAST)
+    return top_k, top_k < vocab, tl.load(requests.top_p + request), cut
+
+
+@jit
+def _filtered(
+    view, pieces, memory, limits, race, weighed, winner, mass, PIECE: tl.constexpr,
+    CHUNK: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """Return the cut, the mass before it, and the code of the winner before it. If the law is not
+    `weighed` any cut after the given winner is as good, and the mass is not exact."""
+    top_k, by_count, top_p, nearest = limits
+    by_mass = top_p < float("inf")
+    bound = tl.where(weighed, nearest, tl.minimum(nearest, winner + 1))
+    wanted = tl.where(by_count, top_k.to(tl.float32), mass * tl.minimum(top_p, 1.0))
+    expected = _guess(pieces, wanted, by_count, PIECE)
+    cut = winner * 0 + LAST
+    held, num_held = winner * 0, 0
+    for stage in range(3):  # by count, by mass, and the race of what they leave
+        end = tl.where((stage == 0) & by_mass, LAST, tl.minimum(cut, bound))
+        share = mass * tl.minimum(top_p, 1.0)
+        nucleus = tl.where(by_mass, tl.maximum((share * UNIT).to(tl.int64), 1), ENDLESS)
+        limit = tl.where(stage == 0, top_k.to(tl.int64), nucleus)
+        asks = tl.where(stage == 0, by_count, by_mass | (weighed & ~by_count))
+        asks = tl.where(stage == 2, race[0] & (winner >= end), asks)
+        if asks:
+            first = tl.where((stage == 2) | (limit == ENDLESS), end, tl.minimum(expected, end))
+            low, before, held, num_held, through, reached, won = _read(
+                view, pieces[0], memory, race, stage, first, end, limit, held, num_held, PIECE,
+                CHUNK, LIST,
+            )  # fmt: skip
+            if stage == 2:
+                winner = won
+            else:
+                cut, kept = end, through
+                if reached:
+                    cut, kept = _search(
+                        memory[1], num_held, stage, before, limit, low, tl.minimum(held, end) - 1,
+                        CHUNK * PIECE,
+                    )  # fmt: skip
+                mass = kept.to(tl.float32) * (1.0 / UNIT)
+                held = tl.where((low == 0) & (num_held < LIST), held, 0)
+    return tl.minimum(cut, bound), mass, winner
+
+
+@jit
+def _guess(pieces, wanted, by_count, PIECE: tl.constexpr):
+    """Return an end before which `wanted` tokens, or as much mass, are expected."""
+    low = tl.program_id(1)  # 0
+    high = low + FARTHEST_GUESS
+    for _ in range(GUESSES):
+        middle = (low + high) // 2
+        y = middle.to(tl.float32) * GUESS_STEP
+        rest = (REST * (PIECE - 1)) * order.weight_of(y)
+        more = tl.where(by_count, 1.0, tl.maximum(pieces[1], pieces[2] - rest))
+        enough = tl.sum(tl.where(pieces[0] <= y, more, 0.0), axis=0) >= wanted
+        low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
+    return order.key_of((high + 1).to(tl.float32) * GUESS_STEP) << 32
+
+
+@jit
+def _read(
+    view, nearest, memory, race, stage, pivot, end, limit, held, num_held, PIECE: tl.constexpr,
+    CHUNK: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """List the tokens among which the limit is reached, unless they are listed already.
+
+    Return where the list begins and the count and mass before it; where it ends and its length; the
+    mass before its end; whether the limit is reached; and the winner, if the stage is the race."""
+    low, high = end * 0, end
+    low_count, low_mass, mass, won = 0, end * 0, end * 0, end * 0
+    reached = held >= end
+    open, rounds = (stage == 2) | ~reached, 0
+    while open:
+        num_pieces = _choose(nearest, pivot, memory[0])
+        num_held, mass, near, won = _measure(
+            view, memory, num_pieces, low, pivot, race, stage == 2, PIECE, CHUNK, LIST
+        )
+        found = tl.where(stage == 0, low_count + num_held, low_mass + mass)
+        reached = found >= limit
+        open = (stage < 2) & tl.where(reached, num_held >= LIST, pivot < end)
+        held = pivot
+        if open:
+            low = tl.where(reached, low, pivot)
+            high = tl.where(reached, pivot, high)
+            low_count += tl.where(reached, 0, num_held)
+            low_mass += tl.where(reached, 0, mass)
+            pivot = _next(pivot, low, high, end, reached, limit - found, stage == 0, near, rounds)
+            rounds += 1
+    before = ((low_mass * 0 + low_count), low_mass)
+    return low, before, held, num_held, low_mass + mass, reached, won
+
+
+@jit
+def _next(pivot, low, high, end, reached, gap, by_count, near, rounds):
+    """Return another end in (low, high], by the density of tokens near the last one."""
+    y = order.distance_of(pivot)
+    tokens = gap.to(tl.float32)
+    by_mass = tokens * (1.0 / UNIT) * tl.exp2(y * order.LOG2_E)
+    step = 1.25 * NEAR * tl.where(by_count, tokens, by_mass) / tl.maximum(near, 2).to(tl.float32)
+    step += tl.where(reached, -1.0 / 64, 1.0 / 32)
+    y_next = tl.maximum(y + tl.minimum(tl.maximum(step, -4.0), 4.0), 0.0)
+    guess = order.key_of(y_next) << 32
+    halved = low + tl.maximum((high - low) // 2, 1)
+    further = tl.where(y < 64.0, tl.minimum(order.key_of(2.0 * y + 1.0) << 32, end), end)
+    sure = tl.where(reached | (high < end), halved, further)
+    return tl.where((guess > low) & (guess < high) & (rounds < MOST_GUESSES), guess, sure)
+
+
+@jit
+def _choose(nearest, end, pieces_ptr):
+    """List the pieces with tokens before `end`. Return their number."""
+    chosen = (order.key_of(nearest) << 32 < end) & (nearest < float("inf"))
+    chosen = chosen.to(tl.int32)
+    tl.debug_barrier()  # what was listed before has been read
+    piece = tl.arange(0, chosen.shape[0])
+    tl.store(pieces_ptr + tl.cumsum(chosen, 0) - 1, piece, mask=chosen != 0)
+    tl.debug_barrier()
+    return tl.sum(chosen, axis=0)
+
+
+@jit
+def _measure(
+    view, memory, num_pieces, low, end, race, races, PIECE: tl.constexpr, CHUNK: tl.constexpr,
+    LIST: tl.constexpr,
+):  # fmt: skip
+    """List the codes of the tokens in [low, end) as far as there is room. Return their number,
+    their mass, how many of them are near the end, and the winner if the stage is the race."""
+    _, draw, stream, excluded = race
+    seed, position, choice = draw
+    sums = tl.zeros([CHUNK, PIECE], tl.int64)  # the mass, and above it the number of near tokens
+    edge = order.key_of(tl.maximum(order.distance_of(end) - NEAR, 0.0)) << 32
+    count, best, won = 0, end * 0 + ENDLESS, end * 0
+    for chunk in range(tl.cdiv(num_pieces, CHUNK)):
+        slot = chunk * CHUNK + tl.arange(0, CHUNK)
+        piece = tl.load(memory[0] + slot, mask=slot < num_pieces, other=-1)[:, None]
+        ids, x = _tokens(view, piece, PIECE)
+        y = (view[6] - x) * view[7]
+        codes = order.code_of(y, ids)
+        inside = (codes >= low) & (codes < end) & (piece >= 0)
+        amount = (order.weight_of(y) * UNIT).to(tl.int64) + tl.where(codes >= edge, ONE, 0)
+        sums += tl.where(inside, amount, 0)
+        ones = inside.to(tl.int32)
+        of_pieces = tl.sum(ones, axis=1)
+        place = count + tl.cumsum(of_pieces, 0) - of_pieces
+        place = place[:, None] + tl.cumsum(ones, 1) - 1
+        tl.store(memory[1] + place, codes, mask=inside & (place < LIST))
+        count += tl.sum(of_pieces, axis=0)
+        if races:
+            words = noise_device.words_of(seed, ids, position, choice, stream)
+            keys = order.race_key(noise_device.exponential(words), y, ids)
+            keys = tl.where(inside & (ids != excluded), keys, order.NEVER)
+            least = tl.min(tl.min(keys, axis=1), axis=0)
+            winner = tl.max(tl.max(tl.where(keys == least, codes, 0), axis=1), axis=0)
+            won = tl.where(least < best, winner, won)
+            best = tl.minimum(best, least)
+    tl.debug_barrier()  # the list is read by other threads
+    mass = tl.sum(tl.sum(sums & (ONE - 1), axis=1), axis=0)
+    return count, mass, tl.sum(tl.sum((sums >> 50).to(tl.int32), axis=1), axis=0), won
+
+
+@jit
+def _tokens(view, piece, PIECE: tl.constexpr):
+    """Return ids and logits of pieces [CHUNK, 1] of a row, dense or of its overlay."""
+    logits_ptr, vocab, num_dense, listed_ptr, shaped_ptr, list_width, _, _ = view
+    ids = piece * PIECE + tl.arange(0, PIECE)[None, :]
+    dense = (piece >= 0) & (piece < num_dense) & (ids < vocab)
+    lowest = order.lowest_of(logits_ptr.dtype.element_ty)
+    x, _ = order.cleaned(tl.load(logits_ptr + ids, mask=dense, other=lowest))
+    entry = ids - num_dense * PIECE
+    listed = (piece >= num_dense) & (entry < list_width)
+    ids = tl.where(piece >= num_dense, tl.load(listed_ptr + entry, mask=listed, other=0), ids)
+    x = tl.where(listed, tl.load(shaped_ptr + entry, mask=listed, other=LOWEST), x)
+    return ids, x
+
+
+@jit
+def _search(codes_ptr, length, stage, before, limit, low, last, LANES: tl.constexpr):
+    """Return the least cut in a list that has the limit before it, else the one after `last`, and
+    the mass before it. `before`: count and mass before the list."""
+    high, probe, mass = last, last, last * 0
+    open, failed = length > 0, length == 0
+    while open:
+        sums = tl.zeros([LANES], tl.int64)
+        most, least = sums, sums + ENDLESS
+        for first in range(0, length, LANES):
+            lane = first + tl.arange(0, LANES)
+            codes = tl.load(codes_ptr + lane, mask=lane < length, other=ENDLESS)
+            inside = codes <= probe
+            weights = order.weight_of(order.distance_of(tl.where(inside, codes, 0)))
+            sums += tl.where(inside, (weights * UNIT).to(tl.int64) + ONE, 0)
+            most = tl.maximum(most, tl.where(inside, codes, 0))
+            least = tl.minimum(least, tl.where(inside, ENDLESS, codes))
+        total = tl.sum(sums, axis=0)
+        count, of_list = before[0] + (total >> 50), before[1] + (total & (ONE - 1))
+        enough = tl.where(stage == 0, count, of_list) >= limit
+        failed = ~enough & (probe == last)
+        mass = tl.where(enough | failed, of_list, mass)
+        high = tl.where(enough, tl.max(most, axis=0), high)
+        low = tl.where(enough, low, tl.min(least, axis=0))
+        probe = low + (high - low) // 2
+        open = ~failed & (low < high)
+    return tl.where(failed, last, high) + 1, mass
