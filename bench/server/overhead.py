@@ -62,6 +62,9 @@ class Ticking:
         self._some = asyncio.Event()  # is open
         self._ticks: asyncio.Task[None] | None = None
 
+    def open(self, model: ServedModel) -> None:
+        """Prompts are not looked at."""
+
     async def start(self) -> None:
         self._ticks = asyncio.create_task(self._tick())
 

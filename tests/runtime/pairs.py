@@ -61,7 +61,7 @@ class NoisyWeights(WeightSource):
 
     @staticmethod
     def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        rows = [torch.empty(shape[1:]).normal_(generator=generator) for _ in range(shape[0])]
+        rows = [torch.randn(shape[1:], generator=generator) for _ in range(shape[0])]
         return torch.stack(rows)
 
 

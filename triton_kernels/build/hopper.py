@@ -16,10 +16,13 @@ _LEAST_ARCH = 90
 
 
 def is_hopper() -> bool:
-    """Whether the device is of that kind, or a later one."""
+    """Return whether the device is of that kind, or a later one. Without a device it is not."""
     if knobs.runtime.interpret:
         return False
-    target = driver.active.get_current_target()
+    try:
+        target = driver.active.get_current_target()
+    except RuntimeError:
+        return False
     return bool(target.backend == "cuda" and target.arch >= _LEAST_ARCH)
 
 

@@ -78,11 +78,8 @@ class Widened(Stored):
         return super().get(name, shape) if found is None else found.dequantised(torch.float32)
 
 
-def test_a_decoder_multiplies_with_what_is_stored() -> None:
-    made = [
-        Decoder(CONFIG, source(1), torch.float32, torch.device("cpu"))
-        for source in (Stored, Widened)
-    ]
+def test_a_decoder_multiplies_with_what_is_stored(device: torch.device) -> None:
+    made = [Decoder(CONFIG, source(1), torch.float32, device) for source in (Stored, Widened)]
     quantised_, wide = made
     taken = 0
     for mine, theirs in zip(quantised_.layers, wide.layers, strict=True):
