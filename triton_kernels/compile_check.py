@@ -4,7 +4,8 @@
 
 Fails on register spills, on more registers or shared memory than a case allows, on code that an
 instruction cache does not hold, on products that miss wgmma, on loads that are narrow or miss the
-descriptors they should go through, and on fewer tiles in flight than a pipeline has stages for.
+descriptors they should go through, on fewer tiles in flight than a pipeline has stages for, and on
+bounds of loops that Triton before 3.9 gets wrong.
 Prints a table, then one JSON line. Seconds are those of one core, 0 where Triton's cache had it.
 """
 
@@ -66,6 +67,7 @@ class Findings(NamedTuple):
     wide_loads: int
     narrow_loads: int
     buffers: int
+    lost_bounds: int
     code_bytes: int
     seconds: float
 
@@ -86,6 +88,8 @@ class Findings(NamedTuple):
             found.append("no loads through descriptors")
         if case.buffers is not None and self.buffers < case.buffers[0]:
             found.append(f"{self.buffers} tiles in flight, {case.buffers[0]} expected")
+        if self.lost_bounds:
+            found.append(f"{self.lost_bounds} carried values that only bound loops")
         if case.wide_loads and (self.narrow_loads > case.most_narrow or not self.wide_loads):
             found.append(f"{self.narrow_loads} loads narrower than 128 bits")
         return found
@@ -113,7 +117,21 @@ def check(case: KernelCase, target: str) -> Findings:
     seconds = _processor_seconds() - began
     buffers = _buffers(compiled.asm["ttgir"], case.buffers)
     figures = figures_of(compiled, gpu) | {"buffers": buffers, "seconds": seconds}
+    figures["lost_bounds"] = lost_bounds(compiled.asm["ttir"])
     return Findings(case, target, code_bytes=code_bytes(compiled), **figures)
+
+
+def lost_bounds(code: str) -> int:
+    """Count the values in Triton's intermediate code that a loop carries and that nothing uses but
+    as bounds of loops inside: Triton before 3.9 takes them for the values before the loop."""
+    lines = [re.sub(r" loc\(.*", "", line) for line in code.splitlines()]
+    carried = [
+        re.findall(r"(%[\w.#]+) = ", args) for args in re.findall(r"iter_args\((.*?)\)", code)
+    ]
+    bounds = [re.search(r"scf\.for \S+ = (\S+) to (\S+) step (\S+)", line) for line in lines]
+    uses = Counter(name for line in lines for name in re.findall(r"%[\w.#]+", line))
+    as_bound = Counter(name for match in bounds if match for name in match.groups())
+    return sum(0 < as_bound[name] == uses[name] - 1 for names in carried for name in names)
 
 
 def _processor_seconds() -> float:

@@ -13,7 +13,12 @@ from triton_kernels import compile_check
 from triton_kernels.build.case import CaseLimits, KernelCase
 from triton_kernels.compile_check import Findings, all_cases, check, main
 
-SHIPPED = list({(c.name, c.wgmma, c.tma): c for c in all_cases() if "sm_90" in c.limits}.values())
+KINDS = {
+    (c.name, c.wgmma, c.tma, c.constexprs.get("FOLDS")): c
+    for c in all_cases()
+    if "sm_90" in c.limits
+}
+SHIPPED = list(KINDS.values())
 
 
 @triton.jit
@@ -83,6 +88,32 @@ def test_a_shorter_pipeline_is_seen() -> None:
     assert check(case, "sm_90").buffers >= 2
     shallow = check(case._replace(num_stages=1), "sm_90").faults()
     assert any("tiles in flight, 2 expected" in fault for fault in shallow)
+
+
+@triton.jit
+def sums_kernel(counts_ptr, out_ptr, USED: tl.constexpr):
+    count, total = tl.load(counts_ptr), 0
+    for turn in range(tl.load(counts_ptr + 1)):
+        following = tl.load(counts_ptr + turn)
+        for number in tl.range(0, count, disable_licm=True):
+            total += tl.load(out_ptr + number)
+        total += count if USED else 0
+        count = following
+    tl.store(out_ptr, total)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_carried_value_that_only_bounds_a_loop_is_a_fault(used: bool) -> None:
+    case = product()._replace(
+        kernel=sums_kernel,
+        signature={"counts_ptr": "*i32", "out_ptr": "*i32"},
+        constexprs={"USED": used},
+        divisible=(),
+        wgmma=False,
+        wide_loads=False,
+    )
+    expected = [] if used else ["1 carried values that only bound loops"]
+    assert check(case, "sm_90").faults() == expected
 
 
 def test_code_beyond_an_instruction_cache_is_a_fault() -> None:
