@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
 
 _logger = logging.getLogger("cbatch")
-_PROMPT_SHARE = 0.95  # of the best speed, for prompts that are read while answers stream
+_PROMPT_SHARE = 0.8  # of the best speed, for prompts that are read while answers stream
 
 
 class ModelParts:

@@ -100,7 +100,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         float | None,
         _engine(
             "speed at which prompts are read while answers run, of the best; 1: regardless of the "
-            "gaps in these (default: 0.95 for serve, else 1)",
+            "gaps in these (default: 0.8 for serve, else 1)",
             "SHARE",
         ),
     ] = None

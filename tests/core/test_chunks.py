@@ -35,6 +35,7 @@ def sizes(**more: object) -> dict[str, object]:
         "max_model_tokens": 2048,
         "step_budget_tokens": 1024,
         "block_size_tokens": 16,
+        "prompt_share": 0.95,
         **more,
     }
 
@@ -77,8 +78,8 @@ def steps_until(world: World, done: object) -> tuple[list[int], list[float]]:
 
 
 def test_the_chosen_chunk_is_the_least_that_keeps_prompts_fast() -> None:
-    costs = StepCosts(1024)
-    for tokens in (8, 16, 32, 64, 128, 256, 512, 1024):
+    costs = StepCosts(1024, 0.95)
+    for tokens in 3 * (8, 16, 32, 64, 128, 256, 512, 1024):
         costs.observe(tokens, 0, BASE_S + TOKEN_S * tokens, has_prompts=True)
     best = 1024 / (BASE_S + TOKEN_S * 1024)
     chosen = costs.prompt_tokens(1024)
@@ -91,8 +92,8 @@ def test_the_chosen_chunk_is_the_least_that_keeps_prompts_fast() -> None:
 
 def test_where_steps_cost_the_same_the_whole_budget_is_taken() -> None:
     """A GPU that waits for its weights."""
-    costs = StepCosts(1024)
-    for tokens in (4, 16, 64, 256, 1024):
+    costs = StepCosts(1024, 0.95)
+    for tokens in 3 * (4, 16, 64, 256, 1024):
         costs.observe(tokens, 0, BASE_S, has_prompts=True)
     assert costs.prompt_tokens(1024) >= 0.95 * 1024 / 2 ** (1 / 4)
 
@@ -132,6 +133,16 @@ def test_without_durations_the_whole_budget_is_taken() -> None:
 def test_a_first_prompt_is_read_in_small_chunks() -> None:
     _, seconds = read_prompts(world_of(), PROMPT_TOKENS)
     assert max(seconds) < 0.3
+
+
+def test_a_slow_first_step_of_a_size_is_no_price() -> None:
+    """Nor a reason to try twice as many tokens."""
+    costs = StepCosts(1024)
+    costs.observe(4, 0, BASE_S + 4 * TOKEN_S, has_prompts=False)
+    for number in range(4):
+        first_s = 0.4 if number == 0 else 0.0
+        costs.observe(64, 0, BASE_S + 64 * TOKEN_S + first_s, has_prompts=True)
+        assert costs.prompt_tokens(1024) <= (64 if number < 2 else 128)
 
 
 # ---- a target -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from sim.executor.acceptance import PositionAcceptance
 from sim.executor.modelled import ModelledExecutor
 from tests.checking.clock import VirtualClock
 from tests.checking.cost import LinearCost
-from tests.helpers import make_config, make_request
+from tests.helpers import World, make_config, make_request
 
 HOST_BASE_S, HOST_ROW_S = 0.5e-3, 1e-5
 HOST_DRAFTS_S, HOST_DRAFT_S = 2.5e-3, 2e-5  # besides: in a step with drafts, and for each of them
@@ -91,6 +91,24 @@ def test_the_faster_way_is_found(rows: int, scale: float) -> None:
     assert adaptive >= 0.98 * off
     assert share > 0.8 if fixed > 1.02 * off else share < 0.05 or adaptive > off
     assert (fixed < 0.5 * off) if scale == 1.0 else (rows > 8 or fixed > 1.1 * off)
+
+
+def test_time_without_work_is_no_step_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[float] = []
+
+    def recorded(step: CommittedStep) -> StepSample:
+        sample = of_wall(step)
+        found.append(sample.target_s)
+        return sample
+
+    of_wall = CommittedStep.sample
+    monkeypatch.setattr(CommittedStep, "sample", recorded)
+    world = World(make_config(), cost=LinearCost())
+    for name in ("a", "b"):
+        world.add(make_request(name, 8, max_tokens=4))
+        world.run()
+        world.clock.advance(10.0)
+    assert len(found) >= 2 and max(found) < 0.1
 
 
 def test_by_the_time_of_the_device_alone_drafts_look_cheap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     cost_profile: CostProfile | None = None  # of `goodput`; None: prices are learnt on the way
     # Prompt throughput that a step keeps while rows decode, as a share of the best; 1: a step takes
     # the whole budget, whatever the rows wait.
-    prompt_share: float = 0.95
+    prompt_share: float = 0.8
     itl_target_s: float | None = None  # longest gap between tokens of a decoding row; None: any
 
     def __post_init__(self) -> None:

@@ -69,6 +69,8 @@ class Scheduler:
         tokens = self.config.check_tokens(request, output)
         if self._log:
             self._log(Added(request, now_s, output))
+        if not self._state.sequences:
+            self._state.last_commit_s = None  # the time since then was no step's
         self._state.enqueue(request, tokens, now_s)
 
     def cancel(self, request_id: str, now_s: float) -> bool:

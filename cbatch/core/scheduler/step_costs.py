@@ -17,6 +17,7 @@ from cbatch.core.speculation.step_curve import StepCurve
 PLAIN_EVERY = 16  # of the steps without prompts one in so many is observed
 # Prompt tokens next to decoding rows until larger steps were measured: no more than twice those.
 _FIRST_CHUNK, _GROWTH = 64, 2
+_SETTLED = 3  # steps of about a size, before it counts as measured: the first takes longer
 _LEAST_CHUNK = 8  # prompt tokens that a step takes whatever its target: prompts must go on
 # A step is planned to take this share of its target. The share falls after a step that took longer
 # and rises after each that did not, so that one step of two hundred takes longer.
@@ -27,7 +28,7 @@ _LEAST_MARGIN = 0.4
 class StepCosts:
     """Observe steps by `observe`; every method is a function of what was observed."""
 
-    def __init__(self, max_tokens: int, prompt_share: float = 0.95) -> None:
+    def __init__(self, max_tokens: int, prompt_share: float = 0.8) -> None:
         """`max_tokens`: the most tokens of a step; `prompt_share`: of the prompt throughput of the
         best chunk, what the chosen one keeps (1: the whole budget is taken)."""
         self._prompt_share = prompt_share
@@ -35,7 +36,7 @@ class StepCosts:
         sizes = _LEAST_CHUNK * 2 ** (np.arange(80) / 4)  # four sizes per doubling
         self._sizes = np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens)
         self._has_prompts = False
-        self._most_tokens = 0  # of a step that was observed
+        self._most_tokens = 0  # of a size that was measured
         self._margin = _FIRST_MARGIN
 
     @property
@@ -48,7 +49,8 @@ class StepCosts:
         if seconds > 0 and tokens > 0:
             self._curve.observe(tokens, seconds, pairs)
             self._has_prompts |= has_prompts
-            self._most_tokens = max(self._most_tokens, tokens)
+            if self._curve.num_seen_about(tokens) >= _SETTLED:
+                self._most_tokens = max(self._most_tokens, tokens)
 
     def observe_target(self, target_s: float, seconds: float) -> None:
         """Take in whether a step with decoding rows kept their target."""

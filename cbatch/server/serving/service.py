@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 LEAST_UNREAD_TOKENS = 64  # for each choice, so that one long step is no slow reader
 READING_S = 2.0  # from a stop signal on, for prompts that are being read
-_WARM_S = 60.0
+# Prompts before the first call, each unless the one before took longer than `_LONG_WARM_S`: the
+# first of a size takes longer than others, and the last shows how fast prompts can be read.
+_WARM_TOKENS, _LONG_WARM_S, _WARM_S = (8, 64, 256, 256), 1.0, 60.0
 _STOPPING = "the server is stopping"
 
 
@@ -160,8 +162,12 @@ class EngineService:
         output = None if self._grammars is None else StructuredOutputs(regex="[a-z]+")
         params = SamplingParams(max_tokens=2, seed=0, structured_outputs=output)
         with suppress(FieldError, ServiceError):  # clients are told what is wrong
-            async for _ in await self.submit((0,), params, request_id="", timeout_s=_WARM_S):
-                pass
+            for token, length in enumerate(_WARM_TOKENS):
+                start_s, prompt = time.monotonic(), (token,) * length
+                async for _ in await self.submit(prompt, params, request_id="", timeout_s=_WARM_S):
+                    pass
+                if token and time.monotonic() - start_s > _LONG_WARM_S:
+                    return
 
     async def drain(self, grace_s: float) -> None:
         """Accepts nothing more; what was accepted has `grace_s` to finish, the rest is ended and
