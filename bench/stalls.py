@@ -203,8 +203,8 @@ def save_plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         place = (row["prompt_tokens_per_s"], row["p99_ms"])
         axis.annotate(row["system"], place, textcoords="offset points", xytext=(6, 4))
     axis.set(xlabel="prompt tokens per second", ylabel="p99 gap between tokens, ms", yscale="log")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    axis.margins(0.12)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     pyplot.close(figure)
 
 
