@@ -204,6 +204,8 @@ def _over_cases(
     count: int,
 ) -> Sequence[Call]:
     seeds = range(count)
+    if not bench.world.runs:
+        kinds = kinds | {"proposed": False}  # drafts are drawn by a kernel
     cases = [make_case(drafts, vocab, device=bench.device, seed=seed, **kinds) for seed in seeds]
     return build(bench, cases)
 
