@@ -39,7 +39,7 @@ def times(records: list[Record]) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("config", [{}, {"num_blocks": 24}, speculating(3)])
+@pytest.mark.parametrize("config", [{}, {"num_blocks": 22}, speculating(3)])
 def test_where_nobody_waits_for_a_processor_it_is_the_replay_without(
     router: str, config: dict[str, Any]
 ) -> None:
@@ -56,7 +56,7 @@ def test_where_nobody_waits_for_a_processor_it_is_the_replay_without(
     for mine, own in zip(times(found), times(expected), strict=True):
         assert mine == pytest.approx(own, rel=1e-9, abs=1e-9)
     assert report.mean_running == pytest.approx(plain.mean_running)
-    if config == {"num_blocks": 24}:
+    if config == {"num_blocks": 22}:
         assert report.preemptions > 0 and report.refused
     other = served(
         OpenLoop(too_long(workload(80, 150.0))), Host(cores=1), 2, router, config=config
