@@ -46,6 +46,7 @@ def build_scheduler(running: int, k: int, prefix_cache: bool) -> Scheduler:
         max_slots=running,
         max_model_tokens=CONTEXT_TOKENS,
         step_budget_tokens=max(2048, 8 * running),
+        prompt_share=1.0,  # so that all rows have read their prompts in step
         vocab_size=VOCAB_SIZE,
         prefix_cache=prefix_cache,
         draft_context_tokens=CONTEXT_TOKENS if k else None,
