@@ -15,6 +15,7 @@ import msgspec
 from cbatch.cli.options import model_paths
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.core.request.errors import FieldError
+from cbatch.core.scheduler.step_costs import PROMPT_SHARE
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.model_files import chat_template_of, find_model, gguf_of, load_tokenizers
 from cbatch.kv_events.config import KVEventsConfig, read_config
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
 
 _logger = logging.getLogger("cbatch")
-_PROMPT_SHARE = 0.8  # of the best speed, for prompts that are read while answers stream
 
 
 class ModelParts:
@@ -51,7 +51,7 @@ class ModelParts:
         self._options = msgspec.structs.replace(
             settings.engine,
             generation_config=how,
-            prompt_share=_PROMPT_SHARE if share is None else share,
+            prompt_share=PROMPT_SHARE if share is None else share,
         )
         held = gguf_of(self._model)  # so that it is read once for both
         self._chat_template = chat_template_of(self._model, settings.chat_template)

@@ -11,6 +11,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, is_chain
 from cbatch.core.request.typed import convert_fields
 from cbatch.core.scheduler.config import QueuePolicy
+from cbatch.core.scheduler.step_costs import PROMPT_SHARE
 from cbatch.core.speculation.build import policy_class
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.system.knobs import knob
@@ -100,7 +101,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         float | None,
         _engine(
             "speed at which prompts are read while answers run, of the best; 1: regardless of the "
-            "gaps in these (default: 0.8 for serve, else 1)",
+            f"gaps in these (default: {PROMPT_SHARE} for serve, else 1)",
             "SHARE",
         ),
     ] = None

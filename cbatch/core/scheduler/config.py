@@ -16,6 +16,7 @@ from cbatch.core.request.request import (
     SamplingParams,
     is_chain,
 )
+from cbatch.core.scheduler.step_costs import PROMPT_SHARE
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.cost_profile import CostProfile
 
@@ -48,7 +49,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     cost_profile: CostProfile | None = None  # of `goodput`; None: prices are learnt on the way
     # Prompt throughput that a step keeps while rows decode, as a share of the best; 1: a step takes
     # the whole budget, whatever the rows wait.
-    prompt_share: float = 0.8
+    prompt_share: float = PROMPT_SHARE
     itl_target_s: float | None = None  # longest gap between tokens of a decoding row; None: any
 
     def __post_init__(self) -> None:

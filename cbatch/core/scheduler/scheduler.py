@@ -162,7 +162,7 @@ class Scheduler:
 
     @property
     def remaining_prompt_tokens(self) -> int:
-        """Of the rows that prefill, the tokens that no committed step has computed."""
+        """Tokens of prefilling rows that no committed step has computed."""
         state = self._state
         return int(state.table.num_uncomputed_tokens[state.prefilling].sum())
 

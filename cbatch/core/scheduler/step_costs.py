@@ -2,7 +2,7 @@
 
     T(n) + s * pairs
 
-n tokens go through the model in a step, of prompts, decodes and drafts alike; `pairs` counts the
+n tokens go through the model in a step, of prompts, decodes and drafts; `pairs` counts the
 (query, key) pairs of its attention. Durations are wall time: what the executor measured, and the
 host's part of the turn. While rows decode, a step takes as few prompt tokens as read prompts at
 nearly the best speed, so that the rows' next tokens do not wait for longer than that needs.
@@ -14,6 +14,8 @@ import numpy as np
 
 from cbatch.core.speculation.step_curve import StepCurve
 
+# Of the best prompt throughput, what a step keeps while answers stream.
+PROMPT_SHARE = 0.8
 PLAIN_EVERY = 16  # of the steps without prompts one in so many is observed
 # Prompt tokens next to decoding rows until larger steps were measured: no more than twice those.
 _FIRST_CHUNK, _GROWTH = 64, 2
@@ -28,7 +30,7 @@ _LEAST_MARGIN = 0.4
 class StepCosts:
     """Observe steps by `observe`; every method is a function of what was observed."""
 
-    def __init__(self, max_tokens: int, prompt_share: float = 0.8) -> None:
+    def __init__(self, max_tokens: int, prompt_share: float = PROMPT_SHARE) -> None:
         """`max_tokens`: the most tokens of a step; `prompt_share`: of the prompt throughput of the
         best chunk, what the chosen one keeps (1: the whole budget is taken)."""
         self._prompt_share = prompt_share
@@ -41,7 +43,7 @@ class StepCosts:
 
     @property
     def is_known(self) -> bool:
-        """Whether any step had a duration."""
+        """True once a step had a duration."""
         return bool(self._curve.known)
 
     def observe(self, tokens: int, pairs: int, seconds: float, *, has_prompts: bool) -> None:

@@ -33,8 +33,8 @@ LEAST_PART_TOKENS = 64  # of keys, where parts are balanced
 
 
 class Tuning(NamedTuple):
-    """How queries are attended that fit `tile` or have `query_tokens`, and `longer` ones, which are
-    attended alike if that is None."""
+    """How to attend with queries that fit `tile` or have `query_tokens`, and with longer ones: as
+    `longer` says, or the same way if that is None."""
 
     tile: Tile
     num_programs: int  # as many as fit on the device at a time
@@ -88,7 +88,7 @@ class Tuning(NamedTuple):
         return chosen
 
     def partial_bytes(self, heads: Heads) -> int:
-        """Of memory for partial results."""
+        """Return the bytes of memory for partial results."""
         held = self.most_partials * heads.kv_heads * self.tile.rows * (heads.head_dim + 2) * 4
         return held + (self.longer.partial_bytes(heads) if self.longer is not None else 0)
 
