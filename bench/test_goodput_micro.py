@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.speculation.acceptance import survival
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.cost_model import OnlineCostModel
-from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.draft_allocation import decide
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policy import PolicyLimits, Shadow, StepBudget
-from cbatch.core.speculation.step_work import StepSample, StepWork
 
 ROWS, DEPTH = 256, 8
 TOKENS = ROWS * (1 + DEPTH)

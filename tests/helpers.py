@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Event
@@ -17,7 +18,6 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit, Finished
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policy import Shadow, StepBudget
-from cbatch.core.speculation.step_work import StepSample, StepWork
 from cbatch.engine.loop import StepLoop
 from cbatch.kv_events.wire import encode_changes
 from tests.checking.clock import VirtualClock

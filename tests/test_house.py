@@ -23,7 +23,7 @@ LAYERS = {
         "runtime steplog text",
         "core demo system workers",
     ),
-    "cbatch/core": ("scheduler", "speculation", "request"),
+    "cbatch/core": ("scheduler", "speculation", "prices", "request"),
     "cbatch/runtime": ("gpu", "drafting", "cpu", "sampling", "model"),
     "cbatch/server": ("http", "serving", "protocol"),
     "sim": (

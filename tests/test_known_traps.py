@@ -25,16 +25,16 @@ import pytest
 from msgspec import msgpack, structs
 from torch import Tensor
 
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_work import StepSample
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation import acceptance as estimator
 from cbatch.core.speculation.acceptance import FleetPrior
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policies import EmaPolicy
 from cbatch.core.speculation.policy import PolicyLimits
-from cbatch.core.speculation.step_work import StepSample
 from cbatch.runtime.cpu.drafter import DraftRows, Proposal
 from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.steplog.step_log import encode_array

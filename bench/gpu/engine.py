@@ -25,10 +25,10 @@ from bench.gpu.cells import Absent, Cell, Row
 from bench.gpu.limits import MODEL, SAMPLING, Query, step_cost
 from bench.gpu.profiled import STEP_KERNELS, STEPS, step_kernels
 from bench.gpu.world import Bench
+from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.engine.engine import Engine
 from cbatch.engine.options import parse_lookahead
 from cbatch.engine.step_profile import profile_costs

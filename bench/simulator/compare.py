@@ -46,7 +46,7 @@ from bench.simulator.real import (
 )
 from bench.simulator.workloads import from_prompts, shared_prefixes
 from cbatch import EngineOptions
-from cbatch.core.speculation.step_work import StepSample
+from cbatch.core.prices.step_work import StepSample
 from cbatch.demo import demo_paths
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo

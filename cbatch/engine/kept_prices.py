@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.engine.backends import num_ranks
 from cbatch.engine.loop import Executor
 from cbatch.engine.step_profile import can_profile, profile_costs

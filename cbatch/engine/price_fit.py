@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cbatch.core.speculation.step_work import StepSample, StepWork
+from cbatch.core.prices.step_work import StepSample, StepWork
 
 _CLIP = 4.0  # usual errors; a step that is further off met a stall of the machine
 _ROUNDS = 6

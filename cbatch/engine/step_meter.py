@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from cbatch.core.prices.step_work import IDLE_LEFT, StepSample, StepWork
 from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
-from cbatch.core.speculation.step_work import IDLE_LEFT, StepSample, StepWork
 from cbatch.engine.loop import Executor
 
 

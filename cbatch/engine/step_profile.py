@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan, StepResult
-from cbatch.core.speculation.cost_profile import CostProfile
-from cbatch.core.speculation.step_work import StepSample
 from cbatch.engine.loop import Executor
 from cbatch.engine.price_fit import Features, fit_curves, fit_drafting
 from cbatch.engine.step_meter import StepMeter

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
-from cbatch.core.speculation.step_work import StepWork
 
 
 class CostModel(Protocol):

@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.errors import FieldError
-from cbatch.core.speculation.cost_profile import CostProfile
-from cbatch.core.speculation.step_work import StepSample, StepWork
 from cbatch.engine.price_fit import Features, fit_columns, fit_curves, fit_drafting, matrix
 from sim.cost.tables import Curve
 from sim.traces.files import read_whole

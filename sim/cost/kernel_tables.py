@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
-from cbatch.core.speculation.step_work import StepWork
 from sim.cost.roofline import ModelShape, Rates, RooflineConfig
 from sim.cost.tables import Curve, Lines
 

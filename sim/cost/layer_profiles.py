@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
-from cbatch.core.speculation.step_work import StepWork
 from sim.cost.tables import Curve, Grid
 from sim.traces.files import TraceRow, csv_rows, read_lines
 

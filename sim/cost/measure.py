@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
+from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.step_work import StepSample
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.loop import Executor

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
-from cbatch.core.speculation.step_work import StepWork
 from sim.traces.files import read_whole
 
 VALUE_BYTES = 2  # bf16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cbatch.core.speculation.step_work import StepWork
+from cbatch.core.prices.step_work import StepWork
 
 
 class LinearCost(msgspec.Struct, frozen=True, kw_only=True):

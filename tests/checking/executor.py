@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan, StepResult
-from cbatch.core.speculation.step_work import StepWork
 from sim.cost.base import CostModel
 from tests.checking.clock import VirtualClock
 from tests.checking.cost import LinearCost

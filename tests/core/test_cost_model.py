@@ -6,13 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.errors import FieldError
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.cost_model import OnlineCostModel
-from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policy import PolicyLimits
-from cbatch.core.speculation.step_work import StepSample, StepWork
 from tests.helpers import DraftedRows, RowsToPlan, decoding
 
 PROFILE = CostProfile(

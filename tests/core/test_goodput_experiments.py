@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_work import StepSample
 from cbatch.core.speculation import goodput_policy
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policy import PolicyLimits
-from cbatch.core.speculation.step_work import StepSample
 from tests.helpers import DraftedRows, RowsToPlan, decoding
 
 PLAIN_S, DRAFT_S = 1e-3, 0.9e-3  # one row; what each draft takes besides

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_work import StepSample
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.goodput_policy import MOST_IDLE_STEPS, GoodputPolicy
 from cbatch.core.speculation.policy import PolicyLimits
-from cbatch.core.speculation.step_work import StepSample
 from tests.helpers import DraftedRows, RowsToPlan, decoding
 
 DEPTH = 8

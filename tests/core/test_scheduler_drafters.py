@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.committed_step import CommittedStep
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -20,7 +21,6 @@ from cbatch.core.speculation.goodput_policy import (
     GoodputPolicy,
 )
 from cbatch.core.speculation.policy import PolicyLimits, Shadow
-from cbatch.core.speculation.step_work import StepSample
 from tests.checking.kv import ContractBreachError
 from tests.checking.models import ModelledAcceptance
 from tests.helpers import (

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cbatch import LLM, EngineOptions, FieldError, SamplingParams
-from cbatch.core.speculation.cost_profile import CostProfile
+from cbatch.core.prices.cost_profile import CostProfile
 from tests.test_llm import PROMPTS, make, write_model
 
 REPEATING = [prompt * 4 for prompt in PROMPTS]

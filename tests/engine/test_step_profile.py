@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from cbatch import LLM, SamplingParams
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.speculation.cost_profile import CostProfile
-from cbatch.core.speculation.step_work import StepWork
 from cbatch.demo import demo_paths
 from cbatch.engine.kept_prices import cached_profile
 from cbatch.engine.step_profile import can_profile, profile_costs, shapes_for

@@ -148,7 +148,7 @@ def test_many_processes_may_compile_at_once(cache: Path) -> None:
 STRANGER = """
 import os, sys
 from pathlib import Path
-from cbatch.core.speculation.cost_profile import CostProfile
+from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.engine.kept_prices import cached_profile
 from cbatch.runtime.cpu.compiled import build
 

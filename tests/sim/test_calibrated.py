@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.core.speculation.step_work import StepSample, StepWork
 from cbatch.engine.price_fit import nonnegative_least_squares
 from sim.cost.calibrated import (
     CONTROLLED,

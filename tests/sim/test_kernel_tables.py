@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
-from cbatch.core.speculation.step_work import StepWork
 from sim.cost.kernel_tables import KernelCost, KernelTables, holds_kernel_tables, read_kernel_tables
 from sim.cost.roofline import ModelShape, Roofline, RooflineConfig, gpu_within, load_gpu, load_shape
 from tests.helpers import decoding, prefilling

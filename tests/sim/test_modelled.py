@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import SchedulerStats
-from cbatch.core.speculation.step_work import StepWork
 from sim.executor.acceptance import PositionAcceptance
 from sim.executor.modelled import ModelledExecutor
 from tests.checking.cost import LinearCost

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Added, Committed, Event, Planned
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.core.speculation.step_work import StepWork
 from cbatch.steplog import step_log as steplog
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import read_step_log

@@ -14,8 +14,8 @@ import pytest
 
 import sim.cost.layer_profiles
 from bench.simulator import against_vllm as simulator_vllm
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
-from cbatch.core.speculation.step_work import StepWork
 from sim.cost.layer_profiles import LayerProfile
 from sim.cost.tables import Curve, Grid, Lines
 from tests.helpers import decoding, prefilling

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from msgspec import structs
 
+from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.scheduler.decode_batch import Flight
 from cbatch.core.scheduler.plan import RowStatus, ShadowEvidence, StepResult
 from cbatch.core.scheduler.slot_table import SlotTable
 from cbatch.core.speculation.policy import Shadow
-from cbatch.core.speculation.step_work import StepSample, StepWork
 
 
 class CommittedStep:

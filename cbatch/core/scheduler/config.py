@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.request.errors import FieldError, RefusedError
 from cbatch.core.request.request import (
     DRAFTERS,
@@ -18,7 +19,6 @@ from cbatch.core.request.request import (
 )
 from cbatch.core.scheduler.step_costs import PROMPT_SHARE
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_profile import CostProfile
 
 QueuePolicy = Literal["fcfs", "priority", "shortest"]
 

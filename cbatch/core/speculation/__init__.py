@@ -1,1 +1,1 @@
-"""How many tokens each row looks ahead. Imports `request`."""
+"""How many tokens each row looks ahead. Imports `prices` and `request`."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from cbatch.core.speculation.cost_profile import CostProfile
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_work import StepSample
 from cbatch.core.speculation.step_curve import MEMORY_STEPS, StepCurve
-from cbatch.core.speculation.step_work import StepSample
 
 OWED_TOKENS = 8  # a drafter that is behind a row by fewer owes it nothing
 

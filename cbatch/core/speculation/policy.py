@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_work import StepSample
 from cbatch.core.speculation.acceptance import Rows
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_profile import CostProfile
 from cbatch.core.speculation.stats import Outlook
-from cbatch.core.speculation.step_work import StepSample
 
 
 class PolicyLimits(msgspec.Struct, frozen=True):
