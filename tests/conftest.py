@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def short_profiles() -> Iterator[None]:
     """Engines measure their steps once each before they serve, not for three seconds."""
-    from cbatch.engine.step_profile import profile_costs
+    from cbatch.engine.prices.startup import profile_costs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(profile_costs.__kwdefaults__, "budget_s", 0.0)

@@ -119,6 +119,29 @@ def test_arrows_point_down(folder: str) -> None:
     assert not up
 
 
+# What the simulator may import of `cbatch` besides `core`: the grammar of `--lookahead`, the step
+# log that it replays, settings of the environment, and how commands print.
+SEEN_BY_SIM = (
+    "cbatch/core/",
+    "cbatch/cli/output.py",
+    "cbatch/engine/options.py",
+    "cbatch/steplog/",
+    "cbatch/system/knobs.py",
+)
+
+
+def test_the_simulator_imports_no_inside_of_the_engine() -> None:
+    seen = {
+        (file, other)
+        for file, imports in imports_by_file().items()
+        if file.startswith("sim/")
+        for other in imports
+        if other.startswith("cbatch/")
+    }
+    assert len(seen) > 20
+    assert not {pair for pair in seen if not pair[1].startswith(SEEN_BY_SIM)}
+
+
 def test_nothing_goes_in_a_circle() -> None:
     """Neither files, nor the parts of any folder. Raises `CycleError`, which names it."""
     graphlib.TopologicalSorter(imports_by_file()).prepare()

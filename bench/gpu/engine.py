@@ -31,7 +31,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.engine import Engine
 from cbatch.engine.options import parse_lookahead
-from cbatch.engine.step_profile import profile_costs
+from cbatch.engine.prices.startup import profile_costs
 from cbatch.runtime.gpu import Decoder, GpuExecutor, target_pass
 from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.weight_files import WeightSource

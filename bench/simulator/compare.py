@@ -46,12 +46,11 @@ from bench.simulator.real import (
 )
 from bench.simulator.workloads import from_prompts, shared_prefixes
 from cbatch import EngineOptions
-from cbatch.core.prices.step_work import StepSample
+from cbatch.core.prices.calibration import Calibration
 from cbatch.demo import demo_paths
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
-from sim.cost.calibrated import Calibration
-from sim.cost.measure import Calibrator, DesignedBatch, calibration_of, designed
+from cbatch.engine.prices.calibrator import Calibrator
 from sim.replay.host import Host
 from sim.replay.routers import ROUTERS
 from sim.traces.request import TraceRequest
@@ -115,18 +114,12 @@ class Calibrating:
     """Prices of an engine's steps, measured a few batches at a time."""
 
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
-        self._info, self._config = info, engine.scheduler.config
-        self._calibrator = Calibrator(engine.loop.executor, self._config)
-        self._turns = 0
-        # Batches that prices are fitted to, and held-out ones, each with its measured samples.
-        self._kinds: list[tuple[list[DesignedBatch], list[StepSample]]] = [
-            (batches, []) for batches in designed(self._config)
-        ]
+        self._calibrator = Calibrator(engine.loop.executor, engine.scheduler.config)
+        self._info, self._turns = info, 0
 
     def turn(self) -> None:
-        for batches, samples in self._kinds:
-            some = batches[self._turns % TURNS :: TURNS]
-            samples += self._calibrator.measure(some, seed=self._turns, steps=STEPS)
+        part = slice(self._turns % TURNS, None, TURNS)
+        self._calibrator.measure(seed=self._turns, steps=STEPS, part=part)
         self._turns += 1
 
     def finish(self) -> Calibration:
@@ -134,8 +127,7 @@ class Calibrating:
         self.turn()
         while self._turns % TURNS:
             self.turn()
-        (_, known), (_, others) = self._kinds
-        return calibration_of(self._info, self._config, known, others)
+        return self._calibrator.calibration(self._info)
 
 
 def make_cases(

@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 
 from bench.simulator.workloads import FULL_ROWS, probe_runs
+from cbatch.core.prices.calibration import Calibration
+from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.engine.options import parse_lookahead
-from sim.cost.calibrated import CalibratedCost, Calibration
 from sim.executor.acceptance import RecordedAcceptance
 from sim.executor.modelled import ModelledExecutor
 from sim.replay.host import Host
@@ -22,6 +23,7 @@ from sim.traces.request import TraceRequest
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
 
 _FIT_ROUNDS = 12
+_LEAST_S = 1e-9  # of a step
 
 
 class Run(msgspec.Struct):
@@ -85,11 +87,9 @@ class Outside(msgspec.Struct, frozen=True):
 
     def priced(self, calibration: Calibration) -> Calibration:
         replace, prices = msgspec.structs.replace, calibration.prices
-        line = prices.tokens
-        seconds = tuple(max(each + self.step_s, 0.0) for each in line.seconds)
-        host_s = prices.host_s | {"row": max(prices.host_s["row"] + self.row_s, 0.0)}
-        priced = replace(prices, tokens=replace(line, seconds=seconds), host_s=host_s)
-        return replace(calibration, prices=priced)
+        target_s = tuple(max(each + self.step_s, _LEAST_S) for each in prices.target_s)
+        row_s = max(prices.host_row_s + self.row_s, 0.0)
+        return replace(calibration, prices=replace(prices, target_s=target_s, host_row_s=row_s))
 
 
 class Foretold(msgspec.Struct, frozen=True):
@@ -123,7 +123,7 @@ class Foretold(msgspec.Struct, frozen=True):
     ) -> tuple[Report, Run]:
         config, records = self.config(policy), list[Record]()
         prices = self.outside.priced(self.calibration).prices
-        cost = CalibratedCost(prices, controlled=config.lookahead.policy == "goodput")
+        cost = ProfiledCost(prices, controlled=config.lookahead.policy == "goodput")
         executors = [
             ModelledExecutor(
                 max_slots=config.max_slots,

@@ -11,8 +11,8 @@ import numpy as np
 
 from bench.simulator.foretold import Foretold
 from bench.simulator.real import serve_by
-from cbatch.engine.price_fit import nonnegative_least_squares
-from sim.cost.calibrated import Calibration
+from cbatch.core.prices.calibration import Calibration
+from cbatch.core.prices.fit import nonnegative_least_squares
 from sim.replay.host import Host, Work
 from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop

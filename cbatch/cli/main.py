@@ -22,7 +22,7 @@ COMMANDS = {
     "demo": ("cbatch.cli.demo", "watch the shipped models complete functions, and a model chat"),
     "sim": ("sim.cli.replay_command", "replay a trace through the scheduler on a virtual clock"),
     "sim capacity": ("sim.cli.capacity", "the highest rate at which a trace keeps an SLO"),
-    "calibrate": ("sim.cli.calibrate", "measure what steps cost here, for cbatch sim --cost"),
+    "calibrate": ("cbatch.cli.calibrate", "measure what steps cost here, for cbatch sim --cost"),
     "trace": ("sim.cli.trace", "look at traces of requests, convert, sample and scale them"),
     "report": ("bench.load.cli.report", "compare reports of cbatch bench and cbatch sim"),
 }

@@ -265,7 +265,7 @@ def gpu_step_bytes(
     target: AnyModel, draft: AnyModel | None, options: EngineOptions, max_tokens: int
 ) -> int:
     """What an executor with these options takes of a GPU's memory beside weights and KV."""
-    from cbatch.engine.step_profile import MOST_DRAFTS
+    from cbatch.engine.prices.startup import MOST_DRAFTS
     from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
 
     lookahead = parse_lookahead(options.lookahead)
@@ -287,7 +287,7 @@ def _gpu_executor(
     grammars: GrammarSource | None,
     kv_cache_dtype: str,
 ) -> GpuExecutor:
-    from cbatch.engine.step_profile import shapes_for
+    from cbatch.engine.prices.startup import shapes_for
     from cbatch.runtime.gpu import GpuExecutor
     from cbatch.runtime.gpu.host_drafts import LookupSettings
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import platform
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 
 from cbatch.core.request.errors import FieldError
@@ -32,6 +35,7 @@ from cbatch.engine.backends import (
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo, mib
 from cbatch.engine.loading import load_models
+from cbatch.engine.loop import Executor
 from cbatch.engine.memory import block_bytes, num_blocks, weight_bytes
 from cbatch.engine.model_files import find_model, gguf_of, load_tokenizers, tokenizer_of
 from cbatch.engine.model_impl import Impl, checked_impl, choose_impl
@@ -126,10 +130,8 @@ def _load_engine(
         )
     executor = _executor(target, draft_model, config, grammars, options, ranks)
     if policy_class(config.lookahead.policy).priced:
-        from cbatch.engine.kept_prices import with_prices
-
         paths = model, draft
-        config = with_prices(config, executor, target, draft_model, paths, options.kv_cache_dtype)
+        config = _with_prices(config, executor, target, draft_model, paths, options.kv_cache_dtype)
     with nullcontext() if ranks is None else ranks.together(Probe()):
         invariance = row_invariance_of(target)
     info = _info(model, draft, target, draft_model, config, options, defaults, invariance)
@@ -147,6 +149,48 @@ def _load_engine(
         default_params=SamplingParams(**defaults),
     )
     return engine, info
+
+
+def _with_prices(
+    config: SchedulerConfig,
+    executor: Executor,
+    target: AnyModel,
+    draft: AnyModel | None,
+    paths: tuple[str | Path, str | Path | None],
+    kv_cache_dtype: str,
+) -> SchedulerConfig:
+    """Return `config` with what steps cost here, measured now or at an earlier start. Where no
+    shape of a step fits, prices are learned while serving."""
+    import torch
+
+    from cbatch.engine.prices import startup
+    from cbatch.runtime.cpu.compiled import compiles, version
+
+    if not startup.can_profile(config):
+        return config
+
+    device = torch.device(target.device)
+    cpu = f"{platform.node()} {platform.machine()} {platform.processor()} {os.cpu_count()}"
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    key = {
+        "version": startup.VERSION,
+        "models": [None if path is None else str(path) for path in paths],
+        "shapes": [repr(m.config) for m in (target, draft) if m is not None],
+        "dtype": [str(target.dtype), kv_cache_dtype],
+        "numerics": target.numerics,
+        "weights": [getattr(m, "block_bytes", None) for m in (target, draft) if m is not None],
+        "compiled": version() if device.type == "cpu" and compiles(target.dtype) else None,
+        "processor": processor,
+        "threads": torch.get_num_threads(),
+        "ranks": num_ranks(target),
+        "torch": str(torch.__version__),
+        "slots": config.max_slots,
+        "blocks": [config.num_blocks, config.block_size_tokens],
+        "tokens": [config.step_budget_tokens, config.max_model_tokens],
+        "drafter": config.default_chain,
+    }
+    profile = startup.cached_profile(key, lambda: startup.profile_costs(executor, config))
+    return msgspec.structs.replace(config, cost_profile=profile)
 
 
 def _executor(

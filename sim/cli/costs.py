@@ -7,14 +7,16 @@ from typing import Any
 
 import msgspec
 
+from cbatch.core.prices.calibration import Calibration, decode_calibration
+from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.errors import FieldError
 from sim.cli.scenario import GPU, MODEL_SHAPE, USUAL, Scenario
 from sim.cost.base import ConstantCost, CostModel
-from sim.cost.calibrated import CalibratedCost, read_calibration
 from sim.cost.kernel_tables import KernelCost, read_kernel_tables
 from sim.cost.layer_profiles import LayerProfile
 from sim.cost.pool import DEFAULT_RULES, MEMORY_SHARE, PoolSettings, pool_blocks
 from sim.cost.roofline import Roofline, RooflineConfig, gpu_within, load_gpu, load_shape
+from sim.traces.files import read_whole
 
 
 class Priced(msgspec.Struct, kw_only=True):
@@ -43,6 +45,17 @@ def priced(scenario: Scenario, policy: str) -> Priced:
     return _layers(scenario.cost_table, scenario.model or MODEL_SHAPE, drafts=drafts)
 
 
+def read_calibration(path: Path) -> Calibration:
+    """Raises `FieldError` if the file is no calibration, or one of another version."""
+    remedy = "write one with cbatch calibrate"
+    try:
+        return decode_calibration(read_whole(path))
+    except FieldError as error:
+        raise FieldError("--cost", f"{path} {error.problem}", error.remedy) from error
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise FieldError("--cost", f"{path} is no calibration ({error})", remedy) from error
+
+
 def _calibrated(path: str, policy: str) -> Priced:
     found = read_calibration(Path(path))
     if policy != "off" and found.draft is None:
@@ -50,7 +63,7 @@ def _calibrated(path: str, policy: str) -> Priced:
     names = {"cost": "calibrated", "machine": found.machine.get("cpu"), "model": found.model}
     names["draft_model"] = found.draft
     return Priced(
-        cost=CalibratedCost(found.prices, controlled=policy == "goodput"),
+        cost=ProfiledCost(found.prices, controlled=policy == "goodput"),
         names=names | {"held_out_total_error": found.held_out.total},
         engine={"cost_profile": found.profile} | found.engine,
         most={"max_slots": found.max_rows},

@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from cbatch.core.prices.curve import Curve
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 from sim.cost.roofline import ModelShape, Rates, RooflineConfig
-from sim.cost.tables import Curve, Lines
+from sim.cost.tables import Lines
 
 PRODUCTS, DECODES, PREFILLS = (
     f"{name}_perf.parquet" for name in ("gemm", "generation_attention", "context_attention")

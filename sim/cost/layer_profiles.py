@@ -22,9 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
+from cbatch.core.prices.curve import Curve
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
-from sim.cost.tables import Curve, Grid
+from sim.cost.tables import Grid
 from sim.traces.files import TraceRow, csv_rows, read_lines
 
 # How often a layer's kernel runs in a transformer block; the others run once in the model.

@@ -14,30 +14,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 
-class Curve:
-    """Seconds by a whole number, from points of it; a count below the first point costs as much as
-    the first."""
-
-    def __init__(self, counts: Sequence[float], seconds: Sequence[float]) -> None:
-        order = np.argsort(counts)
-        xs, ys = np.asarray(counts)[order], np.asarray(seconds)[order]
-        self.most = int(xs[-1])
-        self._slope_s = float((ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
-        self._seconds: list[float] = np.interp(np.arange(self.most + 1), xs, ys).tolist()
-
-    def __call__(self, count: int) -> float:
-        if count <= self.most:
-            return self._seconds[count]
-        return self._seconds[-1] + self._slope_s * (count - self.most)
-
-    @classmethod
-    def total(cls, curves: Sequence[tuple[int, Curve]]) -> Curve:
-        """The sum of curves, each so many times; to the last point of the shortest."""
-        most = min(curve.most for _, curve in curves)
-        counts = range(most + 1)
-        return cls(counts, [sum(times * curve(n) for times, curve in curves) for n in counts])
-
-
 class Grid:
     """Multilinear interpolation in a full lattice: `values[i, j, ...]` at `axes[0][i], ...`; every
     axis ascends and has two points or more."""

@@ -13,7 +13,7 @@ from operator import add
 import numpy as np
 
 from cbatch.core.scheduler.plan import Deltas, StepPlan, StepResult
-from cbatch.engine.step_meter import SlotCounts
+from cbatch.core.scheduler.slot_counts import SlotCounts
 from sim.cost.base import CostModel
 from sim.executor.acceptance import AcceptanceModel
 

@@ -17,8 +17,8 @@ from bench.simulator.foretold import Foretold, Run
 from bench.simulator.workloads import from_prompts
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.engine import Engine
+from cbatch.engine.prices.calibrator import designed
 from cbatch.text.outputs import Output
-from sim.cost.measure import designed
 from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop
 from tests.checking.executor import SimExecutor

@@ -12,8 +12,7 @@ from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.demo import demo_paths
-from cbatch.engine.kept_prices import cached_profile
-from cbatch.engine.step_profile import can_profile, profile_costs, shapes_for
+from cbatch.engine.prices.startup import cached_profile, can_profile, profile_costs, shapes_for
 from cbatch.runtime.drafting.draft_model import DraftModel
 from sim.executor.acceptance import PositionAcceptance
 from sim.executor.modelled import ModelledExecutor
@@ -108,7 +107,7 @@ def test_a_profile_is_kept_by_what_it_depends_on(tmp_path, caplog):
     for path in tmp_path.glob("*.json"):
         path.write_text('{"tokens": [1')
     cached_profile(key, measure, tmp_path)
-    assert len(made) == 3 and "measuring anew" in caplog.text
+    assert len(made) == 3 and "measuring again" in caplog.text
     assert cached_profile(key, measure, tmp_path) == made[-1], "the broken file was replaced"
     (tmp_path / "file").touch()
     assert cached_profile(key, measure, tmp_path / "file" / "costs") == made[-1]

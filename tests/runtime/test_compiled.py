@@ -149,7 +149,7 @@ STRANGER = """
 import os, sys
 from pathlib import Path
 from cbatch.core.prices.cost_profile import CostProfile
-from cbatch.engine.kept_prices import cached_profile
+from cbatch.engine.prices.startup import cached_profile
 from cbatch.runtime.cpu.compiled import build
 
 build._SOURCE = Path(sys.argv[1])

@@ -9,43 +9,44 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
+from cbatch.core.prices.calibration import Accuracy, Calibration, accuracy
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.fit import fit_profile, nonnegative_least_squares
 from cbatch.core.prices.step_work import StepSample, StepWork
+from cbatch.core.prices.terms import ADAPTIVE, DRAFT, HOST, TARGET, ProfiledCost
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.engine.price_fit import nonnegative_least_squares
-from sim.cost.calibrated import (
-    CONTROLLED,
-    DRAFT,
-    HOST,
-    TARGET,
-    Accuracy,
-    CalibratedCost,
-    Calibration,
-    Line,
-    Prices,
-    accuracy,
-    fit_prices,
-    read_calibration,
-)
-from sim.cost.measure import Calibrator, DesignedBatch, designed
+from cbatch.engine.prices.calibrator import Calibrator, DesignedBatch, designed
+from sim.cli.costs import read_calibration
 from sim.executor.modelled import ModelledExecutor
 from tests.checking.clock import VirtualClock
 from tests.checking.executor import SimExecutor
 from tests.helpers import make_config, make_request, prefilling
 
-TRUE = Prices(
-    tokens=Line((1, 8, 64, 4096), (2e-3, 2e-3, 5e-3, 0.3)),
-    context=Line((0, 1000, 20000), (0.0, 2e-4, 7e-3)),
-    idle=Line((0, 0.03, 0.1), (0.0, 1e-3, 2e-3)),
-    target_s=dict.fromkeys(TARGET, 0.0)
-    | {"row": 1e-4, "cold_context_token": 2e-7, "prefill_pair": 2e-8, "verifying_step": 5e-4},
-    draft_s=dict.fromkeys(DRAFT, 0.0)
-    | {"drafting_step": 3e-4, "depth": 4e-4, "draft_token": 1e-5, "ingested_token": 2e-5},
-    host_s=dict.fromkeys(HOST | CONTROLLED, 0.0)
-    | {"step": 2e-4, "cold_step": 1e-4, "idle_s": 3e-3, "row": 5e-6, "admission": 1e-4}
-    | {"controlled_row": 1e-5, "controlled_admission": 5e-4},
+TRUE = CostProfile(
+    tokens=(1, 8, 64, 4096),
+    target_s=(2e-3, 2e-3, 5e-3, 0.3),
+    contexts=(0, 1000, 20000),
+    context_s=(0.0, 2e-4, 7e-3),
+    idles_s=(0, 0.03, 0.1),
+    after_idle_s=(0.0, 1e-3, 2e-3),
+    row_s=1e-4,
+    cold_context_token_s=2e-7,
+    prefill_pair_s=2e-8,
+    verify_step_s=5e-4,
+    draft_setup_s=3e-4,
+    draft_pass_s=4e-4,
+    draft_token_s=1e-5,
+    draft_ingest_s=2e-5,
+    host_step_s=2e-4,
+    host_cold_s=1e-4,
+    host_idle_s=3e-3,
+    host_row_s=5e-6,
+    host_admission_s=1e-4,
+    host_adaptive_row_s=1e-5,
+    host_adaptive_admission_s=5e-4,
 )
 
 
@@ -77,7 +78,7 @@ def composition(rng: np.random.Generator) -> StepWork:
 
 def samples(count: int, noise: float, seed: int, stalls: float = 0.0) -> list[StepSample]:
     """Of `TRUE`, each duration off by that share, and some ten times as long."""
-    costs = [CalibratedCost(TRUE, controlled=controlled) for controlled in (False, True)]
+    costs = [ProfiledCost(TRUE, controlled=controlled) for controlled in (False, True)]
     rng, found = np.random.default_rng(seed), []
     for _ in range(count):
         work, controlled = composition(rng), bool(rng.random() < 0.3)
@@ -92,22 +93,22 @@ def test_prices_foretell_other_steps() -> None:
     """1,500 steps with 5 % of noise give 40 prices: less than 1 % in all (0.1 % is one standard
     error of the held-out steps' noise), and of a step little beyond its own noise. Where one step
     in fifty takes ten times as long, as when the machine stalls, nobody pays for it."""
-    prices, exact = fit_prices(samples(1500, 0.05, seed=0)), samples(500, 0.0, seed=2)
+    prices, exact = fit_profile(samples(1500, 0.05, seed=0)), samples(500, 0.0, seed=2)
     other = accuracy(prices, samples(1500, 0.05, seed=1))
     assert abs(other.total) < 0.01 and other.p50 < 0.05
     assert accuracy(prices, exact).p90 < 0.03
     stalled = samples(1500, 0.05, seed=0, stalls=0.02)
-    assert abs(accuracy(fit_prices(stalled), exact).total) < 0.02
+    assert abs(accuracy(fit_profile(stalled), exact).total) < 0.02
 
 
 def test_what_choosing_depths_costs_is_told_apart() -> None:
     """Half a millisecond an admission; who knows of no such steps charges others for it."""
     known = samples(1500, 0.05, seed=0)
-    found = fit_prices(known).host_s
-    assert found["controlled_admission"] == pytest.approx(5e-4, rel=0.15)
-    assert found["controlled_row"] == pytest.approx(1e-5, rel=0.15)
+    found = fit_profile(known)
+    assert found.host_adaptive_admission_s == pytest.approx(5e-4, rel=0.15)
+    assert found.host_adaptive_row_s == pytest.approx(1e-5, rel=0.15)
     blind = [replace(sample, controlled=False) for sample in known]
-    assert fit_prices(blind).host_s["admission"] > 1.5 * TRUE.host_s["admission"]
+    assert fit_profile(blind).host_admission_s > 1.5 * TRUE.host_admission_s
 
 
 def test_least_squares_are_the_best_that_are_not_negative() -> None:
@@ -147,21 +148,30 @@ def test_designed_batches_of_an_engine_that_is_known() -> None:
         draft_context_tokens=config.draft_context_tokens,
         drafter=config.default_chain,
     )
-    fitted, held_out = designed(config)
-    assert DesignedBatch(8, 8) in fitted and not set(fitted) & set(held_out)
     calibrator = Calibrator(executor, config, clock, pause=clock.advance)
+    fitted, held_out = calibrator.fitted, calibrator.held_out
+    assert DesignedBatch(8, 8) in fitted and not set(fitted) & set(held_out)
     calibrator.samples(DesignedBatch(4, None), 4, np.random.default_rng(0))  # nothing said before
-    known = calibrator.measure(fitted, seed=0, steps=12)
-    others = calibrator.measure(held_out, seed=1, steps=12)
-    assert len(known) == 12 * len(fitted)
+    calibrator.measure(seed=0, steps=12)
+    known, others = calibrator.known, calibrator.others
+    assert (len(known), len(others)) == (12 * len(fitted), 12 * len(held_out))
     assert {s.work.draft_depth for s in known if not s.controlled} >= {0, 1, 2, 4, 8}
     assert {s.work.draft_depth > 0 for s in known if s.controlled} == {True, False}
     mixed = [s for s in known if s.work.decode_rows and s.work.prefill_tokens]
     assert len(mixed) > 20 and max(s.host_s for s in known) < 1e-9
     hits = [s for s in known if s.work.admitted and s.work.prefill_context_tokens >= 64]
     assert len(hits) > 10, "prompts of which a prefix cache has the beginning"
-    found = accuracy(fit_prices(known), others)
+    found = accuracy(fit_profile(known), others)
     assert abs(found.total) < 0.01 and found.p90 < 0.02
+
+
+def test_every_price_has_its_term() -> None:
+    prices = {
+        name
+        for name, value in zip(TRUE.__struct_fields__, astuple(TRUE), strict=True)
+        if isinstance(value, float)
+    }
+    assert prices == set(TARGET | DRAFT | HOST | ADAPTIVE)
 
 
 def test_lookups_have_no_price() -> None:
@@ -193,10 +203,10 @@ def test_files_are_read_back_or_refused(tmp_path: Path) -> None:
     path.write_bytes(msgspec.json.encode(calibration()))
     assert read_calibration(path) == calibration()
     path.write_bytes(msgspec.json.encode(calibration(version=1)))
-    with pytest.raises(FieldError, match="calibrate this version anew"):
+    with pytest.raises(FieldError, match="calibrate again"):
         read_calibration(path)
     negative = msgspec.to_builtins(calibration())
-    negative["prices"]["target_s"]["row"] = -1.0
+    negative["prices"]["row_s"] = -1.0
     for bad in (b"{}", msgspec.json.encode(negative)):
         path.write_bytes(bad)
         with pytest.raises(FieldError, match="--cost"):
@@ -207,7 +217,7 @@ def test_files_are_read_back_or_refused(tmp_path: Path) -> None:
 
 def test_host_time_passes_on_the_clock_and_not_in_results() -> None:
     """As an engine's executor does not measure the loop around it."""
-    config, cost = make_config(lookahead="off"), CalibratedCost(TRUE)
+    config, cost = make_config(lookahead="off"), ProfiledCost(TRUE)
     scheduler = Scheduler(config)
     executor = ModelledExecutor(max_slots=config.max_slots, cost=cost)
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=4), 0.0)

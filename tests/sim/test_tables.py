@@ -14,10 +14,11 @@ import pytest
 
 import sim.cost.layer_profiles
 from bench.simulator import against_vllm as simulator_vllm
+from cbatch.core.prices.curve import Curve
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 from sim.cost.layer_profiles import LayerProfile
-from sim.cost.tables import Curve, Grid, Lines
+from sim.cost.tables import Grid, Lines
 from tests.helpers import decoding, prefilling
 
 MEASURED = Path(__file__).parents[3] / "shared" / "data" / "measured"

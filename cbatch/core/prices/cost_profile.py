@@ -1,4 +1,4 @@
-"""What steps take on a machine, as measured at start-up: what a price list begins with."""
+"""Prices of one machine's steps: measured at start-up, or in full by `cbatch calibrate`."""
 
 from __future__ import annotations
 
@@ -7,44 +7,89 @@ import math
 import msgspec
 import numpy as np
 
+from cbatch.core.prices.curve import Curve
 from cbatch.core.request.errors import FieldError
 
 
-class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds measured at start-up; serialisable. T runs straight between its points and on beyond
-    the last one: a staircase (captured graphs, padded rows) is two points per step."""
+class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Seconds; serialisable. Each price is paid for its term of a `StepWork` (`terms.py`).
+
+        target_s = T(target tokens) + C(context of decoding rows) + W(idle time) + prices * terms
+        draft_s = prices * terms                      host_s = prices * terms
+
+    T, C and W run straight between their points and on beyond the last one: a staircase (captured
+    graphs, padded rows) is two points per step. A start-up measurement finds T and the first eight
+    prices. `cbatch calibrate` finds all but `context_token_s`, which C replaces.
+    """
 
     tokens: tuple[int, ...]  # ascending
-    target_s: tuple[float, ...]  # with little context; falls are noise and are levelled
+    target_s: tuple[float, ...]  # T, with little context; falls are noise and are levelled
     logits_token_s: float = 0.0  # beyond T: of a token whose logits are wanted
     context_token_s: float = 0.0
-    verify_context_token_s: float = 0.0  # beyond that in a step that verifies drafts
+    verify_context_token_s: float = 0.0  # of decoding rows, beyond C, in a step that verifies
     row_s: float = 0.0
-    draft_setup_s: float = 0.0  # of drafting at all
+    draft_setup_s: float = 0.0  # of a step that drafts, at any depth
     draft_pass_s: float = 0.0
     draft_token_s: float = 0.0
     draft_ingest_s: float = 0.0  # of a token that the drafter catches up on
+    # Further terms of target_s.
+    contexts: tuple[int, ...] = (0, 1)  # points of C, ascending
+    context_s: tuple[float, ...] = (0.0, 0.0)
+    idles_s: tuple[float, ...] = (0.0, 1.0)  # points of W, ascending
+    after_idle_s: tuple[float, ...] = (0.0, 0.0)
+    chunk_s: float = 0.0  # of a row that prefills
+    cold_context_token_s: float = 0.0  # of context that a chunk has pushed out of caches
+    padded_context_token_s: float = 0.0  # of decoding rows times the longest context among them
+    prefill_context_token_s: float = 0.0
+    prefill_pair_s: float = 0.0  # of a (query, key) pair
+    verify_step_s: float = 0.0
+    verify_row_s: float = 0.0
+    verify_token_s: float = 0.0  # of a draft, beyond another token
+    admission_s: float = 0.0
+    # Of draft_s.
+    draft_row_s: float = 0.0
+    draft_context_token_s: float = 0.0
+    draft_context_pass_s: float = 0.0  # of a context token in one pass
+    draft_ingest_setup_s: float = 0.0  # of a step that catches up
+    # Of host_s.
+    host_step_s: float = 0.0
+    host_cold_s: float = 0.0  # of a step soon after a chunk
+    host_idle_s: float = 0.0  # of a second without work before the step
+    host_row_s: float = 0.0
+    host_admission_s: float = 0.0
+    host_admitting_s: float = 0.0  # of a step that admits
+    host_draft_setup_s: float = 0.0
+    host_draft_row_s: float = 0.0
+    host_draft_token_s: float = 0.0
+    # Of host_s, besides, in steps whose depths the adaptive policy chose.
+    host_adaptive_step_s: float = 0.0
+    host_adaptive_row_s: float = 0.0
+    host_adaptive_admission_s: float = 0.0
 
     def __post_init__(self) -> None:
-        ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
-        drafting = (self.draft_setup_s, self.draft_pass_s, self.draft_token_s, self.draft_ingest_s)
-        contexts = (self.context_token_s, self.verify_context_token_s)
-        slopes = (self.logits_token_s, *contexts, self.row_s, *drafting)
+        curves = ((self.contexts, self.context_s), (self.idles_s, self.after_idle_s))
+        prices = [s for s in msgspec.structs.astuple(self) if isinstance(s, float)]
         for field, ok, remedy in (
             ("tokens", len(self.tokens) >= 2, "give at least two points"),
-            ("tokens", ascending and min(self.tokens, default=0) >= 1, "give ascending counts"),
+            ("tokens", _ascend(self.tokens) and self.tokens[0] >= 1, "give ascending counts"),
             ("target_s", len(self.target_s) == len(self.tokens), "give one duration a count"),
             ("target_s", all(0 < s < math.inf for s in self.target_s), "give positive seconds"),
-            ("slopes", all(0 <= s < math.inf for s in slopes), "give seconds of 0 or more"),
+            ("slopes", all(0 <= s < math.inf for s in prices), "give seconds of 0 or more"),
+            ("curves", all(_is_curve(*curve) for curve in curves), "give ascending points"),
         ):
             if not ok:
                 raise FieldError(f"cost_profile.{field}", "is not a profile", remedy)
 
     def table(self, max_tokens: int) -> np.ndarray:
-        """T(0) to T(max_tokens), float64, never falling."""
-        points = np.maximum.accumulate(np.asarray(self.target_s))
-        counts = np.arange(max_tokens + 1)
-        table: np.ndarray = np.interp(counts, self.tokens, points)
-        slope_s = (points[-1] - points[-2]) / (self.tokens[-1] - self.tokens[-2])
-        table += slope_s * np.maximum(counts - self.tokens[-1], 0)
-        return table
+        """Return T(0) to T(max_tokens), float64, never falling."""
+        curve = Curve(self.tokens, np.maximum.accumulate(self.target_s).tolist())
+        return np.array([curve(count) for count in range(max_tokens + 1)])
+
+
+def _ascend(values: tuple[float, ...]) -> bool:
+    return all(a < b for a, b in zip(values, values[1:], strict=False))
+
+
+def _is_curve(points: tuple[float, ...], seconds: tuple[float, ...]) -> bool:
+    rises = all(0 <= a <= b < math.inf for a, b in zip(seconds, seconds[1:], strict=False))
+    return _ascend(points) and rises and len(points) == len(seconds) >= 2

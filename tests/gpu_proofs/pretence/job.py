@@ -21,14 +21,14 @@ def settle(scope: ExitStack) -> None:
     from triton_kernels.build import interpreter
 
     interpreter.repair()
-    from cbatch.engine import step_profile
+    from cbatch.engine.prices import startup
     from tests.gpu_proofs.pretence.gpu import pretending, use_references
 
     torch.set_num_threads(1)
     patch = scope.enter_context(pytest.MonkeyPatch.context())
     patch.setattr(sys, "argv", sys.argv[1:])
     for name, few in (("_ROWS", (1, 2)), ("_CHUNKS", (32,)), ("LONG_CONTEXT_TOKENS", 128)):
-        patch.setattr(step_profile, name, few)
+        patch.setattr(startup, name, few)
     use_references(scope.enter_context(pretending()), patch)
 
 

@@ -1,26 +1,32 @@
-"""What steps cost on this machine: a short measurement before the first request, kept in a file.
+"""Prices for the lookahead policy, measured before the first request and kept on disk.
 
-Steps of chosen shapes run through the executor itself, so that what is timed is what will be
-charged: drafting, one pass, the verdict. Their sequences are made up; the executor is reset after.
+Steps of chosen shapes run through the executor itself, so that all that will be charged is timed:
+drafting, one pass, the verification. Their sequences are made up and need no prefill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from operator import attrgetter
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.fit import fit_profile
 from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan, StepResult
 from cbatch.engine.loop import Executor
-from cbatch.engine.price_fit import Features, fit_curves, fit_drafting
-from cbatch.engine.step_meter import StepMeter
+from cbatch.engine.prices.meter import StepMeter
+from cbatch.system.cache import cache_folder
 
+VERSION = 4  # of what is measured and fitted; prices of another version are measured again
 CONTEXT_TOKENS = 64
 LONG_CONTEXT_TOKENS = 512
 DRAFTS = 3  # of the shapes that verify: 4 tokens a row
@@ -30,26 +36,14 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHUNKS = (32, 128, 512)
 _CATCH_UPS_ROWS = ((63, 1), (63, 4))  # tokens that the drafter has not seen, and rows
 _PERIOD_TOKENS = 16  # of a text that repeats itself
-# What counts is a step like those before it. A small model's first few are up to a third dearer,
-# until caches and branches know the shape; where so much time has passed it no longer matters.
+# A step counts after others of its shape. A small model's first few take up to a third longer,
+# until caches and branches know the shape; where they take this long it no longer matters.
 _LIKE_STEPS = 5
 _SETTLED_S = 0.01
 _MOST_ROUNDS = 15
 _BUDGET_S = 3.0
-_NO_SLOTS = np.zeros(0, dtype=np.int32)
-_TARGET: Features = {
-    "logits_token_s": attrgetter("logit_tokens"),
-    "context_token_s": attrgetter("context_tokens"),
-    "verify_context_token_s": lambda work: work.context_tokens * (work.draft_tokens > 0),
-    "row_s": attrgetter("rows"),
-}
-_DRAFT: Features = {
-    "draft_setup_s": lambda work: 1,
-    "draft_pass_s": attrgetter("draft_depth"),
-    "draft_token_s": attrgetter("draft_tokens"),
-    "draft_ingest_s": attrgetter("ingested_tokens"),
-}
-_LEAST_SHARE = 0.01  # of the shortest step, that any point of T is at least
+_NONE = np.zeros(0, dtype=np.int32)
+_logger = logging.getLogger("cbatch")
 
 
 class StepShape(NamedTuple):
@@ -66,13 +60,13 @@ class StepShape(NamedTuple):
         return self.rows * self.query_len
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the same step can follow it: each row decodes, and its draft has seen all."""
+    def repeats(self) -> bool:
+        """Whether an equal step can follow: each row decodes, and its drafter has seen it all."""
         return not self.catch_up and self.query_len == 1 + self.num_drafts
 
     @property
     def most_tokens(self) -> int:
-        """Known of a row after `_LIKE_STEPS` such steps and one more token."""
+        """Known tokens of a row after `_LIKE_STEPS` such steps and one more token."""
         return self.context_tokens + _LIKE_STEPS * (1 + self.num_drafts) + 1
 
 
@@ -80,11 +74,38 @@ def profile_costs(
     executor: Executor, config: SchedulerConfig, *, budget_s: float = _BUDGET_S
 ) -> CostProfile:
     """Measure for about `budget_s` seconds, at least one step of each shape, and reset the
-    executor. Where nobody drafts (`config.default_chain`) its costs are 0."""
-    shapes = shapes_for(config)
-    samples = _Runner(executor, config).measure(shapes, budget_s)
+    executor. Without a drafter (`config.default_chain`) the prices of drafting are 0."""
+    samples = _Probes(executor, config).measure(shapes_for(config), budget_s)
     executor.reset()
-    return fit_profile(samples)
+    return fit_profile(samples, start=True)
+
+
+def cached_profile(
+    key: Mapping[str, object], measure: Callable[[], CostProfile], folder: Path | None = None
+) -> CostProfile:
+    """Return the profile stored for `key` (all that prices depend on), or measure and store one.
+    Without a cache, or with a file that cannot be read or written, it measures; nothing fails."""
+    folder = folder or cache_folder("costs")
+    if folder is None:
+        _logger.warning("no home for a cache (HOME, XDG_CACHE_HOME): measuring step costs")
+        return measure()
+    digest = hashlib.sha256(msgspec.json.encode(dict(sorted(key.items())))).hexdigest()[:24]
+    path = folder / f"{digest}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=CostProfile)
+    except FileNotFoundError:
+        _logger.info("measuring step costs, to be kept in %s", path)
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
+        _logger.warning("step costs in %s cannot be used (%s): measuring again", path, error)
+    profile = measure()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(profile)))
+        part.replace(path)
+    except OSError as error:
+        _logger.warning("step costs could not be kept in %s: %s", path, error)
+    return profile
 
 
 def can_profile(config: SchedulerConfig) -> bool:
@@ -94,7 +115,12 @@ def can_profile(config: SchedulerConfig) -> bool:
 
 def shapes_for(config: SchedulerConfig) -> list[StepShape]:
     """The shapes that fit slots, context, budget and pool: plain rows, verifications, longer
-    contexts, chunks of prompts."""
+    contexts, chunks of prompts.
+
+    Shapes with equally many tokens in different numbers of rows show the price of a row; longer
+    contexts that of a context token, in decoding and in verifying; and chunks that of logits, which
+    they want of their last token alone.
+    """
     drafts = DRAFTS if config.default_chain else 0
     candidates = [StepShape(rows) for rows in _ROWS]
     candidates += [StepShape(rows, 1 + DRAFTS, drafts) for rows in _ROWS]
@@ -126,34 +152,34 @@ def _fits(shape: StepShape, config: SchedulerConfig) -> bool:
     )
 
 
-class _Runner:
-    """Runs made-up steps. They start from a full snapshot, whose rows are admitted by a step that
-    does not count where others can follow: of a small model it would be a third of the price."""
+class _Probes:
+    """Runs made-up steps. Each shape begins with a full snapshot: the step that admits its rows
+    does not count where others can follow, for admission is a third of a small model's step."""
 
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         self._meter, self._config = StepMeter(executor, config.max_slots), config
         self._looks_up = _looks_up(config)
         self._steps, self._spent_s = 0, 0.0
 
-    def measure(self, shapes: list[StepShape], budget_s: float) -> dict[StepShape, StepSample]:
-        """Medians over a few rounds; the first one is for warm-up unless it has used the budget up.
-        A machine that is slow for a second is so to all shapes of a round; the dear ones drop out
-        once two of them are measured and their share of the budget is spent."""
+    def measure(self, shapes: list[StepShape], budget_s: float) -> list[StepSample]:
+        """Return the medians of a few rounds; the first round is for warm-up unless it has used the
+        budget up. A machine that is slow for a second is so to all shapes of a round. A shape drops
+        out once two of its steps are measured and its share of the budget is spent."""
         share_s = budget_s / len(shapes)
-        found: dict[StepShape, list[StepSample]] = {shape: [] for shape in shapes}
+        samples: dict[StepShape, list[StepSample]] = {shape: [] for shape in shapes}
         spent_s = dict.fromkeys(shapes, 0.0)
         for number in range(1 + _MOST_ROUNDS):
-            for shape, samples in found.items():
+            for shape, measured in samples.items():
                 another_s = spent_s[shape] / max(number, 1)
-                wanted = number == 0 or (number == 1 and self._spent_s <= budget_s)
-                if wanted or spent_s[shape] + another_s <= share_s:
+                needed = number == 0 or (number == 1 and self._spent_s <= budget_s)
+                if needed or spent_s[shape] + another_s <= share_s:
                     before_s = self._spent_s
-                    samples.append(self._run(shape))
+                    measured.append(self._probe(shape))
                     spent_s[shape] += self._spent_s - before_s
-        return {shape: _median(samples[1:] or samples) for shape, samples in found.items()}
+        return [_median(measured[1:] or measured) for measured in samples.values()]
 
-    def _run(self, shape: StepShape) -> StepSample:
-        """Of the last of the steps."""
+    def _probe(self, shape: StepShape) -> StepSample:
+        """Run like steps and return the sample of the last."""
         generation = self._steps + 1
         admitted = tuple(self._admission(shape, slot, generation) for slot in range(shape.rows))
         lag = np.full(shape.rows, shape.catch_up, dtype=np.int32)
@@ -161,24 +187,25 @@ class _Runner:
         settled_s = self._spent_s + _SETTLED_S
         # A lookup first reads all that its sequence has, which is part of what it costs.
         reads = self._looks_up and shape.num_drafts > 0
-        for _ in range(1, _LIKE_STEPS if shape.goes_on and not reads else 1):
+        for _ in range(1, _LIKE_STEPS if shape.repeats and not reads else 1):
             if self._spent_s >= settled_s:
                 break
-            if shape.num_drafts:  # of those all accepted, a draft model has not seen the last
+            if shape.num_drafts:  # where all were accepted, a draft model has not seen the last
                 lag = (result.num_accepted == shape.num_drafts).astype(np.int32)
             result = self._step(shape, generation, lag, ())
-        self._meter.last.work.ingested_tokens += reads * shape.rows * shape.context_tokens
-        return self._meter.last
+        sample = self._meter.last
+        sample.work.ingested_tokens += reads * shape.rows * shape.context_tokens
+        # Rows that catch up were admitted in the same step, which only the drafter's price ignores.
+        return msgspec.structs.replace(sample, target_s=0.0) if shape.catch_up else sample
 
     def _step(
         self, shape: StepShape, generation: int, lag: np.ndarray, admitted: tuple[NewSequence, ...]
     ) -> StepResult:
         self._steps += 1
-        slots = np.arange(shape.rows, dtype=np.int32)
         each = np.ones(shape.rows, dtype=np.int32)
         plan = StepPlan(
             step_id=self._steps,
-            slots=slots,
+            slots=np.arange(shape.rows, dtype=np.int32),
             generations=each * generation,
             query_lens=each * shape.query_len,
             num_drafts=each * shape.num_drafts,
@@ -186,12 +213,12 @@ class _Runner:
             wants_logits=np.ones(shape.rows, dtype=np.bool_),
             deltas=Deltas(
                 reset=bool(admitted),
-                released=_NO_SLOTS,
-                zeroed_blocks=_NO_SLOTS,
+                released=_NONE,
+                zeroed_blocks=_NONE,
                 new_sequences=admitted,
-                append_slots=_NO_SLOTS,
-                append_indices=_NO_SLOTS,
-                append_blocks=_NO_SLOTS,
+                append_slots=_NONE,
+                append_indices=_NONE,
+                append_blocks=_NONE,
             ),
         )
         result = self._meter.run(plan)
@@ -219,33 +246,12 @@ class _Runner:
         )
 
     def _tokens(self, slot: int, count: int) -> np.ndarray:
-        """Made-up tokens, int32 [count]. Lookups by themselves find a text that repeats; before a
-        model they find nothing, so that the price of a chain is that of its dearest."""
+        """Return made-up tokens, int32 [count]. Lookups alone get a text that repeats and find it;
+        before a model they find nothing, so that a chain costs what its dearest drafter does."""
         rng = np.random.default_rng(slot)
         distinct = count if MODEL in self._config.default_chain else min(count, _PERIOD_TOKENS)
         tokens = rng.integers(0, self._config.vocab_size, distinct, dtype=np.int32)
         return np.resize(tokens, count)
-
-
-def fit_profile(samples: Mapping[StepShape, StepSample]) -> CostProfile:
-    """Prices of a machine on which steps of these shapes took so long.
-
-    Shapes that bring equally many tokens in different numbers of rows tell the price of a row; rows
-    with a longer context that of a context token, decoding and verifying; and by as much as a chunk
-    of a prompt is cheaper than as many verified tokens, wanting logits costs. The rest is T's.
-    """
-    # Who catches up was admitted in the same step, and is for the price of the drafter's alone.
-    known = [sample for shape, sample in samples.items() if not shape.catch_up]
-    tokens = np.array([sample.work.target_tokens for sample in known])
-    points = np.unique(tokens).tolist()
-    (seconds,), prices = fit_curves([(tokens, points)], _TARGET, known)
-    floor_s = _LEAST_SHARE * min(sample.target_s for sample in known)
-    return CostProfile(
-        tokens=tuple(points),
-        target_s=tuple(max(s, floor_s) for s in seconds),
-        **prices,
-        **fit_drafting(_DRAFT, list(samples.values())),
-    )
 
 
 def _median(samples: list[StepSample]) -> StepSample:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
 
 from cbatch.cli.options import MODEL_HELP, add_engine_options, engine_options, model_paths
 from cbatch.cli.output import add_json_option, print_figures, require_place
 from cbatch.core.request.errors import FieldError
 
 if TYPE_CHECKING:
-    from cbatch.engine.engine import Engine
-    from cbatch.engine.info import EngineInfo
-    from sim.cost.calibrated import Accuracy, Calibration
+    from cbatch.core.prices.calibration import Accuracy
 
 ROUNDS, STEPS = 2, 32
 
@@ -27,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "calibrate",
         usage="%(prog)s [MODEL] --out FILE [options]",
         description="Runs made-up batches of many sizes, lookaheads and lengths, fits prices to "
-        "their durations, and says how well these foretell other batches.",
+        "their durations, and says how well these predict other batches.",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
@@ -40,8 +36,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from cbatch.engine.build import load_engine
-    from sim.cost.calibrated import write_calibration
+    from cbatch.engine.loop import Executor
+    from cbatch.engine.prices.calibrator import Calibrator
+    from cbatch.engine.progress import ProgressBar
 
     if args.overlap:
         raise FieldError("--overlap", "the simulator's loop is serial", "leave it out")
@@ -54,35 +54,25 @@ def run(args: argparse.Namespace) -> int:
     engine, info = load_engine(*model_paths(args.model, args.draft), options)
     for line in info.lines():
         console.print(line, soft_wrap=True)
-    found = calibrate(engine, info, args, console)
-    write_calibration(args.out, found)
+    executor = engine.loop.executor
+    assert isinstance(executor, Executor)
+    calibrator = Calibrator(executor, engine.scheduler.config)
+    total = args.rounds * len(calibrator.fitted) + len(calibrator.held_out)
+    console.print(f"measuring {total} batches of {args.steps} steps")
+    with ProgressBar(total, unit="batches") as bar:
+        for i in range(args.rounds):
+            last = i == args.rounds - 1
+            calibrator.measure(
+                seed=args.seed + i, steps=args.steps, held_out=last, on_batch=bar.advance
+            )
+    found = calibrator.calibration(info)
+    args.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     console.print(f"fitted to {_words(found.fitted)}", soft_wrap=True)
     console.print(f"held-out batches: {_words(found.held_out)}", soft_wrap=True)
     row = msgspec.to_builtins({"fitted": found.fitted, "held_out": found.held_out})
     document = {"results": [row], "machine": found.machine, "versions": found.versions}
     print_figures(document, args.json)
     return 0
-
-
-def calibrate(
-    engine: Engine, info: EngineInfo, args: argparse.Namespace, console: Console
-) -> Calibration:
-    """Leaves the engine without a state; it is to serve nobody meanwhile."""
-    from cbatch.engine.loop import Executor
-    from cbatch.engine.progress import ProgressBar
-    from sim.cost.measure import Calibrator, calibration_of, designed
-
-    executor, config = engine.loop.executor, engine.scheduler.config
-    assert isinstance(executor, Executor)
-    fitted, held_out = designed(config)
-    calibrator = Calibrator(executor, config)
-    total = args.rounds * len(fitted) + len(held_out)
-    console.print(f"measuring {total} batches of {args.steps} steps")
-    with ProgressBar(total, unit="batches") as bar:
-        measure = partial(calibrator.measure, steps=args.steps, on_batch=bar.advance)
-        known = [s for i in range(args.rounds) for s in measure(fitted, seed=args.seed + i)]
-        others = measure(held_out, seed=args.seed + args.rounds)
-    return calibration_of(info, config, known, others)
 
 
 def _words(found: Accuracy) -> str:

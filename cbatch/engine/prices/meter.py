@@ -1,0 +1,43 @@
+"""Measures the steps of an executor, whatever plans them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from cbatch.core.prices.step_work import StepSample
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.slot_counts import SlotCounts
+from cbatch.engine.loop import Executor
+
+
+class StepMeter:
+    """An executor that keeps the sample of its last step."""
+
+    def __init__(
+        self, executor: Executor, max_slots: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._executor, self._clock = executor, clock
+        self._counts = SlotCounts(max_slots)
+        self.last: StepSample
+        self.own_s = 0.0  # time that the meter itself took in the last step
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = self._executor.run(plan)
+        started_s = self._clock()
+        for admission in plan.deltas.new_sequences:
+            self._counts.admit(admission)
+        work = self._counts.work(plan, result.num_drafted)
+        self._counts.advance(plan, result.num_accepted, np.diff(result.row_splits))
+        self.last = StepSample(work, result.draft_s, result.target_s)
+        self.own_s = self._clock() - started_s
+        return result
+
+    def idle(self, seconds: float) -> None:
+        """Note that nothing has run for so long."""
+        self._counts.idle(seconds)
+
+    def reset(self) -> None:
+        self._executor.reset()
