@@ -88,8 +88,9 @@ class Outside(msgspec.Struct, frozen=True):
     def priced(self, calibration: Calibration) -> Calibration:
         replace, prices = msgspec.structs.replace, calibration.prices
         target_s = tuple(max(each + self.step_s, _LEAST_S) for each in prices.target_s)
-        row_s = max(prices.host_row_s + self.row_s, 0.0)
-        return replace(calibration, prices=replace(prices, target_s=target_s, host_row_s=row_s))
+        row_s = max(prices.price("host_row_s") + self.row_s, 0.0)
+        further = prices.further | {"host_row_s": row_s}
+        return replace(calibration, prices=replace(prices, target_s=target_s, further=further))
 
 
 class Foretold(msgspec.Struct, frozen=True):

@@ -168,7 +168,6 @@ def _with_prices(
 
     if not startup.can_profile(config):
         return config
-
     device = torch.device(target.device)
     cpu = f"{platform.node()} {platform.machine()} {platform.processor()} {os.cpu_count()}"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from cbatch.core.prices.calibration import Calibration, decode_calibration
 from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.errors import FieldError
 from sim.cli.scenario import GPU, MODEL_SHAPE, USUAL, Scenario
-from sim.cost.base import ConstantCost, CostModel
+from sim.cost.base import CostModel, constant_cost
 from sim.cost.kernel_tables import KernelCost, read_kernel_tables
 from sim.cost.layer_profiles import LayerProfile
 from sim.cost.pool import DEFAULT_RULES, MEMORY_SHARE, PoolSettings, pool_blocks
@@ -32,9 +33,11 @@ def priced(scenario: Scenario, policy: str) -> Priced:
     """Raises `FieldError` naming the option at fault. `policy` is that of lookahead."""
     drafts = policy != "off"
     if scenario.step_seconds is not None:
-        cost = ConstantCost(step_duration_s=scenario.step_seconds)
         names = {"cost": "constant", "step_duration_s": scenario.step_seconds}
-        return Priced(cost=cost, names=names, engine={})
+        if not 0 < scenario.step_seconds < math.inf:
+            problem = f"{scenario.step_seconds!r} is not allowed"
+            raise FieldError("--step-seconds", problem, "give positive seconds")
+        return Priced(cost=constant_cost(scenario.step_seconds), names=names, engine={})
     if scenario.cost is not None:
         return _calibrated(scenario.cost, policy)
     if scenario.cost_table is None:

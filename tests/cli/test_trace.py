@@ -155,6 +155,7 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--cost-table", "/no/folder", "--lookahead", "ema"), "has no prices of drafts"),
         ((*SMALL, "--lookahead", "ema", "--acceptance", "beta:1"), "--acceptance: 'beta:1'"),
         (("--step-seconds", 0.1), "--num-blocks: is not known"),
+        (("--step-seconds", 0), "--step-seconds: 0.0 is not allowed; give positive seconds"),
         (("--lookahead", "fixed:2"), "--draft-model: is missing"),
         (("--lookahead", "sometimes"), "lookahead: 'sometimes'"),
         ((*SMALL, "--lookahead", "fixed:2", "--acceptance", 1.5), "--acceptance"),

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from msgspec.structs import astuple, replace
+from msgspec import structs
+from msgspec.structs import replace
 
 from cbatch.core.prices.calibration import Accuracy, Calibration, accuracy
 from cbatch.core.prices.cost_profile import CostProfile
@@ -33,20 +34,22 @@ TRUE = CostProfile(
     idles_s=(0, 0.03, 0.1),
     after_idle_s=(0.0, 1e-3, 2e-3),
     row_s=1e-4,
-    cold_context_token_s=2e-7,
-    prefill_pair_s=2e-8,
-    verify_step_s=5e-4,
     draft_setup_s=3e-4,
     draft_pass_s=4e-4,
     draft_token_s=1e-5,
     draft_ingest_s=2e-5,
-    host_step_s=2e-4,
-    host_cold_s=1e-4,
-    host_idle_s=3e-3,
-    host_row_s=5e-6,
-    host_admission_s=1e-4,
-    host_adaptive_row_s=1e-5,
-    host_adaptive_admission_s=5e-4,
+    further={
+        "cold_context_token_s": 2e-7,
+        "prefill_pair_s": 2e-8,
+        "verify_step_s": 5e-4,
+        "host_step_s": 2e-4,
+        "host_cold_s": 1e-4,
+        "host_idle_s": 3e-3,
+        "host_row_s": 5e-6,
+        "host_admission_s": 1e-4,
+        "host_adaptive_row_s": 1e-5,
+        "host_adaptive_admission_s": 5e-4,
+    },
 )
 
 
@@ -105,10 +108,10 @@ def test_what_choosing_depths_costs_is_told_apart() -> None:
     """Half a millisecond an admission; who knows of no such steps charges others for it."""
     known = samples(1500, 0.05, seed=0)
     found = fit_profile(known)
-    assert found.host_adaptive_admission_s == pytest.approx(5e-4, rel=0.15)
-    assert found.host_adaptive_row_s == pytest.approx(1e-5, rel=0.15)
+    assert found.price("host_adaptive_admission_s") == pytest.approx(5e-4, rel=0.15)
+    assert found.price("host_adaptive_row_s") == pytest.approx(1e-5, rel=0.15)
     blind = [replace(sample, controlled=False) for sample in known]
-    assert fit_profile(blind).host_admission_s > 1.5 * TRUE.host_admission_s
+    assert fit_profile(blind).price("host_admission_s") > 1.5 * TRUE.price("host_admission_s")
 
 
 def test_least_squares_are_the_best_that_are_not_negative() -> None:
@@ -165,13 +168,16 @@ def test_designed_batches_of_an_engine_that_is_known() -> None:
     assert abs(found.total) < 0.01 and found.p90 < 0.02
 
 
-def test_every_price_has_its_term() -> None:
-    prices = {
-        name
-        for name, value in zip(TRUE.__struct_fields__, astuple(TRUE), strict=True)
-        if isinstance(value, float)
-    }
-    assert prices == set(TARGET | DRAFT | HOST | ADAPTIVE)
+def test_every_price_has_its_term_and_is_fitted() -> None:
+    """At start-up the profile's own fields; in full all but the one that a curve replaces."""
+    fields = {f.name for f in structs.fields(CostProfile) if f.type is float}
+    terms, known = set(TARGET | DRAFT | HOST | ADAPTIVE), samples(200, 0.0, seed=0)
+    assert fields <= terms
+    assert set(fit_profile(known).further) == terms - fields
+    short = fit_profile([replace(sample, host_s=0.0) for sample in known], start=True)
+    assert not short.further and short.row_s > 0 and short.draft_setup_s > 0
+    with pytest.raises(FieldError, match="'rows' is no term"):
+        ProfiledCost(replace(TRUE, further={"rows": 1.0}))
 
 
 def test_lookups_have_no_price() -> None:

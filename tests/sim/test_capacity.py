@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from cbatch.core.scheduler.config import SchedulerConfig
-from sim.cost.base import ConstantCost
+from sim.cost.base import constant_cost
 from sim.executor.modelled import ModelledExecutor
 from sim.replay.capacity import (
     LEAST_REQUESTS,
@@ -42,7 +42,7 @@ def serving(
             TraceRequest(arrival_s=i * GAP_S / rate, prompt_tokens=9, output_tokens=output_tokens)
             for i in range(requests * rounds)
         )
-        executor = ModelledExecutor(max_slots=1, cost=ConstantCost(step_duration_s=STEP_S))
+        executor = ModelledExecutor(max_slots=1, cost=constant_cost(step_s=STEP_S))
         records: list[Record] = []
         report = replay(
             OpenLoop(arriving),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from sim.cost.base import ConstantCost
+from sim.cost.base import constant_cost
 from sim.cost.roofline import (
     Gpu,
     ModelShape,
@@ -165,8 +165,8 @@ def test_shapes_from_config_files(tmp_path: Path) -> None:
         (lambda: config(memory_efficiency=math.nan), "memory_efficiency"),
         (lambda: load_gpu("H1000"), "--gpu"),
         (lambda: load_shape("no-such-model"), "--model"),
-        (lambda: ConstantCost(step_duration_s=0), "step_duration_s"),
-        (lambda: ConstantCost(draft_pass_s=math.inf), "draft_pass_s"),
+        (lambda: constant_cost(0), "cost_profile.target_s"),
+        (lambda: constant_cost(draft_pass_s=math.inf), "cost_profile.slopes"),
     ],
 )
 def test_bad_values_name_their_field(make, field: str) -> None:
@@ -177,7 +177,7 @@ def test_bad_values_name_their_field(make, field: str) -> None:
 
 def test_constant_and_linear_by_hand() -> None:
     work = decoding(3, 150, drafts=5, depth=2, ingested_tokens=1)
-    assert ConstantCost(step_duration_s=0.5, draft_pass_s=0.1).step_s(work) == (0.2, 0.5, 0.0)
+    assert constant_cost(step_s=0.5, draft_pass_s=0.1).step_s(work) == (0.2, 0.5, 0.0)
     linear = LinearCost(
         base_s=1, token_s=2, context_token_s=3, row_s=4, draft_pass_s=6, draft_token_s=7
     )

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from sim.cost.base import ConstantCost
+from sim.cost.base import constant_cost
 from sim.replay.host import Clerk, Host, Processors, Work, read_host
 from sim.replay.replay import replay
 from sim.replay.routers import ROUTERS, make_router
@@ -107,7 +107,7 @@ def test_what_servers_and_client_compute_is_waited_for() -> None:
     what its tokens take, while the next step runs."""
     host = Host(4, server=Work(0.001, 0.002, 0.0005), client=Work(0.003, 0.001, 0.0002))
     one = [TraceRequest(arrival_s=1.0, prompt_tokens=8, output_tokens=5)]
-    _, (found,) = served(OpenLoop(one), host, 1, cost=ConstantCost(step_duration_s=STEP_S))
+    _, (found,) = served(OpenLoop(one), host, 1, cost=constant_cost(step_s=STEP_S))
     behind_s = 0.0025 + 0.0012
     assert found.ttft_s == pytest.approx(0.004 + STEP_S + behind_s)
     assert found.tpot_s == pytest.approx(STEP_S)
@@ -130,7 +130,7 @@ def test_who_finds_no_processor_free_takes_one_from_an_engine_and_more_time() ->
 
 def test_two_replicas_on_one_processor_are_no_faster_than_one() -> None:
     requests = [TraceRequest(arrival_s=0.0, prompt_tokens=8, output_tokens=40) for _ in range(64)]
-    cost = ConstantCost(step_duration_s=STEP_S)
+    cost = constant_cost(step_s=STEP_S)
 
     def seconds(replicas: int, host: Host) -> float:
         return served(ClosedLoop(requests, 32), host, replicas, cost=cost)[0].duration_s

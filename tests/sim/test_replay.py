@@ -24,7 +24,7 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.steplog import step_log as steplog
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import read_step_log
-from sim.cost.base import ConstantCost
+from sim.cost.base import constant_cost
 from sim.distributions.arrivals import poisson
 from sim.distributions.lengths import fixed, uniform
 from sim.replay.replay import replay
@@ -195,7 +195,7 @@ def test_constant_cost_by_hand() -> None:
         for i, n in enumerate((1, 4, 10))
     ]
     records: list[Record] = []
-    report = run(OpenLoop(requests), cost=ConstantCost(), on_record=records.append)
+    report = run(OpenLoop(requests), cost=constant_cost(), on_record=records.append)
     assert [r.ttft_s for r in records] == pytest.approx([0.01] * 3)
     assert [r.e2e_s for r in records] == pytest.approx([0.01, 0.04, 0.1])
     assert [r.tpot_s for r in records] == [None, pytest.approx(0.01), pytest.approx(0.01)]
@@ -238,12 +238,12 @@ def test_what_is_spent_outside_of_the_engine_is_the_requests() -> None:
     ]
     records: list[Record] = []
     source = Remote(OpenLoop(requests), 0.005)
-    report = run(source, cost=ConstantCost(), on_record=records.append)
+    report = run(source, cost=constant_cost(), on_record=records.append)
     assert [r.ttft_s for r in records] == pytest.approx([0.015] * 3)
     assert [r.e2e_s for r in records] == pytest.approx([0.045] * 3)
     assert [r.tpot_s for r in records] == pytest.approx([0.01] * 3)
     assert report.duration_s == pytest.approx(2.045)
-    clients = run(Remote(ClosedLoop(requests, 1), 0.005), cost=ConstantCost())
+    clients = run(Remote(ClosedLoop(requests, 1), 0.005), cost=constant_cost())
     assert clients.duration_s == pytest.approx(3 * 0.045)
     with pytest.raises(FieldError, match="latency"):
         Remote(OpenLoop(requests), -1.0)
@@ -263,7 +263,7 @@ def test_goodput_counts_requests_that_keep_all_their_objectives() -> None:
 
     def good(**objectives: float) -> float:
         usual = Objectives(**objectives)
-        found = run(OpenLoop(requests), cost=ConstantCost(), objectives=usual).goodput
+        found = run(OpenLoop(requests), cost=constant_cost(), objectives=usual).goodput
         assert found is not None and found.objectives == usual
         assert found.share == found.requests / 5
         return found.requests

@@ -11,7 +11,7 @@ import pytest
 
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig
-from sim.cost.base import ConstantCost
+from sim.cost.base import constant_cost
 from sim.distributions.arrivals import poisson
 from sim.distributions.lengths import uniform
 from sim.executor.acceptance import PositionAcceptance
@@ -41,7 +41,7 @@ def run(*observers: Observer, num_blocks: int = 60) -> Report:
     requests = generate(lambda rng: poisson(3.0, rng), *lengths, requests=40, seed=5)
     executor = ModelledExecutor(
         max_slots=SLOTS,
-        cost=ConstantCost(step_duration_s=0.02),
+        cost=constant_cost(step_s=0.02),
         acceptance=PositionAcceptance([0.6], max_slots=SLOTS),
     )
     return replay(OpenLoop(requests), config, executor, observers=observers)

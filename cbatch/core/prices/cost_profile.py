@@ -32,43 +32,21 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     draft_pass_s: float = 0.0
     draft_token_s: float = 0.0
     draft_ingest_s: float = 0.0  # of a token that the drafter catches up on
-    # Further terms of target_s.
     contexts: tuple[int, ...] = (0, 1)  # points of C, ascending
     context_s: tuple[float, ...] = (0.0, 0.0)
     idles_s: tuple[float, ...] = (0.0, 1.0)  # points of W, ascending
     after_idle_s: tuple[float, ...] = (0.0, 0.0)
-    chunk_s: float = 0.0  # of a row that prefills
-    cold_context_token_s: float = 0.0  # of context that a chunk has pushed out of caches
-    padded_context_token_s: float = 0.0  # of decoding rows times the longest context among them
-    prefill_context_token_s: float = 0.0
-    prefill_pair_s: float = 0.0  # of a (query, key) pair
-    verify_step_s: float = 0.0
-    verify_row_s: float = 0.0
-    verify_token_s: float = 0.0  # of a draft, beyond another token
-    admission_s: float = 0.0
-    # Of draft_s.
-    draft_row_s: float = 0.0
-    draft_context_token_s: float = 0.0
-    draft_context_pass_s: float = 0.0  # of a context token in one pass
-    draft_ingest_setup_s: float = 0.0  # of a step that catches up
-    # Of host_s.
-    host_step_s: float = 0.0
-    host_cold_s: float = 0.0  # of a step soon after a chunk
-    host_idle_s: float = 0.0  # of a second without work before the step
-    host_row_s: float = 0.0
-    host_admission_s: float = 0.0
-    host_admitting_s: float = 0.0  # of a step that admits
-    host_draft_setup_s: float = 0.0
-    host_draft_row_s: float = 0.0
-    host_draft_token_s: float = 0.0
-    # Of host_s, besides, in steps whose depths the adaptive policy chose.
-    host_adaptive_step_s: float = 0.0
-    host_adaptive_row_s: float = 0.0
-    host_adaptive_admission_s: float = 0.0
+    further: dict[str, float] = {}  # prices of the other terms, by name
+
+    def price(self, term: str) -> float:
+        """Return the price of a term of `terms.py`; 0 where it was not measured."""
+        found: float = self.further[term] if term in self.further else getattr(self, term, 0.0)
+        return found
 
     def __post_init__(self) -> None:
         curves = ((self.contexts, self.context_s), (self.idles_s, self.after_idle_s))
         prices = [s for s in msgspec.structs.astuple(self) if isinstance(s, float)]
+        prices += self.further.values()
         for field, ok, remedy in (
             ("tokens", len(self.tokens) >= 2, "give at least two points"),
             ("tokens", _ascend(self.tokens) and self.tokens[0] >= 1, "give ascending counts"),

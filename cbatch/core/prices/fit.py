@@ -26,23 +26,23 @@ _CONTEXT_KNOTS = (0, 256, 1024, 4096, 16384, 65536, 262144)
 _IDLE_KNOTS_S = (0.0, 0.01, 0.03, MOST_IDLE_S)
 # The field of a curve's seconds, by that of its points.
 _SECONDS = {"tokens": "target_s", "contexts": "context_s", "idles_s": "after_idle_s"}
-# Prices that the few steps of a start-up measurement can tell apart.
-_START_TERMS = {"logits_token_s", "context_token_s", "verify_context_token_s", "row_s"}
-_START_TERMS |= {"draft_setup_s", "draft_pass_s", "draft_token_s", "draft_ingest_s"}
 
 
 def fit_profile(samples: Sequence[StepSample], *, start: bool = False) -> CostProfile:
     """Return the prices of a machine on which steps took so long. A duration of 0 was not measured.
 
     `start`: the samples are few, each a median of equal steps. T then has a point at every number
-    of tokens, and the prices are those of a start-up measurement. Raises `FieldError` without
-    samples.
+    of tokens, and only the terms that are fields of the profile are told apart. Raises `FieldError`
+    without samples.
     """
     timed = [sample for sample in samples if sample.target_s > 0]
     if not timed:
         raise FieldError("samples", "are none", "measure some steps")
-    target = {name: of for name, of in TARGET.items() if not start or name in _START_TERMS}
-    draft = {name: of for name, of in DRAFT.items() if not start or name in _START_TERMS}
+    own = CostProfile.__struct_fields__
+    target, draft = (
+        {name: of for name, of in terms.items() if not start or name in own}
+        for terms in (TARGET, DRAFT)
+    )
     works = [sample.work for sample in timed]
     tokens = np.array([work.target_tokens for work in works])
     curves = {"tokens": (tokens, np.unique(tokens).tolist())}
@@ -69,7 +69,8 @@ def fit_profile(samples: Sequence[StepSample], *, start: bool = False) -> CostPr
     hosted = [sample for sample in samples if sample.host_s > 0]
     prices |= _fit_terms(draft, drafting, [sample.draft_s for sample in drafting])
     prices |= _fit_terms(HOST | ADAPTIVE, hosted, [sample.host_s for sample in hosted])
-    return CostProfile(**prices)
+    further = {name: prices.pop(name) for name in [*prices] if name not in own}
+    return CostProfile(**prices, further=further)
 
 
 def _fit_terms(

@@ -10,6 +10,7 @@ import numpy as np
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.curve import Curve
 from cbatch.core.prices.step_work import StepWork
+from cbatch.core.request.errors import FieldError
 
 Terms = dict[str, Callable[[StepWork], float]]
 # Share of the context of decoding rows that is not in caches, by steps since the last chunk.
@@ -28,14 +29,14 @@ TARGET: Terms = {
     "context_token_s": attrgetter("context_tokens"),
     "verify_context_token_s": lambda work: work.decode_context_tokens * (work.draft_tokens > 0),
     "row_s": attrgetter("rows"),
-    "chunk_s": lambda work: work.rows - work.decode_rows,
+    "chunk_s": lambda work: work.rows - work.decode_rows,  # a row that prefills
     "cold_context_token_s": lambda work: work.decode_context_tokens * cold(work),
     "padded_context_token_s": lambda work: work.decode_rows * work.decode_longest_tokens,
     "prefill_context_token_s": attrgetter("prefill_context_tokens"),
     "prefill_pair_s": attrgetter("prefill_pairs"),
     "verify_step_s": lambda work: work.draft_tokens > 0,
     "verify_row_s": lambda work: work.decode_rows * (work.draft_tokens > 0),
-    "verify_token_s": attrgetter("draft_tokens"),
+    "verify_token_s": attrgetter("draft_tokens"),  # beyond another token
     "admission_s": attrgetter("admitted"),
 }
 DRAFT: Terms = {
@@ -54,11 +55,12 @@ HOST: Terms = {
     "host_idle_s": lambda work: min(work.idle_s, MOST_IDLE_S),
     "host_row_s": attrgetter("rows"),
     "host_admission_s": attrgetter("admitted"),
-    "host_admitting_s": lambda work: work.admitted > 0,
+    "host_admitting_s": lambda work: work.admitted > 0,  # a step that admits
     "host_draft_setup_s": lambda work: work.draft_depth > 0,
     "host_draft_row_s": lambda work: work.decode_rows * (work.draft_depth > 0),
     "host_draft_token_s": attrgetter("draft_tokens"),
 }
+# Paid besides in steps whose depths the adaptive policy chose.
 ADAPTIVE: Terms = {
     "host_adaptive_step_s": lambda work: 1,
     "host_adaptive_row_s": attrgetter("rows"),
@@ -67,14 +69,18 @@ ADAPTIVE: Terms = {
 
 
 class ProfiledCost:
-    """The cost model of a profile. `controlled`: the adaptive policy chooses the steps' depths."""
+    """The cost model of a profile. `controlled`: the adaptive policy chooses the steps' depths.
+    Raises `FieldError` for a price without a term."""
 
     def __init__(self, profile: CostProfile, *, controlled: bool = False) -> None:
+        unknown = profile.further.keys() - (TARGET | DRAFT | HOST | ADAPTIVE).keys()
+        if unknown:
+            raise FieldError("cost_profile.further", f"{min(unknown)!r} is no term", "leave it out")
         self._tokens = Curve(profile.tokens, np.maximum.accumulate(profile.target_s).tolist())
         self._context = Curve(profile.contexts, profile.context_s)
         self._idle = profile.idles_s, profile.after_idle_s
         self._target, self._draft, self._host = (
-            [(of, price) for name, of in terms.items() if (price := getattr(profile, name))]
+            [(of, price) for name, of in terms.items() if (price := profile.price(name))]
             for terms in (TARGET, DRAFT, HOST | ADAPTIVE if controlled else HOST)
         )
 

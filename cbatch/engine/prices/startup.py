@@ -21,7 +21,8 @@ from cbatch.core.prices.fit import fit_profile
 from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan, StepResult
+from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
+from cbatch.core.scheduler.state import NO_DELTAS
 from cbatch.engine.loop import Executor
 from cbatch.engine.prices.meter import StepMeter
 from cbatch.system.cache import cache_folder
@@ -42,7 +43,6 @@ _LIKE_STEPS = 5
 _SETTLED_S = 0.01
 _MOST_ROUNDS = 15
 _BUDGET_S = 3.0
-_NONE = np.zeros(0, dtype=np.int32)
 _logger = logging.getLogger("cbatch")
 
 
@@ -211,15 +211,7 @@ class _Probes:
             num_drafts=each * shape.num_drafts,
             catch_up=lag,
             wants_logits=np.ones(shape.rows, dtype=np.bool_),
-            deltas=Deltas(
-                reset=bool(admitted),
-                released=_NONE,
-                zeroed_blocks=_NONE,
-                new_sequences=admitted,
-                append_slots=_NONE,
-                append_indices=_NONE,
-                append_blocks=_NONE,
-            ),
+            deltas=msgspec.structs.replace(NO_DELTAS, reset=bool(admitted), new_sequences=admitted),
         )
         result = self._meter.run(plan)
         self._spent_s += result.target_s + result.draft_s
