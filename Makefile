@@ -12,14 +12,20 @@ REAL := $(VENV)/.real-model-asked-for
 # Those that a torch with CUDA of our range pins, and the newest; the installed one works once.
 TRITONS ?= 3.6.0 3.7.0 3.7.1 3.9.0
 
+WORKERS ?= 2
+XDIST = $(BIN)/python -m pytest -q -n $(WORKERS)
+INTERPRETED := tests/triton_kernels/interpreter tests/gpu_proofs/interpreted tests/bench/interpreted
+
 .PHONY: demo test test-statistics test-fuzz test-hostile test-models test-ray prove-gpu prove-gpu-steps \
 	prove-gpu-orders prove-gpu-code bench pictures lint clean
 
 demo: $(REAL)
 	@$(BIN)/cbatch demo
 
+# On $(WORKERS) processors. Interpreted kernels need processes of their own.
 test: lint
-	$(BIN)/python -m pytest -q
+	TRITON_INTERPRET=1 $(XDIST) $(INTERPRETED)
+	$(XDIST) --dist loadfile
 
 # Distributions over large samples, whole engines among them: minutes.
 test-statistics: $(DEV)

@@ -66,7 +66,7 @@ def test_with_a_cache_that_cannot_be_written(
     """Not even by root. Kernels are compiled without optimisation, which takes 2 s."""
     build_model(tmp_path, "llama")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nobody")
-    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-O0"))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
     expected = r"/proc/nobody/cbatch/compiled takes no kernels \(.*\): they are compiled for .*"
     kernels = f"products: compiled Q8_0; kernels: {build.builds.offered()[0].name}"
     serves(as_gguf(tmp_path, Q8_0), caplog, expected, kernels)

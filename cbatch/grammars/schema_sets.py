@@ -14,7 +14,7 @@ _NUMBER = frozenset(("fraction", "integer"))
 TYPES = _NUMBER | {"array", "boolean", "null", "object", "string"}
 _NAMES: dict[type, str] = {bool: "boolean", str: "string", list: "array", dict: "object"}
 _DEPTH = 4  # of references and nested schemas that are looked through
-_MOST_PARTS = 50_000  # that are looked at, for all questions together
+MOST_PARTS = 50_000  # that are looked at, for all questions together
 
 
 class SchemaSets:
@@ -22,7 +22,7 @@ class SchemaSets:
 
     def __init__(self, target: Callable[[str], Schema]) -> None:
         self._target = target
-        self._left = _MOST_PARTS
+        self._left = MOST_PARTS
 
     def _parts(self, schema: Schema, depth: int) -> Iterator[dict[str, Any]]:
         """Yield schemas that together say the same: itself, and those of `allOf` and `$ref`. False

@@ -60,13 +60,6 @@ SECTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-def test_sections_with_interpreted_kernels(interpreted: tuple[int, str]) -> None:
-    status, output = interpreted
-    assert status == 0, output
-    assert " passed" in output and "skipped" not in output
-
-
 def test_parts_follow_one_another(tmp_path: Path) -> None:
     """The engine's steps before vLLM's, and both before what takes long."""
     parts = {p.name: p for p in command.parts(tmp_path, tmp_path, command.SECTIONS)}

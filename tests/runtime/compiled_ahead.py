@@ -29,9 +29,9 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def tiles_by_hand(compiler: Compiler, like: Build) -> ctypes.CDLL:
-    flags = (*build._FLAGS, *compiler.flags(like), "-include", str(TILES), "-shared")
-    made = _once("tiles.so", lambda to: compiler.run(*flags, str(build._SOURCE), "-lm", "-o", to))
-    return build._loaded(made)
+    flags = (*build.FLAGS, *compiler.flags(like), "-include", str(TILES), "-shared")
+    made = _once("tiles.so", lambda to: compiler.run(*flags, str(build.SOURCE), "-lm", "-o", to))
+    return build.load_library(made)
 
 
 def checked_bounds() -> Iterator[tuple[str, Build, tuple[str, ...]]]:
@@ -46,7 +46,7 @@ def checked_bounds() -> Iterator[tuple[str, Build, tuple[str, ...]]]:
 
 def bounds_program(compiler: Compiler, name: str, of: Build, more: tuple[str, ...]) -> Path:
     """Its compiler may lack the sanitizers: then raises what `Compiler.run` does."""
-    flags = (*FLAGS, *SANITIZERS, *compiler.flags(of), *more, f"-I{build._SOURCE.parent}")
+    flags = (*FLAGS, *SANITIZERS, *compiler.flags(of), *more, f"-I{build.SOURCE.parent}")
     return _once(f"bounds-{name}", lambda to: compiler.run(*flags, str(BOUNDS), "-o", to, "-lm"))
 
 
@@ -54,7 +54,7 @@ def _once(name: str, make: Callable[[str], object]) -> Path:
     """Return a file of the cache, made unless it is there from the same sources."""
     folder = cache_folder("compiled")
     assert folder is not None
-    sources = sorted(build._SOURCE.parent.glob("*.[ch]"))
+    sources = sorted(build.SOURCE.parent.glob("*.[ch]"))
     text = b"".join(file.read_bytes() for file in (*sources, TILES, BOUNDS))
     path = folder / f"{hashlib.sha256(text).hexdigest()[:16]}-{name}"
     if not path.exists():

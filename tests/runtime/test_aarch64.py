@@ -47,8 +47,8 @@ def compiled(made: Build, folder: Path) -> Path:
     else:
         compiler = Compiler((sys.executable, "-m", "ziglang", "cc"))
         target = ("-target", "aarch64-linux-musl")
-    flags = (*build._FLAGS, *target, *flags_of(made, "aarch64", zig=compiler.is_zig))
-    place = ("-static", f"-I{build._SOURCE.parent}", str(PROGRAM), "-lm")
+    flags = (*build.FLAGS, *target, *flags_of(made, "aarch64", zig=compiler.is_zig))
+    place = ("-static", f"-I{build.SOURCE.parent}", str(PROGRAM), "-lm")
     program = folder / made.name
     compiler.run(*flags, *place, "-o", str(program), scratch=str(folder))
     return program

@@ -137,8 +137,8 @@ def test_what_does_not_run_here_compiles(made: Build, tmp_path: Path) -> None:
     assert compiler is not None
     if not compiler.takes(made):
         pytest.skip("the compiler is older")
-    flags = (*build._FLAGS, "-O0", *compiler.flags(made))
-    compiler.run(*flags, "-c", str(build._SOURCE), "-o", str(tmp_path / "library.o"))
+    flags = (*build.FLAGS, "-O0", *compiler.flags(made))
+    compiler.run(*flags, "-c", str(build.SOURCE), "-o", str(tmp_path / "library.o"))
 
 
 # ---- what each computes -----------------------------------------------------------------------

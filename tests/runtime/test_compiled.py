@@ -36,8 +36,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty one, and a source that takes no time: others call what is compiled of the real."""
     source = tmp_path / "source" / "library.c"
     source.parent.mkdir()
-    source.write_text("\n".join(f"int {symbol}(void) {{ return 7; }}" for symbol in build._SYMBOLS))
-    monkeypatch.setattr(build, "_SOURCE", source)
+    source.write_text("\n".join(f"int {symbol}(void) {{ return 7; }}" for symbol in build.SYMBOLS))
+    monkeypatch.setattr(build, "SOURCE", source)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "cbatch" / "compiled"
 
@@ -84,7 +84,7 @@ import os, sys
 from pathlib import Path
 from cbatch.runtime.cpu.compiled import build
 
-build._SOURCE = Path(sys.argv[1])
+build.SOURCE = Path(sys.argv[1])
 assert build.library.__wrapped__() is not None
 (file,) = Path(sys.argv[2]).iterdir()
 whole = file.read_bytes()
@@ -103,7 +103,7 @@ print("all", len(lengths) + 2)
 
 @needs_compiler
 def test_a_file_that_is_not_whole_is_replaced(cache: Path) -> None:
-    command = [sys.executable, "-c", BROKEN, str(build._SOURCE), str(cache)]
+    command = [sys.executable, "-c", BROKEN, str(build.SOURCE), str(cache)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     count = int(run.stdout.split()[1])
@@ -138,7 +138,7 @@ def test_without_a_cache_it_is_compiled_for_the_process(
 @needs_compiler
 def test_many_processes_may_compile_at_once(cache: Path) -> None:
     script = BROKEN.split("(file,)")[0]
-    command = [sys.executable, "-c", script, str(build._SOURCE)]
+    command = [sys.executable, "-c", script, str(build.SOURCE)]
     processes = [subprocess.Popen(command) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert loaded()._name == str(kept(cache))
@@ -152,7 +152,7 @@ from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.engine.prices.startup import cached_profile
 from cbatch.runtime.cpu.compiled import build
 
-build._SOURCE = Path(sys.argv[1])
+build.SOURCE = Path(sys.argv[1])
 os.setuid(12345)
 made = CostProfile(tokens=(1, 2), target_s=(1.0, 2.0))
 assert build.library.__wrapped__().lanes() == 7 and cached_profile({}, lambda: made) == made
@@ -168,7 +168,7 @@ def test_a_user_without_a_home(cache: Path, home: str | None) -> None:
     environment |= {} if home is None else {"HOME": home}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        source = shutil.copy(build._SOURCE, folder)
+        source = shutil.copy(build.SOURCE, folder)
         command = [sys.executable, "-c", STRANGER, source]
         run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr

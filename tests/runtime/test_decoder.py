@@ -127,14 +127,14 @@ def test_an_order_of_sums_that_depends_on_the_rows_is_noticed(
     if broken == "pairs" and not MULTIPLIES_PAIRS:
         pytest.skip("this processor multiplies no pairs of bf16")
     source = tmp_path / "source"
-    shutil.copytree(build._SOURCE.parent, source)
+    shutil.copytree(build.SOURCE.parent, source)
     for name, old, new in BREAKS[broken]:
         text = (source / name).read_text()
         assert text.count(old) == 1
         (source / name).write_text(text.replace(old, new))
-    monkeypatch.setattr(build, "_SOURCE", source / "library.c")
-    flags = [flag for flag in build._FLAGS if not flag.startswith("-O")]
-    monkeypatch.setattr(build, "_FLAGS", ("-O0", *flags))
+    monkeypatch.setattr(build, "SOURCE", source / "library.c")
+    flags = [flag for flag in build.FLAGS if not flag.startswith("-O")]
+    monkeypatch.setattr(build, "FLAGS", ("-O0", *flags))
     kernel = build.library.__wrapped__()
     for module in (product_module, decoder_module):
         monkeypatch.setattr(module, "library", lambda: kernel)
@@ -143,24 +143,24 @@ def test_an_order_of_sums_that_depends_on_the_rows_is_noticed(
     numerics = Numerics(mode="invariant", may_pack=False)
     dtype = torch.bfloat16 if broken == "pairs" else torch.float32
     model = Model(config, source_of, dtype, numerics)
-    assert model._compiled is not None
+    assert model.compiled is not None
     assert probe_row_invariance(model).forward is (broken == "none")
 
 
 def test_logits_lie_where_nobody_looks_any_more(tmp_path: Path) -> None:
     """The memory of those that somebody holds, or holds a part of, stays theirs."""
     build_model(tmp_path, "llama", vocab_size=12)
-    decoder = load_model(tmp_path, numerics="invariant")._compiled
+    decoder = load_model(tmp_path, numerics="invariant").compiled
     assert decoder is not None
-    first = decoder._logits(4)
+    first = decoder.logits(4)
     address, part = first.data_ptr(), first[1:3]
     del first
-    second = decoder._logits(4)
+    second = decoder.logits(4)
     assert second.data_ptr() != address
     del part
     address = second.data_ptr()
     del second
-    assert decoder._logits(2).data_ptr() == address
-    assert decoder._logits(0).shape == (0, 12)
+    assert decoder.logits(2).data_ptr() == address
+    assert decoder.logits(0).shape == (0, 12)
     for rows in range(1, 40):  # a few more than there is room for
-        assert decoder._logits(rows).shape == (rows, 12)
+        assert decoder.logits(rows).shape == (rows, 12)

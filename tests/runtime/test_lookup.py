@@ -105,7 +105,7 @@ def test_kernels_find_what_python_does(kind, data):
     worlds = [World(partial(make, *shape), window_tokens=window) for make in MADE[kind]]
     for world in worlds:
         world.admit(0, text)
-        assert (world.drafter._compiled is None) == (world is worlds[0])
+        assert (world.drafter.compiled is None) == (world is worlds[0])
     for depth in (1, data.draw(st.integers(2, 60))):
         assert worlds[0].propose_at(ends, depth) == worlds[1].propose_at(ends, depth)
     assert worlds[0].observe(0, 1) == worlds[1].observe(0, 1)

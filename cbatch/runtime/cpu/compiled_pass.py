@@ -199,7 +199,7 @@ class CompiledDecoder:
             made = num_wanted if states is not None else rows
             hidden = torch.empty(made, self.num_kept, self._config.hidden_size)
         self._reach(int(context_lens.max()))
-        logits = self._logits(num_wanted)
+        logits = self.logits(num_wanted)
         tokens, wanted = tokens.contiguous(), wanted.contiguous()
         query_lens, context_lens, tables = map(_ints, (query_lens, context_lens, tables))
         threads = torch.get_num_threads()
@@ -274,7 +274,7 @@ class CompiledDecoder:
             for layer, rope in zip(self._layers, self._ropes, strict=True):
                 layer.cos_sin = self._cos_sin[rope].data_ptr()
 
-    def _logits(self, rows: int) -> Tensor:
+    def logits(self, rows: int) -> Tensor:
         """[rows, vocab]. The same memory again once nobody has a tensor in it: a large one that is
         made anew costs as long as its pages take to be cleared, a tenth of a step of 128 rows."""
         vocab, memory = self.struct.choices, self._logits_memory

@@ -111,8 +111,8 @@ class Model:
                 self.device,
             )
         self._padding = self._common_padding()
-        self._compiled = CompiledDecoder.of(config, self.embedding, self.layers, self.head, ranks)
-        if self._compiled is None and not config.plain:
+        self.compiled = CompiledDecoder.of(config, self.embedding, self.layers, self.head, ranks)
+        if self.compiled is None and not config.plain:
             problem = f"{config.family} needs kernels of our own in {dtype}"
             remedy = "install a C compiler (gcc), or use model_impl transformers"
             raise UnsupportedModelError(f"model: {problem}; {remedy}")
@@ -136,8 +136,8 @@ class Model:
         """From now on passes give the residual stream of all rows as it comes into these layers, in
         this order; number `num_layers` is what the last one makes, before the final norm."""
         self.hidden_layers = layers
-        if self._compiled is not None:
-            self._compiled.keep(layers)
+        if self.compiled is not None:
+            self.compiled.keep(layers)
 
     def room_for_hidden(self, num_rows: int) -> Tensor | None:
         """What `forward` fills for so many rows; None where nothing is kept."""
@@ -157,10 +157,10 @@ class Model:
             return self._forward(batch, kv, hidden)
 
     def _forward(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor | None) -> Tensor:
-        if self._compiled is not None:
+        if self.compiled is not None:
             self._checked(int(batch.context_lens.max()) - 1)
             lens, wanted = (batch.query_lens, batch.context_lens), batch.logits_index
-            return self._compiled.run(
+            return self.compiled.run(
                 batch.tokens, *lens, batch.block_tables, wanted, kv, self.progress, hidden=hidden
             )
         num_rows = batch.tokens.shape[0]

@@ -63,14 +63,14 @@ class LookupDrafter(Drafter):
             raise ValueError(f"window_tokens: {window_tokens} is not allowed; use at least 2")
         self._lookup = lookup
         self._half = window_tokens // 2
-        self._compiled = CompiledLookup.of(lookup.struct, self._half)
+        self.compiled = CompiledLookup.of(lookup.struct, self._half)
 
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
         return np.zeros(len(slots), dtype=np.int64)
 
     def propose(self, rows: DraftRows) -> Proposal:
-        if self._compiled is not None:
-            tokens, num_drafted = self._compiled.look_up(self.table.tokens, *rows[:3])
+        if self.compiled is not None:
+            tokens, num_drafted = self.compiled.look_up(self.table.tokens, *rows[:3])
         else:
             tokens, num_drafted = self._look_up(rows)
         processors = self.table.logits_processors
@@ -88,8 +88,8 @@ class LookupDrafter(Drafter):
         Call it after a step for rows that drafted nothing since then.
         """
         known = self.table.num_tokens[slots]
-        if self._compiled is not None:
-            return Evidence(*self._compiled.score(self.table.tokens, slots, since, known))
+        if self.compiled is not None:
+            return Evidence(*self.compiled.score(self.table.tokens, slots, since, known))
         evidence = Evidence(*np.zeros((2, len(slots)), dtype=np.int64))
         for i, slot in enumerate(slots.tolist()):
             for end in range(since[i], known[i]):
@@ -104,8 +104,8 @@ class LookupDrafter(Drafter):
         """Whether it would have drafted after the first `since[i]` tokens of a slot, asked for
         `depths[i]` drafts, and how many would have been accepted; so many tokens are known since.
         Depends on emitted tokens alone, as `observe` does."""
-        if self._compiled is not None:
-            tokens, num_drafted = self._compiled.look_up(self.table.tokens, slots, since, depths)
+        if self.compiled is not None:
+            tokens, num_drafted = self.compiled.look_up(self.table.tokens, slots, since, depths)
         else:
             tokens, num_drafted = self._look_up(DraftRows(slots, since, depths, depths))
         depth = iota(tokens.shape[1])

@@ -1,7 +1,6 @@
-"""Sections of the GPU run with interpreted kernels, in a process of their own: that of
-`tests/bench/test_gpu_run.py`, or
+"""Sections of the GPU run with interpreted kernels, in a process of their own:
 
-    TRITON_INTERPRET=1 python -m pytest tests/bench/interpreted
+TRITON_INTERPRET=1 python -m pytest tests/bench/interpreted
 """
 
 from __future__ import annotations

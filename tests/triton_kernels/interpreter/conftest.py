@@ -1,8 +1,7 @@
 """Tests that run kernels: in Triton's interpreter, or compiled on a device.
 
 Whether a kernel is interpreted is settled when triton is imported, for the whole process, and the
-rest of the suite needs it compiled. So this folder runs in a process of its own: that of
-`tests/triton_kernels/test_interpreter.py`, or one of
+rest of the suite needs it compiled. So this folder runs in processes of its own:
 
     TRITON_INTERPRET=1 python -m pytest tests/triton_kernels/interpreter
     python -m pytest tests/triton_kernels --device cuda

@@ -17,13 +17,13 @@ from cbatch.runtime.cpu.compiled.builds import Build
 from cbatch.runtime.cpu.compiled.compiler import Compiler, find_compiler
 from cbatch.system.cache import cache_folder
 
-_SOURCE = Path(__file__).with_name("library.c")
-_FLAGS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-pthread", "-fPIC")
-_SYMBOLS = ("decode", "memory_bytes", "product", "lanes", "rest", "pack", "bytes_of_panel")
-_SYMBOLS += ("look_up", "score_drafts", "choose")
-_SYMBOLS += ("fuse", "ingest", "draft", "head_bytes")
-_SYMBOLS += ("begin_attention", "end_attention", "attend_layer", "attention_floats")
-_SYMBOLS += ("run_experts", "experts_bytes")
+SOURCE = Path(__file__).with_name("library.c")
+FLAGS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-pthread", "-fPIC")
+SYMBOLS = ("decode", "memory_bytes", "product", "lanes", "rest", "pack", "bytes_of_panel")
+SYMBOLS += ("look_up", "score_drafts", "choose")
+SYMBOLS += ("fuse", "ingest", "draft", "head_bytes")
+SYMBOLS += ("begin_attention", "end_attention", "attend_layer", "attention_floats")
+SYMBOLS += ("run_experts", "experts_bytes")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _logger = logging.getLogger("cbatch")
 
@@ -106,9 +106,9 @@ def library_of(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.
 def _file_name(build: Build, compiler: Compiler) -> str:
     """Of whatever the library depends on."""
     key = hashlib.sha256()
-    for source in sorted(_SOURCE.parent.glob("*.[ch]")):
+    for source in sorted(SOURCE.parent.glob("*.[ch]")):
         key.update(source.read_bytes())
-    for part in (*compiler.command, *_FLAGS, *compiler.flags(build), builds.cpu_features()):
+    for part in (*compiler.command, *FLAGS, *compiler.flags(build), builds.cpu_features()):
         key.update(part.encode())
     return f"{build.name}-{key.hexdigest()[:16]}.so"
 
@@ -119,7 +119,7 @@ def _cached(file: Path) -> ctypes.CDLL:
     content = file.read_bytes()
     if _digest(content[:-_DIGEST_BYTES]) != content[-_DIGEST_BYTES:]:
         raise OSError("it is not whole")
-    return _loaded(file)
+    return load_library(file)
 
 
 def _built(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
@@ -127,21 +127,21 @@ def _built(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.CDLL
     name = _file_name(build, compiler)
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
         made = Path(temporary) / name
-        flags = (*_FLAGS, *compiler.flags(build))
-        compiler.run(*flags, "-c", str(_SOURCE), "-o", f"{made}.o", scratch=temporary)
+        flags = (*FLAGS, *compiler.flags(build))
+        compiler.run(*flags, "-c", str(SOURCE), "-o", f"{made}.o", scratch=temporary)
         compiler.run(*flags, "-shared", f"{made}.o", "-lm", "-o", str(made), scratch=temporary)
         with made.open("r+b") as file:
             digest = _digest(file.read())
             file.write(digest)
-        found = _loaded(made)
+        found = load_library(made)
         if folder is not None:
             os.replace(made, folder / name)
     return found
 
 
-def _loaded(file: Path) -> ctypes.CDLL:
+def load_library(file: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(file), mode=os.RTLD_NOW)
-    missing = [symbol for symbol in _SYMBOLS if not hasattr(found, symbol)]
+    missing = [symbol for symbol in SYMBOLS if not hasattr(found, symbol)]
     if missing:
         raise OSError(f"it lacks {', '.join(missing)}")
     return found
