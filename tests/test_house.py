@@ -39,7 +39,7 @@ LAYERS = {
     "triton_kernels": (
         "slots",
         "verification",
-        "attention compile_check layers products sampling",
+        "attention layers products sampling",
         "noise",
         "build",
     ),

@@ -26,11 +26,11 @@ from torch import Tensor
 from cbatch.runtime.cpu.drafter import DraftRows, Proposal
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.sampling import rejection_sampler as verify
+from cbatch.runtime.sampling.rejection_sampler import NoiseRows
 from tests.runtime import test_executor
 from tests.runtime.test_statistics import FILTERS, VOCAB, Z_BOUND, sample, z_against
 from triton_kernels.noise import host as noise
-from triton_kernels.verification import reference as verify
-from triton_kernels.verification.reference import NoiseRows
 
 
 def keeps_rejected(self: TorchExecutor, rows: Any, verified: Any) -> Any:
@@ -82,17 +82,18 @@ def zero_for_want_of_a_bonus(weights: Tensor, rows: NoiseRows, purpose: Any) -> 
 
 
 ADVANCE, DRAW = TorchExecutor._advance, verify.draw
+SAMPLER = "cbatch.runtime.sampling.rejection_sampler"
 FLAWS: dict[str, tuple[tuple[str, Any], ...]] = {
     "A1 rollback keeps the rejected token": (
         ("cbatch.runtime.cpu.executor.TorchExecutor._advance", keeps_rejected),
     ),
     "B1 threshold for a coin, p for the residual": (
-        ("triton_kernels.verification.reference._count_accepted", above_threshold),
-        ("triton_kernels.verification.reference.residual_of", lambda p, q, rejected: p),
+        (f"{SAMPLER}._count_accepted", above_threshold),
+        (f"{SAMPLER}.residual_of", lambda p, q, rejected: p),
     ),
     "C1 q of 1 / V": (("tests.runtime.engines.DraftModel", _MadeUpQ),),
-    "D1 argmax match": (("triton_kernels.verification.reference._count_accepted", best_or_none),),
-    "D1 token 0": (("triton_kernels.verification.reference.draw", zero_for_want_of_a_bonus),),
+    "D1 argmax match": ((f"{SAMPLER}._count_accepted", best_or_none),),
+    "D1 token 0": ((f"{SAMPLER}.draw", zero_for_want_of_a_bonus),),
 }
 
 

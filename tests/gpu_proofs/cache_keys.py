@@ -59,7 +59,7 @@ def compile_ahead(file: str) -> None:
 def launches_looked_up(folder: Path, missing: Counter[str]) -> Iterator[Counter[str]]:
     """Yield counts of launched kernels by name; `missing` gets those without a key in `folder`."""
     from tests.gpu_proofs.driver import Launches, _Driver, _Unlaunched
-    from triton_kernels.compile_check import TARGETS
+    from tests.triton_kernels.compile_check import TARGETS
 
     launches, launched = Launches(), Counter[str]()
 

@@ -12,7 +12,7 @@ import triton
 from triton.compiler import ASTSource
 
 from tests.gpu_proofs.driver import Specialisation
-from triton_kernels.compile_check import TARGETS, resources_of
+from tests.triton_kernels.compile_check import TARGETS, resources_of
 
 _REGISTERS = {"cuda": 1 << 16, "hip": 1 << 17}  # NVIDIA: a multiprocessor's; AMD: of four SIMDs
 _PROGRAM_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}

@@ -27,7 +27,7 @@ from tests.gpu_proofs.compiled import Verdict, verdicts
 from tests.gpu_proofs.driver import Launches, Specialisation, recording
 from tests.gpu_proofs.sizes import MORE, USUAL, Size
 from tests.gpu_proofs.steps import KINDS, Run
-from triton_kernels.compile_check import TARGETS
+from tests.triton_kernels.compile_check import TARGETS
 
 SIZES = {"first": USUAL[:1], "usual": USUAL, "all": USUAL + MORE}
 

@@ -21,8 +21,8 @@ from tests.gpu_proofs.launches import late, launches_of
 from tests.gpu_proofs.meta import META, Refused
 from tests.gpu_proofs.sizes import MORE, USUAL, Size, serves
 from tests.gpu_proofs.steps import KINDS, Run
+from tests.triton_kernels.compile_check import TARGETS
 from tests.triton_kernels.test_compile_check import product_kernel
-from triton_kernels.compile_check import TARGETS
 
 FP8_KERNELS = {"attention_kernel", "kv_write_kernel"}
 SIZE = USUAL[2]  # the quickest that drafts

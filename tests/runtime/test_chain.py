@@ -18,9 +18,9 @@ from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.model.arrays import I64
+from cbatch.runtime.sampling.rejection_sampler import NoiseRows, rejection_verify
 from tests.runtime.engines import admission
 from tests.runtime.test_statistics import FILTERS, Z_BOUND, sample, z_against
-from triton_kernels.verification.reference import NoiseRows, rejection_verify
 
 VOCAB, NOISE = 12, 0.08
 

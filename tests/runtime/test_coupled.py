@@ -63,7 +63,7 @@ def test_uncoupled_drafts_keep_the_tokens_but_are_accepted_less(monkeypatch):
     coupled = run("coupled", lookahead="fixed:3")
     monkeypatch.setattr("cbatch.runtime.drafting.draft_model.noise.COUPLED", noise.DRAFT)
     # The target's stream is read in another module under the same name: give it back its number.
-    monkeypatch.setattr("triton_kernels.verification.reference.noise", _Streams())
+    monkeypatch.setattr("cbatch.runtime.sampling.rejection_sampler.noise", _Streams())
     found = run("coupled", lookahead="fixed:3")
     assert found.outputs == coupled.outputs
     assert found.acceptance < 0.8 * coupled.acceptance

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.chi_square import chi_square_z
-from tests.triton_kernels.worlds import World, exact, joint, survival
-from triton_kernels.noise import host as noise
-from triton_kernels.verification.block_reference import block_verify
-from triton_kernels.verification.reference import (
+from cbatch.runtime.sampling.block_verification import block_verify
+from cbatch.runtime.sampling.rejection_sampler import (
     NoiseRows,
     Verdict,
     coupled_verify,
     draw,
     rejection_verify,
 )
+from tests.chi_square import chi_square_z
+from tests.triton_kernels.worlds import World, exact, joint, survival
+from triton_kernels.noise import host as noise
 
 DEEPEST = 3  # drafts a step
 Z_BOUND = 5.0  # |z| beyond it by chance: 6 in 10 million tests; seeds are fixed

@@ -13,8 +13,8 @@ from triton.runtime.jit import JITFunction
 
 from tests.gpu_proofs.driver import _Driver
 from tests.gpu_proofs.meta import META
+from tests.triton_kernels.compile_check import TARGETS
 from triton_kernels.build import ahead
-from triton_kernels.compile_check import TARGETS
 from triton_kernels.layers.norm import rms_norm
 from triton_kernels.slots.state import Arena, ArenaSizes
 from triton_kernels.slots.target_batch import TargetLayout, make_target_batch

@@ -13,11 +13,11 @@ from torch import Tensor
 from cbatch.core.speculation import acceptance as estimator
 from cbatch.core.speculation.acceptance import DepthCorrection
 from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.runtime.sampling.block_verification import block_verify
 from tests.triton_kernels.decoding import DEEPEST, Z_BOUND, Decoder, Fixed, Policy, Step, alive
 from tests.triton_kernels.test_policies import evidence_of
 from tests.triton_kernels.test_verify import make_batch
 from tests.triton_kernels.worlds import ShapedWorld, World, chain_world
-from triton_kernels.verification.block_reference import block_verify
 
 COUNT = 30_000
 CAUGHT = 2 * Z_BOUND

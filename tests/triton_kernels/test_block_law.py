@@ -18,6 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.sampling import block_verification as block
+from cbatch.runtime.sampling import rejection_sampler as verify
+from cbatch.runtime.sampling.block_verification import block_verify
 from tests.triton_kernels.decoding import DEEPEST, Z_BOUND, Decoder, Fixed, alive, joint_z
 from tests.triton_kernels.test_exact_law import (
     KINDS,
@@ -29,9 +32,6 @@ from tests.triton_kernels.test_exact_law import (
 )
 from tests.triton_kernels.worlds import ShapedWorld, World, exact, joint
 from triton_kernels.noise import host as noise
-from triton_kernels.verification import block_reference as block
-from triton_kernels.verification import reference as verify
-from triton_kernels.verification.block_reference import block_verify
 
 CAUGHT = 2 * Z_BOUND
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.sampling import rejection_sampler as verify
+from cbatch.runtime.sampling.rejection_sampler import NoiseRows, rejection_verify
 from tests.triton_kernels.decoding import (
     DEEPEST,
     MODES,
@@ -26,8 +28,6 @@ from tests.triton_kernels.decoding import (
 )
 from tests.triton_kernels.worlds import ShapedWorld, World, chain_world
 from triton_kernels.noise import host as noise
-from triton_kernels.verification import reference as verify
-from triton_kernels.verification.reference import NoiseRows, rejection_verify
 
 COUNT = 15_000
 CAUGHT = 2 * Z_BOUND

@@ -9,9 +9,9 @@ import pytest
 import triton
 import triton.language as tl
 
-from triton_kernels import compile_check
+from tests.triton_kernels import compile_check
+from tests.triton_kernels.compile_check import Findings, all_cases, check, main
 from triton_kernels.build.case import CaseLimits, KernelCase
-from triton_kernels.compile_check import Findings, all_cases, check, main
 
 KINDS = {
     (c.name, c.wgmma, c.tma, c.constexprs.get("FOLDS")): c

@@ -14,11 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.sampling import rejection_sampler as verify
+from cbatch.runtime.sampling.rejection_sampler import (
+    NoiseRows,
+    coupled_verify,
+    draw,
+    rejection_verify,
+)
 from tests.triton_kernels.decoding import DEEPEST
 from tests.triton_kernels.worlds import ShapedWorld, World, exact, joint, random_laws
 from triton_kernels.noise import host as noise
-from triton_kernels.verification import reference as verify
-from triton_kernels.verification.reference import NoiseRows, coupled_verify, draw, rejection_verify
 
 VOCAB, LENGTH = 4, DEEPEST + 1
 KINDS = ["dense", "zeros", "equal", "disjoint", "one_hot", "certain", "shaped"]

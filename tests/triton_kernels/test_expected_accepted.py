@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.sampling.rejection_sampler import expected_accepted
 from tests.triton_kernels.decoding import Z_BOUND, Decoder, Fixed, Policy
 from tests.triton_kernels.test_policies import evidence_of
 from tests.triton_kernels.test_verify import Batch, make_batch
 from tests.triton_kernels.worlds import ShapedWorld, World, chain_world
-from triton_kernels.verification.reference import expected_accepted
 
 COUNT = 30_000
 CAUGHT = 2 * Z_BOUND

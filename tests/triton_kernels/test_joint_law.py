@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from cbatch.runtime.sampling.rejection_sampler import NoiseRows
 from tests.chi_square import chi_square_z
 from tests.triton_kernels.decoding import (
     DEEPEST,
@@ -25,7 +26,6 @@ from tests.triton_kernels.decoding import (
     joint_z,
 )
 from tests.triton_kernels.worlds import ShapedWorld, World, chain_world, exact, joint
-from triton_kernels.verification.reference import NoiseRows
 
 COUNT = 40_000
 ALL = pytest.mark.parametrize("mode", list(MODES))

@@ -1,5 +1,5 @@
 """All kernels of a start, as an H100 gets them: how many they are, and how much code each is. What
-they take to compile is in the table of `python -m triton_kernels.compile_check`."""
+they take to compile is in the table of `python -m tests.triton_kernels.compile_check`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cbatch.runtime.model.checkpoint import open_checkpoint
 from tests.gpu_proofs.driver import Specialisation, recording
 from tests.gpu_proofs.sizes import LLAMA_1B, LLAMA_8B, Size
 from tests.gpu_proofs.steps import Run
-from triton_kernels.compile_check import MOST_CODE_BYTES, TARGETS, code_bytes
+from tests.triton_kernels.compile_check import MOST_CODE_BYTES, TARGETS, code_bytes
 
 MOST_KERNELS = 40
 

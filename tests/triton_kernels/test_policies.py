@@ -17,11 +17,11 @@ from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.cost_model import StepPrices
 from cbatch.core.speculation.policy import PolicyLimits
+from cbatch.runtime.sampling.rejection_sampler import expected_accepted
 from tests.helpers import DraftedRows, RowsToPlan
 from tests.triton_kernels.decoding import DEEPEST, MODES, Z_BOUND, Decoder, Policy, Step, joint_z
 from tests.triton_kernels.worlds import ShapedWorld, World, chain_world, exact
 from triton_kernels.noise import host as noise
-from triton_kernels.verification.reference import expected_accepted
 
 COUNT = 60_000
 CAUGHT = 2 * Z_BOUND

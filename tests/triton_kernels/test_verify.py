@@ -11,16 +11,16 @@ from torch import Tensor
 
 from cbatch.core.request import noise as specification
 from cbatch.core.request.noise import Purpose
-from tests.triton_kernels.decoding import MODES
-from triton_kernels.noise import host as noise
-from triton_kernels.verification.block_reference import block_verify
-from triton_kernels.verification.reference import (
+from cbatch.runtime.sampling.block_verification import block_verify
+from cbatch.runtime.sampling.rejection_sampler import (
     NoiseRows,
     Verdict,
     coupled_verify,
     draw,
     rejection_verify,
 )
+from tests.triton_kernels.decoding import MODES
+from triton_kernels.noise import host as noise
 
 VOCAB = 37
 ALL = pytest.mark.parametrize("mode", list(MODES))

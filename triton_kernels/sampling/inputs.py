@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-# How a request's tokens are decided: see `triton_kernels/verification/reference.py`, and for blocks
-# `block_reference.py` there.
+# How a request's tokens are decided: see `rejection_sampler.py` and, for blocks,
+# `block_verification.py` in `cbatch/runtime/sampling`.
 GREEDY: Final = 0
 COUPLED: Final = 1
 REJECTION: Final = 2
@@ -33,7 +33,7 @@ class Requests(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Counters of the noise of B requests; as `triton_kernels.verification.reference.NoiseRows`."""
+    """Counters of the noise of B requests; as `NoiseRows` of `rejection_sampler.py`."""
 
     keys: Tensor  # int64 [B, 2]
     choices: Tensor  # int64 [B]

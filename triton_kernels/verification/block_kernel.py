@@ -1,4 +1,5 @@
-"""Verification in blocks from logits, as `block_reference.py` defines it on probabilities.
+"""Verification in blocks from logits, defined on probabilities in
+`cbatch/runtime/sampling/block_verification.py`.
 
 `decide` has stored the probabilities of the drafts and the joint ratios c along them. Where drafts
 were drawn, `residual` has stored the mass R of max(0, c p - q) after each draft but the last. This

@@ -1,6 +1,6 @@
-"""Batched verification from logits, as `reference.py` and `block_reference.py` define it on
-probabilities, without a tensor of probabilities. Greedy, coupled, rejection and block requests of
-any k share one batch.
+"""Batched verification from logits without a tensor of probabilities. `rejection_sampler.py` and
+`block_verification.py` in `cbatch/runtime/sampling` define the same on probabilities.
+Greedy, coupled, rejection and block requests of any k share one batch.
 
 `decide` accepts drafts of a request up to the first rejection. The scan has drawn the next token
 already, unless a drawn draft is rejected: then the next token is drawn from the residual, for which

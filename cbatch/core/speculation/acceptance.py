@@ -20,7 +20,7 @@ slightly above alpha^j while little is known, which keeps exploring.
   to and including the first rejection (`plan.StepResult.expected_accepted`). Its mean is that of
   the count (the difference is a martingale, the first rejection a stopping time), its variance
   lower. Later positions must not enter: their noise is used again by the next step. Of drafts
-  judged as a block (`triton_kernels/verification/block_reference.py`) it is the chance that one
+  judged as a block (`cbatch/runtime/sampling/block_verification.py`) it is the chance that one
   more was accepted, given those before: a martingale just so.
 - a correction by depth. S_j knows no depth: drafts of a block are accepted more often the deeper
   they lie, a drafter may lose its way, and a lookup's first draft fails where the text leaves what

@@ -15,7 +15,7 @@ from torch import Tensor
 from cbatch.runtime.cpu.compiled.build import library
 from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
-from triton_kernels.verification.reference import NoiseRows
+from cbatch.runtime.sampling.rejection_sampler import NoiseRows
 
 # Enough for any usual top-k and most nuclei; a larger prefix costs more on every row.
 _LEADING_TOKENS = 256

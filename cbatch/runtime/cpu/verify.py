@@ -22,9 +22,9 @@ from cbatch.runtime.cpu.filters import (
 )
 from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
+from cbatch.runtime.sampling.block_verification import block_verify
 from cbatch.runtime.sampling.logprobs import LogprobRequest, describe
-from triton_kernels.verification.block_reference import block_verify
-from triton_kernels.verification.reference import (
+from cbatch.runtime.sampling.rejection_sampler import (
     NoiseRows,
     coupled_verify,
     expected_accepted,

@@ -18,8 +18,8 @@ from cbatch.runtime.cpu.filters import filtered_probs, filters_of, greedy_drafts
 from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.sampling.rejection_sampler import draw
 from triton_kernels.noise import host as noise
-from triton_kernels.verification.reference import draw
 
 
 class DraftModel(ModelDrafter):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cbatch.core.request.request import SamplingParams
+from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits, weights_of
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
     BLOCK,
@@ -28,7 +29,6 @@ from triton_kernels.sampling.inputs import (
     rows_of,
 )
 from triton_kernels.sampling.launch import Tiling
-from triton_kernels.sampling.reference import sample_reference, shaped_logits, weights_of
 
 SMALL = Tiling(pieces=4, piece=32, chunk=4, list_tokens=128)  # one tile of a row, in most tests
 MOST_DRAFTS = 5

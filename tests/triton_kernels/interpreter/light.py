@@ -18,6 +18,8 @@ from cbatch.runtime.gpu import decoder, modelling
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import target_pass as verifying
 from tests.triton_kernels.interpreter.batches import overlaid
+from tests.triton_kernels.reference_of_logits import verify_reference
+from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits
 from triton_kernels.attention import WorkList, attention_reference
 from triton_kernels.layers.activation import silu_mul_reference
 from triton_kernels.layers.kv_write import kv_write_reference
@@ -31,9 +33,7 @@ from triton_kernels.sampling.inputs import (
     Proposals,
     Rows,
 )
-from triton_kernels.sampling.reference import sample_reference, shaped_logits
 from triton_kernels.verification.kernel import VerifyOutput
-from triton_kernels.verification.reference_of_logits import verify_reference
 
 
 def without_overflow_checks(patch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.triton_kernels.interpreter.batches import SMALL, kept_by, noise_of, random_batch
+from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits, weights_of
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling import launch, laws, order
 from triton_kernels.sampling.inputs import (
@@ -25,7 +26,6 @@ from triton_kernels.sampling.inputs import (
     Rows,
 )
 from triton_kernels.sampling.launch import Tiling
-from triton_kernels.sampling.reference import sample_reference, shaped_logits, weights_of
 
 VOCAB = 90
 SHORT = SMALL._replace(list_tokens=16, chunk=2)

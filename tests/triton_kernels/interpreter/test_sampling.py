@@ -13,14 +13,14 @@ from torch import Tensor
 
 from cbatch.runtime.cpu.filters import Filters, filtered_probs
 from cbatch.runtime.sampling.logits_processors import processors_of
+from cbatch.runtime.sampling.rejection_sampler import NoiseRows, draw
 from tests.triton_kernels.interpreter.batches import SMALL, Asked, kept_by, random_batch
+from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits
 from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling import launch, order, shape
 from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION, Laws, LogitsBatch
 from triton_kernels.sampling.launch import Tiling
-from triton_kernels.sampling.reference import sample_reference, shaped_logits
-from triton_kernels.verification.reference import NoiseRows, draw
 
 PIECEMEAL = Tiling(pieces=1, piece=32, chunk=1, list_tokens=64)  # rows of two tiles and more
 

@@ -20,6 +20,7 @@ from tests.triton_kernels.interpreter.batches import (
     proposals_of,
     random_batch,
 )
+from tests.triton_kernels.reference_of_logits import verify_reference
 from tests.triton_kernels.worlds import World, exact, joint, random_laws
 from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
@@ -41,7 +42,6 @@ from triton_kernels.verification import block_kernel, residual
 from triton_kernels.verification import kernel as verify_logits
 from triton_kernels.verification.kernel import VerifyOutput
 from triton_kernels.verification.kernel import verify_logits as verify
-from triton_kernels.verification.reference_of_logits import verify_reference
 
 pytestmark = [
     pytest.mark.usefixtures("device", "unchecked_sums"),

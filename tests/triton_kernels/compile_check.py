@@ -1,6 +1,6 @@
 """Compiles every shipped kernel configuration for every target, no GPU needed, and reads the code.
 
-    python -m triton_kernels.compile_check [--target sm_90] [--kernel attention]
+    python -m tests.triton_kernels.compile_check [--target sm_90] [--kernel attention]
 
 Fails on register spills, on more registers or shared memory than a case allows, on code that an
 instruction cache does not hold, on products that miss wgmma, on loads that are narrow or miss the
@@ -302,7 +302,7 @@ def _entry(findings: Findings) -> dict[str, object]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m triton_kernels.compile_check")
+    parser = argparse.ArgumentParser(prog="python -m tests.triton_kernels.compile_check")
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--kernel", choices=FAMILIES, action="append", help="default: all")
     options = parser.parse_args(arguments)

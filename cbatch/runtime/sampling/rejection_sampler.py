@@ -1,5 +1,5 @@
 """Batched verification of ragged drafts, one by one, in two modes. Each emitted token has the law p
-in both. Verification of whole blocks is in `block_reference.py`.
+in both. Verification of whole blocks is in `block_verification.py`.
 
 *Rejection* (Leviathan, Kalman, Matias 2023, "Fast inference from transformers via speculative
 decoding", Algorithm 1): draft x ~ q is accepted with probability min(1, p(x) / q(x)); the first

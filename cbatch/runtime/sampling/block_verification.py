@@ -28,8 +28,9 @@ tell, too. Draft and accept noise therefore depend on position and depth in the 
 position in any case. So each block's noise is independent of all that was known before it, and by
 (3) the law is exact over any number of steps; k may follow whatever was seen.
 
-A block of one draft is judged, to the bit, as by `reference.rejection_verify`; a draft chosen with
-certainty is accepted as often as there (c_i is then the product of its p), and never more often.
+A block of one draft is judged, to the bit, as by `rejection_verify` of `rejection_sampler.py`; a
+draft chosen with certainty is accepted as often as there (c_i is then the product of its p), and
+never more often.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cbatch.runtime.sampling import rejection_sampler
+from cbatch.runtime.sampling.rejection_sampler import NoiseRows, draw
 from triton_kernels.noise import host as noise
-from triton_kernels.verification import reference
-from triton_kernels.verification.reference import NoiseRows, draw
 
 
 class BlockVerdict(NamedTuple):
@@ -66,11 +67,12 @@ def block_verify(
     rows: NoiseRows,
 ) -> BlockVerdict:
     """Verify the drafts of B rows as blocks. Shapes, and what is raised, as for
-    `reference.rejection_verify`. Drafts that were drawn had the noise of their depth (`at_depth`).
+    `rejection_sampler.rejection_verify`. Drafts that were drawn had the noise of their depth
+    (`at_depth`).
 
     Where p is not a number (no token may follow a draft) a block ends, as if no more had been
     drafted; that this draft was accepted is for the caller to notice."""
-    reference.check_rows(target_probs, draft_tokens, draft_probs, num_drafts, rows)
+    rejection_sampler.check_rows(target_probs, draft_tokens, draft_probs, num_drafts, rows)
     if draft_tokens.numel() == 0:
         zeros = torch.zeros_like(num_drafts)
         return BlockVerdict(zeros, draw(target_probs, rows, noise.BONUS), zeros.to(torch.float32))
@@ -163,7 +165,7 @@ def _following(
         at = draft_starts[hit] + num_accepted[hit]
         q = None if draft_probs is None else draft_probs[at]
         scaled = weights[hit] * ratios[hit, num_accepted[hit], None]
-        weights[hit] = reference.residual_of(scaled, q, draft_tokens[at])
+        weights[hit] = rejection_sampler.residual_of(scaled, q, draft_tokens[at])
     purposes = torch.where(rejected, noise.RESIDUAL, noise.BONUS)
     at_last = rows._replace(positions=rows.positions + num_accepted)
     return draw(weights, at_last, purposes)
@@ -175,7 +177,7 @@ def _expected(before: Tensor, masses: Tensor, num_accepted: Tensor, drafts: _Dra
     Given x_1 .. x_i and that i or more are accepted, one more is with probability 1 - R_i / c_i, by
     (1). These are summed over i up to the number accepted. Count less sum is a martingale in i, so
     both have the same mean, and the sum has the lower variance. With c = 1 throughout it is what
-    `reference.expected_accepted` is."""
+    `rejection_sampler.expected_accepted` is."""
     tried = drafts.depth <= num_accepted[drafts.row]
     chances = 1 - (masses / before).clamp(max=1)
     total = chances.new_zeros(num_accepted.numel())

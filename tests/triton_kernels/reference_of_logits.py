@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cbatch.runtime.sampling import rejection_sampler as verify
+from cbatch.runtime.sampling.block_verification import block_verify
+from tests.triton_kernels.sampling_reference import shaped_logits, weights_of
 from triton_kernels.sampling.inputs import (
     BLOCK,
     COUPLED,
@@ -14,16 +17,13 @@ from triton_kernels.sampling.inputs import (
     Proposals,
     Rows,
 )
-from triton_kernels.sampling.reference import shaped_logits, weights_of
-from triton_kernels.verification import reference as verify
-from triton_kernels.verification.block_reference import block_verify
 
 
 def verify_reference(
     batch: LogitsBatch, proposals: Proposals | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`triton_kernels.verification.kernel.verify_logits` by way of
-    `triton_kernels.verification.reference`: number of accepted drafts, next token, and whether
+    `cbatch.runtime.sampling.rejection_sampler`: number of accepted drafts, next token, and whether
     every logit was finite, int64 [B] each. No padding, and drafts lie one after the other."""
     logits, rows, requests, where, drafts, shaping = batch
     x = shaped_logits(logits, rows, drafts, shaping)
