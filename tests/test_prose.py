@@ -1,0 +1,128 @@
+"""Comments, docstrings and names are plain English ("Names and prose" in contributing.md)."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Folders that hold to the rules. The others are still to come.
+PLAIN = ("tests/test_prose.py",)
+
+BANNED = re.compile(
+    r"\b(nobody|somebody|whoever|whomever|told|foretold|foretell\w*|anew|alike|in vain|of late"
+    r"|owe[sd]?|dear|so many|behind|beside|besides|stands?|stood)\b",
+    re.IGNORECASE,
+)
+FIRST_WORDS = ("Of", "What", "Whether", "Who", "Whom", "Whose", "And", "That", "Those")
+NAMES = frozenset(("found", "told", "asked", "wanted", "held", "most", "gone", "ours", "theirs"))
+MOST_WORDS = 30
+
+# What a rule would find and a reader would not: (file, text).
+EXCEPTIONS = frozenset((("tests/test_prose.py", "told"),))
+
+
+class Problem(NamedTuple):
+    file: str
+    line: int
+    text: str
+
+
+def files() -> list[Path]:
+    chosen = [ROOT / name for name in PLAIN]
+    inside = [path for place in chosen for path in place.rglob("*.py")]
+    return sorted({*inside, *(place for place in chosen if place.suffix == ".py")})
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every docstring."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, owners) and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, text
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every comment. Comments on successive lines are one."""
+    begun, last, words = 0, -1, [""]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT or re.match(r"# (noqa|type:|fmt:|mypy)", token.string):
+            continue
+        text, line = token.string.lstrip("#: "), token.start[0]
+        if line == last + 1:
+            words.append(text)
+        else:
+            yield begun, "\n".join(words)
+            begun, words = line, [text]
+        last = line
+    yield begun, "\n".join(words)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a text. Indented lines are formulas or examples; a list's items and
+    the parts around a colon or a semicolon are sentences of their own."""
+    plain = "\n".join("" if line.startswith("  ") else line for line in text.splitlines())
+    yield from re.split(r"\n\s*\n|\n(?=[-*] )|[.!?;:](?=\s)", plain)
+
+
+def problems(rule: str, path: Path) -> list[Problem]:
+    file, source = path.relative_to(ROOT).as_posix(), path.read_text()
+    prose = [*docstrings(source), *comments(source)]
+    offences: list[tuple[int, str]]
+    if rule == "banned words":
+        offences = [
+            (line, m.group().lower()) for line, text in prose for m in BANNED.finditer(text)
+        ]
+    elif rule == "first words of docstrings":
+        starts = [(line, text.split(maxsplit=1)[0]) for line, text in docstrings(source)]
+        offences = [(line, word) for line, word in starts if word in FIRST_WORDS]
+    elif rule == "long sentences":
+        parts = [(line, part) for line, text in prose for part in sentences(text)]
+        offences = [(line, part.strip()) for line, part in parts if len(part.split()) > MOST_WORDS]
+    else:
+        offences = list(names(source))
+    return [Problem(file, *each) for each in offences if (file, each[1]) not in EXCEPTIONS]
+
+
+def names(source: str) -> Iterator[tuple[int, str]]:
+    """Yield names of variables and arguments that do not say what they hold. A loop of its own in
+    brackets may call its element `each`."""
+    tree = ast.parse(source)
+    inner = {
+        id(name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.comprehension)
+        for name in ast.walk(node.target)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            if node.id in NAMES or (node.id == "each" and id(node) not in inner):
+                yield node.lineno, node.id
+        elif isinstance(node, ast.arg) and node.arg in NAMES | {"each"}:
+            yield node.lineno, node.arg
+
+
+RULES = ("banned words", "first words of docstrings", "long sentences", "names")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_prose_is_plain(rule: str) -> None:
+    remaining = [problem for path in files() for problem in problems(rule, path)]
+    assert not remaining, "\n".join(f"{p.file}:{p.line}: {p.text}" for p in remaining)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_finds_its_offence(
+    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    offender = tmp_path / "offender.py"
+    offender.write_text(f'"""Of rows that nobody asked for."""\n\n# {"word " * 31}\nheld = 1\n')
+    assert len(problems(rule, offender)) == 1
