@@ -1,24 +1,23 @@
-"""What a step is made of, and a measured one: all that a price is found from, or asked for.
+"""The composition of a step and its measured durations, from which prices are fitted.
 
-One record for whoever has to do with prices: the scheduler's price list, the profile at start-up,
-`cbatch calibrate`, and the simulator, whose cost models are functions of it.
+The lookahead policy, the measurement at start-up, `cbatch calibrate` and the simulator share them.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-IDLE_LEFT = 0.1  # of what idleness took from caches, the share that a step does not bring back
+IDLE_LEFT = 0.1  # share of what idle time evicted from caches that a step does not bring back
 
 
 class StepWork(msgspec.Struct, gc=False):
-    """The composition of one step; read-only to whoever prices it.
+    """The composition of one step. Cost models only read it.
 
     A decoding row reads all of its context and computes 1 + k tokens; a chunk of a prompt attends
     to what came before it and, on average, to half of itself.
     """
 
-    # The price list knows no more than these, and of a commit no more is told.
+    # A commit fills in these, from which the lookahead policy learns prices.
     rows: int = 0
     target_tokens: int = 0  # through the target model, the drafts among them
     logit_tokens: int = 0  # of these: verified or deciding
@@ -26,7 +25,7 @@ class StepWork(msgspec.Struct, gc=False):
     draft_depth: int = 0  # sequential passes of the drafter
     draft_tokens: int = 0
     ingested_tokens: int = 0  # that the drafter catches up on
-    # The rest is of those who follow the plans (`cbatch.engine.step_meter`).
+    # The others need the plans before this one (`SlotCounts` in `slot_counts.py`).
     decode_rows: int = 0  # of `rows`, the ones that decode or verify
     decode_longest_tokens: int = 0  # the most KV positions that one of them reads, and the least
     decode_shortest_tokens: int = 0
@@ -46,7 +45,7 @@ class StepWork(msgspec.Struct, gc=False):
 
 class StepSample(msgspec.Struct, frozen=True):
     """One measured step: seconds of the drafter's passes, of what else the executor measures, and
-    of its turn of the loop besides. `controlled`: `goodput` chose its depths."""
+    of the loop around it. `controlled`: the adaptive policy chose its depths."""
 
     work: StepWork
     draft_s: float

@@ -1,1 +1,1 @@
-"""Which rows a step has: queue, blocks, plan and commit. Imports `speculation` and `request`."""
+"""Which rows a step has: queue, blocks, plan and commit. Imports the other parts of `core`."""
