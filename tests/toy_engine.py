@@ -6,6 +6,7 @@ from typing import Any
 
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.engine import Engine
+from cbatch.engine.loop import LateCode
 from cbatch.text import TextTokenizer
 from tests.checking.clock import VirtualClock
 from tests.checking.executor import SimExecutor
@@ -25,6 +26,7 @@ def make_engine(
     faults: Any = None,
     seed: int | None = None,
     clock: VirtualClock | None = None,
+    late: LateCode | None = None,
     **overrides: Any,
 ) -> Engine:
     if lookahead != "off":
@@ -42,6 +44,8 @@ def make_engine(
         clock=clock,
         faults=faults,
     )
+    if late is not None:
+        vars(executor)["late"] = late
     return Engine(
         Scheduler(config), executor, tokenizer=tokenizer, clock=clock, depth=depth, seed=seed
     )

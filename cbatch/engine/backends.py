@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import DRAFTERS, LOOKUPS
+from cbatch.core.request.request import DRAFTERS, LOOKUPS, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import policy_class
 from cbatch.engine.model_impl import Impl, refuse_beside
@@ -154,10 +154,16 @@ def executor_for(
     config: SchedulerConfig,
     grammars: GrammarSource | None = None,
     kv_cache_dtype: str = "auto",
+    default_params: SamplingParams | None = None,
 ) -> TorchExecutor | GpuExecutor:
+    """On a GPU no request waits for kernels that `default_params` need."""
     if is_gpu(str(target.device)):
+        from cbatch.runtime.gpu.late import groups_of
+
         gpu_draft = cast("Decoder | None", draft)
-        return _gpu_executor(cast("Decoder", target), gpu_draft, config, grammars, kv_cache_dtype)
+        made = _gpu_executor(cast("Decoder", target), gpu_draft, config, grammars, kv_cache_dtype)
+        made.capture(groups_of(default_params or SamplingParams()))
+        return made
     from cbatch.runtime.cpu.executor import TorchExecutor
 
     return TorchExecutor(
@@ -295,7 +301,7 @@ def _gpu_executor(
     most = [config.lookahead.k]
     if policy_class(config.lookahead.policy).priced:  # its prices are measured in these shapes
         most += [shape.num_drafts for shape in shapes_for(config)]
-    executor = GpuExecutor(
+    return GpuExecutor(
         target,
         num_blocks=config.num_blocks,
         block_size_tokens=config.block_size_tokens,
@@ -310,8 +316,6 @@ def _gpu_executor(
         grammars=grammars,
         kv_dtype=kv_dtype_of(target, kv_cache_dtype),
     )
-    executor.capture()
-    return executor
 
 
 def _lookups() -> dict[str, Lookup]:

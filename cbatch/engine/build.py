@@ -128,7 +128,8 @@ def _load_engine(
         grammars = Grammars(
             lambda: tokenizer or tokenizer_of(source), config.vocab_size, config.eos_ids
         )
-    executor = _executor(target, draft_model, config, grammars, options, ranks)
+    usual = SamplingParams(**defaults)
+    executor = _executor(target, draft_model, config, grammars, options, usual, ranks)
     if policy_class(config.lookahead.policy).priced:
         paths = model, draft
         config = _with_prices(config, executor, target, draft_model, paths, options.kv_cache_dtype)
@@ -146,7 +147,7 @@ def _load_engine(
         seed=options.seed,
         drafters=held_drafters(config),
         grammars=grammars,
-        default_params=SamplingParams(**defaults),
+        default_params=usual,
     )
     return engine, info
 
@@ -198,9 +199,10 @@ def _executor(
     config: SchedulerConfig,
     grammars: Grammars | None,
     options: EngineOptions,
+    default_params: SamplingParams,
     ranks: Ranks | None,
 ) -> TorchExecutor | GpuExecutor | RankedExecutor:
-    made = executor_for(target, draft, config, grammars, options.kv_cache_dtype)
+    made = executor_for(target, draft, config, grammars, options.kv_cache_dtype, default_params)
     if ranks is None:
         return made
     with ranks.together(Serve(config)):

@@ -18,6 +18,8 @@ from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import LiveChoice, Prompt, Seeds, choice_requests, token_ids
 from cbatch.text.outputs import Accepted, Output, Speculation
 
+COMPILING_TICK_S = 0.05  # an engine with nothing else to do looks whether its kernels are compiled
+
 
 class EngineStats(msgspec.Struct):
     """Totals since the engine was made."""
@@ -110,6 +112,7 @@ class Engine:
         there is none."""
         running = tuple(self._groups.get(request_id, ()))
         for core_id in running:
+            self.loop.waiting.pop(core_id, None)
             self.scheduler.cancel(core_id, self._clock())
             self._ready.append(self._forget(core_id).end(FinishReason.CANCELLED))
         return bool(running)
@@ -117,14 +120,17 @@ class Engine:
     def step(self) -> list[Output]:
         """One step of the model. An empty list where nothing was completed or nothing waits."""
         outputs, self._ready = self._ready, []
+        waiting = self.loop.admit_waiting()
         busy = self.scheduler.has_work or self.scheduler.num_in_flight
+        if waiting and not busy and not outputs:
+            time.sleep(COMPILING_TICK_S)
         commit = self.loop.step() if busy else None
         ended = (*(commit.finished if commit else ()), *self.scheduler.take_finished())
         endings: dict[str, Ending] = {end.request_id: end for end in ended}
         if commit is not None:
             self.stats.steps += 1
             outputs += self._take(commit, endings)
-        elif not outputs and not endings and self._live:
+        elif not outputs and not endings and self._live and not waiting:
             raise RuntimeError("the scheduler has requests that it cannot plan")
         for core_id, end in endings.items():
             if core_id in self._live:
@@ -164,7 +170,7 @@ class Engine:
     def _add_all(self, requests: list[Request]) -> None:
         for at, request in enumerate(requests):
             try:
-                self.scheduler.add(request, self._clock())
+                self.loop.add(request)
             except FieldError:
                 for earlier in requests[:at]:
                     self.scheduler.cancel(earlier.request_id, self._clock())

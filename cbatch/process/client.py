@@ -260,9 +260,9 @@ class EngineClient:
             case StartFailed():
                 link.failure = event
             case Heartbeat(stats):
-                self.stats = stats
+                self._note(stats)
             case Snapshot(stats=stats):
-                self.stats = stats
+                self._note(stats)
                 if self._on_snapshot is not None:
                     _watched(self._on_snapshot, event)
             case Stepped():
@@ -270,8 +270,14 @@ class EngineClient:
                 self._hear_canary(event)
                 self._go_on_trying()
 
+    def _note(self, stats: EngineMetrics) -> None:
+        before = () if self.stats is None else self.stats.compiling
+        if stats.compiling != before:
+            _logger.info("still compiling: %s", "; ".join(stats.compiling) or "nothing")
+        self.stats = stats
+
     def _take_step(self, link: EngineLink, step: Stepped) -> None:
-        self.stats = step.stats
+        self._note(step.stats)
         if self.on_step is not None:
             _watched(self.on_step, step)
         step_s = 0.0 if step.times is None else step.times.total_s

@@ -94,6 +94,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
     commit_s: float
     totals: SchedulerStats
     outlook: Outlook | None  # None: the policy is not `goodput`
+    compiling: tuple[str, ...] = ()  # what some requests wait for
 
 
 class Ready(Message, frozen=True):

@@ -23,6 +23,7 @@ from cbatch.core.request.output import Ending
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit
+from cbatch.engine.engine import COMPILING_TICK_S
 from cbatch.engine.loop import StepLoop
 from cbatch.grammars import Grammars
 from cbatch.kv_events.wire import encode_changes
@@ -116,7 +117,8 @@ class EngineServer:
     def _obey(self) -> bool:
         """Carries out commands that wait; with nothing to do, waits for one. False: stop."""
         if not self.busy:
-            timeout_s = GRAMMAR_TICK_S if self._grammars.waiting else HEARTBEAT_S
+            timeout_s = COMPILING_TICK_S if self._loop.late.pending else HEARTBEAT_S
+            timeout_s = GRAMMAR_TICK_S if self._grammars.waiting else timeout_s
             if not self._socket.poll(int(timeout_s * 1000)) and not self._grammars.waiting:
                 self._send(Heartbeat(self._stats()))
                 self._show()
@@ -138,6 +140,7 @@ class EngineServer:
                 self._add(request, output)
             else:
                 self._refuse(request, problem)
+        self._loop.admit_waiting()
         return True
 
     def _carry_out(self, command: Command) -> bool:
@@ -151,9 +154,11 @@ class EngineServer:
                         self._grammars.enter(request, output)
             case Cancel(request_id):
                 self._grammars.leave(request_id)
+                self._loop.waiting.pop(request_id, None)
                 self._scheduler.cancel(request_id, now_s)
             case Finish(request_id, keep_tokens):
                 self._grammars.leave(request_id)
+                self._loop.waiting.pop(request_id, None)
                 self._scheduler.finish(request_id, keep_tokens, now_s)
             case Watch(wanted):
                 self._monitor = Monitor(self._scheduler) if wanted else None
@@ -164,7 +169,7 @@ class EngineServer:
 
     def _add(self, request: Request, output: tuple[int, ...]) -> None:
         try:
-            self._scheduler.add(request, time.monotonic(), output)
+            self._loop.add(request, output)
         except FieldError as error:
             self._refuse(request, error)
 
@@ -244,6 +249,7 @@ class EngineServer:
             commit_s=self._loop.commit_s,
             totals=scheduler.stats,
             outlook=scheduler.state.policy.outlook,
+            compiling=self._loop.late.pending,
         )
 
     def _send(self, event: Event) -> None:

@@ -2,9 +2,10 @@
 
     python -m tests.gpu_proofs.cache_keys FOLDER [--size NAME] [--processes 8] [--unsettled]
 
-runs the real start of an executor (`GpuExecutor.capture` with `CudaDevice.compile_ahead`, its child
-processes, then the capture of every graph) under a driver that reports an H100. In place of
-compiling, children write the key of each kernel to FOLDER, and launches look for theirs there.
+runs the real start of an executor (`GpuExecutor.capture` with `CudaDevice.kernels_of`, its child
+processes, the capture of every graph, then the kernels that are compiled late) under a driver that
+reports an H100. In place of compiling, children write the key of each kernel to FOLDER, and
+launches look for theirs there.
 Prints a JSON line per size: how many keys were launched, and the kernels whose keys are missing.
 
 `--unsettled`: without what `triton_kernels.build.jit` mends.
@@ -17,13 +18,16 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
 import triton.compiler
 from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -44,7 +48,7 @@ def key_of(source: Any, target: Any, options: Any) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def compile_ahead(file: str) -> None:
+def compile_ahead(niceness: str) -> None:
     """Write the keys of a child's kernels, in place of compiling them."""
     from triton_kernels.build import ahead
 
@@ -52,7 +56,7 @@ def compile_ahead(file: str) -> None:
         (Path(os.environ[_FOLDER]) / key_of(source, target, options)).touch()
 
     triton.compile = note
-    ahead.main([file])
+    ahead.main([niceness])
 
 
 @contextmanager
@@ -77,6 +81,7 @@ def launches_looked_up(folder: Path, missing: Counter[str]) -> Iterator[Counter[
 
 def start(size: Any, folder: Path, command: tuple[str, ...], processes: int) -> dict[str, Any]:
     """Start an executor of `size`; return which keys its capture did not find in `folder`."""
+    from cbatch.runtime.gpu.buckets import ladder
     from cbatch.runtime.gpu.device import CudaDevice
     from tests.gpu_proofs.driver import Launches
     from tests.gpu_proofs.meta import MetaDevice
@@ -88,12 +93,22 @@ def start(size: Any, folder: Path, command: tuple[str, ...], processes: int) -> 
     with launches_looked_up(folder, missing) as launched, pytest.MonkeyPatch.context() as patch:
         patch.setenv(_FOLDER, str(folder))
         patch.setattr(ahead, "COMMAND", command)
-        patch.setattr(ahead, "compile_all", lambda found: compile_all(found, processes=processes))
-        patch.setattr(MetaDevice, "compile_ahead", CudaDevice.compile_ahead)
-        Run(size, "sm_90", Launches()).capture()
+        several = partial(compile_all, processes=processes)
+        patch.setattr(ahead, "compile_all", several)
+        patch.setattr(MetaDevice, "kernels_of", CudaDevice.kernels_of)
+        run = Run(size, "sm_90", Launches())
+        run.capture(frozenset())
+        late = run.executor.late
+        was_late = list(late.pending)
+        late.begin()
+        while late.pending:
+            time.sleep(0.05)
+        with run.queued, torch.inference_mode():
+            run.executor._run_all(run.device, ladder)
     return {
         "triton": triton.__version__,
         "size": size.name,
+        "late": was_late,
         "launched": launched.total(),
         "missing": {name: count for name, count in missing.items() if count},
     }
@@ -113,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         DependenciesFinder._update_hash = merge
     if options.child:
-        compile_ahead(str(options.path))
+        compile_ahead(str(options.path))  # the place of its only argument
         return 0
     from tests.gpu_proofs.sizes import MORE, USUAL
 

@@ -19,6 +19,7 @@ from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.gpu import GpuExecutor
 from cbatch.runtime.gpu import executor as executor_module
 from cbatch.runtime.gpu.host_drafts import LookupSettings
+from cbatch.runtime.gpu.late import GROUPS
 from tests.gpu_proofs.driver import Launches
 from tests.gpu_proofs.meta import MetaDevice, OnlyQueued, Refused
 from tests.gpu_proofs.sizes import Size, decoder, device_of
@@ -159,11 +160,12 @@ class Run:
                 kv_dtype=kv_dtype_of(target, size.kv_cache_dtype),
             )
 
-    def capture(self) -> None:
-        """Whatever the executor does before it serves."""
+    def capture(self, now: frozenset[str] = frozenset(GROUPS)) -> None:
+        """Do what the executor does before it serves; kernels of other groups than `now` are
+        late."""
         self.launches.phase = "captured"
         with self.queued:
-            self.executor.capture()
+            self.executor.capture(now)
 
     def serve(self, *kinds: str, count: int | None = None, steps: int = 14) -> None:
         """`count` requests of each of these kinds, or twice as many as there are slots, for so many

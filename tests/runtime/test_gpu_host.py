@@ -67,7 +67,7 @@ def test_lists_hold_what_a_request_asks_for() -> None:
         frequency_penalty=0.5,
         banned_token_ids=(8, 9),
     )
-    assert shapes_logits(a)
+    assert shapes_logits(a.params, has_stops=True)
     sparse = sparse_of(a, vocab_size=70, most_listed=70)
     assert sparse.listed.tolist() == [1, 2, 5, 6, 7]  # id 8 is banned, 99 no id of the model
     assert sparse.bias.tolist() == [0, 0, 0, 0, 2.0]
@@ -76,7 +76,8 @@ def test_lists_hold_what_a_request_asks_for() -> None:
     assert sparse.min_tokens == 2  # two of four are out
     plain = [i for i in range(70) if (int(sparse.plain[i // 32]) >> (i % 32)) & 1]
     assert plain == [i for i in range(70) if i not in (1, 2, 5, 6, 7, 8, 9)]
-    assert not shapes_logits(admission())
+    assert not shapes_logits(admission().params, has_stops=True)
+    assert not shapes_logits(admission(min_tokens=1).params, has_stops=False)
     assert (neutral(70).plain == -1).all()
     # The seven tokens that it may still emit are listed, too.
     assert len(sparse_of(a, vocab_size=70, most_listed=12).listed) == 5

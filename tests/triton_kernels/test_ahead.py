@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from tests.gpu_proofs.driver import _Driver
 from tests.gpu_proofs.meta import META
 from tests.triton_kernels.compile_check import TARGETS
 from triton_kernels.build import ahead
+from triton_kernels.build.ahead import Specialisation
 from triton_kernels.layers.norm import rms_norm
 from triton_kernels.slots.state import Arena, ArenaSizes
 from triton_kernels.slots.target_batch import TargetLayout, make_target_batch
@@ -69,4 +72,14 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_launch(
         launch()
     (name, each), *_ = found.items()
     ahead.compile_all({name: each._replace(options=each.options | {"num_warps": 3})}, processes=1)
-    assert "not every kernel could be compiled ahead" in caplog.text
+    assert f"not every kernel could be compiled ahead of: {each.name}\n" in caplog.text
+
+
+def test_a_process_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = (
+        "import sys, time; from triton_kernels.build import ahead; ahead._MOST_S = 1; "
+        "ahead.Specialisation.compile = lambda each: time.sleep(60); ahead.main(sys.argv[1:])"
+    )
+    monkeypatch.setattr(ahead, "COMMAND", (sys.executable, "-c", hangs))
+    work = [Specialisation("", "", {}, {}, {}, {}, TARGETS["sm_90"])]
+    assert ahead.start(work, niceness=1).wait() == -signal.SIGALRM

@@ -1,9 +1,9 @@
 """Kernels compiled ahead of their first launch: listed here, compiled by many processes at once,
 into Triton's cache, where the launch finds them.
 
-    python -m triton_kernels.build.ahead FILE
+    python -m triton_kernels.build.ahead NICENESS
 
-is such a process; FILE holds what it compiles.
+is such a process; its standard input is what it compiles.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import json
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ from triton.runtime import driver
 
 _MOST_PROCESSES = 16
 _KERNELS_A_PROCESS = 2  # for fewer it is not worth starting
-COMMAND = (sys.executable, "-m", "triton_kernels.build.ahead")  # and a file
+_MOST_S = 300  # that a process may take
+COMMAND = (sys.executable, "-m", "triton_kernels.build.ahead")  # and a niceness
 _logger = logging.getLogger("cbatch")
 
 
@@ -79,29 +81,40 @@ def listed() -> Iterator[dict[str, Specialisation]]:
 
 
 def compile_all(found: dict[str, Specialisation], *, processes: int | None = None) -> None:
-    """Into Triton's cache, unless these were compiled there before. A process that fails is told
-    of; the launch then says what is wrong."""
-    mark = _mark(found)
-    if not found or mark.exists():
+    """Compile into Triton's cache, unless these were compiled there before."""
+    if is_compiled(found):
         return
-    count = processes or min(
-        len(os.sched_getaffinity(0)), -(-len(found) // _KERNELS_A_PROCESS), _MOST_PROCESSES
-    )
-    _logger.info("compiling %d kernels by %d processes", len(found), count)
-    work = list(found.values())
-    with tempfile.TemporaryDirectory(prefix="cbatch-kernels-") as folder:
-        files = [Path(folder) / str(at) for at in range(count)]
-        for at, file in enumerate(files):
-            file.write_bytes(pickle.dumps(work[at::count]))
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    work, most = list(found.values()), len(os.sched_getaffinity(0))
+    count = processes or min(most, -(-len(work) // _KERNELS_A_PROCESS), _MOST_PROCESSES)
+    _logger.info("compiling %d kernels by %d processes", len(work), count)
+    end([start(work[at::count]) for at in range(count)], found)
+
+
+def start(work: list[Specialisation], *, niceness: int = 0) -> subprocess.Popen[bytes]:
+    """Start a process that compiles these; its status is 0 if all compile."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    with tempfile.TemporaryFile() as file:
+        pickle.dump(work, file)
+        file.seek(0)
         environment = os.environ | {"PYTHONPATH": path}
-        running = [subprocess.Popen([*COMMAND, str(f)], env=environment) for f in files]
-        failed = [process.wait() for process in running]
-    if any(failed):
-        _logger.warning("not every kernel could be compiled ahead")
+        return subprocess.Popen([*COMMAND, str(niceness)], stdin=file, env=environment)
+
+
+def is_compiled(found: dict[str, Specialisation]) -> bool:
+    """Return whether an earlier start has compiled them all."""
+    return not found or _mark(found).exists()
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]], found: dict[str, Specialisation]) -> None:
+    """Wait for the processes that compile these. One that fails is logged; the launch then compiles
+    again, and says what is wrong."""
+    if any([process.wait() for process in processes]):
+        names = ", ".join(sorted({each.name for each in found.values()}))
+        _logger.warning("not every kernel could be compiled ahead of: %s", names)
         return
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+    with suppress(OSError):  # the next start then compiles them again
+        _mark(found).parent.mkdir(parents=True, exist_ok=True)
+        _mark(found).touch()
 
 
 def _mark(found: dict[str, Specialisation]) -> Path:
@@ -119,7 +132,9 @@ def _tuples(value: Any) -> Any:
 
 
 def main(arguments: Sequence[str]) -> None:
-    for each in pickle.loads(Path(arguments[0]).read_bytes()):
+    os.nice(int(arguments[0]))
+    signal.alarm(_MOST_S)  # which ends the process
+    for each in pickle.load(sys.stdin.buffer):
         each.compile()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,18 +30,21 @@ class Device:
     """The CPU, which runs everything at once and captures nothing."""
 
     captures = False
+    deferred: Collection[Hashable] = ()  # keys whose first `run` captures
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Do what `function` queues, or replay what was captured for `key`: calls of one key queue
-        the same work on the same memory. Nothing is captured while requests wait."""
+        the same work on the same memory. While requests wait only what was deferred is
+        captured."""
         function()
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> None:
         """Do what `function` queues, and keep it for `run`."""
         function()
 
-    def compile_ahead(self, launches: Callable[[], None]) -> None:
-        """Compile whatever `launches` would, before it is called in earnest."""
+    def kernels_of(self, launches: Callable[[], None]) -> dict[str, ahead.Specialisation]:
+        """Return the kernels that `launches` would compile."""
+        return {}
 
     def staging(self, words: int) -> Tensor:
         """int32 [words] on the host, from and to which copies do not wait."""
@@ -91,10 +94,12 @@ class CudaDevice(Device):
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
-        if graph is None:
-            function()
-        else:
+        if graph is not None:
             graph.replay()
+        elif key in self.deferred:
+            self.capture(key, function)
+        else:
+            function()
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> None:
         # First it is really done: that compiles kernels, and lets libraries set up what may not be
@@ -106,10 +111,10 @@ class CudaDevice(Device):
             function()
         self._graphs[key] = graph
 
-    def compile_ahead(self, launches: Callable[[], None]) -> None:
+    def kernels_of(self, launches: Callable[[], None]) -> dict[str, ahead.Specialisation]:
         with ahead.listed() as found:
             launches()
-        ahead.compile_all(found)
+        return found
 
     def staging(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
@@ -126,11 +131,11 @@ class CudaDevice(Device):
         self._stream.synchronize()
 
 
-class Capturing(Device):
-    """In place of a device: what is run is captured there."""
+class Instead(Device):
+    """In place of a device: what is run is given to `run`."""
 
-    def __init__(self, device: Device) -> None:
-        self.run = device.capture  # type: ignore[method-assign]
+    def __init__(self, run: Callable[[Hashable, Callable[[], None]], None]) -> None:
+        self.run = run  # type: ignore[method-assign]
 
 
 def device_for(device: torch.device) -> Device:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import product
 
@@ -16,11 +16,12 @@ from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.buckets import bucket, ladder
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device import Capturing, Device, device_for
+from cbatch.runtime.gpu.device import Device, Instead, device_for
 from cbatch.runtime.gpu.draft_pass import DraftPasses
 from cbatch.runtime.gpu.host_drafts import HostDrafts, LookupSettings
 from cbatch.runtime.gpu.host_side import HostSide
 from cbatch.runtime.gpu.known_tokens import KnownTokens
+from cbatch.runtime.gpu.late import GROUPS, Kernels, LateKernels, groups_of_key
 from cbatch.runtime.gpu.logprobs import LogprobsReader
 from cbatch.runtime.gpu.masking import Masking, end_dead_ends
 from cbatch.runtime.gpu.memory import StepLimits
@@ -107,6 +108,7 @@ class GpuExecutor:
         self._logprobs = LogprobsReader(target, self._target, self.state, grammars)
         self._buffers = deque(HostBuffers() for _ in range(_MOST_PENDING))
         self._pending: deque[Pending] = deque()
+        self.late = LateKernels()
 
     def _host_side(
         self,
@@ -137,15 +139,31 @@ class GpuExecutor:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    def capture(self) -> None:
-        """Before it serves: compile the kernels of whatever a request may ask for, and capture
-        every step of no more tokens and rows than are captured at all. No slot takes part."""
+    def capture(self, now: frozenset[str] = frozenset(GROUPS)) -> None:
+        """Before it serves: compile the kernels that every request or the groups `now` need, and
+        capture their steps of no more tokens and rows than are captured at all. No slot takes part.
+        Other groups are left to `late`, unless Triton's cache has them, and captured when met."""
         if not self._queue.captures:
             return
+        by_groups: defaultdict[frozenset[str], Kernels] = defaultdict(dict)
+        deferred: set[Hashable] = set()
+
+        def note(key: Hashable, work: Callable[[], None]) -> None:
+            by_groups[groups_of_key(key) - now] |= self._queue.kernels_of(work)
+
+        def capture(key: Hashable, work: Callable[[], None]) -> None:
+            if groups_of_key(key).isdisjoint(self.late.pending):
+                self._queue.capture(key, work)
+            else:
+                deferred.add(key)
+
         with torch.inference_mode(), self._queue.working():
-            self._queue.compile_ahead(partial(self._run_all, self._queue, _smallest))
+            run_all = partial(self._run_all, Instead(note), _smallest)
+            by_groups[frozenset()] |= self._queue.kernels_of(run_all)
+            self.late = LateKernels(by_groups)
             _logger.info("capturing steps")
-            self._run_all(Capturing(self._queue), ladder)
+            self._run_all(Instead(capture), ladder)
+            self._queue.deferred = deferred
             self._queue.synchronize()
 
     def _run_all(self, device: Device, sizes: Callable[[int], list[int]]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.plan import NewSequence
 from triton_kernels.sampling.inputs import IN_PROMPT, IS_STOP
 
@@ -27,14 +28,14 @@ class Sparse(NamedTuple):
     min_tokens: int
 
 
-def shapes_logits(a: NewSequence) -> bool:
-    p = a.params
+def shapes_logits(p: SamplingParams, *, has_stops: bool) -> bool:
+    """Return whether a request changes logits; `has_stops`: some tokens end it."""
     return bool(
         p.allowed_token_ids is not None
         or p.banned_token_ids
-        or (p.min_tokens and a.stop_ids)
+        or (p.min_tokens and has_stops)
         or p.logit_bias
-        or _has_penalties(a)
+        or _has_penalties(p)
     )
 
 
@@ -64,14 +65,14 @@ def sparse_of(a: NewSequence, vocab_size: int, most_listed: int) -> Sparse:
     bias[list(params.logit_bias)] = list(params.logit_bias.values())
     marks[stops] |= IS_STOP
     has_entry = (bias != 0) | (marks != 0)
-    if _has_penalties(a):
+    if _has_penalties(params):
         np.add.at(counts, output, 1)
         if params.repetition_penalty != 1:
             marks[prompt] |= IN_PROMPT
         has_entry |= (counts > 0) | (marks != 0)
     listed = np.flatnonzero(has_entry & allowed)
     # With penalties whatever the sequence emits is listed, too.
-    grows = a.max_total_tokens - len(a.tokens) if _has_penalties(a) else 0
+    grows = a.max_total_tokens - len(a.tokens) if _has_penalties(params) else 0
     most = min(len(listed) + grows, vocab_size)
     if most > most_listed:
         raise FieldError(
@@ -93,8 +94,7 @@ def sparse_of(a: NewSequence, vocab_size: int, most_listed: int) -> Sparse:
     )
 
 
-def _has_penalties(a: NewSequence) -> bool:
-    p = a.params
+def _has_penalties(p: SamplingParams) -> bool:
     return bool(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty)
 
 

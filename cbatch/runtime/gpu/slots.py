@@ -119,7 +119,7 @@ class HostSlots:
         self._put_sampling(a, message)
         if a.params.structured_outputs is not None:  # its masks heed these
             a = structs.replace(a, params=structs.replace(a.params, min_tokens=0))
-        self.shaped[slot] = shapes_logits(a)
+        self.shaped[slot] = shapes_logits(a.params, has_stops=bool(a.stop_ids))
         if self.shaped[slot]:
             self._put_shaping(slot, sparse_of(a, sizes.vocab, sizes.listed), message)
         elif self._lists[slot]:

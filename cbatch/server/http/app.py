@@ -215,7 +215,9 @@ def _watching(
 
     @route("/ready", http_method=LOOK)
     async def ready() -> HttpResponse[dict[str, Any]]:
-        state = {"status": "ready" if service.ready else "not ready"}
+        state: dict[str, Any] = {"status": "ready" if service.ready else "not ready"}
+        if service.stats is not None and service.stats.compiling:
+            state["compiling"] = service.stats.compiling
         return HttpResponse(state, status_code=200 if service.ready else 503)
 
     @route(METRICS_PATH, http_method=LOOK)

@@ -51,10 +51,8 @@ class Captures(CudaDevice):
     """Whatever it meets: all that an executor captures before it serves would take long here."""
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
-        if key in self._graphs:
-            super().run(key, function)
-        else:
-            self.capture(key, function)
+        self.deferred = (key,)
+        super().run(key, function)
 
 
 @pytest.fixture

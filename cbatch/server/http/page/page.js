@@ -156,7 +156,7 @@ function onFrame(frame) {
 
 function onLook(frame, now, says) {
   const { slots, steps, num_steps, blocks } = frame.look;
-  const [running, , numBlocks, free, cached, , , stepS, planS, commitS, totals, outlook] =
+  const [running, , numBlocks, free, cached, , , stepS, planS, commitS, totals, outlook, compiling] =
     frame.look.stats;
   lastLook = frame;
   const look = { at_s: frame.at_s, stepS, planS, commitS, ...totals };
@@ -179,7 +179,8 @@ function onLook(frame, now, says) {
     count(running),
     `of ${count(hello.max_slots)}, ${count(frame.queued_requests)} wait`,
   );
-  put($("slots-note"), did > 0 ? pace(did / (look.at_s - then.at_s), num_steps, steps.length) : "");
+  const idle = compiling.length ? `still compiling: ${compiling.join("; ")}` : "";
+  put($("slots-note"), did > 0 ? pace(did / (look.at_s - then.at_s), num_steps, steps.length) : idle);
   drawPool(blocks);
   put($("pool-used"), `${count(numBlocks - free - cached)} used`);
   put($("pool-cached"), `${count(cached)} cached`);

@@ -1,0 +1,60 @@
+"""Late kernels of an engine without a device, whose child processes end when a test says so."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from cbatch.runtime.gpu.late import BLOCKS, SHAPED, LateKernels
+from tests.triton_kernels.compile_check import TARGETS
+from triton_kernels.build import ahead
+from triton_kernels.build.ahead import Specialisation
+
+_CHILD = """
+import pathlib, pickle, sys, time
+(work,), niceness = pickle.load(sys.stdin.buffer), sys.argv[2]
+go = pathlib.Path(sys.argv[1]) / work.name
+for _ in range(6000):
+    if go.exists():
+        sys.exit(int(go.read_text()))
+    time.sleep(0.01)
+sys.exit(1)
+"""
+_KERNELS = {SHAPED: "shape_kernel", BLOCKS: "coins_kernel"}
+_MODULES = {SHAPED: "sampling.shape", BLOCKS: "verification.block_kernel"}
+
+
+class Held(NamedTuple):
+    """`kernels` whose processes end once `end` lets them."""
+
+    kernels: LateKernels
+    folder: Path
+
+    def end(self, group: str, status: int = 0) -> None:
+        part = self.folder / "part"
+        part.write_text(str(status))
+        part.rename(self.folder / _KERNELS[group])
+
+    def end_all(self) -> None:
+        """Wait until no process is left."""
+        for group in self.kernels.pending:
+            self.end(group)
+        while self.kernels._running:
+            time.sleep(0.01)
+            self.kernels.pending  # noqa: B018
+
+
+def held(folder: Path, patch: pytest.MonkeyPatch) -> Held:
+    patch.setattr(ahead, "COMMAND", (sys.executable, "-c", _CHILD, str(folder)))
+    patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
+    found = {}
+    for group, name in _KERNELS.items():
+        module = f"triton_kernels.{_MODULES[group]}"
+        found[frozenset((group,))] = {
+            name: Specialisation(module, name, {}, {}, {}, {}, TARGETS["sm_90"])
+        }
+    return Held(LateKernels(found), folder)

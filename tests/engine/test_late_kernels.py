@@ -1,0 +1,119 @@
+"""Requests that need kernels that are still being compiled wait for them; others do not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch import FieldError, FinishReason, SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.runtime.gpu.late import BLOCKS, GROUPS, SHAPED
+from cbatch.text.outputs import Choice
+from tests.engine.late import Held, held
+from tests.toy_engine import make_engine
+
+PROMPT = "def add(a, b):"
+PARAMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "filtered": {"top_p": 0.9, "temperature": 0.7, "logprobs": 2},
+    "shaped": {"logit_bias": {5: 1.0}},
+    "blocks": {"verification": "block"},
+    "both": {"verification": "block", "frequency_penalty": 0.5},
+}
+WAITS = {SHAPED: {"shaped", "both"}, BLOCKS: {"blocks", "both"}}
+
+
+@pytest.fixture
+def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    made = held(tmp_path, monkeypatch)
+    yield made
+    made.end_all()
+
+
+def add(engine: Engine, *kinds: str, **more: Any) -> None:
+    for kind in kinds:
+        params = SamplingParams(max_tokens=20, seed=4, **PARAMS[kind], **more)
+        engine.add(PROMPT, params, request_id=kind)
+
+
+def steps(engine: Engine, left: set[str]) -> dict[str, Choice]:
+    """Steps until requests `left` alone have not ended; what the others got."""
+    ended: dict[str, Choice] = {}
+    while len(engine._groups) > len(left):
+        for output in engine.step():
+            if output.finished is not None:
+                ended[output.request_id] = output.finished
+        engine.scheduler.check()
+    assert set(engine._groups) == left
+    return ended
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_request_waits_for_its_kernels_and_no_other_does(
+    late: Held, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = make_engine(depth=depth)
+    add(calm, *PARAMS)
+    undisturbed = steps(calm, set())
+    engine = make_engine(depth=depth, late=late.kernels)
+    assert engine.loop.late.pending == GROUPS
+    add(engine, *PARAMS)
+    found = steps(engine, WAITS[SHAPED] | WAITS[BLOCKS])
+    assert set(found) == {"plain", "filtered"}
+    for _ in range(3):
+        assert engine.step() == [] and not engine.scheduler.has_work and engine.has_work
+    late.end(BLOCKS)
+    found |= steps(engine, WAITS[SHAPED])
+    assert engine.loop.late.pending == (SHAPED,)
+    late.end(SHAPED)
+    found |= steps(engine, set())
+    assert engine.loop.late.pending == ()
+    texts = {kind: choice.text for kind, choice in found.items()}
+    assert texts == {kind: choice.text for kind, choice in undisturbed.items()}
+    assert all(choice.finish_reason is FinishReason.LENGTH for choice in found.values())
+    assert held(late.folder, monkeypatch).kernels.pending == (), "the next start finds them"
+
+
+def test_kernels_that_do_not_compile_hold_nothing_up(
+    late: Held, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(late=late.kernels)
+    add(engine, *PARAMS)
+    late.end(SHAPED, status=1)
+    late.end(BLOCKS, status=-9)
+    assert set(steps(engine, set())) == set(PARAMS)
+    for name in ("shape_kernel", "coins_kernel"):
+        assert f"not every kernel could be compiled ahead of: {name}\n" in caplog.text
+
+
+def test_a_request_that_waits_can_be_cancelled_and_is_checked_at_once(late: Held) -> None:
+    engine = make_engine(late=late.kernels)
+    add(engine, "shaped", n=3)
+    with pytest.raises(FieldError, match="prompt"):
+        engine.add("x" * 5000, SamplingParams(logit_bias={5: 1.0}))
+    with pytest.raises(FieldError, match="logit_bias"):
+        engine.add(PROMPT, SamplingParams(logit_bias={5000: 1.0}))
+    assert engine.cancel("shaped")
+    outputs = engine.step()
+    reasons = [output.finished and output.finished.finish_reason for output in outputs]
+    assert reasons == [FinishReason.CANCELLED] * 3
+    assert not engine.has_work
+    late.end(SHAPED)
+    while SHAPED in engine.loop.late.pending:
+        pass
+    assert engine.step() == [] and not engine.scheduler.has_work
+
+
+def test_what_is_compiled_is_logged(late: Held, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "cbatch"):
+        engine = make_engine(late=late.kernels)
+        for group in GROUPS:
+            assert f"compiling while serving: {group}\n" in caplog.text
+            late.end(group)
+        add(engine, *PARAMS)
+        steps(engine, set())
+    assert "not every" not in caplog.text

@@ -1,0 +1,145 @@
+"""Kernels that few requests need are listed apart: the others are all that plain requests launch,
+and a request waits for just those that it launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from triton.runtime import driver
+
+from cbatch.core.request.request import SamplingParams
+from cbatch.runtime.gpu import executor as executor_module
+from cbatch.runtime.gpu.device import CudaDevice
+from cbatch.runtime.gpu.late import BLOCKS, GROUPS, SHAPED, groups_of, groups_of_key
+from tests.gpu_proofs.driver import Launches, _Driver, recording
+from tests.gpu_proofs.launches import late
+from tests.gpu_proofs.meta import MetaDevice
+from tests.gpu_proofs.sizes import USUAL, Size
+from tests.gpu_proofs.steps import KINDS, Run
+from tests.triton_kernels.compile_check import TARGETS
+from tests.triton_kernels.test_kernel_size import size
+
+NO_DRAFT = USUAL[3]
+NAMES = {SHAPED: {"shape_kernel", "count_kernel"}, BLOCKS: {"coins_kernel"}}
+PLAIN = [kind for kind, params in KINDS.items() if not groups_of(SamplingParams(**params))]
+
+
+def names(keys: Iterable[str]) -> set[str]:
+    return {key.split(" ")[0].rpartition(".")[2] for key in keys}
+
+
+class Listed(BaseException):
+    """In place of compiling: the kernels are listed."""
+
+    def __init__(self, found: Any = None) -> None:
+        self.found = found
+        if found is not None:
+            raise self
+
+
+def by_name(*sizes: Size) -> Any:
+    return pytest.mark.parametrize("size", sizes, ids=lambda size: size.name)
+
+
+@by_name(size("8B with a draft"), size("8B with lookups"), USUAL[4], NO_DRAFT)
+def test_the_parts_together_are_all_kernels_of_a_start(
+    size: Size, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MetaDevice, "kernels_of", CudaDevice.kernels_of)
+    monkeypatch.setattr(driver, "_active", _Driver(TARGETS["sm_90"]))
+    monkeypatch.setattr(executor_module, "LateKernels", Listed)
+    executor = Run(size, "sm_90", Launches()).executor
+    with pytest.raises(Listed) as listed:
+        executor.capture()
+    assert len(listed.value.found) == 1
+    every = listed.value.found[frozenset()]
+    with pytest.raises(Listed) as listed:
+        executor.capture(frozenset())
+    found = listed.value.found
+    first = found[frozenset()]
+    shaped, blocks = (found.get(frozenset((group,)), {}) for group in GROUPS)
+    assert len(first) > 10 and every == first | shaped | blocks
+    assert names(shaped.keys() - first.keys()) == NAMES[SHAPED]
+    assert names(blocks.keys() - first.keys()) == (NAMES[BLOCKS] if size.drafts else set())
+    both = found.get(frozenset(GROUPS), {})
+    assert both.keys() <= every.keys()
+
+
+class Pending:
+    """Kernels that are not compiled yet."""
+
+    pending = GROUPS
+
+    def __init__(self, found: Any = None) -> None: ...
+
+
+@by_name(USUAL[0], NO_DRAFT)
+def test_plain_requests_launch_the_first_part_alone(
+    size: Size, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "LateKernels", Pending)
+    assert len(PLAIN) > 6
+    with recording(TARGETS["sm_90"]) as launches:
+        run = Run(size, "sm_90", launches)
+        run.capture(frozenset())
+        assert {group for key in run.device.captured for group in groups_of_key(key)} == set()
+        for kind in PLAIN:
+            run.serve(kind)
+        assert late(launches) == []
+        run.serve("shaped")
+        assert late_names(launches) == NAMES[SHAPED]
+        run.serve("block")
+        assert late_names(launches) == NAMES[SHAPED] | (NAMES[BLOCKS] if size.drafts else set())
+
+
+def late_names(launches: Launches) -> set[str]:
+    return {each.split(":")[0] for each in late(launches)}
+
+
+def test_a_request_waits_for_what_its_steps_launch() -> None:
+    with recording(TARGETS["sm_90"]) as launches:
+        run = Run(USUAL[0], "sm_90", launches)
+        run.capture()
+        for kind, params in KINDS.items():
+            run.device.replayed.clear()
+            run.serve(kind)
+            met = frozenset().union(*map(groups_of_key, run.device.replayed))
+            assert met == groups_of(SamplingParams(**params)), kind
+
+
+def test_groups_of_parameters() -> None:
+    for plain in ({}, {"top_k": 4, "seed": 1}, {"logprobs": 5, "prompt_logprobs": 2}):
+        assert groups_of(SamplingParams(**plain)) == set()
+    for shaped in ({"allowed_token_ids": (1,)}, {"banned_token_ids": (1,)}, {"min_tokens": 2}):
+        assert groups_of(SamplingParams(**shaped)) == {SHAPED}
+    assert groups_of(SamplingParams(verification="block")) == {BLOCKS}
+    assert groups_of(SamplingParams(verification="block", temperature=0)) == set()
+    both = SamplingParams(verification="block", repetition_penalty=1.1)
+    assert groups_of(both) == {SHAPED, BLOCKS}
+
+
+def test_a_step_with_late_kernels_is_captured_once_it_is_met(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, replayed = CudaDevice.__new__(CudaDevice), []
+    device._graphs = {}
+
+    def capture(key: Hashable, work: Callable[[], None]) -> None:
+        work()
+        device._graphs[key] = SimpleNamespace(replay=lambda: replayed.append(key))
+
+    def failing() -> None:
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(device, "capture", capture)
+    for key in ("late", "late", "large", "large"):
+        device.deferred = {"late"}
+        with pytest.raises(RuntimeError, match="does not compile"):
+            device.run(key, failing)
+        assert device._graphs == {}
+    for key in ("late", "late", "large", "large"):
+        device.run(key, lambda: None)
+    assert [*device._graphs] == replayed == ["late"]

@@ -1,0 +1,59 @@
+"""A server whose kernels are still being compiled says so, and serves what needs none of them."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cbatch.runtime.gpu.late import BLOCKS, GROUPS, SHAPED
+from tests.engine.late import held
+from tests.server.http_client import serving, wait_until
+from tests.toy_engine import make_engine
+
+BODY = {"prompt": "def add(a, b):", "max_tokens": 8, "seed": 1}
+
+
+def test_ready_names_what_is_still_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = held(tmp_path, monkeypatch)
+    caplog.set_level(logging.INFO, "cbatch")
+    with serving(make_engine(late=late.kernels, depth=1)) as client, ThreadPoolExecutor() as pool:
+
+        def compiling() -> object:
+            status, state = client.get("/ready")
+            assert (status, state["status"]) == (200, "ready")
+            return state.get("compiling")
+
+        shaped = pool.submit(client.post, BODY | {"logit_bias": {"5": 2}})
+        blocks = pool.submit(client.post, BODY | {"verification": "block"})
+        for _ in range(3):
+            assert client.post(BODY)[0] == 200
+        assert compiling() == [*GROUPS]
+        late.end(BLOCKS)
+        assert blocks.result(timeout=60)[0] == 200
+        wait_until(lambda: compiling() == [SHAPED], limit_s=60)
+        assert client.post(BODY)[0] == 200 and not shaped.done()
+        late.end(SHAPED, status=1)
+        assert shaped.result(timeout=60)[0] == 200
+        wait_until(lambda: compiling() is None, limit_s=60)
+    assert f"still compiling: {SHAPED}; {BLOCKS}" in caplog.text
+    assert f"still compiling: {SHAPED}\n" in caplog.text
+    assert "still compiling: nothing" in caplog.text
+
+
+def test_a_client_that_leaves_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = held(tmp_path, monkeypatch)
+    engine = make_engine(late=late.kernels, depth=1)
+    with serving(engine) as client:
+        with client.open(BODY | {"verification": "block", "timeout": 0.3}) as response:
+            assert response.status == 408
+        wait_until(lambda: engine.loop.waiting == {})
+        late.end(BLOCKS)
+        assert client.post(BODY | {"verification": "block"})[0] == 200
+    late.end_all()
