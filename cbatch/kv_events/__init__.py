@@ -1,1 +1,1 @@
-"""What enters and leaves the prefix cache, told to gateways in vLLM's format."""
+"""Events about blocks that enter and leave the prefix cache, published in vLLM's format."""

@@ -1,4 +1,4 @@
-"""What `--kv-events-config` says, in vLLM's terms."""
+"""The value of `--kv-events-config`, with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from cbatch.core.request.errors import FieldError
 
 SETTING = "kv_events_config"
-_MOST = 2**31 - 1
+_MOST = 2**31 - 1  # the largest value ZeroMQ takes for a high-water mark
 _FIELDS = (
     "enable_kv_cache_events (true, false), publisher (zmq, null), endpoint, replay_endpoint, topic "
     "(text), buffer_steps, hwm, max_queue_size (numbers)"
@@ -18,14 +18,14 @@ _SWITCHED_ON = '{"enable_kv_cache_events": true}'
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Fields and defaults are vLLM's. A `publisher` of None is `zmq` where events are enabled."""
+    """Fields and defaults are vLLM's. `publisher=None` means `zmq` if events are enabled."""
 
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
-    buffer_steps: int | None = None  # batches kept for a replay; None: 10,000
-    hwm: int = 100_000  # batches that wait for a slow subscriber; 0: no limit
+    buffer_steps: int | None = None  # batches kept for replay requests; None: 10,000
+    hwm: int = 100_000  # batches queued for a slow subscriber; 0: no limit
     max_queue_size: int = 100_000  # batches that wait to be sent
     topic: str = ""
 
@@ -41,12 +41,12 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def binds(endpoint: str) -> bool:
-    """vLLM's rule: a wildcard, or a file, is listened at; anything else is connected to."""
+    """Return whether to bind the endpoint, not connect to it. As in vLLM: a wildcard or a file."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 
 def read_config(text: str) -> KVEventsConfig:
-    """Raises `FieldError` naming the setting and the field in it."""
+    """Parse the setting's JSON. Raises `FieldError` with the setting and the field in it."""
     try:
         config = msgspec.json.decode(text.encode(), type=KVEventsConfig)
     except msgspec.ValidationError as error:

@@ -1,8 +1,8 @@
 """Batches of KV events over ZeroMQ, as vLLM publishes them.
 
 PUB sends [topic, sequence number, batch]. The number counts up from 0, in 8 bytes, big-endian. A
-subscriber that finds a gap asks the ROUTER for all from a number on, and is sent those that are
-kept yet, [topic, sequence number, batch] each, and ["", -1, ""] at the end.
+subscriber that sees a gap sends a number to the ROUTER. It receives the buffered batches from that
+number on, as [topic, sequence number, batch], then ["", -1, ""].
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import zmq
 from cbatch.kv_events.config import KVEventsConfig, binds, field_error
 
 END = (-1).to_bytes(8, "big", signed=True)
-_LINGER_MS = 1000  # of the last batches, at the end
-_PATIENCE_MS = 5000  # with one who asks for a replay and does not read it
+_LINGER_MS = 1000  # at most this long `close` sends what is queued
+_PATIENCE_MS = 5000  # send timeout for a replay to a client that does not read it
 _logger = logging.getLogger("cbatch")
 
 
 class KVEventPublisher:
-    """`publish` waits for nobody: what finds no room in the queue is not sent, but kept for a
-    replay. A thread sends, another one answers who asks for a replay."""
+    """Publish batches without ever blocking the caller. A batch that finds the queue full is not
+    sent, but buffered for a replay. One thread sends batches, another answers replay requests."""
 
     def __init__(self, config: KVEventsConfig) -> None:
-        """Raises `FieldError` for an endpoint that cannot be had."""
+        """Open the sockets. Raises `FieldError` for an endpoint that cannot be used."""
         self.num_published = self.num_dropped = 0
         self._topic = config.topic.encode()
         self._kept = deque[tuple[int, bytes]](maxlen=config.buffer_batches)
-        self._lock = threading.Lock()  # of what is kept
+        self._lock = threading.Lock()  # guards `_kept`
         self._queue = queue.Queue[tuple[int, bytes] | None](config.max_queue_size)
         self._context = zmq.Context()
         self.replay_endpoint: str | None = None
@@ -43,7 +43,7 @@ class KVEventPublisher:
             self._threads = [threading.Thread(target=self._send, args=(pub,), daemon=True)]
             if config.replay_endpoint is not None:
                 router = self._context.socket(zmq.ROUTER)
-                # A message to who is not there, or has left too much unread, is an error.
+                # Sending to a client that has left, or has too much unread, is an error.
                 router.router_mandatory, router.sndtimeo = True, _PATIENCE_MS
                 where = _open(router, "replay_endpoint", config.replay_endpoint, True)
                 self.replay_endpoint = where
@@ -68,11 +68,11 @@ class KVEventPublisher:
             self.num_dropped += 1
 
     def close(self) -> None:
-        """What waits in the queue is sent first, if that takes no longer than a second."""
+        """Send queued batches for at most a second, then stop the threads."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=_LINGER_MS / 1000)
         self._threads[0].join(_LINGER_MS / 1000)
-        self._context.term()  # ends the threads, if they have not ended
+        self._context.term()  # ends threads that still run
         for thread in self._threads:
             thread.join()
 
@@ -86,21 +86,21 @@ class KVEventPublisher:
         with router, contextlib.suppress(zmq.ContextTerminated):
             while True:
                 match router.recv_multipart():
-                    case [who, b"", start] if len(start) == len(END):
+                    case [client, b"", start] if len(start) == len(END):
                         with contextlib.suppress(zmq.ZMQError):
-                            self._answer(router, who, int.from_bytes(start, "big"))
+                            self._answer(router, client, int.from_bytes(start, "big"))
 
-    def _answer(self, router: zmq.Socket[bytes], who: bytes, start: int) -> None:
+    def _answer(self, router: zmq.Socket[bytes], client: bytes, start: int) -> None:
         with self._lock:
             kept = list(self._kept)
         for seq, batch in kept:
             if seq >= start:
-                router.send_multipart((who, b"", self._topic, seq.to_bytes(8, "big"), batch))
-        router.send_multipart((who, b"", b"", END, b""))
+                router.send_multipart((client, b"", self._topic, seq.to_bytes(8, "big"), batch))
+        router.send_multipart((client, b"", b"", END, b""))
 
 
 def _open(socket: zmq.Socket[bytes], name: str, endpoint: str, bind: bool) -> str:
-    """Returns where it is, which the system chooses for port 0."""
+    """Bind or connect the socket and return its address; the system picks the port for port 0."""
     socket.linger = _LINGER_MS
     socket.ipv6 = "[" in endpoint or "::" in endpoint
     try:

@@ -1,5 +1,5 @@
-"""KV events as vLLM writes them: a batch is an array, its events are maps with a `type`. Names and
-order of the fields are those of `vllm/distributed/kv_events.py` (0.32), and so are the bytes."""
+"""vLLM's encoding of KV events: a batch is an array, its events are maps with a `type`. Names,
+order and bytes match `vllm/distributed/kv_events.py` (0.32)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cbatch.core.scheduler.recorded_pool import (
     CacheCleared,
 )
 
-# vLLM's word for the memory that the model computes with, also where that is a processor's: "CPU"
-# is memory that blocks are offloaded to.
+# vLLM calls the memory that the model computes with "GPU", even on a CPU. In its events "CPU" is
+# memory that blocks are offloaded to.
 MEDIUM = "GPU"
-RANK = 0  # of the replica among those of one server: there is one
+RANK = 0  # data-parallel rank; a server has one engine
 
 
 class BlockStored(msgspec.Struct, tag=True, frozen=True, gc=False):
@@ -28,7 +28,7 @@ class BlockStored(msgspec.Struct, tag=True, frozen=True, gc=False):
     lora_id: None = None
     medium: str = MEDIUM
     lora_name: None = None
-    extra_keys: list[tuple[str] | None] = []  # by block: the salt, where a salted prompt begins
+    extra_keys: list[tuple[str] | None] = []  # per block: the salt, at a prompt's start
     group_idx: int = 0
     kv_cache_spec_kind: str = "full_attention"
 
@@ -55,7 +55,8 @@ _encoder = msgspec.msgpack.Encoder()
 def encode_changes(
     changes: Sequence[CacheChange], now_s: float, block_size_tokens: int = 0
 ) -> bytes:
-    """A batch. `now_s` is since the epoch; without blocks that are stored no size is needed."""
+    """Return an encoded batch. `now_s` is seconds since the epoch; `block_size_tokens` is needed
+    only for stored blocks."""
     events = [_event_of(change, block_size_tokens) for change in changes]
     return _encoder.encode(KVEventBatch(now_s, events))
 

@@ -1,1 +1,1 @@
-"""Every input of a scheduler, written down and read again. Imports `core`."""
+"""Recording and replay of every input of a scheduler. Imports `core`."""

@@ -1,4 +1,4 @@
-"""The step log of an engine that serves: written beside its steps, never in them."""
+"""The step log of a running engine, written by a background thread."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from pathlib import Path
 from cbatch.core.scheduler.events import Event
 from cbatch.steplog.step_log import encode_line, open_to_append
 
-MAX_WAITING = 100_000  # events; a step has two, and one for each request that comes or goes
+MAX_WAITING = 100_000  # events in the queue; a step makes two, each request one or two more
 _logger = logging.getLogger("cbatch")
 
 
 class StepRecorder:
-    """Pass it to a scheduler as `log`. Events are frozen: a thread writes them down meanwhile, what
-    has gathered at a time with one call of the system, so that whatever kills the process costs the
-    last few at most. It appends: the configuration, with which every engine begins, tells where.
+    """Pass this recorder to a scheduler as `log`. Events are immutable, so a background thread
+    encodes them, and writes all that are queued with one system call. A killed process therefore
+    loses the last few events at most. The file is appended to; the configuration event marks where
+    each engine begins.
 
-    A disk that fails, or falls `MAX_WAITING` events behind, ends the recording with a word in the
-    log; what is written until then is whole. Raises OSError if the file cannot be opened.
+    Recording stops with an error in the log when a write fails or `MAX_WAITING` events are queued.
+    The file up to there is valid. Raises OSError if the file cannot be opened.
     """
 
     def __init__(self, path: str | Path, max_waiting: int = MAX_WAITING) -> None:
@@ -47,7 +48,7 @@ class StepRecorder:
         self.close()
 
     def close(self) -> None:
-        """Everything is written. Once."""
+        """Write all queued events and close the file. Call this once."""
         self._events.put(None)
         self._thread.join()
         os.close(self._file)

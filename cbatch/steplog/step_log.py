@@ -1,7 +1,7 @@
 """The step log on disk: every input of a scheduler, one JSON line each, and its replay.
 
-A log that a killed process left behind may end in the middle of a record; reading says so and keeps
-everything before it. Floats survive exactly, so a replay reproduces every decision to the bit.
+The log of a killed process may end in the middle of a record. Reading it then returns a warning and
+all earlier events. Floats are stored exactly, so a replay reproduces every decision to the bit.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ AnyEvent = (
 )
 FORMAT = "cbatch-step-log"
 VERSION = 1
-_LOOK_BYTES = 2**16
+_LOOK_BYTES = 2**16  # read at a time, from the end of the file
 
 
 class StepLogError(ValueError):
-    """The file is no step log, or is damaged before its last record."""
+    """The file is not a step log, or is damaged before its last record."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -47,8 +47,8 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def encode_array(value: Any) -> Any:
-    """msgspec `enc_hook`: an array is written as its dtype and its values, a sequence of another
-    kind as a tuple (a simulated prompt)."""
+    """Encode an array as (dtype, values) and any other sequence, such as a simulated prompt, as a
+    tuple. This is msgspec's `enc_hook`."""
     if isinstance(value, np.ndarray):
         return (value.dtype.name, value.tolist())
     if isinstance(value, Sequence):
@@ -57,7 +57,7 @@ def encode_array(value: Any) -> Any:
 
 
 def decode_array(kind: type, value: Any) -> Any:
-    """msgspec `dec_hook`, the inverse of `encode_array`."""
+    """Decode what `encode_array` wrote. This is msgspec's `dec_hook`."""
     if kind is np.ndarray:
         dtype, values = value
         return np.asarray(values, dtype=dtype)
@@ -72,8 +72,8 @@ def encode_line(record: msgspec.Struct) -> bytes:
 
 
 def open_to_append(path: Path) -> int:
-    """The descriptor of a log that is new, or goes on: half a record, which a killed process left
-    at the end, is cut off. Raises OSError, and `StepLogError` for a file that is something else."""
+    """Open a new or existing log for appending, without an incomplete last record. Return the file
+    descriptor. Raises OSError, or `StepLogError` for another kind of file."""
     header = encode_line(Header(FORMAT, VERSION))
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
@@ -96,21 +96,21 @@ def _end_of_last_line(file: int, size_bytes: int) -> int:
     end = size_bytes
     while True:
         start = max(0, end - _LOOK_BYTES)
-        found = os.pread(file, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
         end = start
 
 
 class StepLog(msgspec.Struct, frozen=True):
-    """`warning` says what was dropped from the end of the file, None where it was whole."""
+    """The events of a file. `warning` says what was dropped from its end, None for nothing."""
 
     events: tuple[AnyEvent, ...]
     warning: str | None
 
 
 def read_step_log(path: str | Path) -> StepLog:
-    """Raises `StepLogError` naming the line, except for a last record that was cut short."""
+    """Read a log. Raises `StepLogError` with the line of a damaged record that is not the last."""
     header, *lines = Path(path).read_bytes().split(b"\n")
     _check_header(path, header)
     tail = lines.pop() if lines else b""  # b"" where the last record is whole
@@ -142,8 +142,8 @@ def _check_header(path: str | Path, line: bytes) -> None:
 
 
 def engines_of(events: Iterable[AnyEvent]) -> Iterator[list[AnyEvent]]:
-    """The log of each engine: a configuration begins one, the next ends it. Raises `StepLogError`
-    for events of none."""
+    """Yield the events of each engine: every `Configured` event begins a new one. Raises
+    `StepLogError` if the first event is of another kind."""
     engine: list[AnyEvent] = []
     for event in events:
         if isinstance(event, Configured) and engine:
@@ -163,8 +163,8 @@ def replay(
     on_commit: Callable[[Commit], None] | None = None,
     log: Callable[[Event], None] | None = None,
 ) -> Scheduler:
-    """A scheduler that was given these inputs, of one engine; the callbacks see what it decided on
-    the way."""
+    """Return a scheduler after it was given these inputs of one engine. The callbacks receive its
+    plans and commits. Raises `StepLogError`."""
     remaining = iter(events)
     first = next(remaining, None)
     if not isinstance(first, Configured):
@@ -180,7 +180,7 @@ def replay(
                 commit = scheduler.commit(result, now_s)
                 if on_commit is not None:
                     on_commit(commit)
-                scheduler.take_cache_changes()  # whoever followed its cache has been told
+                scheduler.take_cache_changes()  # already published by the engine that was recorded
             case Added(request, now_s, output):
                 scheduler.add(request, now_s, output)
             case Cancelled(request_id, now_s):

@@ -1,1 +1,1 @@
-"""The machine around us: cache folder, logs, heap, knobs. Imports nothing of ours."""
+"""The machine that cbatch runs on: cache folder, processors, memory, logs. No cbatch imports."""

@@ -1,4 +1,4 @@
-"""Where what was measured or made once on a machine is kept."""
+"""The folder for results that are measured or built once per machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path | None:
-    """`cbatch/<name>` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache), which nobody has
-    created or checked; None for a user without a home."""
+    """Return `cbatch/<name>` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache). The folder
+    may not exist yet. Return None for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "cbatch" / name

@@ -1,4 +1,4 @@
-"""How much of the machine's processors this process is given."""
+"""The number of processors that this process may use."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def given_cpus(cgroup: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> int:
-    """Those it may run on, or fewer where a container's quota (cgroup `cpu.max`, or of version 1
-    `cpu.cfs_quota_us`) is less: threads beyond it would stand still together, period by period."""
+    """Return the number of processors in the affinity mask, or the container's quota if lower. The
+    quota is cgroup `cpu.max`, or `cpu.cfs_quota_us` of version 1. The kernel pauses all threads of
+    a process that exceeds its quota, so more threads than that would only stall each other."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quotas = [_quota(folder) for folder in _folders(cgroup, root)]
     return max(1, int(min([float(allowed or 1), *(q for q in quotas if q is not None)])))
 
 
 def _folders(cgroup: Path, root: Path) -> list[Path]:
-    """Of the groups this process is in, and of those around them."""
-    found = [root]
+    """Return the folders of this process's cgroups and of their parents."""
+    folders = [root]
     for line in _read(cgroup).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        at = root / controllers / path.strip("/")
-        found += [at, *(parent for parent in at.parents if parent.is_relative_to(root))]
-    return found
+        folder = root / controllers / path.strip("/")
+        folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+    return folders
 
 
 def _quota(folder: Path) -> float | None:
-    """In processors."""
+    """Return the CPU quota in processors, None for no limit."""
     words = _read(folder / "cpu.max").split()
     if not words:
-        words = [_read(folder / f"cpu.cfs_{each}_us").strip() for each in ("quota", "period")]
+        words = [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
     try:
         quota, period = map(int, words)
     except ValueError:  # "max", or no such file

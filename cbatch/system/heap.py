@@ -1,4 +1,4 @@
-"""Memory of a process that serves: what it keeps for good, and what it gives back."""
+"""Memory settings of long-running processes: garbage collection and malloc."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import ctypes
 import gc
 from contextlib import suppress
 
-_MMAP_THRESHOLD = -3  # of mallopt(3)
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt(3)
 _LARGE_BYTES = 2**18
 
 
 def freeze_heap() -> None:
-    """Takes all there is now out of the garbage collector's sight, for good. A full collection goes
-    through every object that it sees, and everything waits: 80 ms in a server that has just
-    started, 120 ms in an engine that has imported torch. Afterwards it sees what requests made.
-    """
-    gc.collect()  # or garbage would be kept
+    """Exclude all present objects from garbage collection for the life of the process. A full
+    collection visits every object and blocks all threads: 80 ms in a server that has just started,
+    120 ms in an engine that has imported torch. Later collections visit newer objects only."""
+    gc.collect()  # frozen garbage would never be freed
     gc.freeze()
 
 
 def give_back_large_blocks() -> None:
-    """From now on blocks of `_LARGE_BYTES` and more go back to the system when they are freed.
-    glibc stops doing that with sizes that it has once seen freed: a server that had read a few long
-    bodies kept 200 MiB. Not for an engine, which has the same large blocks in every step."""
-    with suppress(OSError, AttributeError):  # another libc
+    """Make malloc return blocks of `_LARGE_BYTES` or more to the system as soon as they are freed.
+    By default glibc raises this threshold to the largest block freed so far, and a server that had
+    read a few long bodies kept 200 MiB. An engine should not call this function: it allocates the
+    same large blocks in every step."""
+    with suppress(OSError, AttributeError):  # the C library is not glibc
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def give_back_free_memory() -> None:
-    """What nobody refers to any more, and what lies free between small blocks, goes back to the
-    system. Takes milliseconds, of a heap that was frozen: for moments in which nobody waits."""
+    """Collect garbage and return the free memory between small blocks to the system. Takes
+    milliseconds if the heap was frozen before; call it while no request waits."""
     gc.collect()
-    with suppress(OSError, AttributeError):  # another libc
+    with suppress(OSError, AttributeError):  # the C library is not glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,5 +1,5 @@
-"""What an operator may set: a mark on the one field that it sets. Commands make of it a flag, a
-variable of the environment and a key of a TOML file, see `cbatch.cli.settings`."""
+"""The mark of settings: fields of a struct that an operator may set. `cbatch.cli.settings` makes a
+flag, an environment variable and a key of a TOML file of each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from msgspec import Meta
 
 
 def knob(group: str, text: str, metavar: str | None = None, **more: Any) -> Meta:
-    """Of a field: the group of its flag, and what the help says. More, where the setting differs
-    from its field: `name`, `type`, in what `unit`s of the field it is, whether it is `negated`."""
+    """Annotate a field as a setting: `group` of its flag, `text` for the help. `more` says how the
+    setting differs from the field: `name`, `type`, `unit` (in units of the field), `negated`."""
     return Meta(description=text, extra={"group": group, "metavar": metavar, **more})

@@ -1,6 +1,6 @@
-"""Log lines on standard error: for people, or one JSON object each.
+"""Log lines on standard error, as text or as JSON objects.
 
-A record's own fields come with `extra=fields(name=value)`. No line holds text of a prompt.
+Pass extra fields of a record as `extra=fields(name=value)`. No log line holds prompt text.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """For `extra`: those that are None are left out."""
+    """Return the `extra` argument of a log call. Values that are None are left out."""
     return {"fields": {name: value for name, value in values.items() if value is not None}}
 
 
 def configure(form: LogFormat, level: int = logging.INFO) -> None:
-    """For this process: `level` is ours, of libraries only warnings are shown."""
+    """Set up logging of this process: cbatch logs at `level`, libraries only warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else PlainLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -31,11 +31,11 @@ def configure(form: LogFormat, level: int = logging.INFO) -> None:
 
 class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        told = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
-        told |= {"message": record.getMessage(), **getattr(record, "fields", {})}
+        line = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
+        line |= {"message": record.getMessage(), **getattr(record, "fields", {})}
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return _encode(told).decode()
+            line["exception"] = self.formatException(record.exc_info)
+        return _encode(line).decode()
 
 
 class PlainLines(logging.Formatter):
@@ -47,7 +47,7 @@ class PlainLines(logging.Formatter):
 
 
 def _plain(value: Any) -> str:
-    """A client's own text (a path) must not pass for a line or a field of its own."""
+    """Return the value, quoted where a client's text could pass for another line or field."""
     if isinstance(value, str) and value.isprintable() and not set(value) & set(' ="'):
         return value
     return _encode(value).decode()

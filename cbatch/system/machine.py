@@ -1,4 +1,4 @@
-"""The machine and the versions a figure was measured with."""
+"""The machine and the package versions that a measurement was made with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PACKAGES = ("cbatch", "llama-cpp-python", "numpy", "msgspec", "torch", "transfo
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores this process may use, load, memory, system."""
+    """Return processor model, cores this process may use, load, memory in GiB, and system."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0))
@@ -24,14 +24,14 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Python and those of our packages that are installed; nothing is imported for it."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of installed packages, without importing them."""
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _cpu_model() -> str:

@@ -1,4 +1,4 @@
-"""Large memory of zeros, whose pages the system gives a little later."""
+"""Large zeroed memory whose pages are allocated in the background."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 _CHUNK_BYTES = 1 << 25
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14: pages come, contents stay
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: allocates pages, keeps their contents
 
 
 def zeros_in_time(num_bytes: int) -> NDArray[np.uint8]:
-    """To write gigabytes of zeros would be most of a start. They can be used at once; a thread of
-    low priority has their pages made meanwhile, so that no later step waits for them and what the
-    process takes of the machine soon stays what it is."""
+    """Return zeroed memory that can be used at once. A low-priority thread faults its pages in,
+    because clearing gigabytes here would dominate the start-up time. Later steps then wait for no
+    page faults, and the process soon reaches its final memory use."""
     memory = np.zeros(num_bytes, dtype=np.uint8)
     if num_bytes >= _CHUNK_BYTES and platform.system() == "Linux":
-        # Held weakly: it may go before the last of its pages came.
+        # A weak reference: the memory may be freed before the thread has finished.
         arguments = weakref.ref(memory), memory.ctypes.data, num_bytes
         threading.Thread(target=_populate, args=arguments, name="cbatch-pages", daemon=True).start()
     return memory
 
 
-def _populate(held: weakref.ref[NDArray[np.uint8]], address: int, num_bytes: int) -> None:
-    with suppress(OSError):  # of this thread alone
+def _populate(memory_ref: weakref.ref[NDArray[np.uint8]], address: int, num_bytes: int) -> None:
+    with suppress(OSError):  # sets the priority of this thread only
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     page = os.sysconf("SC_PAGE_SIZE")
     end = (address + num_bytes) // page * page
     for at in range(-(-address // page) * page, end, _CHUNK_BYTES):
-        memory = held()
+        memory = memory_ref()
         if memory is None or madvise(at, min(_CHUNK_BYTES, end - at), _POPULATE_WRITE):
-            return  # an older kernel makes them as they are used
+            return  # freed, or an older kernel: it allocates pages at first use
         del memory

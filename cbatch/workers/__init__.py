@@ -1,4 +1,4 @@
-"""Tasks that may take all time or memory, run in processes that the system ends."""
+"""Processes for tasks of unpredictable time and memory. The system enforces their limits."""
 
 from cbatch.workers.pool import PoolClosedError, WorkerDiedError, WorkerPool
 from cbatch.workers.worker import TaskLimits

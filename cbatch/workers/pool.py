@@ -1,4 +1,4 @@
-"""The processes that run tasks, as the process that has the tasks sees them."""
+"""The client side of the worker processes: hands out tasks and replaces workers that died."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from typing import Any, TypeVar
 from cbatch.workers.worker import DIED, DONE, LENGTH, PID, RAISED, TaskLimits
 
 WORKER = ("-m", "cbatch.workers.worker")
-# Arenas of threads would count against the limit on memory; what is freed is to be given back; and
-# threads do not survive a fork.
+# One malloc arena, because each thread's arena counts against the memory limit. A fixed mmap
+# threshold, so that freed memory returns to the system. No extra threads: they do not survive a
+# fork.
 _ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**18),
     "OMP_NUM_THREADS": "1",
     "RAYON_NUM_THREADS": "1",
-    "RUST_BACKTRACE": "0",  # to make one takes memory, and without that it hangs
+    "RUST_BACKTRACE": "0",  # a backtrace needs memory, and hangs when there is none
     "TOKENIZERS_PARALLELISM": "false",
 }
-MOST_IDLE = 2
-# A worker whose task took longer is not used again, and gives all its memory back.
+MOST_IDLE = 2  # workers kept for later tasks, for each value of `TaskLimits.aside`
+# A worker whose task took longer ends, so that all its memory is returned.
 _QUICK_S = 0.5
-_AT_ONCE_S = 0.02
-_WALL = 10  # times the processor time of a task, on a machine where that takes as long
-_START_S = 120.0
+_AT_ONCE_S = 0.02  # a reused worker that dies sooner was dead before the task.
+_WALL = 10  # wall time allowed to a task, as a multiple of its processor time.
+_START_S = 120.0  # wall time allowed to the start of the fork server
 T = TypeVar("T")
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker ended within its task. `overran`: by the limit on time."""
+    """A worker ended during its task. `overran`: it exceeded the limit on time."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"a worker ended with status {status}")
@@ -45,13 +46,13 @@ class WorkerDiedError(RuntimeError):
 
 
 class PoolClosedError(RuntimeError):
-    """A task was not done before its workers were closed."""
+    """The pool was closed before the task was done."""
 
 
 class WorkerPool:
-    """For the coroutines of one event loop. The fork server starts with the first task, or with
-    `warm`. `setup` makes there what every task is given. It is pickled; so are tasks, what they
-    return and what they raise."""
+    """Worker processes for the coroutines of one event loop. The fork server starts with the first
+    task, or with `warm`. The fork server calls `setup` once; every task gets the result as its
+    argument. `setup`, tasks, results and exceptions are pickled."""
 
     def __init__(self, setup: Callable[[], Any]) -> None:
         self._setup = setup
@@ -60,19 +61,19 @@ class WorkerPool:
         self._closed = False
 
     async def warm(self) -> None:
-        """Start the fork server, and a worker, so that no task waits for them later."""
+        """Start the fork server and one worker, so that the first task does not wait for them."""
         self._idle[False].append(await self._fork())
 
     async def run(self, task: Callable[[Any], T], limits: TaskLimits) -> T:
-        """Return what `task` makes of what `setup` made. Raises what it raises, `WorkerDiedError`,
-        and `PoolClosedError`."""
+        """Run `task` in a worker, with the result of `setup` as its argument, and return its
+        result. Raises what the task raises, `WorkerDiedError`, and `PoolClosedError`."""
         content, idle = pickle.dumps((limits, task)), self._idle[limits.aside]
         worker = idle.pop() if idle else await self._fork()
         begin_s, kind, value = time.monotonic(), None, None
         try:
             async with asyncio.timeout(limits.cpu_s * _WALL):
                 kind, value = await worker.ask(content)
-        except (EOFError, ConnectionError):  # with the fork server
+        except (EOFError, ConnectionError):  # the fork server ended too
             kind, value = DIED, -signal.SIGKILL
         except TimeoutError:
             value = -signal.SIGPROF
@@ -82,7 +83,7 @@ class WorkerPool:
             if kind in (DONE, RAISED) and took_s < _QUICK_S and has_room:
                 idle.append(worker)
             else:
-                if kind is None:  # nobody waits for its task any longer
+                if kind is None:  # timed out or cancelled; the task still runs
                     worker.kill()
                 worker.close()
         if kind == DONE:
@@ -91,12 +92,12 @@ class WorkerPool:
             raise value
         if self._closed:
             raise PoolClosedError
-        if worker.num_tasks > 1 and took_s < _AT_ONCE_S:  # it had died before
+        if worker.num_tasks > 1 and took_s < _AT_ONCE_S:  # it died before this task
             return await self.run(task, limits)
         raise WorkerDiedError(value)
 
     async def close(self) -> None:
-        """End all processes, and the tasks that run."""
+        """End all processes, also those with running tasks."""
         server, self._server, self._closed = self._server, None, True
         for worker in sum(self._idle.values(), []):
             worker.close()
@@ -117,7 +118,7 @@ class WorkerPool:
                 if server.cancelled():  # by `close`
                     raise PoolClosedError from None
                 raise
-            except (OSError, EOFError):  # something has ended the fork server
+            except (OSError, EOFError):  # the fork server was killed
                 if self._server is server:
                     self._server = None
                     await _end(server)
@@ -127,7 +128,7 @@ class WorkerPool:
 
 
 async def _end(server: asyncio.Task[_ForkServer]) -> None:
-    """End one that has started, or wait for the end of one that failed to."""
+    """End a fork server, or wait until a start that failed has cleaned up."""
     with suppress(asyncio.CancelledError, Exception):
         await (await server).end()
 
@@ -138,22 +139,22 @@ class _ForkServer:
 
     @classmethod
     async def start(cls, setup: Callable[[], Any]) -> _ForkServer:
-        """Raises OSError, EOFError."""
-        ours, theirs = socket.socketpair()
-        with theirs, ExitStack() as undo:
-            undo.callback(ours.close)
+        """Start the process and wait until `setup` has run there. Raises OSError, EOFError."""
+        parent_end, child_end = socket.socketpair()
+        with child_end, ExitStack() as undo:
+            undo.callback(parent_end.close)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *WORKER,
-                str(theirs.fileno()),
+                str(child_end.fileno()),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,  # a status tells how a worker dies
+                stderr=asyncio.subprocess.DEVNULL,  # exit statuses say how workers died
                 env=os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
             )
             undo.pop_all()
-        server = cls(process, ours)
+        server = cls(process, parent_end)
         try:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(pickle.dumps(setup))
@@ -168,11 +169,11 @@ class _ForkServer:
         return server
 
     async def fork(self) -> _Worker:
-        """Raises OSError, EOFError."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [PID.pack(0)], [theirs.fileno()])
-        worker = _Worker(*await asyncio.open_connection(sock=ours))
+        """Start a worker and return its connection. Raises OSError, EOFError."""
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            socket.send_fds(self._control, [PID.pack(0)], [child_end.fileno()])
+        worker = _Worker(*await asyncio.open_connection(sock=parent_end))
         try:
             _, pid = await worker.answer()
         except BaseException:
@@ -182,12 +183,12 @@ class _ForkServer:
         return worker
 
     def _kill(self, pid: int) -> None:
-        with suppress(OSError):  # it has ended, and its workers end with their connections
+        with suppress(OSError):  # the fork server ended; its workers end with their connections
             self._control.send(PID.pack(pid))
 
     async def end(self) -> None:
         self._control.close()
-        await self._process.communicate()  # to the end of what it has open
+        await self._process.communicate()  # wait until it and its workers have ended
 
 
 class _Worker:
@@ -198,7 +199,7 @@ class _Worker:
         self.kill: Callable[[], None]
 
     async def ask(self, content: bytes) -> tuple[int, Any]:
-        """What became of a task. Raises EOFError where the fork server has ended."""
+        """Send a task and return (kind, value). Raises EOFError if the fork server has ended."""
         self.num_tasks += 1
         self._writer.writelines((LENGTH.pack(len(content)), content))
         return await self.answer()

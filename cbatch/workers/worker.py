@@ -1,7 +1,7 @@
 """The processes of `WorkerPool`: a fork server, and the workers that it forks.
 
-The fork server reads once what tasks work on, such as a tokenizer. A worker shares that memory and
-starts in milliseconds, so that one which a task has ended is replaced at once.
+The fork server loads the shared state, such as a tokenizer, once. A worker shares that memory and
+starts in milliseconds, so a worker that a task has killed is replaced at once.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 LENGTH, PID = struct.Struct("<I"), struct.Struct("<i")
-DONE, RAISED, DIED = range(3)  # what an answer tells: a result, an exception, an exit status
-_OUT_OF_MEMORY = 1  # exit status
-_NICE = 10
+DONE, RAISED, DIED = range(3)  # kinds of answers: with a result, an exception, an exit status
+_OUT_OF_MEMORY = 1  # exit status of a worker.
+_NICE = 10  # of a worker whose tasks are `aside`
 
 
 class TaskLimits(NamedTuple):
-    """Of one task: seconds of processor time, and bytes beyond those the worker has before. A task
-    `aside` lets the engine's steps go first."""
+    """Limits of one task: `cpu_s` of processor time, and `memory_bytes` on top of the worker's
+    present memory. With `aside` the worker has a lower priority than the engine's steps."""
 
     cpu_s: float
     memory_bytes: int
@@ -36,14 +36,15 @@ class TaskLimits(NamedTuple):
 
 
 def main() -> None:
-    """Fork a worker for every socket that comes over the control socket, whose number is the
-    argument; kill the worker whose id comes without one; end all at its end."""
-    for each in (signal.SIGINT, signal.SIGTERM):  # of a terminal, or a service manager
-        signal.signal(each, signal.SIG_IGN)  # the server ends it, once its tasks are done
+    """Serve the control socket, whose descriptor is the argument, until it is closed. A message
+    with a socket forks a worker for it; a message with a process id kills that worker. At the end
+    all workers are killed."""
+    for signal_number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager
+        signal.signal(signal_number, signal.SIG_IGN)  # the server closes the socket after its tasks
     control = socket.socket(fileno=int(sys.argv[1]))
     state = pickle.load(sys.stdin.buffer)()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    gc.freeze()  # a collection would write to memory that is shared
+    gc.freeze()  # a collection would write to the shared memory, and so copy it
     workers: dict[int, socket.socket] = {}
     signal.signal(signal.SIGCHLD, lambda *_: _reap(workers))
     sys.stdout.buffer.write(b"\n")
@@ -57,8 +58,8 @@ def main() -> None:
             connection = socket.socket(fileno=files[0])
             pid = os.fork()
             if not pid:
-                for each in (control, *workers.values()):
-                    each.close()
+                for inherited in (control, *workers.values()):
+                    inherited.close()
                 _work(connection, state)
             workers[pid] = connection
         elif PID.unpack(message)[0] in workers:
@@ -70,7 +71,7 @@ def main() -> None:
 
 
 def _reap(workers: dict[int, socket.socket]) -> None:
-    """Tell the clients of workers that have ended how they did."""
+    """Send the exit status of every worker that has ended to its client."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -89,13 +90,13 @@ def _work(connection: socket.socket, state: Any) -> None:
     try:
         with connection.makefile("rb") as tasks, connection.makefile("wb") as answers:
             _send(answers, pickle.dumps((DONE, os.getpid())))
-            while head := tasks.read(LENGTH.size):
-                limits, task = pickle.loads(tasks.read(LENGTH.unpack(head)[0]))
+            while header := tasks.read(LENGTH.size):
+                limits, task = pickle.loads(tasks.read(LENGTH.unpack(header)[0]))
                 if limits.aside and os.getsid(0) != os.getpid():
-                    os.setsid()  # Linux shares processors out by session, and then by `nice`
+                    os.setsid()  # Linux divides processor time by session first, then by `nice`
                     os.nice(_NICE)
                 _limit_memory(limits.memory_bytes)
-                signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)  # the signal ends the process
+                signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)  # SIGPROF ends the process
                 answer = _answer(task, state)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 _send(answers, answer)
@@ -111,7 +112,7 @@ def _answer(task: Callable[[Any], Any], state: Any) -> bytes:
     except Exception as error:
         error.add_note(traceback.format_exc())
         return pickle.dumps((RAISED, error))
-    except BaseException as error:  # a panic of Rust
+    except BaseException as error:  # a Rust panic is not an Exception
         return pickle.dumps((RAISED, RuntimeError(repr(error))))
 
 
@@ -121,11 +122,11 @@ def _send(file: BinaryIO, content: bytes) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """From what the process takes now."""
+    """Limit address space to `num_bytes` more than the process uses now."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:
-        return  # not Linux, where address space is not limited either
+        return  # not Linux, so the limit would have no effect
     limit_bytes = pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, resource.RLIM_INFINITY))
 
